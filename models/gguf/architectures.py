@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from models.json_fields import Fields
+from models.json_fields import REQUIRED, Fields
 
 _ATTENTION = {"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"}
 _HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
@@ -26,6 +26,23 @@ _GLM4 = {
     "ffn_up": "mlp.gate_up_proj",
 }  # fmt: skip
 _PHI3 = {**_LLAMA, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+_ROUTER = {"ffn_gate_inp": "mlp.gate"}
+_EXPERTS = {
+    "ffn_gate_exps": "mlp.experts.{expert}.gate_proj", "ffn_up_exps": "mlp.experts.{expert}.up_proj",
+    "ffn_down_exps": "mlp.experts.{expert}.down_proj",
+}  # fmt: skip
+_SHARED = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate", "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj", "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}  # fmt: skip
+_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate", "ffn_gate_exps": "block_sparse_moe.experts.{expert}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{expert}.w3", "ffn_down_exps": "block_sparse_moe.experts.{expert}.w2",
+}  # fmt: skip
+_GPT_OSS = {
+    **_LLAMA, **_EXPERTS, "ffn_gate_inp": "mlp.router", "attn_sinks.weight": "self_attn.sinks",
+    "post_attention_norm": "post_attention_layernorm",
+}  # fmt: skip
 
 
 class Keys:
@@ -57,7 +74,8 @@ class GgufArchitecture:
 
     Attributes:
         config_name: as `architectures` of a config.json names it.
-        layer_names: what a layer's tensors are called there, by their names here.
+        layer_names: what a layer's tensors are called there, by their names here; those with "{expert}" are stacks of
+            all experts here. A name with its ".weight" stands for the whole of the other one.
         has_permuted_heads: rows of queries and keys lie as neighbouring pairs are rotated; config.json's model rotates
             halves.
         norm_offset: is stored added to the weights of norms.
@@ -74,7 +92,53 @@ class GgufArchitecture:
 def _read_llama(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     """The converter calls Mistral so, too."""
     window = keys.integer("attention.sliding_window", least=0)
+    if keys.integer("expert_count", 0, least=0):
+        return {"architectures": ["MixtralForCausalLM"], "sliding_window": window or None, **_read_experts(keys)}
     return {"sliding_window": window, "architectures": ["MistralForCausalLM"]} if window else {}
+
+
+def _read_experts(keys: Keys) -> dict[str, Any]:
+    """How many experts there are, and how many of them a token goes to."""
+    return {
+        "num_experts": keys.integer("expert_count", REQUIRED),
+        "num_experts_per_tok": keys.integer("expert_used_count", REQUIRED),
+    }
+
+
+def _read_qwen2_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """Whether weights are normalised is the architecture's, as it is for the others."""
+    common.pop("attention_bias")
+    return {
+        **_read_experts(keys),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length", REQUIRED),
+        "shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length", REQUIRED),
+        "norm_topk_prob": False,
+    }
+
+
+def _read_qwen3_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **_read_experts(keys),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length", REQUIRED),
+        "norm_topk_prob": True,
+    }
+
+
+def _read_olmoe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    return {**_read_experts(keys), "norm_topk_prob": False}
+
+
+def _read_gpt_oss(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """The file does not say that the rotary ramp has no whole ends: gpt-oss's config.json does."""
+    if (rope := common.get("rope_scaling", {})).get("rope_type") == "yarn":
+        rope["truncate"] = False
+    size = keys.integer("expert_feed_forward_length", common["intermediate_size"])
+    return {
+        **_read_experts(keys),
+        "intermediate_size": size,
+        "sliding_window": keys.integer("attention.sliding_window", 128),
+        **_read_pattern(keys, common),
+    }
 
 
 def _read_gemma2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
@@ -137,9 +201,19 @@ def _read_granite(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 
 ARCHITECTURES: dict[str, GgufArchitecture] = {
-    "llama": GgufArchitecture("LlamaForCausalLM", _LLAMA, has_permuted_heads=True, read=_read_llama),
+    "llama": GgufArchitecture("LlamaForCausalLM", {**_LLAMA, **_MIXTRAL}, has_permuted_heads=True, read=_read_llama),
     "qwen2": GgufArchitecture("Qwen2ForCausalLM", _LLAMA),
     "qwen3": GgufArchitecture("Qwen3ForCausalLM", {**_LLAMA, **_HEAD_NORMS}),
+    "qwen2moe": GgufArchitecture(
+        "Qwen2MoeForCausalLM", {**_LLAMA, **_ROUTER, **_EXPERTS, **_SHARED}, read=_read_qwen2_moe
+    ),
+    "qwen3moe": GgufArchitecture(
+        "Qwen3MoeForCausalLM", {**_LLAMA, **_HEAD_NORMS, **_ROUTER, **_EXPERTS}, read=_read_qwen3_moe
+    ),
+    "olmoe": GgufArchitecture(
+        "OlmoeForCausalLM", {**_LLAMA, **_HEAD_NORMS, **_ROUTER, **_EXPERTS}, read=_read_olmoe
+    ),
+    "gpt-oss": GgufArchitecture("GptOssForCausalLM", _GPT_OSS, read=_read_gpt_oss),
     "gemma2": GgufArchitecture("Gemma2ForCausalLM", _GEMMA, norm_offset=1.0, read=_read_gemma2),
     "gemma3": GgufArchitecture(
         "Gemma3ForCausalLM", {**_GEMMA, **_HEAD_NORMS}, norm_offset=1.0, read=_read_gemma3

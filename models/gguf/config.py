@@ -61,7 +61,7 @@ def config_values(
         "num_attention_heads": num_heads,
         "num_key_value_heads": keys.integer("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
-        "intermediate_size": keys.integer("feed_forward_length", REQUIRED),
+        "intermediate_size": _inner_size(keys),
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "max_position_embeddings": keys.integer("context_length", REQUIRED),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", REQUIRED),
@@ -72,8 +72,18 @@ def config_values(
     }
     values |= _rope(keys, values, factors)
     values |= rules.read(keys, values)
+    if "moe_intermediate_size" in values:  # Qwen's layers without a router have an MLP
+        layers = range(values["num_hidden_layers"])
+        values["mlp_only_layers"] = [each for each in layers if f"blk.{each}.ffn_gate_inp.weight" not in tensors]
     fields.refuse_unread(lambda key, value: _is_harmless(key.removeprefix(f"{name}."), value))
     return values
+
+
+def _inner_size(keys: Keys) -> int:
+    """Columns between an MLP's maps; files without any may give those of experts alone."""
+    names = ("feed_forward_length", "expert_feed_forward_length")
+    name = next((name for name in names if keys.fields.has(keys(name))), names[0])
+    return int(keys.integer(name, REQUIRED))
 
 
 def _rope(keys: Keys, values: dict[str, Any], stored: Mapping[str, list[float]]) -> dict[str, Any]:

@@ -67,11 +67,15 @@ class GgufModel:
 
     def checkpoint(self) -> Checkpoint:
         """The tensors, under the names and in the rows of the model's safetensors."""
-        rules, head_dim = find_architecture(self._first), self.config().integer("head_dim")
+        rules, config = find_architecture(self._first), self.config()
+        head_dim, num_experts = config.integer("head_dim"), config.integer("num_experts", 0)
         tensors: dict[str, StoredTensor] = {}
         for name, file in self._file_of.items():
             if name not in _FACTORS:
                 ours = _name_in_checkpoint(name, rules)
+                if "{expert}" in ours:
+                    tensors |= _experts(file, name, ours, num_experts)
+                    continue
                 is_permuted = rules.has_permuted_heads and _QUERY_OR_KEY.search(ours) is not None
                 norm_offset = rules.norm_offset if ours.endswith("norm.weight") else 0.0
                 pairs_of = head_dim if is_permuted else 0
@@ -101,29 +105,31 @@ class GgufModel:
 class GgufWeight:
     """One tensor of a file, in the rows of the model's safetensors; see `models.checkpoint.StoredTensor`.
 
-    `pairs_of` elements of a head, neighbours of which are rotated together, are the two halves there; 0: rows stay.
-    `norm_offset` was added.
+    `index` is its number among those that are stacked in the file's tensor. `pairs_of` elements of a head, neighbours
+    of which are rotated together, are the two halves there; 0: rows stay. `norm_offset` was added.
     """
 
-    def __init__(self, file: GgufFile, name: str, *, pairs_of: int = 0, norm_offset: float = 0.0) -> None:
-        entry = file.tensors[name]
+    def __init__(
+        self, file: GgufFile, name: str, index: int | None = None, *, pairs_of: int = 0, norm_offset: float = 0.0
+    ) -> None:
+        entry = file.tensor(name, index)
         self.file, self.name, self.shape, self.type_name = file.path.name, name, entry.shape, entry.format.name
         self.dtype: DType | None = entry.format.dtype
         self.size_bytes = entry.size_bytes
         self.block_format = entry.format.name if entry.format.decode and len(entry.shape) == 2 else None
         self.quantized: QuantizedLayout | None = None
-        self._file, self._pairs_of, self._norm_offset = file, pairs_of, norm_offset
+        self._file, self._index, self._pairs_of, self._norm_offset = file, index, pairs_of, norm_offset
 
     def array(self) -> Array:
         """The elements, made anew where they are quantised or stored otherwise."""
-        values = self._in_halves(self._file.array(self.name))
+        values = self._in_halves(self._file.array(self.name, self._index))
         if self._norm_offset:
             values = values - values.dtype.type(self._norm_offset)
         return values
 
     def blocks(self) -> Array:
         """See `StoredTensor`."""
-        return self._in_halves(self._file.blocks(self.name))
+        return self._in_halves(self._file.blocks(self.name, self._index))
 
     def matrix(self) -> QuantizedMatrix:
         """There is none."""
@@ -140,7 +146,7 @@ class GgufWeight:
 
     def release(self) -> None:
         """See `StoredTensor`."""
-        self._file.release(self.name)
+        self._file.release(self.name, self._index)
 
 
 def _name_in_checkpoint(name: str, rules: GgufArchitecture) -> str:
@@ -149,9 +155,23 @@ def _name_in_checkpoint(name: str, rules: GgufArchitecture) -> str:
     layer, _, part = stem.removeprefix("blk.").partition(".")
     if stem in _GLOBAL_NAMES:
         return f"{_GLOBAL_NAMES[stem]}.{kind}"
-    if stem.startswith("blk.") and part in rules.layer_names:
-        return f"model.layers.{layer}.{rules.layer_names[part]}.{kind}"
+    if stem.startswith("blk."):
+        if (whole := f"{part}.{kind}") in rules.layer_names:
+            return f"model.layers.{layer}.{rules.layer_names[whole]}"
+        if part in rules.layer_names:
+            return f"model.layers.{layer}.{rules.layer_names[part]}.{kind}"
     return name
+
+
+def _experts(file: GgufFile, name: str, ours: str, num_experts: int) -> dict[str, StoredTensor]:
+    """The tensors that are stacked in one, by their names."""
+    stored = file.tensors[name].shape
+    if len(stored) < 2 or stored[0] != num_experts:
+        raise WeightsError(
+            f"{file.path}: tensor {name!r} is {list(stored)}, but expert_count is {num_experts}, which its first size"
+            " must be"
+        )
+    return {ours.format(expert=expert): GgufWeight(file, name, expert) for expert in range(num_experts)}
 
 
 def _open_shards(path: Path) -> list[GgufFile]:

@@ -48,6 +48,11 @@ class GgufTensor:
     def size_bytes(self) -> int:
         return self.format.row_bytes(math.prod(self.shape))
 
+    def part(self, index: int) -> GgufTensor:
+        """One of those that are stacked along the first axis."""
+        part = GgufTensor(self.format, self.shape[1:], self.begin)
+        return GgufTensor(part.format, part.shape, self.begin + index * part.size_bytes)
+
 
 class Strings:
     """A list of strings in the file, whose lengths are checked; iterating over it decodes them.
@@ -112,48 +117,55 @@ class GgufFile:
         self.metadata: Mapping[str, Value] = header.metadata(num_keys)
         self.tensors: Mapping[str, GgufTensor] = header.tensors(num_tensors, self._alignment())
 
-    def raw(self, name: str) -> Array:
-        """A tensor's bytes as a read-only view of the mapping, `[..., row bytes]`."""
+    def tensor(self, name: str, index: int | None = None) -> GgufTensor:
+        """Where a tensor lies, or one of those that are stacked in it."""
         tensor = self.tensors[name]
+        return tensor if index is None else tensor.part(index)
+
+    def raw(self, name: str, index: int | None = None) -> Array:
+        """A tensor's bytes as a read-only view of the mapping, `[..., row bytes]`; `index` as for `tensor`."""
+        tensor = self.tensor(name, index)
         array = np.frombuffer(self.mapping, np.uint8, tensor.size_bytes, tensor.begin)
         return array.reshape(*tensor.shape[:-1], -1)
 
-    def blocks(self, name: str) -> Array:
+    def blocks(self, name: str, index: int | None = None) -> Array:
         """`raw`, whose scales are finite. Raises `WeightsError` where one is not."""
-        tensor, raw = self.tensors[name], self.raw(name)
+        tensor, raw = self.tensor(name, index), self.raw(name, index)
         blocks = raw.view(tensor.format.layout)
         for field in (field for field in ("d", "dmin") if field in (tensor.format.layout.names or ())):
             if not (is_finite := np.isfinite(blocks[field])).all():
-                raise self._damaged(name, int(np.flatnonzero(~is_finite)[0]))
+                raise self._damaged(name, index, int(np.flatnonzero(~is_finite)[0]))
         return raw
 
-    def array(self, name: str) -> Array:
+    def array(self, name: str, index: int | None = None) -> Array:
         """A tensor's elements: a read-only view of floats that are stored as such, else made anew in float32.
 
         Raises `WeightsError` where a scale is not finite.
         """
-        tensor = self.tensors[name]
+        tensor = self.tensor(name, index)
         with np.errstate(all="ignore"):  # of scales that are not finite
-            values = tensor.format.dequantise(self.raw(name))
+            values = tensor.format.dequantise(self.raw(name, index))
         if tensor.format.decode is None:
             return values if values.flags.aligned else values.copy()
         if not np.isfinite(values).all():
-            raise self._damaged(name, int(np.flatnonzero(~np.isfinite(values))[0]) // tensor.format.block)
+            raise self._damaged(name, index, int(np.flatnonzero(~np.isfinite(values))[0]) // tensor.format.block)
         return values
 
-    def release(self, name: str) -> None:
+    def release(self, name: str, index: int | None = None) -> None:
         """Let go of the memory pages that only this tensor uses; reading it again reads the file again."""
         if not hasattr(mmap, "MADV_DONTNEED"):
             return
-        tensor = self.tensors[name]
+        tensor = self.tensor(name, index)
         begin = -(-tensor.begin // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (tensor.begin + tensor.size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if end > begin:
             self.mapping.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
-    def _damaged(self, name: str, block: int) -> WeightsError:
+    def _damaged(self, name: str, index: int | None, block: int) -> WeightsError:
+        place = "" if index is None else f"expert {index}, "
         return self.error(
-            f"tensor {name!r}: block {block} has a scale that is not finite; the file is damaged: download it again"
+            f"tensor {name!r}: {place}block {block} has a scale that is not finite; the file is damaged: download it"
+            " again"
         )
 
     def error(self, message: str) -> WeightsError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ Array = np.ndarray[Any, Any]
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2",
     "gemma3_text": "gemma3", "phi3": "phi3", "granite": "granite", "smollm3": "smollm3", "olmo2": "olmo2",
-    "olmo3": "olmo2", "glm4": "glm4",
+    "olmo3": "olmo2", "glm4": "glm4", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
+    "olmoe": "olmoe", "gpt_oss": "gpt-oss",
 }  # fmt: skip
-PERMUTED = ("llama", "mistral", "granite", "smollm3")
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
+PERMUTED = ("llama", "mistral", "granite", "smollm3", "mixtral")
 
 
 def write_gguf(
@@ -40,9 +43,10 @@ def write_gguf(
     writer = gguf.GGUFWriter(path, ARCHITECTURES[kind], split_max_tensors=num_tensors_per_shard)
     _add_keys(writer, config)
     add_metadata(writer)
-    for name, array in {**tensors, **_extra_tensors(config)}.items():
+    for name, array in {**stacked_experts(tensors), **_extra_tensors(config)}.items():
         stored = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
-        ggml = Ggml.F32 if array.ndim == 1 else type_of(stored)
+        stored += ".weight" * stored.endswith("sinks")
+        ggml = Ggml.F32 if array.ndim == 1 or ".ffn_gate_inp" in stored or stored.endswith("bias") else type_of(stored)
         array = _changed(name, array, config)
         if array.dtype == np.uint8:  # blocks already
             writer.add_tensor(stored, array, raw_dtype=ggml)
@@ -55,6 +59,30 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return min(path.parent.glob(f"{path.stem}-*-of-*.gguf")) if num_tensors_per_shard else path
+
+
+def stacked_experts(tensors: dict[str, Array]) -> dict[str, Array]:
+    """Matrices of experts one over another; gpt-oss's, which are so already, in rows, and gate apart from up."""
+    found: dict[str, Array] = {}
+    stacks: dict[str, list[Array]] = {}
+    for name, array in tensors.items():
+        if ".mlp.experts." in name and not re.search(r"\.\d+\.\w+\.(weight|bias)$", name):  # [E, K, N], biases [E, N]
+            stem, part = name.rsplit(".", 1)
+            kind = "bias" if part.endswith("_bias") else "weight"
+            array = array if kind == "bias" else array.swapaxes(1, 2)
+            if part.startswith("gate_up"):
+                found |= {f"{stem}.{each}_proj.{kind}": array[:, turn::2] for turn, each in enumerate(("gate", "up"))}
+            else:
+                found[f"{stem}.down_proj.{kind}"] = array
+        elif ".experts." in name:  # in the order of their numbers
+            stem, _, rest = name.partition(".experts.")
+            number, part = rest.split(".", 1)
+            stack = stacks.setdefault(f"{stem}.experts.{part}", [])
+            assert len(stack) == int(number)
+            stack.append(array)
+        else:
+            found[name] = array
+    return found | {name: np.stack(arrays) for name, arrays in stacks.items()}
 
 
 def _changed(name: str, array: Array, config: dict[str, Any]) -> Array:
@@ -114,7 +142,16 @@ def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     if kind == "gemma3_text":
         writer.add_rope_freq_base_swa(sliding["rope_theta"])
-    if kind in ("gemma2", "gemma3_text", "phi3", "mistral", "olmo3"):
+    if kind in WITH_EXPERTS:
+        writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if kind in ("qwen2_moe", "qwen3_moe"):
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if kind == "qwen2_moe":
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if kind == "gpt_oss":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
+    if kind in ("gemma2", "gemma3_text", "phi3", "mistral", "olmo3", "gpt_oss", "mixtral"):
         writer.add_sliding_window(config["sliding_window"] or 0)
     if kind == "olmo3":
         writer.add_sliding_window_pattern([layer == "sliding_attention" for layer in config["layer_types"]])

@@ -45,6 +45,13 @@ CASES: dict[str, dict[str, Any]] = {
     "olmo2_odd": {},
     "olmo3_windows": {},
     "glm4_odd": {},
+    "mixtral_odd": {},
+    "mixtral_all": {},
+    "qwen2_moe_shared": {},
+    "qwen3_moe_odd": {},
+    "qwen3_moe_one": {"norm_topk_prob": True},
+    "olmoe_odd": {},
+    "gpt_oss_odd": {},
 }
 
 
@@ -214,7 +221,7 @@ WRONG: list[tuple[dict[str, Any], type[ModelLoadError], str]] = [
     ({"llama.embedding_length": "x"}, ConfigError, "llama.embedding_length must be an integer, not 'x'"),
     ({"llama.attention.head_count_kv": [2, 4]}, ConfigError, "llama.attention.head_count_kv must be an integer, not"),
     ({"llama.attention.value_length": 8}, ConfigError, "llama.attention.value_length = 8 is not supported for llama"),
-    ({"llama.expert_count": 8}, ConfigError, "llama.expert_count = 8 is not supported for llama"),
+    ({"llama.expert_count": 8}, ConfigError, "llama.expert_used_count is missing"),
     ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, ConfigError, "layer_norm_rms_epsilon must be finite"),
     ({"llama.rope.scaling.type": "dynamic"}, ConfigError, "llama.rope.scaling.type 'dynamic' is not supported"),
     ({"llama.rope.dimension_count": 6}, ConfigError, "partial_rotary_factor = 0.375 is not supported"),
