@@ -207,6 +207,25 @@ def _kernel(dtype: str, weight_name: str, out_dtype: str, activation: str = "") 
 
         return multiply_step
 
+    def scaling_of(j: int) -> Any:
+        """The sums of 8 columns, of which a lane has two, times the scales of the weight's rows."""
+        first_sum, inside, is_up = 8 * (j // 2) + 4 * (j % 2), 8 * j % columns_out, 8 * j >= columns_out
+
+        @device_function
+        def scale_columns(sums, row_scales, column, last_pair, n):
+            column = minimum_u32(uint32(column + uint32(inside)), last_pair)
+            if is_up:
+                column = uint32(column + n)
+            low, high = load_pair(row_scales + uint64(column) * uint64(4))
+            for i in range(m_tiles):
+                at = 8 * (n_tiles // 2) * i + first_sum  # a quad: two columns of two rows
+                sums[at], sums[at + 1] = scale_element(sums[at], low), scale_element(sums[at + 1], high)
+                sums[at + 2], sums[at + 3] = scale_element(sums[at + 2], low), scale_element(sums[at + 3], high)
+
+        return scale_columns
+
+    scale_0, scale_1, scale_2, scale_3 = map(scaling_of, range(n_tiles))
+
     steps = [step_of(step) for step in range(num_steps)] + [None] * (4 - num_steps)
     step_0, step_1, step_2, step_3 = steps
     has_four_steps = num_steps == 4
@@ -329,16 +348,11 @@ def _kernel(dtype: str, weight_name: str, out_dtype: str, activation: str = "") 
         first_column += warp_column // uint32(WARP_N) * uint32(columns_out)
         # The weight's rows' scales. Its last tile of 16 rows is whole.
         last_pair = uint32((uint32(n + uint32(TILE_COLUMNS - 1)) & uint32(0xFFFFFFF0)) - uint32(2))
-        for j in range(n_tiles):  # of 8 columns, of which a lane has two
-            column = uint32(8 * j % columns_out) + first_column + t * uint32(2)
-            column = minimum_u32(column, last_pair)
-            if 8 * j >= columns_out:
-                column = uint32(column + n)  # up's
-            low, high = load_pair(row_scales + uint64(column) * uint64(4))
-            for i in range(m_tiles):
-                for h in range(2):
-                    at = 8 * (i * (n_tiles // 2) + j // 2) + 4 * (j % 2) + 2 * h
-                    sums[at], sums[at + 1] = scale_element(sums[at], low), scale_element(sums[at + 1], high)
+        column = uint32(first_column + t * uint32(2))
+        scale_0(sums, row_scales, column, last_pair, n)
+        scale_1(sums, row_scales, column, last_pair, n)
+        scale_2(sums, row_scales, column, last_pair, n)
+        scale_3(sums, row_scales, column, last_pair, n)
         leave_sums(
             sums, staged, scales, bias, bias_is_f32, residual, out, m, n, first_row, first_column, squares, lane
         )  # fmt: skip
