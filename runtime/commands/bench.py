@@ -13,7 +13,7 @@ from runtime.commands.report import ReportOptions, listing
 
 bench = typer.Typer(
     name="bench",
-    help="Measure: latency, throughput, serve, streaming, accuracy, peers, allocator, exact, overhead, loading.",
+    help="Measure: latency, throughput, serve, streaming, accuracy, peers, allocator, exact, overhead, products.",
     rich_markup_mode=None,
     add_completion=False,
 )
@@ -206,5 +206,27 @@ def loading(
     output.deliver(report, listing(report, lines))
 
 
-for _command in (latency, throughput, streaming, allocator, exact, overhead, loading):
+def products(
+    output: ReportOptions,
+    formats: Annotated[str, typer.Option(help="Of weights, comma-separated.")] = (
+        "float32,bfloat16,int8,fp8,Q8_0,Q4_0,MXFP4"
+    ),
+    rows: Annotated[str, typer.Option(help="Rows of x, comma-separated.")] = "1,8,32,512",
+    shape: Annotated[str, typer.Option(help="N and K of the matrix.")] = "3072,1024",
+    num_rounds: Annotated[int, typer.Option(help="Rounds of each, in turns.")] = 7,
+) -> None:
+    """Matrix products on the cpu by the format of their weights, beside what the processor reads."""
+    from runtime.bench.cpu_products import as_lines, bench_products
+
+    sizes = integers("shape", shape)
+    if len(sizes) != 2:
+        raise typer.BadParameter(f"{shape!r} must be two numbers, N and K", param_hint="--shape")
+    report = bench_products(
+        tuple(formats.split(",")), rows=integers("rows", rows), width=sizes[0], depth=sizes[1], num_rounds=num_rounds,
+        report_progress=lambda line: print(line, file=sys.stderr),
+    )  # fmt: skip
+    output.deliver(report, "\n".join(as_lines(report)))
+
+
+for _command in (latency, throughput, streaming, allocator, exact, overhead, loading, products):
     bench.command(cls=Command)(with_options(_command))

@@ -1,0 +1,158 @@
+"""`bench products`: matrix products on the cpu, by the format of their weights and the number of rows.
+
+Each format keeps copies of one random matrix, so many that they do not stay in a cache, and a run goes over all of
+them, recorded as a decode step is. Nothing is timed that has not just been compared with numpy's product of the
+dequantised matrix. Formats take turns; beside the median stands the best run, which other work on the machine disturbed
+least.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from numba_kernels.cpu.running.arena import Arena
+from numba_kernels.cpu.running.recording import Recording, record
+from runtime import ops
+from runtime.bench.environment import describe_machine
+from runtime.bench.metrics import BenchmarkError
+from runtime.bench.peers.cpu_limits import open_meter
+from runtime.dtype import bfloat16, float32
+from runtime.linear.format import INT8
+from runtime.linear.options import LoadOptions
+from runtime.linear.quantise import Rounding, quantise
+from runtime.linear.weight import LinearWeight
+from runtime.tensor.storage import NDArray
+from runtime.tensor.tensor import Tensor
+
+_HALF, _FLOAT = np.dtype(np.float16), np.dtype(np.float32)
+ROUNDINGS = {
+    "fp8": Rounding("fp8", (128, 128), _FLOAT), "Q8_0": Rounding("int8", (1, 32), _HALF),
+    "Q4_0": Rounding("int4", (1, 32), _HALF),
+    "MXFP4": Rounding("fp4", (1, 32), np.dtype(ml_dtypes.float8_e8m0fnu)),
+}  # fmt: skip
+FORMATS = ("float32", "bfloat16", "int8", *ROUNDINGS)
+MOST_ERROR = 0.02
+"""Of the largest number of a product: rows are rounded to bfloat16 or int8 where the format has it so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A format's copies of the matrix, and their floats."""
+
+    weights: tuple[LinearWeight, ...]
+    floats: NDArray
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all copies."""
+        return sum(weight.size_bytes for weight in self.weights)
+
+
+def bench_products(
+    formats: Sequence[str] = FORMATS, *, rows: Sequence[int] = (1, 8, 32, 512), width: int = 3072, depth: int = 1024,
+    num_rounds: int = 7, working_set_bytes: int = 128 << 20, report_progress: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:  # fmt: skip
+    """The report: {"shape", "limits", "results", "environment"}; a result has a format, rows, seconds and rates.
+
+    Raises BenchmarkError for an unknown format, or a product that is wrong.
+    """
+    if unknown := [name for name in formats if name not in FORMATS]:
+        raise BenchmarkError(f"--formats {unknown[0]!r} is none of {', '.join(FORMATS)}")
+    random = np.random.default_rng(0)
+    matrix = random.normal(0, 0.02, (width, depth)).astype(np.float32)
+    kept = {}
+    for name in formats:
+        report_progress(f"{name}: a matrix of {width} x {depth}")
+        kept[name] = _kept(name, matrix, working_set_bytes)
+    results = []
+    with open_meter() as meter:
+        for count in rows:
+            x = Tensor.from_numpy(random.standard_normal((count, depth)).astype(np.float32))
+            for name, each in kept.items():
+                _verify(name, each, x)
+            seconds: dict[str, list[float]] = {name: [] for name in kept}
+            recordings = {name: _recorded(each, x) for name, each in kept.items()}
+            for number in range(num_rounds):
+                report_progress(f"{count} rows: round {number + 1} of {num_rounds}")
+                for name, each in kept.items():
+                    seconds[name].append(_replay_s(recordings[name]) / len(each.weights))
+            meter.measure()
+            results += [_result(name, each, count, seconds[name]) for name, each in kept.items()]
+        limits = meter.report()
+    return {"shape": [width, depth], "limits": limits, "results": results, "environment": describe_machine()}
+
+
+def as_lines(report: dict[str, Any]) -> list[str]:
+    """A table for people."""
+    limits = report["limits"]
+    width, depth = report["shape"]
+    lines = [
+        f"{width} x {depth}, {limits['num_threads']} threads; at best {limits['read_bytes_per_s'] / 1e9:.1f} GB/s read,"
+        f" {limits['float32_flops_per_s'] / 1e9:.0f} GFLOP/s in float32",
+        f"{'format':<10}{'rows':>6}{'median us':>12}{'best us':>12}{'GB/s':>8}{'of read':>9}{'Gop/s':>9}",
+    ]
+    for row in report["results"]:
+        share = row["bytes_per_s"] / limits["read_bytes_per_s"]
+        lines.append(
+            f"{row['format']:<10}{row['rows']:>6}{row['median_s'] * 1e6:>12.1f}{row['best_s'] * 1e6:>12.1f}"
+            f"{row['bytes_per_s'] / 1e9:>8.1f}{share:>9.0%}{row['ops_per_s'] / 1e9:>9.0f}"
+        )
+    return lines
+
+
+def _kept(name: str, matrix: NDArray, working_set_bytes: int) -> Kept:
+    options = LoadOptions(format=INT8) if name == "int8" else LoadOptions()
+    if name in ROUNDINGS:
+        quantised = quantise(matrix, ROUNDINGS[name])
+        floats = quantised.dequantise(float32)
+
+        def made() -> LinearWeight:
+            return ops.prepare_linear([quantised], None, options)
+    else:
+        source = Tensor.from_numpy(matrix).to(bfloat16 if name == "bfloat16" else float32)
+        floats = source.to(float32).numpy()
+
+        def made() -> LinearWeight:
+            return ops.prepare_linear(source, None, options)
+
+    first = made()
+    copies = -(-working_set_bytes // first.size_bytes)
+    return Kept((first, *(made() for _ in range(copies - 1))), floats)
+
+
+def _verify(name: str, kept: Kept, x: Tensor) -> None:
+    expected = x.numpy() @ kept.floats.T
+    error = float(np.abs(ops.linear(x, kept.weights[-1]).numpy() - expected).max() / np.abs(expected).max())
+    if not error <= MOST_ERROR:
+        raise BenchmarkError(f"{name}, {x.shape[0]} rows: off by {error:.2e} of the largest, at most {MOST_ERROR}")
+
+
+def _recorded(kept: Kept, x: Tensor) -> Recording:
+    """The products with all copies, each result in the memory of the one before."""
+    with record(Arena()) as recording:
+        for weight in kept.weights:
+            ops.linear(x, weight)
+    return recording
+
+
+def _replay_s(recording: Recording) -> float:
+    start = time.perf_counter()
+    recording.replay()
+    return time.perf_counter() - start
+
+
+def _result(name: str, kept: Kept, rows: int, seconds: list[float]) -> dict[str, Any]:
+    width, depth = kept.floats.shape
+    middle = median(seconds)
+    return {
+        "format": name, "rows": rows, "weight_bytes": kept.size_bytes // len(kept.weights), "median_s": middle,
+        "best_s": min(seconds), "bytes_per_s": kept.size_bytes / len(kept.weights) / middle,
+        "ops_per_s": 2 * rows * width * depth / middle,
+    }  # fmt: skip
