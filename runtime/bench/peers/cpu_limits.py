@@ -153,20 +153,37 @@ def open_meter(read_buffer_bytes: int = READ_BUFFER_BYTES, loop_s: float = LOOP_
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Weights that are multiplied with: in the layers with every token, in the head with every one that draws."""
+    """Weights that are multiplied with: in the layers with every token, in the head with every one that draws.
+
+    Attributes:
+        layer_weights, head_weights: without experts.
+        size_bytes: of all of these; None: by their type.
+        expert_weights, expert_bytes: of all experts.
+        expert_share: of its layer's experts a token goes to such a share.
+    """
 
     layer_weights: int
     head_weights: int
-    size_bytes: int | None = None  # of all of them; None: by their type
+    size_bytes: int | None = None
+    expert_weights: int = 0
+    expert_bytes: int = 0
+    expert_share: float = 1.0
 
     @staticmethod
     def of_gguf(path: Path) -> ModelSize:
         """From the matrices of a GGUF file."""
-        tensors = GgufFile(path).tensors
+        file = GgufFile(path)
+        tensors, name = file.tensors, file.metadata.get("general.architecture")
+        used, count = (file.metadata.get(f"{name}.expert_{word}count", 0) for word in ("used_", ""))
         head = tensors.get("output.weight") or tensors["token_embd.weight"]
-        layers = [each for name, each in tensors.items() if name.startswith("blk.") and len(each.shape) == 2]
+        matrices = [each for name, each in tensors.items() if name.startswith("blk.") and name.endswith(".weight")]
+        layers, experts = ([each for each in matrices if len(each.shape) == axes] for axes in (2, 3))
         size_bytes = sum(each.size_bytes for each in (*layers, head))
-        return ModelSize(sum(math.prod(each.shape) for each in layers), math.prod(head.shape), size_bytes)
+        return ModelSize(
+            sum(math.prod(each.shape) for each in layers), math.prod(head.shape), size_bytes,
+            sum(math.prod(each.shape) for each in experts), sum(each.size_bytes for each in experts),
+            float(used) / float(count) if isinstance(used, int) and isinstance(count, int) and count else 1.0,
+        )  # fmt: skip
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> ModelSize:
@@ -185,8 +202,10 @@ def limit_rate(limits: CpuLimits, size: ModelSize, dtype: str, workload: Workloa
 
     def step_s(tokens: int, draws: int) -> float:
         size_bytes = size.size_bytes or (size.layer_weights + size.head_weights) * WEIGHT_BYTES[dtype]
-        reading = size_bytes / limits.read_bytes_per_s
-        operations = 2 * (size.layer_weights * tokens + size.head_weights * draws)
+        touched = 1.0 - (1.0 - size.expert_share) ** tokens  # of the experts, if each token draws for itself
+        reading = (size_bytes + size.expert_bytes * touched) / limits.read_bytes_per_s
+        of_layers = size.layer_weights + size.expert_weights * size.expert_share
+        operations = 2 * (of_layers * tokens + size.head_weights * draws)
         return max(reading, operations / limits.operations_per_s(dtype))
 
     prompts = workload.num_prompts

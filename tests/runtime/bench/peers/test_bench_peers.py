@@ -9,6 +9,7 @@ import json
 import math
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from models.registry import load_model
 from runtime.bench.load.prompts import random_prompts
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.peers import bench_peers as peers
@@ -43,6 +45,7 @@ from runtime.bench.peers.workloads import (
 from runtime.bench.scheduling.engines import QWEN3_0_6B
 from runtime.cli import app
 from runtime.llm import LLM
+from tools.write_moe_gguf import SHAPES, write
 
 ROOT = Path(__file__).resolve().parents[4]
 SHAPE = Gpt2Shape(hidden_size=32, num_layers=2, num_heads=2, vocab_size=97, max_positions=64)
@@ -285,6 +288,24 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     goal = PEER_GOALS["decode-1", GGUF]
     assert goal.verdict(row({"llama.cpp": 0.9}, share=0.86)) == "met"
     assert goal.verdict(row({"llama.cpp": 0.9}, share=0.84)) == "missed"
+
+
+def test_of_experts_a_step_reads_those_that_its_tokens_go_to(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    shape = {**SHAPES["qwen3moe"], "hidden": 64, "heads": 2, "kv_heads": 1, "head_dim": 32, "expert": 32, "experts": 8}
+    write(path, "qwen3moe", 1, seed=0, shape={**shape, "used": 2}, vocab_size=96)
+    size = ModelSize.of_gguf(path)
+    maps, router, experts = 64 * 3 * 64, 8 * 64, 8 * 3 * 32 * 64
+    assert size == ModelSize(
+        maps + router, 96 * 64, (maps + 96 * 64) * 18 // 32 + 4 * router, experts, experts * 18 // 32, 0.25
+    )
+    workload = WORKLOADS[0]
+    slow_memory = replace(LIMITS, read_bytes_per_s=1.0)
+    for tokens, share in ((1, 0.25), (3, 1 - 0.75**3)):
+        read = size.size_bytes + share * size.expert_bytes
+        several = replace(workload, num_prompts=tokens)
+        assert limit_rate(slow_memory, size, GGUF, several) == pytest.approx(tokens / read)
+    assert list(load_model(path).config.layer_windows) == [None]
 
 
 def row(ratios: dict[str, float], *, share: float = 0.9, ttft_ms: float = 40.0, missing: tuple[str, ...] = ()) -> Any:
