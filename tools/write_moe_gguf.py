@@ -20,6 +20,7 @@ from gguf import GGMLQuantizationType as Ggml
 
 VOCAB_SIZE = 32_768
 DEVIATION = 0.02
+EMBEDDING_DEVIATION = 1.0  # else rounding makes two engines choose other experts, and these all of the answer
 SHAPES: dict[str, dict[str, int]] = {
     "qwen3moe": {
         "hidden": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "inner": 6144, "expert": 768, "experts": 128,
@@ -72,7 +73,7 @@ def write(
     hidden, expert, count, head_dim = (shape[name] for name in ("hidden", "expert", "experts", "head_dim"))
     plain, in_experts = (Ggml.Q8_0, Ggml.MXFP4) if is_gpt_oss else (Ggml.Q4_0, Ggml.Q4_0)
     added = DEVIATION / float(np.sqrt(2 * num_layers))  # of what is added to the residual
-    writer.matrix("token_embd.weight", plain, vocab_size, hidden)
+    writer.matrix("token_embd.weight", plain, vocab_size, hidden, scale=EMBEDDING_DEVIATION)
     writer.matrix("output.weight", plain, vocab_size, hidden)
     writer.floats("output_norm.weight", hidden, mean=1.0)
     for layer in range(num_layers):
