@@ -237,6 +237,21 @@ def test_real_peers(engine: Any, dtype: str) -> None:
     assert len(report["results"]) == (3 if dtype == "float32" else len(TINY))
 
 
+@pytest.mark.parametrize("architecture", SHAPES)
+def test_llama_cpp_runs_the_same_experts(tmp_path: Path, architecture: str) -> None:
+    """The same logits of the same file, or the report refuses."""
+    python = ROOT / LLAMA.venv / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"no {LLAMA.venv} with {LLAMA.packages}")
+    path = tmp_path / "model.gguf"
+    shape = {**SHAPES[architecture], "hidden": 128, "heads": 4, "kv_heads": 2, "head_dim": 64, "expert": 64}
+    write(path, architecture, 2, seed=1, shape={**shape, "experts": 6, "used": 2}, vocab_size=300)
+    report = bench_peers({LLAMA.name: python}, gguf_groups([path], ["decode-1"]), num_rounds=1, meter=a_meter())
+    assert report["refused"] == []
+    [errors] = report["peers"][LLAMA.name].values()
+    assert errors["logits_relative_error"] < 0.05
+
+
 def test_peers_python_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(BenchmarkError, match=r"\.venv-reference.*pip install torch transformers.*--peer-python"):
         TRANSFORMERS.python(None, tmp_path)
