@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from numba_kernels.cpu.quantised_rows import store_row
 from runtime import ops
 from runtime.backends import cpu
 from runtime.dtype import DType, float8_e4m3, int8
@@ -58,6 +59,20 @@ def test_rows_are_written_as_numpy_rounds(kind: str, head_dim: int) -> None:
         numbers, expected = quantised(rows, kind)
         np.testing.assert_array_equal(stored.astype(np.float32), numbers.astype(np.float32))
         np.testing.assert_array_equal(scales[block, :, inside], expected)
+
+
+def test_every_number_of_e4m3_and_every_tie() -> None:
+    """Ties go to even, the largest number stays 448, and subnormal numbers have steps of their own."""
+    numbers = np.arange(0x7F, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    for values in (numbers, ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(500))):
+        row = np.concatenate([values, -values, [448]]).astype(np.float32)
+        found, scale = np.zeros(row.size, np.uint8), np.zeros(1, np.float32)
+        store_row(found.ctypes.data, 1, row, np.float32(448), scale.ctypes.data)
+        assert scale == 1
+        rounded = found.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        np.testing.assert_array_equal(rounded, row.astype(ml_dtypes.float8_e4m3fn).astype(np.float32))
+        assert found[-1] == 0x7E
 
 
 @pytest.mark.parametrize("kind", KINDS)
