@@ -23,6 +23,7 @@ from runtime.engine.config import (
     Policy,
     Preemption,
     Quantization,
+    Speculation,
     Victim,
 )
 from runtime.engine.errors import RequestError
@@ -146,6 +147,13 @@ class EngineOptions:
         DecodeKernels,
         typer.Option(help="Decode one sequence layer by layer, or a dense model by one kernel (an experiment)."),
     ] = _CONFIG.decode
+    speculation: Annotated[
+        Speculation,
+        typer.Option(help="Who proposes tokens that a step tries; answers stay as they are."),
+    ] = _CONFIG.speculation
+    num_speculative_tokens: Annotated[
+        int, typer.Option(help="Most proposals for a sequence in a step; fewer where they do not pay.")
+    ] = _CONFIG.num_speculative_tokens
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `build_engine`, or of `LLM`; what is None is left to their defaults.

@@ -40,6 +40,8 @@ DecodeGraphsMode = Literal["auto", "on", "off"]
 DecodeKernels = Literal["layers", "megakernel"]
 Quantization = Literal["none", "int8", "int4", "mxfp4", "fp8"]
 KVCacheDtype = Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"]
+Speculation = Literal["off", "ngram", "suffix"]
+MOST_SPECULATIVE_TOKENS = 64
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
 
@@ -76,6 +78,8 @@ class EngineSettings(TypedDict, total=False):
     quantization: Quantization
     kv_cache_dtype: KVCacheDtype
     kv_cache_dtype_skip_layers: str
+    speculation: Speculation
+    num_speculative_tokens: int
     gemm: str
 
 
@@ -136,6 +140,10 @@ class EngineConfig:
                             last two with a scale for each token and head
     kv_cache_dtype_skip_layers
                             layers whose pages stay in the weights' type: numbers and "sliding_window", by commas
+    speculation             who proposes tokens for decodes to try: "off", "ngram" (what prompt and output said before),
+                            "suffix" (and the answers of others of the same tenant); tokens are as without
+                            (docs/speculation.md)
+    num_speculative_tokens  most proposals for a sequence in a step; fewer, or none, where they do not pay
     gemm                    the kernel of matrix products on a GPU: "auto", "naive", "tiled", "register", "tensor_core",
                             "hopper", "cublas"
     """
@@ -170,10 +178,12 @@ class EngineConfig:
     quantization: Quantization = "none"
     kv_cache_dtype: KVCacheDtype = "auto"
     kv_cache_dtype_skip_layers: str = ""
+    speculation: Speculation = "off"
+    num_speculative_tokens: int = 7
     gemm: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "block_size", "max_waiting", "max_waiting_tokens"):
+        for name in ("max_num_seqs", "block_size", "max_waiting", "max_waiting_tokens", "num_speculative_tokens"):
             check_positive(name, getattr(self, name))
         for name in ("max_num_batched_tokens", "max_model_len", "num_blocks", "kv_cache_bytes", "prefill_chunk"):
             if getattr(self, name) is not None:
@@ -189,6 +199,12 @@ class EngineConfig:
         check_one_of("overlap", self.overlap, ("auto", "on", "off"))
         check_one_of("decode_graphs", self.decode_graphs, ("auto", "on", "off"))
         check_one_of("decode", self.decode, get_args(DecodeKernels))
+        check_one_of("speculation", self.speculation, get_args(Speculation))
+        if self.num_speculative_tokens > MOST_SPECULATIVE_TOKENS:
+            raise RequestError(
+                f"num_speculative_tokens must be at most {MOST_SPECULATIVE_TOKENS}, got {self.num_speculative_tokens}",
+                param="num_speculative_tokens",
+            )
         if self.decode == "megakernel" and (self.exact or self.decode_graphs == "off"):
             raise RequestError(
                 "decode is 'megakernel': it adds up in an order of its own and runs in decode graphs, so that neither "

@@ -35,8 +35,9 @@ from runtime.engine.open_requests import OpenRequests
 from runtime.engine.scheduling.block_pool import BlockPool
 from runtime.engine.scheduling.host_pool import HostPool
 from runtime.engine.scheduling.scheduler import Scheduler
-from runtime.engine.scheduling.sequence import Request
+from runtime.engine.scheduling.sequence import Request, Sequence
 from runtime.engine.scheduling.step import Step
+from runtime.engine.speculation.speculator import SpeculationCounters, Speculator
 from runtime.engine.steps.assemble import Assembled, Assembler
 from runtime.engine.steps.embedder import Embedder
 from runtime.engine.steps.executor import Computation, Drawn, Executor
@@ -87,6 +88,7 @@ class Engine:
     timeline  a record of each of the latest steps
     embedder  what computes embeddings, a forward pass at a time between two steps
     vocabulary  the text of the model's ids, for grammars; None: requests with a grammar are refused
+    speculator  proposes tokens for decodes to try; None: nobody does
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Engine:
         info: EngineInfo,
         seed: int | None = None,
         vocabulary: LazyVocabulary | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         self.info = info
         self.limits = limits
@@ -114,7 +117,10 @@ class Engine:
         mode: Mode = "eager" if limits.decode_graphs == "off" else "record"
         self.assembler = Assembler(limits.max_num_seqs, executor.num_groups, limits.block_size, mode)
         self.embedder = Embedder(executor, limits, info.vocab_size)
+        self.speculator: Speculator | None = None
         self.opened = OpenRequests(self.scheduler, seed)
+        if speculator is not None:
+            self.use(speculator)
         self.vocabulary = vocabulary
         self.grammars = GrammarQueue()
         self.timeline: Timeline = deque(maxlen=TIMELINE_STEPS)
@@ -125,6 +131,13 @@ class Engine:
         self._chunk_rows: NDArray[np.int64] | None = None
         self._counters = _Counters()
         self._last_step_s = time.monotonic()
+
+    def use(self, speculator: Speculator) -> None:
+        """Let it propose tokens from the next step on. Raises ``RequestError`` where several steps are open at once."""
+        if self.executor.depth > 1:
+            raise RequestError("speculation needs steps that follow one another", param="speculation")
+        self.speculator = speculator
+        self.opened.on_end = speculator.end
 
     @property
     def has_work(self) -> bool:
@@ -200,7 +213,8 @@ class Engine:
         else:
             opened = self._open[0] if self._open else self._start(self._plan(outputs))
         if self.overlaps and self.executor.depth == 1:
-            following = self._plan(outputs) if opened.computation is not None else None
+            holds = self.speculator is not None and self.speculator.wants_tokens()
+            following = self._plan(outputs) if opened.computation is not None and not holds else None
             leads = following is not None and self._lead(following, poll, outputs)
             self._finish(opened, outputs)
             if following is not None and not leads:
@@ -245,6 +259,7 @@ class Engine:
         num_blocks, num_free = self.pool.num_blocks, self.pool.num_free
         cache, counters, requests = self.pool.counters, self._counters, self.opened.counters
         graphs = self.executor.graph_stats()
+        drafts = SpeculationCounters() if self.speculator is None else self.speculator.counters
         return EngineStats(
             num_running=len(self.scheduler.running),
             num_waiting=len(self.scheduler.waiting) + len(self.grammars),
@@ -278,6 +293,10 @@ class Engine:
             num_paused=len(self.scheduler.paused),
             iteration_token_counts=tuple(counters.steps_by_tokens),
             iteration_tokens=counters.step_tokens,
+            num_drafts=drafts.num_drafts,
+            num_draft_tokens=drafts.num_draft_tokens,
+            num_accepted_tokens=drafts.num_accepted_tokens,
+            accepted_by_position=tuple(drafts.accepted_by_position),
         )
 
     def check_invariants(self) -> None:
@@ -326,6 +345,8 @@ class Engine:
         """Choose the next step and lay it out; the step before it may still run."""
         record = StepRecord(self.scheduler.num_steps, time.monotonic())
         record.num_running, record.num_waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        if self.speculator is not None:
+            self.scheduler.drafts = self.speculator.propose(self.scheduler.running)
         step = self.scheduler.schedule()
         planned = time.monotonic()
         record.schedule_s = planned - record.start_s
@@ -429,6 +450,14 @@ class Engine:
             opened.started_s = computation.started_s
         return opened
 
+    def _note_proposals(
+        self, speculator: Speculator, assembled: Assembled, step: Step, accepted: dict[Sequence, int] | None
+    ) -> None:
+        made = assembled.input
+        kept = dict.fromkeys(assembled.drawing, 1) if accepted is None else accepted
+        drafted = {chunk.sequence: len(chunk.draft_ids) for chunk in step.chunks if chunk.draft_ids}
+        speculator.observe(step.number, drafted, kept, is_pure=made.num_draws.sum() == made.num_tokens)
+
     def _count_transfers(self, step: Step, record: StepRecord) -> None:
         record.swapped_out, record.swapped_in = len(step.swap_out), len(step.swap_in)
         record.copied = len(step.copies)
@@ -461,6 +490,8 @@ class Engine:
                 accepted = dict(zip(opened.assembled.drawing, drawn.counts, strict=True))
             self.scheduler.commit(step, accepted)
             if drawn is not None and opened.assembled is not None:
+                if self.speculator is not None:
+                    self._note_proposals(self.speculator, opened.assembled, step, accepted)
                 self.opened.append(opened.assembled, drawn, ended, outputs)
                 num_tokens = opened.assembled.input.num_tokens
                 if num_tokens:

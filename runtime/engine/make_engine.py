@@ -22,6 +22,8 @@ from runtime.engine.config import (
 from runtime.engine.engine import Engine
 from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.messages import CacheGroupInfo, EngineInfo
+from runtime.engine.speculation.ngram import NgramDrafter, SuffixDrafter
+from runtime.engine.speculation.speculator import Speculator
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.kv.cache import KVCache
 from runtime.linear.options import LoadOptions, LoadSettings
@@ -87,7 +89,15 @@ def engine_over(loaded: Model, folder: Path, config: EngineConfig, name: str) ->
     info = _info(loaded, folder, config, limits, name)
     vocabulary = LazyVocabulary(partial(load_tokenizer, folder), info.vocab_size, info.eos_token_ids)
     executor = LocalExecutor(loaded, kv_cache, limits, info.vocab_size)
-    return Engine(executor, limits, info, config.seed, vocabulary)
+    return Engine(executor, limits, info, config.seed, vocabulary, speculator_of(config, info.vocab_size))
+
+
+def speculator_of(config: EngineConfig, vocab_size: int) -> Speculator | None:
+    """What proposes tokens, as the configuration says; None: nothing does."""
+    if config.speculation == "off":
+        return None
+    drafter = NgramDrafter() if config.speculation == "ngram" else SuffixDrafter()
+    return Speculator(drafter, config.num_speculative_tokens, vocab_size)
 
 
 def describe_engine(model: str | Path | None, config: EngineConfig) -> EngineInfo:

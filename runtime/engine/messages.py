@@ -124,6 +124,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_failed_graphs               recordings of either kind that failed
     num_paused                      requests that hold still until their outputs are read
     num_waiting_tokens              prompt tokens of the requests of which nothing was scheduled yet
+    num_drafts, num_draft_tokens, num_accepted_tokens  of speculation: proposals of one sequence in one step, their
+                                    tokens, and those that the draws agreed with; accepted_by_position: of the first
+                                    proposed token, the second, ...; empty where nothing is proposed
     iteration_token_counts          steps by their tokens: at most each of ``ITERATION_TOKEN_BOUNDS``, and more than the
                                     last; empty: not counted. iteration_tokens: their sum
     """
@@ -160,6 +163,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_paused: int = 0
     iteration_token_counts: tuple[int, ...] = ()
     iteration_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_by_position: tuple[int, ...] = ()
 
 
 class CacheGroupInfo(msgspec.Struct, frozen=True):

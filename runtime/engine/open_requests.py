@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain, repeat
 
@@ -40,6 +40,7 @@ class OpenRequests:
 
     by_id            the requests
     num_unscheduled  those of which nothing was scheduled yet; num_unscheduled_tokens: their prompts' tokens
+    on_end           is told of each choice that has ended; None: nobody is
     """
 
     def __init__(self, scheduler: Scheduler, seed: int | None) -> None:
@@ -49,6 +50,7 @@ class OpenRequests:
         self.counters = RequestCounters()
         self._scheduler = scheduler
         self._seeds = random.Random(seed)
+        self.on_end: Callable[[Sequence], None] | None = None
 
     def admit(self, request: Request) -> None:
         """Put a prepared request in the waiting queue.
@@ -232,6 +234,8 @@ class OpenRequests:
     def _finish_choice(self, sequence: Sequence) -> None:
         request = sequence.request
         self._scheduler.finish(sequence)
+        if self.on_end is not None:
+            self.on_end(sequence)
         if not request.open_sequences:
             del self.by_id[request.request_id]
             self._scheduler.paused.discard(request)

@@ -201,11 +201,29 @@ class Metrics(Collector):
             ("generation_tokens", "Number of generation tokens processed.", stats.generation_tokens),
         ):
             yield self._counter(prefix + name, help_text, value)
+        if stats.accepted_by_position:
+            yield from self._speculation_families(f"{prefix}spec_decode_", stats)
         iteration = Histogram(ITERATION_TOKEN_BOUNDS)
         iteration.counts = list(stats.iteration_token_counts) or iteration.counts
         iteration.total = float(stats.iteration_tokens)
         yield self._histogram(prefix + "iteration_tokens_total", "Tokens per engine step.", iteration)
         yield _info(f"{prefix}cache_config_info", "The KV cache.", info)
+
+    def _speculation_families(self, prefix: str, stats: EngineStats) -> Iterator[Metric]:
+        for name, help_text, value in (
+            ("num_drafts", "Proposals, of one sequence in one step each.", stats.num_drafts),
+            ("num_draft_tokens", "Tokens that were proposed and tried.", stats.num_draft_tokens),
+            ("num_accepted_tokens", "Tried tokens that were drawn.", stats.num_accepted_tokens),
+        ):
+            yield self._counter(prefix + name, help_text, value)
+        accepted = CounterMetricFamily(
+            f"{prefix}num_accepted_tokens_per_pos",
+            "The same by their place in the proposal.",
+            labels=["model_name", "engine", "position"],
+        )
+        for position, count in enumerate(stats.accepted_by_position):
+            accepted.add_metric([*self._labels, str(position)], count)
+        yield accepted
 
     def _request_families(self, prefix: str, measured: GenerationMetrics) -> Iterator[Metric]:
         success = CounterMetricFamily(

@@ -1,0 +1,262 @@
+"""How many proposals of which sequences a step tries, so that it pays.
+
+Per second, a step of n sequences without proposals gives n / t(0) tokens. With d of them it gives
+(n + sum of the chances that each is kept) / t(d): chances fall with the place of a proposal, since all before it have
+to be kept, so the best d are those with the highest chances. t is measured (`step_times`), chances are counted, by
+sequence and by how sure the drafter was. Where no d is better than none, none is tried, and nothing is looked for but
+now and then.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from runtime.engine.scheduling.sequence import Sequence
+from runtime.engine.speculation.drafter import SUREST, Drafter, Ids
+from runtime.engine.speculation.step_times import WIDTHS, StepTimes
+
+logger = logging.getLogger("xserv.engine")
+
+LEAST_GAIN = 1.02
+"""What proposals have to promise against none: times are noisy."""
+
+SHARE_IDLE, SHARE_PAYING = 0.005, 0.25
+"""Of a step's time that looking for proposals may take: while they do not pay, and while they do."""
+
+PRIOR_WEIGHT = 4.0
+FADING = 0.95
+"""A sequence's counts begin with the drafter's own, as so many proposals, and fade as new ones come."""
+
+FORGETTING = 0.99
+"""What is left of a count after a step that did not try: what did not work may work now."""
+
+TRIAL_STEPS = 64
+"""Steps that overlap with the next between two that do not, to see whether proposals would pay."""
+
+HANG_S = 1.0
+"""A drafter that takes so long for one sequence is turned off."""
+
+
+@dataclass(slots=True)
+class SpeculationCounters:
+    """Since the engine's start. ``accepted_by_position``: of the first proposal, of the second, ..."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Chance:
+    """Proposals that were kept and the first ones that were not, as weights that fade."""
+
+    kept: float = 0.0
+    lost: float = 0.0
+
+    def note(self, kept: int, is_lost: bool) -> None:
+        self.kept = FADING * self.kept + kept
+        self.lost = FADING * self.lost + is_lost
+
+    def forget(self) -> None:
+        self.kept *= FORGETTING
+        self.lost *= FORGETTING
+
+    def of(self, prior: float) -> float:
+        return (self.kept + PRIOR_WEIGHT * prior) / (self.kept + self.lost + PRIOR_WEIGHT)
+
+
+@dataclass(slots=True)
+class _Tried:
+    chance: _Chance
+    sureness: int
+
+
+class Speculator:
+    """What the engine asks for proposals before it plans a step. It belongs to the engine's loop.
+
+    most      proposals for a sequence in a step
+    fixed     try as many as there are, whether or not it pays: to measure with
+    counters  of what was tried
+    """
+
+    def __init__(self, drafter: Drafter, most: int, vocab_size: int, *, fixed: bool = False) -> None:
+        self.counters = SpeculationCounters(accepted_by_position=[0] * most)
+        self.times = StepTimes()
+        self._drafter: Drafter | None = drafter
+        self._most = most
+        self._vocab_size = vocab_size
+        self._fixed = fixed
+        self._chances = [_Chance() for _ in range(SUREST + 1)]  # by how sure the drafter was
+        self._by_sequence: dict[Sequence, _Chance] = {}
+        self._tried: dict[Sequence, _Tried] = {}
+        self._lookup_s = 0.0  # of one sequence, fading
+        self._share = SHARE_PAYING
+        self._next = 0  # whose turn it is to be looked at first
+        self._last_end: tuple[int, int, float] | None = None  # of the step before: number, sequences, when
+        self._num_asked = 0
+        self._is_held = False
+
+    @property
+    def is_on(self) -> bool:
+        return self._drafter is not None
+
+    def wants_tokens(self) -> bool:
+        """Whether the step behind the one that runs should be planned when that one's tokens are known: while
+        proposals pay, and now and then to see whether they would. Asked once a step, where steps overlap."""
+        self._num_asked += 1
+        self._is_held = self._drafter is not None and (bool(self._tried) or self._num_asked % TRIAL_STEPS == 0)
+        return self._is_held
+
+    def propose(self, running: Iterable[Sequence]) -> dict[Sequence, list[int]]:
+        """Proposals that are worth trying in the next step, for sequences that wait for nothing but their next token.
+        All of a sequence's tokens have to be known."""
+        self._tried = {}
+        if self._drafter is None:
+            return {}
+        decodes = [s for s in running if s.num_tokens + s.num_pending - s.num_computed == 1 and not s.is_drawing_last]
+        plain = self.times.plain(len(decodes))
+        if not decodes or (plain is None and not self._fixed):
+            return {}
+        found = self._look(decodes, 0.0 if plain is None or self._fixed else plain)
+        if not found:
+            return {}
+        chances = {sequence: self._chance(sequence, sureness) for sequence, (_, sureness) in found.items()}
+        if self._fixed:
+            counts = {sequence: len(ids) for sequence, (ids, _) in found.items()}
+        else:
+            curve = self.times.curve(len(decodes))
+            counts = _best({s: (chances[s], len(ids)) for s, (ids, _) in found.items()}, len(decodes), curve)
+            self._share = SHARE_PAYING if counts else SHARE_IDLE
+        drafts = {}
+        for sequence, (ids, sureness) in found.items():
+            count = counts.get(sequence, 0)
+            if count:
+                drafts[sequence] = ids[:count].tolist()
+                self._tried[sequence] = _Tried(self._by_sequence[sequence], sureness)
+            else:
+                self._by_sequence[sequence].forget()
+                self._chances[sureness].forget()
+        return drafts
+
+    def observe(self, number: int, drafted: dict[Sequence, int], kept: dict[Sequence, int], is_pure: bool) -> None:
+        """The step ``number`` is over. ``drafted``: how many proposals of each sequence it took, ``kept``: how many
+        tokens each that drew keeps. ``is_pure``: it computed nothing else."""
+        now = time.monotonic()
+        counters = self.counters
+        for sequence, count in drafted.items():
+            one = self._tried.get(sequence)
+            if one is None or not count:
+                continue
+            accepted = kept[sequence] - 1
+            one.chance.note(accepted, accepted < count)
+            self._chances[one.sureness].note(accepted, accepted < count)
+            counters.num_drafts += 1
+            counters.num_draft_tokens += count
+            counters.num_accepted_tokens += accepted
+            for position in range(accepted):
+                counters.accepted_by_position[position] += 1
+        total = sum(drafted.values())
+        last, self._last_end = self._last_end, (number, len(kept), now) if is_pure else None
+        if last is not None and self._last_end is not None and last[:2] == (number - 1, len(kept)):
+            if total or not self._is_held:  # else it ran without what follows, and says nothing of those that do
+                self.times.observe(len(kept), total, now - last[2])
+
+    def end(self, sequence: Sequence) -> None:
+        """The sequence has ended."""
+        self._by_sequence.pop(sequence, None)
+        if self._drafter is not None:
+            try:
+                self._drafter.end(sequence)
+            except Exception:
+                self._turn_off("failed", with_trace=True)
+
+    def _look(self, decodes: list[Sequence], step_s: float) -> dict[Sequence, tuple[Ids, int]]:
+        """Proposals of as many sequences as there is time to ask for."""
+        num_asked = len(decodes)
+        if step_s > 0.0 and self._lookup_s > 0.0:
+            num_asked = min(num_asked, max(1, int(self._share * step_s / self._lookup_s)))
+            if self._share == SHARE_IDLE and self._lookup_s > self._share * step_s:
+                self._next += 1  # a look costs more than that: not in every step
+                if self._next * self._share * step_s < self._lookup_s:
+                    return {}
+                self._next = 0
+        first = self._next % len(decodes)
+        asked = [*decodes[first:], *decodes[:first]][:num_asked]
+        self._next = first + num_asked if num_asked < len(decodes) else 0
+        found = {}
+        begun = time.perf_counter()
+        for sequence in asked:
+            room = sequence.max_tokens - sequence.num_output_tokens - 1
+            if sequence.matcher is not None or sequence.num_pending or room < 1 or self._drafter is None:
+                continue
+            ids, sureness = self._ask(sequence, min(self._most, room))
+            if len(ids):
+                found[sequence] = ids, sureness
+        spent = (time.perf_counter() - begun) / num_asked
+        self._lookup_s = spent if self._lookup_s == 0.0 else 0.9 * self._lookup_s + 0.1 * spent
+        return found
+
+    def _ask(self, sequence: Sequence, most: int) -> tuple[Ids, int]:
+        """What the drafter says, if that is sound. One that fails, gives rubbish or takes too long is turned off."""
+        nothing: tuple[Ids, int] = np.empty(0, np.int32), 0
+        assert self._drafter is not None
+        begun = time.perf_counter()
+        try:
+            ids, sureness = self._drafter.propose(sequence, most)
+            if not isinstance(ids, np.ndarray) or ids.dtype != np.int32 or ids.ndim != 1 or len(ids) > most:
+                self._turn_off(f"proposed no array of at most {most} ids")
+                return nothing
+            if len(ids) and not (ids.min() >= 0 and ids.max() < self._vocab_size):
+                self._turn_off(f"proposed ids outside the vocabulary of {self._vocab_size}")
+                return nothing
+            sureness = min(max(int(sureness), 0), SUREST)
+        except Exception:
+            self._turn_off("failed", with_trace=True)
+            return nothing
+        if time.perf_counter() - begun > HANG_S:
+            self._turn_off(f"took more than {HANG_S:g} s for one sequence")
+            return nothing
+        return ids, sureness
+
+    def _turn_off(self, why: str, *, with_trace: bool = False) -> None:
+        if self._drafter is not None:
+            logger.error("the drafter %s %s: speculation is off", self._drafter.name, why, exc_info=with_trace)
+        self._drafter = None
+
+    def _chance(self, sequence: Sequence, sureness: int) -> float:
+        """That a proposal is kept if all before it are."""
+        own = self._by_sequence.get(sequence)
+        if own is None:
+            own = self._by_sequence[sequence] = _Chance()
+        return own.of(self._chances[sureness].of(0.6))
+
+
+def _best(found: dict[Sequence, tuple[float, int]], num_decodes: int, curve: list[float]) -> dict[Sequence, int]:
+    """How many proposals of each to try, given the chance of each next one and how many there are."""
+    chances: list[tuple[float, int, Sequence]] = []
+    for sequence, (chance, count) in found.items():
+        together = 1.0
+        for place in range(count):
+            together *= chance
+            chances.append((together, place, sequence))
+    chances.sort(key=lambda one: (-one[0], one[1]))
+    best_rate, best_width = LEAST_GAIN * num_decodes / curve[0], 0
+    expected, taken = float(num_decodes), 0
+    for width, seconds in zip(WIDTHS, curve[1:]):
+        if width > len(chances):
+            break
+        while taken < width:
+            expected += chances[taken][0]
+            taken += 1
+        if expected / seconds > best_rate:
+            best_rate, best_width = expected / seconds, width
+    counts: dict[Sequence, int] = {}
+    for _, place, sequence in chances[:best_width]:
+        counts[sequence] = max(counts.get(sequence, 0), place + 1)
+    return counts

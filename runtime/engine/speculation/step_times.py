@@ -1,0 +1,90 @@
+"""How long steps of decodes take: measured, by their sequences where they have no proposals, else by their tokens."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+
+_KEPT = 8
+_QUARTER = 4
+"""Of the latest times the one that a quarter of them are below: others use the machine, too."""
+
+_STALE_STEPS = 512
+"""After so many steps without a measurement a time is forgotten: contexts have grown."""
+
+_GUESS = 0.01
+"""Share of a plain step that a further token is guessed to cost beyond what is known: less than it does, so that it is
+tried."""
+
+WIDTHS = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8), *range(80, 257, 16))
+"""How many proposals a step may have in all. Steps of the same shape run from one recording."""
+
+
+class _Times:
+    """The latest of one kind of steps."""
+
+    __slots__ = ("latest", "seen")
+
+    def __init__(self) -> None:
+        self.seen: deque[float] = deque(maxlen=_KEPT)
+        self.latest = 0
+
+    @property
+    def seconds(self) -> float:
+        return sorted(self.seen)[len(self.seen) // _QUARTER]
+
+
+class StepTimes:
+    """Seconds from the end of one step of decodes to the end of the next, everything in between included."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._plain: dict[int, _Times] = {}  # by sequences
+        self._tried: dict[int, _Times] = {}  # by tokens
+        self._shapes: dict[tuple[int, int], int] = {}
+
+    def observe(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
+        """A step of so many sequences tried so many proposals. The first of its shape may have been recorded, and
+        tells nothing."""
+        self._number += 1
+        shape = (num_sequences, num_drafts)
+        is_known = self._number - self._shapes.get(shape, -_STALE_STEPS) < _STALE_STEPS
+        self._shapes[shape] = self._number
+        if is_known:
+            kind, key = (self._tried, num_sequences + num_drafts) if num_drafts else (self._plain, num_sequences)
+            times = kind.setdefault(key, _Times())
+            if self._number - times.latest >= _STALE_STEPS:
+                times.seen.clear()
+            times.seen.append(seconds)
+            times.latest = self._number
+
+    def plain(self, num_sequences: int) -> float | None:
+        """Of a step without proposals; None: not known."""
+        return self._known(self._plain, num_sequences)
+
+    def curve(self, num_sequences: int) -> list[float]:
+        """Of a step without proposals, then with each of ``WIDTHS``; empty while that without is not known. Between
+        two that are known by a straight line; beyond them by a guess that is too low."""
+        plain = self.plain(num_sequences)
+        if plain is None:
+            return []
+        points = [(num_sequences, plain)]
+        for tokens in sorted(self._tried):
+            seconds = self._known(self._tried, tokens)
+            if tokens > num_sequences and seconds is not None:
+                points.append((tokens, max(seconds, plain)))
+        curve, places = [plain], [tokens for tokens, _ in points]
+        for width in WIDTHS:
+            tokens = num_sequences + width
+            place = bisect_left(places, tokens)
+            if place == len(points):
+                last, seconds = points[-1]
+                curve.append(seconds + (tokens - last) * _GUESS * plain)
+            else:
+                (below, first), (above, second) = points[place - 1], points[place]
+                curve.append(first + (tokens - below) / (above - below) * (second - first))
+        return curve
+
+    def _known(self, kind: dict[int, _Times], key: int) -> float | None:
+        times = kind.get(key)
+        return None if times is None or self._number - times.latest >= _STALE_STEPS else times.seconds

@@ -1,0 +1,167 @@
+"""How many proposals are tried, and what becomes of drafters that fail."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime.engine.scheduling.sequence import Sequence
+from runtime.engine.speculation import speculator as module
+from runtime.engine.speculation.drafter import Ids
+from runtime.engine.speculation.ngram import NgramDrafter
+from runtime.engine.speculation.speculator import Speculator
+from runtime.engine.speculation.step_times import WIDTHS, StepTimes
+from tests.runtime.engine.fakes import VOCAB_SIZE, make_engine, request, run_to_end, said_by_engine
+from tests.runtime.engine.speculation.test_ngram import grow, sequence
+
+
+class Scripted:
+    """Proposes whatever it is told to."""
+
+    name = "scripted"
+
+    def __init__(self, propose: Callable[[Sequence, int], Any]) -> None:
+        self._propose = propose
+        self.num_asked = 0
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[Ids, int]:
+        self.num_asked += 1
+        return self._propose(sequence, most)  # type: ignore[no-any-return]
+
+    def end(self, sequence: Sequence) -> None:
+        pass
+
+
+def decoding(num: int = 1) -> list[Sequence]:
+    """Sequences that wait for their next token."""
+    made = []
+    for _ in range(num):
+        one = sequence([1, 2, 3])
+        grow(one, [4])
+        one.num_computed = 3
+        made.append(one)
+    return made
+
+
+def sevens(one: Sequence, most: int) -> tuple[Ids, int]:
+    return np.full(most, 7, np.int32), 3
+
+
+def teach(times: StepTimes, num_sequences: int, seconds: Callable[[int], float]) -> None:
+    for drafts in (0, *WIDTHS):
+        for _ in range(4):
+            times.observe(num_sequences, drafts, seconds(drafts))
+
+
+def settle(one: Speculator, running: list[Sequence], kept: Callable[[int], int], steps: int = 60) -> list[int]:
+    """The widths that are tried while each sequence keeps `kept(proposed)` of its proposals."""
+    widths = []
+    for number in range(steps):
+        drafts = one.propose(running)
+        counts = {each: len(ids) for each, ids in drafts.items()}
+        widths.append(sum(counts.values()))
+        # Not one step after the other, so that this test's times are not taken for a step's.
+        one.observe(2 * number, counts, {s: 1 + kept(counts.get(s, 0)) for s in running}, is_pure=False)
+    return widths
+
+
+def test_all_are_tried_where_they_cost_nothing_and_none_where_they_never_hold() -> None:
+    running = decoding()
+    good = Speculator(Scripted(sevens), 7, VOCAB_SIZE)
+    teach(good.times, 1, lambda drafts: 1.0 + 0.02 * drafts)
+    assert settle(good, running, lambda proposed: proposed)[-10:] == [7] * 10
+    bad = Speculator(Scripted(sevens), 7, VOCAB_SIZE)
+    teach(bad.times, 1, lambda drafts: 1.0 + 0.1 * drafts)
+    widths = settle(bad, running, lambda proposed: 0, steps=400)
+    assert sum(widths[20:]) <= 0.02 * 380 / 0.1, "trying costs less than two in a hundred"
+
+
+def test_the_best_width_is_found() -> None:
+    """Steps of 8 rows are cheap, the ninth costs a second tile: 7 proposals, however well they do."""
+    one = Speculator(Scripted(sevens), 16, VOCAB_SIZE)
+    teach(one.times, 1, lambda drafts: 1.2 if 0 < drafts <= 7 else 1.0 if not drafts else 2.4)
+    assert settle(one, decoding(), lambda proposed: proposed)[-5:] == [7] * 5
+    halved = Speculator(Scripted(sevens), 7, VOCAB_SIZE)
+    teach(halved.times, 1, lambda drafts: 1.0 + 0.2 * drafts)
+    assert settle(halved, decoding(), lambda proposed: min(proposed, 1))[-1] <= 2
+
+
+def test_nothing_is_tried_before_a_plain_step_is_known() -> None:
+    one = Speculator(Scripted(sevens), 7, VOCAB_SIZE)
+    assert one.propose(decoding()) == {}
+    assert Speculator(Scripted(sevens), 7, VOCAB_SIZE, fixed=True).propose(decoding())
+
+
+def test_looking_is_rare_where_it_does_not_pay() -> None:
+    """A look takes as long as a fifth of a step, and nothing comes of it."""
+
+    def slow(one: Sequence, most: int) -> tuple[Ids, int]:
+        time.sleep(2e-3)
+        return np.full(most, 7, np.int32), 3
+
+    drafter = Scripted(slow)
+    one = Speculator(drafter, 7, VOCAB_SIZE)
+    teach(one.times, 8, lambda drafts: 0.01 + 0.01 * drafts)
+    settle(one, decoding(8), lambda proposed: 0, steps=200)
+    assert drafter.num_asked < 40
+
+
+def test_times_between_and_beyond() -> None:
+    times = StepTimes()
+    assert times.curve(2) == []
+    for drafts, seconds in ((0, 1.0), (4, 2.0), (8, 3.0)):
+        times.observe(2, drafts, 100.0)  # the first of a shape tells nothing
+        times.observe(2, drafts, seconds)
+    curve = times.curve(2)
+    assert curve[0] == 1.0
+    assert [curve[1 + WIDTHS.index(width)] for width in (2, 4, 6, 8)] == [1.5, 2.0, 2.5, 3.0]
+    assert 3.0 < curve[1 + WIDTHS.index(16)] < 3.2
+
+
+@pytest.mark.parametrize(
+    ("rubbish", "said"),
+    [
+        (lambda one, most: 1 / 0, "failed"),
+        (lambda one, most: (np.array([VOCAB_SIZE], np.int32), 0), "outside the vocabulary"),
+        (lambda one, most: (np.array([-1], np.int32), 0), "outside the vocabulary"),
+        (lambda one, most: (np.zeros(most + 1, np.int32), 0), "no array of at most"),
+        (lambda one, most: (np.zeros((1, 1), np.int32), 0), "no array of at most"),
+        (lambda one, most: ([1, 2], 0), "no array of at most"),
+        (lambda one, most: (np.zeros(1, np.int64), 0), "no array of at most"),
+        (lambda one, most: None, "failed"),
+        (lambda one, most: time.sleep(0.05) or (np.zeros(1, np.int32), 0), "took more than"),
+    ],
+)
+def test_a_bad_drafter_is_turned_off_once_and_changes_nothing(
+    rubbish: Callable[[Sequence, int], Any], said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "HANG_S", 0.04)
+    plain, engine = make_engine(), make_engine()
+    one = Speculator(Scripted(rubbish), 7, VOCAB_SIZE, fixed=True)
+    engine.use(one)
+    answers = []
+    for each in (plain, engine):
+        for i in range(3):
+            each.add(request(f"r{i}", [i, 5, 6], max_tokens=20))
+        answers.append({name: got.token_ids() for name, got in run_to_end(each).items()})
+    assert answers[0] == answers[1]
+    assert not one.is_on
+    (line,) = said_by_engine(caplog)
+    assert "scripted" in line
+    assert said in line
+
+
+def test_counters() -> None:
+    engine = make_engine()
+    engine.use(Speculator(NgramDrafter(), 4, VOCAB_SIZE, fixed=True))
+    engine.add(request("x", [1, 2, 3] * 8, max_tokens=60, logit_bias={1: 50.0}))
+    run_to_end(engine)
+    stats = engine.stats()
+    assert stats.num_steps < 30
+    assert 0 < stats.num_accepted_tokens <= stats.num_draft_tokens <= 4 * stats.num_drafts
+    assert stats.num_accepted_tokens == sum(stats.accepted_by_position)
+    assert list(stats.accepted_by_position) == sorted(stats.accepted_by_position, reverse=True)
