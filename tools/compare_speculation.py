@@ -31,6 +31,7 @@ from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.speculation.drafter import Drafter, Ids
 from runtime.engine.speculation.ngram import NgramDrafter, SuffixDrafter
 from runtime.engine.speculation.speculator import Speculator
+from runtime.kv.groups import blocks_of_sequence
 
 ROUND = 25
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}}, "required": ["a"]}'
@@ -103,9 +104,12 @@ def compare(model: Model, folder: Path, num_requests: int, seed: int, **settings
 
 
 def _config(rng: random.Random, model: Model, settings: dict[str, Any]) -> EngineConfig:
-    length = min(model.max_positions, 96)
+    length = settings.get("max_model_len", min(model.max_positions, 96))
     chosen: dict[str, Any] = {"max_model_len": length, "block_size": rng.choice((8, 16)), "seed": 0}
-    chosen["num_blocks"] = int(-(-length // chosen["block_size"]) * rng.choice((1.2, 2, 20)))
+    least = blocks_of_sequence(
+        length, model.kv_cache_spec(chosen["block_size"]).group_windows, chosen["block_size"], chunk=1
+    )
+    chosen["num_blocks"] = int(least * rng.choice((1.2, 2, 20)))
     chosen["max_num_seqs"] = rng.choice((2, 6, 16))
     chosen["max_num_batched_tokens"] = max(chosen["max_num_seqs"], rng.choice((8, 17, 64, 512)))
     chosen["enable_prefix_caching"] = rng.random() < 0.7
@@ -134,7 +138,7 @@ def _request(rng: random.Random, number: int, vocab_size: int, max_model_len: in
         (
             {}, {}, {"frequency_penalty": 0.6, "presence_penalty": 0.3}, {"repetition_penalty": 1.3},
             {"logit_bias": {alphabet[0]: 4.0, alphabet[-1]: -3.0}}, {"bad_words_token_ids": [[alphabet[0]]]},
-            {"stop_token_ids": alphabet[:3], "min_tokens": 2}, {"allowed_token_ids": sorted(set(alphabet))},
+            {"stop_token_ids": alphabet[:3], "min_tokens": min(2, params["max_tokens"])}, {"allowed_token_ids": sorted(set(alphabet))},
             {"structured_outputs": {"json": SCHEMA}},
         )
     )  # fmt: skip

@@ -30,13 +30,15 @@ _BACK = np.arange(SUREST, dtype=np.int64)
 
 def continuation(tokens: Ids, ending: Ids, most: int) -> tuple[Ids, int]:
     """What follows in ``tokens`` behind the place that agrees with ``ending`` for longest (the latest of equals), and
-    for how many tokens it does, at most ``SUREST``. The last token is no place, since nothing follows it yet. A
+    for how many tokens it does, at most ``SUREST``. The last token is no place, nor is one
+    before a break, since nothing follows. A
     proposal that runs over the end of ``tokens`` repeats itself."""
     end = len(tokens) - 1
     length = min(len(ending), SUREST)
     if end < LEAST_MATCH or length < LEAST_MATCH:
         return NOTHING, 0
     places = (tokens[:end] == ending[-1]).nonzero()[0][-MOST_PLACES:]
+    places = places[tokens[places + 1] != BREAK]
     if not places.size:
         return NOTHING, 0
     back = np.maximum(places[:, None] - _BACK[:length], 0)  # what is before the first token is cut off below

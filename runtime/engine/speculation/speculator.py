@@ -163,9 +163,9 @@ class Speculator:
                 counters.accepted_by_position[position] += 1
         total = sum(drafted.values())
         last, self._last_end = self._last_end, (number, len(kept), now) if is_pure else None
-        if last is not None and self._last_end is not None and last[:2] == (number - 1, len(kept)):
-            if total or not self._is_held:  # else it ran without what follows, and says nothing of those that do
-                self.times.observe(len(kept), total, now - last[2])
+        follows = last is not None and is_pure and last[:2] == (number - 1, len(kept))
+        if last is not None and follows and (total or not self._is_held):  # a held one without is no plain one
+            self.times.observe(len(kept), total, now - last[2])
 
     def end(self, sequence: Sequence) -> None:
         """The sequence has ended."""

@@ -229,3 +229,22 @@ def test_the_dashboard_asks_for_what_there_is(real: Real) -> None:
                 used = re.findall(r"by \((\w+)\)", target["expr"])
                 used += ["model_name"] * ("model_name" in target["expr"])
                 assert set(used) <= labels, (panel["title"], used, labels)
+
+
+def test_speculation_is_counted(tiny_folder: Path) -> None:
+    """The answer repeats itself, since nothing else is allowed: what is proposed is drawn."""
+    with serving_real(tiny_folder, load_format="dummy", seed=0, num_blocks=600, speculation="ngram") as server:
+        body = {"prompt": [5, 6, 7] * 9, "max_tokens": 150, "temperature": 0, "allowed_token_ids": [6], "ignore_eos": True}
+        for _ in range(3):
+            assert server.http.post("/v1/completions", json=body).status_code == 200
+        samples = scrape(server.http)
+    for prefix in ("vllm:spec_decode_", "xserv:spec_decode_"):
+        (drafts,), (tried,), (kept,) = (
+            samples[f"{prefix}{name}_total"].values()
+            for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+        )
+        by_position = samples[f"{prefix}num_accepted_tokens_per_pos_total"]
+        assert 0 < drafts <= tried
+        assert 0 < kept <= tried
+        assert sum(by_position.values()) == kept
+        assert {dict(labels)["position"] for labels in by_position} == set("0123456")

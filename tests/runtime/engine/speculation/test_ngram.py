@@ -48,9 +48,8 @@ def test_continuations() -> None:
 
 
 def sequence(prompt: list[int], salt: str | None = None) -> Sequence:
-    request = Request(
-        "x", np.array(prompt, np.int32), SamplingParams(max_tokens=1000), max_tokens=1000, arrival_s=0.0, cache_salt=salt
-    )
+    params, ids = SamplingParams(max_tokens=1000), np.array(prompt, np.int32)
+    request = Request("x", ids, params, max_tokens=1000, arrival_s=0.0, cache_salt=salt)
     return Sequence(request, 0)
 
 
@@ -94,4 +93,4 @@ def test_what_is_remembered_is_bounded() -> None:
         grow(one, [20 + number % 7] * 1000)
         drafter.end(one)
     assert not len(drafter.propose(sequence([10, 11], "9"), 1)[0]), "long ago"
-    assert drafter.propose(sequence([24, 24], "9"), 2)[0].tolist() == [24, 24]
+    assert drafter.propose(sequence([24, 24], "9"), 2)[0].tolist() == [24], "the latest place, up to the end of that answer"

@@ -1,4 +1,4 @@
-"""Answers with speculation are those without, to the bit of their log probabilities (`tools/compare_speculation.py`)."""
+"""Answers with speculation are those without, to the bit of log probabilities (`tools/compare_speculation.py`)."""
 
 from __future__ import annotations
 

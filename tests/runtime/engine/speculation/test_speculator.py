@@ -83,7 +83,7 @@ def test_all_are_tried_where_they_cost_nothing_and_none_where_they_never_hold() 
 def test_the_best_width_is_found() -> None:
     """Steps of 8 rows are cheap, the ninth costs a second tile: 7 proposals, however well they do."""
     one = Speculator(Scripted(sevens), 16, VOCAB_SIZE)
-    teach(one.times, 1, lambda drafts: 1.2 if 0 < drafts <= 7 else 1.0 if not drafts else 2.4)
+    teach(one.times, 1, lambda drafts: 1.2 if 0 < drafts <= 7 else 1.0 if not drafts else 3.0)
     assert settle(one, decoding(), lambda proposed: proposed)[-5:] == [7] * 5
     halved = Speculator(Scripted(sevens), 7, VOCAB_SIZE)
     teach(halved.times, 1, lambda drafts: 1.0 + 0.2 * drafts)
@@ -137,7 +137,10 @@ def test_times_between_and_beyond() -> None:
     ],
 )
 def test_a_bad_drafter_is_turned_off_once_and_changes_nothing(
-    rubbish: Callable[[Sequence, int], Any], said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    rubbish: Callable[[Sequence, int], Any],
+    said: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "HANG_S", 0.04)
     plain, engine = make_engine(), make_engine()
