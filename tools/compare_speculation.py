@@ -138,7 +138,8 @@ def _request(rng: random.Random, number: int, vocab_size: int, max_model_len: in
         (
             {}, {}, {"frequency_penalty": 0.6, "presence_penalty": 0.3}, {"repetition_penalty": 1.3},
             {"logit_bias": {alphabet[0]: 4.0, alphabet[-1]: -3.0}}, {"bad_words_token_ids": [[alphabet[0]]]},
-            {"stop_token_ids": alphabet[:3], "min_tokens": min(2, params["max_tokens"])}, {"allowed_token_ids": sorted(set(alphabet))},
+            {"stop_token_ids": alphabet[:3], "min_tokens": min(2, params["max_tokens"])},
+            {"allowed_token_ids": sorted(set(alphabet))},
             {"structured_outputs": {"json": SCHEMA}},
         )
     )  # fmt: skip

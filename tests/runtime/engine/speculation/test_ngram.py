@@ -93,4 +93,5 @@ def test_what_is_remembered_is_bounded() -> None:
         grow(one, [20 + number % 7] * 1000)
         drafter.end(one)
     assert not len(drafter.propose(sequence([10, 11], "9"), 1)[0]), "long ago"
-    assert drafter.propose(sequence([24, 24], "9"), 2)[0].tolist() == [24], "the latest place, up to the end of that answer"
+    latest = drafter.propose(sequence([24, 24], "9"), 2)[0]
+    assert latest.tolist() == [24], "up to the end of that answer"
