@@ -124,7 +124,8 @@ class GgufWeight:
         """The elements, made anew where they are quantised or stored otherwise."""
         values = self._in_halves(self._file.array(self.name, self._index))
         if self._norm_offset:
-            values = values - values.dtype.type(self._norm_offset)
+            with np.errstate(invalid="ignore"):  # NaN stays one
+                values = values - values.dtype.type(self._norm_offset)
         return values
 
     def blocks(self) -> Array:

@@ -26,6 +26,7 @@ _VERSIONS = (2, 3)
 _MOST_ENTRIES = 1 << 16  # tensors, and keys; published files have some thousands of the first, sixty of the second
 _LONGEST_KEY, _LONGEST_NAME = 65_535, 64  # bytes, by the format's description and by ggml
 _MOST_AXES = 4
+_LONGEST_MESSAGE = 600  # names are the file's own
 _LEAST_KEY_BYTES, _LEAST_TENSOR_BYTES = 13, 33  # what an entry takes in the header
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -170,7 +171,10 @@ class GgufFile:
 
     def error(self, message: str) -> WeightsError:
         """The error of this file."""
-        return WeightsError(f"{self.path}: {message}")
+        if len(message) > _LONGEST_MESSAGE:
+            message = f"{message[:_LONGEST_MESSAGE]}…"
+        line = "".join(each if each.isprintable() else repr(each)[1:-1] for each in message)
+        return WeightsError(f"{self.path}: {line}")
 
     def _alignment(self) -> int:
         value = self.metadata.get("general.alignment", 32)

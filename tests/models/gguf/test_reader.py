@@ -121,6 +121,8 @@ MALFORMED: list[tuple[bytes, str]] = [
     (raw_file([text(b"k") + struct.pack("<IQ", 8, 1) + b"\xff"], []), "k is not UTF-8"),
     (raw_file([ONE + bytes(4)] * 2, []), "has the key 'k' twice"),
     (raw_file([text(b"k") + struct.pack("<II", 13, 0)], []), "k is of the unknown type 13"),
+    (raw_file([text(b"k\n\x1b") + struct.pack("<II", 13, 0)], []), r"k\\n\\x1b is of the unknown type 13"),
+    (raw_file([text(b"k" * 60000) + struct.pack("<II", 13, 0)], []), "k{600}…$"),
     (raw_file([text(b"k") + struct.pack("<IB", 7, 2)], []), "k must be 0 or 1, not 2"),
     (raw_file([text(b"k") + struct.pack("<IIQ", 9, 9, 1) + bytes(12)], []), "k is a list of the type 9, must be"),
     (raw_file([text(b"k") + struct.pack("<IIQ", 9, 4, 2**61)], []), "k claims 2305843009213693952 numbers, but"),
