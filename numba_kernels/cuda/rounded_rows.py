@@ -6,7 +6,8 @@
 A slot is 64 of K (`packing.py`), so that both factors of a product are read alike. Rows and columns that x has not are
 zeros. A row with NaN or infinity has a scale that is not finite, and nothing but NaN comes of it.
 
-A block has 8 rows, a warp each. A row is read twice; the second time out of a cache.
+A block has 8 rows, a warp each. A row is read twice; the second time out of a cache. With groups (`is_grouped`) each 128
+of K of a row have their own largest magnitude, and x is read once; then the scales are [ceil(k / 128), 8 ceil(m / 8)].
 """
 
 from __future__ import annotations
@@ -22,23 +23,24 @@ from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import vector_loader
 from numba_kernels.cuda.intrinsics.math import reciprocal
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.warp import maximum_u32_of_warp
+from numba_kernels.cuda.intrinsics.warp import maximum_u32_of_warp, shuffle_xor_b32
 from numba_kernels.cuda.packing import TILE_BYTES, TILE_ROWS
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 SLOT = 64  # elements of K
+GROUP = 128  # of K of a row, with a scale
 _LARGEST = {"s8": 127.0, "e4m3": 448.0}
 _BYTE_ORDER = (0, 2, 1, 3)  # of a word's elements, as packed weights have them
 _LAUNCH_S = 2e-6
 
 
-def sections(m: int, k: int) -> tuple[int, int]:
+def sections(m: int, k: int, *, is_grouped: bool = False) -> tuple[int, int]:
     """Bytes of the codes, behind which the scales lie, and of both."""
     tiles = -(-m // TILE_ROWS)
     codes = tiles * -(-k // SLOT) * TILE_BYTES
-    return codes, codes + tiles * TILE_ROWS * 4
+    return codes, codes + tiles * TILE_ROWS * 4 * (-(-k // GROUP) if is_grouped else 1)
 
 
 @device_function
@@ -111,14 +113,75 @@ def _kernel(dtype: str, element: str) -> Specialisation:
     )
 
 
-def plan(m: int, k: int, dtype: str, element: str = "s8") -> Launch:
-    """The launch for x [m, k] of a 16-bit dtype, to "s8" or "e4m3" (sm_89 on).
+@functools.cache
+def _grouped_kernel(dtype: str) -> Specialisation:
+    """To e4m3, with a scale for each 128 of K. Arguments: x, codes, scales addresses; m, k."""
+    load, bits_of = vector_loader(dtype), convert.bits_from_f32
+    (a, b, c, d), largest_code = _BYTE_ORDER, _LARGEST["e4m3"]
+
+    def round_rows(x, codes, scales, m, k):
+        wait_for_previous_grid()
+        launch_dependents()
+        lane, g = uint32(cuda.threadIdx.x) & uint32(31), uint32(cuda.threadIdx.x) >> uint32(5)
+        tile = uint32(cuda.blockIdx.x)
+        row = uint32(tile * uint32(TILE_ROWS) + g)
+        source = x + uint64(row) * uint64(k) * uint64(2)
+        slots = uint32(k + uint32(SLOT - 1)) // uint32(SLOT)
+        padded_rows = uint64(uint32(cuda.gridDim.x) * uint32(TILE_ROWS))
+        target = codes + uint64(tile) * uint64(slots) * uint64(TILE_BYTES) + uint64(g * uint32(64))
+        words, values = cuda.local.array(2, uint32), cuda.local.array(8, float32)
+        first = uint32(0)  # chunk of 8 of the warp's 256 elements
+        while first < slots * uint32(8):
+            chunk = uint32(first + lane)
+            column = uint32(chunk * uint32(8))
+            largest = uint32(0)  # as bits, which order magnitudes, NaN above all
+            for i in range(8):
+                values[i] = float32(0.0)
+            if row < m and column < k:
+                loaded = load(source + uint64(column) * uint64(2))
+                for i in range(8):
+                    values[i] = loaded[i]
+                    largest = max(largest, bits_of(values[i]) & uint32(0x7FFFFFFF))
+            for i in range(4):  # 16 lanes have a group
+                largest = max(largest, shuffle_xor_b32(largest, uint32(1 << i)))
+            magnitude = convert.f32_from_bits(largest)
+            factor = float32(0.0)
+            if largest > uint32(0):
+                factor = float32(largest_code) * reciprocal(magnitude)
+            if (lane & uint32(15)) == uint32(0) and column < k:
+                at = uint64(column // uint32(GROUP)) * padded_rows + uint64(row)
+                memory.store_f32(scales + at * uint64(4), magnitude * float32(1 / largest_code))
+            if chunk < slots * uint32(8):
+                for w in range(2):
+                    words[w] = _e4m3_word(
+                        values[4 * w + a] * factor, values[4 * w + b] * factor, values[4 * w + c] * factor,
+                        values[4 * w + d] * factor,
+                    )  # fmt: skip
+                slot, inside = chunk >> uint32(3), chunk & uint32(7)
+                at = uint64(slot) * uint64(TILE_BYTES)
+                at += uint64(((inside & uint32(3)) << uint32(4)) + ((inside >> uint32(2)) << uint32(3)))
+                memory.store_2xb32(target + at, (words[0], words[1]))
+            first = uint32(first + uint32(32))
+
+    return Specialisation(
+        name=f"rounded_rows_e4m3_g{GROUP}_{dtype}",
+        kernel=cuda.jit(round_rows),
+        argument_types=(types.uint64,) * 3 + (types.uint32,) * 2,
+        max_threads=32 * TILE_ROWS,
+        constants={"dtype": dtype, "element": "e4m3", "group": GROUP},
+        min_capability=89,
+    )
+
+
+def plan(m: int, k: int, dtype: str, element: str = "s8", *, is_grouped: bool = False) -> Launch:
+    """The launch for x [m, k] of a 16-bit dtype, to "s8" or "e4m3" (sm_89 on), which alone can be grouped.
 
     8 divides k, and x begins on a 16-byte bound.
 
     Arguments: x, codes, scales, m, k.
     """
-    return Launch(_kernel(dtype, element), (-(-m // TILE_ROWS), 1, 1), (32 * TILE_ROWS, 1, 1))
+    kernel = _grouped_kernel(dtype) if is_grouped else _kernel(dtype, element)
+    return Launch(kernel, (-(-m // TILE_ROWS), 1, 1), (32 * TILE_ROWS, 1, 1))
 
 
 def seconds(m: int, k: int, memory_bytes: float) -> float:
@@ -131,3 +194,4 @@ def specialisations() -> Iterator[Specialisation]:
     for dtype in ("bf16", "f16"):
         for element in _LARGEST:
             yield _kernel(dtype, element)
+        yield _grouped_kernel(dtype)

@@ -50,6 +50,8 @@ def linear(
         if columns:
             result.row_squares = Tensor.empty((rows, width // columns), float32, x.device)
         squares = 0 if result.row_squares is None else result.row_squares.address
+        if planned.takes_weight_twice:
+            squares = matrix
         gpu.launch(
             launch, source, matrix, bias, added, result.address, rows, width, depth, 1, *normalising, squares
         )
@@ -91,8 +93,9 @@ def linear_glu(x: Tensor, weight: GpuWeight, activation: str, norm_eps: float | 
     source, scales, rounded = rows_of(gpu, x, planned)
     normalising = (scales, 0, 0.0) if scales else _normalising(gpu, x, norm_eps)
     gpu.launch(
-        planned.launch, source, matrix, 0, 0, result.address, rows, both // 2, depth, 0, *normalising, 0
-    )
+        planned.launch, source, matrix, 0, 0, result.address, rows, both // 2, depth, 0, *normalising,
+        matrix if planned.takes_weight_twice else 0,
+    )  # fmt: skip
     del memory, rounded
     return result
 

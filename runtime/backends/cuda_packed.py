@@ -12,6 +12,7 @@ from typing import Any
 
 from numba_kernels.cuda import dequantize, gemm, rounded_rows
 from numba_kernels.cuda.gemm.few_rows import MAX_ROWS as FEW_ROWS
+from numba_kernels.cuda.packing import packing_of
 from numba_kernels.cuda.specialisation import Launch
 from runtime.backends.cuda_tensor import alignment, id_flag
 from runtime.device.gpu import Gpu
@@ -27,11 +28,13 @@ class Planned:
         launch: of the product; None where no launch does what its epilogue asks for.
         dequantization: that writes the packed weight out in front of it; None: it reads the weight as it lies.
         rounding: that rounds x's rows to bytes in front of it; None: it reads x as it is.
+        takes_weight_twice: whether the launch's last argument is the weight's address, too (`gemm/hopper_bytes.py`).
     """
 
     launch: Launch | None
     dequantization: Launch | None = None
     rounding: Launch | None = None
+    takes_weight_twice: bool = False
 
 
 def plan_product(gpu: Gpu, weight: GpuWeight, product: gemm.Product) -> Planned:
@@ -41,8 +44,7 @@ def plan_product(gpu: Gpu, weight: GpuWeight, product: gemm.Product) -> Planned:
         return Planned(gemm.plan(product, machine, weight.tier))
     plain = replace(product, weight=product.x)
     if _is_faster_rounded(weight, product, plain, machine):
-        rounding = rounded_rows.plan(product.m, product.k, product.x, gemm.byte_tiles.ELEMENTS[weight.packing.name])
-        return Planned(gemm.byte_tiles.plan(product), rounding=rounding)
+        return _plan_rounded(product, machine)
     if gemm.can_read(product, machine, weight.tier) and (
         product.exact or product.m <= FEW_ROWS or _is_faster_packed(weight, product, plain, machine)
     ):
@@ -50,6 +52,24 @@ def plan_product(gpu: Gpu, weight: GpuWeight, product: gemm.Product) -> Planned:
     launch = gemm.plan(plain, machine, weight.tier)
     dequantization = dequantize.plan(weight.packing, *weight.shape, product.x)
     return Planned(launch, None if launch is None else dequantization)
+
+
+def can_round(weight: PackedWeight, product: gemm.Product, machine: gemm.Machine) -> bool:
+    """Whether the checkpoint has x rounded to bytes, and a kernel multiplies them."""
+    is_grouped = weight.rounds_rows == "groups"
+    if not weight.rounds_rows or is_grouped != (weight.packing.group > 0):
+        return False
+    return not (gemm.hopper_bytes.why_not(product, machine) and gemm.byte_tiles.why_not(product, machine))
+
+
+def _plan_rounded(product: gemm.Product, machine: gemm.Machine) -> Planned:
+    packing = packing_of(product.weight)
+    assert packing is not None
+    element = "s8" if packing.element == "u8" else packing.element
+    rounding = rounded_rows.plan(product.m, product.k, product.x, element, is_grouped=packing.group > 0)
+    is_by_bytes = gemm.hopper_bytes.why_not(product, machine) != ""
+    launch = gemm.byte_tiles.plan(product) if is_by_bytes else gemm.hopper_bytes.plan(product, machine)
+    return Planned(launch, rounding=rounding, takes_weight_twice=not is_by_bytes)
 
 
 def _is_faster_packed(
@@ -64,16 +84,15 @@ def _is_faster_packed(
 def _is_faster_rounded(
     weight: PackedWeight, product: gemm.Product, plain: gemm.Product, machine: gemm.Machine
 ) -> bool:
-    """Whether the checkpoint has x rounded to bytes, and the models say that many rows are faster so. Few rows stay as
-    they are: the weight's bytes are what takes time."""
-    if not weight.rounds_rows or weight.tier != "auto" or product.m <= FEW_ROWS:
-        return False
-    if gemm.byte_tiles.why_not(product, machine):
+    """Whether x may be rounded to bytes, and the models say that many rows are faster so. Few rows stay as they are: the
+    weight's bytes are what takes time."""
+    if weight.tier != "auto" or product.m <= FEW_ROWS or not can_round(weight, product, machine):
         return False
     rounding = rounded_rows.seconds(product.m, product.k, machine.memory_bytes)
+    tier = gemm.byte_tiles if gemm.hopper_bytes.why_not(product, machine) else gemm.hopper_bytes
     made = dequantize.seconds(weight.packing, *weight.shape, product.x, machine.memory_bytes)
     others = min(gemm.modelled_s(product, machine), made + gemm.modelled_s(plain, machine))
-    return rounding + gemm.byte_tiles.seconds(product, machine) < others
+    return rounding + tier.seconds(product, machine) < others
 
 
 def rows_of(gpu: Gpu, x: Tensor, planned: Planned) -> tuple[int, int, Any]:
@@ -82,7 +101,8 @@ def rows_of(gpu: Gpu, x: Tensor, planned: Planned) -> tuple[int, int, Any]:
     if planned.rounding is None:
         return x.address, 0, x
     rows, depth = x.shape
-    codes, both = rounded_rows.sections(rows, depth)
+    is_grouped = "group" in planned.rounding.specialisation.constants
+    codes, both = rounded_rows.sections(rows, depth, is_grouped=is_grouped)
     memory = gpu.allocate(both)
     gpu.launch(planned.rounding, x.address, memory.address, memory.address + codes, rows, depth)
     return memory.address, memory.address + codes, memory

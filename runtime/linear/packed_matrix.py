@@ -24,11 +24,13 @@ from numba_kernels.cuda.packing import GROUPS, Packing, arrange
 from runtime.linear.format import packed_format
 from runtime.linear.options import LoadOptions, Split
 from runtime.linear.quantized import ActivationScheme, QuantizedLayout, QuantizedMatrix
-from runtime.linear.weight import GpuSettings, PackedWeight
+from runtime.linear.weight import GpuSettings, PackedWeight, RoundedRows
 from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 
-ROUNDED_ROWS = (ActivationScheme("int8"), ActivationScheme("fp8"))
+_ROUNDED: dict[ActivationScheme | None, RoundedRows] = {
+    ActivationScheme("int8"): "rows", ActivationScheme("fp8"): "rows", ActivationScheme("fp8", GROUPS[-1]): "groups",
+}  # fmt: skip
 _ELEMENTS = {"int4": "u4", "int8": "u8", "fp8": "e4m3", "fp4": "e2m1"}
 _EXPONENTS, _E4M3 = np.dtype(ml_dtypes.float8_e8m0fnu), np.dtype(ml_dtypes.float8_e4m3fn)
 
@@ -97,10 +99,13 @@ def prepare_packed(
         joined = np.concatenate([each.array.astype(np.float32) for each in biases])
         bias = Tensor.from_numpy(joined).to(options.device)
     shape = codes.shape[0], codes.shape[1]
+    schemes = {_ROUNDED.get(part.matrix.layout.activation, "") for part in parts}
+    rounded: RoundedRows = schemes.pop() if len(schemes) == 1 else ""
+    if rounded == "rows" and split == "inputs" and options.num_ranks > 1:
+        rounded = ""  # nobody here has a whole row of x
     settings = GpuSettings(
         exact=options.exact, whole_shape=options.whole_shape(shape, split), num_segments=options.num_segments(split),
-        rounds_rows=all(part.matrix.layout.activation in ROUNDED_ROWS for part in parts)
-        and (split != "inputs" or options.num_ranks == 1),  # else nobody here has a whole row of x
+        rounds_rows=rounded,
     )
     return PackedWeight(shape, packed_format(packing), memory, options.dtype, bias, options.gemm, **settings)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import numpy as np
 
@@ -32,6 +32,9 @@ _ROWS_AT_ONCE = 1024  # of a matrix that a norm's weights are multiplied into
 MOST_PLANS = 512  # that a weight remembers: mostly one for each number of rows
 
 
+RoundedRows = Literal["", "rows", "groups"]
+
+
 class GpuSettings(TypedDict, total=False):
     """Settings of a `GpuWeight`."""
 
@@ -39,7 +42,7 @@ class GpuSettings(TypedDict, total=False):
     whole_shape: tuple[int, int] | None
     num_segments: int
     is_normed: bool
-    rounds_rows: bool
+    rounds_rows: RoundedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +169,8 @@ class GpuWeight(LinearWeight):
             "auto".
         exact: whether a row of the product has the same bits however many rows there are.
         whole_shape: (N, K) of the map that this is a rank's part of, by which exact products choose their kernel.
-        rounds_rows: whether its author has x's rows rounded to the weight's own kind of byte, each by its largest
-            magnitude: products of many rows then may.
+        rounds_rows: whether its author has x rounded to the weight's own kind of byte, "rows" by their own largest
+            magnitude, or "groups" of 128 of K by theirs: products of many rows then may. Else "".
         plans: launches of products with it, by what they depend on.
     """
 
@@ -189,7 +192,7 @@ class GpuWeight(LinearWeight):
         whole_shape: tuple[int, int] | None = None,
         num_segments: int = 0,
         is_normed: bool = False,
-        rounds_rows: bool = False,
+        rounds_rows: RoundedRows = "",
     ) -> None:
         self.is_normed = is_normed
         self.rounds_rows = rounds_rows

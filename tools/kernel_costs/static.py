@@ -25,7 +25,7 @@ from numba_kernels.cache import sources_digest
 from numba_kernels.cache_files import cache_root, locked, read_entry, write_entry
 from numba_kernels.cuda import logprobs, megakernel, sampling
 from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flash_hopper, flash_tensor_core
-from numba_kernels.cuda.gemm import byte_tiles, few_rows, hopper, packed_tiles, tensor_core
+from numba_kernels.cuda.gemm import byte_tiles, few_rows, hopper, hopper_bytes, packed_tiles, tensor_core
 from numba_kernels.cuda.registry import specialisations
 from numba_kernels.cuda.specialisation import Specialisation
 from runtime.device.assemble import assemble
@@ -198,6 +198,8 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
         return packed_tiles.shared_bytes(constants["weight"], constants["dtype"])
     if name.startswith("gemm_byte_tiles"):
         return byte_tiles.SHARED_BYTES
+    if name.startswith("gemm_hopper_bytes"):
+        return hopper_bytes.TILE.shared_bytes
     if name.startswith("gemm_hopper"):
         return {str(tile): tile for tile in (*hopper.TILES, hopper.NARROW)}[constants["tile"]].shared_bytes
     if name.startswith("attention_flash_hopper"):

@@ -16,7 +16,8 @@ A ladder of tiers, each in its own file, which says what it changes against the 
     packed_tiles  many rows times a packed weight: tensor_core's tiles, unpacked behind shared memory (f16, bf16)
     hopper        wgmma fed by the TMA, warps with roles, clusters (f16, bf16; sm_90a)
 
-Beside them `byte_tiles` multiplies rows that were rounded to bytes (`rounded_rows.py`) by a weight of such.
+Beside them `byte_tiles` and, on Hopper, `hopper_bytes` multiply rows that were rounded to bytes (`rounded_rows.py`) by a
+weight of such.
 
 Each launch takes the same arguments, addresses as integers (0 = no bias, no residual):
 
@@ -39,6 +40,7 @@ from numba_kernels.cuda.gemm import (
     few_rows,
     gemv,
     hopper,
+    hopper_bytes,
     naive,
     packed_tiles,
     register,
@@ -62,6 +64,7 @@ __all__ = [
     "can_read",
     "candidates",
     "choose",
+    "hopper_bytes",
     "machine_of",
     "modelled_s",
     "plan",
@@ -200,4 +203,5 @@ def specialisations() -> Iterator[Specialisation]:
     for tier in TIERS.values():
         yield from tier.specialisations()
     yield from byte_tiles.specialisations()
+    yield from hopper_bytes.specialisations()
     yield from segments.specialisations()

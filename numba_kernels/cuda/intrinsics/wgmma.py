@@ -69,9 +69,9 @@ def group_multiply(
     """A function ``(sums, a, b, is_added) -> None``, as the module's docstring says.
 
     Args:
-        dtype: "bf16" or "f16".
+        dtype: "bf16", "f16" or "e4m3".
         num_columns: of B, 8 to 256, a multiple of 8.
-        num_steps: products of depth 16 in the group.
+        num_steps: products in the group, of depth 16, of bytes 32.
         a_step, b_step: bytes in shared memory from one product's part to the next; where they differ, num_steps - 1.
         b_is_transposed: whether rows of B's tile run along its columns (values [keys, head dim]), not along K.
         is_fresh: the function is ``(sums, a, b) -> None``: what `sums` held before is no operand, and need not exist.
@@ -81,7 +81,9 @@ def group_multiply(
     a_steps, b_steps = ((step,) * num_steps if isinstance(step, int) else (*step, 0) for step in (a_step, b_step))
     sums = ",".join(f"${i}" for i in range(count))
     first_a, b, flag = count, count + a_count, count + a_count + 1
-    transposed = ("" if a_in_registers else ", 0") + (", 1" if b_is_transposed else ", 0")
+    depth, transposed = 16, ("" if a_in_registers else ", 0") + (", 1" if b_is_transposed else ", 0")
+    if dtype == "e4m3":
+        depth, transposed = 32, ""  # bytes are not transposed
     lines = [f"setp.ne.b32 added, {0 if is_fresh else f'${flag}'}, 0;", f"mov.b64 {{low_b, high_b}}, ${b};"]
     lines.append(f"mov.b64 b, ${b};")
     if not a_in_registers:
@@ -91,7 +93,7 @@ def group_multiply(
         at = first_a + 4 * step
         source = f"{{${at},${at + 1},${at + 2},${at + 3}}}" if a_in_registers else "a"
         lines.append(
-            f"wgmma.mma_async.sync.aligned.m64n{num_columns}k16.f32.{dtype}.{dtype} {{{sums}}}, {source}, b, "
+            f"wgmma.mma_async.sync.aligned.m64n{num_columns}k{depth}.f32.{dtype}.{dtype} {{{sums}}}, {source}, b, "
             f"{'added' if step == 0 else '1'}, 1, 1{transposed};"
         )
         if step < num_steps - 1:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from models.registry import declare_model, load_model
-from numba_kernels.cuda import gemm
+
 from numba_kernels.cuda.gemm import packed_tiles
 from runtime.backends import cuda_packed
 from runtime.dtype import float32
@@ -85,10 +85,11 @@ def test_prompts_in_tiles_that_are_unpacked_in_registers(
 @pytest.mark.parametrize(
     ("case", "arch"),
     [
-        ("ct_int8_channel", "sm_89"),
+        ("ct_int8_channel", "sm_89"), ("ct_fp8_block", "sm_90a"),
         *(
             pytest.param(*each, marks=pytest.mark.exhaustive)
-            for each in (("ct_int8_channel", "sm_80"), ("ct_int8_channel", "sm_90a"), ("ct_fp8_channel", "sm_89"))
+            for each in (("ct_int8_channel", "sm_80"), ("ct_int8_channel", "sm_90a"), ("ct_fp8_channel", "sm_89"),
+                ("ct_fp8_channel", "sm_90a"), ("fp8_block", "sm_90a"))
         ),
     ],
 )
@@ -99,7 +100,7 @@ def test_prompts_rounded_to_bytes_where_the_checkpoint_has_it_so(
     launched = set()
 
     def forced(weight: PackedWeight, product: gemm.Product, plain: gemm.Product, machine: gemm.Machine) -> bool:
-        is_able = weight.rounds_rows and not gemm.byte_tiles.why_not(product, machine)
+        is_able = cuda_packed.can_round(weight, product, machine)
         launched.add((is_able, bool(product.epilogue.activation)))
         return is_able
 
@@ -116,8 +117,9 @@ def test_prompts_rounded_to_bytes_where_the_checkpoint_has_it_so(
 
 
 @pytest.mark.parametrize(
-    ("case", "rounds"), [("ct_int8_channel", True), ("ct_fp8_channel", True), ("ct_fp8_block", False)]
+    ("case", "rounds"),
+    [("ct_int8_channel", "rows"), ("ct_fp8_channel", "rows"), ("ct_fp8_block", "groups"), ("fp8_tensor_static", "")],
 )
-def test_only_a_scheme_with_rows_of_bytes_rounds_them(case: str, rounds: bool) -> None:
+def test_only_a_scheme_with_rows_of_bytes_rounds_them(case: str, rounds: str) -> None:
     model: Any = load_model(FIXTURES / case, device="emulated:sm_80", dtype="bfloat16")
     assert model.layers[0].mlp.down_proj.weight.rounds_rows == rounds

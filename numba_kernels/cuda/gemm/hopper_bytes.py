@@ -1,0 +1,284 @@
+"""Hopper's own products of e4m3: rows rounded to bytes times a weight of bytes, by `wgmma` fed by the TMA.
+
+What it teaches: a layout made for one instruction serves another. Packed weights and rounded rows lie in blocks of 8
+rows by 64 bytes (`packing.py`). That is the unit of the TMA's and wgmma's swizzle over 64 bytes: the TMA swizzles it on
+its way in, and `wgmma` multiplies 32 of K in an order that both factors share. Nothing is packed a second time.
+
+Against `hopper` a stage holds 128 of K in the same bytes. Hopper's tensor cores drop bits of long sums of e4m3, so a
+group has two sets of sums: one of the stage's products, which CUDA cores then scale and add to float32 sums, while the
+other group multiplies. There are two kinds:
+
+- rows: a scale a row of the weight and a row of x, both multiplied into the finished sum;
+- groups: a scale for 128 of K of a row, of either factor (blocks of 128 x 128 are the same numbers in 128 rows). Those
+  of x are float32 [ceil(k / 128), 8 ceil(m / 8)] (`rounded_rows.py`).
+
+Arguments are those of all products, but for x, the codes' address; x_squares, that of x's scales; and squares, the
+weight's address once more, since its scales are not loaded by the TMA.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from numba import cuda, types
+
+from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, scale_element
+from numba_kernels.cuda.gemm.hopper_out import row_finisher, tile_storer
+from numba_kernels.cuda.gemm.hopper_ring import GROUP_ROWS, PIECE_BYTES, PIECE_COLUMNS, Tile, ring_starter, tile_order
+from numba_kernels.cuda.gemm.product import Machine, Product
+from numba_kernels.cuda.intrinsics import convert, mbarrier, memory, tma, wgmma
+from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.element_types import SHIFTS
+from numba_kernels.cuda.intrinsics.integer import minimum_u32
+from numba_kernels.cuda.intrinsics.sync import launch_dependents, set_registers, sync_block, wait_for_previous_grid
+from numba_kernels.cuda.intrinsics.warp import shuffle_index_b32
+from numba_kernels.cuda.packed_sections import sections_of
+from numba_kernels.cuda.packing import TILE_BYTES, TILE_ROWS, packing_of
+from numba_kernels.cuda.specialisation import TENSOR_MAP, Launch, Specialisation, TensorMapLayout
+
+uint32, uint64, float32 = types.uint32, types.uint64, types.float32
+
+ARCH = "sm_90a"
+WEIGHTS = ("e4m3", "e4m3_g128")
+TILE = Tile(128, 2, 6)
+BLOCK_K = 128
+STAGE_SLOTS = 2  # of 64 of K
+ROW_TILES = TILE.block_m // TILE_ROWS
+TILE_COLUMNS = 16
+_RATE, _EFFICIENCY = 2.0, 0.7
+_ENDS_S = 1.5e-6
+
+
+@functools.cache
+def _loader(activation: str):  # type: ignore[no-untyped-def]
+    """A device function for the producer: has the TMA bring one tile's stages, and returns the next stage and phase."""
+    load, num_stages, stage_bytes, x_bytes = tma.load(4), TILE.num_stages, TILE.stage_bytes, TILE.x_bytes
+    is_gated, zero = activation != "", uint32(0)
+
+    @device_function
+    def load_tile(x, weight, shared, full, empty, stage, phase, row_tile, column_tile, up, slots):
+        slot = uint32(0)
+        while slot < slots:
+            mbarrier.wait(uint32(empty + stage * uint32(8)), phase)
+            barrier = uint32(full + stage * uint32(8))
+            mbarrier.arrive_expecting(barrier, uint32(stage_bytes))
+            target = uint32(shared + stage * uint32(stage_bytes))
+            load(target, x, barrier, zero, zero, slot, row_tile)
+            target = uint32(target + uint32(x_bytes))
+            load(target, weight, barrier, zero, zero, slot, column_tile)
+            if is_gated:
+                load(uint32(target + uint32(x_bytes // 2)), weight, barrier, zero, zero, slot, uint32(column_tile + up))
+            stage = uint32(stage + uint32(1))
+            if stage == uint32(num_stages):
+                stage = uint32(0)
+                phase ^= uint32(1)
+            slot = uint32(slot + uint32(STAGE_SLOTS))
+        return stage, phase
+
+    return load_tile
+
+
+@functools.cache
+def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") -> Specialisation:
+    packing = packing_of(weight_name)
+    assert packing is not None
+    is_grouped, is_gated = packing.group > 0, activation != ""
+    num_stages, stage_bytes, block_m, block_n = TILE.num_stages, TILE.stage_bytes, TILE.block_m, TILE.block_n
+    columns, num_sums, n_tiles, num_pairs = block_n // (2 if is_gated else 1), block_n // 2, block_n // 8, block_n // 16
+    num_words = 2 * num_pairs
+    pieces_at, barriers_at, x_bytes = TILE.pieces_at, TILE.barriers_at, TILE.x_bytes
+    steps = (32, TILE_BYTES - 32, 32)  # bytes from one product's 32 of K to the next
+    multiply = wgmma.group_multiply("e4m3", block_n, 4, steps, steps, is_fresh=True)
+    describe = wgmma.descriptor(64, STAGE_SLOTS * TILE_BYTES)
+    wait_for_all, start_ring, place_of = wgmma.group_wait(0, num_sums), ring_starter(TILE), tile_order(GROUP_ROWS)
+    find, load_tile = sections_of(packing, dtype), _loader(activation)
+    finish_rows = row_finisher(dtype, out_dtype, block_n)
+    store_tile, wait_until_read = tile_storer(dtype, block_n // 2, activation=activation or "silu"), tma.store_wait_read(0)
+    unpack = {"f16": convert.unpack_f16, "bf16": convert.unpack_bf16}[dtype]
+    unshifted = float32(2.0 ** -SHIFTS.get(("e4m3", dtype), 0))
+    fewer_registers, more_registers = set_registers(24, is_more=False), set_registers(240, is_more=True)
+    scale_bytes = TILE_ROWS * packing.chunk_bytes(dtype)  # of 16 rows and a slot
+    load_f32, load_pair, load_words = memory.load_f32, memory.load_2xf32, memory.load_2xb32
+
+    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_scales, x_parts, eps, packed):
+        shared = uint32((memory.shared_address(cuda.shared.array(0, uint32)) + uint32(1023)) & uint32(0xFFFFFC00))
+        full = uint32(shared + uint32(barriers_at))
+        empty = uint32(full + uint32(8 * num_stages))
+        thread = uint32(cuda.threadIdx.x)
+        lane, warp = thread & uint32(31), shuffle_index_b32(thread >> uint32(5), uint32(0))
+        if thread == uint32(0):
+            tma.prefetch_map(x)
+            tma.prefetch_map(weight)
+            start_ring(full, empty)
+        sync_block()
+        wait_for_previous_grid()
+
+        _, group_scales, _, row_scales, slots = find(packed, uint32(n * uint32(2 if is_gated else 1)), k)
+        tiles_m = uint32((m + uint32(block_m - 1)) // uint32(block_m))
+        tiles_n = uint32((n + uint32(columns - 1)) // uint32(columns))
+        num_tiles = uint32(tiles_m * tiles_n)
+        index, step = uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
+        stage = uint32(0)
+        if warp < uint32(4):
+            fewer_registers()
+            if thread == uint32(0):
+                phase = uint32(1)
+                while index < num_tiles:
+                    row_tile, column_tile = place_of(index, tiles_m, tiles_n)
+                    stage, phase = load_tile(
+                        x, weight, shared, full, empty, stage, phase, uint32(row_tile * uint32(ROW_TILES)),
+                        uint32(column_tile * uint32(columns // TILE_ROWS)), uint32(n // uint32(TILE_ROWS)), slots,
+                    )  # fmt: skip
+                    index = uint32(index + step)
+                launch_dependents()
+        else:
+            more_registers()
+            warp = uint32(warp - uint32(4))
+            x_part = describe(uint32(shared + (warp >> uint32(2)) * uint32(x_bytes // 2)))
+            weight_part = describe(uint32(shared + uint32(x_bytes)))
+            piece = uint32(shared + uint32(pieces_at) + warp * uint32(PIECE_BYTES))
+            last_tile = uint32((n + uint32(TILE_COLUMNS - 1)) // uint32(TILE_COLUMNS) - uint32(1))
+            x_rows = uint64(uint32((m + uint32(TILE_ROWS - 1)) // uint32(TILE_ROWS) * uint32(TILE_ROWS)))
+            phase = uint32(0)
+            sums, parts = cuda.local.array(num_sums, float32), cuda.local.array(num_sums, float32)
+            words = cuda.local.array(num_words, uint32)
+            while index < num_tiles:
+                row_tile, column_tile = place_of(index, tiles_m, tiles_n)
+                row = uint32(row_tile * uint32(block_m) + warp * uint32(16))
+                column = uint32(column_tile * uint32(columns))
+                upper_row = minimum_u32(uint32(row + (lane >> uint32(2))), uint32(m - uint32(1)))
+                lower_row = minimum_u32(uint32(row + (lane >> uint32(2)) + uint32(8)), uint32(m - uint32(1)))
+                for e in range(num_sums):
+                    sums[e] = float32(0.0)
+                slot, upper, lower = uint32(0), float32(1.0), float32(1.0)
+                while slot < slots:
+                    if is_grouped:
+                        of_step = x_scales + uint64(slot >> uint32(1)) * x_rows * uint64(4)
+                        upper = load_f32(of_step + uint64(upper_row) * uint64(4))
+                        lower = load_f32(of_step + uint64(lower_row) * uint64(4))
+                        for p in range(num_pairs):
+                            tile = uint32(column // uint32(TILE_COLUMNS) + uint32(p % (columns // TILE_COLUMNS)))
+                            tile = minimum_u32(tile, last_tile)
+                            if p >= columns // TILE_COLUMNS:
+                                tile = uint32(tile + n // uint32(TILE_COLUMNS))  # up's
+                            at = uint64(uint32(tile * slots + slot)) * uint64(scale_bytes)
+                            words[2 * p], words[2 * p + 1] = load_words(
+                                group_scales + at + uint64((lane & uint32(3)) * uint32(8))
+                            )
+                    mbarrier.wait(uint32(full + stage * uint32(8)), phase)
+                    at_stage = uint32(stage * uint32(stage_bytes // 16))
+                    multiply(parts, wgmma.advance(x_part, at_stage), wgmma.advance(weight_part, at_stage))
+                    wait_for_all(parts)
+                    if lane == uint32(0):
+                        mbarrier.arrive(uint32(empty + stage * uint32(8)))
+                    if is_grouped:
+                        for p in range(num_pairs):
+                            a, b = unpack(words[2 * p])
+                            c, d = unpack(words[2 * p + 1])
+                            e = 8 * p
+                            a, b, c, d = a * unshifted, b * unshifted, c * unshifted, d * unshifted
+                            sums[e] += parts[e] * (a * upper)
+                            sums[e + 1] += parts[e + 1] * (c * upper)
+                            sums[e + 2] += parts[e + 2] * (a * lower)
+                            sums[e + 3] += parts[e + 3] * (c * lower)
+                            sums[e + 4] += parts[e + 4] * (b * upper)
+                            sums[e + 5] += parts[e + 5] * (d * upper)
+                            sums[e + 6] += parts[e + 6] * (b * lower)
+                            sums[e + 7] += parts[e + 7] * (d * lower)
+                    else:
+                        for e in range(num_sums):
+                            sums[e] += parts[e]
+                    stage = uint32(stage + uint32(1))
+                    if stage == uint32(num_stages):
+                        stage = uint32(0)
+                        phase ^= uint32(1)
+                    slot = uint32(slot + uint32(STAGE_SLOTS))
+                if is_grouped:
+                    upper, lower = float32(1.0), float32(1.0)
+                else:
+                    upper = load_f32(x_scales + uint64(upper_row) * uint64(4))
+                    lower = load_f32(x_scales + uint64(lower_row) * uint64(4))
+                last_pair = uint32(last_tile * uint32(TILE_COLUMNS) + uint32(TILE_COLUMNS - 2))
+                for j in range(n_tiles):  # the weight's rows' scales; its last tile of 16 rows is whole
+                    at = uint32(uint32(8 * j % columns) + column + (lane & uint32(3)) * uint32(2))
+                    at = minimum_u32(at, last_pair)
+                    if 8 * j >= columns:
+                        at = uint32(at + n)  # up's
+                    low, high = load_pair(row_scales + uint64(at) * uint64(4))
+                    for h in range(2):
+                        sums[4 * j + 2 * h] = scale_element(sums[4 * j + 2 * h], low)
+                        sums[4 * j + 2 * h + 1] = scale_element(sums[4 * j + 2 * h + 1], high)
+                if is_gated:
+                    store_tile(
+                        sums, (upper, lower), piece, uint32(0), uint32(0), lane, bias, bias_is_f32, residual, out,
+                        uint64(0), m, n, row, column,
+                    )  # fmt: skip
+                else:
+                    finish_rows(
+                        sums, (upper, lower), piece, lane, bias, bias_is_f32, residual, out, m, n, row, column
+                    )  # fmt: skip
+                index = uint32(index + step)
+            if is_gated and lane == uint32(0):
+                wait_until_read()
+
+    return Specialisation(
+        name=f"gemm_hopper_bytes_{weight_name}_{dtype}_{out_dtype}{'_' if is_gated else ''}{activation}",
+        kernel=cuda.jit(gemm),
+        argument_types=(
+            TENSOR_MAP, TENSOR_MAP, uint64, uint64, TENSOR_MAP if is_gated else uint64, *ARGUMENT_TYPES[5:]
+        ),
+        max_threads=TILE.num_threads,
+        min_blocks=1,
+        min_capability=90,
+        needs_arch_features=True,
+        constants={"dtype": dtype, "weight": weight_name, "out_dtype": out_dtype, "activation": activation},
+    )  # fmt: skip
+
+
+def why_not(product: Product, machine: Machine) -> str:
+    """Why it cannot compute a product whose rows may be rounded; "" if it can."""
+    if machine.arch != ARCH:
+        return f"needs {ARCH}, the device is {machine.arch}"
+    if product.weight not in WEIGHTS or product.x == "f32" or not product.is_weight_layout or not product.is_aligned:
+        return "multiplies e4m3 with a scale a row or 128 of K by 16-bit rows on 16-byte bounds"
+    if product.exact or product.num_segments or product.k == 0:
+        return "is not exact, and cuts no K into segments"
+    is_whole = not product.epilogue.activation or (product.n % TILE_COLUMNS == 0 and product.out == product.x)
+    return "" if is_whole else f"gates packed weights in tiles of {TILE_COLUMNS} columns, to x's type"
+
+
+def seconds(product: Product, machine: Machine) -> float:
+    """By work in whole tiles, by what they read, and by filling the ring; without the rounding of x."""
+    row_tiles, column_tiles = -(-product.m // TILE.block_m), -(-product.weight_rows // TILE.block_n)
+    rounds = -(-row_tiles * column_tiles // machine.num_multiprocessors)
+    rate = machine.tensor_flops * _RATE * _EFFICIENCY / machine.num_multiprocessors
+    work = 2 * product.k * rounds * TILE.block_m * TILE.block_n / rate + _ENDS_S
+    cache_reads = row_tiles * product.weight_bytes + column_tiles * product.m * product.k
+    return max(work, cache_reads / machine.cache_bytes, product.weight_bytes / machine.memory_bytes)
+
+
+def plan(product: Product, machine: Machine) -> Launch:
+    """A launch for a product that it can compute and that is not empty."""
+    m, n, activation = product.m, product.n, product.epilogue.activation
+    slots, rows = -(-product.k // 64), product.weight_rows
+    tiles = -(-m // TILE.block_m) * -(-rows // TILE.block_n)
+    strides, part_tiles = (64, TILE_BYTES, slots * TILE_BYTES), ROW_TILES // (2 if activation else 1)
+    x_map = TensorMapLayout("bf16", (32, 8, slots, -(-m // 8)), strides, (32, 8, STAGE_SLOTS, ROW_TILES), 64)
+    weight_map = TensorMapLayout(
+        "bf16", (32, 8, slots, 2 * -(-rows // 16)), strides, (32, 8, STAGE_SLOTS, part_tiles), 64
+    )
+    maps: tuple[tuple[int, TensorMapLayout], ...] = ((0, x_map), (1, weight_map))
+    if activation:
+        maps = (*maps, (4, TensorMapLayout(product.out, (n, m), (n * 2,), (PIECE_COLUMNS, 16), 128)))
+    return Launch(
+        _kernel(product.weight, product.x, product.out, activation),
+        (min(tiles, machine.num_multiprocessors), 1, 1), (TILE.num_threads, 1, 1), TILE.shared_bytes, maps=maps,
+    )  # fmt: skip
+
+
+def specialisations() -> Iterator[Specialisation]:
+    """Those of bf16."""
+    for weight in WEIGHTS:
+        for activation in ("", "silu"):
+            yield _kernel(weight, "bf16", "bf16", activation)

@@ -1,0 +1,92 @@
+"""Hopper's products of e4m3: the rounding against ml_dtypes, the sums against float64."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from numba_kernels.cuda import gemm, rounded_rows
+from numba_kernels.cuda.gemm import hopper_bytes
+from tests.numba_kernels.cuda.harness import empty, get, put
+from tests.numba_kernels.cuda.packed_cases import packed_matrix
+
+pytestmark = pytest.mark.parametrize("gpu", ["emulated:sm_90a"], indirect=True)
+SLOW = pytest.mark.exhaustive
+
+
+def rounded(gpu, x: np.ndarray, *, is_grouped: bool):
+    """(memory, address of the scales, codes [m, K], scales [m, K / 128 or 1]) of x on the device."""
+    (m, k), (first, size) = x.shape, rounded_rows.sections(*x.shape, is_grouped=is_grouped)
+    memory, source = empty(gpu, (size,), "u8"), put(gpu, x)
+    launch = rounded_rows.plan(m, k, "bf16", "e4m3", is_grouped=is_grouped)
+    gpu.launch(launch, source.address, memory.address, memory.address + first, m, k)
+    held = get(gpu, memory, (size,), "u8")
+    tiles, slots = -(-m // 8), -(-k // 64)
+    lanes = held[:first].reshape(tiles, slots, 8, 4, 2, 8)[..., [0, 2, 1, 3, 4, 6, 5, 7]]
+    codes = lanes.transpose(0, 2, 1, 4, 3, 5).reshape(tiles * 8, slots * 64)[:m, :k]
+    scales = held[first:].view(np.float32).reshape(-1, tiles * 8).T[:m]
+    return memory, memory.address + first, codes.view(ml_dtypes.float8_e4m3fn), scales
+
+
+def multiply(gpu, name: str, x: np.ndarray, n: int, activation: str = "", *, out: str = "f32"):
+    """(what comes out, x as it was rounded in float64, the matrix's values)."""
+    (m, k), is_grouped = x.shape, name != "e4m3"
+    matrix = packed_matrix(name, n * (2 if activation else 1), k, "bf16")
+    memory, scales_at, codes, scales = rounded(gpu, x, is_grouped=is_grouped)
+    used = codes.astype(np.float64) * np.repeat(scales.astype(np.float64), 128 if is_grouped else k, axis=1)[:, :k]
+    asked = gemm.Product(
+        m, n, k, "bf16", name, "" if activation else out,
+        gemm.Epilogue(has_residual=False, is_aligned=True, activation=activation),
+    )  # fmt: skip
+    machine = gemm.machine_of(gpu.arch, 2)
+    assert not hopper_bytes.why_not(asked, machine)
+    held, result = put(gpu, matrix.block), empty(gpu, (m, n), asked.out)
+    gpu.launch(
+        hopper_bytes.plan(asked, machine), memory.address, held.address, 0, 0, result.address, m, n, k, 0, scales_at, 0,
+        0.0, held.address,
+    )  # fmt: skip
+    return get(gpu, result, (m, n), asked.out).astype(np.float64), used, matrix.values
+
+
+@pytest.mark.parametrize(
+    ("name", "m", "n", "k", "activation"),
+    [
+        ("e4m3", 70, 150, 264, ""), ("e4m3_g128", 131, 48, 1096, ""), ("e4m3_g128", 20, 80, 256, "silu"),
+        *(pytest.param(*each, marks=SLOW) for each in (
+            ("e4m3", 300, 272, 1160, ""), ("e4m3", 129, 144, 72, "silu"), ("e4m3_g128", 270, 260, 128, ""),
+        )),
+    ],
+)  # fmt: skip
+def test_products(gpu, name, m, n, k, activation):
+    rng = np.random.default_rng([m, n, k])
+    x = rng.standard_normal((m, k)) * 10.0 ** rng.uniform(-2, 2, (m, -(-k // 128))).repeat(128, axis=1)[:, :k]
+    got, used, values = multiply(gpu, name, x.astype(ml_dtypes.bfloat16), n, activation)
+    exact = used @ values.T
+    bound = 2 * (k + 4) * 2.0**-24 * (np.abs(used) @ np.abs(values).T)
+    if activation:
+        exact = exact[:, :n] / (1 + np.exp(-exact[:, :n])) * exact[:, n:]
+        bound = 2.0**-7 * np.abs(exact) + 1e-3
+    assert (np.abs(got - exact) <= bound).all()
+
+
+def test_groups_are_rounded_by_their_largest_magnitude(gpu):
+    rng = np.random.default_rng(3)
+    x = (rng.standard_normal((11, 328)) * 10.0 ** rng.uniform(-3, 3, (11, 1))).astype(ml_dtypes.bfloat16)
+    x[3] = 0
+    x[5, 130] = np.nan
+    _, _, codes, scales = rounded(gpu, x, is_grouped=True)
+    wide = np.zeros((11, 384), np.float32)
+    wide[:, :328] = x
+    largest = np.abs(wide).reshape(11, 3, 128).max(axis=2)
+    finite = np.isfinite(largest)
+    assert finite.sum() == 32
+    assert (np.abs(scales[finite] - largest[finite] / 448) <= 1e-6 * largest[finite] / 448).all()
+    assert not np.isfinite(scales[~finite]).any()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        factor = np.where(largest > 0, np.float32(448) / largest, 0).astype(np.float32).repeat(128, axis=1)[:, :328]
+    known = finite.repeat(128, axis=1)[:, :328]
+    expected = (wide[:, :328] * factor).astype(ml_dtypes.float8_e4m3fn)
+    steps = np.abs(codes.view(np.uint8).astype(int) - expected.view(np.uint8).astype(int))[known]
+    assert (steps <= 1).all()
+    assert steps.mean() < 1e-2  # ties, by the reciprocal's last bit
