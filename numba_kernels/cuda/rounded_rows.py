@@ -6,8 +6,8 @@
 A slot is 64 of K (`packing.py`), so that both factors of a product are read alike. Rows and columns that x has not are
 zeros. A row with NaN or infinity has a scale that is not finite, and nothing but NaN comes of it.
 
-A block has 8 rows, a warp each. A row is read twice; the second time out of a cache. With groups (`is_grouped`) each 128
-of K of a row have their own largest magnitude, and x is read once; then the scales are [ceil(k / 128), 8 ceil(m / 8)].
+A block has 8 rows, a warp each. A row is read twice; the second time out of a cache. With groups (`is_grouped`) each
+128 of K of a row have their own largest magnitude, and x is read once; the scales are [ceil(k / 128), 8 ceil(m / 8)].
 """
 
 from __future__ import annotations

@@ -84,15 +84,16 @@ def _is_faster_packed(
 def _is_faster_rounded(
     weight: PackedWeight, product: gemm.Product, plain: gemm.Product, machine: gemm.Machine
 ) -> bool:
-    """Whether x may be rounded to bytes, and the models say that many rows are faster so. Few rows stay as they are: the
-    weight's bytes are what takes time."""
+    """Whether x may be rounded to bytes, and the models say that many rows are faster so. Few rows stay as they are:
+    the weight's bytes are what takes time."""
     if weight.tier != "auto" or product.m <= FEW_ROWS or not can_round(weight, product, machine):
         return False
     rounding = rounded_rows.seconds(product.m, product.k, machine.memory_bytes)
     tier = gemm.byte_tiles if gemm.hopper_bytes.why_not(product, machine) else gemm.hopper_bytes
     made = dequantize.seconds(weight.packing, *weight.shape, product.x, machine.memory_bytes)
     others = min(gemm.modelled_s(product, machine), made + gemm.modelled_s(plain, machine))
-    return rounding + tier.seconds(product, machine) < others
+    multiplying: float = tier.seconds(product, machine)
+    return rounding + multiplying < others
 
 
 def rows_of(gpu: Gpu, x: Tensor, planned: Planned) -> tuple[int, int, Any]:

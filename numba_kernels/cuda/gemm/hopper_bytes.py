@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 from numba import cuda, types
 
@@ -51,7 +52,7 @@ _ENDS_S = 1.5e-6
 
 
 @functools.cache
-def _loader(activation: str):  # type: ignore[no-untyped-def]
+def _loader(activation: str) -> Any:
     """A device function for the producer: has the TMA bring one tile's stages, and returns the next stage and phase."""
     load, num_stages, stage_bytes, x_bytes = tma.load(4), TILE.num_stages, TILE.stage_bytes, TILE.x_bytes
     is_gated, zero = activation != "", uint32(0)
@@ -94,7 +95,8 @@ def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") 
     wait_for_all, start_ring, place_of = wgmma.group_wait(0, num_sums), ring_starter(TILE), tile_order(GROUP_ROWS)
     find, load_tile = sections_of(packing, dtype), _loader(activation)
     finish_rows = row_finisher(dtype, out_dtype, block_n)
-    store_tile, wait_until_read = tile_storer(dtype, block_n // 2, activation=activation or "silu"), tma.store_wait_read(0)
+    store_tile = tile_storer(dtype, block_n // 2, activation=activation or "silu")
+    wait_until_read = tma.store_wait_read(0)
     unpack = {"f16": convert.unpack_f16, "bf16": convert.unpack_bf16}[dtype]
     unshifted = float32(2.0 ** -SHIFTS.get(("e4m3", dtype), 0))
     fewer_registers, more_registers = set_registers(24, is_more=False), set_registers(240, is_more=True)

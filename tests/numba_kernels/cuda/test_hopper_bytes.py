@@ -8,8 +8,9 @@ import pytest
 
 from numba_kernels.cuda import gemm, rounded_rows
 from numba_kernels.cuda.gemm import hopper_bytes
+from numba_kernels.cuda.packing import Packing, arrange
 from tests.numba_kernels.cuda.harness import empty, get, put
-from tests.numba_kernels.cuda.packed_cases import packed_matrix
+from tests.numba_kernels.cuda.packed_cases import PackedMatrix, packed_matrix
 
 pytestmark = pytest.mark.parametrize("gpu", ["emulated:sm_90a"], indirect=True)
 SLOW = pytest.mark.exhaustive
@@ -29,14 +30,14 @@ def rounded(gpu, x: np.ndarray, *, is_grouped: bool):
     return memory, memory.address + first, codes.view(ml_dtypes.float8_e4m3fn), scales
 
 
-def multiply(gpu, name: str, x: np.ndarray, n: int, activation: str = "", *, out: str = "f32"):
-    """(what comes out, x as it was rounded in float64, the matrix's values)."""
-    (m, k), is_grouped = x.shape, name != "e4m3"
-    matrix = packed_matrix(name, n * (2 if activation else 1), k, "bf16")
+def multiply(gpu, matrix: PackedMatrix, x: np.ndarray, activation: str = ""):
+    """(what comes out, x as it was rounded in float64)."""
+    (m, k), n, name = x.shape, len(matrix.values) // (2 if activation else 1), matrix.packing.name
+    is_grouped = name != "e4m3"
     memory, scales_at, codes, scales = rounded(gpu, x, is_grouped=is_grouped)
     used = codes.astype(np.float64) * np.repeat(scales.astype(np.float64), 128 if is_grouped else k, axis=1)[:, :k]
     asked = gemm.Product(
-        m, n, k, "bf16", name, "" if activation else out,
+        m, n, k, "bf16", name, "" if activation else "f32",
         gemm.Epilogue(has_residual=False, is_aligned=True, activation=activation),
     )  # fmt: skip
     machine = gemm.machine_of(gpu.arch, 2)
@@ -46,7 +47,7 @@ def multiply(gpu, name: str, x: np.ndarray, n: int, activation: str = "", *, out
         hopper_bytes.plan(asked, machine), memory.address, held.address, 0, 0, result.address, m, n, k, 0, scales_at, 0,
         0.0, held.address,
     )  # fmt: skip
-    return get(gpu, result, (m, n), asked.out).astype(np.float64), used, matrix.values
+    return get(gpu, result, (m, n), asked.out).astype(np.float64), used
 
 
 @pytest.mark.parametrize(
@@ -61,11 +62,14 @@ def multiply(gpu, name: str, x: np.ndarray, n: int, activation: str = "", *, out
 def test_products(gpu, name, m, n, k, activation):
     rng = np.random.default_rng([m, n, k])
     x = rng.standard_normal((m, k)) * 10.0 ** rng.uniform(-2, 2, (m, -(-k // 128))).repeat(128, axis=1)[:, :k]
-    got, used, values = multiply(gpu, name, x.astype(ml_dtypes.bfloat16), n, activation)
+    matrix = packed_matrix(name, n * (2 if activation else 1), k, "bf16")
+    got, used = multiply(gpu, matrix, x.astype(ml_dtypes.bfloat16), activation)
+    values = matrix.values
     exact = used @ values.T
     bound = 2 * (k + 4) * 2.0**-24 * (np.abs(used) @ np.abs(values).T)
     if activation:
-        exact = exact[:, :n] / (1 + np.exp(-exact[:, :n])) * exact[:, n:]
+        with np.errstate(over="ignore"):
+            exact = exact[:, :n] / (1 + np.exp(-exact[:, :n])) * exact[:, n:]
         bound = 2.0**-7 * np.abs(exact) + 1e-3
     assert (np.abs(got - exact) <= bound).all()
 
@@ -90,3 +94,24 @@ def test_groups_are_rounded_by_their_largest_magnitude(gpu):
     steps = np.abs(codes.view(np.uint8).astype(int) - expected.view(np.uint8).astype(int))[known]
     assert (steps <= 1).all()
     assert steps.mean() < 1e-2  # ties, by the reciprocal's last bit
+
+
+def test_long_sums_lose_no_more_than_twice_what_float32_does(gpu):
+    """Of positive numbers, whose sums grow and are rounded at each addition. The emulated tensor cores add in float32;
+    those of Hopper keep fewer bits, which only the sums of 128 are left to: each group of products starts anew."""
+    k, n = 16384, 16
+    rng = np.random.default_rng(7)
+    x = np.abs(rng.standard_normal((9, k))).astype(ml_dtypes.bfloat16)
+    codes = rng.integers(0, 0x7F, (n, k)).astype(np.uint8)
+    values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    packing = Packing("e4m3", 128, "value")
+    block = arrange(packing, "bf16", codes, np.ones((n, k // 128), np.float32), None, None)
+    got, used = multiply(gpu, PackedMatrix(packing, block, values), x)
+    exact = used @ values.T
+    plain = np.zeros((9, n), np.float32)
+    used_32, values_32 = used.astype(np.float32), values.astype(np.float32)
+    for i in range(k):
+        plain += used_32[:, i, None] * values_32[None, :, i]
+    limit = np.sqrt(np.mean((plain / exact - 1) ** 2))
+    assert np.sqrt(np.mean((got / exact - 1) ** 2)) <= 2 * limit
+    assert 1e-7 < limit < 1e-4
