@@ -59,3 +59,8 @@ class GatedModelError(HubError):
 
 class HubOfflineError(HubError):
     """The hub cannot be reached and the model is not in the local cache."""
+
+
+def one_line(message: str) -> str:
+    """The message with what cannot be printed as escapes: names in it are a file's own."""
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in message)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from models.errors import ConfigError
+from models.errors import ConfigError, one_line
 from models.other_formats import remedy
 from tokenizer.lfs import pointer_problem
 
@@ -79,7 +79,7 @@ class Fields:
         self._objects: dict[str, Fields] = {}
 
     def error(self, name: str, message: str) -> ConfigError:
-        return ConfigError(f"{self.where}: {name} {message}")
+        return ConfigError(one_line(f"{self.where}: {name} {message}"))
 
     def values(self) -> dict[str, Any]:
         """All fields as JSON has them."""

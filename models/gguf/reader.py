@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from models.errors import WeightsError
+from models.errors import WeightsError, one_line
 from models.gguf.formats import FORMATS, OTHER_NAMES, Array, GgmlFormat
 from tokenizer.lfs import pointer_problem
 
@@ -173,8 +173,7 @@ class GgufFile:
         """The error of this file."""
         if len(message) > _LONGEST_MESSAGE:
             message = f"{message[:_LONGEST_MESSAGE]}…"
-        line = "".join(each if each.isprintable() else repr(each)[1:-1] for each in message)
-        return WeightsError(f"{self.path}: {line}")
+        return WeightsError(f"{self.path}: {one_line(message)}")
 
     def _alignment(self) -> int:
         value = self.metadata.get("general.alignment", 32)

@@ -13,7 +13,7 @@ from models.decoder import DecoderConfig
 from models.errors import ConfigError
 from models.generation_config import load_generation_config
 from models.harmless_fields import HARMLESS, NEUTRAL
-from models.json_fields import read_json_object
+from models.json_fields import Fields, read_json_object
 from models.registry import load_config, parse_config
 from models.rope_config import RopeConfig
 from runtime.dtype import bfloat16, float16, float32
@@ -444,3 +444,8 @@ def test_a_bad_generation_config(tmp_path: Path, generation: dict[str, Any], mes
     write(tmp_path, LLAMA, generation)
     with pytest.raises(ConfigError, match=f"generation_config.json: {message}"):
         load_generation_config(tmp_path)
+
+
+def test_a_name_that_cannot_be_printed_stays_in_one_line() -> None:
+    with pytest.raises(ConfigError, match=r"config.json: a\\nb = 1 is not supported"):
+        Fields({"a\nb": 1}, "config.json").refuse_unread(lambda name, value: False)
