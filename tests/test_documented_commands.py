@@ -83,6 +83,9 @@ ELSEWHERE = {
         "python -m runtime.cli bench peers --output-json docs/measurements/DATE-cpu-table.json > table.md",
         "xserv bench peers --workloads concurrent-8 --num-rounds 5 --output-json concurrent.json",
         "python -m runtime.cli bench peers --gguf FILE --peers llama.cpp --llama-python PYTHON --num-rounds 2",
+        "python -m runtime.cli bench peers --gguf FILE --peers llama.cpp --llama-python PYTHON "
+        "--workloads WORKLOAD --num-rounds N",
+        "python -m tools.write_moe_gguf qwen3moe FILE --layers 8",
         "xserv bench tokenizer FOLDER... --text prose=pride_and_prejudice.txt "
         "--text code=code.txt --num-rounds 3 --loads 1",
         "python3 -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python gguf numpy",
