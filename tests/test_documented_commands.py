@@ -107,6 +107,7 @@ ELSEWHERE = {
     ),
     "many minutes of a quiet machine": (
         "xserv bench budget", "xserv bench schedule", "xserv bench stalls", "xserv bench simulation",
+        "xserv bench speculation",
         "xserv bench budget --tpot-target-ms 50 --num-decodes 8 --context-len 256 --prompt-len 4096",
         "xserv bench simulation --output-json simulation.json",
         "xserv bench stalls --num-rounds 3 --output-json stalls.json",

@@ -1,4 +1,4 @@
-"""`xserv bench schedule|budget|chunked|stalls|simulation`: what scheduling does to latency, measured."""
+"""`xserv bench schedule|budget|chunked|stalls|simulation|speculation`: what scheduling does to latency, measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from runtime.commands.options import EngineOptions
+from runtime.commands.options import EngineOptions, integers, numbers
 from runtime.commands.report import ReportOptions, listing
 
 TraceFile = Annotated[
@@ -224,4 +224,38 @@ def simulation(
         raise typer.Exit(1)
 
 
-COMMANDS = (schedule, budget, chunked, stalls, simulation)
+def speculation(
+    engine: EngineOptions,
+    output: ReportOptions,
+    batches: Annotated[str, typer.Option(metavar="N,N,...", help="Sequences that decode.")] = "1,4,8,32",
+    rates: Annotated[str, typer.Option(metavar="P,P,...", help="How often a proposal is right.")] = "0.3,0.5,0.7,0.8,0.9",
+    output_len: Annotated[int, typer.Option(help="Tokens of each answer.")] = 128,
+    num_rounds: Annotated[int, typer.Option(help="Answers with each number of proposals, in turns.")] = 3,
+) -> None:
+    """What proposals are worth, by scripted rates of acceptance; without --model, on Qwen3-0.6B's shapes."""
+    from runtime.bench.scheduling.engines import model_arguments
+    from runtime.bench.scheduling.speculation import bench_speculation
+    from runtime.engine.make_engine import build_engine
+
+    with model_arguments(engine.arguments()) as arguments:
+        arguments.setdefault("max_model_len", output_len + 64)
+        report = bench_speculation(
+            build_engine(**arguments),
+            batches=integers("batches", batches),
+            rates=numbers("rates", rates),
+            output_len=output_len,
+            num_rounds=num_rounds,
+            seed=engine.seed or 0,
+        )
+    modes = list(report["rows"][0]["tokens_per_s"])
+    lines = [f"{'sequences':>9}{'rate':>6}" + "".join(f"{mode:>10}" for mode in modes) + f"{'speed-up':>10}{'of best':>9}"]
+    for row in report["rows"]:
+        speeds = "".join(f"{row['tokens_per_s'][mode]:>10,.1f}" for mode in modes)
+        lines.append(
+            f"{row['num_sequences']:>9}{row['rate']:>6.2f}{speeds}{row['speedup']:>10.2f}{row['of_best_fixed']:>9.2f}"
+        )
+    lines.append(f"tokens per second of all sequences; medians of {num_rounds} rounds")
+    output.deliver(report, "\n".join(lines))
+
+
+COMMANDS = (schedule, budget, chunked, stalls, simulation, speculation)

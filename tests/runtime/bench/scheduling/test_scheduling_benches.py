@@ -169,6 +169,29 @@ def test_chunked(folder: Path) -> None:
     assert len(report["overheads"]) == 2
 
 
+def test_speculation(folder: Path) -> None:
+    """The bench itself holds the tokens of all ways against each other."""
+    report = bench(
+        folder, *("speculation", "--batches", "1,3", "--rates", "0.5,1", "--output-len", "24", "--num-rounds", "2"),
+        "--max-model-len", "100",
+    )  # fmt: skip
+    assert [(row["num_sequences"], row["rate"]) for row in report["rows"]] == [(1, 0.5), (1, 1.0), (3, 0.5), (3, 1.0)]
+    for row in report["rows"]:
+        speeds = row["tokens_per_s"]
+        assert set(speeds) == {"off", "chosen", "1 fixed", "3 fixed", "7 fixed"}
+        assert row["speedup"] == pytest.approx(speeds["chosen"] / speeds["off"])
+        best = max(speeds[name] for name in speeds if name != "chosen")
+        assert row["of_best_fixed"] == pytest.approx(speeds["chosen"] / best)
+        assert row["rate"] < 1.0 or row["num_accepted_tokens"] == row["num_draft_tokens"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [("--batches", "0"), ("--batches", "100000"), ("--rates", "1.5"), ("--output-len", "1"), ("--rates", "x")]
+)
+def test_speculation_refuses(folder: Path, wrong: tuple[str, str]) -> None:
+    bench(folder, "speculation", "--max-model-len", "100", *wrong, status=2)
+
+
 def test_simulation(folder: Path) -> None:
     """One pair on a busy machine says nothing of the error: the status has to follow from it, one way or the other."""
     arguments = ("simulation", "--prompt-len", "20", "--output-len", "6", "--num-requests", "6", "--num-pairs", "1")
