@@ -228,7 +228,9 @@ def speculation(
     engine: EngineOptions,
     output: ReportOptions,
     batches: Annotated[str, typer.Option(metavar="N,N,...", help="Sequences that decode.")] = "1,4,8,32",
-    rates: Annotated[str, typer.Option(metavar="P,P,...", help="How often a proposal is right.")] = "0.3,0.5,0.7,0.8,0.9",
+    rates: Annotated[
+        str, typer.Option(metavar="P,P,...", help="How often a proposal is right.")
+    ] = "0.3,0.5,0.7,0.8,0.9",
     output_len: Annotated[int, typer.Option(help="Tokens of each answer.")] = 128,
     num_rounds: Annotated[int, typer.Option(help="Answers with each number of proposals, in turns.")] = 3,
 ) -> None:
@@ -248,7 +250,8 @@ def speculation(
             seed=engine.seed or 0,
         )
     modes = list(report["rows"][0]["tokens_per_s"])
-    lines = [f"{'sequences':>9}{'rate':>6}" + "".join(f"{mode:>10}" for mode in modes) + f"{'speed-up':>10}{'of best':>9}"]
+    titles = "".join(f"{mode:>10}" for mode in modes)
+    lines = [f"{'sequences':>9}{'rate':>6}{titles}{'speed-up':>10}{'of best':>9}"]
     for row in report["rows"]:
         speeds = "".join(f"{row['tokens_per_s'][mode]:>10,.1f}" for mode in modes)
         lines.append(

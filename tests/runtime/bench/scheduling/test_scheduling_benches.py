@@ -9,6 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from typer.testing import CliRunner
 
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.peers.gpt2_folder import Gpt2Shape, write_gpt2_folder
@@ -17,6 +18,7 @@ from runtime.bench.scheduling.budget import bench_budget
 from runtime.bench.scheduling.prediction import poisson_trace, step_times
 from runtime.bench.scheduling.schedule import styles_named
 from runtime.bench.scheduling.step_model import TERMS, StepFeatures
+from runtime.cli import app
 from runtime.engine.engine import Engine
 from runtime.engine.make_engine import build_engine
 from tests.runtime.bench import running
@@ -186,10 +188,16 @@ def test_speculation(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [("--batches", "0"), ("--batches", "100000"), ("--rates", "1.5"), ("--output-len", "1"), ("--rates", "x")]
+    ("option", "value"),
+    [("--batches", "0"), ("--batches", "100000"), ("--rates", "1.5"), ("--output-len", "1"), ("--rates", "x")],
 )
-def test_speculation_refuses(folder: Path, wrong: tuple[str, str]) -> None:
-    bench(folder, "speculation", "--max-model-len", "100", *wrong, status=2)
+def test_speculation_names_a_wrong_option(folder: Path, option: str, value: str) -> None:
+    done = CliRunner().invoke(
+        app, ["bench", "speculation", "--model", str(folder), "--max-model-len", "100", option, value]
+    )
+    assert done.exit_code == 1
+    assert option.removeprefix("--") in done.stderr
+    assert value in done.stderr
 
 
 def test_simulation(folder: Path) -> None:
