@@ -90,7 +90,7 @@ ELSEWHERE = {
         "--text code=code.txt --num-rounds 3 --loads 1",
         "python3 -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python gguf numpy",
         "python3 -m venv .venv-reference && .venv-reference/bin/pip install torch transformers numpy",
-        "python -m tools.compare_harmony",
+        "python -m tools.compare_harmony", "python tools/page_rounding.py",
         "python tools/compare_triton.py --markdown docs/triton_comparison.md --json docs/triton_comparison.json",
         "python -m tools.compare_checkouts ../before --num-rounds 15 --num-cores 1 --output-json "
         "docs/measurements/DATE-before-after-seams.json",
@@ -106,7 +106,7 @@ ELSEWHERE = {
         "python -m tools.simulate AzureLLMInferenceTrace_conv.csv --config qwen3-8b --output-json azure.json",
     ),
     "many minutes of a quiet machine": (
-        "xserv bench budget", "xserv bench schedule", "xserv bench stalls", "xserv bench simulation",
+        "xserv bench products", "python -m runtime.cli bench products", "xserv bench budget", "xserv bench schedule", "xserv bench stalls", "xserv bench simulation",
         "xserv bench speculation",
         "xserv bench budget --tpot-target-ms 50 --num-decodes 8 --context-len 256 --prompt-len 4096",
         "xserv bench simulation --output-json simulation.json",
