@@ -106,7 +106,8 @@ ELSEWHERE = {
         "python -m tools.simulate AzureLLMInferenceTrace_conv.csv --config qwen3-8b --output-json azure.json",
     ),
     "many minutes of a quiet machine": (
-        "xserv bench products", "python -m runtime.cli bench products", "xserv bench budget", "xserv bench schedule", "xserv bench stalls", "xserv bench simulation",
+        "xserv bench products", "python -m runtime.cli bench products",
+        "xserv bench budget", "xserv bench schedule", "xserv bench stalls", "xserv bench simulation",
         "xserv bench speculation",
         "xserv bench budget --tpot-target-ms 50 --num-decodes 8 --context-len 256 --prompt-len 4096",
         "xserv bench simulation --output-json simulation.json",
