@@ -100,7 +100,9 @@ def _gemms() -> Iterator[Case]:
             yield _packed_gemm(packing, rows, 1024, 1024)
     for packing in ("u8", "u4_g128", "e4m3_g128", "e2m1_g32_exponents"):
         yield _packed_gemm(packing, 256, 512, 512, "packed_tiles")
-    yield _bytes_gemm(256, 512, 512)
+    yield _bytes_gemm("u8", 256, 512, 512)
+    for packing in gemm.hopper_bytes.WEIGHTS:
+        yield _bytes_gemm(packing, 256, 512, 512)
     for packing in ("e4m3_g128", "u4_g128"):
         yield _dequantized(packing, 256, 1024)
 
@@ -170,22 +172,32 @@ def _packed_gemm(name: str, m: int, n: int, k: int, tier: str = "few_rows") -> C
     return Case(f"gemm {tier} {name} m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)
 
 
-def _bytes_gemm(m: int, n: int, k: int) -> Case:
-    """A product whose rows were rounded to int8 by the launch in front, which is not in it."""
-    packing = packing_of("u8")
+def _bytes_gemm(name: str, m: int, n: int, k: int) -> Case:
+    """A product whose rows were rounded to bytes by the launch in front, which is not in it: int8 by `byte_tiles`, e4m3
+    by `hopper_bytes`."""
+    packing, is_integer = packing_of(name), name == "u8"
     assert packing is not None
-    weight_bytes, (scales, x_bytes) = packing.size_bytes(n, k, "bf16"), rounded_rows.sections(m, k)
+    weight_bytes = packing.size_bytes(n, k, "bf16")
+    scales, x_bytes = rounded_rows.sections(m, k, is_grouped=packing.group > 0)
 
     def run(bench: Bench) -> None:
         epilogue = gemm.Epilogue(has_residual=False, is_aligned=True)
-        launch = gemm.byte_tiles.plan(gemm.Product(m, n, k, "bf16", "u8", epilogue=epilogue))
+        product, machine = gemm.Product(m, n, k, "bf16", name, epilogue=epilogue), gemm.machine_of(bench.gpu.arch)
+        launch = gemm.byte_tiles.plan(product) if is_integer else gemm.hopper_bytes.plan(product, machine)
         weight, x = (bench.put(np.zeros(size, np.uint8)) for size in (weight_bytes, x_bytes))
-        bench.launch(launch, x, weight, 0, 0, bench.empty(m * n * 2), m, n, k, 0, x + scales, 0, 0.0, 0)
+        bench.launch(
+            launch, x, weight, 0, 0, bench.empty(m * n * 2), m, n, k, 0, x + scales, 0, 0.0,
+            0 if is_integer else weight,
+        )  # fmt: skip
 
     work = Work(x_bytes + weight_bytes, m * n * 2, 2 * m * n * k, True)
     rows, columns = -(-m // gemm.byte_tiles.BLOCK_M), -(-n // gemm.byte_tiles.BLOCK_N)
     tiled_bytes = rows * weight_bytes + columns * x_bytes + m * n * 2
-    return Case(f"gemm byte_tiles u8 m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)
+    if packing.group:  # each of 8 warps reads the scales of its 16 rows and 128 columns by itself
+        scales_bytes = 8 * (4 * 16 + 2 * 128) * k // packing.group
+        tiled_bytes = rows * (n * k + 4 * n) + columns * m * k + m * n * 2 + rows * columns * scales_bytes
+    tier = "byte_tiles" if is_integer else "hopper_bytes"
+    return Case(f"gemm {tier} {name} m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)
 
 
 def _dequantized(name: str, n: int, k: int) -> Case:
