@@ -50,7 +50,7 @@ class EngineSettings(TypedDict, total=False):
 
     max_model_len: int | None
     max_num_seqs: int
-    max_num_batched_tokens: int
+    max_num_batched_tokens: int | None
     block_size: int
     num_blocks: int | None
     kv_cache_bytes: int | None

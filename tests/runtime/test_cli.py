@@ -141,8 +141,9 @@ def test_defaults_are_those_of_the_library() -> None:
         for name, value in options().arguments().items():
             assert name in settings or value == parameters[name].default, (function, name)
     reachable = EngineOptions(
-        max_model_len=1, kv_cache_bytes=1, seed=1, prefill_chunk=1, prefill_chunk_stages="64,32,2,99", overlap=True
-    )
+        max_model_len=1, max_num_batched_tokens=1, kv_cache_bytes=1, seed=1, prefill_chunk=1,
+        prefill_chunk_stages="64,32,2,99", overlap=True,
+    )  # fmt: skip
     assert settings - reachable.arguments().keys() == {"num_blocks", "max_waiting", "max_waiting_tokens"}
     assert LlmOptions().arguments().keys().isdisjoint({"model", "seed", "tokenizer"})
     assert {field.name for field in fields(SamplingOptions)} <= set(SamplingParams.__struct_fields__)
