@@ -21,10 +21,10 @@ from models.errors import ModelLoadError, WeightsError
 from models.rope import make_rope_table, num_table_rows
 from models.rope_config import RopeConfig
 from models.stacked import Stack
-from numba_kernels.cuda.packing import Packing
+from numba_kernels.cuda.packing import Packing, packing_of
 from runtime import ops
 from runtime.dtype import DType, float16, float32
-from runtime.linear.experts import ExpertsWeight
+from runtime.linear.experts import ExpertsWeight, can_stay_packed
 from runtime.linear.format import GGML_FORMATS, WeightFormat, packed_format
 from runtime.linear.kept import kept_format
 from runtime.linear.linear import Linear
@@ -142,7 +142,7 @@ class Maker(ABC):
         self.tables: set[str] = set()  # names of the token table and the output head
         self.heads: set[str] = set()  # of the head alone, or of what is both
         self._is_quantisable = True
-        self._keeps_packed = True
+        self._is_expert = False
         self._keeps_order = True
         self._copies: dict[str, str] = {}  # what may be stored besides, or instead of, the tensor that it must equal
         self._stacks: dict[str, Stack] = {}  # what may be stored instead of the tensors that it holds
@@ -211,26 +211,23 @@ class Maker(ABC):
         With a `stack` they may all be stored in `experts.<stack> [count, inputs, outputs]`, columns of several names by
         turns, and their biases in `experts.<stack>_bias [count, outputs]`.
 
-        On a GPU experts are floats: quantised ones become so. Raises ModelLoadError where there are no kernels for such
-        experts, or ranks would share them.
+        On a GPU quantised experts become floats where no kernel multiplies them (`can_stay_packed`). Raises
+        ModelLoadError where there are no kernels for such experts, or ranks would share them.
         """
         device, gemm = self.options.device, self.options.gemm
         if self.options.num_ranks > 1:
             raise ModelLoadError(f"{self._prefix}experts: mixtures of experts do not run over several ranks yet")
         if gemm != "auto":
             raise ModelLoadError(f"{self._prefix}experts: gemm is {gemm!r}, must be 'auto' for mixtures of experts")
-        if device.kind != "cpu" and self.options.quantization != "none":
-            raise ModelLoadError(
-                f"{self._prefix}experts: quantization is {self.options.quantization!r}, but {device} has products of"
-                " experts in floats alone: leave it out"
-            )
         if stack:
             self._note_stack(stack, "weight", names, (count, inputs), outputs)
         if stack and has_bias:
             self._note_stack(f"{stack}_bias", "bias", names, (count,), outputs)
         makers = [self.under(f"experts.{number}") for number in range(count)]
         for each in makers:
-            each._keeps_packed, each._keeps_order = device.kind == "cpu", False
+            each._is_expert, each._keeps_order = True, False
+            if not each._keeps_format(outputs, inputs):
+                each.options = replace(self.options, format=None)
         made = ExpertsWeight(
             [each.linear(names, outputs=outputs, inputs=inputs, has_bias=has_bias).weight for each in makers]
         )
@@ -322,7 +319,7 @@ class Maker(ABC):
     def _packing(self, declaration: LinearDeclaration) -> Packing | None:
         """How a GPU keeps a quantised map as it is stored; None: it becomes floats. Its parts must agree."""
         options = self.options
-        if self._source is None or not self._keeps_packed or options.device.kind == "cpu":
+        if self._source is None or options.device.kind == "cpu":
             return None
         if options.format or options.gemm == "cublas":
             return None
@@ -334,7 +331,18 @@ class Maker(ABC):
         is_cut = declaration.split == "inputs" and declaration.num_ranks > 1
         if packing is not None and is_cut and declaration.inputs % max(1, packing.group):
             return None
-        return packing
+        if packing is None or not self._is_expert:
+            return packing
+        return packing if self._can_stay(packing, declaration.outputs, declaration.inputs) else None
+
+    def _keeps_format(self, outputs: int | Sequence[int], inputs: int) -> bool:
+        """Whether experts are kept in the format that the user asked for."""
+        packing = None if self.options.format is None else packing_of(self.options.format.packing)
+        each = (outputs,) if isinstance(outputs, int) else outputs
+        return self.options.device.kind == "cpu" or packing is None or self._can_stay(packing, each, inputs)
+
+    def _can_stay(self, packing: Packing, outputs: Sequence[int], inputs: int) -> bool:
+        return can_stay_packed(packing, self.dtype, outputs, inputs)
 
     def _dtype_of(self, stored: DType) -> DType:
         """The type of a tensor that is stored in this one."""

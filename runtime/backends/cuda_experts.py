@@ -2,14 +2,14 @@
 
 Few tokens take two launches that go straight over their experts. Others have their choices put together by expert,
 which is a launch, then two products and the sum. Exact mode always takes the latter, whose sums do not depend on how
-many tokens there are.
+many tokens there are; so do quantised experts.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from numba_kernels.cuda.experts import combine, gather, order, router, routing, tiled
+from numba_kernels.cuda.experts import combine, gather, order, packed, router, routing, tensor_core, tiled
 from numba_kernels.cuda.intrinsics.element_types import VECTOR_WIDTH
 from runtime.backends.checks import fail
 from runtime.backends.cuda_tensor import alignment
@@ -95,7 +95,23 @@ def _can_gather(x: Tensor, chosen: Routing, gate_up: ExpertsWeight, down: Expert
     width = VECTOR_WIDTH[x.dtype.ptx]
     is_aligned = x.address % 16 == 0 and gate_up.shape[2] % width == 0 and down.shape[2] % width == 0
     is_few = x.shape[0] <= _GATHERED_TOKENS and chosen.rule.top_k <= gather.MAX_CHOICES
-    return is_aligned and is_few and not gate_up.exact
+    is_packed = gate_up.packing is not None or down.packing is not None
+    return is_aligned and is_few and not (gate_up.exact or is_packed)
+
+
+def _tile_rows(x: Tensor, rows: int, gate_up: ExpertsWeight, down: ExpertsWeight) -> int:
+    """Of the tiles of both products."""
+    if not (_has_fast_rows(x, gate_up) and _has_fast_rows(x, down)):
+        return tiled.TILE_ROWS
+    num_experts, hidden, _ = down.shape
+    if gate_up.packing is not None or down.packing is not None:
+        return packed.choose_tile_rows(rows, num_experts)
+    return tensor_core.choose_tile(rows, num_experts, hidden, Gpu.of(x.device).properties.num_sms).block_m
+
+
+def _has_fast_rows(x: Tensor, weight: ExpertsWeight) -> bool:
+    """Whether tensor cores multiply rows as long as a weight's; what a packed one needs was seen to at its making."""
+    return weight.packing is not None or (x.address % 16 == 0 and tensor_core.can_plan(x.dtype.ptx, weight.shape[2]))
 
 
 def _gathered(
@@ -125,7 +141,8 @@ def _grouped(
     """`places` are addresses of the shared expert's results, its gate, the residual, the result and its squares."""
     gpu, dtype = Gpu.of(x.device), x.dtype.ptx
     (tokens, top_k), (num_experts, hidden, inner) = chosen.ids.shape, down.shape
-    rows, tile_rows = tokens * top_k, tiled.TILE_ROWS
+    rows = tokens * top_k
+    tile_rows = _tile_rows(x, rows, gate_up, down)
     num_tiles = order.most_tiles(rows, num_experts, tile_rows)
 
     def integers(*shape: int) -> Tensor:
@@ -142,7 +159,13 @@ def _grouped(
         out = Tensor.empty((rows, columns), x.dtype, x.device)
         arguments: list[Any] = [source.address, weight.table_address, tiles.address, count.address]
         arguments += [tokens_of.address if gathers else 0, out.address, columns, weight.shape[2], num_experts]
-        gpu.launch(tiled.plan(num_tiles, columns, dtype, activation), *arguments)
+        if weight.packing is not None:
+            launch = packed.plan(num_tiles, columns, dtype, weight.packing.name, activation, tile_rows)
+        elif _has_fast_rows(x, weight):
+            launch = tensor_core.plan(num_tiles, columns, dtype, activation, tensor_core.tile_of(tile_rows))
+        else:
+            launch = tiled.plan(num_tiles, columns, dtype, activation)
+        gpu.launch(launch, *arguments)
         return out
 
     y = product(product(x, gate_up, inner, activation, gathers=True), down, hidden, "", gathers=False)

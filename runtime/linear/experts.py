@@ -7,10 +7,18 @@ from typing import Any
 
 import numpy as np
 
+from numba_kernels.cuda.experts import packed
+from numba_kernels.cuda.packing import Packing
+from runtime.dtype import DType
 from runtime.errors import InvalidArgumentError
-from runtime.linear.weight import GpuWeight, JoinedWeight, LinearWeight, PanelWeight
+from runtime.linear.weight import GpuWeight, JoinedWeight, LinearWeight, PackedWeight, PanelWeight
 from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
+
+
+def can_stay_packed(packing: Packing, dtype: DType, outputs: Sequence[int], inputs: int) -> bool:
+    """Whether a GPU multiplies rows of this type by quantised experts, of one map or of gate and up."""
+    return packed.can_plan(packing, dtype.ptx, outputs[0], inputs, is_gated=len(outputs) > 1)
 
 
 class ExpertsWeight:
@@ -23,12 +31,13 @@ class ExpertsWeight:
             weights that are only declared.
         table: on a GPU, there, ``[2, E]`` int64: where each expert's rows and bias lie, 0 without; else None.
         table_address: of `table`, or 0.
+        packing: on a GPU, how all of them are packed; None: they are floats.
         exact: on a GPU, whether a row's bits may not depend on how many rows there are.
 
     Raises InvalidArgumentError for no expert, and for experts of different shapes or formats.
     """
 
-    __slots__ = ("exact", "experts", "parts", "table", "table_address", "tables")
+    __slots__ = ("exact", "experts", "packing", "parts", "table", "table_address", "tables")
 
     def __init__(self, experts: Sequence[LinearWeight]) -> None:
         if not experts:
@@ -47,11 +56,13 @@ class ExpertsWeight:
         self.tables: list[NDArray] = []
         self.table: Tensor | None = None
         self.table_address, self.exact = 0, False
+        self.packing: Packing | None = None
         if isinstance(weight := self.experts[0], GpuWeight):
             places = [[each.address for each in experts], [each.bias_address for each in experts]]  # type: ignore[attr-defined]
             self.table = Tensor.from_numpy(np.array(places, np.int64)).to(weight.device)
             self.table.storage.freeze()
             self.table_address, self.exact = self.table.address, weight.exact
+            self.packing = weight.packing if isinstance(weight, PackedWeight) else None
         if isinstance(self.parts[0][0], PanelWeight):
             assert all(part.order is None for parts in self.parts for part in parts), "x is one for all experts"
             self.tables = [

@@ -39,6 +39,7 @@ from numba_kernels.segments import SEGMENTS
 from runtime.backends.sampling_checks import SAMPLING_FIELDS
 from runtime.sampling_arrays import SamplingArrays
 from tools.kernel_costs.counts import Bench, Work
+from tools.kernel_costs.expert_cases import expert_cases
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,8 @@ class Case:
 def cases() -> Iterator[Case]:
     """All of them."""
     yield from _gemms()
+    for name, shape, work, run, tiled_bytes, is_on_tensor_cores in expert_cases():
+        yield Case(name, "experts", shape, work, run, "", tiled_bytes, is_on_tensor_cores)
     yield from _attentions()
     yield from _rows()
     yield from _tokens()

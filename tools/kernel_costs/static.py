@@ -190,12 +190,14 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
     name, constants = specialisation.name, specialisation.constants
     if name.startswith("megakernel"):  # of a model of 8,192 inner columns
         return megakernel.shared_bytes(constants["head_dim"], 8192)
-    if name.startswith("gemm_tensor_core"):
+    if name.startswith(("gemm_tensor_core", "experts_tensor_core")):
         return {str(tile): tile for tile in tensor_core.TILES}[constants["tile"]].shared_bytes
     if name.startswith("gemm_few_rows"):
         return max(few_rows.shared_bytes(constants["row_tiles"], 2**i) for i in range(4))
     if name.startswith("gemm_packed_tiles"):
         return packed_tiles.shared_bytes(constants["weight"], constants["dtype"])
+    if name.startswith("experts_packed"):
+        return packed_tiles.shared_bytes(constants["weight"], constants["dtype"], constants["tile_rows"])
     if name.startswith("gemm_byte_tiles"):
         return byte_tiles.SHARED_BYTES
     if name.startswith("gemm_hopper_bytes"):

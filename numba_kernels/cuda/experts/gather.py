@@ -22,8 +22,8 @@ from typing import Any
 from numba import cuda, types
 
 from numba_kernels.cuda.experts.combine import adder
-from numba_kernels.cuda.experts.gating import ACTIVATIONS
 from numba_kernels.cuda.gemm.epilogue import scale_element
+from numba_kernels.cuda.gemm.gating import ACTIVATIONS
 from numba_kernels.cuda.gemm.gemv import exchange, weight_loader
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import element_storer, vector_loader

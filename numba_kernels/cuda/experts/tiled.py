@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 from numba import cuda, types
 
-from numba_kernels.cuda.experts.gating import ACTIVATIONS
+from numba_kernels.cuda.gemm.gating import ACTIVATIONS
 from numba_kernels.cuda.gemm.square import SIDE
 from numba_kernels.cuda.gemm.tiled import ACROSS_STRIDE
 from numba_kernels.cuda.intrinsics.element import element_loader, element_storer

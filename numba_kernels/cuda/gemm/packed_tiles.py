@@ -27,6 +27,7 @@ from numba import cuda, types
 
 from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, scale_element, scales_leaver
 from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product
+from numba_kernels.cuda.gemm.tensor_core import tile_finder
 from numba_kernels.cuda.gemm.tile_out import sums_leaver
 from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.device import device_function
@@ -41,12 +42,9 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
-BLOCK_M, BLOCK_N, WARP_M, WARP_N = 128, 128, 64, 32
+BLOCK_M, BLOCK_N, WARP_N = 128, 128, 32
+FEW_ROWS = 16  # of a tile that streams the weight: experts' products alone take it
 WARPS_N = BLOCK_N // WARP_N
-NUM_WARPS = (BLOCK_M // WARP_M) * WARPS_N
-THREADS = 32 * NUM_WARPS
-SCALES_BYTES = 4 * BLOCK_M  # of x's rows, in front of the stages
-GROUP_ROWS = 8  # row tiles that pass over a column tile together
 TILE_COLUMNS = 16  # of the output, that share a load of scales
 _EFFICIENCY = 0.85  # of the tensor cores' rate; estimated
 _MIN_ROWS = 65  # fewer stream (`few_rows`)
@@ -58,52 +56,77 @@ def _group_bytes(packing: Packing, dtype: str) -> tuple[int, int]:
     return columns * packing.chunk_bytes(dtype), columns * packing.zeros_bytes(dtype)
 
 
-def _num_stages(packing: Packing) -> int:
+def _num_stages(packing: Packing, block_m: int = BLOCK_M) -> int:
     """Slots on their way: of 128 elements of K, two are all that 99 KB hold."""
+    if block_m == FEW_ROWS:
+        return 4
     return 2 if packing.slot == 128 else 3
 
 
-def _stage_bytes(packing: Packing, dtype: str) -> int:
-    words = BLOCK_M * packing.slot * 2 + BLOCK_N // TILE_ROWS * TILE_BYTES
+def num_threads(block_m: int = BLOCK_M) -> int:
+    """Of a block: its warps have 64 rows, or all."""
+    return 32 * WARPS_N * block_m // _warp_rows(block_m)
+
+
+def _warp_rows(block_m: int) -> int:
+    return min(block_m, 64)
+
+
+def _scales_bytes(block_m: int) -> int:
+    """Of the scales of x's rows, in front of the stages."""
+    return max(128, 4 * block_m)
+
+
+def _stage_bytes(packing: Packing, dtype: str, block_m: int) -> int:
+    words = block_m * packing.slot * 2 + BLOCK_N // TILE_ROWS * TILE_BYTES
     return words + BLOCK_N // TILE_COLUMNS * sum(_group_bytes(packing, dtype))
 
 
-def shared_bytes(weight: str, dtype: str) -> int:
+def shared_bytes(weight: str, dtype: str, block_m: int = BLOCK_M) -> int:
     """Of a block."""
     packing = packing_of(weight)
     assert packing is not None
-    staged = NUM_WARPS * 16 * WARP_N * 4  # sums on their way out
-    return SCALES_BYTES + max(_num_stages(packing) * _stage_bytes(packing, dtype), staged)
+    staged = num_threads(block_m) // 32 * 16 * WARP_N * 4  # sums on their way out
+    stages = _num_stages(packing, block_m) * _stage_bytes(packing, dtype, block_m)
+    return _scales_bytes(block_m) + max(stages, staged)
 
 
 @functools.cache
-def _kernel(dtype: str, weight_name: str, out_dtype: str, activation: str = "") -> Specialisation:
+def tile_multiplier(
+    dtype: str, weight_name: str, out_dtype: str, activation: str = "", block_m: int = BLOCK_M, is_grouped: bool = False
+) -> Any:
+    """A device function that multiplies a block's tile and finishes it, as `tensor_core.tile_multiplier`'s does."""
     packing = packing_of(weight_name)
     assert packing is not None
-    is_gated, rows_a_column = activation != "", 2 if activation else 1
+    rows_a_column = 2 if activation else 1
     find, slot_elements, num_steps = sections_of(packing, dtype), packing.slot, packing.steps
-    leave_scales, leave_sums = scales_leaver(4), sums_leaver(dtype, out_dtype, WARP_M, WARP_N, activation)
+    warp_m, threads = _warp_rows(block_m), num_threads(block_m)
+    num_warps, scales_bytes = threads // 32, _scales_bytes(block_m)
+    leave_scales = scales_leaver(4)
+    leave_sums = sums_leaver(dtype, out_dtype, warp_m, WARP_N, activation, is_biased=is_grouped)
     scale_bytes, zero_bytes = _group_bytes(packing, dtype)
     has_scales, has_zeros, halves = packing.group > 0, packing.has_zeros, packing.halves
     chunk_bytes, zeros_chunk_bytes = packing.chunk_bytes(dtype), packing.zeros_bytes(dtype)
-    block_m, columns_out, block_columns = BLOCK_M, WARP_N // rows_a_column, BLOCK_N // rows_a_column
+    columns_out = WARP_N // rows_a_column
 
     # A stage: x's tile, the weight's, its scales, its offsets.
     x_row_bytes = slot_elements * 2
-    words_at = BLOCK_M * x_row_bytes
+    words_at = block_m * x_row_bytes
     scales_at = words_at + BLOCK_N // TILE_ROWS * TILE_BYTES
     zeros_at = scales_at + BLOCK_N // TILE_COLUMNS * scale_bytes
-    stage_bytes, num_stages = _stage_bytes(packing, dtype), _num_stages(packing)
+    stage_bytes, num_stages = _stage_bytes(packing, dtype, block_m), _num_stages(packing, block_m)
     ahead, all_stages_bytes = num_stages - 1, num_stages * stage_bytes
     x_chunks = slot_elements // 8
-    x_step = THREADS // x_chunks  # rows of x that a pass of the block's threads copies: even
-    x_passes, words_passes = BLOCK_M // x_step, BLOCK_N // TILE_ROWS // NUM_WARPS
-    copy_x, copy_words = copy_all(x_passes, x_step * x_row_bytes), copy_rows(words_passes, NUM_WARPS * TILE_BYTES)
+    x_step = threads // x_chunks  # rows of x that a pass of the block's threads copies: even
+    x_passes, words_passes = block_m // x_step, BLOCK_N // TILE_ROWS // num_warps
+    copy_x, copy_words = copy_all(x_passes, x_step * x_row_bytes), copy_rows(words_passes, num_warps * TILE_BYTES)
+    copy_listed = copy_rows(x_passes, x_step * x_row_bytes)
+    num_x_rows = x_passes if is_grouped else 1
     copy_one, commit = copy_all(1, 0), memory.copy_async_commit
     wait_for_next, wait_for_all = memory.copy_async_wait(num_stages - 2), memory.copy_async_wait(0)
     scale_pieces, zero_pieces = scale_bytes // 16, zero_bytes // 16  # of 16 columns, 16 bytes each
     all_scale_pieces, all_zero_pieces = scale_pieces * BLOCK_N // TILE_COLUMNS, zero_pieces * BLOCK_N // TILE_COLUMNS
-    assert max(all_scale_pieces, all_zero_pieces) <= THREADS
+    assert max(all_scale_pieces, all_zero_pieces) <= threads
 
     @device_function
     def column_of(inside):
@@ -130,9 +153,12 @@ def _kernel(dtype: str, weight_name: str, out_dtype: str, activation: str = "") 
         start = uint32(index * uint32(slot_elements))
         if start < k:
             num_there = x_there if uint32(start + column) < k else uint32(0)
-            source = x_row[0]
-            copy_x(uint32(stage + x_target), source, x_row_step, uint32(0xFFFFFFFF), num_there)
-            x_row[0] = source + uint64(x_row_bytes)
+            if is_grouped:
+                copy_listed(uint32(stage + x_target), x_row, uint32(16) if num_there > uint32(0) else uint32(0))
+            else:
+                copy_x(uint32(stage + x_target), x_row[0], x_row_step, uint32(0xFFFFFFFF), num_there)
+            for i in range(num_x_rows):
+                x_row[i] += uint64(x_row_bytes)
             copy_words(uint32(stage + words_target), rows, uint32(16))
             for i in range(words_passes):
                 rows[i] += uint64(TILE_BYTES)
@@ -145,9 +171,9 @@ def _kernel(dtype: str, weight_name: str, out_dtype: str, activation: str = "") 
         commit()
 
     load_words = load_all("shared", tuple((4 * r, 0, r * TILE_BYTES) for r in range(WARP_N // TILE_ROWS)))
-    load_x = load_all("shared", tuple((4 * i, 0, i * 8 * x_row_bytes) for i in range(WARP_M // 8)))
-    num_sums, num_x_words, num_words = WARP_M * WARP_N // 32, WARP_M // 2, WARP_N // 2  # registers of a lane
-    n_tiles, m_tiles, load_pair = WARP_N // 8, WARP_M // 16, memory.load_2xf32
+    load_x = load_all("shared", tuple((4 * i, 0, i * 8 * x_row_bytes) for i in range(warp_m // 8)))
+    num_sums, num_x_words, num_words = warp_m * WARP_N // 32, warp_m // 2, WARP_N // 2  # registers of a lane
+    n_tiles, m_tiles, load_pair = WARP_N // 8, warp_m // 16, memory.load_2xf32
     is_shifted = not has_scales and packing.element not in INTEGERS
     shift = half_pair(2.0 ** SHIFTS.get((packing.element, dtype), 0), dtype)
 
@@ -175,7 +201,7 @@ def _kernel(dtype: str, weight_name: str, out_dtype: str, activation: str = "") 
             tuple(
                 (8 * (i * (WARP_N // 16) + pair) + 4 * r, tuple(8 * i + 2 * h + e for e in (0, 4, 1, 5)),
                  (4 * r + 2 * h, 4 * r + 2 * h + 1))
-                for h in (0, 1) for i in range(WARP_M // 16) for r in (0, 1)
+                for h in (0, 1) for i in range(warp_m // 16) for r in (0, 1)
             ),
         )  # fmt: skip
 
@@ -230,37 +256,38 @@ def _kernel(dtype: str, weight_name: str, out_dtype: str, activation: str = "") 
     step_0, step_1, step_2, step_3 = steps
     has_four_steps = num_steps == 4
 
-    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
+    @device_function
+    def multiply_tile(
+        x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, first_row,
+        first_column, tokens,
+    ):  # fmt: skip
         scales = memory.shared_address(cuda.shared.array(0, uint32))
-        shared = uint32(scales + uint32(SCALES_BYTES))
+        shared = uint32(scales + uint32(scales_bytes))
         thread = uint32(cuda.threadIdx.x)
         lane, warp = thread & uint32(31), thread >> uint32(5)
         g, t = lane >> uint32(2), lane & uint32(3)
 
-        # Which tile: down GROUP_ROWS row tiles, then on to the next column tile.
-        tiles_m = (m + uint32(block_m - 1)) // uint32(block_m)
-        tiles_n = (n + uint32(block_columns - 1)) // uint32(block_columns)
-        block = uint32(cuda.blockIdx.x)
-        group = block // (uint32(GROUP_ROWS) * tiles_n)
-        inside = block - group * (uint32(GROUP_ROWS) * tiles_n)
-        group_rows = min(uint32(GROUP_ROWS), tiles_m - group * uint32(GROUP_ROWS))
-        column_tile = inside // group_rows
-        first_row = (group * uint32(GROUP_ROWS) + inside - column_tile * group_rows) * uint32(block_m)
-        first_column = column_tile * uint32(block_columns)
-
-        # What this thread copies. Rows of x beyond the last are zeros.
+        # What this thread copies. Rows of x beyond the last are zeros, in a list of rows the last one.
         all_words, all_scales, all_zeros, row_scales, slots = find(weight, uint32(n * uint32(rows_a_column)), k)
         row, chunk = thread // uint32(x_chunks), thread % uint32(x_chunks)
         x_target = row * uint32(x_row_bytes) + ((chunk ^ ((row & uint32(1)) << uint32(2))) << uint32(4))
-        x_row = cuda.local.array(1, uint64)
-        x_row[0] = x + uint64(first_row + row) * uint64(k) * uint64(2) + uint64(chunk) * uint64(16)
+        x_row = cuda.local.array(num_x_rows, uint64)
+        for i in range(num_x_rows):
+            source_row = uint32(first_row + row + uint32(i * x_step))
+            if is_grouped:
+                source_row = minimum_u32(source_row, uint32(m - uint32(1)))
+                if tokens != uint64(0):
+                    source_row = memory.load_b32(tokens + uint64(source_row) * uint64(4))
+            x_row[i] = x + uint64(source_row) * uint64(k) * uint64(2) + uint64(chunk) * uint64(16)
         x_row_step = uint64(x_step * 2) * uint64(k)
-        x_there = uint32(0)
-        if first_row + row < m:
+        x_there = uint32(1)
+        if not is_grouped:
+            x_there = uint32(0)
+        if not is_grouped and first_row + row < m:
             x_there = uint32(m - first_row - row + uint32(x_step - 1)) // uint32(x_step)
         rows = cuda.local.array(words_passes, uint64)
         for i in range(words_passes):
-            inside = warp + uint32(i * NUM_WARPS)  # of the tiles of 8 rows
+            inside = warp + uint32(i * num_warps)  # of the tiles of 8 rows
             tile = tile_of(inside >> uint32(1), first_column, n) * uint32(2) + (inside & uint32(1))
             rows[i] = all_words + uint64(tile) * uint64(slots) * uint64(TILE_BYTES) + uint64(lane * uint32(16))
         words_target = uint32(words_at) + thread * uint32(16)
@@ -283,7 +310,7 @@ def _kernel(dtype: str, weight_name: str, out_dtype: str, activation: str = "") 
         column = chunk * uint32(8)
 
         # What this warp multiplies: this lane's places in a stage.
-        warp_row, warp_column = warp // uint32(WARPS_N) * uint32(WARP_M), warp % uint32(WARPS_N) * uint32(WARP_N)
+        warp_row, warp_column = warp // uint32(WARPS_N) * uint32(warp_m), warp % uint32(WARPS_N) * uint32(WARP_N)
         x_place = (warp_row + g) * uint32(x_row_bytes) + (t << uint32(4)) + ((g & uint32(1)) << uint32(6))
         words_place = uint32(words_at) + warp_column * uint32(TILE_BYTES // TILE_ROWS) + lane * uint32(16)
         scale_place = uint32(scales_at) + warp_column // uint32(TILE_COLUMNS) * uint32(scale_bytes)
@@ -302,7 +329,8 @@ def _kernel(dtype: str, weight_name: str, out_dtype: str, activation: str = "") 
         group_words, group_at = cuda.local.array(2, uint32), cuda.local.array(2, uint32)
         x_at, words_from = cuda.local.array(1, uint32), cuda.local.array(1, uint32)
 
-        wait_for_previous_grid()
+        if not is_grouped:
+            wait_for_previous_grid()
         write_stage, read_stage, index = shared, shared, uint32(0)
         last_stage = uint32(shared + uint32(all_stages_bytes))
         while index < uint32(ahead):
@@ -312,7 +340,7 @@ def _kernel(dtype: str, weight_name: str, out_dtype: str, activation: str = "") 
             )  # fmt: skip
             write_stage = uint32(write_stage + uint32(stage_bytes))
             index = uint32(index + uint32(1))
-        leave_scales(scales, x_squares, first_row, uint32(block_m), m, x_parts, k, eps, warp, uint32(NUM_WARPS), lane)
+        leave_scales(scales, x_squares, first_row, uint32(block_m), m, x_parts, k, eps, warp, uint32(num_warps), lane)
         start = uint32(0)
         while start < k:
             wait_for_next()
@@ -357,17 +385,38 @@ def _kernel(dtype: str, weight_name: str, out_dtype: str, activation: str = "") 
             sums, staged, scales, bias, bias_is_f32, residual, out, m, n, first_row, first_column, squares, lane
         )  # fmt: skip
 
+    return multiply_tile
+
+
+@functools.cache
+def _kernel(dtype: str, weight_name: str, out_dtype: str, activation: str = "") -> Specialisation:
+    is_gated, block_m = activation != "", BLOCK_M
+    multiply_tile = tile_multiplier(dtype, weight_name, out_dtype, activation)
+    find_tile = tile_finder(block_m, BLOCK_N // 2 if is_gated else BLOCK_N)
+
+    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
+        row_tile, first_column = find_tile((m + uint32(block_m - 1)) // uint32(block_m), n)
+        multiply_tile(
+            x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares,
+            uint32(row_tile * uint32(block_m)), first_column, uint64(0),
+        )  # fmt: skip
+
     return Specialisation(
         name=f"gemm_packed_tiles_{weight_name}_{dtype}_{out_dtype}{'_' if is_gated else ''}{activation}",
         kernel=cuda.jit(gemm),
         argument_types=ARGUMENT_TYPES,
-        max_threads=THREADS,
+        max_threads=num_threads(),
         min_blocks=1,
         constants={
             "dtype": dtype, "weight": weight_name, "out_dtype": out_dtype, "activation": activation,
             "square_columns": 0 if is_gated else WARP_N,
         },
     )  # fmt: skip
+
+
+def can_read(packing: Packing, dtype: str) -> bool:
+    """Whether a packing's scales come in whole pieces."""
+    return not _group_bytes(packing, dtype)[0] % 16 and not packing.chunk_bytes(dtype) % 4
 
 
 def why_not(product: Product, machine: Machine) -> str:
@@ -377,7 +426,7 @@ def why_not(product: Product, machine: Machine) -> str:
         return "multiplies packed weights"
     if product.x == "f32" or not (product.is_weight_layout and product.is_aligned) or product.num_segments:
         return "reads packed weights for 16-bit rows on 16-byte bounds, and cuts no K into segments"
-    if _group_bytes(packing, product.x)[0] % 16 or packing.chunk_bytes(product.x) % 4:
+    if not can_read(packing, product.x):
         return "takes scales of 4 bytes or more a lane"
     is_whole = not product.epilogue.activation or product.n % TILE_COLUMNS == 0
     return "" if is_whole else f"gates packed weights in tiles of {TILE_COLUMNS} columns"
@@ -409,7 +458,7 @@ def plan(product: Product, machine: Machine) -> Launch:
     return Launch(
         _kernel(product.x, product.weight, product.out, product.epilogue.activation),
         (-(-product.m // BLOCK_M) * -(-product.weight_rows // BLOCK_N), 1, 1),
-        (THREADS, 1, 1),
+        (num_threads(), 1, 1),
         shared_bytes=shared_bytes(product.weight, product.x),
     )
 

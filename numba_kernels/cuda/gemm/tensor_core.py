@@ -184,17 +184,26 @@ def _passes(tile: Tile, rows: int, columns: int) -> tuple[int, int, int]:
 
 
 @functools.cache
-def _kernel(
+def tile_multiplier(
     dtype: str, out_dtype: str, tile: Tile, is_weight_layout: bool, is_aligned: bool, is_cut: bool = False,
-    activation: str = "",
-) -> Specialisation:  # fmt: skip
+    activation: str = "", is_grouped: bool = False,
+) -> Any:  # fmt: skip
+    """A device function that multiplies a block's tile and finishes it: a kernel's arguments, then the tile's first row
+    and column, and a list of rows.
+
+    Of a grouped product (`is_grouped`) the grids in front have ended when it is called, weight and bias are an
+    expert's, `m` is behind the tile's last row, row r of x is ``tokens[r]``, unless `tokens` is 0, and gate and up may
+    have biases.
+    """
     is_gated = activation != ""
-    leave_sums = sums_leaver(dtype, out_dtype, tile.warp_m, tile.warp_n, activation, is_cut=is_cut)
+    leave_sums = sums_leaver(
+        dtype, out_dtype, tile.warp_m, tile.warp_n, activation, is_cut=is_cut, is_biased=is_grouped
+    )  # fmt: skip
     leave_scales, scales_bytes, num_warps = scales_leaver(4), tile.scales_bytes, tile.num_warps
     copy_tile = _tile_copier(tile, is_weight_layout, is_aligned)
     wait_for_next, wait_for_all = memory.copy_async_wait(tile.num_stages - 2), memory.copy_async_wait(0)
 
-    block_m, block_n, block_k = tile.block_m, tile.block_n, tile.block_k
+    block_m, block_k = tile.block_m, tile.block_k
     warp_m, warp_n, warps_n = tile.warp_m, tile.warp_n, tile.block_n // tile.warp_n
     m_tiles, n_pairs = warp_m // 16, warp_n // 16  # 16x16 of the output: two mma
     a_chunks, a_passes, a_step = _passes(tile, block_m, block_k)
@@ -202,7 +211,7 @@ def _kernel(
     a_row_bytes, b_row_bytes = a_chunks * 16, b_chunks * 16
     a_bytes, stage_bytes, all_stages_bytes = block_m * block_k * 2, tile.stage_bytes, tile.num_stages * tile.stage_bytes
     ahead = tile.num_stages - 1
-    columns_out, block_columns = (warp_n // 2, block_n // 2) if is_gated else (warp_n, block_n)
+    columns_out = warp_n // 2 if is_gated else warp_n
     num_sums, num_a_words, num_b_words = m_tiles * n_pairs * 8, m_tiles * 4, n_pairs * 4  # registers of a lane
     multiply = multiply_all(
         dtype,
@@ -243,22 +252,15 @@ def _kernel(
         flip = row & uint32(7) if chunks >= uint32(8) else (row >> uint32(1)) & uint32(3)
         return (row * chunks + (chunk ^ flip)) << uint32(4)
 
-    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
+    @device_function
+    def multiply_tile(
+        x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares, first_row,
+        first_column, tokens,
+    ):  # fmt: skip
         scales = memory.shared_address(cuda.shared.array(0, uint32))
         shared = uint32(scales + uint32(scales_bytes))
         thread = uint32(cuda.threadIdx.x)
         lane, warp = thread & uint32(31), thread >> uint32(5)
-
-        # Which tile: down GROUP_ROWS row tiles, then on to the next column tile.
-        tiles_m = (m + uint32(block_m - 1)) // uint32(block_m)
-        tiles_n = (n + uint32(block_columns - 1)) // uint32(block_columns)
-        block = uint32(cuda.blockIdx.x)
-        group = block // (uint32(GROUP_ROWS) * tiles_n)
-        inside = block - group * (uint32(GROUP_ROWS) * tiles_n)
-        group_rows = min(uint32(GROUP_ROWS), tiles_m - group * uint32(GROUP_ROWS))
-        column_tile = inside // group_rows
-        first_row = (group * uint32(GROUP_ROWS) + inside - column_tile * group_rows) * uint32(block_m)
-        first_column = column_tile * uint32(block_columns)
 
         length = k
         if is_cut:
@@ -272,6 +274,8 @@ def _kernel(
         a_rows = cuda.local.array(a_passes, uint64)
         for i in range(a_passes):
             row = min(first_row + a_row + uint32(i * a_step), m - uint32(1))
+            if is_grouped and tokens != uint64(0):
+                row = memory.load_b32(tokens + uint64(row) * uint64(4))
             a_rows[i] = x + uint64(row) * uint64(k) * uint64(2) + uint64(a_chunk) * uint64(16)
         b_row, b_chunk = thread // uint32(b_chunks), thread % uint32(b_chunks)
         b_target = shared + uint32(a_bytes) + place(b_row, b_chunk, uint32(b_chunks))
@@ -305,7 +309,8 @@ def _kernel(
         a, b = cuda.local.array(num_a_words, uint32), cuda.local.array(num_b_words, uint32)
         a_at, b_at = cuda.local.array(1, uint32), cuda.local.array(b_places, uint32)
 
-        wait_for_previous_grid()
+        if not is_grouped:
+            wait_for_previous_grid()
         write_stage, read_stage = uint32(0), uint32(0)
         index = uint32(0)
         while index < uint32(ahead):
@@ -356,6 +361,46 @@ def _kernel(
             sums, staged, scales, bias, bias_is_f32, residual, out, m, n, first_row, first_column, squares, lane
         )  # fmt: skip
 
+    return multiply_tile
+
+
+@functools.cache
+def tile_finder(block_m: int, block_columns: int) -> Any:
+    """A device function ``(number of row tiles, n) -> (this block's row tile, its first column)``: blocks go down
+    `GROUP_ROWS` row tiles, then on to the next column tile. Of blocks too many one of the two is beyond the last."""
+
+    @device_function
+    def find_tile(tiles_m, n):
+        tiles_n = (n + uint32(block_columns - 1)) // uint32(block_columns)
+        block = uint32(cuda.blockIdx.x)
+        group = block // (uint32(GROUP_ROWS) * tiles_n)
+        inside = block - group * (uint32(GROUP_ROWS) * tiles_n)
+        first = group * uint32(GROUP_ROWS)
+        group_rows = uint32(1)
+        if first < tiles_m:
+            group_rows = min(uint32(GROUP_ROWS), tiles_m - first)
+        column_tile = inside // group_rows
+        return uint32(first + inside - column_tile * group_rows), uint32(column_tile * uint32(block_columns))
+
+    return find_tile
+
+
+@functools.cache
+def _kernel(
+    dtype: str, out_dtype: str, tile: Tile, is_weight_layout: bool, is_aligned: bool, is_cut: bool = False,
+    activation: str = "",
+) -> Specialisation:  # fmt: skip
+    is_gated, warp_n, block_m = activation != "", tile.warp_n, tile.block_m
+    multiply_tile = tile_multiplier(dtype, out_dtype, tile, is_weight_layout, is_aligned, is_cut, activation)
+    find_tile = tile_finder(block_m, tile.block_n // 2 if is_gated else tile.block_n)
+
+    def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
+        row_tile, first_column = find_tile((m + uint32(block_m - 1)) // uint32(block_m), n)
+        multiply_tile(
+            x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares,
+            uint32(row_tile * uint32(block_m)), first_column, uint64(0),
+        )  # fmt: skip
+
     layout, alignment = "nk" if is_weight_layout else "kn", "aligned" if is_aligned else "any"
     variant = "_segments" if is_cut else f"_{activation}" if is_gated else ""
     return Specialisation(
@@ -363,7 +408,7 @@ def _kernel(
         kernel=cuda.jit(gemm),
         argument_types=ARGUMENT_TYPES,
         max_threads=tile.num_warps * 32,
-        min_blocks=_min_blocks(tile) if is_aligned else 0,
+        min_blocks=min_blocks(tile) if is_aligned else 0,
         spills_on=_LARGE_SPILLS_ON if tile is LARGE else (),
         constants={
             "dtype": dtype, "out_dtype": out_dtype, "tile": str(tile), "layout": layout, "is_aligned": is_aligned,
@@ -372,7 +417,7 @@ def _kernel(
     )  # fmt: skip
 
 
-def _min_blocks(tile: Tile) -> int:
+def min_blocks(tile: Tile) -> int:
     """Blocks that share a multiprocessor's registers. A thread of a large warp tile needs them all for its sums."""
     most_registers = 128 if tile.warp_m * tile.warp_n <= 32 * 32 else 255
     return 65_536 // (tile.num_warps * 32 * most_registers)

@@ -21,6 +21,7 @@ from numba_kernels.cuda.gemm.epilogue import (
     scale_element,
     scale_quad,
 )
+from numba_kernels.cuda.gemm.gating import biased_gater
 from numba_kernels.cuda.intrinsics import memory, mma
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32, sync_warp
@@ -29,16 +30,22 @@ uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 @functools.cache
 def sums_leaver(
-    dtype: str, out_dtype: str, warp_m: int, warp_n: int, activation: str = "", *, is_cut: bool = False
+    dtype: str, out_dtype: str, warp_m: int, warp_n: int, activation: str = "", *, is_cut: bool = False,
+    is_biased: bool = False,
 ) -> Any:  # fmt: skip
     """A device function that finishes a warp's tile of ``[warp_m, warp_n]``, whose shared memory is no longer in use.
 
     `sums` holds quads of `mma.sync`: of 16 rows, then of 16 columns, then of 8. They are used up. `staged` is 16 rows
     of float32 of this warp's own; `scales` the shared address of its rows' scales, which a segment's sums
-    (`is_cut`) do not have.
+    (`is_cut`) do not have. Gate and up may have float32 biases (`is_biased`), added before they meet; rows are not
+    scaled then.
     """
     is_gated = activation != ""
-    gated, gate_quad = (GATED[activation], quad_gater(activation)) if is_gated else (None, None)
+    gated = gate_quad = gate_biased = gate_biased_quad = None
+    if is_gated and is_biased:
+        gate_biased, gate_biased_quad = biased_gater(activation, 1), biased_gater(activation, 4)
+    elif is_gated:
+        gated, gate_quad = GATED[activation], quad_gater(activation)
     finish, finish_quad = finisher(dtype, out_dtype), quad_finisher(dtype, out_dtype)
     store_pair, load_4, load_1 = memory.shared_store_2xf32, memory.shared_load_4xf32, memory.shared_load_f32
     m_tiles, n_pairs = warp_m // 16, warp_n // 16
@@ -54,6 +61,9 @@ def sums_leaver(
         pair = staged + ((lane >> uint32(2)) * uint32(warp_n) + (lane & uint32(3)) * uint32(2)) * uint32(4)
         flip = flip_of(lane >> uint32(2)) * uint32(4)
         in_quads = can_finish_quads(bias, residual, out, n)
+        bias_behind = bias
+        if is_gated and is_biased:
+            bias_behind = uint64(0)
         passed = uint32(0)
         while passed < uint32(m_tiles):  # registers cannot be indexed, so the sums move up by 16 rows each time
             for j in range(n_pairs):
@@ -75,11 +85,14 @@ def sums_leaver(
                         values = load_4(uint32(at_row + (column ^ row_flip) * uint32(4)))
                         if is_gated:
                             ups = load_4(uint32(at_row + ((column + uint32(columns_out)) ^ row_flip) * uint32(4)))
-                            values = gate_quad(values, ups, scale)
+                            if is_biased:
+                                values = gate_biased_quad(values, ups, bias, uint32(first_column + column), n)
+                            else:
+                                values = gate_quad(values, ups, scale)
                         elif not is_cut:
                             values = scale_quad(values, scale)
                         total = finish_quad(
-                            bias, bias_is_f32, residual, out, n, first_row + row, first_column + column, values
+                            bias_behind, bias_is_f32, residual, out, n, first_row + row, first_column + column, values
                         )  # fmt: skip
                     if not (is_gated or is_cut) and squares != uint64(0):
                         for i in range(square_shifts):
@@ -98,8 +111,13 @@ def sums_leaver(
                         value = scale_element(load_1(uint32(at_row + (column ^ row_flip) * uint32(4))), scale)
                         if is_gated:
                             up = load_1(uint32(at_row + ((column + uint32(columns_out)) ^ row_flip) * uint32(4)))
-                            value = gated(value, scale_element(up, scale))
-                        finish(bias, bias_is_f32, residual, out, n, first_row + row, first_column + column, value)
+                            if is_biased:
+                                value = gate_biased(value, up, bias, uint32(first_column + column), n)
+                            else:
+                                value = gated(value, scale_element(up, scale))
+                        finish(
+                            bias_behind, bias_is_f32, residual, out, n, first_row + row, first_column + column, value
+                        )  # fmt: skip
                     item += uint32(32)
             if not is_cut:
                 scales = uint32(scales + uint32(64))

@@ -7,15 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from models.quantized.on_load import ROUNDINGS
+from numba_kernels.cuda.experts import packed, tensor_core
 from runtime import ops
 from runtime.backends import cuda_experts
 from runtime.device.device import Device
 from runtime.device.gpu import Gpu
-from runtime.dtype import bfloat16
+from runtime.dtype import bfloat16, float32
 from runtime.errors import InvalidArgumentError
-from runtime.linear.experts import ExpertsWeight
+from runtime.linear.experts import ExpertsWeight, can_stay_packed
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions
+from runtime.linear.packed_matrix import MatrixPart, prepare_packed
+from runtime.linear.quantise import Rounding, quantise
 from runtime.routing import Routing, RoutingRule
 from runtime.tensor.tensor import Tensor
 from tests.models.driver import relative_error
@@ -173,6 +177,9 @@ class Layer:
 def gated(gate: Array, up: Array, activation: str) -> Array:
     if activation == "silu":
         return gate / (1 + np.exp(-gate)) * up
+    if activation == "clamped_silu":
+        gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+        return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
     return 0.5 * gate * (1 + np.tanh((2 / np.pi) ** 0.5 * (gate + 0.044715 * gate**3))) * up
 
 
@@ -255,3 +262,82 @@ def test_declared_types_of_a_layer(gpu: Gpu) -> None:
     assert layer.gate_up.shape == (2, 32, 16)
     assert layer.gate_up.experts[0].activations is bfloat16
     assert gpu.device == Device.parse(DEFAULT_DEVICE)
+
+
+@both_archs
+def test_tiles_of_tensor_cores_give_the_same_bits(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With biases, whose gate is clamped, and with experts of no row, a few rows, and more than a tile of them."""
+    rng = np.random.default_rng(3)
+    layer, rule = Layer(gpu.device, 6, 72, 40, "bf16"), RoutingRule(num_experts=6, top_k=2)
+    chosen = np.array([[0, 4]] * 150 + [[4, 1]] * 3 + [[3, 0]] * 16, np.int32)
+    weights = rng.uniform(size=chosen.shape).astype(np.float32)
+    routing = Routing(Tensor.from_numpy(chosen), Tensor.from_numpy(weights), rule)
+    x = rng.standard_normal((len(chosen), 72)) * 4
+    found = []
+    for tile in tensor_core.TILES:
+        monkeypatch.setattr(tensor_core, "choose_tile", lambda *_, tile=tile: tile)
+        found.append(layer(x, routing, "clamped_silu"))
+        assert relative_error(found[-1], layer.wanted(x, routing, "clamped_silu")) <= TOLERANCE["bf16"]
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
+
+
+def test_rows_that_tensor_cores_do_not_take(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    launch = Gpu.launch
+
+    def recorded(self: Gpu, planned: Any, *arguments: Any, **more: Any) -> Any:
+        names.append(planned.specialisation.name)
+        return launch(self, planned, *arguments, **more)
+
+    monkeypatch.setattr(Gpu, "launch", recorded)
+    rng = np.random.default_rng(4)
+    routing = routing_of(rng, "random", 6, RoutingRule(num_experts=3, top_k=2))
+    hidden = 64
+    for inner, dtype, tiers in (
+        (32, "bf16", ("tensor_core", "tensor_core")), (33, "bf16", ("tensor_core", "tiled")),
+        (32, "f32", ("tiled", "tiled")),
+    ):  # fmt: skip
+        names.clear()
+        Layer(gpu.device, 3, hidden, inner, dtype)(rng.standard_normal((6, hidden)), routing)
+        assert all(name.startswith(f"experts_{tier}") for name, tier in zip(names[1:3], tiers, strict=True)), names
+
+
+EACH = {
+    "mxfp4": ROUNDINGS["mxfp4"], "int4": Rounding("int4", (1, 64), np.dtype(np.float16)), "fp8": ROUNDINGS["fp8"],
+    "int8": Rounding("int8", (1, 0), np.dtype(np.float32)),
+}  # fmt: skip
+
+
+@both_archs
+@pytest.mark.parametrize(
+    "kind", ["mxfp4", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("int4", "fp8", "int8"))]
+)
+def test_quantised_experts(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """As their dequantised numbers, with few rows an expert and many, in tiles of both heights, to the same bits."""
+    rng = np.random.default_rng(6)
+    count, hidden, inner = 5, 160, 96
+    layer = Layer(gpu.device, count, hidden, inner, "bf16")
+    options = LoadOptions.parse(device=str(gpu.device), dtype="bfloat16")
+    for number, (width, depth) in enumerate(((2 * inner, hidden), (hidden, inner))):
+        made = []
+        for expert in range(count):
+            matrix = quantise(rng.standard_normal((width, depth)).astype(np.float32) / depth**0.5, EACH[kind])
+            bias = rng.standard_normal(width).astype(np.float32)
+            part = MatrixPart(matrix, slice(0, width), slice(0, depth))
+            made.append(prepare_packed([part], [Tensor.from_numpy(bias)], options, None))
+            layer.weights[number][expert] = np.concatenate([matrix.dequantise(float32), bias[:, None]], 1)
+        assert can_stay_packed(made[0].packing, bfloat16, (width // 2, width // 2), depth)
+        setattr(layer, ("gate_up", "down")[number], ExpertsWeight(made))
+    rule = RoutingRule(num_experts=count, top_k=2)
+    activation = "clamped_silu" if kind == "mxfp4" else "silu"
+    for how, tokens in (("random", 1), ("random", 3), ("first", 140)):
+        routing = routing_of(rng, how, tokens, rule)
+        x, residual = rng.standard_normal((2, tokens, hidden))
+        found = []
+        for rows in (packed.FEW_ROWS, packed.BLOCK_M) if tokens > 1 else (packed.FEW_ROWS,):
+            monkeypatch.setattr(packed, "choose_tile_rows", lambda *_, rows=rows: rows)
+            found.append(layer(x, routing, activation, residual=residual))
+            wanted = layer.wanted(x, routing, activation, residual=residual)
+            assert relative_error(found[-1], wanted) <= TOLERANCE["bf16"]
+        np.testing.assert_array_equal(found[0], found[-1])

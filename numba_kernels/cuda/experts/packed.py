@@ -1,0 +1,92 @@
+"""Products of 16-bit rows with experts that stay quantised, many or few: the tiles of `gemm.packed_tiles`.
+
+The table has the addresses of packed weights (`packing`); all else is as in `tensor_core`. A tile has 128 rows, or 16,
+where experts have few: then a block's 128 columns stream, with three slots of them on their way. Sums run over k from
+first to last in both: a row has the same bits in any company.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from numba import cuda, types
+
+from numba_kernels.cuda.experts.tiled import ARGUMENT_TYPES
+from numba_kernels.cuda.gemm.packed_tiles import (
+    BLOCK_M,
+    BLOCK_N,
+    FEW_ROWS,
+    TILE_COLUMNS,
+    can_read,
+    num_threads,
+    shared_bytes,
+    tile_multiplier,
+)
+from numba_kernels.cuda.gemm.tensor_core import tile_finder
+from numba_kernels.cuda.intrinsics.element_types import VECTOR_WIDTH
+from numba_kernels.cuda.intrinsics.memory import load_4xb32, load_b32, load_b64
+from numba_kernels.cuda.intrinsics.sync import wait_for_previous_grid
+from numba_kernels.cuda.packing import PACKINGS, Packing
+from numba_kernels.cuda.specialisation import Launch, Specialisation
+
+uint32, uint64, float32 = types.uint32, types.uint64, types.float32
+
+_FEW = 2 * FEW_ROWS  # rows of an expert up to which its tiles have 16
+
+
+@functools.cache
+def _kernel(dtype: str, weight_name: str, tile_rows: int, activation: str) -> Specialisation:
+    """The arguments of all tiers (`tiled`)."""
+    multiply_tile = tile_multiplier(dtype, weight_name, dtype, activation, tile_rows, True)
+    find_tile = tile_finder(tile_rows, BLOCK_N // 2 if activation else BLOCK_N)
+
+    def experts(x, table, tiles, num_tiles, tokens, out, n, k, num_experts):
+        wait_for_previous_grid()
+        count = load_b32(num_tiles)
+        row_tile, first_column = find_tile(count, n)
+        if row_tile < count and first_column < n:
+            expert, first_row, rows, _ = load_4xb32(tiles + uint64(row_tile) * uint64(16))
+            weight = load_b64(table + uint64(expert) * uint64(8))
+            bias = load_b64(table + uint64(uint32(num_experts + expert)) * uint64(8))
+            multiply_tile(
+                x, weight, bias, uint64(0), out, uint32(first_row + rows), n, k, uint32(1), uint64(0), uint32(0),
+                float32(0.0), uint64(0), first_row, first_column, tokens,
+            )  # fmt: skip
+
+    return Specialisation(
+        name=f"experts_packed_{weight_name}_{dtype}_{tile_rows}{f'_{activation}' if activation else ''}",
+        kernel=cuda.jit(experts),
+        argument_types=ARGUMENT_TYPES,
+        max_threads=num_threads(tile_rows),
+        min_blocks=1,
+        constants={"dtype": dtype, "weight": weight_name, "tile_rows": tile_rows, "activation": activation},
+    )
+
+
+def can_plan(packing: Packing, dtype: str, columns: int, depth: int, *, is_gated: bool) -> bool:
+    """Whether it multiplies 16-bit rows of this length by experts of so many columns; a gated one has as many twice."""
+    is_whole = depth % VECTOR_WIDTH[dtype] == 0 and (not is_gated or columns % TILE_COLUMNS == 0)
+    return dtype != "f32" and is_whole and can_read(packing, dtype)
+
+
+def choose_tile_rows(num_rows: int, num_experts: int) -> int:
+    """Rows of a tile, for rows spread evenly. The choice changes no bit."""
+    return FEW_ROWS if num_rows <= _FEW * min(num_experts, num_rows) else BLOCK_M
+
+
+def plan(tiles: int, columns: int, dtype: str, weight_name: str, activation: str, tile_rows: int) -> Launch:
+    """For at most so many tiles of rows, at least one, and what `can_plan` allows."""
+    grid = (tiles * -(-columns // (BLOCK_N // 2 if activation else BLOCK_N)), 1, 1)
+    return Launch(
+        _kernel(dtype, weight_name, tile_rows, activation), grid, (num_threads(tile_rows), 1, 1),
+        shared_bytes=shared_bytes(weight_name, dtype, tile_rows),
+    )  # fmt: skip
+
+
+def specialisations() -> Iterator[Specialisation]:
+    """Those of bf16 that models come with; others are compiled when they are first launched."""
+    for weight in PACKINGS:
+        for tile_rows in (FEW_ROWS, BLOCK_M):
+            for activation in ("", "silu", *(("clamped_silu",) if weight == "e2m1_g32_exponents" else ())):
+                yield _kernel("bf16", weight, tile_rows, activation)
