@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from numba_kernels.cuda.experts import packed, tensor_core, tiled
+from numba_kernels.cuda.gemm.packed_tiles import BLOCK_M, BLOCK_N, FEW_ROWS
+from numba_kernels.cuda.gemm.tensor_core import MEDIUM, SKINNY, SMALL, Tile
 from numba_kernels.cuda.packing import packing_of
 from numba_kernels.cuda.specialisation import Launch
 from tools.kernel_costs.counts import Bench, Work
@@ -19,19 +21,19 @@ _N, _K = 512, 512
 def expert_cases() -> Iterator[tuple[str, str, Work, Run, int, bool]]:
     """Name, shape, least work, run, bytes of the tiling, and whether tensor cores do the products."""
     yield _case("tiled", "bf16", 2, 32, tiled.TILE_ROWS, 16, tiled.plan)
-    for tile, rows in ((tensor_core.MEDIUM, 128), (tensor_core.SMALL, 64), (tensor_core.SKINNY, 1)):
-        yield _case(
-            f"tensor_core {tile}", "bf16", 4, rows, tile.block_m, tile.block_n,
-            lambda *sizes, tile=tile: tensor_core.plan(*sizes, tile),
-        )  # fmt: skip
+    for tile, rows in ((MEDIUM, 128), (SMALL, 64), (SKINNY, 1)):
+        yield _case(f"tensor_core {tile}", "bf16", 4, rows, tile.block_m, tile.block_n, _with_tile(tile))
     for name in ("e2m1_g32_exponents", "u4_g128", "u8"):
-        for tile_rows, rows in ((packed.BLOCK_M, 128), (packed.FEW_ROWS, 1)):
-            yield _case(
-                "packed", name, 4, rows, tile_rows, packed.BLOCK_N,
-                lambda tiles, columns, dtype, activation, name=name, tile_rows=tile_rows: packed.plan(
-                    tiles, columns, dtype, name, activation, tile_rows
-                ),
-            )  # fmt: skip
+        for tile_rows, rows in ((BLOCK_M, 128), (FEW_ROWS, 1)):
+            yield _case("packed", name, 4, rows, tile_rows, BLOCK_N, _with_packing(name, tile_rows))
+
+
+def _with_tile(tile: Tile) -> Callable[..., Launch]:
+    return lambda tiles, columns, dtype, activation: tensor_core.plan(tiles, columns, dtype, activation, tile)
+
+
+def _with_packing(name: str, tile_rows: int) -> Callable[..., Launch]:
+    return lambda tiles, columns, dtype, activation: packed.plan(tiles, columns, dtype, name, activation, tile_rows)
 
 
 def _case(
@@ -63,7 +65,8 @@ def _case(
 
     work = Work(total * _K * 2 + count * weight_bytes, total * _N * 2, 2 * total * _N * _K, True)
     row_tiles = count * -(-rows // tile_rows)
-    x_rows = total if tier == "packed" and tile_rows == rows else row_tiles * tile_rows  # the last one is repeated
+    together = 256 // (64 if packing is None else packing.slot)  # rows that a warp copies at once
+    x_rows = row_tiles * max(min(rows, tile_rows), tile_rows // together)  # the last one is repeated: once a warp
     tiled_bytes = row_tiles * weight_bytes + -(-_N // tile_columns) * x_rows * _K * 2 + total * _N * 2
     name = f"experts {tier}{'' if packing is None else f' {weight_name}'} rows={rows}"
     return name, f"{count} x {rows} x {_N} x {_K}", work, run, tiled_bytes if tier != "tiled" else 0, tier != "tiled"
