@@ -100,7 +100,11 @@ def test_a_gpu_keeps_experts_whose_columns_are_in_sixteens(tmp_path: Path) -> No
     assert layout.weight_bytes == model.weight_bytes
     kept: Any = model.layers[1].mlp
     assert [kept.gate_up.packing.name, kept.down.packing.name] == ["e2m1_g32_exponents"] * 2
-    assert relative_error(logits_of(model, IDS), logits_of(own, IDS)) < 2e-2
+    expected = logits_of(own, IDS)
+    assert relative_error(logits_of(model, IDS), expected) < 2e-2
+    rounded: Any = load_model(tmp_path / "own", device=device, quantization="int8")
+    assert rounded.layers[1].mlp.down.packing.name == "u8"
+    assert relative_error(logits_of(rounded, IDS), expected) < 6e-2
 
 
 def test_dummy_weights_are_kept_as_the_folders() -> None:
