@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from numba_kernels.cuda.experts import packed
 from numba_kernels.cuda.packing import Packing
 from runtime.dtype import DType
 from runtime.errors import InvalidArgumentError
@@ -18,6 +17,8 @@ from runtime.tensor.tensor import Tensor
 
 def can_stay_packed(packing: Packing, dtype: DType, outputs: Sequence[int], inputs: int) -> bool:
     """Whether a GPU multiplies rows of this type by quantised experts, of one map or of gate and up."""
+    from numba_kernels.cuda.experts import packed  # brings Numba's compiler for GPUs, which the cpu does without
+
     return packed.can_plan(packing, dtype.ptx, outputs[0], inputs, is_gated=len(outputs) > 1)
 
 

@@ -13,8 +13,8 @@ _STALE_STEPS = 512
 """After so many steps without a measurement a time is forgotten: contexts have grown."""
 
 _GUESS = 0.01
-"""Share of a plain step that a further token is guessed to cost beyond what is known: less than it does, so that it is
-tried."""
+"""Share of a plain step that a token is guessed to cost while nothing is known, and half of what tokens cost so far
+beyond what is known: less than it does, so that it is tried where it promises something."""
 
 WIDTHS = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8), *range(80, 257, 16))
 """How many proposals a step may have in all. Steps of the same shape run from one recording."""
@@ -79,7 +79,8 @@ class StepTimes:
             place = bisect_left(places, tokens)
             if place == len(points):
                 last, seconds = points[-1]
-                curve.append(seconds + (tokens - last) * _GUESS * plain)
+                slope = 0.5 * (seconds - plain) / max(1, last - num_sequences)
+                curve.append(seconds + (tokens - last) * max(_GUESS * plain, slope))
             else:
                 (below, first), (above, second) = points[place - 1], points[place]
                 curve.append(first + (tokens - below) / (above - below) * (second - first))

@@ -119,7 +119,7 @@ def test_times_between_and_beyond() -> None:
     curve = times.curve(2)
     assert curve[0] == 1.0
     assert [curve[1 + WIDTHS.index(width)] for width in (2, 4, 6, 8)] == [1.5, 2.0, 2.5, 3.0]
-    assert 3.0 < curve[1 + WIDTHS.index(16)] < 3.2
+    assert curve[1 + WIDTHS.index(16)] == 3.0 + 8 * 0.125, "half of what the eight before cost"
 
 
 @pytest.mark.parametrize(
