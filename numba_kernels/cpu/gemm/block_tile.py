@@ -41,6 +41,14 @@ def is_signed(block: Block) -> bool:
     return DOT == "madd" and block.zero == 128
 
 
+def is_one_stream(block: Block) -> bool:
+    """Whether a block's lines are read one after the other, so that processors fetch them ahead by themselves.
+
+    A prefetch of each line would then keep the loads' own places occupied until memory answers, and a few are enough to
+    show the way. Long blocks, whose scales and planes are read in turns, want all their lines named, and early."""
+    return block.elements < 256
+
+
 def start_of(block: Block) -> int:
     """What integer sums begin at, times the sum of x."""
     return 0 if is_signed(block) else -block.zero
@@ -64,7 +72,9 @@ class BlockSums:
         self.vectors = vectors
         self.places = [(r, v) for r in range(height) for v in range(vectors)]
         self.x_words = x_words(self.block)
-        self.steps = max(1, _CHUNK // self.block.elements)  # blocks at once
+        streams = height < _FEW_ROWS and is_one_stream(self.block)
+        self.steps = 1 if streams else max(1, _CHUNK // self.block.elements)  # blocks at once
+        self.lines_a_prefetch = 4 if streams else 1
         self.is_signed = is_signed(self.block)
         largest = 127 if self.is_signed else self.block.largest
         self.short_words = max(1, _MOST_SHORT // (2 * 127 * largest))
@@ -149,9 +159,8 @@ class BlockSums:
             first_group = builder.mul(loop.index, _i64(unit // block.group))
             lines = -(-self.block.words * unit // self.block.elements // _PARTS_A_VECTOR)
             line_at = builder.add(ahead, builder.mul(builder.mul(loop.index, _i64(lines)), line_step))
-            for _ in range(lines):
-                simd.prefetch(builder, line_at)
-                line_at = builder.add(line_at, line_step)
+            for line in range(0, lines, self.lines_a_prefetch):
+                simd.prefetch(builder, builder.add(line_at, builder.mul(line_step, _i64(line))))
             for index in range(groups_of_x):
 
                 def weights(word, index=index, moved=moved):

@@ -32,7 +32,7 @@ from numba_kernels.cpu.gemm.arranged_rows import (
     is_own_operand,
     operand_words,
 )
-from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, start_of, x_words
+from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, is_one_stream, start_of, x_words
 from numba_kernels.cpu.gemm.blocks import BLOCKS, X_GROUP
 from numba_kernels.cpu.gemm.e4m3_tile import PARTS, UNPACKED, UNPACKED_WORDS, unpack_blocks
 from numba_kernels.cpu.gemm.float_tile import gemm_tile_of, panels_at_once
@@ -44,7 +44,7 @@ from numba_kernels.segments import SEGMENTS
 
 MAX_BLOCK_WORDS = 128  # of K in a block, a multiple of GROUP_WORDS: 24 KB of panel
 STREAM_AHEAD_BYTES = 4096  # how far a lone pass over the weight prefetches
-BLOCK_STREAM_AHEAD_BYTES = 32768  # of blocks, whose lines are asked for a few at a time
+BLOCK_STREAM_AHEAD_BYTES, LONG_BLOCK_STREAM_AHEAD_BYTES = 8192, 32768  # of blocks, a few lines at a time
 TICKET_ROWS = 128  # at most about so many
 MAX_ROWS = 1024  # of a launch: more are several, so that their operands stay small
 _ARRANGED_ALONE = 2048  # elements that another thread would not quantise in less time than it takes to begin
@@ -125,7 +125,9 @@ def product_parts(stored: Any) -> ProductParts:
     most_at_once = GEMM_ROWS // 2  # rows that meet numbers as they are unpacked
     most_words = span * 4 // PARTS if unpacks else MAX_BLOCK_WORDS
     at_once = (1, *(panels_at_once(stored, rows) for rows in range(1, GEMM_ROWS + 1)))
-    stream_ahead = BLOCK_STREAM_AHEAD_BYTES if is_block else STREAM_AHEAD_BYTES
+    stream_ahead = STREAM_AHEAD_BYTES
+    if is_block:
+        stream_ahead = BLOCK_STREAM_AHEAD_BYTES if is_one_stream(BLOCKS[stored]) else LONG_BLOCK_STREAM_AHEAD_BYTES
 
     @njit(nogil=True)
     @name_by_content
