@@ -94,9 +94,10 @@ def offenders(facts: Sequence[StaticFacts], measured: Sequence[tuple[Case, Count
 
 
 def count_all(text: str = "", arch: str = COUNTED_ARCH) -> list[tuple[Case, Counts]]:
-    """Runs each case whose name contains `text` on an emulated device."""
-    bench = Bench(arch)
-    return [(case, bench.count(case.name, case.run)) for case in cases() if text in case.name]
+    """Runs each case whose name contains `text` on an emulated device: the case's own, else this architecture's."""
+    chosen = [case for case in cases() if text in case.name]
+    benches = {each: Bench(each) for each in {case.arch or arch for case in chosen}}
+    return [(case, benches[case.arch or arch].count(case.name, case.run)) for case in chosen]
 
 
 def as_json(facts: Sequence[StaticFacts], measured: Sequence[tuple[Case, Counts]]) -> str:

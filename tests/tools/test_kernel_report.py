@@ -52,9 +52,11 @@ def bench() -> Iterator[Bench]:
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.exhaustive] * (case.arch != ""), id=case.name) for case in cases()]
+)
 def test_every_case(bench: Bench, case) -> None:
-    counts = bench.count(case.name, case.run)
+    counts = (Bench(case.arch) if case.arch else bench).count(case.name, case.run)
     if counts.warp_instructions == 0 or sum(counts.mix.values()) != counts.warp_instructions:
         raise ValueError(f"{case.name}: {counts.warp_instructions} instructions, of kinds {counts.mix}")
     assert offenders([], [(case, counts)]) == []

@@ -53,6 +53,7 @@ class Case:
         scattered_because: why its accesses cannot fill whole sectors; "" where they should.
         tiled_bytes: the least that its tiling moves, without tables and lengths; 0 where that is not held against it.
         is_on_tensor_cores: whether they should do its products.
+        arch: whose emulated GPU it runs on; "": the report's.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Case:
     scattered_because: str = ""
     tiled_bytes: int = 0
     is_on_tensor_cores: bool = False
+    arch: str = ""
 
 
 def cases() -> Iterator[Case]:
@@ -105,6 +107,7 @@ def _gemms() -> Iterator[Case]:
         yield _packed_gemm(packing, 256, 512, 512, "packed_tiles")
     yield _bytes_gemm("u8", 256, 512, 512)
     for packing in gemm.hopper_bytes.WEIGHTS:
+        yield _bytes_gemm(packing, 256, 512, 512, arch="sm_120a")
         yield _bytes_gemm(packing, 256, 512, 512)
     for packing in ("e4m3_g128", "u4_g128"):
         yield _dequantized(packing, 256, 1024)
@@ -175,10 +178,10 @@ def _packed_gemm(name: str, m: int, n: int, k: int, tier: str = "few_rows") -> C
     return Case(f"gemm {tier} {name} m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)
 
 
-def _bytes_gemm(name: str, m: int, n: int, k: int) -> Case:
-    """A product whose rows were rounded to bytes by the launch in front, which is not in it: int8 by `byte_tiles`, e4m3
-    by `hopper_bytes`."""
-    packing, is_integer = packing_of(name), name == "u8"
+def _bytes_gemm(name: str, m: int, n: int, k: int, arch: str = "") -> Case:
+    """A product whose rows were rounded to bytes by the launch in front, which is not in it: by `byte_tiles` int8, and
+    e4m3 on an architecture that is not the report's, else by `hopper_bytes`."""
+    packing, is_by_tiles = packing_of(name), name == "u8" or arch != ""
     assert packing is not None
     weight_bytes = packing.size_bytes(n, k, "bf16")
     scales, x_bytes = rounded_rows.sections(m, k, is_grouped=packing.group > 0)
@@ -186,21 +189,23 @@ def _bytes_gemm(name: str, m: int, n: int, k: int) -> Case:
     def run(bench: Bench) -> None:
         epilogue = gemm.Epilogue(has_residual=False, is_aligned=True)
         product, machine = gemm.Product(m, n, k, "bf16", name, epilogue=epilogue), gemm.machine_of(bench.gpu.arch)
-        launch = gemm.byte_tiles.plan(product) if is_integer else gemm.hopper_bytes.plan(product, machine)
+        launch = gemm.byte_tiles.plan(product) if is_by_tiles else gemm.hopper_bytes.plan(product, machine)
         weight, x = (bench.put(np.zeros(size, np.uint8)) for size in (weight_bytes, x_bytes))
         bench.launch(
             launch, x, weight, 0, 0, bench.empty(m * n * 2), m, n, k, 0, x + scales, 0, 0.0,
-            0 if is_integer else weight,
+            0 if is_by_tiles else weight,
         )  # fmt: skip
 
     work = Work(x_bytes + weight_bytes, m * n * 2, 2 * m * n * k, True)
     rows, columns = -(-m // gemm.byte_tiles.BLOCK_M), -(-n // gemm.byte_tiles.BLOCK_N)
     tiled_bytes = rows * weight_bytes + columns * x_bytes + m * n * 2
-    if packing.group:  # each of 8 warps reads the scales of its 16 rows and 128 columns by itself
-        scales_bytes = 8 * (4 * 16 + 2 * 128) * k // packing.group
+    if packing.group:  # each of 8 warps reads the scales of its 16 rows and 128 columns by itself, or of 64 and 32
+        warp_rows, warp_columns = (64, 32) if is_by_tiles else (16, 128)
+        scales_bytes = 8 * (4 * warp_rows + 2 * warp_columns) * k // packing.group
         tiled_bytes = rows * (n * k + 4 * n) + columns * m * k + m * n * 2 + rows * columns * scales_bytes
-    tier = "byte_tiles" if is_integer else "hopper_bytes"
-    return Case(f"gemm {tier} {name} m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)
+    tier = "byte_tiles" if is_by_tiles else "hopper_bytes"
+    title = f"gemm {tier} {name} m={m}{' ' if arch else ''}{arch}"
+    return Case(title, "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True, arch)
 
 
 def _dequantized(name: str, n: int, k: int) -> Case:

@@ -166,3 +166,41 @@ def multiply_all(dtype: str, plan: tuple[tuple[int, tuple[int, ...], tuple[int, 
         return context.get_dummy_value()
 
     return intrinsic(lambda typing_context, sums, a, b: (types.void(sums, a, b), generate))
+
+
+@functools.cache
+def scale_all(plan: tuple[tuple[int, int], ...]) -> Any:
+    """A function ``(sums, factors) -> None``: for each ``(i, j)`` of `plan`, sums[i] is multiplied with factors[j], and
+    not contracted with what is added later."""
+    assembly = ir.InlineAsm(ir.FunctionType(_FLOAT, [_FLOAT] * 2), "mul.rn.f32 $0, $1, $2;", "=f,f,f")
+
+    def generate(context, builder, signature, arguments):
+        def place(which: int, index: int) -> Any:
+            return _place(context, builder, signature.args[which], arguments[which], index)
+
+        for index, factor in plan:
+            operands = [builder.load(place(0, index)), builder.load(place(1, factor))]
+            builder.store(builder.call(assembly, operands), place(0, index))
+        return context.get_dummy_value()
+
+    return intrinsic(lambda typing_context, sums, factors: (types.void(sums, factors), generate))
+
+
+@functools.cache
+def settle_all(plan: tuple[tuple[int, int, int], ...]) -> Any:
+    """A function ``(sums, parts, a, b) -> None``, all float32: for each ``(i, j, k)`` of `plan`,
+    sums[i] += parts[i] * (a[j] * b[k]), and parts[i] becomes 0."""
+
+    def generate(context, builder, signature, arguments):
+        def place(which: int, index: int) -> Any:
+            return _place(context, builder, signature.args[which], arguments[which], index)
+
+        zero = ir.Constant(_FLOAT, 0.0)
+        for index, first, second in plan:
+            factor = builder.fmul(builder.load(place(2, first)), builder.load(place(3, second)))
+            added = builder.fmul(builder.load(place(1, index)), factor)
+            builder.store(builder.fadd(builder.load(place(0, index)), added), place(0, index))
+            builder.store(zero, place(1, index))
+        return context.get_dummy_value()
+
+    return intrinsic(lambda typing_context, sums, parts, a, b: (types.void(sums, parts, a, b), generate))

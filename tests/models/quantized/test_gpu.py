@@ -88,7 +88,10 @@ def test_prompts_in_tiles_that_are_unpacked_in_registers(
         ("ct_int8_channel", "sm_89"), ("ct_fp8_channel", "sm_90a"),
         *(
             pytest.param(*each, marks=pytest.mark.exhaustive)
-            for each in (("ct_int8_channel", "sm_80"), ("ct_int8_channel", "sm_90a"), ("ct_fp8_channel", "sm_89"))
+            for each in (
+                ("ct_int8_channel", "sm_80"), ("ct_int8_channel", "sm_90a"), ("ct_fp8_channel", "sm_89"),
+                ("ct_fp8_channel", "sm_120a"), ("ct_int8_channel", "sm_120a"),
+            )
         ),
     ],
 )

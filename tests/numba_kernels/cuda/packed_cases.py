@@ -1,4 +1,5 @@
-"""Seeded packed matrices and what they are worth in float64, for the tests of kernels that read them."""
+"""Seeded packed matrices and what they are worth in float64, and rows rounded to bytes, for the tests of kernels that
+read them."""
 
 from __future__ import annotations
 
@@ -7,8 +8,9 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+from numba_kernels.cuda import rounded_rows
 from numba_kernels.cuda.packing import Packing, arrange, packing_of
-from tests.numba_kernels.cuda.harness import numpy_dtype
+from tests.numba_kernels.cuda.harness import empty, get, numpy_dtype, put
 
 FLOATS = {"e4m3": ml_dtypes.float8_e4m3fn, "e2m1": ml_dtypes.float4_e2m1fn}
 
@@ -57,3 +59,17 @@ def packed_matrix(name: str, rows: int, depth: int, dtype: str, seed: int = 0) -
     block = arrange(packing, dtype, codes, scales, zeros, row_scales)
     assert block.nbytes == packing.size_bytes(rows, depth, dtype)
     return PackedMatrix(packing, block, values)
+
+
+def rounded_e4m3(gpu, x: np.ndarray, *, is_grouped: bool):
+    """(memory, address of the scales, codes [m, K], scales [m, K / 128 or 1]) of x on the device."""
+    (m, k), (first, size) = x.shape, rounded_rows.sections(*x.shape, is_grouped=is_grouped)
+    memory, source = empty(gpu, (size,), "u8"), put(gpu, x)
+    launch = rounded_rows.plan(m, k, "bf16", "e4m3", is_grouped=is_grouped)
+    gpu.launch(launch, source.address, memory.address, memory.address + first, m, k)
+    held = get(gpu, memory, (size,), "u8")
+    tiles, slots = -(-m // 8), -(-k // 64)
+    lanes = held[:first].reshape(tiles, slots, 8, 4, 2, 8)[..., [0, 2, 1, 3, 4, 6, 5, 7]]
+    codes = lanes.transpose(0, 2, 1, 4, 3, 5).reshape(tiles * 8, slots * 64)[:m, :k]
+    scales = held[first:].view(np.float32).reshape(-1, tiles * 8).T[:m]
+    return memory, memory.address + first, codes.view(ml_dtypes.float8_e4m3fn), scales

@@ -10,22 +10,24 @@ from numba_kernels.cuda import gemm, rounded_rows
 from numba_kernels.cuda.gemm import byte_tiles
 from numba_kernels.cuda.packing import Packing, arrange
 from tests.numba_kernels.cuda.harness import assert_equal, empty, get, numpy_dtype, put
-from tests.numba_kernels.cuda.packed_cases import packed_matrix
+from tests.numba_kernels.cuda.packed_cases import packed_matrix, rounded_e4m3
+from tools.kernel_costs.static import ARCHS
 
 SHAPES = [
     (70, 150, 264, "bf16", "", "emulated:sm_90a"), (130, 48, 128, "bf16", "silu", "emulated:sm_80"),
     *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (
-        (1, 17, 8, "f16", "", "emulated:sm_80"), (300, 260, 1160, "bf16", "", "emulated:sm_89"),
+        (1, 17, 8, "f16", "", "emulated:sm_80"), (70, 150, 264, "bf16", "", "emulated:sm_120a"),
+        (300, 260, 1160, "bf16", "", "emulated:sm_89"),
         (64, 128, 72, "f16", "silu", "emulated:sm_90a"), (129, 129, 520, "f16", "", "emulated:sm_89"),
     )),
 ]  # fmt: skip
 
 
-def rounded(gpu, x: np.ndarray, dtype: str, element: str = "s8"):
+def rounded(gpu, x: np.ndarray, dtype: str):
     """(memory, address of the scales, codes [m, K], scales [m]) of x on the device."""
     (m, k), (first, size) = x.shape, rounded_rows.sections(*x.shape)
     memory, source = empty(gpu, (size,), "u8"), put(gpu, x)
-    gpu.launch(rounded_rows.plan(m, k, dtype, element), source.address, memory.address, memory.address + first, m, k)
+    gpu.launch(rounded_rows.plan(m, k, dtype), source.address, memory.address, memory.address + first, m, k)
     held = get(gpu, memory, (size,), "u8")
     tiles, slots = -(-m // 8), -(-k // 64)
     lanes = held[:first].view(np.int8).reshape(tiles, slots, 8, 4, 2, 8)[..., [0, 2, 1, 3, 4, 6, 5, 7]]
@@ -87,30 +89,42 @@ def test_what_is_refused():
     plain = {"m": 70, "n": 8, "k": 8, "x": "bf16", "weight": "u8", "epilogue": gemm.Epilogue(has_residual=False)}
     machine = gemm.machine_of("sm_80")
     assert not byte_tiles.why_not(gemm.Product(**plain), machine)
-    assert "sm_100a" in byte_tiles.why_not(gemm.Product(**plain), gemm.machine_of("sm_100a"))
+    for name in ("e4m3", "e4m3_g128"):
+        product = gemm.Product(**plain | {"weight": name})
+        able = [arch for arch in ARCHS if not byte_tiles.why_not(product, gemm.machine_of(arch))]
+        assert able == ["sm_89", "sm_120a"]
     for other in ({"x": "f32"}, {"k": 9}, {"k": 1 << 18}, {"exact": True}, {"weight": "u8_g128"}):
         assert byte_tiles.why_not(gemm.Product(**plain | other), machine), other
 
 
-@pytest.mark.parametrize("gpu", ["emulated:sm_89"], indirect=True)
 @pytest.mark.parametrize(
-    ("m", "n", "k", "activation"),
-    [(70, 150, 264, ""), pytest.param(130, 48, 1160, "silu", marks=pytest.mark.exhaustive)],
-)
-def test_products_of_e4m3(gpu, m, n, k, activation):
-    """Rows are rounded as ml_dtypes rounds them; sums are those of their products, in float32."""
+    ("name", "m", "n", "k", "activation", "gpu"),
+    [
+        ("e4m3_g128", 140, 150, 456, "", "emulated:sm_120a"),
+        *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (
+            ("e4m3", 70, 150, 264, "", "emulated:sm_89"),
+            ("e4m3", 130, 48, 1160, "silu", "emulated:sm_89"), ("e4m3", 130, 150, 264, "", "emulated:sm_120a"),
+            ("e4m3_g128", 131, 48, 1096, "silu", "emulated:sm_89"), ("e4m3_g128", 70, 272, 128, "", "emulated:sm_89"),
+        )),
+    ],
+    indirect=["gpu"],
+)  # fmt: skip
+def test_products_of_e4m3(gpu, name, m, n, k, activation):
+    """Rows, or 128 of K of them, are rounded as ml_dtypes rounds them; sums are those of their products, in float32."""
     rng = np.random.default_rng([m, n, k])
-    matrix = packed_matrix("e4m3", n * (2 if activation else 1), k, "bf16")
-    x = rng.standard_normal((m, k)).astype(ml_dtypes.bfloat16)
-    memory, scales_at, codes, scales = rounded(gpu, x, "bf16", "e4m3")
-    factor = (np.float32(448) / np.abs(x.astype(np.float32)).max(axis=1, keepdims=True)).astype(np.float32)
-    expected = (x.astype(np.float32) * factor).astype(ml_dtypes.float8_e4m3fn)
-    given = codes[:m, :k].view(ml_dtypes.float8_e4m3fn)
+    matrix = packed_matrix(name, n * (2 if activation else 1), k, "bf16")
+    group = 128 if name != "e4m3" else k
+    x = rng.standard_normal((m, k)) * 10.0 ** rng.uniform(-2, 2, (m, -(-k // group))).repeat(group, axis=1)[:, :k]
+    x = x.astype(ml_dtypes.bfloat16)
+    memory, scales_at, given, scales = rounded_e4m3(gpu, x, is_grouped=group < k)
+    starts = np.arange(0, k, group)
+    largest = np.maximum.reduceat(np.abs(x.astype(np.float32)), starts, axis=1).repeat(group, axis=1)[:, :k]
+    expected = (x.astype(np.float32) * (np.float32(448) / largest)).astype(ml_dtypes.float8_e4m3fn)
     steps = np.abs(given.view(np.uint8).astype(int) - expected.view(np.uint8).astype(int))
     assert (steps <= 1).all()
     assert steps.mean() < 1e-2  # ties, by the reciprocal's last bit
     asked = gemm.Product(
-        m, n, k, "bf16", "e4m3", "" if activation else "f32",
+        m, n, k, "bf16", name, "" if activation else "f32",
         gemm.Epilogue(has_residual=False, is_aligned=True, activation=activation),
     )  # fmt: skip
     assert not byte_tiles.why_not(asked, gemm.machine_of(gpu.arch))
@@ -118,10 +132,12 @@ def test_products_of_e4m3(gpu, m, n, k, activation):
     gpu.launch(
         byte_tiles.plan(asked), memory.address, held.address, 0, 0, out.address, m, n, k, 0, scales_at, 0, 0.0, 0
     )
-    exact = (given.astype(np.float64) * scales[:m, None]) @ matrix.values.T
-    bound = 2 * (k + 2) * 2.0**-24 * (np.abs(given.astype(np.float64) * scales[:m, None]) @ np.abs(matrix.values).T)
+    used = given.astype(np.float64) * scales.astype(np.float64).repeat(group, axis=1)[:, :k]
+    exact = used @ matrix.values.T
+    bound = 2 * (k + 4) * 2.0**-24 * (np.abs(used) @ np.abs(matrix.values).T)
     got = get(gpu, out, (m, n), asked.out).astype(np.float64)
     if activation:
-        exact = exact[:, :n] / (1 + np.exp(-exact[:, :n])) * exact[:, n:]
+        with np.errstate(over="ignore"):
+            exact = exact[:, :n] / (1 + np.exp(-exact[:, :n])) * exact[:, n:]
         bound = 2.0**-7 * np.abs(exact) + 1e-3
     assert (np.abs(got - exact) <= bound).all()

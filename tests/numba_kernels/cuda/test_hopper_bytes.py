@@ -6,35 +6,21 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from numba_kernels.cuda import gemm, rounded_rows
+from numba_kernels.cuda import gemm
 from numba_kernels.cuda.gemm import hopper_bytes
 from numba_kernels.cuda.packing import Packing, arrange
 from tests.numba_kernels.cuda.harness import empty, get, put
-from tests.numba_kernels.cuda.packed_cases import PackedMatrix, packed_matrix
+from tests.numba_kernels.cuda.packed_cases import PackedMatrix, packed_matrix, rounded_e4m3
 
 pytestmark = pytest.mark.parametrize("gpu", ["emulated:sm_90a"], indirect=True)
 SLOW = pytest.mark.exhaustive
-
-
-def rounded(gpu, x: np.ndarray, *, is_grouped: bool):
-    """(memory, address of the scales, codes [m, K], scales [m, K / 128 or 1]) of x on the device."""
-    (m, k), (first, size) = x.shape, rounded_rows.sections(*x.shape, is_grouped=is_grouped)
-    memory, source = empty(gpu, (size,), "u8"), put(gpu, x)
-    launch = rounded_rows.plan(m, k, "bf16", "e4m3", is_grouped=is_grouped)
-    gpu.launch(launch, source.address, memory.address, memory.address + first, m, k)
-    held = get(gpu, memory, (size,), "u8")
-    tiles, slots = -(-m // 8), -(-k // 64)
-    lanes = held[:first].reshape(tiles, slots, 8, 4, 2, 8)[..., [0, 2, 1, 3, 4, 6, 5, 7]]
-    codes = lanes.transpose(0, 2, 1, 4, 3, 5).reshape(tiles * 8, slots * 64)[:m, :k]
-    scales = held[first:].view(np.float32).reshape(-1, tiles * 8).T[:m]
-    return memory, memory.address + first, codes.view(ml_dtypes.float8_e4m3fn), scales
 
 
 def multiply(gpu, matrix: PackedMatrix, x: np.ndarray, activation: str = ""):
     """(what comes out, x as it was rounded in float64)."""
     (m, k), n, name = x.shape, len(matrix.values) // (2 if activation else 1), matrix.packing.name
     is_grouped = name != "e4m3"
-    memory, scales_at, codes, scales = rounded(gpu, x, is_grouped=is_grouped)
+    memory, scales_at, codes, scales = rounded_e4m3(gpu, x, is_grouped=is_grouped)
     used = codes.astype(np.float64) * np.repeat(scales.astype(np.float64), 128 if is_grouped else k, axis=1)[:, :k]
     asked = gemm.Product(
         m, n, k, "bf16", name, "" if activation else "f32",
@@ -79,7 +65,7 @@ def test_groups_are_rounded_by_their_largest_magnitude(gpu):
     x = (rng.standard_normal((11, 328)) * 10.0 ** rng.uniform(-3, 3, (11, 1))).astype(ml_dtypes.bfloat16)
     x[3] = 0
     x[5, 130] = np.nan
-    _, _, codes, scales = rounded(gpu, x, is_grouped=True)
+    _, _, codes, scales = rounded_e4m3(gpu, x, is_grouped=True)
     wide = np.zeros((11, 384), np.float32)
     wide[:, :328] = x
     largest = np.abs(wide).reshape(11, 3, 128).max(axis=2)
