@@ -8,6 +8,8 @@ zeros. A row with NaN or infinity has a scale that is not finite, and nothing bu
 
 A block has 8 rows, a warp each. A row is read twice; the second time out of a cache. With groups (`is_grouped`) each
 128 of K of a row have their own largest magnitude, and x is read once; the scales are [ceil(k / 128), 8 ceil(m / 8)].
+A static scale is given (`is_static`): x is read once, divided by it and clamped to the codes' range, and each row has
+that scale, or NaN if it has a NaN.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from numba_kernels.cuda.intrinsics import convert, memory
 from numba_kernels.cuda.intrinsics.byte_mma import e4m3_pair, nearest_s32
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import vector_loader
-from numba_kernels.cuda.intrinsics.math import reciprocal
+from numba_kernels.cuda.intrinsics.math import maximum_nan, minimum_nan, reciprocal
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import maximum_u32_of_warp, shuffle_xor_b32
 from numba_kernels.cuda.packing import TILE_BYTES, TILE_ROWS
@@ -47,6 +49,16 @@ def sections(m: int, k: int, *, is_grouped: bool = False) -> tuple[int, int]:
 def _integer_word(a, b, c, d):
     low = (nearest_s32(a) & uint32(255)) | ((nearest_s32(b) & uint32(255)) << uint32(8))
     return low | ((nearest_s32(c) & uint32(255)) << uint32(16)) | ((nearest_s32(d) & uint32(255)) << uint32(24))
+
+
+@device_function
+def _clamped(value):
+    return minimum_nan(maximum_nan(value, float32(-128.0)), float32(127.0))
+
+
+@device_function
+def _clamped_word(a, b, c, d):
+    return _integer_word(_clamped(a), _clamped(b), _clamped(c), _clamped(d))
 
 
 @device_function
@@ -114,6 +126,57 @@ def _kernel(dtype: str, element: str) -> Specialisation:
 
 
 @functools.cache
+def _static_kernel(dtype: str, element: str) -> Specialisation:
+    """Arguments: x, codes, scales addresses; m, k; the scale, and one over it."""
+    load, bits_of = vector_loader(dtype), convert.bits_from_f32
+    word_of = _clamped_word if element == "s8" else _e4m3_word
+    (a, b, c, d), is_integer = _BYTE_ORDER, element == "s8"
+
+    def round_rows(x, codes, scales, m, k, scale, factor):
+        wait_for_previous_grid()
+        launch_dependents()
+        lane, g = uint32(cuda.threadIdx.x) & uint32(31), uint32(cuda.threadIdx.x) >> uint32(5)
+        tile = uint32(cuda.blockIdx.x)
+        row = uint32(tile * uint32(TILE_ROWS) + g)
+        source = x + uint64(row) * uint64(k) * uint64(2)
+        slots = uint32(k + uint32(SLOT - 1)) // uint32(SLOT)
+        target = codes + uint64(tile) * uint64(slots) * uint64(TILE_BYTES) + uint64(g * uint32(64))
+        chunk, largest = lane, uint32(0)  # as bits, which order magnitudes, NaN above all
+        words = cuda.local.array(2, uint32)
+        while chunk < slots * uint32(8):
+            words[0], words[1] = uint32(0), uint32(0)
+            column = uint32(chunk * uint32(8))
+            if row < m and column < k:
+                values = load(source + uint64(column) * uint64(2))
+                for i in range(8):
+                    largest = max(largest, bits_of(values[i]) & uint32(0x7FFFFFFF))
+                for w in range(2):
+                    words[w] = word_of(
+                        values[4 * w + a] * factor, values[4 * w + b] * factor, values[4 * w + c] * factor,
+                        values[4 * w + d] * factor,
+                    )  # fmt: skip
+            slot, inside = chunk >> uint32(3), chunk & uint32(7)
+            at = uint64(slot) * uint64(TILE_BYTES)
+            at += uint64(((inside & uint32(3)) << uint32(4)) + ((inside >> uint32(2)) << uint32(3)))
+            memory.store_2xb32(target + at, (words[0], words[1]))
+            chunk = uint32(chunk + uint32(32))
+        largest = maximum_u32_of_warp(largest)
+        if lane == uint32(0):
+            if largest > uint32(0x7F800000):
+                scale = convert.f32_from_bits(largest)
+            memory.store_f32(scales + uint64(row) * uint64(4), scale)
+
+    return Specialisation(
+        name=f"rounded_rows_{element}_static_{dtype}",
+        kernel=cuda.jit(round_rows),
+        argument_types=(types.uint64,) * 3 + (types.uint32,) * 2 + (types.float32,) * 2,
+        max_threads=32 * TILE_ROWS,
+        constants={"dtype": dtype, "element": element},
+        min_capability=80 if is_integer else 89,
+    )
+
+
+@functools.cache
 def _grouped_kernel(dtype: str) -> Specialisation:
     """To e4m3, with a scale for each 128 of K. Arguments: x, codes, scales addresses; m, k."""
     load, bits_of = vector_loader(dtype), convert.bits_from_f32
@@ -173,14 +236,17 @@ def _grouped_kernel(dtype: str) -> Specialisation:
     )
 
 
-def plan(m: int, k: int, dtype: str, element: str = "s8", *, is_grouped: bool = False) -> Launch:
+def plan(
+    m: int, k: int, dtype: str, element: str = "s8", *, is_grouped: bool = False, is_static: bool = False
+) -> Launch:
     """The launch for x [m, k] of a 16-bit dtype, to "s8" or "e4m3" (sm_89 on), which alone can be grouped.
 
     8 divides k, and x begins on a 16-byte bound.
 
-    Arguments: x, codes, scales, m, k.
+    Arguments: x, codes, scales, m, k; if static, the scale and one over it.
     """
-    kernel = _grouped_kernel(dtype) if is_grouped else _kernel(dtype, element)
+    assert not (is_grouped and is_static)
+    kernel = _grouped_kernel(dtype) if is_grouped else (_static_kernel if is_static else _kernel)(dtype, element)
     return Launch(kernel, (-(-m // TILE_ROWS), 1, 1), (32 * TILE_ROWS, 1, 1))
 
 
@@ -194,4 +260,5 @@ def specialisations() -> Iterator[Specialisation]:
     for dtype in ("bf16", "f16"):
         for element in _LARGEST:
             yield _kernel(dtype, element)
+            yield _static_kernel(dtype, element)
         yield _grouped_kernel(dtype)

@@ -28,12 +28,14 @@ class Planned:
         launch: of the product; None where no launch does what its epilogue asks for.
         dequantization: that writes the packed weight out in front of it; None: it reads the weight as it lies.
         rounding: that rounds x's rows to bytes in front of it; None: it reads x as it is.
+        input_scale: the static scale by which it does; 0: by each row's, or 128 of K's, own.
         takes_weight_twice: whether the launch's last argument is the weight's address, too (`gemm/hopper_bytes.py`).
     """
 
     launch: Launch | None
     dequantization: Launch | None = None
     rounding: Launch | None = None
+    input_scale: float = 0.0
     takes_weight_twice: bool = False
 
 
@@ -44,7 +46,7 @@ def plan_product(gpu: Gpu, weight: GpuWeight, product: gemm.Product) -> Planned:
         return Planned(gemm.plan(product, machine, weight.tier))
     plain = replace(product, weight=product.x)
     if _is_faster_rounded(weight, product, plain, machine):
-        return _plan_rounded(product, machine)
+        return _plan_rounded(weight, product, machine)
     if gemm.can_read(product, machine, weight.tier) and (
         product.exact or product.m <= FEW_ROWS or _is_faster_packed(weight, product, plain, machine)
     ):
@@ -62,14 +64,18 @@ def can_round(weight: PackedWeight, product: gemm.Product, machine: gemm.Machine
     return not (gemm.hopper_bytes.why_not(product, machine) and gemm.byte_tiles.why_not(product, machine))
 
 
-def _plan_rounded(product: gemm.Product, machine: gemm.Machine) -> Planned:
+def _plan_rounded(weight: PackedWeight, product: gemm.Product, machine: gemm.Machine) -> Planned:
     packing = packing_of(product.weight)
     assert packing is not None
     element = "s8" if packing.element == "u8" else packing.element
-    rounding = rounded_rows.plan(product.m, product.k, product.x, element, is_grouped=packing.group > 0)
+    rounding = rounded_rows.plan(
+        product.m, product.k, product.x, element, is_grouped=packing.group > 0, is_static=weight.input_scale > 0
+    )
     is_by_bytes = gemm.hopper_bytes.why_not(product, machine) != ""
     launch = gemm.byte_tiles.plan(product) if is_by_bytes else gemm.hopper_bytes.plan(product, machine)
-    return Planned(launch, rounding=rounding, takes_weight_twice=not is_by_bytes)
+    return Planned(
+        launch, rounding=rounding, input_scale=weight.input_scale, takes_weight_twice=not is_by_bytes
+    )
 
 
 def _is_faster_packed(
@@ -105,7 +111,8 @@ def rows_of(gpu: Gpu, x: Tensor, planned: Planned) -> tuple[int, int, Any]:
     is_grouped = "group" in planned.rounding.specialisation.constants
     codes, both = rounded_rows.sections(rows, depth, is_grouped=is_grouped)
     memory = gpu.allocate(both)
-    gpu.launch(planned.rounding, x.address, memory.address, memory.address + codes, rows, depth)
+    given = (planned.input_scale, 1.0 / planned.input_scale) if planned.input_scale else ()
+    gpu.launch(planned.rounding, x.address, memory.address, memory.address + codes, rows, depth, *given)
     return memory.address, memory.address + codes, memory
 
 

@@ -30,6 +30,7 @@ from runtime.tensor.tensor import Tensor
 
 _ROUNDED: dict[ActivationScheme | None, RoundedRows] = {
     ActivationScheme("int8"): "rows", ActivationScheme("fp8"): "rows", ActivationScheme("fp8", GROUPS[-1]): "groups",
+    ActivationScheme("int8", is_static=True): "static", ActivationScheme("fp8", is_static=True): "static",
 }  # fmt: skip
 _ELEMENTS = {"int4": "u4", "int8": "u8", "fp8": "e4m3", "fp4": "e2m1"}
 _EXPONENTS, _E4M3 = np.dtype(ml_dtypes.float8_e8m0fnu), np.dtype(ml_dtypes.float8_e4m3fn)
@@ -101,11 +102,13 @@ def prepare_packed(
     shape = codes.shape[0], codes.shape[1]
     schemes = {_ROUNDED.get(part.matrix.layout.activation, "") for part in parts}
     rounded: RoundedRows = schemes.pop() if len(schemes) == 1 else ""
+    # One x for all parts: the largest of their scales clamps nothing that the author's do not.
+    input_scale = max(part.matrix.input_scale or 0.0 for part in parts) if rounded == "static" else 0.0
     if rounded == "rows" and split == "inputs" and options.num_ranks > 1:
         rounded = ""  # nobody here has a whole row of x
     settings = GpuSettings(
         exact=options.exact, whole_shape=options.whole_shape(shape, split), num_segments=options.num_segments(split),
-        rounds_rows=rounded,
+        rounds_rows=rounded, input_scale=input_scale,
     )
     return PackedWeight(shape, packed_format(packing), memory, options.dtype, bias, options.gemm, **settings)
 

@@ -32,7 +32,7 @@ _ROWS_AT_ONCE = 1024  # of a matrix that a norm's weights are multiplied into
 MOST_PLANS = 512  # that a weight remembers: mostly one for each number of rows
 
 
-RoundedRows = Literal["", "rows", "groups"]
+RoundedRows = Literal["", "rows", "groups", "static"]
 
 
 class GpuSettings(TypedDict, total=False):
@@ -43,6 +43,7 @@ class GpuSettings(TypedDict, total=False):
     num_segments: int
     is_normed: bool
     rounds_rows: RoundedRows
+    input_scale: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,13 +171,15 @@ class GpuWeight(LinearWeight):
         exact: whether a row of the product has the same bits however many rows there are.
         whole_shape: (N, K) of the map that this is a rank's part of, by which exact products choose their kernel.
         rounds_rows: whether its author has x rounded to the weight's own kind of byte, "rows" by their own largest
-            magnitude, or "groups" of 128 of K by theirs: products of many rows then may. Else "".
+            magnitude, "groups" of 128 of K by theirs, or all by a "static" scale: products of many rows then may.
+            Else "".
+        input_scale: the static scale, whose multiples rows are rounded to; else 0.
         plans: launches of products with it, by what they depend on.
     """
 
     __slots__ = (
-        "activations", "address", "bias", "bias_address", "elements", "exact", "is_normed", "memory", "plans",
-        "rounds_rows", "tier", "whole_shape",
+        "activations", "address", "bias", "bias_address", "elements", "exact", "input_scale", "is_normed", "memory",
+        "plans", "rounds_rows", "tier", "whole_shape",
     )  # fmt: skip
 
     def __init__(
@@ -193,9 +196,11 @@ class GpuWeight(LinearWeight):
         num_segments: int = 0,
         is_normed: bool = False,
         rounds_rows: RoundedRows = "",
+        input_scale: float = 0.0,
     ) -> None:
         self.is_normed = is_normed
         self.rounds_rows = rounds_rows
+        self.input_scale = input_scale
         self.memory = memory
         self.elements = format.packing or activations.ptx
         self.bias = bias

@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 
 from models.registry import declare_model, load_model
@@ -15,7 +17,9 @@ from numba_kernels.cuda import gemm
 from numba_kernels.cuda.gemm import packed_tiles
 from runtime.backends import cuda_packed
 from runtime.dtype import float32
+from runtime.linear.linear import Linear
 from runtime.linear.weight import PackedWeight, RowWeight
+from runtime.tensor.tensor import Tensor
 from tests.models.driver import logits_of, relative_error
 from tests.models.quantized.test_fixtures import CASES, FIXTURES, IDS, twin
 
@@ -118,9 +122,45 @@ def test_prompts_rounded_to_bytes_where_the_checkpoint_has_it_so(
     assert launched == {(False, False), (False, True)}
 
 
+@pytest.mark.exhaustive  # products are compared with numpy's: tests/runtime/linear/test_rounded_rows.py
+@pytest.mark.parametrize(("case", "arch"), [("modelopt_fp8", "sm_89"), ("ct_fp8_tensor", "sm_90a")])
+def test_prompts_rounded_by_static_scales(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, arch: str
+) -> None:
+    """Beside the dequantised twin on the cpu, whose rows are rounded by the checkpoint's scales before each map."""
+    monkeypatch.setattr(cuda_packed, "_is_faster_rounded", lambda weight, product, plain, machine: (
+        cuda_packed.can_round(weight, product, machine)
+    ))  # fmt: skip
+    model: Any = load_model(FIXTURES / case, device=f"emulated:{arch}", dtype="bfloat16")
+    got = logits_of(model, IDS)
+    exact: Any = load_model(twin(case, tmp_path / "exact", float32), dtype="float32")
+    unrounded, scales, normalised = logits_of(exact, IDS), {}, Linear._normalised
+    for layer, exact_layer in zip(model.layers, exact.layers, strict=True):
+        for block, name in (
+            ("attention", "qkv_proj"), ("attention", "o_proj"), ("mlp", "gate_up_proj"), ("mlp", "down_proj")
+        ):  # fmt: skip
+            of_map = getattr(getattr(layer, block), name).weight.input_scale
+            scales[id(getattr(getattr(exact_layer, block), name))] = np.float32(of_map)
+
+    def rounded(linear: Linear, x: Tensor) -> tuple[Tensor, float | None]:
+        x, eps = normalised(linear, x)
+        if (scale := scales.get(id(linear))) is None:
+            return x, eps
+        codes = np.clip(x.array / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+        return Tensor.from_numpy(codes.astype(np.float32) * scale), eps
+
+    monkeypatch.setattr(Linear, "_normalised", rounded)
+    error = relative_error(got, logits_of(exact, IDS))
+    assert error <= 3e-2
+    assert error < 0.8 * relative_error(got, unrounded)
+
+
 @pytest.mark.parametrize(
     ("case", "rounds"),
-    [("ct_int8_channel", "rows"), ("ct_fp8_channel", "rows"), ("ct_fp8_block", "groups"), ("fp8_tensor_static", "")],
+    [
+        ("ct_int8_channel", "rows"), ("ct_fp8_channel", "rows"), ("ct_fp8_block", "groups"),
+        ("fp8_tensor_static", "static"), ("modelopt_fp8", "static"), ("ct_w8_group", ""),
+    ],
 )
 def test_only_a_scheme_with_rows_of_bytes_rounds_them(case: str, rounds: str) -> None:
     model: Any = load_model(FIXTURES / case, device="emulated:sm_80", dtype="bfloat16")

@@ -1,4 +1,4 @@
-"""Weights in blocks of 128 x 128 of e4m3 on Hopper: many rows of x are rounded by 128 of K, as the checkpoint says."""
+"""Weights of a byte whose checkpoint has many rows of x rounded, too: by 128 of K, or by a static scale."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runtime.device.device import Device
 from runtime.dtype import bfloat16, float32
 from runtime.linear.options import LoadOptions
 from runtime.linear.packed_matrix import MatrixPart, prepare_packed
-from runtime.linear.quantized import ActivationScheme
+from runtime.linear.quantized import ActivationScheme, NumberKind
 from runtime.tensor.tensor import Tensor
 from tests.runtime.linear.test_quantized import random_matrix
 
@@ -22,16 +22,60 @@ pytestmark = pytest.mark.emulator
 DEPTH, ROWS = 328, 70
 
 
-def test_products_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two maps as one, whose blocks of 128 rows do not end where a tile does; with a residual, and gated."""
-    device, launched = Device.parse("emulated:sm_90a"), []
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[cuda_packed.Planned]:
+    """Products whose rows were rounded: all that could be."""
+    found: list[cuda_packed.Planned] = []
     plan_rounded = cuda_packed._plan_rounded
     monkeypatch.setattr(cuda_packed, "_is_faster_rounded", lambda weight, product, plain, machine: (
         cuda_packed.can_round(weight, product, machine)
     ))  # fmt: skip
     monkeypatch.setattr(
-        cuda_packed, "_plan_rounded", lambda *given: launched.append(plan_rounded(*given)) or launched[-1]
+        cuda_packed, "_plan_rounded", lambda *given: found.append(plan_rounded(*given)) or found[-1]
     )  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "arch"),
+    [("fp8", "sm_120a"), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (
+        ("fp8", "sm_89"), ("fp8", "sm_90a"), ("int8", "sm_80"), ("int8", "sm_120a"),
+    ))],
+)  # fmt: skip
+def test_static_scales(kind: NumberKind, arch: str, launched: list[cuda_packed.Planned]) -> None:
+    """x is rounded to multiples of the largest of two maps' scales, and clamped; a row with a NaN is nothing else."""
+    device, scale = Device.parse(f"emulated:{arch}"), np.float32(2.0**-9 if kind == "fp8" else 0.011)
+    parts = []
+    for seed in (1, 2):
+        matrix = random_matrix(kind, (48, DEPTH), (0, 0), seed=seed)
+        layout = replace(matrix.layout, activation=ActivationScheme(kind, is_static=True))
+        parts.append(replace(matrix, layout=layout, scales=matrix.scales / 10, input_scale=float(scale) / (3 - seed)))
+    weight = prepare_packed(
+        [MatrixPart(part, slice(None), slice(None)) for part in parts], None,
+        LoadOptions(device=device, dtype=bfloat16), None,
+    )  # fmt: skip
+    x = np.random.default_rng(4).standard_normal((ROWS, DEPTH)).astype(ml_dtypes.bfloat16)
+    x[5, 7] = np.nan
+    got = ops.linear(Tensor.from_numpy(x).to(device), weight).to("cpu").array.astype(np.float64)
+    wide = x.astype(np.float32) * (1 / scale)
+    if kind == "fp8":
+        codes = np.clip(wide, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    else:
+        codes = np.clip(np.rint(wide), -128, 127).astype(np.float64)
+    assert (np.abs(wide) > np.nanmax(codes)).mean() > 0.1  # are clamped
+    rounded, matrix = codes * scale, np.concatenate([each.dequantise(float32) for each in parts]).astype(np.float64)
+    expected, sizes = rounded @ matrix.T, np.abs(rounded) @ np.abs(matrix).T
+    assert np.isnan(got[5]).all()
+    finite = np.arange(ROWS) != 5
+    assert (np.abs(got - expected)[finite] <= (2.0**-8 * np.abs(expected) + 2.0**-16 * sizes)[finite]).all()
+    assert [each.rounding.specialisation.name for each in launched if each.rounding is not None] == [
+        f"rounded_rows_{'e4m3' if kind == 'fp8' else 's8'}_static_bf16"
+    ]
+
+
+def test_products_of_blocks(launched: list[cuda_packed.Planned]) -> None:
+    """Two maps as one, whose blocks of 128 rows do not end where a tile does; with a residual, and gated."""
+    device = Device.parse("emulated:sm_90a")
     parts = []
     for seed in (1, 2):
         matrix = random_matrix("fp8", (144, DEPTH), (128, 128), seed=seed)
