@@ -24,6 +24,7 @@ FLOORS = {
     "runtime.errors": 1,
     "runtime.own_packages": 1,
     "runtime.progress": 1,
+    "runtime.images": 1,
     "runtime.version": 1,
     "tokenizer": 1,
     "numba_kernels": 2,

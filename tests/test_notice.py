@@ -13,7 +13,7 @@ def test_every_dependency_has_its_licence() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     named = (ROOT / "NOTICE").read_text(encoding="utf-8").split("Installed beside it")[1]
-    for requirement in [*project["dependencies"], *extras["cuda"], *extras["otel"]]:
+    for requirement in [*project["dependencies"], *extras["cuda"], *extras["otel"], *extras["vision"]]:
         (name,) = re.findall(r"^[\w-]+", requirement)
         assert re.search(rf"(?<![\w-]){name}(?![\w-])", named), name
     assert project["license-files"] == ["NOTICE"]

@@ -1,0 +1,60 @@
+"""Writes ``tests/runtime/images/golden_patches.json``: what transformers' ``Qwen2VLImageProcessorPil`` makes.
+
+    python -m tools.make_image_goldens          # needs transformers, torch and Pillow
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.runtime.images.pictures import PICTURES, SIZES, picture_bytes
+
+TARGET = Path(__file__).resolve().parents[1] / "tests/runtime/images/golden_patches.json"
+HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+RULES: dict[str, dict[str, Any]] = {
+    "qwen2.5": {"patch_size": 14, "size": {"shortest_edge": 3136, "longest_edge": 1003520}},
+    "qwen3": {"patch_size": 16, "size": {"shortest_edge": 65536, "longest_edge": 16777216}, **HALVES},
+    "small": {"patch_size": 16, "size": {"shortest_edge": 4096, "longest_edge": 65536}, **HALVES},
+}
+
+
+def main() -> None:
+    import transformers
+    from PIL import Image, ImageOps
+    from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as oracle
+
+    grids = {
+        name: [
+            oracle.smart_resize(
+                *size, 2 * rule["patch_size"], rule["size"]["shortest_edge"], rule["size"]["longest_edge"]
+            )
+            for size in SIZES
+        ]
+        for name, rule in RULES.items()
+    }
+    pictures = {}
+    for name in PICTURES:
+        image = ImageOps.exif_transpose(Image.open(io.BytesIO(picture_bytes(name))))
+        for rule in ("qwen2.5", "small"):
+            raw = oracle.Qwen2VLImageProcessorPil(**RULES[rule], do_rescale=False, do_normalize=False)
+            pixels = raw([image], return_tensors="np")["pixel_values"]
+            made = oracle.Qwen2VLImageProcessorPil(**RULES[rule])([image], return_tensors="np")
+            values = made["pixel_values"].ravel()
+            pictures[f"{rule}/{name}"] = {
+                "grid": made["image_grid_thw"][0].tolist(),
+                "shape": list(pixels.shape),
+                "sha256": hashlib.sha256(pixels.astype(np.uint8).tobytes()).hexdigest(),
+                "normalised": [float(each) for each in values[:: max(1, values.size // 7)][:7]],
+            }
+    found = {"transformers": transformers.__version__, "grids": grids, "pictures": pictures}
+    TARGET.write_text(json.dumps(found, separators=(",", ":")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
