@@ -441,7 +441,8 @@ class Engine:
         if made.has_transfers:  # those of sequences that have ended since were dropped
             made.swap_out, made.swap_in, made.copies = step.swap_out, step.swap_in, step.copies
             self._count_transfers(step, record)
-        computation = self.executor.start(made, self._masks.start(assembled.drawing, made.num_draws))
+        drafts = {chunk.sequence: chunk.draft_ids for chunk in step.chunks if chunk.draft_ids}
+        computation = self.executor.start(made, self._masks.start(assembled.drawing, made.num_draws, drafts))
         self.assembler.sent(made)
         if step.chunks or self.executor.depth > 1:
             opened.computation = computation

@@ -6,6 +6,7 @@ are waited for where tokens are drawn.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Sequences
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Never
@@ -37,6 +38,14 @@ class GrammarMatcher:
         """Whether the text is whole, and nothing but the end can follow."""
         return self.ll_matcher.is_stopped() and not self.ll_matcher.is_error()
 
+    def num_allowed(self, token_ids: list[int]) -> int:
+        """How many of these, one after the other, the grammar has a place for. The matcher stays where it is."""
+        return 0 if self.ll_matcher.is_error() else self.ll_matcher.validate_tokens(token_ids)
+
+    def forced(self) -> list[int]:
+        """What has to come next, as the tokenizer would write it: what is drawn may be cut differently."""
+        return [] if self.ll_matcher.is_error() else self.ll_matcher.compute_ff_tokens()
+
     def consume(self, token_id: int) -> bool:
         """Go on by a token that was drawn; False where the grammar has no place for it."""
         return self.ll_matcher.consume_token(token_id)
@@ -45,7 +54,8 @@ class GrammarMatcher:
 class PendingMasks:
     """The masks of one step, under way; see `DrawMasks`.
 
-    draws  the step's draws that they belong to
+    draws      the step's draws that they belong to
+    sequences  of each of them
     """
 
     def __init__(
@@ -92,45 +102,57 @@ class MaskComputer:
         self._executor: LLExecutor | None = None
 
     def start(
-        self, sequences: Sequences[Sequence], num_draws: NDArray[np.int64]
+        self, sequences: Sequences[Sequence], num_draws: NDArray[np.int64], drafts: Mapping[Sequence, list[int]]
     ) -> PendingMasks | FailedMasks | None:
         """Begin with those of the drawing sequences that have a grammar; None: none has. ``num_draws``: of each
-        of the step's chunks; with a grammar it is one.
+        of the step's chunks: the first, and one behind each of its sequence's ``drafts``.
 
         Until the masks were waited for nobody may touch the matchers. An error is raised by that wait.
         """
-        chosen = [sequence for sequence in sequences if sequence.matcher is not None]
-        if not chosen:
+        if all(sequence.matcher is None for sequence in sequences):
             return None
         try:
-            return self._begin(chosen, sequences, num_draws)
+            return self._begin(sequences, num_draws[num_draws > 0].tolist(), drafts)
         except Exception as error:
             return FailedMasks(error)
 
     def _begin(
-        self, chosen: list[Sequence], sequences: Sequences[Sequence], num_draws: NDArray[np.int64]
+        self, sequences: Sequences[Sequence], num_draws: list[int], drafts: Mapping[Sequence, list[int]]
     ) -> PendingMasks:
-        matchers = [sequence.matcher for sequence in chosen if sequence.matcher is not None]
-        num_draws = num_draws[num_draws > 0]
-        firsts = (np.cumsum(num_draws) - num_draws).tolist()
-        places = [first for first, sequence in zip(firsts, sequences) if sequence.matcher is not None]
-        buffer = np.empty((len(places), matchers[0].vocabulary.num_mask_words), np.uint32)
+        draws: list[int] = []
+        owners: list[Sequence] = []
+        work: list[tuple[LLMatcher, int, list[int]]] = []  # matcher, its first mask, its proposals
+        num_words = first = 0
+        for sequence, count in zip(sequences, num_draws):
+            if sequence.matcher is not None:
+                work.append((sequence.matcher.ll_matcher, len(draws), drafts.get(sequence, [])))
+                draws += range(first, first + count)
+                owners += [sequence] * count
+                num_words = sequence.matcher.vocabulary.num_mask_words
+            first += count
+        buffer = np.empty((len(draws), num_words), np.uint32)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "xserv-masks")
-        return PendingMasks(places, chosen, buffer, self._thread.submit(self._fill, matchers, buffer))
+        return PendingMasks(draws, owners, buffer, self._thread.submit(self._fill, work, buffer))
 
     def close(self) -> None:
         """Compute no more."""
         if self._thread is not None:
             self._thread.shutdown()
 
-    def _fill(self, matchers: list[GrammarMatcher], buffer: NDArray[np.uint32]) -> None:
+    def _fill(self, work: list[tuple[LLMatcher, int, list[int]]], buffer: NDArray[np.uint32]) -> None:
         from llguidance import LLExecutor
 
         if self._executor is None:
             self._executor = LLExecutor()
-        rows = [(matcher.ll_matcher, row) for row, matcher in enumerate(matchers)]
-        self._executor.unsafe_compute_mask_ptr(rows, buffer.ctypes.data, buffer.strides[0], len(rows))
+        memory = buffer.ctypes.data, buffer.strides[0], len(buffer)
+        if plain := [(matcher, first) for matcher, first, proposals in work if not proposals]:
+            self._executor.unsafe_compute_mask_ptr(plain, *memory)
+        if len(plain) < len(work):
+            drafted = [one for one in work if one[2]]
+            for _, first, proposals in drafted:  # behind one that ends the text, or has no place, nothing is kept
+                buffer[first : first + len(proposals) + 1] = 0xFFFFFFFF
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *memory)
 
 
 def idle_ends(request: Request, vocabulary: Vocabulary) -> list[int]:

@@ -12,8 +12,8 @@ def reserve_drafts(chunk: Chunk, drafts: list[int], step: Step, pool: BlockPool,
     """Let a decode try its sequence's proposals, as far as the budget goes and blocks are free beside one page for each
     of ``num_running`` sequences. Nothing else is planned for the sequence until the step is committed."""
     sequence = chunk.sequence
-    if sequence.num_pending != 1 or sequence.matcher is not None:
-        return  # they stand behind another token, or its grammar has masks for one draw a step
+    if sequence.num_pending != 1:
+        return  # they stand behind another token
     count = min(len(drafts), step.budget, sequence.max_tokens - sequence.num_output_tokens - 1)
     size, end = pool.block_size, chunk.start + 1
     lacking = [max(0, -(-(end + count) // size) - len(ids)) for ids in sequence.blocks]

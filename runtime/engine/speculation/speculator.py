@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from runtime.engine.grammar.matcher import GrammarMatcher
 from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.speculation.drafter import SUREST, Drafter, Ids
 from runtime.engine.speculation.step_times import WIDTHS, StepTimes
@@ -193,9 +194,11 @@ class Speculator:
         begun = time.perf_counter()
         for sequence in asked:
             room = sequence.max_tokens - sequence.num_output_tokens - 1
-            if sequence.matcher is not None or sequence.num_pending or room < 1 or self._drafter is None:
+            if sequence.num_pending or room < 1 or self._drafter is None:
                 continue
             ids, sureness = self._ask(sequence, min(self._most, room))
+            if sequence.matcher is not None:
+                ids, sureness = _within(sequence.matcher, ids, sureness, min(self._most, room))
             if len(ids):
                 found[sequence] = ids, sureness
         spent = (time.perf_counter() - begun) / num_asked
@@ -235,6 +238,15 @@ class Speculator:
         if own is None:
             own = self._by_sequence[sequence] = _Chance()
         return own.of(self._chances[sureness].of(0.6))
+
+
+def _within(matcher: GrammarMatcher, ids: Ids, sureness: int, most: int) -> tuple[Ids, int]:
+    """The proposals that a grammar has a place for; without any, what it forces."""
+    if len(ids):
+        ids = ids[: matcher.num_allowed(ids.tolist())]
+    if len(ids):
+        return ids, sureness
+    return np.array(matcher.forced()[:most], np.int32), SUREST
 
 
 def _best(found: dict[Sequence, tuple[float, int]], num_decodes: int, curve: list[float]) -> dict[Sequence, int]:
