@@ -98,7 +98,7 @@ def steps(
             waiting.append(matcher)
         begun, cpu = time.perf_counter(), time.process_time()
         allowed = np.full((num_seqs, num_words), 0xFFFFFFFF, np.uint32)
-        pending = computer.start(sequences, np.ones(num_seqs, np.int64))
+        pending = computer.start(sequences, np.ones(num_seqs, np.int64), {})
         assert pending is not None
         draws, masks, failed = pending.wait()
         allowed[draws] &= masks[:, :num_words]

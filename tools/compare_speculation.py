@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from models.base import Model
@@ -87,19 +88,22 @@ def compare(model: Model, folder: Path, num_requests: int, seed: int, **settings
         drafters: list[Drafter] = [
             NgramDrafter(), SuffixDrafter(), Guesses(plain, model.config.vocab_size, number)
         ]  # fmt: skip
-        for drafter in drafters:
+        predicted = [_with_prediction(rng, request, plain, model.config.vocab_size) for request in requests]
+        for drafter in (*drafters, None):
+            name = "predictions" if drafter is None else drafter.name
             speculator = Speculator(drafter, rng.choice((1, 3, 7)), model.config.vocab_size, fixed=True)
-            answers, engine = _run(model, folder, config, speculator, requests, arrivals, cancels)
+            asked = predicted if drafter is None else requests
+            answers, engine = _run(model, folder, config, speculator, asked, arrivals, cancels)
             cancelled = set(cancels.values())
             for key, answer in plain.items():
                 if key[0] not in cancelled and answers.get(key) != answer:
-                    found.differences.append(f"round {number}, {drafter.name}, {key}: {answers.get(key)} not {answer}")
-            tried = found.tried.setdefault(drafter.name, [0, 0])
+                    found.differences.append(f"round {number}, {name}, {key}: {answers.get(key)} not {answer}")
+            tried = found.tried.setdefault(name, [0, 0])
             tried[0] += speculator.counters.num_draft_tokens
             tried[1] += speculator.counters.num_accepted_tokens
             found.num_preemptions += engine.stats().num_preemptions
-            if not speculator.is_on:
-                found.differences.append(f"round {number}: the drafter {drafter.name} was turned off")
+            if drafter is not None and not speculator.is_on:
+                found.differences.append(f"round {number}: the drafter {name} was turned off")
     return found
 
 
@@ -156,6 +160,16 @@ def _request(rng: random.Random, number: int, vocab_size: int, max_model_len: in
     )
 
 
+def _with_prediction(rng: random.Random, request: EngineRequest, known: Answer, vocab_size: int) -> EngineRequest:
+    """The request with a text that its answer nearly is: tokens are wrong, missing, or too many; now and then without
+    speculation."""
+    ids = list(known[request.request_id, 0][0])
+    for _ in range(rng.randrange(4)):
+        at = rng.randrange(len(ids) + 1)
+        ids[at : at + rng.randrange(2)] = [rng.randrange(vocab_size) for _ in range(rng.randrange(2))]
+    return msgspec.structs.replace(request, prediction=ids, speculates=rng.random() < 0.8)
+
+
 def _run(
     model: Model,
     folder: Path,
@@ -175,11 +189,8 @@ def _run(
             request = requests[added]
             eos = engine.info.eos_token_ids
             engine.add(
-                EngineRequest(
-                    request_id=request.request_id, prompt_token_ids=request.prompt_token_ids, params=request.params,
-                    eos_token_ids=eos, cache_salt=request.cache_salt,
-                )
-            )  # fmt: skip
+                msgspec.structs.replace(request, eos_token_ids=eos)
+            )
             added += 1
         outputs = engine.step()
         if step in cancels:

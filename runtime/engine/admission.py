@@ -15,7 +15,7 @@ from runtime.engine.checks import check_seconds, is_integer
 from runtime.engine.errors import ContextLengthExceededError, RequestError
 from runtime.engine.messages import EngineInfo, EngineRequest
 from runtime.engine.sampling_params import SamplingParams, check_token_ids
-from runtime.engine.scheduling.sequence import Request
+from runtime.engine.scheduling.sequence import NO_IDS, Request
 
 
 def prepare(request: EngineRequest, info: EngineInfo) -> Request:
@@ -53,6 +53,8 @@ def prepare(request: EngineRequest, info: EngineInfo) -> Request:
         tpot_target_s=request.tpot_target_s,
         max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
         arrival_s=request.arrival_time_s or time.monotonic(),
+        speculates=bool(request.speculates),
+        prediction=as_token_ids("prediction", request.prediction, info.vocab_size) if request.prediction else NO_IDS,
     )
 
 

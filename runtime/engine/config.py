@@ -40,7 +40,7 @@ DecodeGraphsMode = Literal["auto", "on", "off"]
 DecodeKernels = Literal["layers", "megakernel"]
 Quantization = Literal["none", "int8", "int4", "mxfp4", "fp8"]
 KVCacheDtype = Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"]
-Speculation = Literal["off", "ngram", "suffix"]
+Speculation = Literal["auto", "off", "ngram", "suffix"]
 MOST_SPECULATIVE_TOKENS = 64
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
@@ -140,9 +140,9 @@ class EngineConfig:
                             last two with a scale for each token and head
     kv_cache_dtype_skip_layers
                             layers whose pages stay in the weights' type: numbers and "sliding_window", by commas
-    speculation             who proposes tokens for decodes to try: "off", "ngram" (what prompt and output said before),
-                            "suffix" (and the answers of others of the same tenant); tokens are as without
-                            (docs/speculation.md)
+    speculation             who proposes tokens for decodes to try: "auto" (a request's prediction, where it has one),
+                            "ngram" (beside it, what prompt and output said before), "suffix" (and the answers of others
+                            of the same tenant), "off" (nobody); tokens are as without (docs/speculation.md)
     num_speculative_tokens  most proposals for a sequence in a step; fewer, or none, where they do not pay
     gemm                    the kernel of matrix products on a GPU: "auto", "naive", "tiled", "register", "tensor_core",
                             "hopper", "cublas"
@@ -178,7 +178,7 @@ class EngineConfig:
     quantization: Quantization = "none"
     kv_cache_dtype: KVCacheDtype = "auto"
     kv_cache_dtype_skip_layers: str = ""
-    speculation: Speculation = "off"
+    speculation: Speculation = "auto"
     num_speculative_tokens: int = 7
     gemm: str = "auto"
 

@@ -138,6 +138,8 @@ class Engine:
             raise RequestError("speculation needs steps that follow one another", param="speculation")
         self.speculator = speculator
         self.opened.on_end = speculator.end
+        for request in self.requests.values():
+            speculator.expect(request)
 
     @property
     def has_work(self) -> bool:
@@ -173,6 +175,8 @@ class Engine:
         """Put a prepared request in the waiting queue, with a grammar as soon as that is compiled. Raises
         ``RequestError`` when its id is in use."""
         self.opened.admit(request)
+        if self.speculator is not None:
+            self.speculator.expect(request)
         if request.awaits_grammar:
             assert self.vocabulary is not None
             self.grammars.add(request, self.vocabulary)
@@ -213,7 +217,8 @@ class Engine:
         else:
             opened = self._open[0] if self._open else self._start(self._plan(outputs))
         if self.overlaps and self.executor.depth == 1:
-            holds = self.speculator is not None and self.speculator.wants_tokens()
+            speculator = self.speculator
+            holds = speculator is not None and speculator.is_asked and speculator.wants_tokens()
             following = self._plan(outputs) if opened.computation is not None and not holds else None
             leads = following is not None and self._lead(following, poll, outputs)
             self._finish(opened, outputs)
@@ -345,7 +350,7 @@ class Engine:
         """Choose the next step and lay it out; the step before it may still run."""
         record = StepRecord(self.scheduler.num_steps, time.monotonic())
         record.num_running, record.num_waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-        if self.speculator is not None:
+        if self.speculator is not None and self.speculator.is_asked:
             self.scheduler.drafts = self.speculator.propose(self.scheduler.running)
         step = self.scheduler.schedule()
         planned = time.monotonic()
@@ -491,7 +496,7 @@ class Engine:
                 accepted = dict(zip(opened.assembled.drawing, drawn.counts, strict=True))
             self.scheduler.commit(step, accepted)
             if drawn is not None and opened.assembled is not None:
-                if self.speculator is not None:
+                if self.speculator is not None and self.speculator.is_asked:
                     self._note_proposals(self.speculator, opened.assembled, step, accepted)
                 self.opened.append(opened.assembled, drawn, ended, outputs)
                 num_tokens = opened.assembled.input.num_tokens

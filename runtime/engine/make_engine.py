@@ -22,6 +22,7 @@ from runtime.engine.config import (
 from runtime.engine.engine import Engine
 from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.messages import CacheGroupInfo, EngineInfo
+from runtime.engine.speculation.drafter import Drafter
 from runtime.engine.speculation.ngram import NgramDrafter, SuffixDrafter
 from runtime.engine.speculation.speculator import Speculator
 from runtime.engine.steps.local_executor import LocalExecutor
@@ -96,7 +97,9 @@ def speculator_of(config: EngineConfig, vocab_size: int) -> Speculator | None:
     """What proposes tokens, as the configuration says; None: nothing does."""
     if config.speculation == "off":
         return None
-    drafter = NgramDrafter() if config.speculation == "ngram" else SuffixDrafter()
+    drafter: Drafter | None = None
+    if config.speculation != "auto":
+        drafter = NgramDrafter() if config.speculation == "ngram" else SuffixDrafter()
     return Speculator(drafter, config.num_speculative_tokens, vocab_size)
 
 

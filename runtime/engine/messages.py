@@ -37,6 +37,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ttft_target_s, tpot_target_s  when its first token is due, and each following one, under the deadline policy;
                       None: as configured
     arrival_time_s    when the user's request came in; 0.0: the time of submission
+    speculates        its tokens may be proposed; False: each comes from a step of its own
+    prediction        token ids that the answer may repeat: they are proposed as it follows them
     """
 
     request_id: str
@@ -48,6 +50,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     ttft_target_s: float | None = None
     tpot_target_s: float | None = None
     arrival_time_s: float = 0.0
+    speculates: bool = True
+    prediction: list[int] = []
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -70,6 +74,16 @@ class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
     last_token_s: float | None
 
 
+class ProposalCounts(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Of one choice: tokens that were proposed and tried, and kept; and how many of both came from its request's
+    prediction."""
+
+    num_tried: int = 0
+    num_kept: int = 0
+    num_tried_of_prediction: int = 0
+    num_kept_of_prediction: int = 0
+
+
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
     """What one step gave to one choice of a request.
 
@@ -83,6 +97,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
                       context's end; "abort": cancelled or the engine closed; "error": see ``error``
     stop_reason       the id of ``stop_token_ids`` that ended the choice; None for EOS
     times             on the last output of a choice
+    proposals         there, too, where tokens were proposed
     error_code        with "error", where the request itself was at fault: its fields left no token to draw, or its
                       grammar could not be followed; then ``error`` says why
     engine_died       with "error": the engine broke down, not this request; worth another try later
@@ -101,6 +116,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, g
     num_cached_tokens: int | None = None
     error_code: ErrorCode | None = None
     engine_died: bool = False
+    proposals: ProposalCounts | None = None
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):

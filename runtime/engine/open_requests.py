@@ -14,7 +14,7 @@ from itertools import chain, repeat
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.compiler import readable
 from runtime.engine.grammar.matcher import GrammarMatcher, can_draw_end
-from runtime.engine.messages import EngineOutput, ErrorCode, FinishReason, TokenLogprobs
+from runtime.engine.messages import EngineOutput, ErrorCode, FinishReason, ProposalCounts, TokenLogprobs
 from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.sequence import Request, Sequence, State
 from runtime.engine.steps.assemble import Assembled
@@ -198,6 +198,7 @@ class OpenRequests:
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             times=None if finish_reason is None else sequence.times(),
+            proposals=None if finish_reason is None else _proposals(sequence),
         )
         return [output, self._end_choice(sequence, "stop")] if is_complete else [output]
 
@@ -229,6 +230,7 @@ class OpenRequests:
             error=error,
             error_code=error_code,
             times=sequence.times(),
+            proposals=_proposals(sequence),
         )
 
     def _finish_choice(self, sequence: Sequence) -> None:
@@ -247,6 +249,10 @@ class OpenRequests:
             request.was_scheduled = True
             self.num_unscheduled -= 1
             self.num_unscheduled_tokens -= request.num_prompt_tokens
+
+
+def _proposals(sequence: Sequence) -> ProposalCounts | None:
+    return None if sequence.proposals is None else ProposalCounts(*sequence.proposals)
 
 
 def _reason(sequence: Sequence) -> str:

@@ -163,6 +163,9 @@ def _generation_fields(exchange: Exchange) -> dict[str, Any]:
         "completion_tokens": generation.num_completion_tokens,
         "finish_reasons": ",".join(sorted(meter.reasons)) or ("abort" if generation.has_left else ""),
     }
+    if generation.proposals.num_tried:
+        fields["proposed_tokens"] = generation.proposals.num_tried
+        fields["accepted_tokens"] = generation.proposals.num_kept
     if meter.first_token_s is not None:
         fields["ttft_s"] = round(meter.first_token_s - meter.arrival_s, 6)
     if meter.times is not None and meter.times.first_scheduled_s is not None:

@@ -53,4 +53,5 @@ class Chat:
             generation.num_completion_tokens,
             generation.num_cached_tokens,
             generation.num_reasoning_tokens,
+            generation.of_prediction,
         )

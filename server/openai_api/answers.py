@@ -20,10 +20,13 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
-class CompletionTokensDetails(msgspec.Struct):
-    """reasoning_tokens: those of the completion's that hold reasoning."""
+class CompletionTokensDetails(msgspec.Struct, omit_defaults=True):
+    """reasoning_tokens: those of the completion's that hold reasoning. With a prediction, how many tokens of it were
+    tried and kept, and tried and dropped."""
 
     reasoning_tokens: int
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
 
 
 class Usage(msgspec.Struct):
@@ -40,13 +43,14 @@ class Usage(msgspec.Struct):
         num_completion_tokens: int,
         num_cached_tokens: int,
         num_reasoning_tokens: int = 0,
+        of_prediction: tuple[int, int] | tuple[()] = (),
     ) -> Usage:
         return cls(
             num_prompt_tokens,
             num_completion_tokens,
             num_prompt_tokens + num_completion_tokens,
             PromptTokensDetails(num_cached_tokens),
-            CompletionTokensDetails(num_reasoning_tokens),
+            CompletionTokensDetails(num_reasoning_tokens, *of_prediction),
         )
 
 

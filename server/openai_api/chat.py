@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -132,7 +132,7 @@ def prepare_chat(service: Service, asked: ChatCompletionRequest, request_id: str
         prompts=[token_ids],
         params=params,
         arrival_time_s=arrival_time_s,
-        scheduling=Scheduling.of(asked),
+        scheduling=replace(Scheduling.of(asked), prediction=_prediction(asked, service.tokenizer)),
         reasoning=reasoning,
         tools=_tool_reading(service, asked, tools),
         harmony=harmony,
@@ -152,6 +152,13 @@ def prepare_chat(service: Service, asked: ChatCompletionRequest, request_id: str
         has_running_usage=has_running_usage,
         has_token_ids=bool(asked.return_token_ids),
     )
+
+
+def _prediction(asked: ChatCompletionRequest, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The tokens that the answer may repeat."""
+    if asked.prediction is None or tokenizer is None:
+        return ()
+    return tuple(tokenizer.encode_ordinary(asked.prediction.text))
 
 
 def chat_grammar(

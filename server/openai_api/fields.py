@@ -70,7 +70,6 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "best_of": NotBuilt("choosing the best of several candidates is not built", (1,)),
     "modalities": NotBuilt("only text is made", (["text"],)),
     "audio": NotBuilt("only text is made"),
-    "prediction": NotBuilt("predicted outputs are not built"),
     "web_search_options": NotBuilt("there is no web search"),
     "moderation": NotBuilt("there is no moderation"),
     "verbosity": NotBuilt("not built", ("medium",)),

@@ -113,6 +113,7 @@ class GenerationRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     bad_words           texts that the answer will not hold as tokens
     truncate_prompt_tokens  only the prompt's last tokens, so many, are read; -1: as many as leave room for the answer
     request_id          the request's name in logs, in `X-Request-Id` and for `POST /v1/requests/{id}/cancel`
+    speculation         false: no tokens are proposed for it (an extension of ours; answers are the same)
     response_format, structured_outputs  what the answer must be; at most one of them
     """
 
@@ -144,6 +145,7 @@ class GenerationRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True
     ttft_target_s: float | None = None
     tpot_target_s: float | None = None
     return_token_ids: bool | None = None
+    speculation: bool | None = None
 
 
 class FunctionDefinition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -203,6 +205,11 @@ class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     index: Int | None = None
 
 
+class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["text"]
+    text: str
+
+
 class Message(msgspec.Struct, forbid_unknown_fields=True):
     """One turn. An assistant's message may come back as it was answered, so it has that message's fields too:
     `annotations` are not read, `audio` and `function_call` must be null."""
@@ -223,6 +230,18 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
+class Prediction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Text, or parts of it, that the answer may repeat."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[TextPart], msgspec.Meta(max_length=1024)]
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/chat/completions`.
 
@@ -237,6 +256,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
                              assistant's
     chat_template_kwargs     further variables for the model's template
     documents                the template's variable of that name
+    prediction               a text that the answer may repeat: its tokens are proposed as the answer follows it
     """
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
@@ -251,6 +271,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, str]] | None = None
+    prediction: Prediction | None = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):

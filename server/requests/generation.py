@@ -16,8 +16,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import add
 
-from runtime.engine.messages import EngineOutput, EngineRequest, ErrorCode, TokenLogprobs
+import msgspec
+
+from runtime.engine.messages import EngineOutput, EngineRequest, ErrorCode, ProposalCounts, TokenLogprobs
 from runtime.engine.process.client import EngineClient
 from runtime.engine.sampling_params import SamplingParams
 from runtime.text.pipeline import TextDelta, TextPipeline
@@ -62,6 +65,9 @@ class GenerationError(Exception):
         self.code = code
 
 
+_NO_PROPOSALS = ProposalCounts()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduling:
     """What a request says of its turn, of its prefix and of its name; the meanings are `EngineRequest`'s, but
@@ -72,6 +78,8 @@ class Scheduling:
     ttft_target_s: float | None = None
     tpot_target_s: float | None = None
     given_id: str | None = None
+    speculates: bool = True
+    prediction: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, asked: GenerationRequest) -> Scheduling:
@@ -81,6 +89,7 @@ class Scheduling:
             ttft_target_s=asked.ttft_target_s,
             tpot_target_s=asked.tpot_target_s,
             given_id=asked.request_id,
+            speculates=asked.speculation is not False,
         )
 
 
@@ -122,8 +131,8 @@ class Generation:
     on_close        called once, by the first `close`
 
     `num_prompt_tokens`, `num_cached_tokens` (those of the prompts that the prefix cache had), `num_completion_tokens`
-    and `num_reasoning_tokens` (of the completion's) count over all of them; `prompt_logprobs(i)` is there before the
-    first piece of prompt i."""
+    and `num_reasoning_tokens` (of the completion's) and `proposals` count over all of them; `prompt_logprobs(i)` is
+    there before the first piece of prompt i."""
 
     client: EngineClient
     bridge: LoopBridge
@@ -141,6 +150,7 @@ class Generation:
     max_kept_bytes: int = 1 << 62
     num_completion_tokens: int = 0
     num_reasoning_tokens: int = 0
+    proposals: ProposalCounts = _NO_PROPOSALS
     num_cached_tokens: int = 0
     has_left: bool = False
     is_cancelled: bool = False
@@ -196,6 +206,8 @@ class Generation:
                 ttft_target_s=self.scheduling.ttft_target_s,
                 tpot_target_s=self.scheduling.tpot_target_s,
                 arrival_time_s=self.arrival_time_s,
+                speculates=self.scheduling.speculates,
+                prediction=list(self.scheduling.prediction),
             )
             try:
                 self.client.submit(request, self.bridge.sink(partial(self._receive, prompt)))
@@ -232,6 +244,13 @@ class Generation:
     def has_parts(self) -> bool:
         """Whether an answer may hold anything beside content."""
         return self.reasoning or self.harmony or self.tools is not None
+
+    @property
+    def of_prediction(self) -> tuple[int, int] | tuple[()]:
+        """Its tokens that were tried and kept, and tried and dropped, where the request has a prediction."""
+        counts = self.proposals
+        kept = counts.num_kept_of_prediction
+        return (kept, counts.num_tried_of_prediction - kept) if self.scheduling.prediction else ()
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -312,6 +331,10 @@ class Generation:
             raise GenerationError("the engine was stopped", is_shutdown=True)
         if output.prompt_logprobs is not None:  # with choice 0's first output; other choices start after it
             prompt.logprobs = output.prompt_logprobs
+        if output.proposals is not None:
+            self.proposals = ProposalCounts(
+                *map(add, msgspec.structs.astuple(self.proposals), msgspec.structs.astuple(output.proposals))
+            )
         if output.index == 0 and output.num_cached_tokens is not None:
             self.num_cached_tokens += output.num_cached_tokens
         pipeline = prompt.pipelines[output.index]

@@ -20,6 +20,7 @@ from runtime.engine.messages import (
     EngineRequest,
     EngineState,
     EngineStats,
+    ProposalCounts,
     StepView,
     TokenLogprobs,
 )
@@ -85,6 +86,7 @@ class FakeEngineClient:
         self.cancelled: list[str] = []
         self.failing: set[int] = set()
         self.step_s = 0.0
+        self.proposals: ProposalCounts | None = None  # of each choice
         self.step_gate = threading.Event()
         self.step_gate.set()
         self.is_dead = False
@@ -106,6 +108,7 @@ class FakeEngineClient:
         self.cancelled.clear()
         self.failing.clear()
         self.step_s = 0.0
+        self.proposals = None
         self.step_gate.set()
         self.revive()
 
@@ -236,6 +239,7 @@ class FakeEngineClient:
                 prompt_logprobs=self._prompt_logprobs(request) if wants_prompt else None,
                 finish_reason=finish_reason,
                 stop_reason=stop_reason,
+                proposals=None if finish_reason is None else self.proposals,
             )
             if finish_reason is not None:
                 self._close_choice(found, index)

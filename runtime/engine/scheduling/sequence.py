@@ -29,6 +29,9 @@ class State(enum.Enum):
     FINISHED = enum.auto()
 
 
+NO_IDS: NDArray[np.int32] = np.empty(0, np.int32)
+
+
 class Request:
     """An admitted request; it is open while it has sequences.
 
@@ -39,6 +42,8 @@ class Request:
     stop_ids        ids that end a choice, mapped to its ``stop_reason`` (None for EOS)
     cache_salt      whose prefixes it may share; None: those of all requests without a salt
     ttft_target_s, tpot_target_s  for the deadline policy; None: as configured
+    speculates      its tokens may be proposed
+    prediction      [n] int32, tokens that its choices may repeat
     prompt_logprobs entries for the first prompt tokens, complete when the prompt is; None when not asked for
     awaits_grammar  its grammar is being compiled, and its choices are held until then
     """
@@ -51,12 +56,14 @@ class Request:
         "max_tokens",
         "number",
         "params",
+        "prediction",
         "priority",
         "prompt_ids",
         "prompt_logprobs",
         "request_id",
         "seed",
         "sequences",
+        "speculates",
         "stop_ids",
         "tpot_target_s",
         "ttft_target_s",
@@ -76,6 +83,8 @@ class Request:
         tpot_target_s: float | None = None,
         max_tokens: int,
         arrival_s: float,
+        speculates: bool = True,
+        prediction: NDArray[np.int32] = NO_IDS,
     ) -> None:
         self.request_id = request_id
         self.prompt_ids = prompt_ids
@@ -87,6 +96,8 @@ class Request:
         self.tpot_target_s = tpot_target_s
         self.max_tokens = max_tokens
         self.arrival_s = arrival_s
+        self.speculates = speculates
+        self.prediction = prediction
         self.stop_ids: dict[int, int | None] = {i: i for i in params.stop_token_ids or ()}
         if not params.ignore_eos:
             self.stop_ids.update(dict.fromkeys(eos_token_ids))
@@ -126,6 +137,7 @@ class Sequence:
     rotary_offset  rotary position less position of its tokens: 0, or the model's ``rotary_switch`` if it is longer
     row            its row in the runner's arrays while it runs, unique among the running; else None
     last_step      number of the last step that had a chunk of it; -1: none
+    proposals      the numbers of `ProposalCounts`, where tokens were proposed
     num_cached_tokens  tokens that were found when it first started; None before that
     matcher        where its output is in the request's grammar; None: there is none
     """
@@ -153,6 +165,7 @@ class Sequence:
         "num_prompt_tokens",
         "num_tokens",
         "order",
+        "proposals",
         "request",
         "rotary_offset",
         "row",
@@ -171,6 +184,7 @@ class Sequence:
         self.num_computed = 0
         self.num_committed = 0
         self.num_cached_tokens: int | None = None
+        self.proposals: list[int] | None = None
         self.last_step = -1
         self.last_token_id = int(request.prompt_ids[-1])
         self.blocks: list[list[int]] = []

@@ -28,28 +28,33 @@ MOST_PLACES = 64
 _BACK = np.arange(SUREST, dtype=np.int64)
 
 
-def continuation(tokens: Ids, ending: Ids, most: int) -> tuple[Ids, int]:
-    """What follows in ``tokens`` behind the place that agrees with ``ending`` for longest (the latest of equals), and
-    for how many tokens it does, at most ``SUREST``. The last token is no place, nor is one
-    before a break, since nothing follows. A
-    proposal that runs over the end of ``tokens`` repeats itself."""
+def best_place(tokens: Ids, ending: Ids) -> tuple[int, int]:
+    """Behind which of ``tokens`` the longest agreement with ``ending`` is (the latest of equals), and for how many
+    tokens it lasts, at most ``SUREST``; (-1, 0): nowhere for long enough. The last token is no place, nor is one before
+    a break, since nothing follows."""
     end = len(tokens) - 1
     length = min(len(ending), SUREST)
     if end < LEAST_MATCH or length < LEAST_MATCH:
-        return NOTHING, 0
+        return -1, 0
     places = (tokens[:end] == ending[-1]).nonzero()[0][-MOST_PLACES:]
     places = places[tokens[places + 1] != BREAK]
     if not places.size:
-        return NOTHING, 0
+        return -1, 0
     back = np.maximum(places[:, None] - _BACK[:length], 0)  # what is before the first token is cut off below
     agrees = tokens[back] == ending[::-1][:length]
     depths = np.where(agrees.all(1), length, agrees.argmin(1))
     depths = np.minimum(depths, places + 1)
     best = len(depths) - 1 - int(depths[::-1].argmax())
     depth = int(depths[best])
-    if depth < LEAST_MATCH:
+    return (int(places[best]) + 1, depth) if depth >= LEAST_MATCH else (-1, 0)
+
+
+def continuation(tokens: Ids, ending: Ids, most: int) -> tuple[Ids, int]:
+    """What follows at the `best_place`, and for how many tokens that agrees. A proposal that runs over the end of
+    ``tokens`` repeats itself."""
+    first, depth = best_place(tokens, ending)
+    if first < 0:
         return NOTHING, 0
-    first = int(places[best]) + 1
     found = tokens[first : first + most]
     if len(found) < most:
         found = np.resize(tokens[first:], most)

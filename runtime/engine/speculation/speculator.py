@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from runtime.engine.grammar.matcher import GrammarMatcher
-from runtime.engine.scheduling.sequence import Sequence
-from runtime.engine.speculation.drafter import SUREST, Drafter, Ids
+from runtime.engine.scheduling.sequence import Request, Sequence
+from runtime.engine.speculation.drafter import NOTHING, SUREST, Drafter, Ids
+from runtime.engine.speculation.prediction import PredictionDrafter
 from runtime.engine.speculation.step_times import WIDTHS, StepTimes
 
 logger = logging.getLogger("xserv.engine")
@@ -38,6 +39,9 @@ FORGETTING = 0.99
 
 TRIAL_STEPS = 64
 """Steps that overlap with the next between two that do not, to see whether proposals would pay."""
+
+TRIAL_STEPS_PREDICTED = 4
+"""The same while a request has a prediction, which is short."""
 
 HANG_S = 1.0
 """A drafter that takes so long for one sequence is turned off."""
@@ -76,26 +80,31 @@ class _Chance:
 class _Tried:
     chance: _Chance
     sureness: int
+    is_predicted: bool
 
 
 class Speculator:
     """What the engine asks for proposals before it plans a step. It belongs to the engine's loop.
 
+    drafter   of all sequences; None: there are proposals out of requests' predictions alone
     most      proposals for a sequence in a step
     fixed     try as many as there are, whether or not it pays: to measure with
     counters  of what was tried
     """
 
-    def __init__(self, drafter: Drafter, most: int, vocab_size: int, *, fixed: bool = False) -> None:
+    def __init__(self, drafter: Drafter | None, most: int, vocab_size: int, *, fixed: bool = False) -> None:
         self.counters = SpeculationCounters(accepted_by_position=[0] * most)
         self.times = StepTimes()
         self._drafter: Drafter | None = drafter
+        self._predictions: Drafter | None = PredictionDrafter()
+        self._num_predicted = 0  # sequences with predictions that have not ended
         self._most = most
         self._vocab_size = vocab_size
         self._fixed = fixed
         self._chances = [_Chance() for _ in range(SUREST + 1)]  # by how sure the drafter was
         self._by_sequence: dict[Sequence, _Chance] = {}
         self._tried: dict[Sequence, _Tried] = {}
+        self._predicted: set[Sequence] = set()  # whose proposals come from predictions
         self._lookup_s = 0.0  # of one sequence, fading
         self._share = SHARE_PAYING
         self._next = 0  # whose turn it is to be looked at first
@@ -105,21 +114,31 @@ class Speculator:
 
     @property
     def is_on(self) -> bool:
+        """Whether the drafter has not been turned off."""
         return self._drafter is not None
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether anything can be proposed now."""
+        return self._drafter is not None or self._num_predicted > 0
+
+    def expect(self, request: Request) -> None:
+        """The request has come."""
+        if len(request.prediction) and request.speculates:
+            self._num_predicted += len(request.open_sequences)
 
     def wants_tokens(self) -> bool:
         """Whether the step behind the one that runs should be planned when that one's tokens are known: while
         proposals pay, and now and then to see whether they would. Asked once a step, where steps overlap."""
         self._num_asked += 1
-        self._is_held = self._drafter is not None and (bool(self._tried) or self._num_asked % TRIAL_STEPS == 0)
+        every = TRIAL_STEPS_PREDICTED if self._num_predicted else TRIAL_STEPS
+        self._is_held = bool(self._tried) or self._num_asked % every == 0
         return self._is_held
 
     def propose(self, running: Iterable[Sequence]) -> dict[Sequence, list[int]]:
         """Proposals that are worth trying in the next step, for sequences that wait for nothing but their next token.
         All of a sequence's tokens have to be known."""
         self._tried = {}
-        if self._drafter is None:
-            return {}
         decodes = [s for s in running if s.num_tokens + s.num_pending - s.num_computed == 1 and not s.is_drawing_last]
         plain = self.times.plain(len(decodes))
         if not decodes or (plain is None and not self._fixed):
@@ -139,7 +158,8 @@ class Speculator:
             count = counts.get(sequence, 0)
             if count:
                 drafts[sequence] = ids[:count].tolist()
-                self._tried[sequence] = _Tried(self._by_sequence[sequence], sureness)
+                is_predicted = sequence in self._predicted
+                self._tried[sequence] = _Tried(self._by_sequence[sequence], sureness, is_predicted)
             else:
                 self._by_sequence[sequence].forget()
                 self._chances[sureness].forget()
@@ -162,6 +182,14 @@ class Speculator:
             counters.num_accepted_tokens += accepted
             for position in range(accepted):
                 counters.accepted_by_position[position] += 1
+            counts = sequence.proposals
+            if counts is None:
+                counts = sequence.proposals = [0, 0, 0, 0]
+            counts[0] += count
+            counts[1] += accepted
+            if one.is_predicted:
+                counts[2] += count
+                counts[3] += accepted
         total = sum(drafted.values())
         last, self._last_end = self._last_end, (number, len(kept), now) if is_pure else None
         follows = last is not None and is_pure and last[:2] == (number - 1, len(kept))
@@ -170,12 +198,15 @@ class Speculator:
 
     def end(self, sequence: Sequence) -> None:
         """The sequence has ended."""
+        if len(sequence.request.prediction) and sequence.request.speculates:
+            self._num_predicted -= 1
         self._by_sequence.pop(sequence, None)
-        if self._drafter is not None:
-            try:
-                self._drafter.end(sequence)
-            except Exception:
-                self._turn_off("failed", with_trace=True)
+        for drafter in (self._drafter, self._predictions):
+            if drafter is not None:
+                try:
+                    drafter.end(sequence)
+                except Exception:
+                    self._turn_off(drafter, "failed", with_trace=True)
 
     def _look(self, decodes: list[Sequence], step_s: float) -> dict[Sequence, tuple[Ids, int]]:
         """Proposals of as many sequences as there is time to ask for."""
@@ -191,10 +222,11 @@ class Speculator:
         asked = [*decodes[first:], *decodes[:first]][:num_asked]
         self._next = first + num_asked if num_asked < len(decodes) else 0
         found = {}
+        self._predicted.clear()
         begun = time.perf_counter()
         for sequence in asked:
             room = sequence.max_tokens - sequence.num_output_tokens - 1
-            if sequence.num_pending or room < 1 or self._drafter is None:
+            if sequence.num_pending or room < 1 or not sequence.request.speculates:
                 continue
             ids, sureness = self._ask(sequence, min(self._most, room))
             if sequence.matcher is not None:
@@ -206,31 +238,40 @@ class Speculator:
         return found
 
     def _ask(self, sequence: Sequence, most: int) -> tuple[Ids, int]:
-        """What the drafter says, if that is sound. One that fails, gives rubbish or takes too long is turned off."""
-        nothing: tuple[Ids, int] = np.empty(0, np.int32), 0
-        assert self._drafter is not None
+        """What follows in the request's prediction, else what the drafter says."""
+        if self._predictions is not None and len(sequence.request.prediction):
+            ids, sureness = self._sound(self._predictions, sequence, most)
+            if len(ids):
+                self._predicted.add(sequence)
+                return ids, sureness
+        return (NOTHING, 0) if self._drafter is None else self._sound(self._drafter, sequence, most)
+
+    def _sound(self, drafter: Drafter, sequence: Sequence, most: int) -> tuple[Ids, int]:
+        """What a drafter says, if that is sound. One that fails, gives rubbish or takes too long is turned off."""
         begun = time.perf_counter()
         try:
-            ids, sureness = self._drafter.propose(sequence, most)
+            ids, sureness = drafter.propose(sequence, most)
             if not isinstance(ids, np.ndarray) or ids.dtype != np.int32 or ids.ndim != 1 or len(ids) > most:
-                self._turn_off(f"proposed no array of at most {most} ids")
-                return nothing
+                self._turn_off(drafter, f"proposed no array of at most {most} ids")
+                return NOTHING, 0
             if len(ids) and not (ids.min() >= 0 and ids.max() < self._vocab_size):
-                self._turn_off(f"proposed ids outside the vocabulary of {self._vocab_size}")
-                return nothing
+                self._turn_off(drafter, f"proposed ids outside the vocabulary of {self._vocab_size}")
+                return NOTHING, 0
             sureness = min(max(int(sureness), 0), SUREST)
         except Exception:
-            self._turn_off("failed", with_trace=True)
-            return nothing
+            self._turn_off(drafter, "failed", with_trace=True)
+            return NOTHING, 0
         if time.perf_counter() - begun > HANG_S:
-            self._turn_off(f"took more than {HANG_S:g} s for one sequence")
-            return nothing
+            self._turn_off(drafter, f"took more than {HANG_S:g} s for one sequence")
+            return NOTHING, 0
         return ids, sureness
 
-    def _turn_off(self, why: str, *, with_trace: bool = False) -> None:
-        if self._drafter is not None:
-            logger.error("the drafter %s %s: speculation is off", self._drafter.name, why, exc_info=with_trace)
-        self._drafter = None
+    def _turn_off(self, drafter: Drafter, why: str, *, with_trace: bool = False) -> None:
+        logger.error("the drafter %s %s: it is off", drafter.name, why, exc_info=with_trace)
+        if drafter is self._drafter:
+            self._drafter = None
+        else:
+            self._predictions = None
 
     def _chance(self, sequence: Sequence, sureness: int) -> float:
         """That a proposal is kept if all before it are."""
