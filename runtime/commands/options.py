@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, g
 
 import typer
 
+from runtime.commands.speculative_config import options_of
 from runtime.engine.config import (
     Batching,
     DecodeGraphsMode,
@@ -154,13 +155,23 @@ class EngineOptions:
     num_speculative_tokens: Annotated[
         int, typer.Option(help="Most proposals for a sequence in a step; fewer where they do not pay.")
     ] = _CONFIG.num_speculative_tokens
+    speculative_config: Annotated[
+        str | None, typer.Option(metavar="JSON", help="The same as vLLM writes it: {\"method\": \"ngram\"}.")
+    ] = None
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `build_engine`, or of `LLM`; what is None is left to their defaults.
 
-        Raises `RequestError` for stages that are not four integers.
+        Raises `RequestError` for stages that are not four integers, and a wrong `speculative_config`.
         """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if (text := values.pop("speculative_config")) is not None:
+            for name, value in options_of(text).items():
+                if values[name] not in (value, getattr(_CONFIG, name)):
+                    option = f"--{name.replace('_', '-')} {values[name]}"
+                    problem = f"{option} and --speculative-config say different things"
+                    raise RequestError(problem, param="speculative_config")
+                values[name] = value
         values["swap_space_bytes"] = round(values.pop("swap_space") * GIB)
         for name in ("ageing", "ttft_target", "tpot_target"):
             values[f"{name}_s"] = values.pop(name)

@@ -1,0 +1,57 @@
+"""vLLM's `--speculative-config`: the same as `--speculation` and `--num-speculative-tokens`, in JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from runtime.engine.errors import RequestError
+
+logger = logging.getLogger("xserv.commands")
+
+_METHODS = {"ngram": "ngram", "[ngram]": "ngram", "ngram_gpu": "ngram", "suffix": "suffix"}
+_NOT_BUILT = ("draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash")
+_WITHOUT_EFFECT = {
+    "prompt_lookup_max": "the longest agreement is looked for",
+    "prompt_lookup_min": "two tokens have to agree",
+    "disable_by_batch_size": "how many are tried is chosen from step to step",
+    "suffix_decoding_max_tree_depth": "there is no tree",
+    "suffix_decoding_max_cached_requests": "a tenant's latest 32,768 tokens are kept",
+    "suffix_decoding_max_spec_factor": "how many are tried is chosen from step to step",
+    "suffix_decoding_min_token_prob": "how many are tried is chosen from step to step",
+}
+
+
+def options_of(text: str) -> dict[str, Any]:
+    """The engine's options that it stands for. Keys that have nothing to set are logged.
+
+    Raises RequestError for what is no such object, an unknown key, and a method that is not built."""
+    param = "speculative_config"
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise RequestError(f"--speculative-config is no JSON: {error}", param=param) from None
+    if not isinstance(given, dict):
+        raise RequestError(f"--speculative-config must be a JSON object, got {text:.80}", param=param)
+    method = given.pop("method", None)
+    if method is None and "model" in given:
+        method = "draft_model" if str(given["model"]) not in _METHODS else given.pop("model")
+    if method in _NOT_BUILT:
+        raise RequestError(f"--speculative-config: the method {method!r} is not built", param=param)
+    if not isinstance(method, str) or method not in _METHODS:
+        known = ", ".join(name for name in _METHODS if name.isalpha())
+        raise RequestError(f"--speculative-config: method must be one of {known}, got {method!r:.80}", param=param)
+    options: dict[str, Any] = {"speculation": _METHODS[method]}
+    most = given.pop("num_speculative_tokens", None)
+    if most is not None:
+        if type(most) is not int or most < 1:
+            problem = f"num_speculative_tokens must be an integer of at least 1, got {most!r:.80}"
+            raise RequestError(f"--speculative-config: {problem}", param=param)
+        options["num_speculative_tokens"] = most
+    for name in given:
+        if name not in _WITHOUT_EFFECT:
+            known = ", ".join(("method", "num_speculative_tokens", *_WITHOUT_EFFECT))
+            raise RequestError(f"--speculative-config: no key {name!r:.80}; there are {known}", param=param)
+        logger.warning("--speculative-config: %s has no effect: %s", name, _WITHOUT_EFFECT[name])
+    return options
