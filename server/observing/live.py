@@ -73,6 +73,8 @@ class LiveStats(msgspec.Struct, frozen=True):
     generation_tokens: int
     prefix_cache_queries: int
     prefix_cache_hits: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
 
 
 class LiveMessage(msgspec.Struct, frozen=True):

@@ -195,6 +195,9 @@ export class Live {
     const numbers = info?.quantization === "int8" ? `int8 weights, ${info.dtype} pages` : info?.dtype;
     if (info) notes.push(`${info.model} on ${info.device}, ${numbers}. Up to ${count(info.max_num_batched_tokens)} tokens a step.`);
     if (stats?.num_preemptions) notes.push(`${count(stats.num_preemptions)} preemptions so far.`);
+    if (stats?.num_draft_tokens) {
+      notes.push(`${count(stats.num_accepted_tokens)} of ${count(stats.num_draft_tokens)} proposed tokens were kept.`);
+    }
     if (this.timeline.numHidden) notes.push(`${count(this.timeline.numHidden)} earlier requests are not shown.`);
     if (this.model.numMissed) notes.push(`${count(this.model.numMissed)} steps came too fast to be shown.`);
     byId("live-note").textContent = notes.join(" ");

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import re
 
 from playwright.sync_api import Browser, Page, expect
 
@@ -120,7 +121,7 @@ LARGE = {
     "stats": {
         "num_running": 4096, "num_waiting": 12345, "num_blocks": 123456, "num_free_blocks": 11111,
         "num_cached_blocks": 1000, "num_preemptions": 123456, "prompt_tokens": 10**9, "generation_tokens": 10**9,
-        "prefix_cache_queries": 1000, "prefix_cache_hits": 1000,
+        "prefix_cache_queries": 1000, "prefix_cache_hits": 1000, "num_draft_tokens": 10**9, "num_accepted_tokens": 999,
     },
     "steps": [{
         "step": 1, "start_s": 999.0, "duration_s": 0.5, "num_running": 4096, "num_waiting": 12345, "preempted": [],
@@ -141,6 +142,7 @@ def test_no_label_of_the_engine_is_cut_off(browser: Browser, fake: Served) -> No
         page.click("#toggle-live")
         expect(page.locator("#requests tr")).to_have_count(8)
         expect(page.locator("#live-state")).to_have_text("disconnected")
+        expect(page.locator("#live-note")).to_contain_text(re.compile(r"\b999 of \S+ proposed tokens were kept\."))
         for width in (1360, 1280, 1179, 390):
             page.set_viewport_size({"width": width, "height": 844})
             cut = page.evaluate(
