@@ -65,9 +65,11 @@ class Decoder(Model):
     Attributes:
         norm_offset: what is added to the weights of norms, 1 where they are stored so.
         embedding_scale: what token embeddings are multiplied by.
+        root: begins the names of all its tensors but the head's.
     """
 
     prefix = "model."
+    root = "model"
     harmless = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
     config: DecoderConfig
     norm_offset = 0.0
@@ -76,7 +78,7 @@ class Decoder(Model):
     def __init__(self, config: DecoderConfig, maker: Maker) -> None:
         super().__init__(config, maker)
         self.embed_tokens, self.lm_head = maker.embedding(
-            "model.embed_tokens",
+            f"{self.root}.embed_tokens",
             head="lm_head",
             rows=config.vocab_size,
             columns=config.hidden_size,
@@ -87,9 +89,9 @@ class Decoder(Model):
         assert len(switches) < 2, "layers that are rotated by tables of different rows"
         self.rotary_switch = next(iter(switches), None)
         self.layers = [
-            self.make_layer(index, maker.under(f"model.layers.{index}")) for index in range(config.num_layers)
+            self.make_layer(index, maker.under(f"{self.root}.layers.{index}")) for index in range(config.num_layers)
         ]
-        self.norm = maker.vector("model.norm.weight", config.hidden_size, add=self.norm_offset)
+        self.norm = maker.vector(f"{self.root}.norm.weight", config.hidden_size, add=self.norm_offset)
 
     @abstractmethod
     def make_layer(self, index: int, maker: Maker) -> Layer:
@@ -184,7 +186,7 @@ class Attention:
             num_q_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
-            rope=self.rope,
+            rope=self.rope if batch.rope is None else batch.rope,
             q_norm=self.q_norm,
             k_norm=self.k_norm,
             norm_eps=self.norm_eps,

@@ -8,6 +8,7 @@ holds the source of one map at a time, so that loading needs little more than on
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -67,7 +68,8 @@ class LinearDeclaration:
     """A linear map: stored as one tensor for each name, or as one for all outputs. Names lack `.weight` and `.bias`.
 
     `outputs` and `inputs` are those of one of `num_ranks` ranks; tensors are stored whole. `is_segmented`: ranks add up
-    K in the order of `numba_kernels.segments`. `norm` is that of its inputs.
+    K in the order of `numba_kernels.segments`. `norm` is that of its inputs. `kernel` is the shape that a convolution's
+    inputs are stored in.
     """
 
     names: tuple[str, ...]
@@ -80,6 +82,7 @@ class LinearDeclaration:
     num_ranks: int
     is_segmented: bool
     norm: RmsNorm | None
+    kernel: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.names) in (1, len(self.outputs)), f"{self.names} cannot be stored as {self.outputs}"
@@ -96,7 +99,8 @@ class LinearDeclaration:
         inputs = self.inputs * (self.num_ranks if self.split == "inputs" else 1)
         for name, each in zip(self.names, outputs, strict=True):
             count = each * (self.num_ranks if self.split == "outputs" else 1)
-            yield f"{name}.weight", (inputs, count) if self.is_transposed else (count, inputs)
+            shape = (inputs, count) if self.is_transposed else (count, *(self.kernel or (inputs,)))
+            yield f"{name}.weight", shape
             if self.has_bias:
                 yield f"{name}.bias", (count,)
 
@@ -168,6 +172,7 @@ class Maker(ABC):
         is_transposed: bool = False,
         split: Split | None = None,
         norm: RmsNorm | None = None,
+        kernel: tuple[int, ...] = (),
     ) -> Linear:
         """The map `name.weight [outputs, inputs]` (`is_transposed`: stored as `[inputs, outputs]`) and, with
         `has_bias`, `name.bias [outputs]`.
@@ -189,6 +194,7 @@ class Maker(ABC):
             num_ranks=self.options.num_ranks,
             is_segmented=self.options.num_segments(split) > 0,
             norm=norm,
+            kernel=kernel,
         )
         weight = self._linear(declaration)
         self._count(weight.size_bytes)
@@ -250,6 +256,14 @@ class Maker(ABC):
         inner.options = replace(self.options, format=None, rounding="")
         inner._is_quantisable = False
         return inner.linear(name, outputs=outputs, inputs=inputs, has_bias=has_bias)
+
+    def convolution(self, name: str, *, outputs: int, kernel: tuple[int, ...], has_bias: bool) -> Linear:
+        """A convolution whose stride is its size, `name.weight [outputs, *kernel]`, as a map of its windows, flat. It
+        is not quantised, whatever the options say."""
+        inner = copy.copy(self)
+        inner.options = replace(self.options, format=None, rounding="")
+        inner._is_quantisable = False
+        return inner.linear(name, outputs=outputs, inputs=math.prod(kernel), has_bias=has_bias, kernel=kernel)
 
     def embedding(
         self, name: str, *, head: str, rows: int, columns: int, is_tied: bool
@@ -469,7 +483,8 @@ class LoadingMaker(Maker):
                         " its maps are stored inputs first"
                     )
                 return Tensor.from_numpy(self._array(f"{name}.weight", (columns, rows)).T)
-            return Tensor.from_numpy(self._array(f"{name}.weight", (rows, columns)))
+            array = self._array(f"{name}.weight", (rows, columns))
+            return Tensor.from_numpy(array.reshape(len(array), -1) if declaration.kernel else array)
 
         biases = []
         if self._packing(declaration) is not None:

@@ -10,7 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedTokens:
+    """Tokens from ``first_token`` on whose embeddings an encoder has made.
+
+    ``rows``: each ``[num_tokens, hidden_size]``; the first are the embeddings, the i-th of the others are added behind
+    the i-th layer.
+    """
+
+    first_token: int
+    rows: tuple[Tensor, ...]
 
 
 @dataclass(slots=True)
@@ -31,6 +44,8 @@ class Batch:
     max_query_len: int  # longest chunk of this batch, in tokens: for launch plans
     max_seq_len: int  # longest sequence of this batch, in tokens: for launch plans
     exact: bool = False  # a row's result must not depend on the rest of the batch; on the cpu it never does
+    rope: RopeTable | None = None  # the step's own rotations, a row a position; None: the model's
+    encoded: tuple[EncodedTokens, ...] = ()  # what stands for the embeddings of some tokens
     plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # what ops derived, for all layers
 
     @property

@@ -3,7 +3,7 @@ chunking."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ class ModelDriver:
 
     `in_groups` puts layers with windows into groups of their own, whose pages behind a window are given up; the block
     that their entries name then holds NaN. `exact` is the batches', `rotary_offset`
-    that of all sequences.
+    that of all sequences. `complete` may add to a batch whose first chunk begins at a position.
     """
 
     def __init__(
@@ -40,8 +40,10 @@ class ModelDriver:
         in_groups: bool = False,
         exact: bool = False,
         rotary_offset: int = 0,
+        complete: Callable[[Batch, int], None] | None = None,
     ) -> None:
         self.model = model
+        self.complete = complete
         self.rotary_offset = rotary_offset
         self.exact = exact
         self.block_size = block_size
@@ -95,6 +97,8 @@ class ModelDriver:
             max_seq_len=max(seq_lens),
             exact=self.exact,
         )
+        if self.complete is not None:
+            self.complete(batch, next(iter(starts.values())))
         hidden = self.model.forward(batch, self.kv_cache)
         assert hidden.shape == (num_tokens, self.model.config.hidden_size)
         logits = self.model.compute_logits(hidden).to("cpu").numpy()

@@ -1,0 +1,60 @@
+"""Positions in three axes (M-RoPE, Qwen2-VL, arXiv 2409.12191; interleaved in Qwen3-VL).
+
+A text token stands at the same place on all axes. A picture's tokens share one time, and have a line and a column each;
+the text behind it goes on behind the largest of them. So rotary positions fall behind places in the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from models.rope import inverse_frequencies
+from models.rope_config import RopeConfig
+from runtime import ops
+from runtime.device.device import Device
+from runtime.ops import RopeTable
+
+Array = np.ndarray[Any, Any]
+
+
+def token_positions(num_tokens: int, images: Sequence[tuple[int, int, int]]) -> tuple[Array, int]:
+    """The positions of a prompt's tokens, `[3, num_tokens]` int32 by time, line and column; and by how much the
+    positions of all tokens behind it differ from their places.
+
+    `images`: the first token, the lines and the columns of tokens of each picture, in order.
+    """
+    positions = np.empty((3, num_tokens), np.int32)
+    place = offset = 0
+    for first, rows, columns in images:
+        positions[:, place:first] = np.arange(place, first) + offset
+        start, count = first + offset, rows * columns
+        lines, across = np.divmod(np.arange(count), columns)
+        positions[:, first : first + count] = start + np.stack([np.zeros(count, np.int64), lines, across])
+        place, offset = first + count, offset + max(rows, columns) - count
+    positions[:, place:] = np.arange(place, num_tokens) + offset
+    return positions, offset
+
+
+def interleaved_axes(sections: Sequence[int], num_pairs: int) -> Array:
+    """The axis that turns each pair: the axes take turns for as long as their sections last, then it is time."""
+    axes = np.zeros(num_pairs, np.int64)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = axis
+    return axes
+
+
+def rotations(rope: RopeConfig, axes: Array, positions: Array, device: Device) -> RopeTable:
+    """A row of rotations for each token of `positions [3, num_tokens]`: equal to the model's table, to the bit, where a
+    token's axes agree."""
+    turned = np.ascontiguousarray(positions.astype(np.float32)[axes].T)  # [num_tokens, num_pairs]
+    angles = turned * inverse_frequencies(rope)
+    cos = np.cos(angles, dtype=np.float64, casting="same_kind").astype(np.float32)
+    sin = np.sin(angles, dtype=np.float64, casting="same_kind").astype(np.float32)
+    if rope.attention_factor != 1.0:
+        cos *= np.float32(rope.attention_factor)
+        sin *= np.float32(rope.attention_factor)
+    cos_on, sin_on = ops.place([cos, sin], device)
+    return RopeTable(cos=cos_on, sin=sin_on, interleaved=rope.interleaved)

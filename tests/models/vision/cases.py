@@ -1,0 +1,87 @@
+"""Tiny models that read pictures, and what they are asked: shared by the tests and `tools/make_vision_goldens.py`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.models.folders import write_safetensors
+from tests.models.golden_weights import golden_tensor, rounded_to_bfloat16
+
+FOLDER = Path(__file__).parent
+IMAGE = 90  # the token that stands for pictures
+SEED = 21
+
+GRIDS = ((4, 6), (2, 2), (14, 10), (2, 8))
+"""Of patches: in a prompt the first two stand side by side."""
+
+PROMPT = (3, 17, *(IMAGE,) * 6, *(IMAGE,) * 1, 5, 81, 44, 9, *(IMAGE,) * 35, 7, 30, *(IMAGE,) * 4)
+"""Pictures after text, beside each other, between text, and last."""
+
+FIRST = tuple(np.flatnonzero(np.diff([0, *(token == IMAGE for token in PROMPT)]) == 1).tolist())
+
+CASES: dict[str, dict[str, Any]] = {
+    "qwen3_vl": {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "image_token_id": IMAGE,
+        "video_token_id": 91,
+        "vision_start_token_id": 92,
+        "vision_end_token_id": 93,
+        "tie_word_embeddings": True,
+        "text_config": {
+            "model_type": "qwen3_vl_text",
+            "vocab_size": 96, "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 3,
+            "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20, "max_position_embeddings": 128,
+            "rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False, "dtype": "float32",
+            "rope_parameters": {
+                "rope_type": "default", "rope_theta": 5e5, "mrope_section": [4, 3, 3], "mrope_interleaved": True,
+            },
+        },
+        "vision_config": {
+            "model_type": "qwen3_vl_vision",
+            "depth": 3, "hidden_size": 36, "num_heads": 3, "intermediate_size": 52, "out_hidden_size": 40,
+            "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 25,
+            "deepstack_visual_indexes": [0, 2], "hidden_act": "gelu_pytorch_tanh", "in_channels": 3,
+        },
+    },
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Golden:
+    """What transformers made of a case."""
+
+    shapes: dict[str, tuple[int, ...]]
+    arrays: dict[str, np.ndarray[Any, Any]]
+
+
+def load_golden(case: str) -> Golden:
+    shapes = {name: tuple(shape) for name, shape in json.loads((FOLDER / f"{case}.json").read_text()).items()}
+    with np.load(FOLDER / f"{case}.npz") as stored:
+        return Golden(shapes, dict(stored))
+
+
+def patches_of(case: str, index: int) -> np.ndarray[Any, Any]:
+    """A picture's patches, normalised: `[rows * columns, 3 * frames * patch_size**2]`."""
+    vision = CASES[case]["vision_config"]
+    width = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    rows, columns = GRIDS[index]
+    return golden_tensor(f"picture.{index}.weight", (rows * columns, width), SEED) * np.float32(np.sqrt(width / 3.0))
+
+
+def write_model(folder: Path, case: str, shapes: dict[str, tuple[int, ...]], stored_as: str = "F32") -> Path:
+    """A model folder with the case's weights."""
+    import ml_dtypes
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(CASES[case]))
+    tensors = {name: golden_tensor(name, shape, SEED) for name, shape in shapes.items()}
+    if stored_as == "BF16":
+        tensors = {name: rounded_to_bfloat16(each).astype(ml_dtypes.bfloat16) for name, each in tensors.items()}
+    write_safetensors(folder / "model.safetensors", tensors)
+    return folder

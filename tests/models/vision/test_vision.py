@@ -1,0 +1,165 @@
+"""Models that read pictures against transformers: the tower's embeddings, positions, logits, and what is drawn behind.
+
+Made by `tools/make_vision_goldens.py`. Chunks may cut a picture anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.errors import ConfigError
+from models.families.qwen3_vl import Qwen3VLModel
+from models.mrope import token_positions
+from models.registry import load_model, parse_config
+from runtime import ops
+from runtime.batch import Batch, EncodedTokens
+from runtime.tensor.tensor import Tensor
+from tests.models.driver import ModelDriver, relative_error
+from tests.models.vision.cases import CASES, FIRST, GRIDS, IMAGE, PROMPT, Golden, load_golden, patches_of, write_model
+
+SPANS = [(2, 2, 3), (8, 1, 1), (13, 7, 5), (50, 1, 4)]
+
+
+def spans() -> list[tuple[int, int, int]]:
+    """The first token, lines and columns of tokens of each picture; the second begins where the first ends."""
+    firsts = [FIRST[0], FIRST[0] + 6, *FIRST[1:]]
+    return [(first, rows // 2, columns // 2) for first, (rows, columns) in zip(firsts, GRIDS, strict=True)]
+
+
+def loaded(folder: Path, case: str, **options: Any) -> tuple[Golden, Qwen3VLModel]:
+    golden = load_golden(case)
+    stored_as = options.pop("stored_as", "F32")
+    model = load_model(write_model(folder, case, golden.shapes, stored_as), **options)
+    assert isinstance(model, Qwen3VLModel)
+    return golden, model
+
+
+def encoded(model: Qwen3VLModel, case: str) -> list[tuple[Tensor, ...]]:
+    return [model.tower(patches_of(case, index), grid) for index, grid in enumerate(GRIDS)]
+
+
+def rows_of(pictures: Sequence[tuple[Tensor, ...]], part: int) -> np.ndarray[Any, Any]:
+    return np.concatenate([np.asarray(picture[part].to("cpu").numpy(), np.float32) for picture in pictures])
+
+
+def completed(model: Qwen3VLModel, pictures: Sequence[tuple[Tensor, ...]]) -> Any:
+    """Gives a batch of one chunk its rotations, and the pictures' rows that it has."""
+    positions, offset = token_positions(len(PROMPT), spans())
+
+    def complete(batch: Batch, start: int) -> None:
+        count = batch.num_tokens
+        places = np.arange(start, start + count)
+        own = np.broadcast_to(places + offset, (3, count)).astype(np.int32)
+        inside = places < len(PROMPT)
+        own = np.where(inside, positions[:, np.minimum(places, len(PROMPT) - 1)], own)
+        batch.rope = model.rotations(own)
+        (batch.positions,) = ops.place([np.arange(count, dtype=np.int32)], model.device)
+        found = []
+        for (first, rows, columns), picture in zip(spans(), pictures, strict=True):
+            low, high = max(first, start), min(first + rows * columns, start + count)
+            if low < high:
+                parts = tuple(part[low - first : high - first] for part in picture)
+                found.append(EncodedTokens(low - start, parts))
+        batch.encoded = tuple(found)
+
+    return complete
+
+
+def run(
+    model: Qwen3VLModel, pictures: Sequence[tuple[Tensor, ...]], ids: Sequence[int], sizes: Sequence[int]
+) -> np.ndarray[Any, Any]:
+    driver = ModelDriver(model, complete=completed(model, pictures), block_size=8)
+    rows, start = [], 0
+    for size in sizes:
+        rows.append(driver.step({0: ids[start : start + size]})[0])
+        start += size
+    assert start == len(ids)
+    return np.concatenate(rows)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_positions(case: str) -> None:
+    assert spans() == SPANS
+    assert all(PROMPT[first + i] == IMAGE for first, rows, columns in SPANS for i in range(rows * columns))
+    positions, offset = token_positions(len(PROMPT), spans())
+    golden = load_golden(case).arrays
+    np.testing.assert_array_equal(positions, golden["positions"])
+    assert offset == golden["delta"].item()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_float32_on_the_cpu(tmp_path: Path, case: str) -> None:
+    golden, model = loaded(tmp_path, case)
+    pictures = encoded(model, case)
+    assert relative_error(rows_of(pictures, 0), golden.arrays["embeddings"]) < 1e-5
+    for index in range(len(pictures[0]) - 1):
+        assert relative_error(rows_of(pictures, index + 1), golden.arrays[f"deepstack_{index}"]) < 1e-5
+    ids = [*PROMPT, *golden.arrays["greedy"].tolist()[:-1]]
+    logits = run(model, pictures, ids, [len(PROMPT), *[1] * (len(ids) - len(PROMPT))])
+    assert relative_error(logits, golden.arrays["logits"]) < 1e-5
+    assert logits[len(PROMPT) - 1 :].argmax(1).tolist() == golden.arrays["greedy"].tolist()
+    for sizes in ([1] * len(ids), [5, 4, 10, 17, 16, len(ids) - 52]):
+        cut = run(model, pictures, ids, sizes)
+        assert relative_error(cut, golden.arrays["logits"]) < 1e-5
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_tower_stops_between_layers(tmp_path: Path, case: str) -> None:
+    _, model = loaded(tmp_path, case)
+    whole = model.tower(patches_of(case, 2), GRIDS[2])
+    encoding = model.tower.start(patches_of(case, 2), GRIDS[2])
+    assert encoding.advance(1) is None
+    assert encoding.num_layers_left == 2
+    assert encoding.advance(1) is None
+    pieces = encoding.advance(5)
+    assert pieces is not None
+    for part, other in zip(pieces, whole, strict=True):
+        assert part.numpy().tobytes() == other.numpy().tobytes()
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        ("emulated:sm_80", "float32"),
+        pytest.param("emulated:sm_80", "bfloat16", marks=pytest.mark.exhaustive),
+        pytest.param("emulated:sm_90a", "float32", marks=pytest.mark.exhaustive),
+        pytest.param("emulated:sm_90a", "bfloat16", marks=pytest.mark.exhaustive),
+    ],
+)
+@pytest.mark.parametrize("case", CASES)
+def test_on_emulated_gpus(tmp_path: Path, case: str, device: str, dtype: str) -> None:
+    golden, model = loaded(tmp_path, case, device=device, dtype=dtype)
+    tolerance = 1e-4 if dtype == "float32" else 2e-2
+    pictures = encoded(model, case)
+    assert relative_error(rows_of(pictures, 0), golden.arrays["embeddings"]) < tolerance
+    ids = [*PROMPT, *golden.arrays["greedy"].tolist()[:-1]]
+    logits = run(model, pictures, ids, [11, len(ids) - 11])
+    assert relative_error(logits, golden.arrays["logits"]) < tolerance
+
+
+def _changed(case: str, where: str, **changes: Any) -> dict[str, Any]:
+    config = CASES[case]
+    return {**config, where: {**config[where], **changes}}
+
+
+@pytest.mark.parametrize(
+    ("where", "changes", "message"),
+    [
+        ("vision_config", {"out_hidden_size": 44}, "= 44 must be the language model's hidden_size = 40"),
+        ("vision_config", {"num_heads": 5}, "num_heads = 5 must divide hidden_size = 36"),
+        ("vision_config", {"num_position_embeddings": 24}, "num_position_embeddings = 24 must be a square"),
+        ("vision_config", {"deepstack_visual_indexes": [2, 3]}, "must ascend below depth = 3"),
+        ("vision_config", {"window_size": 112}, "window_size = 112 is not supported"),
+        ("text_config", {"rope_parameters": {"mrope_section": [4, 3, 4]}}, "must be three numbers, 10 in all"),
+        ("text_config", {"rope_parameters": {"mrope_interleaved": False}}, "mrope_interleaved = False"),
+    ],
+)
+def test_configs_that_are_refused(where: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        parse_config(_changed("qwen3_vl", where, **changes))
