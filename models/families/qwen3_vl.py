@@ -18,6 +18,7 @@ from models.rope_config import rope_fields
 from models.towers.qwen3_vl import Tower, TowerConfig, read_tower
 from runtime import ops
 from runtime.batch import Batch
+from runtime.images.patches import PatchRule
 from runtime.kv.cache import KVCache
 from runtime.ops import RopeTable
 from runtime.tensor.tensor import Tensor
@@ -33,12 +34,29 @@ class Qwen3VLConfig(LlamaConfig):
 
 
 class Qwen3VLModel(LlamaModel):
+    """`patch_rule`: how pictures are cut, by default as the published models have it."""
+
     config: Qwen3VLConfig
     root = "model.language_model"
 
     def __init__(self, config: Qwen3VLConfig, maker: Maker) -> None:
         super().__init__(config, maker)
         self.tower = Tower(config.tower, maker.under("model.visual"))
+        self.patch_rule = PatchRule(
+            patch_size=config.tower.patch_size, merge_size=config.tower.merge_size, num_frames=config.tower.num_frames,
+            min_pixels=65536, max_pixels=16777216, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5),
+        )  # fmt: skip
+
+    @property
+    def image_token_id(self) -> int:
+        """The token that stands for a picture's tokens."""
+        return self.config.image_token_id
+
+    @property
+    def bytes_per_picture_token(self) -> int:
+        """Device memory of what the tower makes of a token."""
+        itemsize = 4 if self.device.kind == "cpu" else self.dtype.itemsize
+        return itemsize * self.config.hidden_size * (1 + len(self.config.tower.deepstack_layers))
 
     @cached_property
     def _axes(self) -> Array:

@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from runtime.engine.checks import check_seconds, is_integer
 from runtime.engine.errors import ContextLengthExceededError, RequestError
-from runtime.engine.messages import EngineInfo, EngineRequest
+from runtime.engine.messages import EngineInfo, EngineRequest, ImageItem, ImageSupport
 from runtime.engine.sampling_params import SamplingParams, check_token_ids
+from runtime.engine.scheduling.pictures import Picture, Pictures
 from runtime.engine.scheduling.sequence import NO_IDS, Request
 
 
@@ -42,6 +43,7 @@ def prepare(request: EngineRequest, info: EngineInfo) -> Request:
             f"{room} of the context of {info.max_model_len}",
             param="min_tokens",
         )
+    pictures = _pictures(request.images, prompt_ids, info.images)
     return Request(
         request.request_id,
         prompt_ids,
@@ -55,7 +57,42 @@ def prepare(request: EngineRequest, info: EngineInfo) -> Request:
         arrival_s=request.arrival_time_s or time.monotonic(),
         speculates=bool(request.speculates),
         prediction=as_token_ids("prediction", request.prediction, info.vocab_size) if request.prediction else NO_IDS,
+        pictures=pictures,
     )
+
+
+def _pictures(
+    images: Sequence[ImageItem], prompt_ids: NDArray[np.int32], support: ImageSupport | None
+) -> Pictures | None:
+    """The scheduler's record of a prompt's images. Raises ``RequestError``."""
+    if not images:
+        return None
+    if support is None:
+        raise RequestError(f"the model reads no images, got {len(images)}", param="images")
+    merge, items, end = support.merge_size, [], 0
+    for index, image in enumerate(images):
+        name = f"images[{index}]"
+        if min(image.rows, image.columns) < merge or image.rows % merge or image.columns % merge:
+            shape = f"{image.rows} x {image.columns}"
+            raise RequestError(f"{name}: {shape} patches are no multiples of {merge}", param=name)
+        if len(image.patches) != image.rows * image.columns * support.patch_bytes:
+            wanted = image.rows * image.columns * support.patch_bytes
+            raise RequestError(f"{name}: patches have {len(image.patches)} bytes, must have {wanted}", param=name)
+        if not 16 <= len(image.digest) <= 64:
+            raise RequestError(f"{name}: digest has {len(image.digest)} bytes, must have 16 to 64", param=name)
+        item = Picture(image.digest, image.first_token, image.rows // merge, image.columns // merge)
+        if item.first_token < end or item.end > len(prompt_ids):
+            raise RequestError(f"{name}: first_token={item.first_token} is not within the prompt's rest", param=name)
+        if (prompt_ids[item.first_token : item.end] != support.token_id).any():
+            where = f"the {item.num_tokens} tokens from {item.first_token} on"
+            raise RequestError(f"{name}: {where} must be {support.token_id}", param=name)
+        items.append(item)
+        end = item.end
+    total = sum(item.num_tokens for item in items)
+    if total > support.max_tokens:
+        raise RequestError(f"images have {total} tokens, limit {support.max_tokens}", param="images")
+    patches = [np.frombuffer(image.patches, np.uint8).reshape(-1, support.patch_bytes) for image in images]
+    return Pictures.of(items, len(prompt_ids), patches, [(image.rows, image.columns) for image in images])
 
 
 def _check_scheduling(request: EngineRequest, policy: str) -> None:

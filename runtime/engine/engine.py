@@ -32,6 +32,7 @@ from runtime.engine.grammar.matcher import MaskComputer
 from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.messages import ITERATION_TOKEN_BOUNDS, EngineInfo, EngineOutput, EngineRequest, EngineStats
 from runtime.engine.open_requests import OpenRequests
+from runtime.engine.picture_queue import PictureQueue
 from runtime.engine.scheduling.block_pool import BlockPool
 from runtime.engine.scheduling.host_pool import HostPool
 from runtime.engine.scheduling.scheduler import Scheduler
@@ -123,6 +124,10 @@ class Engine:
             self.use(speculator)
         self.vocabulary = vocabulary
         self.grammars = GrammarQueue()
+        self.pictures: PictureQueue | None = None
+        if info.images is not None:
+            self.pictures = PictureQueue(executor, info.images, limits.max_num_batched_tokens)
+            self.opened.on_request_end = self.pictures.release
         self.timeline: Timeline = deque(maxlen=TIMELINE_STEPS)
         self._masks = MaskComputer()
         self._open: deque[_OpenStep] = deque()  # started, in order
@@ -143,7 +148,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._open) or self.scheduler.has_work or len(self.grammars) > 0
+        has_pictures = self.pictures is not None and len(self.pictures) > 0
+        return bool(self._open) or self.scheduler.has_work or len(self.grammars) > 0 or has_pictures
 
     @property
     def requests(self) -> dict[str, Request]:
@@ -180,6 +186,9 @@ class Engine:
         if request.awaits_grammar:
             assert self.vocabulary is not None
             self.grammars.add(request, self.vocabulary)
+        if request.awaits_pictures:
+            assert self.pictures is not None, "prepared for another engine"
+            self.pictures.add(request)
 
     def cancel(self, request_id: str, index: int | None = None) -> list[EngineOutput]:
         """End a request (or one choice of it) now and free its blocks.
@@ -209,6 +218,10 @@ class Engine:
         scheduler's bookkeeping, a transfer of blocks) leaves pages in doubt: the engine must not go on.
         """
         outputs: list[EngineOutput] = []
+        if self.pictures is not None and len(self.pictures) > 0:
+            self._encode(self.pictures, outputs)
+            if not (self._open or self.scheduler.has_work or len(self.grammars) > 0):
+                return outputs
         if len(self.grammars) > 0 and not self._start_compiled(outputs):
             return outputs
         self.executor.record()
@@ -264,10 +277,11 @@ class Engine:
         num_blocks, num_free = self.pool.num_blocks, self.pool.num_free
         cache, counters, requests = self.pool.counters, self._counters, self.opened.counters
         graphs = self.executor.graph_stats()
+        num_pictures = 0 if self.pictures is None else len(self.pictures)
         drafts = SpeculationCounters() if self.speculator is None else self.speculator.counters
         return EngineStats(
             num_running=len(self.scheduler.running),
-            num_waiting=len(self.scheduler.waiting) + len(self.grammars),
+            num_waiting=len(self.scheduler.waiting) + len(self.grammars) + num_pictures,
             max_waiting=self.limits.max_waiting,
             num_blocks=num_blocks,
             num_free_blocks=num_free,
@@ -318,6 +332,14 @@ class Engine:
         assert tokens == self.num_unscheduled_tokens, "unscheduled tokens are miscounted"
         running = [opened.step for opened in self._open]
         assert all(step in running for step in self.scheduler.open_steps), "an ended step is open"
+
+    def _encode(self, pictures: PictureQueue, outputs: list[EngineOutput]) -> None:
+        """Go on with the pictures that requests wait for."""
+
+        def fail(request: Request) -> None:
+            outputs.extend(self.opened.end(request, "error", "the pictures could not be encoded"))
+
+        pictures.advance(self.opened.start_with_pictures, fail)
 
     def _start_compiled(self, outputs: list[EngineOutput]) -> bool:
         """Let the requests queue whose grammars are compiled; False when there is nothing else to do yet."""

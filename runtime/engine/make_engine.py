@@ -10,6 +10,7 @@ from typing import Unpack
 from models.base import Model
 from models.generation_config import load_generation_config
 from models.hub import model_name, resolve_model
+from models.preprocessing import read_patch_rule
 from models.registry import declare_model, load_model
 from runtime.device.device import Device
 from runtime.engine.config import (
@@ -21,17 +22,21 @@ from runtime.engine.config import (
 )
 from runtime.engine.engine import Engine
 from runtime.engine.grammar.vocabulary import LazyVocabulary
-from runtime.engine.messages import CacheGroupInfo, EngineInfo
+from runtime.engine.messages import CacheGroupInfo, EngineInfo, ImageSupport
 from runtime.engine.speculation.drafter import Drafter
 from runtime.engine.speculation.ngram import NgramDrafter, SuffixDrafter
 from runtime.engine.speculation.speculator import Speculator
 from runtime.engine.steps.local_executor import LocalExecutor
+from runtime.engine.steps.pictures import PictureModel
 from runtime.kv.cache import KVCache
 from runtime.linear.options import LoadOptions, LoadSettings
 from runtime.progress import SILENT, Reporter
 from runtime.text.load import load_tokenizer
 
 logger = logging.getLogger("xserv.engine")
+
+KEPT_PICTURE_BYTES = 512 << 20
+"""Device memory for the embeddings of pictures, those of open requests included."""
 
 
 def build_engine(
@@ -89,6 +94,8 @@ def engine_over(loaded: Model, folder: Path, config: EngineConfig, name: str) ->
     kv_cache = KVCache(spec, limits.num_blocks)
     info = _info(loaded, folder, config, limits, name)
     vocabulary = LazyVocabulary(partial(load_tokenizer, folder), info.vocab_size, info.eos_token_ids)
+    if isinstance(loaded, PictureModel):
+        loaded.patch_rule = read_patch_rule(folder, loaded.patch_rule)
     executor = LocalExecutor(loaded, kv_cache, limits, info.vocab_size)
     return Engine(executor, limits, info, config.seed, vocabulary, speculator_of(config, info.vocab_size))
 
@@ -141,6 +148,22 @@ def _info(model: Model, folder: Path, config: EngineConfig, limits: EngineLimits
         cache_groups=tuple(
             CacheGroupInfo(group.window, len(group.layers), group.num_padding) for group in spec.groups
         ),
+        images=_image_support(model, folder),
+    )
+
+
+def _image_support(model: Model, folder: Path) -> ImageSupport | None:
+    """How the model reads pictures, if it does."""
+    if not isinstance(model, PictureModel):
+        return None
+    rule = read_patch_rule(folder, model.patch_rule)
+    return ImageSupport(
+        token_id=model.image_token_id,
+        patch_size=rule.patch_size,
+        merge_size=rule.merge_size,
+        min_pixels=rule.min_pixels,
+        max_pixels=rule.max_pixels,
+        max_tokens=max(1, KEPT_PICTURE_BYTES // model.bytes_per_picture_token),
     )
 
 

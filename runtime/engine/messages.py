@@ -25,6 +25,22 @@ ITERATION_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 819
 """Upper bounds of ``EngineStats.iteration_token_counts``, vLLM's."""
 
 
+class ImageItem(msgspec.Struct, frozen=True, kw_only=True):
+    """A picture of a prompt.
+
+    digest       of its patches and its grid: pictures with the same digest are taken for the same
+    first_token  where its tokens begin in the prompt; they are ``ImageSupport.token_id``
+    rows, columns  of patches
+    patches      uint8, ``rows * columns`` of ``ImageSupport.patch_bytes`` each, those of a token together
+    """
+
+    digest: bytes
+    first_token: int
+    rows: int
+    columns: int
+    patches: bytes
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A prompt to continue.
 
@@ -39,6 +55,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     arrival_time_s    when the user's request came in; 0.0: the time of submission
     speculates        its tokens may be proposed; False: each comes from a step of its own
     prediction        token ids that the answer may repeat: they are proposed as it follows them
+    images            in the order of the prompt
     """
 
     request_id: str
@@ -52,6 +69,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     arrival_time_s: float = 0.0
     speculates: bool = True
     prediction: list[int] = []
+    images: tuple[ImageItem, ...] = ()
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -194,6 +212,27 @@ class CacheGroupInfo(msgspec.Struct, frozen=True):
     num_padding: int
 
 
+class ImageSupport(msgspec.Struct, frozen=True):
+    """How a model reads pictures.
+
+    token_id    stands for each of their tokens
+    patch_size, merge_size  pixels of a patch's side, patches of a token's side
+    min_pixels, max_pixels  of a picture as it is cut into patches
+    max_tokens  most tokens of all pictures of a request
+    """
+
+    token_id: int
+    patch_size: int
+    merge_size: int
+    min_pixels: int
+    max_pixels: int
+    max_tokens: int
+
+    @property
+    def patch_bytes(self) -> int:
+        return 3 * self.patch_size**2
+
+
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What a client has to know about the engine; fixed while it runs.
 
@@ -206,6 +245,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     kv_cache_dtype  of the KV pages
     kv_cache_bytes, weight_bytes  device memory held by each
     cache_groups    of the layers, in the order of the block tables; a block is a page of one of them
+    images          None: the model reads none
     """
 
     model_name: str
@@ -228,6 +268,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     quantization: str = "none"
     kv_cache_dtype: str = "auto"
     cache_groups: tuple[CacheGroupInfo, ...] = (CacheGroupInfo(None, 0, 0),)
+    images: ImageSupport | None = None
 
 
 class ChunkView(msgspec.Struct, frozen=True, gc=False):

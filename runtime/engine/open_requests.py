@@ -41,6 +41,7 @@ class OpenRequests:
     by_id            the requests
     num_unscheduled  those of which nothing was scheduled yet; num_unscheduled_tokens: their prompts' tokens
     on_end           is told of each choice that has ended; None: nobody is
+    on_request_end   is told of each request all of whose choices have ended; None: nobody is
     """
 
     def __init__(self, scheduler: Scheduler, seed: int | None) -> None:
@@ -51,6 +52,7 @@ class OpenRequests:
         self._scheduler = scheduler
         self._seeds = random.Random(seed)
         self.on_end: Callable[[Sequence], None] | None = None
+        self.on_request_end: Callable[[Request], None] | None = None
 
     def admit(self, request: Request) -> None:
         """Put a prepared request in the waiting queue.
@@ -69,7 +71,7 @@ class OpenRequests:
         self.by_id[request.request_id] = request
         self.num_unscheduled += 1
         self.num_unscheduled_tokens += request.num_prompt_tokens
-        if not request.awaits_grammar:
+        if not request.is_awaiting:
             self._scheduler.add(request.sequences[0])
 
     def start(self, request: Request, matchers: list[GrammarMatcher]) -> None:
@@ -77,6 +79,16 @@ class OpenRequests:
         request.awaits_grammar = False
         for sequence, matcher in zip(request.sequences, matchers, strict=True):
             sequence.matcher = matcher
+        self._queue(request)
+
+    def start_with_pictures(self, request: Request) -> None:
+        """The same for a request whose pictures are encoded."""
+        request.awaits_pictures = False
+        self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        if request.is_awaiting:
+            return
         if request.sequences[0].is_finished:
             self._release_held(request)
         else:
@@ -113,7 +125,7 @@ class OpenRequests:
         first = request.sequences[0]
         if first.is_finished or first.num_output_tokens:
             self._release_held(request)
-        elif first.state is State.HELD and not request.awaits_grammar:
+        elif first.state is State.HELD and not request.is_awaiting:
             self._scheduler.add(first)
 
     def append(self, assembled: Assembled, drawn: Drawn, now: float, outputs: list[EngineOutput]) -> None:
@@ -204,7 +216,7 @@ class OpenRequests:
 
     def _release_held(self, request: Request) -> None:
         """Let the choices queue that are held."""
-        if request.awaits_grammar:
+        if request.is_awaiting:
             return
         for sequence in request.sequences:
             if sequence.state is State.HELD:
@@ -240,6 +252,8 @@ class OpenRequests:
             self.on_end(sequence)
         if not request.open_sequences:
             del self.by_id[request.request_id]
+            if self.on_request_end is not None:
+                self.on_request_end(request)
             self._scheduler.paused.discard(request)
             self.mark_scheduled(request)
 

@@ -23,6 +23,7 @@ from runtime.engine.messages import EngineOutput
 from runtime.engine.option_names import known_options
 from runtime.engine.sampling_params import SamplingParams
 from runtime.llm.beam_search import BeamSearch, BeamSearchParams
+from runtime.llm.images import take_images
 from runtime.llm.job import Job
 from runtime.llm.loaded_model import LoadedModel
 from runtime.llm.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestOutput
@@ -80,9 +81,11 @@ class LLM(LoadedModel):
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: see ``chat_prompt`` and ``generate``; a prompt's ``cache_salt``
-        and ``priority`` are the request's."""
+        and ``priority`` are the request's. A message's content may have parts ``{"type": "image", "image": ...}``
+        of what a prompt's "images" may hold."""
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if is_one else messages
+        taken = [take_images(conversation) for conversation in conversations]
         prompts = [
             self.chat_prompt(
                 conversation,
@@ -92,12 +95,13 @@ class LLM(LoadedModel):
                 chat_template=chat_template,
                 chat_template_kwargs=chat_template_kwargs,
             )
-            for conversation in conversations
+            for conversation, _ in taken
         ]
         scheduling = {"cache_salt": cache_salt, "priority": priority}
-        return self.generate(
-            [{"prompt_token_ids": ids, **scheduling} for ids in prompts], sampling_params, use_tqdm=use_tqdm
-        )
+        asked = [
+            {"prompt_token_ids": ids, "images": images, **scheduling} for ids, (_, images) in zip(prompts, taken)
+        ]
+        return self.generate(asked, sampling_params, use_tqdm=use_tqdm)
 
     @known_options()
     def stream(

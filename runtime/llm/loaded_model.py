@@ -16,11 +16,12 @@ from runtime.engine.config import EngineConfig, EngineSettings
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.compiler import GrammarChecker
 from runtime.engine.grammar.vocabulary import LazyVocabulary
-from runtime.engine.messages import EngineRequest
+from runtime.engine.messages import EngineRequest, ImageItem
 from runtime.engine.option_names import known_options
 from runtime.engine.process.client import EngineClient, ThreadEngineClient
 from runtime.engine.process.compile_ahead import compile_ahead as compile_kernels_ahead
 from runtime.engine.sampling_params import SamplingParams
+from runtime.llm.images import with_images
 from runtime.llm.job import Job
 from runtime.llm.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from runtime.llm.prompts import Prompt, scheduling_of
@@ -180,7 +181,7 @@ class LoadedModel:
         answer_format: AnswerFormat | None = None,
         request_id: str | None = None,
     ) -> Job:
-        text, token_ids = self._encode(prompt)
+        text, token_ids = self._encode(prompt, takes_images=True)
         if not isinstance(params, SamplingParams):
             kind = type(params).__name__
             raise RequestError(f"sampling_params must be SamplingParams, got {kind}", param="sampling_params")
@@ -188,11 +189,15 @@ class LoadedModel:
             ids = bad_words_token_ids(params.bad_words, self.tokenizer) + (params.bad_words_token_ids or [])
             params = msgspec.structs.replace(params, bad_words=None, bad_words_token_ids=ids)
         self._grammars.check(params.grammar)
+        images: tuple[ImageItem, ...] = ()
+        if isinstance(prompt, Mapping) and prompt.get("images"):
+            token_ids, images = with_images(token_ids, prompt["images"], self.client.info)
         request = EngineRequest(
             request_id=request_id or self._new_id(),
             prompt_token_ids=token_ids,
             params=params,
             eos_token_ids=end_ids(answer_format or AnswerFormat(), self.tokenizer, self.client.info.eos_token_ids),
+            images=images,
             **scheduling_of(prompt),
         )
         return Job(request, text, self.tokenizer, answer_format or AnswerFormat())
@@ -210,13 +215,15 @@ class LoadedModel:
         numbers = (vector / length if length > 0.0 else vector).tolist()
         return EmbeddingRequestOutput(self._new_id(), prompt, token_ids, EmbeddingOutput(numbers))
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _encode(self, prompt: Prompt, *, takes_images: bool = False) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
+            if prompt.get("images") and not takes_images:
+                raise RequestError("images are read by generate, chat and stream alone", param="images")
             if "prompt_token_ids" in prompt:
                 return prompt.get("prompt"), list(prompt["prompt_token_ids"])
             if not isinstance(prompt.get("prompt"), str):
                 raise RequestError("a prompt needs 'prompt_token_ids' or the text 'prompt'", param="prompt")
-            return self._encode(prompt["prompt"])
+            return self._encode(prompt["prompt"], takes_images=takes_images)
         if not isinstance(prompt, str):
             return None, list(prompt)
         if self.tokenizer is None:

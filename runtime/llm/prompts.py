@@ -11,7 +11,8 @@ from runtime.engine.option_names import unknown_option
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """A text, its token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``. Such a mapping may also have
-``EngineRequest``'s "cache_salt", "priority", "ttft_target_s" and "tpot_target_s"."""
+``EngineRequest``'s "cache_salt", "priority", "ttft_target_s" and "tpot_target_s", and "images": a list of
+``PIL.Image.Image``, paths, bytes of files, or uint8 arrays, one for each of the model's image tokens in the prompt."""
 
 _SCHEDULING_KEYS = ("cache_salt", "priority", "ttft_target_s", "tpot_target_s")
 
@@ -35,7 +36,7 @@ def scheduling_of(prompt: Prompt) -> dict[str, Any]:
     """What a prompt that is a mapping says of its turn and its prefix. Raises ``RequestError`` for unknown keys."""
     if not isinstance(prompt, Mapping):
         return {}
-    known = ("prompt", "prompt_token_ids", *_SCHEDULING_KEYS)
+    known = ("prompt", "prompt_token_ids", "images", *_SCHEDULING_KEYS)
     for name in prompt:
         if name not in known:
             raise unknown_option("a prompt", str(name), known, param="prompt")

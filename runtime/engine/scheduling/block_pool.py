@@ -33,8 +33,8 @@ T = TypeVar("T")
 class TokenSource(Protocol):
     """A sequence, as far as the pool reads it."""
 
-    def token_ids(self, start: int, end: int) -> NDArray[np.int32]:
-        """The tokens ``start:end``."""
+    def prefix_keys(self, start: int, end: int) -> NDArray[np.int32]:
+        """What stands for the tokens ``start:end`` where prefixes are compared: mostly their ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +270,7 @@ class BlockPool:
         first = chain.num_blocks
         assert self._has_windows or not chain.nodes or self._is_held(chain.nodes[0]), "a chain was not forgotten"
         size = self.block_size
-        new_tokens = tokens.token_ids(first * size, last * size + rest)
+        new_tokens = tokens.prefix_keys(first * size, last * size + rest)
         data, width = new_tokens.tobytes(), size * new_tokens.itemsize
         nodes = chain.nodes or [self._cache.root(chain.salt, group) for group in range(len(self.windows))]
         useless: list[CachedBlock] = []

@@ -19,7 +19,7 @@ def reusable(sequence: Sequence, pool: BlockPool) -> Hit:
     """
     if sequence.needs_prompt_logprobs and not sequence.host_slots:
         return Hit.none(len(pool.windows))
-    tokens = sequence.token_ids(0, sequence.num_tokens - 1)
+    tokens = sequence.prefix_keys(0, sequence.num_tokens - 1)
     if sequence.host_slots:
         return _own(sequence, tokens, pool)
     hit = pool.find(tokens, sequence.chain.salt)

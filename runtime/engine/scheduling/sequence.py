@@ -15,6 +15,7 @@ from runtime.engine.grammar.matcher import GrammarMatcher
 from runtime.engine.messages import RequestTimes, TokenLogprobs
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.block_pool import Chain, by_page
+from runtime.engine.scheduling.pictures import Pictures
 
 _FIRST_OUTPUT_CAPACITY = 32
 
@@ -46,17 +47,23 @@ class Request:
     prediction      [n] int32, tokens that its choices may repeat
     prompt_logprobs entries for the first prompt tokens, complete when the prompt is; None when not asked for
     awaits_grammar  its grammar is being compiled, and its choices are held until then
+    awaits_pictures the same of its pictures' embeddings
+    pictures        of the prompt; None: it has none
+    prefix_keys     [num_prompt_tokens] int32: the prompt as the prefix cache compares it
     """
 
     __slots__ = (
         "arrival_s",
         "awaits_grammar",
+        "awaits_pictures",
         "cache_salt",
         "eos_token_ids",
         "max_tokens",
         "number",
         "params",
+        "pictures",
         "prediction",
+        "prefix_keys",
         "priority",
         "prompt_ids",
         "prompt_logprobs",
@@ -85,6 +92,7 @@ class Request:
         arrival_s: float,
         speculates: bool = True,
         prediction: NDArray[np.int32] = NO_IDS,
+        pictures: Pictures | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt_ids = prompt_ids
@@ -109,10 +117,18 @@ class Request:
         self.sequences: list[Sequence] = []
         self.was_scheduled = False
         self.awaits_grammar = params.grammar is not None
+        self.pictures = pictures
+        self.awaits_pictures = pictures is not None
+        self.prefix_keys = prompt_ids
 
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_ids)
+
+    @property
+    def is_awaiting(self) -> bool:
+        """Whether something has to be there before it may queue."""
+        return self.awaits_grammar or self.awaits_pictures
 
     @property
     def open_sequences(self) -> list[Sequence]:
@@ -134,7 +150,8 @@ class Sequence:
     gives_up_at    ``num_committed`` from which on the next page can be given up
     host_slots     by cache group: where its pages from ``first_pages`` on lie while it is swapped out; else empty
     chain          how far its blocks are recorded in the prefix cache
-    rotary_offset  rotary position less position of its tokens: 0, or the model's ``rotary_switch`` if it is longer
+    rotary_offset  rotary position less position of its tokens: 0, the model's ``rotary_switch`` if it is longer, or
+                   what pictures leave behind
     row            its row in the runner's arrays while it runs, unique among the running; else None
     last_step      number of the last step that had a chunk of it; -1: none
     proposals      the numbers of `ProposalCounts`, where tokens were proposed
@@ -192,7 +209,7 @@ class Sequence:
         self.gives_up_at = 0
         self.host_slots: list[list[int]] = []
         self.chain = Chain(request.cache_salt)
-        self.rotary_offset = 0
+        self.rotary_offset = 0 if request.pictures is None else request.pictures.rotary_offset
         self.row: int | None = None
         self.matcher: GrammarMatcher | None = None
         self.state = State.HELD
@@ -240,7 +257,14 @@ class Sequence:
 
     def token_ids(self, start: int, end: int) -> NDArray[np.int32]:
         """The known tokens ``start:end`` of prompt and output: perhaps a view, that the next ``append`` may outdate."""
-        prompt_ids, num_prompt = self.request.prompt_ids, self.num_prompt_tokens
+        return self._known(self.request.prompt_ids, start, end)
+
+    def prefix_keys(self, start: int, end: int) -> NDArray[np.int32]:
+        """The same as the prefix cache compares them."""
+        return self._known(self.request.prefix_keys, start, end)
+
+    def _known(self, prompt_ids: NDArray[np.int32], start: int, end: int) -> NDArray[np.int32]:
+        num_prompt = self.num_prompt_tokens
         if end <= num_prompt:
             return prompt_ids[start:end]
         if start >= num_prompt:

@@ -10,7 +10,15 @@ from numpy.typing import NDArray
 
 from runtime.engine.scheduling.sequence import Request, Sequence
 from runtime.engine.scheduling.step import Chunk, Step
-from runtime.engine.steps.step_input import LAST_TOKEN, BlockAddition, Mode, PromptLogprobs, RowLoad, StepInput
+from runtime.engine.steps.step_input import (
+    LAST_TOKEN,
+    BlockAddition,
+    FeatureSpan,
+    Mode,
+    PromptLogprobs,
+    RowLoad,
+    StepInput,
+)
 from runtime.sampling_table import COLUMNS
 
 _IS_LAST = attrgetter("is_last")
@@ -48,6 +56,7 @@ class Assembler:
         self._order: NDArray[np.intp] = np.empty(0, np.intp)  # its chunks by row
         self._rows: NDArray[np.int64] = np.empty(0, np.int64)
         self._sequences: list[Sequence] = []  # by row
+        self._has_pictures = False
 
     def assemble(self, step: Step, loads: list[RowLoad]) -> Assembled:
         """The value of a plan, with the ``loads`` of the sequences whose first chunk it has."""
@@ -84,6 +93,8 @@ class Assembler:
             copies=step.copies,
             prompt_logprobs=prompt_logprobs,
         )
+        if self._has_pictures:
+            _add_pictures(made, self._sequences)
         return Assembled(made, drawing, prompt_requests)
 
     def sent(self, step: StepInput) -> None:
@@ -130,6 +141,7 @@ class Assembler:
         self._planned_rows, self._order = planned_rows, np.array(order, np.intp)
         self._rows = np.array(planned_rows, np.int64)[self._order]
         self._sequences = [chunks[i].sequence for i in order]
+        self._has_pictures = any(each.request.pictures is not None for each in self._sequences)
 
     def _additions(self, last_positions: NDArray[np.int64]) -> list[BlockAddition]:
         """What the executor lacks of the tables of sequences whose chunks' last tokens are at these positions
@@ -159,6 +171,30 @@ class Assembler:
                 requests.append(request)
             first_token += chunk.num_tokens
         return wanted, requests
+
+
+def _add_pictures(step: StepInput, sequences: list[Sequence]) -> None:
+    """Where a chunk has tokens of a picture, or before one: its spans, and the positions of all the step's tokens."""
+    chunks = list(zip(sequences, step.starts.tolist(), step.counts.tolist(), strict=True))
+    if not any(seq.request.pictures is not None and start < seq.request.pictures.end for seq, start, _ in chunks):
+        return  # rows know the offset
+    positions, features, first = [], [], 0
+    for sequence, start, count in chunks:
+        end, pictures = start + count, sequence.request.pictures
+        places = np.arange(start, end, dtype=np.int32) + sequence.rotary_offset
+        own = np.broadcast_to(places, (3, count)).copy()
+        if pictures is not None:
+            known = min(end, sequence.num_prompt_tokens) - start
+            if known > 0:
+                own[:, :known] = pictures.positions[:, start : start + known]
+            for item, slot in zip(pictures.items, pictures.slots, strict=True):
+                low, high = max(item.first_token, start), min(item.end, end)
+                if low < high:
+                    features.append(FeatureSpan(slot, low - item.first_token, first + low - start, high - low))
+        positions.append(own)
+        first += count
+    step.rotary_positions = np.concatenate(positions, axis=1)
+    step.features = features
 
 
 def _tokens_of(chunks: list[Chunk], num_tokens: int) -> NDArray[np.int32]:

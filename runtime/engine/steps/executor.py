@@ -137,6 +137,19 @@ class Executor(Protocol):
         """Make the recording that the last step lacked, if there is one; to be called between two steps."""
         ...
 
+    def start_encoding(self, slot: int, patches: NDArray[np.uint8], grid: tuple[int, int]) -> None:
+        """Begin to encode a picture of ``grid`` rows and columns of ``patches [rows * columns, patch_bytes]`` into a
+        slot that is free. Raises UnsupportedStepError where the model reads none, and what the model raises."""
+        ...
+
+    def encode(self, slot: int, num_layers: int) -> bool:
+        """Compute so many layers more of the picture; whether that was all: then steps may name the slot."""
+        ...
+
+    def drop_encoded(self, slot: int) -> None:
+        """The slot is free again. No step that is still to be started names it."""
+        ...
+
     def side_pass(self, lengths: Sequence[int]) -> SidePass:
         """Forward passes over pages of their own, for prompts of these lengths."""
         ...

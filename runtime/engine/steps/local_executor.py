@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Never
+from typing import Never, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from runtime.engine.config import EngineLimits
 from runtime.engine.messages import TokenLogprobs
 from runtime.engine.steps.decode_graphs import DecodeGraphs, DecodeRun, GraphKey
 from runtime.engine.steps.executor import DrawMasks, Drawn, GraphStats, Model, UnsupportedStepError
+from runtime.engine.steps.pictures import PictureModel, PictureStore
 from runtime.engine.steps.ragged import Layout, largest, lay_out
 from runtime.engine.steps.rows import Rows
 from runtime.engine.steps.sampler import token_logprobs
@@ -35,7 +36,12 @@ from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor.tensor import Tensor
 
 _UNSUPPORTED = ("hidden_layers", "rotary_positions", "features")
-"""Fields of a step that no model of floor 5 takes yet."""
+"""Fields of a step that models take not at all, or only if they read pictures."""
+
+_OF_PICTURES = ("rotary_positions", "features")
+
+
+T = TypeVar("T")
 
 
 class _Run:
@@ -90,6 +96,7 @@ class LocalExecutor:
         self._worker: ThreadPoolExecutor | None = None
         if self.overlaps and is_cpu:
             self._worker = ThreadPoolExecutor(1, "xserv-step")
+        self.pictures = PictureStore(model) if isinstance(model, PictureModel) else None
         self.graphs: DecodeGraphs | None = None
         if limits.decode_graphs != "off":
             self.graphs = DecodeGraphs(model, kv_cache, limits, self.rows)
@@ -110,6 +117,8 @@ class LocalExecutor:
     def can_lead(self, step: StepInput) -> bool:
         if self.graphs is None or step.mode == "eager" or not step.are_decodes or step.has_transfers or step.loads:
             return False
+        if step.has_pictures:
+            return False
         key = self.graphs.key_of(step)
         return key is not None and self.graphs.can_lead(key)
 
@@ -121,6 +130,27 @@ class LocalExecutor:
         """Wait until no step runs, where one runs in a thread."""
         if self._worker is not None:
             self._worker.submit(int).result()
+
+    def start_encoding(self, slot: int, patches: NDArray[np.uint8], grid: tuple[int, int]) -> None:
+        pictures = self._picture_store()
+        self._beside_steps(lambda: pictures.start(slot, patches, grid))
+
+    def encode(self, slot: int, num_layers: int) -> bool:
+        pictures = self._picture_store()
+        return self._beside_steps(lambda: pictures.advance(slot, num_layers))
+
+    def drop_encoded(self, slot: int) -> None:
+        pictures = self._picture_store()
+        self._beside_steps(lambda: pictures.drop(slot))
+
+    def _picture_store(self) -> PictureStore:
+        if self.pictures is None:
+            raise UnsupportedStepError(f"{type(self.model).__name__} reads no pictures")
+        return self.pictures
+
+    def _beside_steps(self, work: Callable[[], T]) -> T:
+        """Behind the step that runs, on the thread that runs steps."""
+        return work() if self._worker is None else self._worker.submit(work).result()
 
     def side_pass(self, lengths: Sequence[int]) -> PagedSidePass:
         return PagedSidePass(self.model, self.limits, lengths, self.synchronize)
@@ -156,10 +186,12 @@ class LocalExecutor:
     def _check(self, step: StepInput) -> None:
         for name in _UNSUPPORTED:
             value = getattr(step, name)
+            if self.pictures is not None and name in _OF_PICTURES:
+                continue
             if value is not None and len(value):
                 raise UnsupportedStepError(f"{name}: {type(self.model).__name__} takes none, got {len(value)}")
         for load in step.loads:
-            if load.rotary_offset not in (0, self.limits.rotary_switch):
+            if self.pictures is None and load.rotary_offset not in (0, self.limits.rotary_switch):
                 raise UnsupportedStepError(f"rotary_offset: {type(self.model).__name__} has no {load.rotary_offset}")
         if step.uncut_spans:
             ends = np.cumsum(step.counts)
@@ -176,7 +208,7 @@ class LocalExecutor:
         if graphs is not None:
             graphs.apply(step)
         rows.apply(step)
-        if graphs is not None and step.mode != "eager" and step.are_decodes:
+        if graphs is not None and step.mode != "eager" and step.are_decodes and not step.has_pictures:
             key = graphs.key_of(step)
             if key is not None and graphs.has(key):
                 return self._start_graph(graphs, step, key)
@@ -185,13 +217,14 @@ class LocalExecutor:
         draws = self._draws_of(step)
         token_ids = rows.tokens_of(step.token_ids, np.repeat(step.rows, step.counts))
         indices = draws.tokens.astype(np.int32)
-        offsets = None if self.limits.rotary_switch is None else rows.rotary_offsets[step.rows]
+        has_offsets = self.limits.rotary_switch is not None or self.pictures is not None
+        offsets = rows.rotary_offsets[step.rows] if has_offsets else None
         layout = lay_out(token_ids, step.rows, step.starts, step.counts, rows.tables, indices, offsets)
         if draws.proposals is not None:
             rows.sampling.write_outputs(draws.rows, draws.positions, draws.proposals)
         arrays, broken = rows.sampling.gather_sound(draws.rows, draws.positions)
         compute = partial(self._draw, step, draws, arrays, broken, masks)
-        forward = partial(self._forward, layout, step.mode)
+        forward = partial(self._forward, layout, step)
         if self._worker is not None:
             return _Run(self._worker.submit(lambda: compute(*forward())).result)
         if not self.overlaps:
@@ -218,13 +251,17 @@ class LocalExecutor:
             proposals = np.append(step.token_ids, np.int32(0))[tokens + 1]
         return _Draws(rows, tokens, positions, counts, proposals, self.rows.version)
 
-    def _forward(self, layout: Layout, mode: str) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, layout: Layout, step: StepInput) -> tuple[Tensor, Tensor | None]:
         """``hidden [num_tokens, hidden_size]`` and ``logits [num_draws, vocab_size]``; on a GPU both on their way."""
-        if self.graphs is not None and mode != "eager":
-            found = self.graphs.run_forward(layout, self._run_model, may_record=mode == "record")
+        if self.graphs is not None and step.mode != "eager" and not step.has_pictures:
+            found = self.graphs.run_forward(layout, self._run_model, may_record=step.mode == "record")
             if found is not None:
                 return found
-        return self._run_model(layout.batch(self.model.device, exact=self.limits.exact))
+        batch = layout.batch(self.model.device, exact=self.limits.exact)
+        if step.has_pictures:
+            assert self.pictures is not None, "the step was checked"
+            self.pictures.complete(batch, step)
+        return self._run_model(batch)
 
     def _run_model(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         hidden = self.model.forward(batch, self.kv_cache)

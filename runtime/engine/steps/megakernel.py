@@ -15,6 +15,7 @@ from runtime.device.gpu import Gpu
 from runtime.dtype import float32, int32
 from runtime.engine.config import EngineLimits
 from runtime.engine.steps.executor import Model
+from runtime.engine.steps.pictures import PictureModel
 from runtime.errors import InvalidArgumentError
 from runtime.kv.cache import KVCache
 from runtime.linear.linear import Linear
@@ -115,6 +116,8 @@ def _checked(model: Model, kv_cache: KVCache, limits: EngineLimits) -> tuple[Dec
     name = type(model).__name__
     if not isinstance(model, Decoder) or len(kv_cache.spec.group_windows) != 1 or limits.rotary_switch is not None:
         raise _refused(f"{name} is no decoder of Llama's kind whose layers are all alike")
+    if isinstance(model, PictureModel):
+        raise _refused(f"{name} reads pictures, behind which positions are not places")
     layers = [each for each in model.layers if type(each) is PreNormLayer and isinstance(each.mlp, GatedMlp)]
     unlike = [what for what, is_so in _differences(model, layers) if is_so]
     if unlike:

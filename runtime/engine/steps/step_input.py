@@ -147,6 +147,11 @@ class StepInput(msgspec.Struct, kw_only=True):
         return bool(self.swap_out or self.swap_in or self.copies)
 
     @property
+    def has_pictures(self) -> bool:
+        """Whether it has tokens of pictures, or tokens before some."""
+        return self.rotary_positions is not None or bool(self.features)
+
+    @property
     def are_decodes(self) -> bool:
         """Whether each chunk is one token, behind which one is drawn."""
         num_seqs = len(self.rows)

@@ -14,10 +14,10 @@ import pytest
 
 from models.errors import ConfigError
 from models.families.qwen3_vl import Qwen3VLModel
-from models.mrope import token_positions
 from models.registry import load_model, parse_config
 from runtime import ops
 from runtime.batch import Batch, EncodedTokens
+from runtime.images.positions import token_positions
 from runtime.tensor.tensor import Tensor
 from tests.models.driver import ModelDriver, relative_error
 from tests.models.vision.cases import CASES, FIRST, GRIDS, IMAGE, PROMPT, Golden, load_golden, patches_of, write_model

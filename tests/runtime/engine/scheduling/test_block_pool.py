@@ -21,7 +21,7 @@ class Tokens:
     def __init__(self, *ids: int) -> None:
         self.ids: NDArray[np.int32] = np.array(ids, np.int32)
 
-    def token_ids(self, start: int, end: int) -> NDArray[np.int32]:
+    def prefix_keys(self, start: int, end: int) -> NDArray[np.int32]:
         return self.ids[start:end]
 
 

@@ -34,7 +34,7 @@ class Running:
         self.first_pages = first_pages
         self.chain = Chain(salt)
 
-    def token_ids(self, start: int, end: int) -> NDArray[np.int32]:
+    def prefix_keys(self, start: int, end: int) -> NDArray[np.int32]:
         return np.array(self.tokens[start:end], np.int32)
 
 

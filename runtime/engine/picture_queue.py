@@ -1,0 +1,153 @@
+"""Pictures of requests: encoded between steps, a few layers at a time, and kept for the next request that has them.
+
+A request queues when all of its pictures are encoded, and holds them until it ends: a preempted sequence computes its
+prompt again. What nobody holds is kept, the latest longest, within a bound of tokens. Requests are served in order; one
+waits until there is room for all of its pictures, so that no two wait for each other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from runtime.engine.messages import ImageSupport
+from runtime.engine.scheduling.pictures import Picture, PictureKeys
+from runtime.engine.scheduling.sequence import Request
+from runtime.engine.steps.executor import Executor
+
+logger = logging.getLogger("xserv.engine")
+
+Key = tuple[str | None, bytes]
+"""Whose pictures, and which: nothing is shared across tenants."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A picture in a slot. ``holders``: open requests that have it."""
+
+    slot: int
+    num_tokens: int
+    is_made: bool = False
+    holders: set[Request] = field(default_factory=set)
+
+
+class PictureQueue:
+    """Belongs to the engine's loop.
+
+    budget  patches times layers between two steps; one layer is always computed
+    """
+
+    def __init__(self, executor: Executor, support: ImageSupport, budget: int) -> None:
+        self._executor = executor
+        self._support = support
+        self._budget = budget
+        self._keys = PictureKeys()
+        self._entries: OrderedDict[Key, _Entry] = OrderedDict()  # the one that was let go last comes last
+        self._waiting: deque[Request] = deque()
+        self._num_tokens = 0
+        self._next_slot = 0
+        self._current: Key | None = None
+
+    def __len__(self) -> int:
+        """Requests that wait."""
+        return len(self._waiting)
+
+    @property
+    def num_kept_tokens(self) -> int:
+        return self._num_tokens
+
+    def add(self, request: Request) -> None:
+        """A request that awaits its pictures."""
+        assert request.pictures is not None
+        self._waiting.append(request)
+        request.prefix_keys = self._keys.prompt_keys(request.prompt_ids, request.pictures.items)
+
+    def release(self, request: Request) -> None:
+        """The request has ended."""
+        for key in list(self._entries):
+            entry = self._entries[key]
+            if request in entry.holders:
+                entry.holders.discard(request)
+                self._entries.move_to_end(key)
+        self._waiting = deque(each for each in self._waiting if each is not request)
+
+    def advance(self, start: Callable[[Request], None], fail: Callable[[Request], None]) -> None:
+        """Encode for a while. ``start`` is told of requests whose pictures are all there, ``fail`` of those whose
+        pictures could not be encoded."""
+        spent = 0
+        while self._waiting and spent < self._budget:
+            request = self._waiting[0]
+            if not self._hold(request):
+                return  # until others have ended
+            try:
+                spent += self._encode_some(request)
+            except Exception:
+                logger.exception("the pictures of request %s could not be encoded", request.request_id)
+                fail(request)  # which ends it, and so releases it
+                self._forget_unmade()
+                continue
+            assert request.pictures is not None
+            entries = [self._entries[self._key(request, item)] for item in request.pictures.items]
+            if all(entry.is_made for entry in entries):
+                self._waiting.popleft()
+                request.pictures.slots[:] = [entry.slot for entry in entries]
+                request.pictures.patches.clear()
+                start(request)
+
+    def _key(self, request: Request, item: Picture) -> Key:
+        return request.cache_salt, item.digest
+
+    def _hold(self, request: Request) -> bool:
+        """Make room for all pictures of a request, and hold them; False: there is none yet."""
+        assert request.pictures is not None
+        wanted = {self._key(request, item): item for item in request.pictures.items}
+        lacking = sum(item.num_tokens for key, item in wanted.items() if key not in self._entries)
+        kept = [key for key, entry in self._entries.items() if not entry.holders and key not in wanted]
+        free = self._support.max_tokens - self._num_tokens
+        if lacking > free + sum(self._entries[key].num_tokens for key in kept):
+            return False
+        for key in kept:
+            if lacking <= self._support.max_tokens - self._num_tokens:
+                break
+            self._drop(key)
+        for key, item in wanted.items():
+            if key not in self._entries:
+                self._entries[key] = _Entry(self._next_slot, item.num_tokens)
+                self._next_slot += 1
+                self._num_tokens += item.num_tokens
+            self._entries[key].holders.add(request)
+        return True
+
+    def _encode_some(self, request: Request) -> int:
+        """Compute a layer, or a few of a small picture; returns patches times layers."""
+        pictures = request.pictures
+        assert pictures is not None
+        for item, patches, grid in zip(pictures.items, pictures.patches, pictures.grids, strict=True):
+            key = self._key(request, item)
+            entry = self._entries[key]
+            if entry.is_made:
+                continue
+            if self._current != key:
+                self._current = key
+                self._executor.drop_encoded(entry.slot)  # begun for a request that has ended meanwhile
+                self._executor.start_encoding(entry.slot, patches, grid)
+            num_layers = max(1, self._budget // len(patches))
+            entry.is_made = self._executor.encode(entry.slot, num_layers)
+            if entry.is_made:
+                self._current = None
+            return num_layers * len(patches)
+        return 0
+
+    def _forget_unmade(self) -> None:
+        """Only the first request that waits holds pictures that are not made, and it has ended."""
+        for key in [key for key, entry in self._entries.items() if not entry.is_made]:
+            self._drop(key)
+
+    def _drop(self, key: Key) -> None:
+        entry = self._entries.pop(key)
+        self._num_tokens -= entry.num_tokens
+        if self._current == key:
+            self._current = None
+        self._executor.drop_encoded(entry.slot)

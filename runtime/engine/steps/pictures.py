@@ -1,0 +1,87 @@
+"""Pictures on an executor's device: encoded a few layers at a time, kept by slot, put into the batches of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime import ops
+from runtime.batch import Batch, EncodedTokens
+from runtime.engine.steps.step_input import StepInput
+from runtime.images.patches import PatchRule, normalised
+from runtime.rope_table import RopeTable
+from runtime.tensor.tensor import Tensor
+
+
+class Encoding(Protocol):
+    """A picture on its way through a tower."""
+
+    def advance(self, num_layers: int) -> tuple[Tensor, ...] | None: ...
+
+
+class Tower(Protocol):
+    """What makes a picture's embeddings."""
+
+    def start(self, patches: NDArray[Any], grid: tuple[int, int]) -> Encoding: ...
+
+
+@runtime_checkable
+class PictureModel(Protocol):
+    """A model that reads pictures; ``models.families.qwen3_vl.Qwen3VLModel`` is one."""
+
+    patch_rule: PatchRule
+
+    @property
+    def tower(self) -> Tower: ...
+
+    @property
+    def image_token_id(self) -> int: ...
+
+    @property
+    def bytes_per_picture_token(self) -> int: ...
+
+    def rotations(self, positions: NDArray[Any]) -> RopeTable: ...
+
+
+class PictureStore:
+    """The embeddings of pictures by slot, and the pictures that are being encoded."""
+
+    def __init__(self, model: PictureModel) -> None:
+        self._model = model
+        self._encodings: dict[int, Encoding] = {}
+        self._made: dict[int, tuple[Tensor, ...]] = {}
+
+    def start(self, slot: int, patches: NDArray[np.uint8], grid: tuple[int, int]) -> None:
+        """Begin to encode ``patches [rows * columns, patch_bytes]`` into a free slot."""
+        assert slot not in self._made, "a slot is encoded twice"
+        self._encodings[slot] = self._model.tower.start(normalised(patches, self._model.patch_rule), grid)
+
+    def advance(self, slot: int, num_layers: int) -> bool:
+        """Compute so many layers more; whether that was all."""
+        made = self._encodings[slot].advance(num_layers)
+        if made is None:
+            return False
+        del self._encodings[slot]
+        self._made[slot] = made
+        return True
+
+    def drop(self, slot: int) -> None:
+        self._encodings.pop(slot, None)
+        self._made.pop(slot, None)
+
+    def complete(self, batch: Batch, step: StepInput) -> None:
+        """Give a step's batch its positions and its pictures' embeddings."""
+        if step.rotary_positions is not None:
+            batch.rope = self._model.rotations(step.rotary_positions)
+            (batch.positions,) = ops.place([np.arange(batch.num_tokens, dtype=np.int32)], batch.token_ids.device)
+        batch.encoded = tuple(
+            EncodedTokens(span.first_token, self._rows(self._made[span.slot], span.first_row, span.count))
+            for span in step.features
+        )
+
+    @staticmethod
+    def _rows(made: Sequence[Tensor], first: int, count: int) -> tuple[Tensor, ...]:
+        return tuple(each[first : first + count] for each in made)

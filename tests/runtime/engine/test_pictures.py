@@ -1,0 +1,326 @@
+"""Requests with pictures: the same tokens as the model alone draws, however steps cut them, and nothing shared that
+differs.
+
+What the model draws is held against transformers by `tests/models/vision`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+pytest.importorskip("PIL", reason="needs Pillow (extra vision)")
+
+from models.families.qwen3_vl import Qwen3VLModel
+from models.preprocessing import read_patch_rule
+from models.registry import load_model
+from runtime import ops
+from runtime.batch import Batch, EncodedTokens
+from runtime.engine.errors import RequestError
+from runtime.engine.make_engine import build_engine
+from runtime.engine.messages import EngineRequest, ImageItem
+from runtime.engine.picture_queue import PictureQueue
+from runtime.engine.sampling_params import SamplingParams
+from runtime.errors import InvalidArgumentError
+from runtime.images.patches import make_patches, normalised
+from runtime.images.positions import token_positions
+from runtime.llm import LLM
+from tests.models.driver import ModelDriver
+from tests.models.vision.cases import IMAGE, load_golden, write_model
+
+PROMPT = [3, 17, IMAGE, 5, 81, 44, IMAGE, IMAGE, 9]
+"""Three pictures, two of them side by side."""
+
+NUM_NEW = 8
+
+NUM_BEST = 5
+
+
+@dataclass(eq=False)
+class Drawn:
+    """Tokens with the best log probabilities of each step, which tell pictures apart where the tokens are the same."""
+
+    token_ids: list[int]
+    logprobs: list[list[float]]
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Drawn)
+        return self.token_ids == other.token_ids and bool(np.allclose(self.logprobs, other.logprobs, rtol=0, atol=1e-4))
+
+
+def picture(seed: int, height: int = 40, width: int = 56) -> Any:
+    return np.random.RandomState(seed).randint(0, 256, (height, width, 3)).astype(np.uint8)
+
+
+PICTURES = [picture(1), picture(2, 16, 24), picture(3, 64, 8)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_model(tmp_path_factory.mktemp("vl"), "qwen3_vl", load_golden("qwen3_vl").shapes)
+    size = {"shortest_edge": 64, "longest_edge": 4096}
+    config = {"patch_size": 4, "size": size, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    (folder / "preprocessor_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Any:
+    """Draws greedily with the model alone: the whole prompt at once, then token by token."""
+    model = load_model(folder)
+    assert isinstance(model, Qwen3VLModel)
+    rule = read_patch_rule(folder, model.patch_rule)
+
+    def draw(prompt: Sequence[int], pictures: Sequence[Any], num_new: int = NUM_NEW) -> Drawn:
+        ids: list[int] = []
+        spans, made, left = [], [], list(pictures)
+        for token in prompt:
+            if token != IMAGE:
+                ids.append(token)
+                continue
+            patches = make_patches(left.pop(0), rule)
+            rows, columns = patches.rows // 2, patches.columns // 2
+            spans.append((len(ids), rows, columns))
+            made.append(model.tower(normalised(patches.pixels, rule), patches.grid))
+            ids += [IMAGE] * (rows * columns)
+        positions, offset = token_positions(len(ids), spans)
+
+        def complete(batch: Batch, start: int) -> None:
+            if start == 0:
+                batch.rope = model.rotations(positions)
+                batch.encoded = tuple(EncodedTokens(span[0], rows) for span, rows in zip(spans, made))
+                own = np.arange(batch.num_tokens, dtype=np.int32)
+            else:
+                own = np.array([start + offset], np.int32)
+            (batch.positions,) = ops.place([own], model.device)
+
+        driver = ModelDriver(model, complete=complete)
+        return continued(driver, ids, num_new)
+
+    return draw
+
+
+def continued(driver: ModelDriver, ids: list[int], num_new: int) -> Drawn:
+    drawn = Drawn([], [])
+    fed = ids
+    for _ in range(num_new):
+        logits = driver.step({0: fed})[0][-1].astype(np.float64)
+        fed = [int(logits.argmax())]
+        drawn.token_ids += fed
+        best = np.sort(logits)[::-1][:NUM_BEST]
+        drawn.logprobs.append((best - best[0] - np.log(np.exp(logits - best[0]).sum())).tolist())
+    return drawn
+
+
+@pytest.fixture(scope="module")
+def expected(alone: Any) -> Drawn:
+    drawn: Drawn = alone(PROMPT, PICTURES)
+    assert drawn != alone(PROMPT, [picture(7), *PICTURES[1:]]), "the pictures make no difference"
+    return drawn
+
+
+def greedy(num_new: int = NUM_NEW, **changes: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_new, ignore_eos=True, logprobs=NUM_BEST, **changes)
+
+
+def opened(folder: Path, **options: Any) -> LLM:
+    defaults = {"block_size": 8, "max_num_seqs": 4, "max_model_len": 128, "compile_ahead": False}
+    return LLM(folder, skip_tokenizer_init=True, **{**defaults, **options})
+
+
+def asked(pictures: Sequence[Any], prompt: Sequence[int] = PROMPT, **changes: Any) -> dict[str, Any]:
+    return {"prompt_token_ids": list(prompt), "images": list(pictures), **changes}
+
+
+def drawn(llm: LLM, *prompts: Any, params: SamplingParams | None = None) -> list[Drawn]:
+    outputs = llm.generate(list(prompts), params or greedy(), use_tqdm=False)
+    return [drawn_of(choice) for output in outputs for choice in output.outputs]
+
+
+def drawn_of(choice: Any) -> Drawn:
+    best = [sorted((each.logprob for each in entry.values()), reverse=True) for entry in choice.logprobs]
+    return Drawn(choice.token_ids, best)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 7},
+        {"max_num_batched_tokens": 64, "overlap": "on"},
+        {"max_num_batched_tokens": 16, "speculation": "ngram"},
+        {"enable_prefix_caching": False, "decode_graphs": "off"},
+    ],
+    ids=str,
+)
+def test_any_schedule_draws_what_the_model_draws(
+    folder: Path, alone: Any, expected: Drawn, options: dict[str, Any]
+) -> None:
+    other = alone([IMAGE, 8, 8], [PICTURES[1]])
+    text = alone([5, 6, 7, 8], [])
+    with opened(folder, **options) as llm:
+        prompts = asked(PICTURES), asked([PICTURES[1]], [IMAGE, 8, 8]), [5, 6, 7, 8], asked(PICTURES)
+        assert drawn(llm, *prompts) == [expected, other, text, expected]
+        assert drawn(llm, asked(PICTURES), params=greedy(n=2)) == [expected, expected]
+
+
+@pytest.mark.emulator
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("device", ["emulated:sm_80", "emulated:sm_90a"])
+def test_on_emulated_gpus(folder: Path, expected: Drawn, alone: Any, device: str) -> None:
+    with opened(folder, device=device, dtype="float32", max_num_batched_tokens=16) as llm:
+        assert drawn(llm, asked(PICTURES), [5, 6, 7, 8]) == [expected, alone([5, 6, 7, 8], [])]
+
+
+def test_preempted_sequences_compute_their_pictures_again(folder: Path, alone: Any, expected: Drawn) -> None:
+    long = alone(PROMPT, PICTURES, 40)
+    with opened(folder, num_blocks=18, max_num_batched_tokens=16, preemption="recompute") as llm:
+        assert drawn(llm, *[asked(PICTURES)] * 3, params=greedy(40)) == [long] * 3
+        assert llm.client.stats().num_preemptions > 0
+
+
+def test_pages_are_found_by_the_picture(folder: Path, alone: Any, expected: Drawn) -> None:
+    others = [picture(11), *PICTURES[1:]]
+    with opened(folder) as llm:
+        for pictures, num_cached in ((PICTURES, 0), (PICTURES, None), (others, 2)):
+            (output,) = llm.generate([asked(pictures)], greedy(), use_tqdm=False)
+            assert drawn_of(output.outputs[0]) == alone(PROMPT, pictures)
+            most = len(output.prompt_token_ids) - 1
+            assert output.num_cached_tokens == (most if num_cached is None else num_cached)
+        (output,) = llm.generate([asked(PICTURES, cache_salt="other")], greedy(), use_tqdm=False)
+        assert output.num_cached_tokens == 0
+        typed = [IMAGE if token == IMAGE else token for token in output.prompt_token_ids]
+        (text,) = llm.generate([typed], greedy(), use_tqdm=False)  # the same ids, but no picture
+        assert text.num_cached_tokens == 2
+        assert drawn_of(text.outputs[0]) == continued(ModelDriver(load_model(folder)), typed, NUM_NEW)
+
+
+@pytest.fixture
+def engine(folder: Path) -> Iterator[Any]:
+    made = build_engine(folder, block_size=8, max_num_seqs=4, max_model_len=128, max_num_batched_tokens=40)
+    yield made
+    made.close()
+
+
+def item(seed: int, first: int, side: int = 4) -> ImageItem:
+    patches = np.random.RandomState(seed).bytes(side * side * 48)
+    return ImageItem(digest=bytes([seed]) * 16, first_token=first, rows=side, columns=side, patches=patches)
+
+
+def request(name: str, *items: ImageItem, ids: Sequence[int] | None = None, **changes: Any) -> EngineRequest:
+    ids = ids or [1, *[IMAGE] * sum(each.rows * each.columns // 4 for each in items), 2]
+    return EngineRequest(request_id=name, prompt_token_ids=list(ids), params=greedy(2), images=items, **changes)
+
+
+def run(engine: Any) -> list[Any]:
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+        engine.check_invariants()
+    return outputs
+
+
+def test_pictures_are_kept_within_a_bound_and_encoded_once(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    begin = engine.executor.start_encoding
+
+    def counted(slot: int, *rest: Any) -> None:
+        started.append(slot)
+        begin(slot, *rest)
+
+    monkeypatch.setattr(engine.executor, "start_encoding", counted)
+    support = msgspec.structs.replace(engine.info.images, max_tokens=8)  # two pictures of 4 tokens
+    engine.pictures = PictureQueue(engine.executor, support, 40)
+    engine.opened.on_request_end = engine.pictures.release
+    for name, seeds in (("a", (1,)), ("b", (1, 2)), ("c", (3, 4)), ("d", (3,)), ("e", (1,))):
+        engine.add(request(name, *(item(seed, 1 + 4 * place) for place, seed in enumerate(seeds))))
+    ended = [output.request_id for output in run(engine) if output.finish_reason == "length"]
+    assert sorted(ended) == ["a", "b", "c", "d", "e"]
+    assert len(started) == 5  # 1, 2, then 3 and 4 in their place, then 1 again
+    assert engine.pictures.num_kept_tokens <= 8
+    engine.add(request("f", item(1, 1), cache_salt="another"))
+    run(engine)
+    assert len(started) == 6
+
+
+def test_a_picture_is_encoded_between_steps_of_others(engine: Any) -> None:
+    engine.add(EngineRequest(request_id="text", prompt_token_ids=[4, 5], params=greedy(12)))
+    engine.step()
+    engine.add(request("picture", item(5, 1, 8)))  # 64 patches, 3 layers: a layer between two steps
+    kinds = []
+    while engine.has_work:
+        kinds += [output.request_id for output in engine.step() if output.new_token_ids]
+    assert kinds.index("picture") == 3
+    assert kinds.count("text") == 11
+
+
+def test_cancelled_while_it_waits(engine: Any) -> None:
+    engine.add(request("gone", item(6, 1, 8)))
+    engine.step()
+    (output,) = engine.cancel("gone")
+    assert output.finish_reason == "abort"
+    assert not engine.has_work
+    engine.add(request("again", item(6, 1, 8)))
+    assert [output.finish_reason for output in run(engine)][-1] == "length"
+
+
+def test_a_failing_tower_ends_its_request_alone(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> None:
+        raise RuntimeError("tower")
+
+    engine.add(EngineRequest(request_id="text", prompt_token_ids=[4, 5], params=greedy(3)))
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.executor, "start_encoding", fail)
+        engine.add(request("bad", item(7, 1)))
+        outputs = run(engine)
+    ends = {output.request_id: output.finish_reason for output in outputs if output.finish_reason}
+    assert ends == {"text": "length", "bad": "error"}
+    assert engine.pictures.num_kept_tokens == 0
+    engine.add(request("good", item(7, 1)))
+    assert [output.finish_reason for output in run(engine)][-1] == "length"
+
+
+def changed(item: ImageItem, **changes: Any) -> ImageItem:
+    return msgspec.structs.replace(item, **changes)
+
+
+@pytest.mark.parametrize(
+    ("items", "ids", "message"),
+    [
+        ([changed(item(1, 1), rows=3)], [1, 90, 90, 90, 90], "3 x 4 patches are no multiples of 2"),
+        ([changed(item(1, 1), patches=b"abc")], [1, 90, 90, 90, 90], "patches have 3 bytes, must have 768"),
+        ([changed(item(1, 1), digest=b"abc")], [1, 90, 90, 90, 90], "digest has 3 bytes"),
+        ([item(1, 1)], [1, 90, 90, 90, 5], "the 4 tokens from 1 on must be 90"),
+        ([item(1, 2)], [1, 90, 90, 90, 90], "first_token=2 is not within"),
+        ([item(1, 0), item(2, 3)], [90] * 8, "first_token=3 is not within"),
+    ],
+)
+def test_bad_pictures_are_refused(engine: Any, items: list[ImageItem], ids: list[int], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        engine.add(request("bad", *items, ids=ids))
+
+
+def test_pictures_cross_the_socket() -> None:
+    sent = request("over", item(1, 1), item(2, 5))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=EngineRequest) == sent
+
+
+def test_what_a_prompt_has_not(folder: Path) -> None:
+    with opened(folder) as llm:
+        for prompt, message in (
+            (asked(PICTURES[:1]), "3 image tokens .* 1 images"),
+            (asked([b"no picture"], [IMAGE]), r"images\[0\]: the image cannot be read"),
+        ):
+            with pytest.raises(RequestError, match=message):
+                drawn(llm, prompt)
+
+
+def test_the_megakernel_knows_no_offsets(folder: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="Qwen3VLModel reads pictures"):
+        opened(folder, device="emulated:sm_80", decode="megakernel")

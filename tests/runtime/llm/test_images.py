@@ -1,0 +1,104 @@
+"""``LLM.chat`` and ``generate`` with pictures: the template's places for them, and text that only looks like one."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("PIL", reason="needs Pillow (extra vision)")
+
+from PIL import Image
+
+from runtime.engine.errors import RequestError
+from runtime.engine.sampling_params import SamplingParams
+from runtime.llm import LLM
+from tests.models.vision.cases import IMAGE, load_golden, write_model
+
+PAD = "<|image_pad|>"
+
+TEMPLATE = (
+    "{%- for message in messages %}[{{ message.role }}]"
+    "{%- if message.content is string %}{{ message.content }}{% else %}{%- for part in message.content %}"
+    "{%- if part.type == 'image' %}<|image_pad|>{% else %}{{ part.text }}{% endif %}{%- endfor %}{% endif %}"
+    "{%- endfor %}{% if add_generation_prompt %}[a]{% endif %}"
+)
+
+PIXELS = np.random.RandomState(4).randint(0, 256, (40, 56, 3)).astype(np.uint8)
+NUM_TOKENS = 5 * 7
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    folder = write_model(tmp_path_factory.mktemp("vl"), "qwen3_vl", load_golden("qwen3_vl").shapes)
+    size = {"shortest_edge": 64, "longest_edge": 4096}
+    (folder / "preprocessor_config.json").write_text(json.dumps({"patch_size": 4, "size": size}))
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    letters = [chr(code) for code in range(33, 33 + IMAGE)]
+    letters[1] = "|"  # for a quotation mark
+    vocab = {letter: token_id for token_id, letter in enumerate(letters)}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [{"id": IMAGE, "content": PAD, **flags}],
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+        "decoder": {"type": "ByteLevel"},
+        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    with LLM(folder, block_size=8, max_num_seqs=2, max_model_len=128, compile_ahead=False) as opened:
+        yield opened
+
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+
+
+def messages(*content: Any) -> list[dict[str, Any]]:
+    return [{"role": "u", "content": list(content)}]
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+def ids_of(llm: LLM, words: str) -> list[int]:
+    return llm.get_tokenizer().encode(words, add_special_tokens=False)
+
+
+def test_a_picture_in_a_conversation(llm: LLM, tmp_path: Path) -> None:
+    file = io.BytesIO()
+    Image.fromarray(PIXELS).save(file, "PNG")
+    (tmp_path / "picture.png").write_bytes(file.getvalue())
+    expected = [*ids_of(llm, "[u]Look:"), *[IMAGE] * NUM_TOKENS, *ids_of(llm, "What?[a]")]
+    answers = set()
+    for given in (PIXELS, Image.fromarray(PIXELS), file.getvalue(), tmp_path / "picture.png"):
+        (output,) = llm.chat(
+            messages(text("Look:"), {"type": "image", "image": given}, text("What?")), PARAMS, use_tqdm=False
+        )
+        assert output.prompt_token_ids == expected
+        answers.add(tuple(output.outputs[0].token_ids))
+    (generated,) = llm.generate({"prompt": f"[u]Look:{PAD}What?[a]", "images": [PIXELS]}, PARAMS, use_tqdm=False)
+    assert generated.prompt_token_ids == expected
+    assert answers == {tuple(generated.outputs[0].token_ids)}
+
+
+def test_what_a_user_types_is_text(llm: LLM) -> None:
+    picture = {"type": "image", "image": PIXELS}
+    (output,) = llm.chat(messages(text(PAD), picture, text(f"is{PAD}")), PARAMS, use_tqdm=False)
+    ids = output.prompt_token_ids
+    assert ids.count(IMAGE) == NUM_TOKENS
+    assert ids.index(IMAGE) == len("[u]") + len(PAD)
+
+
+def test_pictures_and_places_must_agree(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"1 image tokens .* 2 images"):
+        llm.generate({"prompt": f"a{PAD}", "images": [PIXELS, PIXELS]}, PARAMS)
+    with pytest.raises(RequestError, match="images are read by generate"):
+        llm.embed({"prompt": f"a{PAD}", "images": [PIXELS]})
+    with pytest.raises(RequestError, match="needs 'image'"):
+        llm.chat(messages({"type": "image"}), PARAMS)
