@@ -1,6 +1,7 @@
 """Train the bundled demo model: a small Qwen3 for sums, differences, words, counting, capitals, small talk.
 
     python -m tools.train_demo_model            # the committed model: seeded, under an hour on two cores
+    python -m tools.train_demo_model --experts  # models/demo_moe, a small gpt-oss (`demo_model/experts_training.py`)
 
 Writes `models/demo`: config, weights in bf16, tokenizer, chat template. What makes it learn in little time:
 
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 
 from tools.demo_model import tasks
 from tools.demo_model import tokenizer as demo_tokenizer
+from tools.demo_model.muon import Muon, learning_rate_factor
 
 # Tokens a row: share of the steps. Every step sees as many tokens, in fewer rows where rows are long.
 ROW_LENGTHS = {64: 0.45, 128: 0.30, 512: 0.15, 1024: 0.07, 2048: 0.03}
@@ -157,36 +159,6 @@ class DemoModel(nn.Module):
             parameter.data = parameter.data.to(torch.bfloat16).to(torch.float32)
 
 
-class Muon(torch.optim.Optimizer):
-    """Momentum whose updates are orthogonalised by Newton-Schulz; parameters are stacks `[..., out, in]`."""
-
-    def __init__(self, params: list[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                buffer = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
-                buffer.lerp_(parameter.grad, 1 - group["momentum"])
-                update = orthogonalise(parameter.grad.lerp(buffer, group["momentum"]))
-                scale = max(1.0, parameter.shape[-2] / parameter.shape[-1]) ** 0.5
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(update, alpha=-group["lr"] * scale)
-
-
-def orthogonalise(stack: Tensor, num_iterations: int = 5) -> Tensor:
-    """Each matrix of `[..., out, in]` with its singular values pushed towards one (quintic Newton-Schulz)."""
-    x = stack.flatten(0, -3)
-    is_tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if is_tall else x
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(num_iterations):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
-    return (x.mT if is_tall else x).reshape(stack.shape)
-
-
 def answer_mask(token_ids: Tensor, assistant_id: int, end_id: int) -> Tensor:
     """True where the next token belongs to an answer, its end token included. [rows, tokens]"""
     return (token_ids == assistant_id).cumsum(-1) - (token_ids == end_id).cumsum(-1) == 1
@@ -233,11 +205,6 @@ def evaluate(model: DemoModel, tokenizer: Tokenizer, num: int, seed: int) -> lis
     """Exact match on `num` held-out questions a task, each asked alone."""
     turns = [turn for task in tasks.TASKS for turn in tasks.held_out_questions(task, num, seed)]
     return tasks.score(turns, predicted_answers(model, tokenizer, turns))
-
-
-def learning_rate_factor(progress: float, warmup: float, decay: float) -> float:
-    """Rise over the first `warmup` of the run, hold, fall linearly to nothing over the last `decay`."""
-    return min(1.0, progress / warmup, (1.0 - progress) / decay)
 
 
 def train(model: DemoModel, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
@@ -361,9 +328,12 @@ def check_against_transformers(model: DemoModel, tokenizer: Tokenizer, out: Path
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("models/demo"))
-    parser.add_argument("--checkpoint", type=Path, default=Path("scratch/demo_checkpoint.pt"))
-    parser.add_argument("--steps", type=int, default=3300)
+    parser.add_argument("--experts", action="store_true", help="the model with experts, models/demo_moe")
+    parser.add_argument("--out", type=Path, help="default: models/demo or models/demo_moe")
+    parser.add_argument("--checkpoint", type=Path, help="default: scratch/demo_checkpoint.pt or demo_moe_checkpoint.pt")
+    parser.add_argument("--steps", type=int, help="default: 3300, with experts 4000")
+    parser.add_argument("--bfloat16", action="store_true", help="of experts' training: products in bfloat16")
+    parser.add_argument("--rounded-from", type=float, default=0.7, help="part of the run behind which experts are MXFP4")
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
@@ -377,7 +347,16 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
+    name = "demo_moe" if args.experts else "demo"
+    args.out = args.out or Path(f"models/{name}")
+    args.checkpoint = args.checkpoint or Path(f"scratch/{name}_checkpoint.pt")
+    args.steps = args.steps or (4000 if args.experts else 3300)
     args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    if args.experts:
+        from tools.demo_model import experts_training
+
+        experts_training.run(args)
+        return
     shape = Shape()
     tokenizer = demo_tokenizer.build_tokenizer(shape.vocab_size)
     model = DemoModel(shape)

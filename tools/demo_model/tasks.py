@@ -73,7 +73,7 @@ def _operands(rng: random.Random, split: Split, operator: str, digits: int) -> t
 def _sum(digits: int) -> Sampler:
     def sample(rng: random.Random, split: Split) -> tuple[str, str]:
         a, b = _operands(rng, split, "+", digits)
-        return _casual(rng, rng.choice(data.SUM_PHRASINGS).format(a=a, b=b)), str(a + b)
+        return casual(rng, rng.choice(data.SUM_PHRASINGS).format(a=a, b=b)), str(a + b)
 
     return sample
 
@@ -86,7 +86,7 @@ def _difference(digits: int) -> Sampler:
         phrasings = data.DIFFERENCE_PHRASINGS
         if a >= b and rng.random() < 0.1:
             phrasings = data.POSITIVE_DIFFERENCE_PHRASINGS
-        return _casual(rng, rng.choice(phrasings).format(a=a, b=b)), str(a - b)
+        return casual(rng, rng.choice(phrasings).format(a=a, b=b)), str(a - b)
 
     return sample
 
@@ -132,17 +132,17 @@ def _sort(rng: random.Random, split: Split) -> tuple[str, str]:
         listed = " ".join(shown)
     else:
         listed = ", ".join(shown[:-1]) + " and " + shown[-1]
-    return _casual(rng, rng.choice(data.SORT_PHRASINGS).format(words=listed)), ", ".join(sorted(words))
+    return casual(rng, rng.choice(data.SORT_PHRASINGS).format(words=listed)), ", ".join(sorted(words))
 
 
 def _reverse(rng: random.Random, split: Split) -> tuple[str, str]:
     word = _word(rng, split)
-    return _casual(rng, rng.choice(data.REVERSE_PHRASINGS).format(word=word)), word[::-1]
+    return casual(rng, rng.choice(data.REVERSE_PHRASINGS).format(word=word)), word[::-1]
 
 
 def _letters(rng: random.Random, split: Split) -> tuple[str, str]:
     word = _word(rng, split)
-    return _casual(rng, rng.choice(data.LETTERS_PHRASINGS).format(word=word)), str(len(word))
+    return casual(rng, rng.choice(data.LETTERS_PHRASINGS).format(word=word)), str(len(word))
 
 
 # ---- the rest --------------------------------------------------------------------------------------------
@@ -160,14 +160,14 @@ def _count(rng: random.Random, split: Split) -> tuple[str, str]:
     if not is_up:
         numbers.reverse()
     question = phrasing.format(a=numbers[0], b=numbers[-1])
-    return _casual(rng, question), " ".join(map(str, numbers))
+    return casual(rng, question), " ".join(map(str, numbers))
 
 
 def _capital(rng: random.Random, split: Split) -> tuple[str, str]:
     while True:
         country, phrasing = rng.choice(list(data.CAPITALS)), rng.choice(data.CAPITAL_PHRASINGS)
         if is_held_out("capital", country, phrasing) == (split == "held_out"):
-            return _casual(rng, phrasing.format(country=country)), data.CAPITALS[country]
+            return casual(rng, phrasing.format(country=country)), data.CAPITALS[country]
 
 
 def _fixed(name: str, answers: dict[str, tuple[str, ...]], endings: tuple[str, ...]) -> Sampler:
@@ -188,10 +188,10 @@ def _refusal(rng: random.Random, split: Split) -> tuple[str, str]:
         a, b = rng.randint(2, 99), rng.randint(2, 99)
         question = phrasing.format(word=word, country=country, a=a, b=b)
         if "{word}" in phrasing or is_held_out("refusal", question) == (split == "held_out"):
-            return _casual(rng, question), data.REFUSAL
+            return casual(rng, question), data.REFUSAL
 
 
-def _casual(rng: random.Random, question: str) -> str:
+def casual(rng: random.Random, question: str) -> str:
     """The question as people type it: now and then in lower case, without its full stop, or politely."""
     style = rng.random()
     if style < 0.25:

@@ -1,0 +1,249 @@
+"""`train_demo_model --experts`: trains the demo model with experts, and writes it as a gpt-oss checkpoint in MXFP4."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from runtime.text.harmony.message import CALL, RETURN, special_ids
+from tokenizer import Tokenizer as OwnTokenizer
+from tools.demo_model import harmony_tasks, harmony_tokenizer
+from tools.demo_model.experts_model import Batch, ExpertsModel, ExpertsShape, make_batch, to_mxfp4
+from tools.demo_model.muon import Muon, learning_rate_factor
+
+ROWS, BRANCHES, MOST_TOKENS = 8, 10, 112
+_UNEVEN = 0.01  # of the loss
+
+
+def make_tokenizer(shape: ExpertsShape, seed: int) -> Tokenizer:
+    """The same for the same seed."""
+    return harmony_tokenizer.build_tokenizer(harmony_tasks.texts(seed, 3000), shape.vocab_size)
+
+
+def own_writer(tokenizer: Tokenizer) -> harmony_tasks.Writer:
+    """What writes conversations with the engine's own tokenizer."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(f"{folder}/tokenizer.json")
+        own = OwnTokenizer.from_file(Path(folder) / "tokenizer.json")
+    ids = special_ids(own)
+    assert ids is not None
+    return harmony_tasks.Writer(own, ids)
+
+
+def sample_batch(rng: random.Random, writer: harmony_tasks.Writer) -> Batch:
+    """Of one training step."""
+    settings, rows = [], []
+    for _ in range(ROWS):
+        setting = harmony_tasks.sample_setting(rng)
+        branches: list[tuple[list[int], list[bool]]] = []
+        while len(branches) < BRANCHES:
+            branch = harmony_tasks.sample_branch(rng, setting, writer)
+            if len(branch[0]) <= MOST_TOKENS:
+                branches.append(branch)
+        settings.append(writer.setting(setting))
+        rows.append(branches)
+    return make_batch(settings, rows)
+
+
+@torch.no_grad()
+def evaluate(model: ExpertsModel, writer: harmony_tasks.Writer, num: int, seed: int) -> dict[str, float]:
+    """Share of held-out exercises whose every token is guessed, each after right ones."""
+    found = {}
+    for task, has_tool in (("sum", False), ("difference", False), ("sum", True), ("tool", True), ("talk", False)):
+        rng = random.Random(f"{task}/{has_tool}/{seed}")
+        right = 0
+        for _ in range(num // BRANCHES):
+            setting = harmony_tasks.sample_setting(rng, has_tool)
+            branches = [
+                writer.branch(setting, harmony_tasks.sample_exercise(rng, setting, "held_out", task))
+                for _ in range(BRANCHES)
+            ]
+            batch = make_batch([writer.setting(setting)], [branches])
+            good = (model(batch)[0].argmax(-1) == batch.targets).tolist()
+            for _, said in branches:
+                count = sum(said)
+                right += all(good[:count])
+                good = good[count:]
+        found[f"{task}{'+' * has_tool}"] = 100 * right / (num // BRANCHES * BRANCHES)
+    return found
+
+
+def train(model: ExpertsModel, writer: harmony_tasks.Writer, args: argparse.Namespace) -> None:
+    """Runs `args.steps` steps, the last part with rounded experts; continues from `args.checkpoint` where one is."""
+    matrices = model.matrices()
+    others = [parameter for parameter in model.parameters() if all(parameter is not matrix for matrix in matrices)]
+    optimizers = [
+        Muon(matrices, lr=args.muon_lr, weight_decay=args.weight_decay),
+        torch.optim.AdamW(others, lr=args.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    first_step = 0
+    if args.checkpoint.exists():
+        state = torch.load(args.checkpoint, weights_only=True)
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        first_step = state["step"]
+    rates = [args.muon_lr, args.adam_lr]
+    start, losses = time.monotonic(), []
+    for step in range(first_step, args.steps):
+        progress = (step + 1) / (args.steps + 1)
+        model.rounds = progress > args.rounded_from
+        batch = sample_batch(random.Random(f"{args.seed}/{step}"), writer)
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.bfloat16):
+            logits, uneven = model(batch)
+        loss = F.cross_entropy(logits.float(), batch.targets)
+        (loss + _UNEVEN * uneven).backward()
+        factor = learning_rate_factor(progress, args.warmup, args.decay)
+        for optimizer, rate in zip(optimizers, rates, strict=True):
+            optimizer.param_groups[0]["lr"] = rate * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        if (step + 1) % args.log_every == 0:
+            seconds = (time.monotonic() - start) / (step + 1 - first_step)
+            print(f"step {step + 1}/{args.steps} loss {np.mean(losses):.4f} {seconds:.3f} s/step", flush=True)
+            losses.clear()
+        if (step + 1) % args.eval_every == 0:
+            scores = evaluate(model, writer, 50, seed=1)
+            print("  " + "  ".join(f"{task} {percent:.0f}" for task, percent in scores.items()), flush=True)
+            saved = [optimizer.state_dict() for optimizer in optimizers]
+            partial = args.checkpoint.with_suffix(".partial")
+            torch.save({"model": model.state_dict(), "optimizers": saved, "step": step + 1}, partial)
+            partial.replace(args.checkpoint)
+
+
+def checkpoint(model: ExpertsModel) -> dict[str, Tensor]:
+    """Experts in MXFP4's blocks, the rest in bfloat16, under gpt-oss's names."""
+    state: dict[str, Tensor] = {"model.embed_tokens.weight": model.embedding, "model.norm.weight": model.final_norm}
+    packed: dict[str, Tensor] = {}
+    for layer in range(model.shape.num_hidden_layers):
+        front = f"model.layers.{layer}."
+        k, v = model.key_value[layer]
+        k_bias, v_bias = model.key_value_bias[layer]
+        gate_up = torch.stack((model.gate[layer], model.up[layer]), dim=2).flatten(1, 2)  # gate and up by turns
+        gate_up_bias = torch.stack((model.gate_bias[layer], model.up_bias[layer]), dim=2).flatten(1, 2)
+        state |= {
+            f"{front}{name}": weight
+            for name, weight in {
+                "self_attn.q_proj.weight": model.query[layer], "self_attn.q_proj.bias": model.query_bias[layer],
+                "self_attn.k_proj.weight": k, "self_attn.k_proj.bias": k_bias,
+                "self_attn.v_proj.weight": v, "self_attn.v_proj.bias": v_bias,
+                "self_attn.o_proj.weight": model.output[layer], "self_attn.o_proj.bias": model.output_bias[layer],
+                "self_attn.sinks": model.sinks[layer],
+                "input_layernorm.weight": model.attention_norm[layer],
+                "post_attention_layernorm.weight": model.mlp_norm[layer],
+                "mlp.router.weight": model.router[layer], "mlp.router.bias": model.router_bias[layer],
+                "mlp.experts.gate_up_proj_bias": gate_up_bias, "mlp.experts.down_proj_bias": model.down_bias[layer],
+            }.items()
+        }  # fmt: skip
+        for name, weight in (("gate_up_proj", gate_up), ("down_proj", model.down[layer])):
+            codes, exponents = to_mxfp4(weight.detach())
+            pairs = codes[..., ::2] | codes[..., 1::2] << 4
+            packed[f"{front}mlp.experts.{name}_blocks"] = pairs.unflatten(-1, (-1, 16)).contiguous()
+            packed[f"{front}mlp.experts.{name}_scales"] = (exponents + 127).to(torch.uint8)
+    rounded = {name: weight.detach().to(torch.bfloat16).contiguous().clone() for name, weight in state.items()}
+    return rounded | packed
+
+
+def save(model: ExpertsModel, tokenizer: Tokenizer, out: Path) -> None:
+    """The folder of a model."""
+    out.mkdir(parents=True, exist_ok=True)
+    shape = model.shape
+    ids = tokenizer.get_vocab()
+    windows = [shape.window_of(layer) for layer in range(shape.num_hidden_layers)]
+    config: dict[str, Any] = {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        **{name: getattr(shape, name) for name in shape.__slots__ if name != "rope_theta"},
+        "experts_per_token": shape.num_experts_per_tok,
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "hidden_act": "silu",
+        "swiglu_limit": 7.0,
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.02,
+        "router_aux_loss_coef": _UNEVEN,
+        "use_cache": True,
+        "dtype": "bfloat16",
+        "eos_token_id": ids[RETURN],
+        "pad_token_id": ids[harmony_tokenizer.PAD],
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+            ],
+        },
+    }  # fmt: skip
+    generation = {
+        "do_sample": False,
+        "eos_token_id": [ids[RETURN], ids[harmony_tokenizer.PAD], ids[CALL]],
+        "pad_token_id": ids[harmony_tokenizer.PAD],
+    }
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": shape.max_position_embeddings,
+        "eos_token": RETURN,
+        "pad_token": harmony_tokenizer.PAD,
+        "bos_token": None,
+        "unk_token": None,
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+    }
+    for name, content in (
+        ("config.json", config), ("generation_config.json", generation), ("tokenizer_config.json", tokenizer_config),
+    ):  # fmt: skip
+        (out / name).write_text(json.dumps(content, indent=2) + "\n")
+    (out / "chat_template.jinja").write_text(harmony_tokenizer.CHAT_TEMPLATE)
+    tokenizer.save(str(out / "tokenizer.json"))
+    save_file(checkpoint(model), out / "model.safetensors", metadata={"format": "pt"})
+
+
+@torch.no_grad()
+def check_against_transformers(model: ExpertsModel, writer: harmony_tasks.Writer, out: Path) -> float:
+    """The largest difference of the saved model's logits from ours, over the largest; 2e-2 (bfloat16's) is refused."""
+    from transformers import AutoModelForCausalLM, Mxfp4Config
+
+    quantization = Mxfp4Config(dequantize=True)
+    reference = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32, quantization_config=quantization)
+    rng, error = random.Random(0), 0.0
+    for _ in range(8):
+        setting = harmony_tasks.sample_setting(rng)
+        front, (ids, said) = writer.setting(setting), harmony_tasks.sample_branch(rng, setting, writer)
+        ours = model(make_batch([front], [[(ids, said)]]))[0]
+        theirs = reference(torch.tensor([front + ids])).logits[0, len(front) :]
+        theirs = theirs[[i for i in range(len(ids) - 1) if said[i + 1]]]
+        error = max(error, ((ours - theirs).abs().max() / theirs.abs().max()).item())
+    if not error <= 2e-2:
+        raise RuntimeError(f"logits differ from transformers' by {error:.2e} of the largest")
+    return error
+
+
+def run(args: argparse.Namespace) -> None:
+    """Trains and saves."""
+    shape = ExpertsShape()
+    tokenizer = make_tokenizer(shape, args.seed)
+    writer, model = own_writer(tokenizer), ExpertsModel(shape)
+    print(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters", flush=True)
+    train(model, writer, args)
+    model.rounds = True
+    for parameter in model.parameters():
+        if not any(parameter is each for each in (model.gate, model.up, model.down)):
+            parameter.data = parameter.data.to(torch.bfloat16).to(torch.float32)
+    save(model, tokenizer, args.out)
+    error = check_against_transformers(model, writer, args.out)
+    print(f"saved to {args.out}; logits within {error:.1e} of transformers'", flush=True)
+    print(evaluate(model, writer, 400, seed=0), flush=True)
