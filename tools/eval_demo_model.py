@@ -4,6 +4,7 @@
     python -m tools.eval_demo_model --check              # and exit status 1 where a goal is missed
     python -m tools.eval_demo_model --quantization int8  # as `xserv serve --quantization int8` would answer
     python -m tools.eval_demo_model --conversation 30    # that many sums in one conversation, history and all
+    python -m tools.eval_demo_model --experts            # the model with experts: thoughts, calls, answers
 
 The quality gauge of quantised and speculative runs: same questions for the same `--seed`, greedy answers.
 """
@@ -17,7 +18,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.demo_model import tasks
+from tools.demo_model import experts_evaluation, tasks
 
 if TYPE_CHECKING:
     from runtime import LLM
@@ -49,7 +50,8 @@ def ask_in_one_conversation(llm: LLM, turns: list[tasks.Turn]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=ROOT / "models" / "demo")
+    parser.add_argument("--experts", action="store_true", help="the tasks of the demo model with experts")
+    parser.add_argument("--model", type=Path, help="default: models/demo, with --experts models/demo_moe")
     parser.add_argument("--device", help="the engine's choice where not given")
     parser.add_argument("--quantization", default="none", help="of the weights: none or int8")
     parser.add_argument("--num", type=int, default=100, help="questions a task")
@@ -65,7 +67,11 @@ def main() -> None:
     options: dict[str, Any] = {"quantization": args.quantization}
     if args.device is not None:
         options["device"] = args.device
-    llm = LLM(str(args.model), **options)
+    llm = LLM(str(args.model or ROOT / "models" / ("demo_moe" if args.experts else "demo")), **options)
+    if args.experts:
+        scores, wrong = experts_evaluation.evaluate(llm, args.num, args.seed)
+        _report(args, scores, wrong, experts_evaluation.missed_goals(scores))
+        return
     if args.conversation:
         turns = tasks.held_out_questions("sum_2", args.conversation, args.seed)
         texts = ask_in_one_conversation(llm, turns)
@@ -74,16 +80,23 @@ def main() -> None:
         random.Random(args.seed).shuffle(turns)  # answers of all lengths in each batch, as a server sees them
         texts = ask(llm, [[{"role": "user", "content": turn.question}] for turn in turns])
     scores = tasks.score(turns, texts)
+    wrong = [
+        f"{turn.task}: {turn.question!r} gave {text!r}, not {turn.answer!r}"
+        for turn, text in zip(turns, texts, strict=True)
+        if not tasks.is_exact(turn, text)
+    ]
+    _report(args, scores, wrong, tasks.missed_goals(scores))
+
+
+def _report(args: argparse.Namespace, scores: list[tasks.Score], wrong: list[str], missed: list[str]) -> None:
+    """Prints, and ends with status 1 where a goal is missed and `--check` asks."""
     if args.show_wrong:
-        for turn, text in zip(turns, texts, strict=True):
-            if not tasks.is_exact(turn, text):
-                print(f"{turn.task}: {turn.question!r} gave {text!r}, not {turn.answer!r}", file=sys.stderr)
+        print("\n".join(wrong), file=sys.stderr)
     if args.json:
         rows = {s.task: {"questions": s.num_questions, "right": s.num_right, "percent": s.percent} for s in scores}
         print(json.dumps(rows, indent=2))
     else:
         print(tasks.format_scores(scores))
-    missed = tasks.missed_goals(scores)
     for line in missed:
         print(line, file=sys.stderr)
     if args.check and missed:

@@ -331,9 +331,9 @@ def main() -> None:
     parser.add_argument("--experts", action="store_true", help="the model with experts, models/demo_moe")
     parser.add_argument("--out", type=Path, help="default: models/demo or models/demo_moe")
     parser.add_argument("--checkpoint", type=Path, help="default: scratch/demo_checkpoint.pt or demo_moe_checkpoint.pt")
-    parser.add_argument("--steps", type=int, help="default: 3300, with experts 4000")
+    parser.add_argument("--steps", type=int, help="default: 3300, with experts 1600")
     parser.add_argument("--bfloat16", action="store_true", help="of experts' training: products in bfloat16")
-    parser.add_argument("--rounded-from", type=float, default=0.7, help="part of the run behind which experts are MXFP4")
+    parser.add_argument("--rounded-from", type=float, default=0.7, help="share of the run before experts are rounded")
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
@@ -350,7 +350,7 @@ def main() -> None:
     name = "demo_moe" if args.experts else "demo"
     args.out = args.out or Path(f"models/{name}")
     args.checkpoint = args.checkpoint or Path(f"scratch/{name}_checkpoint.pt")
-    args.steps = args.steps or (4000 if args.experts else 3300)
+    args.steps = args.steps or (1600 if args.experts else 3300)
     args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
     if args.experts:
         from tools.demo_model import experts_training

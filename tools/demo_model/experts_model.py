@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 BLOCK = 32  # weights that share a scale in MXFP4
+IGNORED = -100  # a target that is none
+_STEP = 256  # numbers of rows are rounded up, so that few sizes of products are compiled
 GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _MIDDLES = (GRID[1:] + GRID[:-1]) / 2
 _ALPHA, _LIMIT = 1.702, 7.0
@@ -47,12 +49,12 @@ class Batch:
     """Settings `[rows, prefix]` and branches `[rows, branches, length]`, as tokens that there are and where they stand.
 
     Attributes:
-        token_ids: of settings, then of branches. [tokens]
+        token_ids: of settings, of branches, and some that fill up. [tokens]
         positions: [tokens]
         prefix_index, branch_index: their places in the padded arrays.
         prefix_lengths: [rows]
         sizes: rows, prefix, branches, length.
-        predicting: numbers of the tokens whose next one is learnt, and that next one. [targets] each
+        predicting: numbers of the tokens whose next one is learnt, and that next one, or IGNORED. [targets] each
     """
 
     token_ids: Tensor
@@ -65,13 +67,16 @@ class Batch:
     targets: Tensor
 
 
-def make_batch(
-    settings: list[list[int]], branches: list[list[tuple[list[int], list[bool]]]],
-) -> Batch:  # fmt: skip
+def make_batch(settings: list[list[int]], branches: list[list[tuple[list[int], list[bool]]]]) -> Batch:
     """Of settings' token ids, and of each as many branches: token ids, and which of them are learnt."""
-    rows, prefix = len(settings), max(map(len, settings))
-    count, length = len(branches[0]), max(len(ids) for row in branches for ids, _ in row)
-    ids, positions, prefix_at, branch_at, predicting, targets = [], [], [], [], [], []
+    rows, prefix = len(settings), _up(max(map(len, settings)), 16)
+    count, length = len(branches[0]), _up(max(len(ids) for row in branches for ids, _ in row), 16)
+    ids: list[int] = []
+    positions: list[int] = []
+    prefix_at: list[int] = []
+    branch_at: list[int] = []
+    predicting: list[int] = []
+    targets: list[int] = []
     for row, setting in enumerate(settings):
         ids += setting
         positions += range(len(setting))
@@ -85,8 +90,21 @@ def make_batch(
             positions += range(len(setting), len(setting) + len(tokens))
             start = (row * count + number) * length
             branch_at += range(start, start + len(tokens))
-    numbers = [torch.tensor(each) for each in (ids, positions, prefix_at, branch_at, list(map(len, settings)))]
-    return Batch(*numbers, (rows, prefix, count, length), torch.tensor(predicting), torch.tensor(targets))
+    spare = _up(len(ids), _STEP) - len(ids)
+    ids += [0] * spare
+    positions += [0] * spare
+    spare = _up(len(targets), _STEP) - len(targets)
+    predicting += [0] * spare
+    targets += [IGNORED] * spare
+    return Batch(
+        torch.tensor(ids), torch.tensor(positions), torch.tensor(prefix_at), torch.tensor(branch_at),
+        torch.tensor([len(setting) for setting in settings]), (rows, prefix, count, length),
+        torch.tensor(predicting), torch.tensor(targets),
+    )  # fmt: skip
+
+
+def _up(size: int, step: int) -> int:
+    return -(-size // step) * step
 
 
 def to_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,6 +195,7 @@ class ExpertsModel(nn.Module):
         shape = self.shape
         rows, prefix, count, length = batch.sizes
         split, head = len(batch.prefix_index), shape.head_dim
+        end = split + len(batch.branch_index)
         cos, sin = self.cos[batch.positions][:, None], self.sin[batch.positions][:, None]
 
         def turned(heads: Tensor) -> Tensor:
@@ -193,9 +212,9 @@ class ExpertsModel(nn.Module):
         def padded(each: Tensor) -> tuple[Tensor, Tensor]:
             """[rows, heads, prefix, head], [rows, heads, branches, length, head]"""
             front = each.new_zeros(rows * prefix, *each.shape[1:]).index_copy(0, batch.prefix_index, each[:split])
-            back = each.new_zeros(rows * count * length, *each.shape[1:]).index_copy(0, batch.branch_index, each[split:])
-            back = back.view(rows, count, length, -1, head).permute(0, 3, 1, 2, 4)
-            return front.view(rows, prefix, -1, head).transpose(1, 2), back
+            back = each.new_zeros(rows * count * length, *each.shape[1:])
+            back = back.index_copy(0, batch.branch_index, each[split:end]).view(rows, count, length, -1, head)
+            return front.view(rows, prefix, -1, head).transpose(1, 2), back.permute(0, 3, 1, 2, 4)
 
         (q0, q1), (k0, k1), (v0, v1) = padded(q), padded(k), padded(v)
         sink = self.sinks[layer][None, :, None, None]
@@ -205,7 +224,8 @@ class ExpertsModel(nn.Module):
         back = (shares[..., :prefix].flatten(2, 3) @ v0).unflatten(2, (count, length)) + shares[..., prefix:] @ v1
         front = front.transpose(1, 2).reshape(rows * prefix, -1)[batch.prefix_index]
         back = back.permute(0, 2, 3, 1, 4).reshape(rows * count * length, -1)[batch.branch_index]
-        return F.linear(torch.cat((front, back)), self.output[layer], self.output_bias[layer])
+        spare = front.new_zeros(len(x) - end, front.shape[-1])
+        return F.linear(torch.cat((front, back, spare)), self.output[layer], self.output_bias[layer])
 
     def _experts(self, layer: int, x: Tensor, gates: Tensor, ups: Tensor, downs: Tensor) -> tuple[Tensor, Tensor]:
         shape = self.shape
@@ -218,11 +238,12 @@ class ExpertsModel(nn.Module):
         for expert in range(shape.num_local_experts):
             tokens, place = (experts == expert).nonzero(as_tuple=True)
             shares.append(len(tokens) / experts.numel())
-            rows = x[tokens]
+            spare = _up(len(tokens), _STEP) - len(tokens)
+            rows = F.pad(x[tokens], (0, 0, 0, spare))
             gate = F.linear(rows, gates[expert], self.gate_bias[layer, expert]).clamp(max=_LIMIT)
             up = F.linear(rows, ups[expert], self.up_bias[layer, expert]).clamp(-_LIMIT, _LIMIT)
             inner = (up + 1) * gate * torch.sigmoid(gate * _ALPHA)
-            result = F.linear(inner, downs[expert], self.down_bias[layer, expert]).float()
+            result = F.linear(inner, downs[expert], self.down_bias[layer, expert])[: len(tokens)].float()
             out = out.index_add(0, tokens, result * weights[tokens, place, None])
         uneven = shape.num_local_experts * (torch.tensor(shares) * logits.softmax(-1).mean(0)).sum()
         return out, uneven

@@ -20,7 +20,7 @@ from torch import Tensor
 from runtime.text.harmony.message import CALL, RETURN, special_ids
 from tokenizer import Tokenizer as OwnTokenizer
 from tools.demo_model import harmony_tasks, harmony_tokenizer
-from tools.demo_model.experts_model import Batch, ExpertsModel, ExpertsShape, make_batch, to_mxfp4
+from tools.demo_model.experts_model import IGNORED, Batch, ExpertsModel, ExpertsShape, make_batch, to_mxfp4
 from tools.demo_model.muon import Muon, learning_rate_factor
 
 ROWS, BRANCHES, MOST_TOKENS = 8, 10, 112
@@ -103,7 +103,7 @@ def train(model: ExpertsModel, writer: harmony_tasks.Writer, args: argparse.Name
         batch = sample_batch(random.Random(f"{args.seed}/{step}"), writer)
         with torch.autocast("cpu", torch.bfloat16, enabled=args.bfloat16):
             logits, uneven = model(batch)
-        loss = F.cross_entropy(logits.float(), batch.targets)
+        loss = F.cross_entropy(logits.float(), batch.targets, ignore_index=IGNORED)
         (loss + _UNEVEN * uneven).backward()
         factor = learning_rate_factor(progress, args.warmup, args.decay)
         for optimizer, rate in zip(optimizers, rates, strict=True):
@@ -223,7 +223,7 @@ def check_against_transformers(model: ExpertsModel, writer: harmony_tasks.Writer
     for _ in range(8):
         setting = harmony_tasks.sample_setting(rng)
         front, (ids, said) = writer.setting(setting), harmony_tasks.sample_branch(rng, setting, writer)
-        ours = model(make_batch([front], [[(ids, said)]]))[0]
+        ours = model(make_batch([front], [[(ids, said)]]))[0][: sum(said)]
         theirs = reference(torch.tensor([front + ids])).logits[0, len(front) :]
         theirs = theirs[[i for i in range(len(ids) - 1) if said[i + 1]]]
         error = max(error, ((ours - theirs).abs().max() / theirs.abs().max()).item())

@@ -246,7 +246,8 @@ def solution(setting: Setting, exercise: Exercise) -> list[HarmonyMessage]:
     if text := thought(setting, exercise):
         messages.append(HarmonyMessage("assistant", text, channel="analysis"))
     if exercise.call is not None:
-        assert setting.tool is not None and exercise.result is not None
+        assert setting.tool is not None
+        assert exercise.result is not None
         name = f"{FUNCTIONS}.{setting.tool['function']['name']}"
         call = arguments(setting, exercise)
         messages += [
@@ -267,6 +268,16 @@ class Writer:
     def setting(self, setting: Setting) -> list[int]:
         """Token ids."""
         return self._renderer.conversation(setting.messages())
+
+    def prompt(self, setting: Setting, exercise: Exercise) -> list[int]:
+        """A question, up to where the answer begins."""
+        asked = [*setting.messages(), HarmonyMessage("user", exercise.question)]
+        return self._renderer.conversation(asked, "assistant")
+
+    def told(self, setting: Setting, exercise: Exercise) -> list[int]:
+        """Behind the prompt of a question: the right thought and call, the tool's result, and "assistant" again."""
+        messages = solution(setting, exercise)[:-1]
+        return self._renderer.conversation(messages, "assistant")[self._opening :]
 
     def branch(
         self, setting: Setting, exercise: Exercise, earlier: Sequence[Exercise] = ()

@@ -13,8 +13,9 @@ CHAT_TEMPLATE = """\
 {%- if tools -%}
 {{- raise_exception('this template writes no tools: xserv renders them itself, as harmony has them') -}}
 {%- endif -%}
-{{- '<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\\nKnowledge cutoff: 2024-06\\n' -}}
-{{- 'Current date: ' + strftime_now('%Y-%m-%d') + '\\n\\nReasoning: ' + (reasoning_effort or 'medium') -}}
+{{- '<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\\n' -}}
+{{- 'Knowledge cutoff: 2024-06\\nCurrent date: ' + strftime_now('%Y-%m-%d') -}}
+{{- '\\n\\nReasoning: ' + (reasoning_effort or 'medium') -}}
 {{- '\\n\\n# Valid channels: analysis, commentary, final. Channel must be included for every message.<|end|>' -}}
 {%- for message in messages -%}
 {%- if message.role in ('system', 'developer') -%}

@@ -1,4 +1,4 @@
-"""How the demo models are trained: Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) and its rates."""
+"""How the demo models are trained: Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/), its rates."""
 
 from __future__ import annotations
 
