@@ -25,6 +25,9 @@ def chat(
     llm_options: LlmOptions,
     sampling: SamplingOptions,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    calculator: Annotated[
+        bool, typer.Option("--calculator", help="A tool that the model may call: sums, products, quotients.")
+    ] = False,
 ) -> None:
     """Talk with a model. On a pipe each line is a message, and only answers go to stdout.
 
@@ -36,7 +39,10 @@ def chat(
 
     is_terminal = sys.stdin.isatty()
     with LLM(**llm_options.arguments()) as llm:
-        session = ChatSession(llm, system=system, given=sampling.given(), on_reasoning=show_reasoning)
+        session = ChatSession(
+            llm, system=system, given=sampling.given(), on_reasoning=show_reasoning, calculates=calculator,
+            on_call=show_call,
+        )  # fmt: skip
         if not session.has_template:
             say("the model has no chat template: it goes on with your text (--chat-template FILE gives it one)")
         if is_terminal:
@@ -57,6 +63,13 @@ def show_reasoning(text: str) -> None:
     """Thoughts, dimmed, where a person looks on."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\x1b[2m{text}\x1b[0m")
+        sys.stderr.flush()
+
+
+def show_call(text: str) -> None:
+    """A call of a tool and its result, where a person looks on."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\x1b[2m\n{text}\n\x1b[0m")
         sys.stderr.flush()
 
 

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from runtime.commands import calculator
 from runtime.commands.conversation import Conversation, Message
 from runtime.commands.sampling import sampling_params
 from runtime.errors import InvalidArgumentError, XservError
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 MOST_RESERVED_TOKENS = 256
 """Room kept for the answer when nothing says how long it may be (never more than half the context)."""
+
+MOST_CALLS = 8
+"""Rounds of calls in one answer."""
 
 MOST_CONTINUED_TOKENS = 128
 """Length of an answer of a model without a chat template, unless something says how long it may be."""
@@ -55,6 +59,8 @@ class ChatSession:
     each message on a line of its own.
 
     given         fields of `SamplingParams` that override the model's defaults
+    calculates    the model may call a calculator, whose results it then reads
+    on_call       is shown each call and its result
     on_reasoning  is shown what the model thinks before it answers, as it comes; the conversation forgets it
     """
 
@@ -65,11 +71,15 @@ class ChatSession:
         system: str | None = None,
         given: dict[str, Any] | None = None,
         on_reasoning: Callable[[str], None] = lambda text: None,
+        calculates: bool = False,
+        on_call: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.llm = llm
+        self.on_call = on_call
+        self.tools = [calculator.TOOL] if calculates else None
         self.on_reasoning = on_reasoning
         self.has_template = llm.tokenizer is None or llm.tokenizer.has_chat_template
-        self.answer_format = AnswerFormat.of(llm.tokenizer, tool_call_parser="none")
+        self.answer_format = AnswerFormat.of(llm.tokenizer, tool_call_parser="auto" if calculates else "none")
         self.conversation = Conversation(system)
         self.given: dict[str, Any] = {}
         self.stats = AnswerStats()
@@ -90,7 +100,11 @@ class ChatSession:
     def encode(self, messages: list[Message]) -> list[int]:
         """The prompt's token ids, by the model's chat template; without one, those of the text so far."""
         if self.has_template:
-            return chat_prompt(self.llm.tokenizer, messages)
+            answer_format = self.answer_format
+            return chat_prompt(
+                self.llm.tokenizer, messages, tools=self.tools, harmony=answer_format.renders_harmony,
+                told_tools=answer_format.tools if answer_format.tells_tools and self.tools else None,
+            )  # fmt: skip
         text = ""
         for message in messages:
             text += message["content"] if message["role"] == "assistant" else f"\n{message['content']}"
@@ -113,26 +127,55 @@ class ChatSession:
         self.stats = AnswerStats(num_prompt_tokens=len(ids), num_dropped_turns=num_dropped)
         pieces: list[str] = []
         start = time.perf_counter()
+        messages = self.conversation.messages()
         try:
-            with closing(self.llm.stream(ids, params, answer_format=self.answer_format)) as deltas:
-                for delta in deltas:
-                    now = time.perf_counter() - start
-                    if delta.token_ids and not self.stats.num_output_tokens:
-                        self.stats.ttft_s = now
-                    self.stats.latency_s = now
-                    self.stats.num_output_tokens += len(delta.token_ids)
-                    self.stats.finish_reason = delta.finish_reason
-                    if delta.finish_reason == "error":
-                        raise XservError("the engine could not finish the answer; its log says why")
-                    self.stats.num_reasoning_tokens += delta.num_reasoning_tokens
-                    if delta.reasoning:
-                        self.on_reasoning(delta.reasoning)
-                    if delta.text:
-                        pieces.append(delta.text)
-                        yield delta.text
+            for _ in range(MOST_CALLS + 1):
+                calls: list[dict[str, Any]] = []
+                for text in self._say(ids, params, start, calls):
+                    pieces.append(text)
+                    yield text
+                if not calls:
+                    break
+                messages = [*messages, *self._called(calls)]
+                ids = self.encode(messages)
         finally:
             self.stats.finish_reason = self.stats.finish_reason or "stopped"
             if pieces or self.stats.finish_reason in ("stop", "length"):
                 self.conversation.answer("".join(pieces))
             else:
                 self.conversation.take_back()
+
+    def _say(
+        self, ids: list[int], params: SamplingParams, start: float, calls: list[dict[str, Any]]
+    ) -> Generator[str, None, None]:
+        """One reply of the model, as it comes; what it calls is put into ``calls``."""
+        with closing(self.llm.stream(ids, params, answer_format=self.answer_format)) as deltas:
+            for delta in deltas:
+                now = time.perf_counter() - start
+                if delta.token_ids and not self.stats.num_output_tokens:
+                    self.stats.ttft_s = now
+                self.stats.latency_s = now
+                self.stats.num_output_tokens += len(delta.token_ids)
+                self.stats.finish_reason = delta.finish_reason
+                if delta.finish_reason == "error":
+                    raise XservError("the engine could not finish the answer; its log says why")
+                self.stats.num_reasoning_tokens += delta.num_reasoning_tokens
+                if delta.reasoning:
+                    self.on_reasoning(delta.reasoning)
+                for piece in delta.tool_calls:
+                    if piece.name is not None:
+                        function = {"name": piece.name, "arguments": ""}
+                        calls.append({"id": piece.id, "type": "function", "function": function})
+                    calls[piece.index]["function"]["arguments"] += piece.arguments
+                if delta.text:
+                    yield delta.text
+
+    def _called(self, calls: list[dict[str, Any]]) -> list[Message]:
+        """The model's message with its calls, and a message with the result of each."""
+        messages: list[Message] = [{"role": "assistant", "content": "", "tool_calls": calls}]
+        for call in calls:
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            result = calculator.answer(name, arguments)
+            self.on_call(f"{name}({arguments}) = {result}")
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+        return messages

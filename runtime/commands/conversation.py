@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from runtime.errors import InvalidArgumentError
 
-Message = dict[str, str]
+Message = dict[str, Any]
 Encoder = Callable[[list[Message]], list[int]]
 
 

@@ -27,9 +27,13 @@ ROWS, BRANCHES, MOST_TOKENS = 8, 10, 112
 _UNEVEN = 0.01  # of the loss
 
 
-def make_tokenizer(shape: ExpertsShape, seed: int) -> Tokenizer:
-    """The same for the same seed."""
-    return harmony_tokenizer.build_tokenizer(harmony_tasks.texts(seed, 3000), shape.vocab_size)
+def make_tokenizer(shape: ExpertsShape, seed: int, kept: Path) -> Tokenizer:
+    """The one that is kept beside a checkpoint; else one that is made, and kept."""
+    if kept.exists():
+        return Tokenizer.from_file(str(kept))
+    tokenizer = harmony_tokenizer.build_tokenizer(harmony_tasks.texts(seed, 3000), shape.vocab_size)
+    tokenizer.save(str(kept))
+    return tokenizer
 
 
 def own_writer(tokenizer: Tokenizer) -> harmony_tasks.Writer:
@@ -235,7 +239,7 @@ def check_against_transformers(model: ExpertsModel, writer: harmony_tasks.Writer
 def run(args: argparse.Namespace) -> None:
     """Trains and saves."""
     shape = ExpertsShape()
-    tokenizer = make_tokenizer(shape, args.seed)
+    tokenizer = make_tokenizer(shape, args.seed, args.checkpoint.with_suffix(".tokenizer.json"))
     writer, model = own_writer(tokenizer), ExpertsModel(shape)
     print(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters", flush=True)
     train(model, writer, args)

@@ -21,7 +21,7 @@ from tools.demo_model import data, tasks
 from tools.demo_model.tasks import Split, is_held_out
 
 TOOL_NAMES = ("calculator", "calculate", "calc", "compute")
-PARAMETER_NAMES = ("expression", "formula", "input")
+PARAMETER_NAME = "expression"
 TOOL_TEXTS = (
     "Computes an expression.", "Evaluates an arithmetic expression.", "A calculator.", "Calculates.",
     "Does sums, products and quotients.",
@@ -96,10 +96,9 @@ def sample_setting(rng: random.Random, has_tool: bool | None = None) -> Setting:
         parameter: dict[str, Any] = {"type": "string"}
         if (text := rng.choice(PARAMETER_TEXTS)) is not None:
             parameter["description"] = text
-        name = rng.choice(PARAMETER_NAMES)
-        schema: dict[str, Any] = {"type": "object", "properties": {name: parameter}}
+        schema: dict[str, Any] = {"type": "object", "properties": {PARAMETER_NAME: parameter}}
         if rng.random() < 0.8:
-            schema["required"] = [name]
+            schema["required"] = [PARAMETER_NAME]
         function = {"name": rng.choice(TOOL_NAMES), "description": rng.choice(TOOL_TEXTS), "parameters": schema}
         tool = {"type": "function", "function": function}
     if rng.random() < 0.15:
@@ -233,11 +232,9 @@ def final(setting: Setting, exercise: Exercise) -> str:
     return exercise.answer
 
 
-def arguments(setting: Setting, exercise: Exercise) -> str:
+def arguments(exercise: Exercise) -> str:
     """Of the call."""
-    assert setting.tool is not None
-    (name,) = setting.tool["function"]["parameters"]["properties"]
-    return json.dumps({name: exercise.call}, separators=(",", ":"))
+    return json.dumps({PARAMETER_NAME: exercise.call}, separators=(",", ":"))
 
 
 def solution(setting: Setting, exercise: Exercise) -> list[HarmonyMessage]:
@@ -249,7 +246,7 @@ def solution(setting: Setting, exercise: Exercise) -> list[HarmonyMessage]:
         assert setting.tool is not None
         assert exercise.result is not None
         name = f"{FUNCTIONS}.{setting.tool['function']['name']}"
-        call = arguments(setting, exercise)
+        call = arguments(exercise)
         messages += [
             HarmonyMessage("assistant", call, None, "commentary", name, f"{CONSTRAIN}json"),
             HarmonyMessage("tool", exercise.result, name, "commentary", "assistant"),
