@@ -1,4 +1,4 @@
-"""The tool of `xserv chat --calculator`: sums, products, quotients and powers of numbers, and nothing else of Python."""
+"""The tool of `xserv chat --calculator`: sums, products, quotients and powers of numbers, no more of Python."""
 
 from __future__ import annotations
 

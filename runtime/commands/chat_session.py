@@ -131,12 +131,13 @@ class ChatSession:
         try:
             for _ in range(MOST_CALLS + 1):
                 calls: list[dict[str, Any]] = []
-                for text in self._say(ids, params, start, calls):
+                thoughts: list[str] = []
+                for text in self._say(ids, params, start, thoughts, calls):
                     pieces.append(text)
                     yield text
                 if not calls:
                     break
-                messages = [*messages, *self._called(calls)]
+                messages = [*messages, *self._called("".join(thoughts), calls)]
                 ids = self.encode(messages)
         finally:
             self.stats.finish_reason = self.stats.finish_reason or "stopped"
@@ -146,9 +147,9 @@ class ChatSession:
                 self.conversation.take_back()
 
     def _say(
-        self, ids: list[int], params: SamplingParams, start: float, calls: list[dict[str, Any]]
+        self, ids: list[int], params: SamplingParams, start: float, thoughts: list[str], calls: list[dict[str, Any]]
     ) -> Generator[str, None, None]:
-        """One reply of the model, as it comes; what it calls is put into ``calls``."""
+        """One reply of the model, as it comes; what it thinks and calls is put into ``thoughts`` and ``calls``."""
         with closing(self.llm.stream(ids, params, answer_format=self.answer_format)) as deltas:
             for delta in deltas:
                 now = time.perf_counter() - start
@@ -161,6 +162,7 @@ class ChatSession:
                     raise XservError("the engine could not finish the answer; its log says why")
                 self.stats.num_reasoning_tokens += delta.num_reasoning_tokens
                 if delta.reasoning:
+                    thoughts.append(delta.reasoning)
                     self.on_reasoning(delta.reasoning)
                 for piece in delta.tool_calls:
                     if piece.name is not None:
@@ -170,9 +172,10 @@ class ChatSession:
                 if delta.text:
                     yield delta.text
 
-    def _called(self, calls: list[dict[str, Any]]) -> list[Message]:
+    def _called(self, thought: str, calls: list[dict[str, Any]]) -> list[Message]:
         """The model's message with its calls, and a message with the result of each."""
-        messages: list[Message] = [{"role": "assistant", "content": "", "tool_calls": calls}]
+        spoken: Message = {"role": "assistant", "content": "", "tool_calls": calls}
+        messages = [spoken | {"reasoning_content": thought} if thought else spoken]
         for call in calls:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             result = calculator.answer(name, arguments)

@@ -1,4 +1,4 @@
-"""The bundled model with experts over HTTP: it thinks, calls its calculator, and answers, as OpenAI's package has it."""
+"""The bundled model with experts over HTTP: it thinks, calls its calculator, and answers, by OpenAI's package."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-
+import models.demo_moe
+from runtime.commands.chat_session import ChatSession
+from runtime.llm import LLM
 from tests.server.real_server import Real, serving_real
 
-FOLDER = Path("/tmp/dm1")
+FOLDER = Path(models.demo_moe.__file__).parent
 CALCULATOR: list[Any] = [
     {
         "type": "function",
@@ -79,3 +81,15 @@ def test_structured_output_in_the_final_channel(real: Real) -> None:
     message = answer.choices[0].message
     assert json.loads(message.content or "") == {"answer": 45}
     assert message.model_dump()["reasoning_content"]
+
+
+def test_the_chat_of_the_command_line_calls_its_calculator() -> None:
+    calls: list[str] = []
+    thoughts: list[str] = []
+    with LLM(str(FOLDER), device="cpu", max_model_len=512, num_blocks=64, use_tqdm_on_load=False) as llm:
+        session = ChatSession(llm, calculates=True, on_call=calls.append, on_reasoning=thoughts.append)
+        assert "".join(session.answer("What is 34 times 12?")) == "34 * 12 = 408"
+        assert calls == ['calculator({"expression":"34*12"}) = 408']
+        assert "".join(thoughts) == "34*12: I call calculator."
+        assert "".join(session.answer("What is 27 plus 58?")) == "27 + 58 = 85"
+        assert [message["role"] for message in session.conversation.messages()] == ["user", "assistant"] * 2

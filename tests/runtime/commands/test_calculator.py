@@ -11,7 +11,7 @@ from runtime.commands.calculator import answer
 
 @pytest.mark.parametrize(
     ("expression", "result"),
-    [("34*12", "408"), ("7/2", "3.5"), ("10/3", "3.333"), ("2^10", "1024"), ("-(3+4)*2", "-14"), ("9 // 2 + 9 % 2", "5")],
+    [("34*12", "408"), ("7/2", "3.5"), ("10/3", "3.333"), ("2^10", "1024"), ("-(3+4)*2", "-14"), ("9 // 2+9 % 2", "5")],
 )
 def test_numbers(expression: str, result: str) -> None:
     assert answer("calculator", json.dumps({"expression": expression})) == result
