@@ -49,6 +49,7 @@ def _parsed(expression: Any) -> ast.expr:
 
 
 def _value(node: ast.expr) -> int | float:
+    found: Any
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         found = node.value
     elif isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
