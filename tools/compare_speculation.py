@@ -25,10 +25,11 @@ from models.base import Model
 from models.hub import resolve_model
 from runtime.engine.config import EngineConfig
 from runtime.engine.engine import Engine
-from runtime.engine.make_engine import engine_over, loaded_model
+from runtime.engine.make_engine import engine_over, limits_of, loaded_model
 from runtime.engine.messages import EngineRequest
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.sequence import Sequence
+from runtime.engine.speculation.draft_model import DraftModelDrafter
 from runtime.engine.speculation.drafter import Drafter, Ids
 from runtime.engine.speculation.ngram import NgramDrafter, SuffixDrafter
 from runtime.engine.speculation.speculator import Speculator
@@ -88,6 +89,10 @@ def compare(model: Model, folder: Path, num_requests: int, seed: int, **settings
         drafters: list[Drafter] = [
             NgramDrafter(), SuffixDrafter(), Guesses(plain, model.config.vocab_size, number)
         ]  # fmt: skip
+        limits = limits_of(model, config)  # the model drafts for itself, with too few pages now and then
+        drafted = DraftModelDrafter(model, model.max_positions, model.rotary_switch, limits, limits.num_blocks)
+        if number % 2 == 0:  # it takes as long as all the others
+            drafters.append(drafted)
         predicted = [_with_prediction(rng, request, plain, model.config.vocab_size) for request in requests]
         for drafter in (*drafters, None):
             name = "predictions" if drafter is None else drafter.name
@@ -102,6 +107,8 @@ def compare(model: Model, folder: Path, num_requests: int, seed: int, **settings
             tried[0] += speculator.counters.num_draft_tokens
             tried[1] += speculator.counters.num_accepted_tokens
             found.num_preemptions += engine.stats().num_preemptions
+            if drafter is drafted and drafted.num_free_blocks != drafted.num_blocks:
+                found.differences.append(f"round {number}: the draft model's pages leaked")
             if drafter is not None and not speculator.is_on:
                 found.differences.append(f"round {number}: the drafter {name} was turned off")
     return found

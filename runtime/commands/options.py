@@ -24,7 +24,6 @@ from runtime.engine.config import (
     Policy,
     Preemption,
     Quantization,
-    Speculation,
     Victim,
 )
 from runtime.engine.errors import RequestError
@@ -149,8 +148,11 @@ class EngineOptions:
         typer.Option(help="Decode one sequence layer by layer, or a dense model by one kernel (an experiment)."),
     ] = _CONFIG.decode
     speculation: Annotated[
-        Speculation,
-        typer.Option(help="Who proposes tokens that a step tries; answers stay as they are."),
+        str,
+        typer.Option(
+            metavar="auto|off|ngram|suffix|draft:FOLDER",
+            help="Who proposes tokens that a step tries; answers stay as they are.",
+        ),
     ] = _CONFIG.speculation
     num_speculative_tokens: Annotated[
         int, typer.Option(help="Most proposals for a sequence in a step; fewer where they do not pay.")

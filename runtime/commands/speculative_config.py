@@ -6,12 +6,13 @@ import json
 import logging
 from typing import Any
 
+from runtime.engine.config import DRAFT_PREFIX
 from runtime.engine.errors import RequestError
 
 logger = logging.getLogger("xserv.commands")
 
 _METHODS = {"ngram": "ngram", "[ngram]": "ngram", "ngram_gpu": "ngram", "suffix": "suffix"}
-_NOT_BUILT = ("draft_model", "eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash")
+_NOT_BUILT = ("eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash")
 _WITHOUT_EFFECT = {
     "prompt_lookup_max": "the longest agreement is looked for",
     "prompt_lookup_min": "two tokens have to agree",
@@ -39,10 +40,20 @@ def options_of(text: str) -> dict[str, Any]:
         method = "draft_model" if str(given["model"]) not in _METHODS else given.pop("model")
     if method in _NOT_BUILT:
         raise RequestError(f"--speculative-config: the method {method!r} is not built", param=param)
+    if method == "draft_model":
+        folder = given.pop("model", None)
+        if not isinstance(folder, str) or not folder:
+            raise RequestError(f"--speculative-config: model must be a draft model, got {folder!r:.80}", param=param)
+        return _with_most({"speculation": DRAFT_PREFIX + folder}, given)
     if not isinstance(method, str) or method not in _METHODS:
-        known = ", ".join(name for name in _METHODS if name.isalpha())
+        known = ", ".join(("draft_model", *(name for name in _METHODS if name.isalpha())))
         raise RequestError(f"--speculative-config: method must be one of {known}, got {method!r:.80}", param=param)
-    options: dict[str, Any] = {"speculation": _METHODS[method]}
+    return _with_most({"speculation": _METHODS[method]}, given)
+
+
+def _with_most(options: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """With the number of proposals, and without what is left in ``given``."""
+    param = "speculative_config"
     most = given.pop("num_speculative_tokens", None)
     if most is not None:
         if type(most) is not int or most < 1:

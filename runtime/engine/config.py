@@ -40,7 +40,8 @@ DecodeGraphsMode = Literal["auto", "on", "off"]
 DecodeKernels = Literal["layers", "megakernel"]
 Quantization = Literal["none", "int8", "int4", "mxfp4", "fp8"]
 KVCacheDtype = Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"]
-Speculation = Literal["auto", "off", "ngram", "suffix"]
+SPECULATIONS = ("auto", "off", "ngram", "suffix")
+DRAFT_PREFIX = "draft:"
 MOST_SPECULATIVE_TOKENS = 64
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
@@ -78,7 +79,7 @@ class EngineSettings(TypedDict, total=False):
     quantization: Quantization
     kv_cache_dtype: KVCacheDtype
     kv_cache_dtype_skip_layers: str
-    speculation: Speculation
+    speculation: str
     num_speculative_tokens: int
     gemm: str
 
@@ -142,7 +143,8 @@ class EngineConfig:
                             layers whose pages stay in the weights' type: numbers and "sliding_window", by commas
     speculation             who proposes tokens for decodes to try: "auto" (a request's prediction, where it has one),
                             "ngram" (beside it, what prompt and output said before), "suffix" (and the answers of others
-                            of the same tenant), "off" (nobody); tokens are as without (docs/speculation.md)
+                            of the same tenant), "draft:FOLDER" (a small model), "off" (nobody); tokens are as without
+                            (docs/speculation.md)
     num_speculative_tokens  most proposals for a sequence in a step; fewer, or none, where they do not pay
     gemm                    the kernel of matrix products on a GPU: "auto", "naive", "tiled", "register", "tensor_core",
                             "hopper", "cublas"
@@ -178,7 +180,7 @@ class EngineConfig:
     quantization: Quantization = "none"
     kv_cache_dtype: KVCacheDtype = "auto"
     kv_cache_dtype_skip_layers: str = ""
-    speculation: Speculation = "auto"
+    speculation: str = "auto"
     num_speculative_tokens: int = 7
     gemm: str = "auto"
 
@@ -199,7 +201,15 @@ class EngineConfig:
         check_one_of("overlap", self.overlap, ("auto", "on", "off"))
         check_one_of("decode_graphs", self.decode_graphs, ("auto", "on", "off"))
         check_one_of("decode", self.decode, get_args(DecodeKernels))
-        check_one_of("speculation", self.speculation, get_args(Speculation))
+        if not isinstance(self.speculation, str) or not self.speculation.removeprefix(DRAFT_PREFIX):
+            raise RequestError(f"speculation: draft: needs a model's folder, got {self.speculation!r:.80}",
+                               param="speculation")  # fmt: skip
+        if self.draft_model is None and self.speculation not in SPECULATIONS:
+            raise RequestError(
+                f"speculation must be one of {', '.join(SPECULATIONS)}, {DRAFT_PREFIX}FOLDER, "
+                f"got {self.speculation!r:.80}",
+                param="speculation",
+            )
         if self.num_speculative_tokens > MOST_SPECULATIVE_TOKENS:
             raise RequestError(
                 f"num_speculative_tokens must be at most {MOST_SPECULATIVE_TOKENS}, got {self.num_speculative_tokens}",
@@ -257,6 +267,11 @@ class EngineConfig:
             )
 
     @property
+    def draft_model(self) -> str | None:
+        """The folder of the model that proposes tokens, if one does."""
+        return self.speculation[len(DRAFT_PREFIX) :] if self.speculation.startswith(DRAFT_PREFIX) else None
+
+    @property
     def scheduling(self) -> SchedulingConfig:
         values: dict[str, Any] = {each.name: getattr(self, each.name, None) for each in fields(SchedulingConfig)}
         return SchedulingConfig(**{**values, "policy": self.scheduling_policy})
@@ -292,6 +307,7 @@ def resolve(
     *,
     max_position_embeddings: int,
     bytes_per_block: int,
+    draft_bytes_per_block: int = 0,
     available_bytes: int,
     is_gpu: bool = False,
     has_own_memory: bool = False,
@@ -301,6 +317,7 @@ def resolve(
     """The limits for a model with this many positions, this many bytes in one KV block (all layers of a cache group),
     these windows of its cache groups, and this ``rotary_switch``.
 
+    ``draft_bytes_per_block``: what a draft model keeps beside each block, out of the same memory.
     ``available_bytes`` are free on the device; ``has_own_memory`` says that they are a GPU's own, of which the KV cache
     may take nine tenths unless the user names a size: not those of an emulated one (``is_gpu``).
 
@@ -308,6 +325,8 @@ def resolve(
     names exceeds what is free or cannot hold one request of that length.
     """
     block_size = config.block_size
+    num_host_blocks = config.swap_space_bytes // bytes_per_block
+    bytes_per_block += draft_bytes_per_block
     max_num_batched_tokens = config.max_num_batched_tokens
     if max_num_batched_tokens is None:
         max_num_batched_tokens = max(GPU_BATCHED_TOKENS if is_gpu else CPU_BATCHED_TOKENS, config.max_num_seqs)
@@ -363,7 +382,7 @@ def resolve(
         max_waiting_tokens=config.max_waiting_tokens,
         scheduling=config.scheduling,
         enable_prefix_caching=config.enable_prefix_caching,
-        num_host_blocks=config.swap_space_bytes // bytes_per_block,
+        num_host_blocks=num_host_blocks,
         group_windows=group_windows,
         rotary_switch=rotary_switch if rotary_switch is not None and max_model_len > rotary_switch else None,
         exact=config.exact,

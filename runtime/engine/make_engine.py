@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from functools import partial
 from pathlib import Path
@@ -21,8 +22,10 @@ from runtime.engine.config import (
     resolve,
 )
 from runtime.engine.engine import Engine
+from runtime.engine.errors import RequestError
 from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.messages import CacheGroupInfo, EngineInfo, ImageSupport
+from runtime.engine.speculation.draft_model import DraftModelDrafter
 from runtime.engine.speculation.drafter import Drafter
 from runtime.engine.speculation.ngram import NgramDrafter, SuffixDrafter
 from runtime.engine.speculation.speculator import Speculator
@@ -89,23 +92,73 @@ def engine_over(loaded: Model, folder: Path, config: EngineConfig, name: str) ->
     Whether products are exact and weights quantised was settled when the model was loaded. Raises ``RequestError``,
     ``OutOfMemoryError``.
     """
-    spec, limits = loaded.kv_cache_spec(config.block_size), limits_of(loaded, config)
+    draft = None if config.draft_model is None else loaded_draft(config, loaded, folder)
+    spec, limits = loaded.kv_cache_spec(config.block_size), limits_of(loaded, config, draft=draft)
     logger.info("allocating %d KV blocks of %d bytes", limits.num_blocks, spec.bytes_per_block)
     kv_cache = KVCache(spec, limits.num_blocks)
-    info = _info(loaded, folder, config, limits, name)
+    info = _info(loaded, folder, config, limits, name, draft)
     vocabulary = LazyVocabulary(partial(load_tokenizer, folder), info.vocab_size, info.eos_token_ids)
     if isinstance(loaded, PictureModel):
         loaded.patch_rule = read_patch_rule(folder, loaded.patch_rule)
     executor = LocalExecutor(loaded, kv_cache, limits, info.vocab_size)
-    return Engine(executor, limits, info, config.seed, vocabulary, speculator_of(config, info.vocab_size))
+    speculator = speculator_of(config, info.vocab_size, limits, draft)
+    return Engine(executor, limits, info, config.seed, vocabulary, speculator)
 
 
-def speculator_of(config: EngineConfig, vocab_size: int) -> Speculator | None:
+def loaded_draft(config: EngineConfig, target: Model, folder: Path) -> Model:
+    """The draft model that the config names, for a target of that folder. Raises as `load_model`, and ``RequestError``
+    for another vocabulary."""
+    draft_folder = resolve_model(config.draft_model)
+    settings = load_settings(config)
+    declared = declare_model(draft_folder, load_format="dummy", max_model_len=None, **settings)
+    check_draft(declared, draft_folder, target, folder)
+    length = min(declared.max_positions, config.max_model_len or target.max_positions)
+    logger.info("loading the draft model %s on %s", draft_folder, settings["device"])
+    return load_model(draft_folder, load_format=config.load_format, seed=config.seed or 0, max_model_len=length,
+                      **settings)  # fmt: skip
+
+
+def check_draft(draft: Model, draft_folder: Path, target: Model, folder: Path) -> None:
+    """Raises ``RequestError`` unless both models have the same vocabulary."""
+    sizes = draft.config.vocab_size, target.config.vocab_size
+    if sizes[0] != sizes[1]:
+        raise RequestError(
+            f"speculation: the draft model {draft_folder} has a vocabulary of {sizes[0]} tokens, {folder} has "
+            f"{sizes[1]}: both must have the same",
+            param="speculation",
+        )
+    files = draft_folder / "tokenizer.json", folder / "tokenizer.json"
+    if not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
+        return
+    vocabularies = [json.loads(file.read_bytes()).get("model", {}).get("vocab") for file in files]
+    if vocabularies[0] != vocabularies[1]:
+        raise RequestError(
+            f"speculation: the draft model {draft_folder} has other tokens than {folder}, in a vocabulary of the same "
+            f"size, {sizes[0]}",
+            param="speculation",
+        )
+
+
+def _draft_bytes_per_block(draft: Model | None, config: EngineConfig) -> int:
+    """A draft model has as many pages as the target in each of its cache groups."""
+    if draft is None:
+        return 0
+    spec = draft.kv_cache_spec(config.block_size)
+    return spec.bytes_per_block * len(spec.group_windows)
+
+
+def speculator_of(
+    config: EngineConfig, vocab_size: int, limits: EngineLimits, draft: Model | None
+) -> Speculator | None:
     """What proposes tokens, as the configuration says; None: nothing does."""
     if config.speculation == "off":
         return None
     drafter: Drafter | None = None
-    if config.speculation != "auto":
+    if draft is not None:
+        num_groups = len(draft.kv_cache_spec(config.block_size).group_windows)
+        num_blocks = limits.num_blocks * num_groups
+        drafter = DraftModelDrafter(draft, draft.max_positions, draft.rotary_switch, limits, num_blocks)
+    elif config.speculation != "auto":
         drafter = NgramDrafter() if config.speculation == "ngram" else SuffixDrafter()
     return Speculator(drafter, config.num_speculative_tokens, vocab_size)
 
@@ -119,11 +172,19 @@ def describe_engine(model: str | Path | None, config: EngineConfig) -> EngineInf
     declared = declare_model(
         folder, load_format=config.load_format, max_model_len=config.max_model_len, **settings
     )
-    limits = limits_of(declared, config, num_bytes_to_load=declared.weight_bytes)
-    return _info(declared, folder, config, limits, model_name(model))
+    num_bytes, draft = declared.weight_bytes, None
+    if config.draft_model is not None:
+        draft_folder = resolve_model(config.draft_model)
+        draft = declare_model(draft_folder, load_format=config.load_format, max_model_len=None, **settings)
+        check_draft(draft, draft_folder, declared, folder)
+        num_bytes += draft.weight_bytes
+    limits = limits_of(declared, config, num_bytes_to_load=num_bytes, draft=draft)
+    return _info(declared, folder, config, limits, model_name(model), draft)
 
 
-def _info(model: Model, folder: Path, config: EngineConfig, limits: EngineLimits, name: str) -> EngineInfo:
+def _info(
+    model: Model, folder: Path, config: EngineConfig, limits: EngineLimits, name: str, draft: Model | None
+) -> EngineInfo:
     spec = model.kv_cache_spec(config.block_size)
     return EngineInfo(
         model_name=name,
@@ -142,8 +203,8 @@ def _info(model: Model, folder: Path, config: EngineConfig, limits: EngineLimits
         max_waiting_tokens=limits.max_waiting_tokens,
         block_size=limits.block_size,
         num_blocks=limits.num_blocks,
-        kv_cache_bytes=limits.num_blocks * spec.bytes_per_block,
-        weight_bytes=model.weight_bytes,
+        kv_cache_bytes=limits.num_blocks * (spec.bytes_per_block + _draft_bytes_per_block(draft, config)),
+        weight_bytes=model.weight_bytes + (0 if draft is None else draft.weight_bytes),
         scheduling_policy=config.scheduling_policy,
         cache_groups=tuple(
             CacheGroupInfo(group.window, len(group.layers), group.num_padding) for group in spec.groups
@@ -167,7 +228,9 @@ def _image_support(model: Model, folder: Path) -> ImageSupport | None:
     )
 
 
-def limits_of(model: Model, config: EngineConfig, *, num_bytes_to_load: int = 0) -> EngineLimits:
+def limits_of(
+    model: Model, config: EngineConfig, *, num_bytes_to_load: int = 0, draft: Model | None = None
+) -> EngineLimits:
     """What an engine over the model runs with, by the memory that is free now, less what is still to be loaded. Raises
     ``RequestError``."""
     spec = model.kv_cache_spec(config.block_size)
@@ -175,6 +238,7 @@ def limits_of(model: Model, config: EngineConfig, *, num_bytes_to_load: int = 0)
         config,
         max_position_embeddings=model.max_positions,
         bytes_per_block=spec.bytes_per_block,
+        draft_bytes_per_block=_draft_bytes_per_block(draft, config),
         group_windows=spec.group_windows,
         rotary_switch=model.rotary_switch,
         available_bytes=max(0, free_memory_bytes(model.device) - num_bytes_to_load),

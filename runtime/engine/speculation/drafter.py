@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +57,15 @@ class Drafter(Protocol):
 
     def end(self, sequence: Sequence) -> None:
         """The sequence has ended: its tokens are known for good."""
+        ...
+
+
+@runtime_checkable
+class BatchDrafter(Protocol):
+    """A drafter that works for several sequences at once: a `Drafter` with this method, too."""
+
+    def prepare(self, asked: list[tuple[Sequence, int]]) -> None:
+        """These sequences' proposals are asked for next, at most so many of each."""
         ...
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from runtime.engine.grammar.matcher import GrammarMatcher
 from runtime.engine.scheduling.sequence import Request, Sequence
-from runtime.engine.speculation.drafter import NOTHING, SUREST, Drafter, Ids
+from runtime.engine.speculation.drafter import NOTHING, SUREST, BatchDrafter, Drafter, Ids
 from runtime.engine.speculation.prediction import PredictionDrafter
 from runtime.engine.speculation.step_times import WIDTHS, StepTimes
 
@@ -224,13 +224,21 @@ class Speculator:
         found = {}
         self._predicted.clear()
         begun = time.perf_counter()
-        for sequence in asked:
-            room = sequence.max_tokens - sequence.num_output_tokens - 1
-            if sequence.num_pending or room < 1 or not sequence.request.speculates:
-                continue
-            ids, sureness = self._ask(sequence, min(self._most, room))
+        wanted = [
+            (sequence, min(self._most, sequence.max_tokens - sequence.num_output_tokens - 1))
+            for sequence in asked
+            if not sequence.num_pending and sequence.request.speculates
+        ]
+        wanted = [(sequence, most) for sequence, most in wanted if most > 0]
+        if isinstance(self._drafter, BatchDrafter) and wanted:
+            try:
+                self._drafter.prepare(wanted)
+            except Exception:
+                self._turn_off(self._drafter, "failed", with_trace=True)
+        for sequence, most in wanted:
+            ids, sureness = self._ask(sequence, most)
             if sequence.matcher is not None:
-                ids, sureness = _within(sequence.matcher, ids, sureness, min(self._most, room))
+                ids, sureness = _within(sequence.matcher, ids, sureness, most)
             if len(ids):
                 found[sequence] = ids, sureness
         spent = (time.perf_counter() - begun) / num_asked

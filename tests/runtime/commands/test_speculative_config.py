@@ -18,6 +18,7 @@ from runtime.engine.errors import RequestError
     [
         ('{"method": "ngram", "num_speculative_tokens": 5}', {"speculation": "ngram", "num_speculative_tokens": 5}),
         ('{"method": "suffix"}', {"speculation": "suffix"}),
+        ('{"model": "x", "num_speculative_tokens": 4}', {"speculation": "draft:x", "num_speculative_tokens": 4}),
         ('{"model": "[ngram]", "num_speculative_tokens": 3}', {"speculation": "ngram", "num_speculative_tokens": 3}),
     ],
 )
@@ -41,11 +42,11 @@ def test_keys_without_effect_are_named(caplog: pytest.LogCaptureFixture) -> None
     [
         ("{", "no JSON"),
         ("[1]", "JSON object"),
-        ("{}", "method must be one of ngram, suffix, got None"),
+        ("{}", "method must be one of draft_model, ngram, suffix, got None"),
         ('{"method": 3}', "got 3"),
         ('{"method": "magic"}', "got 'magic'"),
         ('{"method": "eagle3", "model": "x"}', "'eagle3' is not built"),
-        ('{"model": "x"}', "'draft_model' is not built"),
+        ('{"method": "draft_model"}', "model must be a draft model, got None"),
         ('{"method": "ngram", "num_speculative_tokens": "5"}', "got '5'"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "got 0"),
         ('{"method": "ngram", "ngram_size": 3}', "no key 'ngram_size'"),

@@ -14,7 +14,7 @@ from tools.compare_speculation import Comparison, compare
 
 def check(found: Comparison) -> None:
     assert found.differences == []
-    assert set(found.tried) == {"ngram", "suffix", "guesses", "predictions"}
+    assert set(found.tried) == {"ngram", "suffix", "guesses", "predictions", "draft"}
     for name, (tried, kept) in found.tried.items():
         assert 0 < kept < tried, name
 

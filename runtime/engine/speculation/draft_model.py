@@ -1,0 +1,210 @@
+"""A small model that proposes what a larger one with the same vocabulary may say.
+
+It runs between two steps, for all sequences of the next one in batch: first over the tokens that it has not seen, then
+token by token. It draws as the larger model will, with the same noise of seed, choice and position, so that equal
+distributions give equal tokens at any temperature. It has pages of its own; where there are too few, the sequence that
+has not been asked for longest loses its pages, which are computed again if it is asked for later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime import ops
+from runtime.engine.config import EngineLimits
+from runtime.engine.scheduling.sequence import Sequence
+from runtime.engine.speculation.drafter import NOTHING, Ids
+from runtime.engine.steps.block_tables import BlockTables
+from runtime.engine.steps.executor import Model
+from runtime.engine.steps.ragged import lay_out
+from runtime.kv.cache import KVCache
+from runtime.sampling_arrays import SamplingArrays
+from runtime.sampling_table import COLUMNS
+from runtime.tensor.tensor import Tensor
+
+_DRAWN_BY = [name for name, column in COLUMNS.items() if not column.is_penalty]
+"""The parameters that the draft model's draws follow; penalties and biases it does without."""
+
+
+@dataclass(slots=True, eq=False)
+class _Seen:
+    """What the draft model knows of a sequence.
+
+    row      its row in the block tables
+    known    tokens of the sequence whose keys and values are in the pages
+    guessed  the proposals whose keys and values follow these
+    blocks   by cache group
+    """
+
+    row: int
+    rotary_offset: int
+    blocks: list[list[int]]
+    known: int = 0
+    guessed: list[int] = field(default_factory=list)
+
+
+class DraftModelDrafter:
+    """See `BatchDrafter`. Belongs to the engine's loop.
+
+    model          the draft model, on the engine's device
+    num_positions  tokens that a sequence may have for it to be asked
+    num_blocks     of its pages
+    """
+
+    name = "draft"
+
+    def __init__(self, model: Model, num_positions: int, rotary_switch: int | None, limits: EngineLimits,
+                 num_blocks: int) -> None:  # fmt: skip
+        spec = model.kv_cache_spec(limits.block_size)
+        self._model = model
+        self._limits = limits
+        self._num_positions = num_positions
+        self._rotary_switch = rotary_switch
+        self._num_groups = len(spec.group_windows)
+        self._pages = KVCache(spec, num_blocks)
+        self._free_blocks = list(range(num_blocks - 1, -1, -1))
+        self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
+        max_blocks = -(-limits.max_model_len // limits.block_size)
+        self._tables = BlockTables(self._num_groups, limits.max_num_seqs, max_blocks, limits.block_size)
+        self._seen: dict[Sequence, _Seen] = {}  # the one that was asked for last is the last
+        self._proposed: dict[Sequence, list[int]] = {}
+        self.num_blocks = num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free_blocks)
+
+    def prepare(self, asked: list[tuple[Sequence, int]]) -> None:
+        """See `BatchDrafter`. Of a long prompt it computes as much as a step may hold, and proposes at its end."""
+        self._proposed = {}
+        room, keep = self._limits.max_num_batched_tokens, {sequence for sequence, _ in asked}
+        ready: list[tuple[Sequence, _Seen, int]] = []  # with how many to propose
+        chunks: dict[_Seen, Ids] = {}
+        for sequence, most in asked:
+            most = min(most, self._num_positions - sequence.num_tokens)
+            if sequence.request.pictures is not None or most < 1 or room < 1:
+                continue
+            seen = self._recall(sequence, keep)
+            if seen is None:
+                continue
+            count = min(room, sequence.num_tokens - seen.known)
+            end = seen.known + count
+            is_ready = end == sequence.num_tokens
+            if not self._allocate(seen, end + (most - 1 if is_ready else 0), keep):
+                continue
+            chunks[seen] = np.asarray(sequence.token_ids(seen.known, end), np.int32)
+            room -= count
+            if is_ready:
+                ready.append((sequence, seen, most))
+        if not chunks:
+            return
+        ready.sort(key=lambda one: one[1].row)
+        logits = self._forward(chunks, {seen: seen.known for seen in chunks}, [seen for _, seen, _ in ready])
+        for seen, ids in chunks.items():
+            seen.known += len(ids)
+        self._proposed = {sequence: [] for sequence, _, _ in ready}
+        while ready and logits is not None:
+            drawn = self._draw(logits, [sequence for sequence, _, _ in ready])
+            for (sequence, _, _), token_id in zip(ready, drawn):
+                if token_id >= 0:
+                    self._proposed[sequence].append(token_id)
+            ready = [
+                one for one, token_id in zip(ready, drawn) if token_id >= 0 and len(self._proposed[one[0]]) < one[2]
+            ]
+            if not ready:
+                break
+            newest = {seen: np.array(self._proposed[sequence][-1:], np.int32) for sequence, seen, _ in ready}
+            starts = {seen: seen.known + len(seen.guessed) for _, seen, _ in ready}
+            logits = self._forward(newest, starts, list(newest))
+            for seen, ids in newest.items():
+                seen.guessed.append(int(ids[0]))
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[Ids, int]:
+        ids = self._proposed.get(sequence)
+        return (np.array(ids[:most], np.int32), 0) if ids else (NOTHING, 0)
+
+    def end(self, sequence: Sequence) -> None:
+        self._proposed.pop(sequence, None)
+        seen = self._seen.pop(sequence, None)
+        if seen is not None:
+            for blocks in seen.blocks:
+                self._free_blocks += blocks
+            self._tables.clear(seen.row)
+            self._free_rows.append(seen.row)
+
+    def _recall(self, sequence: Sequence, keep: set[Sequence]) -> _Seen | None:
+        """What is known of the sequence, without the guesses that did not come. None: there is no row."""
+        seen = self._seen.pop(sequence, None)
+        if seen is None:
+            if not self._free_rows and not self._forget_oldest(keep):
+                return None
+            switch = self._rotary_switch
+            length = sequence.num_prompt_tokens + sequence.max_tokens
+            offset = switch if switch is not None and length > switch else 0
+            seen = _Seen(self._free_rows.pop(), offset, [[] for _ in range(self._num_groups)])
+        self._seen[sequence] = seen
+        if seen.guessed:
+            came = sequence.token_ids(seen.known, min(sequence.num_tokens - 1, seen.known + len(seen.guessed)))
+            for guess, token_id in zip(seen.guessed, came):
+                if guess != token_id:
+                    break
+                seen.known += 1
+            seen.guessed = []
+        seen.known = min(seen.known, sequence.num_tokens - 1)  # the last token's logits are wanted
+        return seen
+
+    def _allocate(self, seen: _Seen, num_tokens: int, keep: set[Sequence]) -> bool:
+        """Pages for so many tokens, if there are so many that nobody in ``keep`` holds."""
+        missing = -(-num_tokens // self._limits.block_size) - len(seen.blocks[0])
+        while missing * self._num_groups > len(self._free_blocks):
+            if not self._forget_oldest(keep):
+                return False
+        if missing > 0:
+            for group, blocks in enumerate(seen.blocks):
+                added = [self._free_blocks.pop() for _ in range(missing)]
+                self._tables.add(group, seen.row, len(blocks), added)
+                blocks += added
+        return True
+
+    def _forget_oldest(self, keep: set[Sequence]) -> bool:
+        """Take the pages of whoever was asked for longest ago. False: there is nobody."""
+        oldest = next((sequence for sequence in self._seen if sequence not in keep), None)
+        if oldest is not None:
+            self.end(oldest)
+        return oldest is not None
+
+    def _forward(self, chunks: dict[_Seen, Ids], starts: dict[_Seen, int], drawing: list[_Seen]) -> Tensor | None:
+        """The logits behind the chunks of ``drawing``, whose rows ascend; None: of nobody."""
+        order = sorted(chunks, key=lambda seen: seen.row)
+        counts = np.array([len(chunks[seen]) for seen in order])
+        ends = dict(zip(order, np.cumsum(counts).tolist()))
+        indices = np.array([ends[seen] - 1 for seen in drawing], np.int32)
+        layout = lay_out(
+            np.concatenate([chunks[seen] for seen in order]),
+            np.array([seen.row for seen in order]),
+            np.array([starts[seen] for seen in order]),
+            counts,
+            self._tables,
+            indices,
+            np.array([seen.rotary_offset for seen in order], np.int64),
+        )
+        batch = layout.batch(self._model.device, exact=self._limits.exact)
+        hidden = self._model.forward(batch, self._pages)
+        if not drawing:
+            return None
+        return self._model.compute_logits(ops.gather_rows(hidden, batch.logits_indices))
+
+    def _draw(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
+        """The next token of each, with the noise that the larger model's draw there will have; -1: there is none."""
+        arrays = SamplingArrays.neutral(len(sequences))
+        for name in _DRAWN_BY:
+            values: NDArray[np.float32] | NDArray[np.int32] = getattr(arrays, name)
+            values[:] = [getattr(sequence.request.params, name) for sequence in sequences]
+        arrays.seed[:] = [sequence.request.seed for sequence in sequences]
+        arrays.choice_index[:] = [sequence.index for sequence in sequences]
+        arrays.position[:] = [s.num_output_tokens + len(self._proposed[s]) for s in sequences]
+        token_ids: list[int] = ops.sample(logits, arrays).token_ids.tolist()
+        return token_ids
