@@ -3,13 +3,15 @@
 Each format keeps copies of one random matrix, so many that they do not stay in a cache, and a run goes over all of
 them, recorded as a decode step is. Nothing is timed that has not just been compared with numpy's product of the
 dequantised matrix. Formats take turns; beside the median stands the best run, which other work on the machine disturbed
-least.
+least. Of formats in blocks, how long arranging a file's rows takes when a model is loaded is measured beside copying
+them, each on all threads and into new memory.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -17,7 +19,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from numba_kernels.cpu.gemm.panels import empty_panels
 from numba_kernels.cpu.running.arena import Arena
+from numba_kernels.cpu.running.pool import NUM_THREADS
 from numba_kernels.cpu.running.recording import Recording, record
 from runtime import ops
 from runtime.bench.environment import describe_machine
@@ -25,9 +29,11 @@ from runtime.bench.metrics import BenchmarkError
 from runtime.bench.peers.cpu_limits import open_meter
 from runtime.dtype import bfloat16, float32
 from runtime.linear.format import INT8
+from runtime.linear.kept import block_bytes, kept_format
 from runtime.linear.options import LoadOptions
 from runtime.linear.quantise import Rounding, quantise
-from runtime.linear.weight import LinearWeight
+from runtime.linear.quantized import QuantizedMatrix
+from runtime.linear.weight import BlockRows, LinearWeight
 from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 
@@ -59,7 +65,9 @@ def bench_products(
     formats: Sequence[str] = FORMATS, *, rows: Sequence[int] = (1, 8, 32, 512), width: int = 3072, depth: int = 1024,
     num_rounds: int = 7, working_set_bytes: int = 128 << 20, report_progress: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The report: {"shape", "limits", "results", "environment"}; a result has a format, rows, seconds and rates.
+    """The report: {"shape", "limits", "results", "arranging", "environment"}.
+
+    A result has a format, rows, seconds and rates; `arranging` has, by format, seconds of arranging and of copying.
 
     Raises BenchmarkError for an unknown format, or a product that is wrong.
     """
@@ -86,7 +94,12 @@ def bench_products(
             meter.measure()
             results += [_result(name, each, count, seconds[name]) for name, each in kept.items()]
         limits = meter.report()
-    return {"shape": [width, depth], "limits": limits, "results": results, "environment": describe_machine()}
+    report_progress("arranging rows as when a model is loaded")
+    arranging = _arranging(matrix, [name for name in formats if name in ROUNDINGS], num_rounds, working_set_bytes)
+    return {
+        "shape": [width, depth], "limits": limits, "results": results, "arranging": arranging,
+        "environment": describe_machine(),
+    }  # fmt: skip
 
 
 def as_lines(report: dict[str, Any]) -> list[str]:
@@ -104,7 +117,56 @@ def as_lines(report: dict[str, Any]) -> list[str]:
             f"{row['format']:<10}{row['rows']:>6}{row['median_s'] * 1e6:>12.1f}{row['best_s'] * 1e6:>12.1f}"
             f"{row['bytes_per_s'] / 1e9:>8.1f}{share:>9.0%}{row['ops_per_s'] / 1e9:>9.0f}"
         )
+    if report["arranging"]:
+        lines += ["", f"{'arranging':<10}{'MB':>6}{'median ms':>12}{'copying ms':>12}{'times':>8}"]
+    for row in report["arranging"]:
+        lines.append(
+            f"{row['format']:<10}{row['bytes'] / 1e6:>6.0f}{row['median_s'] * 1e3:>12.1f}"
+            f"{row['copy_median_s'] * 1e3:>12.1f}{row['median_s'] / row['copy_median_s']:>8.2f}"
+        )
     return lines
+
+
+def _arranging(
+    matrix: NDArray, formats: Sequence[str], num_rounds: int, size_bytes: int
+) -> list[dict[str, Any]]:
+    """Medians of arranging as many rows of blocks as ``size_bytes`` hold, and of copying them, in turns."""
+    found = []
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        for name in formats:
+            source = _block_rows(quantise(matrix, ROUNDINGS[name]))
+            times = -(-size_bytes // source.raw.nbytes)
+            rows = BlockRows(np.concatenate([source.raw] * times), source.format, source.depth)
+            seconds: dict[str, list[float]] = {"arranging": [], "copying": []}
+            for _ in range(num_rounds + 1):
+                for what, make in (("arranging", _arranged), ("copying", _copied)):
+                    start = time.perf_counter()
+                    made = make(rows, threads)
+                    seconds[what].append(time.perf_counter() - start)
+                    del made
+            middle, copying = (median(each[1:]) for each in seconds.values())  # the first round warms up
+            found.append({"format": name, "bytes": rows.raw.nbytes, "median_s": middle, "copy_median_s": copying})
+    return found
+
+
+def _block_rows(matrix: QuantizedMatrix) -> BlockRows:
+    """A matrix as a file's rows of blocks."""
+    kept = kept_format(matrix.layout, LoadOptions())
+    assert kept is not None, matrix.layout
+    return BlockRows(block_bytes(matrix, kept), kept, matrix.shape[1])
+
+
+def _arranged(rows: BlockRows, threads: ThreadPoolExecutor) -> LinearWeight:
+    return ops.prepare_linear([rows], None, LoadOptions())
+
+
+def _copied(rows: BlockRows, threads: ThreadPoolExecutor) -> NDArray:
+    """The rows in memory like a weight's."""
+    size = rows.raw.nbytes
+    target = empty_panels(size, 4, np.dtype(np.uint8)).reshape(-1)[:size].reshape(rows.raw.shape)
+    bounds = [len(rows.raw) * thread // NUM_THREADS for thread in range(NUM_THREADS + 1)]
+    list(threads.map(lambda first, end: np.copyto(target[first:end], rows.raw[first:end]), bounds, bounds[1:]))
+    return target
 
 
 def _kept(name: str, matrix: NDArray, working_set_bytes: int) -> Kept:

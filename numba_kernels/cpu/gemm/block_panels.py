@@ -1,7 +1,7 @@
 """Panels of blocks (`blocks`) out of a file's rows of bytes, arranged on all threads.
 
-A ticket takes a panel. It copies LANES rows' blocks, in the order of panels, to a buffer in the first-level cache and
-transposes the words there.
+A ticket takes a panel, block by block: of LANES rows at once it loads 16 bytes each and transposes their words in
+registers; words that a file does not keep whole are put together lane by lane.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from numba_kernels.closure_cache import name_by_content
-from numba_kernels.cpu.gemm.blocks import BLOCKS
-from numba_kernels.cpu.gemm.packed_words import transpose_words
+from numba_kernels.cpu.gemm.blocks import BLOCKS, Block
+from numba_kernels.cpu.gemm.packed_words import words_of_rows
 from numba_kernels.cpu.intrinsics import simd
-from numba_kernels.cpu.intrinsics.simd import I8, I32
+from numba_kernels.cpu.intrinsics.simd import I8, I16, I32, I64
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, address_of, int32_at
 from numba_kernels.cpu.target import LANES, PANEL_COLUMNS
 
-_BUFFER_WORDS = 128  # of each of LANES rows, so that two buffers stay in the first-level cache
+_PIECE = 16  # bytes of a row that are transposed at once
+_LINE = LANES * 4
 
 FIELDS = Fields("*source row_bytes *panels blocks width first_column")
 
@@ -41,91 +42,123 @@ def pack_blocks(stored: str, panels: np.ndarray, rows: np.ndarray, first_column:
     )  # fmt: skip
 
 
-def _copy_block_of(stored):
-    """An intrinsic that copies a block at ``source`` to its place in a column of words at ``target``."""
+def _pieces_and_words(block: Block) -> tuple[list[tuple[int, int]], dict[int, list[tuple[int, int, int]]]]:
+    """Where a column of a block comes from: (first byte in the file, first word here) of whole pieces, and the other
+    words, each as (first byte in the file, first byte in the word, 1, 2 or 4 bytes)."""
+    pieces, words = [], {word: [] for word in range(block.words)}
+    for _, place, moved, size in block.copies:
+        done = 0
+        while done < size:
+            word, within = divmod(moved + done, 4)
+            if not within and size - done >= _PIECE:
+                pieces.append((place + done, word))
+                for each in range(_PIECE // 4):
+                    del words[word + each]
+                done += _PIECE
+                continue
+            step = next(step for step in (4, 2, 1) if step <= size - done and within % step == 0)
+            words[word].append((place + done, within, step))
+            done += step
+    return pieces, words
+
+
+def _arrange_block_of(stored):
+    """An intrinsic that puts a block of ``columns`` rows, ``row_bytes`` apart, at ``target [words, LANES]``.
+
+    Lanes from ``columns`` on repeat the last row.
+    """
 
     @intrinsic
-    def copy_block(typingctx, source, target):
+    def arrange_block(typingctx, source, row_bytes, columns, target):
         block = BLOCKS[stored]
+        pieces, words = _pieces_and_words(block)
+        by_bytes = [
+            block.places[plane.field] // 4 + pair
+            for plane in block.planes if plane.field == "high" and plane.run == 4
+            for pair in range(block.pairs)
+        ]  # fmt: skip
 
         def codegen(context, builder, signature, args):
-            source, target = args
-            for field, place, moved, size in block.copies:
-                done = 0
-                while done < size:
-                    step = next(width for width in (64, 32, 16, 8, 4, 2, 1) if width <= size - done)
-                    kind = simd.vector(I8, step)
-                    part = simd.load(builder, simd.offset(builder, source, place + done), kind, 1)
-                    if field == "high" and any(plane.field == field and plane.run == 4 for plane in block.planes):
-                        part = builder.bitcast(_by_bytes(builder, builder.bitcast(part, I32)), kind)
-                    simd.store(builder, part, simd.offset(builder, target, moved + done), 1)
-                    done += step
+            source, row_bytes, columns, target = args
+            last = builder.sub(columns, ir.Constant(I64, 1))
+            rows = []
+            for lane in range(LANES):
+                row = ir.Constant(I64, lane)
+                row = builder.select(builder.icmp_signed("<", row, last), row, last)
+                rows.append(builder.add(source, builder.mul(row, row_bytes)))
+            for place, word in pieces:
+                quads = [simd.load(builder, simd.offset(builder, row, place), simd.vector(I32, 4), 1) for row in rows]
+                for index, column in enumerate(words_of_rows(builder, quads)):
+                    simd.store(builder, column, simd.offset(builder, target, (word + index) * _LINE))
+            for word, parts in words.items():
+                found = simd.splat_constant(I32, 0)
+                for place, within, size in parts:
+                    kind = {1: I8, 2: I16, 4: I32}[size]
+                    part = ir.Constant(simd.vector(kind), ir.Undefined)
+                    for lane, row in enumerate(rows):
+                        value = simd.load(builder, simd.offset(builder, row, place), kind, 1)
+                        part = builder.insert_element(part, value, ir.Constant(I32, lane))
+                    part = part if size == 4 else builder.zext(part, simd.vector(I32))
+                    found = builder.or_(found, builder.shl(part, simd.splat_constant(I32, 8 * within)))
+                if word in by_bytes:
+                    found = _by_bytes(builder, found)
+                simd.store(builder, found, simd.offset(builder, target, word * _LINE))
             return context.get_dummy_value()
 
-        return types.void(types.intp, types.intp), codegen
+        return types.void(*[types.intp] * 4), codegen
 
-    return copy_block
+    return arrange_block
 
 
 def _by_bytes(builder, bits):
-    """Bit 4 j + b of a word at bit j of byte b."""
-    found = ir.Constant(I32, 0)
+    """Bit 4 j + b of each word at bit j of byte b."""
+
+    def number(value):
+        return simd.splat_constant(I32, value)
+
+    found = number(0)
     for j in range(8):
-        four = builder.and_(builder.lshr(bits, ir.Constant(I32, 4 * j)), ir.Constant(I32, 15))
-        spread = builder.and_(builder.mul(four, ir.Constant(I32, 0x00204081)), ir.Constant(I32, 0x01010101))
-        found = builder.or_(found, builder.shl(spread, ir.Constant(I32, j)))
+        four = builder.and_(builder.lshr(bits, number(4 * j)), number(15))
+        spread = builder.and_(builder.mul(four, number(0x00204081)), number(0x01010101))
+        found = builder.or_(found, builder.shl(spread, number(j)))
     return found
 
 
 @functools.cache
 def pack_blocks_kernel(stored: str) -> Kernel:
     """Packs columns of one panel a ticket."""
-    block = BLOCKS[stored]
-    words, source_bytes = block.words, block.source_bytes
-    blocks_at_once = max(1, _BUFFER_WORDS // words)
-    row_words = -(-blocks_at_once * words // LANES) * LANES  # of a row in the buffer
-    line = row_words * 4
-    copy_block = _copy_block_of(stored)
+    words, source_bytes = BLOCKS[stored].words, BLOCKS[stored].source_bytes
+    block_bytes = words * PANEL_COLUMNS * 4
+    arrange_block = _arrange_block_of(stored)
 
     @njit(nogil=True)
     @name_by_content
-    def pack_columns(a, source, columns, target):
+    def pack_columns(source, row_bytes, blocks, columns, target):
         """Neighbouring rows of the source, at most LANES, to the same columns of a panel."""
-        buffer, transposed = np.zeros(LANES * row_words, np.int32), np.empty(LANES * row_words, np.int32)
-        at, made = address(buffer), address(transposed)
-        for first in range(0, a.blocks, blocks_at_once):
-            count = min(blocks_at_once, a.blocks - first)
-            for column in range(columns):
-                row = source + column * a.row_bytes + first * source_bytes
-                for index in range(count):
-                    copy_block(row + index * source_bytes, at + column * line + index * words * 4)
-            if columns == LANES:  # whole transpositions, across blocks
-                for word in range(0, count * words, LANES):
-                    transpose_words(at + word * 4, line, LANES, LANES, made + word * LANES * 4, LANES * 4)
-            for index in range(count):
-                place = target + (first + index) * words * PANEL_COLUMNS * 4
-                if columns == LANES:
-                    size = words * LANES
-                    int32_at(place, size)[:] = int32_at(made + index * size * 4, size)
-                    continue
-                for word in range(0, words, LANES):
-                    transpose_words(
-                        at + (index * words + word) * 4, line, columns, min(LANES, words - word),
-                        place + word * LANES * 4, LANES * 4,
-                    )  # fmt: skip
+        if columns == LANES:
+            for index in range(blocks):
+                arrange_block(source + index * source_bytes, row_bytes, LANES, target + index * block_bytes)
+            return
+        part = np.empty((words, LANES), np.int32)
+        for index in range(blocks):
+            arrange_block(source + index * source_bytes, row_bytes, columns, address(part))
+            for word in range(words):
+                place = target + index * block_bytes + word * LANES * 4
+                int32_at(place, columns)[:] = part[word, :columns]
 
     def pack_panel(arguments, ticket):
         a = carray(arguments, 1)[0]
         panel = a.first_column // PANEL_COLUMNS + ticket
         column = max(panel * PANEL_COLUMNS, a.first_column)
         end = min((panel + 1) * PANEL_COLUMNS, a.first_column + a.width)
-        start = a.panels + panel * a.blocks * words * PANEL_COLUMNS * 4
+        start = a.panels + panel * a.blocks * block_bytes
         while column < end:
             inside = column - panel * PANEL_COLUMNS
             lane = inside % LANES
             columns = min(LANES - lane, end - column)
             source = a.source + (column - a.first_column) * a.row_bytes
-            pack_columns(a, source, columns, start + (inside // LANES * words * LANES + lane) * 4)
+            target = start + (inside // LANES * words * LANES + lane) * 4
+            pack_columns(source, a.row_bytes, a.blocks, columns, target)
             column += columns
 
     return Kernel(pack_panel, FIELDS)

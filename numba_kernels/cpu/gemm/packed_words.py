@@ -30,13 +30,34 @@ def _shuffle(builder, a, b, order):
     return builder.shuffle_vector(a, b, ir.Constant(_WORDS, order))
 
 
+def _unpack(builder, a, b, width, upper):
+    """Of each four lanes of two vectors the lower (or upper) halves, ``width`` words in turn."""
+    order = []
+    for first in range(0, LANES, 4):
+        for word in range(2 * upper, 2 * upper + 2, width):
+            words = [first + word + each for each in range(width)]
+            order += words + [LANES + each for each in words]
+    return _shuffle(builder, a, b, order)
+
+
+def _transposed_fours(builder, rows):
+    """Each four lanes of each four vectors, transposed."""
+    found = []
+    for first in range(0, len(rows), 4):
+        a, b, c, d = rows[first : first + 4]
+        ab, cd = ([_unpack(builder, *pair, 1, upper) for upper in (0, 1)] for pair in ((a, b), (c, d)))
+        found += [_unpack(builder, ab[half], cd[half], 2, upper) for half in (0, 1) for upper in (0, 1)]
+    return found
+
+
 def transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
     """LANES vectors of LANES words, the columns of ``rows``.
 
-    Four rounds; the one of distance d swaps, between rows r and r + d, the blocks of d lanes off the diagonal.
+    Fours within fours by the instructions that processors have for it; then two rounds, of which that of distance d
+    swaps, between rows r and r + d, the blocks of d lanes off the diagonal.
     """
-    rows = list(rows)
-    distance = 1
+    rows = _transposed_fours(builder, rows)
+    distance = 4
     while distance < LANES:
         lower, upper = [], []
         for lane in range(LANES):
@@ -49,6 +70,18 @@ def transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
                 rows[r], rows[r + distance] = _shuffle(builder, a, b, lower), _shuffle(builder, a, b, upper)
         distance *= 2
     return rows
+
+
+def words_of_rows(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+    """Four vectors of LANES words, the columns of LANES vectors of four words."""
+    joined = []
+    for first in range(4):
+        parts = rows[first::4]
+        while len(parts) > 1:
+            order = ir.Constant(simd.vector(I32, 2 * parts[0].type.count), list(range(2 * parts[0].type.count)))
+            parts = [builder.shuffle_vector(a, b, order) for a, b in zip(parts[::2], parts[1::2])]
+        joined += parts
+    return _transposed_fours(builder, joined)
 
 
 @intrinsic
