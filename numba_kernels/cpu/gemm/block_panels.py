@@ -45,7 +45,8 @@ def pack_blocks(stored: str, panels: np.ndarray, rows: np.ndarray, first_column:
 def _pieces_and_words(block: Block) -> tuple[list[tuple[int, int]], dict[int, list[tuple[int, int, int]]]]:
     """Where a column of a block comes from: (first byte in the file, first word here) of whole pieces, and the other
     words, each as (first byte in the file, first byte in the word, 1, 2 or 4 bytes)."""
-    pieces, words = [], {word: [] for word in range(block.words)}
+    pieces: list[tuple[int, int]] = []
+    words: dict[int, list[tuple[int, int, int]]] = {word: [] for word in range(block.words)}
     for _, place, moved, size in block.copies:
         done = 0
         while done < size:
