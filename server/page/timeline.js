@@ -59,7 +59,7 @@ export class Timeline {
   draw(nowS) {
     const { context, width, height } = prepare(this.canvas);
     if (width === 0) return false;
-    const gutter = 70;
+    const gutter = 76;
     const fromS = nowS - this.spanS;
     const scale = (width - gutter - 8) / this.spanS;
     this.context = context;

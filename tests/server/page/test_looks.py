@@ -11,7 +11,7 @@ from tests.server.conftest import Served, say
 from tests.server.page.browser import ask, needs_browser, opened, wait_idle
 from tests.waiting import wait_until
 
-GUTTER = 64
+GUTTER = 70
 """Pixels on the left of the timeline that its labels have."""
 
 
