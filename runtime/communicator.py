@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from runtime.errors import XservError
 from runtime.tensor.tensor import Tensor
+
+
+class CommunicatorError(XservError):
+    """Ranks called different collectives, or one of them cannot come any more; the message names each rank's call.
+
+    The ranks are of no use from then on.
+    """
 
 
 class Communicator(Protocol):
@@ -24,4 +32,8 @@ class Communicator(Protocol):
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """All ranks' tensors, each of this one's shape, in the order of ranks: ``[num_ranks, ...]``."""
+        ...
+
+    def all_gather_columns(self, tensor: Tensor) -> Tensor:
+        """All ranks' matrices ``[T, N]`` beside each other: ``[T, num_ranks * N]``."""
         ...

@@ -1,0 +1,229 @@
+"""Ranks that are processes of one machine and compute on its processors: collectives through memory that they share.
+
+Collectives are kernels of the cpu (`numba_kernels.cpu.collectives`), so that a recorded step has them as an eager one
+does. Each says what it is, and all are compared: an error names every rank's call where they differ.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+
+from numba_kernels.cpu.collectives import (
+    CHUNK_BYTES,
+    HAS_ABORTED,
+    LINE_BYTES,
+    add_kernel,
+    gather_kernel,
+    header_bytes,
+    meet_kernel,
+    publish_kernel,
+)
+from numba_kernels.cpu.running.launch import address_of, hold, new_array
+from numba_kernels.cpu.running.pool import NUM_THREADS
+from runtime.communicator import CommunicatorError
+from runtime.dtype import float32
+from runtime.tensor.tensor import Tensor
+
+Kind = Literal["all_reduce", "all_gather", "all_gather_columns", "agree", "end of step"]
+
+_KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "all_gather_columns", "agree", "end of step")
+_SLOT_BYTES = 1 << 19
+_TEXT_BYTES = 2048  # a rank's last words
+_LAST_WORDS_S = 0.5
+"""How long an error waits for what the other ranks say of it."""
+_OWN_FOLDERS = (os.sep + "runtime" + os.sep, os.sep + "numba_kernels" + os.sep)
+
+
+def shared_file(num_ranks: int) -> int:
+    """A file of memory that so many ranks map: its descriptor, which the ranks inherit. It goes with the last of them
+    and has no name, so that nothing is left of it."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("xserv-ranks")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, _file_bytes(num_ranks))
+    return descriptor
+
+
+def _file_bytes(num_ranks: int) -> int:
+    return _slots_at(num_ranks) + 2 * num_ranks * _SLOT_BYTES
+
+
+def _slots_at(num_ranks: int) -> int:
+    page = 4096
+    return -(-(header_bytes(num_ranks) + num_ranks * _TEXT_BYTES) // page) * page
+
+
+class SharedCommunicator:
+    """See `Communicator`. One a process, whose kernels run one after another.
+
+    Attributes:
+        rank: this one's number, from 0.
+        num_ranks: how many there are.
+    """
+
+    def __init__(self, descriptor: int, rank: int, num_ranks: int) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        self._memory = np.frombuffer(mmap.mmap(descriptor, _file_bytes(num_ranks)), np.uint8)
+        self._counter = np.zeros(LINE_BYTES // 8, np.int64)
+        self._shared, self._counted = address_of(self._memory), address_of(self._counter)
+        self._slots = _slots_at(num_ranks)
+        self._places: dict[tuple[str, int], int] = {}
+        self._place_names: list[str] = []
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        if tensor.dtype is not float32:
+            raise CommunicatorError(f"all_reduce of {tensor.dtype.name}: on the cpu ranks add float32")
+        if not tensor.size_bytes:
+            return
+        place = self._place()
+        for first, size in _pieces(tensor.size_bytes, 1):
+            self._publish(tensor.address + first, size)
+            self._meet("all_reduce", size, place)
+            self._read(add_kernel(), -(-size // CHUNK_BYTES), tensor.address + first, 1, size, 0, 0)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        result = Tensor.over(new_array((self.num_ranks, *tensor.shape), tensor.dtype.numpy), tensor.dtype)
+        place = self._place()
+        for first, size in _pieces(tensor.size_bytes, 1):
+            self._publish(tensor.address + first, size)
+            self._meet("all_gather", size, place)
+            self._read(gather_kernel(), 1, result.address + first, 1, size, 0, tensor.size_bytes)
+        return result
+
+    def all_gather_columns(self, tensor: Tensor) -> Tensor:
+        rows, width = tensor.shape
+        result = Tensor.over(new_array((rows, self.num_ranks * width), tensor.dtype.numpy), tensor.dtype)
+        row_bytes, place = width * tensor.dtype.itemsize, self._place()
+        whole_bytes = self.num_ranks * row_bytes
+        for first, size in _pieces(tensor.size_bytes, row_bytes):
+            self._publish(tensor.address + first, size)
+            self._meet("all_gather_columns", size, place)
+            target, count = result.address + first * self.num_ranks, size // row_bytes
+            if count:
+                self._read(gather_kernel(), count, target, count, row_bytes, whole_bytes, row_bytes)
+                continue
+            row, column = divmod(first, row_bytes)  # a row in pieces
+            target = result.address + row * whole_bytes + column
+            self._read(gather_kernel(), 1, target, 1, size, 0, row_bytes)
+        return result
+
+    def agree(self, is_so: bool) -> bool:
+        """Whether it is so on all ranks. Not to be recorded."""
+        votes = Tensor.from_numpy(np.array([is_so], np.float32))
+        self._publish(votes.address, 4)
+        self._meet("agree", 4, self._place())
+        self._read(add_kernel(), 1, votes.address, 1, 4, 0, 0)
+        return float(votes.array[0]) == self.num_ranks
+
+    def end_step(self, number: int) -> None:
+        """Meets the others at the end of a step, so that a rank that had fewer collectives in it is found."""
+        self._meet("end of step", number, 0)
+
+    def abort(self, reason: str) -> None:
+        """Ends all collectives of all ranks, which name the reason. May be called on any thread, and for the others by
+        who starts them."""
+        self._say(self.rank, reason)
+        self._give_up(self.rank)
+
+    def abort_for(self, rank: int, reason: str) -> None:
+        """The same for a rank that cannot say so itself."""
+        self._say(rank, reason)
+        self._give_up(rank)
+
+    def _give_up(self, rank: int) -> None:
+        given_up = self._memory[:8].view(np.int64)
+        if not given_up[0]:
+            given_up[0] = 1 + rank
+
+    def _publish(self, source: int, size: int) -> None:
+        hold(self._memory, self._counter)
+        tickets = -(-size // CHUNK_BYTES)
+        publish_kernel()(
+            tickets, _workers(tickets), self._shared, self._counted, source, self._slots, _SLOT_BYTES, self.rank,
+            self.num_ranks, size,
+        )  # fmt: skip
+
+    def _meet(self, kind: Kind, size: int, place: int) -> None:
+        hold(self._memory, self._counter)
+        description = size * len(_KINDS) + _KINDS.index(kind)
+        meet_kernel()(
+            1, 1, self._shared, self._counted, self.rank, self.num_ranks, description, place,
+            explain=lambda status: self._explain(status, f"{kind} {self._described(kind, size, place)}"),
+        )  # fmt: skip
+
+    def _read(
+        self, kernel: object, tickets: int, target: int, rows: int, row_bytes: int, row_stride: int, rank_stride: int
+    ) -> None:
+        kernel(  # type: ignore[operator]
+            tickets, _workers(tickets), self._shared, self._counted, target, self._slots, _SLOT_BYTES, self.num_ranks,
+            rows, row_bytes, row_stride, rank_stride,
+        )  # fmt: skip
+
+    def _place(self) -> int:
+        """The number of the line that called, outside of the folders that hand calls on."""
+        frame = sys._getframe(2)
+        while frame.f_back is not None and any(each in frame.f_code.co_filename for each in _OWN_FOLDERS):
+            frame = frame.f_back
+        key = frame.f_code.co_filename, frame.f_lineno
+        found = self._places.get(key)
+        if found is None:
+            found = self._places[key] = len(self._place_names)
+            name = os.path.join(*key[0].split(os.sep)[-2:])
+            self._place_names.append(f"{name}:{key[1]}")
+        return found
+
+    def _described(self, kind: Kind, size: int, place: int) -> str:
+        if kind == "end of step":
+            return str(size)
+        return f"of {size:,} bytes at {self._place_names[place]}"
+
+    def _explain(self, status: int, call: str) -> CommunicatorError:
+        """What went wrong, with every rank's words."""
+        count = int(self._counter[0])
+        self._say(self.rank, f"called {call} as its collective {count}")
+        if status != HAS_ABORTED:
+            self._give_up(self.rank)
+        until = time.monotonic() + _LAST_WORDS_S
+        while not all(self._said(rank) for rank in range(self.num_ranks)) and time.monotonic() < until:
+            time.sleep(0.01)
+        words = [f"rank {rank} {self._said(rank) or 'said nothing'}" for rank in range(self.num_ranks)]
+        return CommunicatorError("ranks do not do the same: " + "; ".join(words))
+
+    def _say(self, rank: int, text: str) -> None:
+        """The first words count."""
+        if not self._said(rank):
+            at = header_bytes(self.num_ranks) + rank * _TEXT_BYTES
+            data = text.encode()[: _TEXT_BYTES - 1]
+            self._memory[at : at + len(data)] = np.frombuffer(data, np.uint8)
+
+    def _said(self, rank: int) -> str:
+        at = header_bytes(self.num_ranks) + rank * _TEXT_BYTES
+        return bytes(self._memory[at : at + _TEXT_BYTES]).rstrip(b"\0").decode(errors="replace")
+
+
+def _pieces(size: int, row_bytes: int) -> Iterator[tuple[int, int]]:
+    """(first byte, bytes) of what goes through the slots at once: whole rows where they fit."""
+    most = max(1, _SLOT_BYTES // row_bytes) * row_bytes
+    if row_bytes > _SLOT_BYTES:
+        for row in range(0, size, row_bytes):
+            for first in range(0, row_bytes, _SLOT_BYTES):
+                yield row + first, min(_SLOT_BYTES, row_bytes - first)
+        return
+    if row_bytes == 1:
+        most = _SLOT_BYTES
+    for first in range(0, size, most):
+        yield first, min(most, size - first)
+
+
+def _workers(tickets: int) -> int:
+    return min(NUM_THREADS, tickets)
