@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Never, Protocol
 
 from runtime.errors import XservError
 from runtime.tensor.tensor import Tensor
@@ -37,3 +38,20 @@ class Communicator(Protocol):
     def all_gather_columns(self, tensor: Tensor) -> Tensor:
         """All ranks' matrices ``[T, N]`` beside each other: ``[T, num_ranks * N]``."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredRank:
+    """Says which rank a model is declared for; there is nobody to talk to, so that it cannot run."""
+
+    rank: int
+    num_ranks: int
+
+    def all_reduce(self, tensor: Tensor) -> Never:
+        raise CommunicatorError("a declared model cannot run")
+
+    def all_gather(self, tensor: Tensor) -> Never:
+        raise CommunicatorError("a declared model cannot run")
+
+    def all_gather_columns(self, tensor: Tensor) -> Never:
+        raise CommunicatorError("a declared model cannot run")

@@ -140,6 +140,16 @@ class SharedCommunicator:
         self._say(rank, reason)
         self._give_up(rank)
 
+    @property
+    def is_aborted(self) -> bool:
+        """Whether a rank has given up."""
+        return bool(self._memory[:8].view(np.int64)[0])
+
+    def last_words(self) -> str:
+        """What each rank has said of it."""
+        words = [f"rank {rank} {said}" for rank in range(self.num_ranks) if (said := self._said(rank))]
+        return "; ".join(words)
+
     def _give_up(self, rank: int) -> None:
         given_up = self._memory[:8].view(np.int64)
         if not given_up[0]:
@@ -196,8 +206,7 @@ class SharedCommunicator:
         until = time.monotonic() + _LAST_WORDS_S
         while not all(self._said(rank) for rank in range(self.num_ranks)) and time.monotonic() < until:
             time.sleep(0.01)
-        words = [f"rank {rank} {self._said(rank) or 'said nothing'}" for rank in range(self.num_ranks)]
-        return CommunicatorError("ranks do not do the same: " + "; ".join(words))
+        return CommunicatorError(f"ranks do not do the same: {self.last_words()}")
 
     def _say(self, rank: int, text: str) -> None:
         """The first words count."""

@@ -43,6 +43,7 @@ KVCacheDtype = Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"]
 SPECULATIONS = ("auto", "off", "ngram", "suffix")
 DRAFT_PREFIX = "draft:"
 MOST_SPECULATIVE_TOKENS = 64
+MOST_RANKS = 64
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
 
@@ -81,6 +82,7 @@ class EngineSettings(TypedDict, total=False):
     kv_cache_dtype_skip_layers: str
     speculation: str
     num_speculative_tokens: int
+    tensor_parallel_size: int
     gemm: str
 
 
@@ -146,6 +148,8 @@ class EngineConfig:
                             of the same tenant), "draft:FOLDER" (a small model), "off" (nobody); tokens are as without
                             (docs/speculation.md)
     num_speculative_tokens  most proposals for a sequence in a step; fewer, or none, where they do not pay
+    tensor_parallel_size    ranks that the model is split over, each a process with its share of the processors; their
+                            number divides the model's heads and widths (docs/parallel.md). On the cpu alone so far
     gemm                    the kernel of matrix products on a GPU: "auto", "naive", "tiled", "register", "tensor_core",
                             "hopper", "cublas"
     """
@@ -182,11 +186,20 @@ class EngineConfig:
     kv_cache_dtype_skip_layers: str = ""
     speculation: str = "auto"
     num_speculative_tokens: int = 7
+    tensor_parallel_size: int = 1
     gemm: str = "auto"
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "block_size", "max_waiting", "max_waiting_tokens", "num_speculative_tokens"):
+        for name in (
+            "max_num_seqs", "block_size", "max_waiting", "max_waiting_tokens", "num_speculative_tokens",
+            "tensor_parallel_size",
+        ):  # fmt: skip
             check_positive(name, getattr(self, name))
+        if self.tensor_parallel_size > MOST_RANKS:
+            raise RequestError(
+                f"tensor_parallel_size must be at most {MOST_RANKS}, got {self.tensor_parallel_size}",
+                param="tensor_parallel_size",
+            )
         for name in ("max_num_batched_tokens", "max_model_len", "num_blocks", "kv_cache_bytes", "prefill_chunk"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))

@@ -41,7 +41,7 @@ from runtime.engine.scheduling.step import Step
 from runtime.engine.speculation.speculator import SpeculationCounters, Speculator
 from runtime.engine.steps.assemble import Assembled, Assembler
 from runtime.engine.steps.embedder import Embedder
-from runtime.engine.steps.executor import Computation, Drawn, Executor
+from runtime.engine.steps.executor import Computation, Drawn, Executor, ExecutorLostError
 from runtime.engine.steps.step_input import Mode, RowLoad
 from runtime.engine.timeline import TIMELINE_STEPS, ChunkKey, StepRecord, Timeline
 
@@ -503,6 +503,8 @@ class Engine:
         if opened.computation is not None:
             try:
                 drawn = opened.computation.result()
+            except ExecutorLostError:
+                raise
             except Exception:
                 logger.exception("a step of %d sequences failed", len(step.chunks))
                 record.has_failed = True

@@ -6,13 +6,14 @@ import json
 import logging
 from functools import partial
 from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from models.base import Model
 from models.generation_config import load_generation_config
 from models.hub import model_name, resolve_model
 from models.preprocessing import read_patch_rule
 from models.registry import declare_model, load_model
+from runtime.communicator import Communicator, DeclaredRank
 from runtime.device.device import Device
 from runtime.engine.config import (
     EngineConfig,
@@ -29,12 +30,16 @@ from runtime.engine.speculation.draft_model import DraftModelDrafter
 from runtime.engine.speculation.drafter import Drafter
 from runtime.engine.speculation.ngram import NgramDrafter, SuffixDrafter
 from runtime.engine.speculation.speculator import Speculator
+from runtime.engine.steps.executor import Executor
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.engine.steps.pictures import PictureModel
 from runtime.kv.cache import KVCache
 from runtime.linear.options import LoadOptions, LoadSettings
 from runtime.progress import SILENT, Reporter
 from runtime.text.load import load_tokenizer
+
+if TYPE_CHECKING:  # brings processes, which a model in one piece does without
+    from runtime.engine.ranks.group import RankGroup
 
 logger = logging.getLogger("xserv.engine")
 
@@ -55,23 +60,51 @@ def engine_of(model: str | Path | None, config: EngineConfig, reporter: Reporter
 
     Raises ``ModelLoadError``, ``DeviceError``, ``RequestError``, ``OutOfMemoryError``.
     """
-    LoadOptions.parse(**load_settings(config))  # raises before a model is downloaded
+    LoadOptions.parse(**load_settings(config, declared_rank(config)))  # raises before a model is downloaded
     folder = resolve_model(None if model is None else str(model), reporter)
-    return engine_over(loaded_model(folder, config, reporter), folder, config, model_name(model))
+    if config.tensor_parallel_size == 1:
+        return engine_over(loaded_model(folder, config, reporter), folder, config, model_name(model))
+    from runtime.engine.ranks.group import RankGroup
+
+    declare_model(folder, load_format="dummy", max_model_len=None, **load_settings(config, declared_rank(config)))
+    ranks = RankGroup(folder, config, config.tensor_parallel_size)
+    try:
+        loaded = loaded_model(folder, config, reporter, ranks.communicator)
+        return engine_over(loaded, folder, config, model_name(model), ranks)
+    except BaseException:
+        ranks.close()
+        raise
 
 
-def load_settings(config: EngineConfig) -> LoadSettings:
-    """The part of a config that says where weights go, and as what."""
+def declared_rank(config: EngineConfig) -> Communicator | None:
+    """Which rank a model is declared for, where it is split; all have as many bytes. Raises ``RequestError``."""
+    num_ranks = config.tensor_parallel_size
+    if num_ranks == 1:
+        return None
+    if (device := Device.parse(config.device)).kind != "cpu":
+        raise RequestError(
+            f"tensor_parallel_size is {num_ranks} on {device}: a model is split over ranks on the cpu alone so far",
+            param="tensor_parallel_size",
+        )
+    return DeclaredRank(0, num_ranks)
+
+
+def load_settings(config: EngineConfig, communicator: Communicator | None = None) -> LoadSettings:
+    """The part of a config that says where weights go, and as what; the communicator, which rank has them."""
     return LoadSettings(
         device=Device.parse(config.device), dtype=config.dtype, quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
         kv_cache_dtype_skip_layers=config.kv_cache_dtype_skip_layers, gemm=config.gemm, exact=config.exact,
+        communicator=communicator,
     )  # fmt: skip
 
 
-def loaded_model(folder: Path, config: EngineConfig, reporter: Reporter = SILENT) -> Model:
-    """The model in a folder. The config's seed is that of dummy weights, too (None: 0). Raises as `load_model`."""
-    settings = load_settings(config)
+def loaded_model(
+    folder: Path, config: EngineConfig, reporter: Reporter = SILENT, communicator: Communicator | None = None
+) -> Model:
+    """The model in a folder, or a rank's part of it. The config's seed is that of dummy weights, too (None: 0). Raises
+    as `load_model`."""
+    settings = load_settings(config, communicator)
     logger.info("loading %s on %s", folder, settings["device"])
     # Tables of positions are as long as the longest sequence that could ever be served, in the smallest KV type.
     smallest = LoadSettings(**{**settings, "dtype": "bfloat16" if config.dtype == "auto" else config.dtype})
@@ -86,23 +119,43 @@ def loaded_model(folder: Path, config: EngineConfig, reporter: Reporter = SILENT
     )
 
 
-def engine_over(loaded: Model, folder: Path, config: EngineConfig, name: str) -> Engine:
-    """An engine over a model that is loaded from ``folder``, with a KV cache of its own.
+def engine_over(
+    loaded: Model, folder: Path, config: EngineConfig, name: str, ranks: RankGroup | None = None
+) -> Engine:
+    """An engine over a model that is loaded from ``folder``, with a KV cache of its own; or over rank 0's part of it,
+    and the other ranks, which load theirs.
 
     Whether products are exact and weights quantised was settled when the model was loaded. Raises ``RequestError``,
-    ``OutOfMemoryError``.
+    ``OutOfMemoryError``, what a rank raises, and ``CommunicatorError``.
     """
     draft = None if config.draft_model is None else loaded_draft(config, loaded, folder)
-    spec, limits = loaded.kv_cache_spec(config.block_size), limits_of(loaded, config, draft=draft)
-    logger.info("allocating %d KV blocks of %d bytes", limits.num_blocks, spec.bytes_per_block)
-    kv_cache = KVCache(spec, limits.num_blocks)
-    info = _info(loaded, folder, config, limits, name, draft)
+    num_bytes = loaded.weight_bytes if ranks is None else loaded.weight_bytes + ranks.wait_loaded()
+    limits = limits_of(loaded, config, draft=draft)
+    info = _info(loaded, folder, config, limits, name, draft, num_bytes)
     vocabulary = LazyVocabulary(partial(load_tokenizer, folder), info.vocab_size, info.eos_token_ids)
-    if isinstance(loaded, PictureModel):
-        loaded.patch_rule = read_patch_rule(folder, loaded.patch_rule)
-    executor = LocalExecutor(loaded, kv_cache, limits, info.vocab_size)
+    executor: Executor
+    if ranks is None:
+        executor = executor_over(loaded, folder, config, limits, info.vocab_size)
+    else:
+        from runtime.engine.ranks.executor import ParallelExecutor
+
+        ranks.allocate(limits, info.vocab_size)
+        local = executor_over(loaded, folder, config, limits, info.vocab_size)
+        executor = ParallelExecutor(local, ranks)
     speculator = speculator_of(config, info.vocab_size, limits, draft)
     return Engine(executor, limits, info, config.seed, vocabulary, speculator)
+
+
+def executor_over(
+    loaded: Model, folder: Path, config: EngineConfig, limits: EngineLimits, vocab_size: int
+) -> LocalExecutor:
+    """Runs steps of a model from ``folder``, or of a rank's part of it, over pages of its own. Raises
+    ``OutOfMemoryError``."""
+    spec = loaded.kv_cache_spec(config.block_size)
+    logger.info("allocating %d KV blocks of %d bytes", limits.num_blocks, spec.bytes_per_block)
+    if isinstance(loaded, PictureModel):
+        loaded.patch_rule = read_patch_rule(folder, loaded.patch_rule)
+    return LocalExecutor(loaded, KVCache(spec, limits.num_blocks), limits, vocab_size)
 
 
 def loaded_draft(config: EngineConfig, target: Model, folder: Path) -> Model:
@@ -166,26 +219,30 @@ def speculator_of(
 def describe_engine(model: str | Path | None, config: EngineConfig) -> EngineInfo:
     """What the engine of this config would say of itself. Nothing is loaded: the headers of the model's files tell its
     bytes. Raises as `engine_of`."""
-    settings = load_settings(config)
+    settings = load_settings(config, declared_rank(config))
     LoadOptions.parse(**settings)
     folder = resolve_model(None if model is None else str(model))
     declared = declare_model(
         folder, load_format=config.load_format, max_model_len=config.max_model_len, **settings
     )
-    num_bytes, draft = declared.weight_bytes, None
+    num_bytes, draft = declared.weight_bytes * config.tensor_parallel_size, None
     if config.draft_model is not None:
         draft_folder = resolve_model(config.draft_model)
-        draft = declare_model(draft_folder, load_format=config.load_format, max_model_len=None, **settings)
+        draft = declare_model(
+            draft_folder, load_format=config.load_format, max_model_len=None, **load_settings(config)
+        )
         check_draft(draft, draft_folder, declared, folder)
-        num_bytes += draft.weight_bytes
-    limits = limits_of(declared, config, num_bytes_to_load=num_bytes, draft=draft)
-    return _info(declared, folder, config, limits, model_name(model), draft)
+    draft_bytes = 0 if draft is None else draft.weight_bytes
+    limits = limits_of(declared, config, num_bytes_to_load=num_bytes + draft_bytes, draft=draft)
+    return _info(declared, folder, config, limits, model_name(model), draft, num_bytes)
 
 
 def _info(
-    model: Model, folder: Path, config: EngineConfig, limits: EngineLimits, name: str, draft: Model | None
-) -> EngineInfo:
+    model: Model, folder: Path, config: EngineConfig, limits: EngineLimits, name: str, draft: Model | None,
+    num_bytes: int,
+) -> EngineInfo:  # fmt: skip
     spec = model.kv_cache_spec(config.block_size)
+    bytes_per_block = spec.bytes_per_block * config.tensor_parallel_size + _draft_bytes_per_block(draft, config)
     return EngineInfo(
         model_name=name,
         model_path=str(folder),
@@ -203,8 +260,8 @@ def _info(
         max_waiting_tokens=limits.max_waiting_tokens,
         block_size=limits.block_size,
         num_blocks=limits.num_blocks,
-        kv_cache_bytes=limits.num_blocks * (spec.bytes_per_block + _draft_bytes_per_block(draft, config)),
-        weight_bytes=model.weight_bytes + (0 if draft is None else draft.weight_bytes),
+        kv_cache_bytes=limits.num_blocks * bytes_per_block,
+        weight_bytes=num_bytes + (0 if draft is None else draft.weight_bytes),
         scheduling_policy=config.scheduling_policy,
         cache_groups=tuple(
             CacheGroupInfo(group.window, len(group.layers), group.num_padding) for group in spec.groups
@@ -237,7 +294,7 @@ def limits_of(
     return resolve(
         config,
         max_position_embeddings=model.max_positions,
-        bytes_per_block=spec.bytes_per_block,
+        bytes_per_block=spec.bytes_per_block * config.tensor_parallel_size,  # ranks have the same memory
         draft_bytes_per_block=_draft_bytes_per_block(draft, config),
         group_windows=spec.group_windows,
         rotary_switch=model.rotary_switch,

@@ -35,6 +35,8 @@ from numba_kernels.cpu.intrinsics.atomic import pause
 NUM_THREADS = numba.get_num_threads()  # the processors that this process may use, the launcher's own included
 SPIN_ROUNDS = 20_000  # a round is a pause instruction and two loads, 10 to 60 ns: around half a millisecond in all
 
+_most_threads = NUM_THREADS
+
 PROGRAM_COLUMNS = 4
 """Of a program, int64 ``[launches, 4]``: function, arguments, tickets, helpers."""
 
@@ -234,21 +236,29 @@ class _Helpers:
 _helpers = _Helpers()
 
 
+def limit_threads(count: int) -> None:
+    """Lets launches, and recordings that are made from now on, have at most so many threads (1 … NUM_THREADS): others
+    of this machine compute the same model."""
+    global _most_threads
+    _most_threads = count
+
+
 def num_helpers(num_tickets: int, num_threads: int) -> int:
     """Helpers that so many tickets on at most ``num_threads`` threads may have."""
-    return max(0, min(num_threads, num_tickets, NUM_THREADS) - 1)
+    return max(0, min(num_threads, num_tickets, _most_threads) - 1)
 
 
 def run(function: int, arguments: int, num_tickets: int, num_threads: int) -> None:
     """Runs ``function(arguments, ticket)`` for every ticket, on this thread and at most ``num_threads - 1`` helpers."""
-    if num_helpers(num_tickets, num_threads) == 0:
+    helpers = num_helpers(num_tickets, num_threads)
+    if helpers == 0:
         run_alone(function, arguments, num_tickets)
         return
     if _words[ASLEEP]:
         _helpers.rouse()
     elif not _helpers.threads:
         _helpers.start()
-    _launch(_words, function, arguments, num_tickets, num_threads - 1)
+    _launch(_words, function, arguments, num_tickets, helpers)
 
 
 def run_program(program: np.ndarray, most_helpers: int) -> tuple[int, int]:

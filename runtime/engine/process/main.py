@@ -11,7 +11,6 @@ the engine has work and gets nowhere for too long. Signals from the terminal are
 from __future__ import annotations
 
 import argparse
-import ctypes
 import faulthandler
 import gc
 import logging
@@ -31,6 +30,7 @@ import msgspec
 
 from runtime.engine.errors import EngineDeadError
 from runtime.engine.messages import EngineOutput, EngineRequest, StepView
+from runtime.engine.process.parent import die_with_parent
 from runtime.engine.process.wire import (
     Answer,
     Call,
@@ -308,19 +308,11 @@ def _exit(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _die_with_parent() -> None:
-    """Have Linux kill this process with the thread that started it. The socket's end says so, too, but to a Python that
-    still runs."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-
-
 def main(server_type: type[ProcessServer] = ProcessServer) -> NoReturn:
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # blocked until here by the server
-    _die_with_parent()
+    die_with_parent()
     faulthandler.enable()
     parser = argparse.ArgumentParser(description="An engine's own process; started by a server.")
     parser.add_argument("--fd", type=int, required=True, help="the inherited socket")

@@ -179,10 +179,10 @@ def _plain(value: object) -> object:
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
-def frame(message: ToEngine | FromEngine) -> bytearray:
+def frame(message: object, encoder: msgspec.msgpack.Encoder = _ENCODER) -> bytearray:
     """A message, ready to be sent. Raises ``WireError`` when it is too long."""
     data = bytearray(_LENGTH.size)
-    _ENCODER.encode_into(message, data, _LENGTH.size)
+    encoder.encode_into(message, data, _LENGTH.size)
     size = len(data) - _LENGTH.size
     if size > MAX_FRAME_BYTES:
         raise WireError(f"a message of {size:,} bytes is too long: at most {MAX_FRAME_BYTES:,} can be sent")

@@ -284,14 +284,28 @@ class DecodeGraphs:
                 if is_last:
                     self._say_what_cannot_be_recorded(error)
 
-    def release(self) -> None:
-        """Give the memory back; no step is started any more."""
-        self._has_given_up = True
+    @property
+    def lacks_one(self) -> bool:
+        """Whether `record` would record."""
+        return self._wanted is not None and self._running is None
+
+    @property
+    def may_record(self) -> bool:
+        """Whether nothing has shown so far that there is no use in it."""
+        return not self._has_given_up
+
+    def give_up(self) -> None:
+        """Run no more decodes as graphs."""
+        self._has_given_up, self._wanted = True, None
         for graph in self._graphs.values():
             graph.release()
         self._graphs.clear()
+
+    def release(self) -> None:
+        """Give the memory back; no step is started any more."""
+        self.give_up()
         self._runs_on.release()
-        self._arrays = self._running = self._wanted = None
+        self._arrays = self._running = None
 
     def _say_what_cannot_be_recorded(self, error: DeviceError) -> None:
         """Once: nothing is recorded any more."""

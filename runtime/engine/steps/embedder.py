@@ -23,7 +23,7 @@ from runtime.engine.admission import as_token_ids
 from runtime.engine.checks import check_one_of
 from runtime.engine.config import EngineLimits
 from runtime.engine.errors import RequestError
-from runtime.engine.steps.executor import Executor, SidePass
+from runtime.engine.steps.executor import Executor, ExecutorLostError, SidePass
 from runtime.errors import XservError
 from runtime.tensor.tensor import Tensor
 
@@ -94,12 +94,15 @@ class Embedder:
         self._waiting.append(embedding)
 
     def advance(self) -> None:
-        """One forward pass, if there is work for one. A failure is told to those whose prompts it had."""
+        """One forward pass, if there is work for one. A failure is told to those whose prompts it had. Raises
+        ExecutorLostError."""
         chosen = self._choose()
         if not chosen:
             return
         try:
             self._run(chosen)
+        except ExecutorLostError:
+            raise
         except Exception:
             logger.exception("the embedding of %d prompts failed", len(chosen))
             for embedding in chosen:

@@ -23,6 +23,10 @@ class UnsupportedStepError(XservError):
     """A step asks for what its executor's model cannot do; the message names the field."""
 
 
+class ExecutorLostError(XservError):
+    """The executor can run no step any more; the message says why."""
+
+
 class Model(Protocol):
     """What an executor needs of a model; ``models.base.Model`` is one."""
 
@@ -126,7 +130,7 @@ class Executor(Protocol):
     def start(self, step: StepInput, masks: DrawMasks | None = None) -> Computation:
         """Move blocks, write rows, and begin the computation. Raises UnsupportedStepError before anything was
         done, and where blocks could not be moved: pages are in doubt then. What else fails, the computation's result
-        raises."""
+        raises. An executor of several ranks raises ExecutorLostError, here as elsewhere, when one of them fails."""
         ...
 
     def can_lead(self, step: StepInput) -> bool:

@@ -33,6 +33,7 @@ from runtime.engine.steps.step_input import PromptLogprobs, StepInput
 from runtime.kv.cache import HostPages, KVCache
 from runtime.kv.transfer import KVTransfer
 from runtime.sampling_arrays import SamplingArrays
+from runtime.shared_communicator import SharedCommunicator
 from runtime.tensor.tensor import Tensor
 
 _UNSUPPORTED = ("hidden_layers", "rotary_positions", "features")
@@ -125,6 +126,18 @@ class LocalExecutor:
     def record(self) -> None:
         if self.graphs is not None:
             self.graphs.record()
+
+    @property
+    def lacks_recording(self) -> bool:
+        """Whether `record` has something to do."""
+        return self.graphs is not None and self.graphs.lacks_one
+
+    def record_together(self, communicator: SharedCommunicator) -> None:
+        """`record`, on all ranks at once; if one of them can record no more, none does."""
+        assert self.graphs is not None, "a recording is lacked"
+        self.graphs.record()
+        if not communicator.agree(self.graphs.may_record):
+            self.graphs.give_up()
 
     def synchronize(self) -> None:
         """Wait until no step runs, where one runs in a thread."""

@@ -168,13 +168,15 @@ def decode(data: bytes) -> StepInput:
     return _DECODER.decode(data)
 
 
-def _from_array(value: object) -> object:
+def from_array(value: object) -> object:
+    """An array as msgspec sends it: its type, shape and bytes."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()
     raise NotImplementedError(f"a step holds no {type(value).__name__}")
 
 
-def _to_array(kind: Any, value: Any) -> NDArray[Any]:
+def to_array(kind: Any, value: Any) -> NDArray[Any]:
+    """What `from_array` was given."""
     if get_origin(kind) is not np.ndarray:
         raise NotImplementedError(f"a step holds no {kind}")
     dtype, shape, data = value
@@ -184,5 +186,5 @@ def _to_array(kind: Any, value: Any) -> NDArray[Any]:
     return array
 
 
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=_from_array)
-_DECODER = msgspec.msgpack.Decoder(StepInput, dec_hook=_to_array)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=from_array)
+_DECODER = msgspec.msgpack.Decoder(StepInput, dec_hook=to_array)

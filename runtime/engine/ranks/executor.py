@@ -1,0 +1,153 @@
+"""Runs steps of a model that is split over ranks: this process's part itself, and the others' in their processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.engine.ranks.group import RankGroup
+from runtime.engine.ranks.messages import (
+    DropEncoded,
+    Encode,
+    Logits,
+    Masks,
+    Record,
+    RunPass,
+    RunStep,
+    StartEncoding,
+    StartPass,
+    ToRank,
+)
+from runtime.engine.steps.executor import (
+    Computation,
+    DrawMasks,
+    Drawn,
+    ExecutorLostError,
+    GraphStats,
+    SidePass,
+    UnsupportedStepError,
+)
+from runtime.engine.steps.local_executor import LocalExecutor
+from runtime.engine.steps.step_input import StepInput
+from runtime.tensor.tensor import Tensor
+
+T = TypeVar("T")
+
+
+class ParallelExecutor:
+    """See `Executor`. All ranks are told what to do, do it at the same time and draw the same; who they are told by is
+    one of them. The first error of any of them is the end of all: `ExecutorLostError`."""
+
+    depth = 1
+
+    def __init__(self, local: LocalExecutor, ranks: RankGroup) -> None:
+        self.local, self.ranks = local, ranks
+        self.overlaps = local.overlaps
+        self.num_groups = local.num_groups
+
+    def start(self, step: StepInput, masks: DrawMasks | None = None) -> Computation:
+        self._tell(RunStep(step, masks is not None))
+        if masks is not None:
+            masks = _SharedMasks(masks, self.ranks)
+        try:
+            computation = self.local.start(step, masks)
+        except UnsupportedStepError:
+            raise
+        except Exception as error:
+            raise self._lost(error) from error
+        return _Shared(computation, step, self)
+
+    def can_lead(self, step: StepInput) -> bool:
+        return self.local.can_lead(step)
+
+    def record(self) -> None:
+        if self.local.lacks_recording:
+            self._together(Record(), lambda: self.local.record_together(self.ranks.communicator))
+
+    def start_encoding(self, slot: int, patches: NDArray[np.uint8], grid: tuple[int, int]) -> None:
+        message = StartEncoding(slot, np.ascontiguousarray(patches), grid)
+        self._together(message, lambda: self.local.start_encoding(slot, patches, grid))
+
+    def encode(self, slot: int, num_layers: int) -> bool:
+        return self._together(Encode(slot, num_layers), lambda: self.local.encode(slot, num_layers))
+
+    def drop_encoded(self, slot: int) -> None:
+        self._together(DropEncoded(slot), lambda: self.local.drop_encoded(slot))
+
+    def side_pass(self, lengths: Sequence[int]) -> SidePass:
+        made = self._together(StartPass(list(lengths)), lambda: self.local.side_pass(lengths))
+        return _SharedPass(made, self)
+
+    def logits(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+        return self._together(Logits(token_ids), lambda: self.local.logits(token_ids))
+
+    def take_timed(self) -> tuple[int, float]:
+        return self.local.take_timed()
+
+    def graph_stats(self) -> GraphStats:
+        return self.local.graph_stats()
+
+    def close(self) -> None:
+        self.ranks.communicator.abort("was closed")  # for ranks that wait for this one
+        self.local.close()
+        self.ranks.close()
+
+    def _together(self, message: ToRank, work: Callable[[], T]) -> T:
+        """The same on all ranks."""
+        self._tell(message)
+        try:
+            return work()
+        except Exception as error:
+            raise self._lost(error) from error
+
+    def _tell(self, message: ToRank) -> None:
+        if self.ranks.communicator.is_aborted:
+            raise ExecutorLostError(f"the ranks have given up: {self.ranks.communicator.last_words()}")
+        self.ranks.send(message)
+
+    def _lost(self, error: Exception) -> ExecutorLostError:
+        self.ranks.communicator.abort(f"failed: {type(error).__name__}: {error}")
+        return ExecutorLostError(str(error))
+
+
+class _Shared:
+    """A computation that all ranks end together."""
+
+    def __init__(self, computation: Computation, step: StepInput, executor: ParallelExecutor) -> None:
+        self.started_s = computation.started_s
+        self._computation, self._step, self._executor = computation, step, executor
+
+    def result(self) -> Drawn:
+        try:
+            drawn = self._computation.result()
+            if self._step.num_seqs:
+                self._executor.ranks.communicator.end_step(self._step.number)
+        except Exception as error:
+            raise self._executor._lost(error) from error
+        return drawn
+
+
+class _SharedMasks:
+    """See `DrawMasks`: sent to the other ranks as they come."""
+
+    def __init__(self, masks: DrawMasks, ranks: RankGroup) -> None:
+        self._masks, self._ranks = masks, ranks
+
+    def wait(self) -> tuple[NDArray[np.intp], NDArray[np.uint32], list[int]]:
+        places, words, failed = self._masks.wait()
+        self._ranks.send(Masks(places, words, failed))
+        return places, words, failed
+
+
+class _SharedPass:
+    """See `SidePass`."""
+
+    def __init__(self, side_pass: SidePass, executor: ParallelExecutor) -> None:
+        self._side_pass, self._executor = side_pass, executor
+
+    def run(self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int]) -> Tensor:
+        message = RunPass(list(token_ids), [int(start) for start in starts])
+        return self._executor._together(message, lambda: self._side_pass.run(token_ids, starts))

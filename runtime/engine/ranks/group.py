@@ -1,0 +1,175 @@
+"""The ranks of a model that are processes, as their driver sees them, which is rank 0 itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from numba_kernels.cpu.running import pool
+from runtime.communicator import CommunicatorError
+from runtime.engine.config import EngineConfig, EngineLimits
+from runtime.engine.process.wire import SOCKET_BUFFER_BYTES, FrameReader, WaitingWriter
+from runtime.engine.process.wire_errors import error_of
+from runtime.engine.ranks.messages import ANSWERS, Allocate, Allocated, Failed, FromRank, Load, Loaded, ToRank, frame
+from runtime.own_packages import python_module
+from runtime.shared_communicator import SharedCommunicator, shared_file
+
+logger = logging.getLogger("xserv.engine")
+
+COMMAND = python_module("runtime.engine.ranks.main")
+"""What Python runs in the processes."""
+
+END_S = 2.0
+"""How long processes may take to end when they are told to; then they are killed."""
+
+Answer = TypeVar("Answer", Loaded, Allocated)
+
+
+class RankGroup:
+    """The processes of all ranks but 0. Belongs to the engine's thread.
+
+    The processors are shared out among the ranks, this process included, which keeps to its number of threads.
+
+    communicator  rank 0's
+    """
+
+    def __init__(self, folder: Path, config: EngineConfig, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        threads = max(1, pool.NUM_THREADS // num_ranks)
+        memory = shared_file(num_ranks)
+        self._ranks: list[_Rank] = []
+        try:
+            self.communicator = SharedCommunicator(memory, 0, num_ranks)
+            pool.limit_threads(threads)
+            for rank in range(1, num_ranks):
+                mine = cores[rank * threads : (rank + 1) * threads] if len(cores) >= num_ranks * threads else []
+                self._ranks.append(_Rank(rank, memory, self.communicator))
+                self._ranks[-1].send(
+                    frame(
+                        Load(
+                            folder=str(folder), config=config, rank=rank, num_ranks=num_ranks, cores=mine,
+                            threads=threads, log_level=logger.getEffectiveLevel(),
+                            dies_with_thread=threading.current_thread() is threading.main_thread(),
+                        )
+                    )
+                )  # fmt: skip
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(memory)
+
+    def wait_loaded(self) -> int:
+        """Waits until all have their weights; the bytes of these. Raises what a rank raised, and CommunicatorError."""
+        return sum(rank.wait_for(Loaded).weight_bytes for rank in self._ranks)
+
+    def allocate(self, limits: EngineLimits, vocab_size: int) -> None:
+        """Has all make their pages, and waits for it. Raises as `wait_loaded`."""
+        self.send(Allocate(limits, vocab_size))
+        for rank in self._ranks:
+            rank.wait_for(Allocated)
+
+    def send(self, message: ToRank) -> None:
+        """The same to all. A rank that has ended gets nothing: the next collective tells."""
+        data = frame(message)
+        for rank in self._ranks:
+            rank.send(data)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes, in the order of ranks from 1 on."""
+        return [rank.process.pid for rank in self._ranks]
+
+    def close(self) -> None:
+        """Ends the processes, whatever they do."""
+        for rank in self._ranks:
+            rank.close()
+        until = time.monotonic() + END_S
+        for rank in self._ranks:
+            rank.end(until)
+        pool.limit_threads(pool.NUM_THREADS)
+
+
+class _Rank:
+    """A process, and the thread that hears of its end."""
+
+    def __init__(self, rank: int, memory: int, communicator: SharedCommunicator) -> None:
+        self._rank, self._communicator = rank, communicator
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            for each in (self._connection, theirs):
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+            try:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-P", *COMMAND, "--fd", str(theirs.fileno()), "--memory", str(memory)],
+                    stdin=subprocess.DEVNULL, stdout=2, pass_fds=(theirs.fileno(), memory),
+                )  # fmt: skip
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        self._reader, self._writer = FrameReader(self._connection), WaitingWriter(self._connection)
+        self._condition = threading.Condition()
+        self._answers: list[FromRank] = []
+        self._has_ended = self._is_closed = False
+        self._thread = threading.Thread(target=self._listen, name=f"xserv-rank-{rank}", daemon=True)
+        self._thread.start()
+
+    def send(self, data: bytearray) -> None:
+        with suppress(OSError):
+            self._writer.send(data)
+
+    def wait_for(self, kind: type[Answer]) -> Answer:
+        with self._condition:
+            self._condition.wait_for(lambda: self._answers or self._has_ended)
+            if not self._answers:
+                raise CommunicatorError(f"rank {self._rank} ended before it was ready")
+            answer = self._answers.pop(0)
+        if isinstance(answer, Failed):
+            raise error_of(answer.problem)
+        assert isinstance(answer, kind), answer
+        return answer
+
+    def close(self) -> None:
+        self._is_closed = True
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def end(self, until: float) -> None:
+        try:
+            self.process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._thread.join()
+        self._connection.close()
+
+    def _listen(self) -> None:
+        """Until the rank ends, of which all others are told."""
+        reason = "ended"
+        with suppress(OSError):
+            while frames := self._reader.read():
+                for data in frames:
+                    answer = ANSWERS.decode(data)
+                    if isinstance(answer, Failed):
+                        reason = f"failed: {answer.problem.message}"
+                        logger.error("rank %d %s", self._rank, reason)
+                    with self._condition:
+                        self._answers.append(answer)
+                        self._condition.notify_all()
+        if not self._is_closed:
+            if reason == "ended":
+                logger.error("rank %d has ended", self._rank)
+            self._communicator.abort_for(self._rank, reason)
+        with self._condition:
+            self._has_ended = True
+            self._condition.notify_all()

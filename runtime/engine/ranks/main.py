@@ -1,0 +1,187 @@
+"""The process of a rank: it loads its part of a model, and does what the driver does, at the same time.
+
+    python -m runtime.engine.ranks.main --fd N --memory M
+
+N is a socket to the driver, M the memory that the ranks share. It ends when the driver closes the socket or ends, and
+with the first error of its own, of which it tells the driver and the other ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import logging
+import os
+import queue
+import signal
+import socket
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.engine.process.wire import FrameReader, WaitingWriter
+from runtime.engine.process.wire_errors import problem_of
+from runtime.engine.ranks.messages import (
+    DECODER,
+    Allocate,
+    Allocated,
+    DropEncoded,
+    Encode,
+    Failed,
+    Load,
+    Loaded,
+    Logits,
+    Masks,
+    Record,
+    RunPass,
+    RunStep,
+    StartEncoding,
+    StartPass,
+    ToRank,
+    frame,
+)
+
+if TYPE_CHECKING:
+    from runtime.engine.steps.executor import SidePass
+    from runtime.engine.steps.local_executor import LocalExecutor
+    from runtime.shared_communicator import SharedCommunicator
+
+logger = logging.getLogger("xserv.engine")
+
+EXIT_DRIVER_GONE = 72
+EXIT_FAILED = 1
+
+
+class RankProcess:
+    """One rank of a model."""
+
+    def __init__(self, connection: socket.socket, memory: int) -> None:
+        self._reader = FrameReader(connection)
+        self._writer = WaitingWriter(connection)
+        self._memory = memory
+        self._messages: queue.SimpleQueue[ToRank] = queue.SimpleQueue()
+        self._communicator: SharedCommunicator | None = None
+
+    def run(self) -> NoReturn:
+        """Do what the driver says until one of the ends that the file names. To be called on the main thread."""
+        threading.Thread(target=self._listen, name="xserv-rank-reader", daemon=True).start()
+        try:
+            self._obey()
+        except BaseException as error:
+            from runtime.communicator import CommunicatorError
+
+            if self._communicator is not None and not isinstance(error, CommunicatorError):
+                self._communicator.abort(f"failed: {type(error).__name__}: {error}")
+            with suppress(OSError):
+                self._writer.send(frame(Failed(problem_of(error))))
+        os._exit(EXIT_FAILED)
+
+    def _listen(self) -> NoReturn:
+        with suppress(OSError):
+            while messages := self._reader.read():
+                for message in messages:
+                    self._messages.put(DECODER.decode(message))
+        os._exit(EXIT_DRIVER_GONE)
+
+    def _obey(self) -> NoReturn:
+        load = self._messages.get()
+        assert isinstance(load, Load), load
+        _settle(load)
+        executor, communicator = self._made(load)
+        side_pass: SidePass | None = None
+        while True:
+            match self._messages.get():
+                case RunStep(step, has_masks):
+                    self._run(executor, communicator, step, has_masks)
+                case Record():
+                    executor.record_together(communicator)
+                case StartEncoding(slot, patches, grid):
+                    executor.start_encoding(slot, patches, grid)
+                case Encode(slot, num_layers):
+                    executor.encode(slot, num_layers)
+                case DropEncoded(slot):
+                    executor.drop_encoded(slot)
+                case StartPass(lengths):
+                    side_pass = None  # before there is room for another
+                    side_pass = executor.side_pass(lengths)
+                case RunPass(token_ids, starts):
+                    assert side_pass is not None, "a pass was started"
+                    side_pass.run(token_ids, starts)
+                case Logits(token_ids):
+                    executor.logits(token_ids)
+                case other:
+                    raise AssertionError(f"{type(other).__name__} came when it could not")
+
+    def _made(self, load: Load) -> tuple[LocalExecutor, SharedCommunicator]:
+        from pathlib import Path
+
+        from runtime.engine.make_engine import executor_over, loaded_model
+        from runtime.shared_communicator import SharedCommunicator
+
+        communicator = self._communicator = SharedCommunicator(self._memory, load.rank, load.num_ranks)
+        folder = Path(load.folder)
+        model = loaded_model(folder, load.config, communicator=communicator)
+        self._writer.send(frame(Loaded(model.weight_bytes)))
+        allocate = self._messages.get()
+        assert isinstance(allocate, Allocate), allocate
+        executor = executor_over(model, folder, load.config, allocate.limits, allocate.vocab_size)
+        self._writer.send(frame(Allocated()))
+        return executor, communicator
+
+    def _run(self, executor: LocalExecutor, communicator: SharedCommunicator, step: object, has_masks: bool) -> None:
+        from runtime.engine.steps.executor import UnsupportedStepError
+        from runtime.engine.steps.step_input import StepInput
+
+        assert isinstance(step, StepInput), step
+        try:
+            computation = executor.start(step, _SentMasks(self._messages) if has_masks else None)
+        except UnsupportedStepError:  # the driver has met it, too, and tells
+            return
+        if step.num_seqs:
+            computation.result()
+            communicator.end_step(step.number)
+
+
+class _SentMasks:
+    """See ``DrawMasks``: the driver's."""
+
+    def __init__(self, messages: queue.SimpleQueue[ToRank]) -> None:
+        self._messages = messages
+
+    def wait(self) -> tuple[NDArray[np.intp], NDArray[np.uint32], list[int]]:
+        message = self._messages.get()
+        assert isinstance(message, Masks), message
+        return message.places, message.words, message.failed
+
+
+def _settle(load: Load) -> None:
+    """Before anything asks how many processors there are."""
+    if load.dies_with_thread:
+        from runtime.engine.process.parent import die_with_parent
+
+        die_with_parent()
+    if load.cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, load.cores)
+    os.environ["NUMBA_NUM_THREADS"] = str(load.threads)
+    logging.basicConfig(format=f"rank {load.rank}: %(message)s", level=load.log_level)
+
+
+def main() -> NoReturn:
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
+    faulthandler.enable()
+    parser = argparse.ArgumentParser(description="A rank of a split model; started by an engine.")
+    parser.add_argument("--fd", type=int, required=True, help="the inherited socket")
+    parser.add_argument("--memory", type=int, required=True, help="the inherited memory")
+    given = parser.parse_args()
+    for descriptor in (given.fd, given.memory):
+        os.set_inheritable(descriptor, False)
+    RankProcess(socket.socket(fileno=given.fd), given.memory).run()
+
+
+if __name__ == "__main__":
+    main()

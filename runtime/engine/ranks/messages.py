@@ -1,0 +1,136 @@
+"""What the driver of a split model tells its other ranks, which are processes, and what they answer.
+
+Frames are `runtime.engine.process.wire`'s. Whoever computes needs no answer: the ranks meet in their collectives.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.engine.config import EngineConfig, EngineLimits
+from runtime.engine.process import wire
+from runtime.engine.process.wire import Problem
+from runtime.engine.steps.step_input import StepInput, from_array, to_array
+
+# To a rank
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The first message: load this rank's part of the model in a folder.
+
+    cores    processors that the rank keeps to; none: all
+    threads  that compute
+    dies_with_thread  whether the thread that started the process lives as long as the driver does
+    """
+
+    folder: str
+    config: EngineConfig
+    rank: int
+    num_ranks: int
+    cores: list[int]
+    threads: int
+    dies_with_thread: bool
+    log_level: int
+
+
+class Allocate(msgspec.Struct, frozen=True, tag=True):
+    """Make the pages; steps follow."""
+
+    limits: EngineLimits
+    vocab_size: int
+
+
+class RunStep(msgspec.Struct, frozen=True, tag=True):
+    """See ``Executor.start``. ``has_masks``: masks of its draws follow."""
+
+    step: StepInput
+    has_masks: bool
+
+
+class Masks(msgspec.Struct, frozen=True, tag=True):
+    """What ``DrawMasks.wait`` gave the driver."""
+
+    places: NDArray[np.intp]
+    words: NDArray[np.uint32]
+    failed: list[int]
+
+
+class Record(msgspec.Struct, frozen=True, tag=True):
+    """See ``Executor.record``."""
+
+
+class StartEncoding(msgspec.Struct, frozen=True, tag=True):
+    """See ``Executor.start_encoding``."""
+
+    slot: int
+    patches: NDArray[np.uint8]
+    grid: tuple[int, int]
+
+
+class Encode(msgspec.Struct, frozen=True, tag=True):
+    """See ``Executor.encode``."""
+
+    slot: int
+    num_layers: int
+
+
+class DropEncoded(msgspec.Struct, frozen=True, tag=True):
+    """See ``Executor.drop_encoded``."""
+
+    slot: int
+
+
+class StartPass(msgspec.Struct, frozen=True, tag=True):
+    """See ``Executor.side_pass``; the one before is of no use any more."""
+
+    lengths: list[int]
+
+
+class RunPass(msgspec.Struct, frozen=True, tag=True):
+    """See ``SidePass.run``."""
+
+    token_ids: list[NDArray[np.int32]]
+    starts: list[int]
+
+
+class Logits(msgspec.Struct, frozen=True, tag=True):
+    """See ``Executor.logits``."""
+
+    token_ids: NDArray[np.int32]
+
+
+ToRank = (
+    Load | Allocate | RunStep | Masks | Record | StartEncoding | Encode | DropEncoded | StartPass | RunPass | Logits
+)
+
+# From a rank
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """This rank's part of the weights lies in memory."""
+
+    weight_bytes: int
+
+
+class Allocated(msgspec.Struct, frozen=True, tag=True):
+    """Its pages do."""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The last message of a rank that cannot go on."""
+
+    problem: Problem
+
+
+FromRank = Loaded | Allocated | Failed
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=from_array)
+DECODER: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank, dec_hook=to_array)
+ANSWERS: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+
+
+def frame(message: ToRank | FromRank) -> bytearray:
+    """A message, ready to be sent. Raises ``WireError`` when it is too long."""
+    return wire.frame(message, _ENCODER)
