@@ -40,7 +40,7 @@ class Communicator(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DeclaredRank:
     """Says which rank a model is declared for; there is nobody to talk to, so that it cannot run."""
 

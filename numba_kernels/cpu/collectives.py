@@ -6,7 +6,7 @@ The memory, in cache lines of 64 bytes, for R ranks:
 |---|---|
 | 0 | 0, or 1 + the rank that has given up |
 | 1 … R | how many collectives each rank has met the others at |
-| R + 1 … 3 R | twice, by turns: what each rank's collective is (`describe`), and the place in the model that called it |
+| R + 1 … 3 R | twice, by turns: what each rank's collective is, and the place in the model that called it |
 
 and two slots a rank, by turns, for what a collective carries. A collective is three launches: `publish` copies this
 rank's numbers to its slot, `meet` says so and waits until all have, and a third reads the slots. Who has met the others

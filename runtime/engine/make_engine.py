@@ -40,6 +40,7 @@ from runtime.text.load import load_tokenizer
 
 if TYPE_CHECKING:  # brings processes, which a model in one piece does without
     from runtime.engine.ranks.group import RankGroup
+    from runtime.shared_communicator import SharedCommunicator
 
 logger = logging.getLogger("xserv.engine")
 
@@ -140,22 +141,23 @@ def engine_over(
         from runtime.engine.ranks.executor import ParallelExecutor
 
         ranks.allocate(limits, info.vocab_size)
-        local = executor_over(loaded, folder, config, limits, info.vocab_size)
+        local = executor_over(loaded, folder, config, limits, info.vocab_size, ranks.communicator)
         executor = ParallelExecutor(local, ranks)
     speculator = speculator_of(config, info.vocab_size, limits, draft)
     return Engine(executor, limits, info, config.seed, vocabulary, speculator)
 
 
 def executor_over(
-    loaded: Model, folder: Path, config: EngineConfig, limits: EngineLimits, vocab_size: int
-) -> LocalExecutor:
+    loaded: Model, folder: Path, config: EngineConfig, limits: EngineLimits, vocab_size: int,
+    communicator: SharedCommunicator | None = None,
+) -> LocalExecutor:  # fmt: skip
     """Runs steps of a model from ``folder``, or of a rank's part of it, over pages of its own. Raises
     ``OutOfMemoryError``."""
     spec = loaded.kv_cache_spec(config.block_size)
     logger.info("allocating %d KV blocks of %d bytes", limits.num_blocks, spec.bytes_per_block)
     if isinstance(loaded, PictureModel):
         loaded.patch_rule = read_patch_rule(folder, loaded.patch_rule)
-    return LocalExecutor(loaded, KVCache(spec, limits.num_blocks), limits, vocab_size)
+    return LocalExecutor(loaded, KVCache(spec, limits.num_blocks), limits, vocab_size, communicator)
 
 
 def loaded_draft(config: EngineConfig, target: Model, folder: Path) -> Model:

@@ -57,32 +57,32 @@ class ParallelExecutor:
         except UnsupportedStepError:
             raise
         except Exception as error:
-            raise self._lost(error) from error
-        return _Shared(computation, step, self)
+            raise self.lost(error) from error
+        return _Shared(computation, self)
 
     def can_lead(self, step: StepInput) -> bool:
         return self.local.can_lead(step)
 
     def record(self) -> None:
         if self.local.lacks_recording:
-            self._together(Record(), lambda: self.local.record_together(self.ranks.communicator))
+            self.together(Record(), self.local.record_together)
 
     def start_encoding(self, slot: int, patches: NDArray[np.uint8], grid: tuple[int, int]) -> None:
         message = StartEncoding(slot, np.ascontiguousarray(patches), grid)
-        self._together(message, lambda: self.local.start_encoding(slot, patches, grid))
+        self.together(message, lambda: self.local.start_encoding(slot, patches, grid))
 
     def encode(self, slot: int, num_layers: int) -> bool:
-        return self._together(Encode(slot, num_layers), lambda: self.local.encode(slot, num_layers))
+        return self.together(Encode(slot, num_layers), lambda: self.local.encode(slot, num_layers))
 
     def drop_encoded(self, slot: int) -> None:
-        self._together(DropEncoded(slot), lambda: self.local.drop_encoded(slot))
+        self.together(DropEncoded(slot), lambda: self.local.drop_encoded(slot))
 
     def side_pass(self, lengths: Sequence[int]) -> SidePass:
-        made = self._together(StartPass(list(lengths)), lambda: self.local.side_pass(lengths))
+        made = self.together(StartPass(list(lengths)), lambda: self.local.side_pass(lengths))
         return _SharedPass(made, self)
 
     def logits(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        return self._together(Logits(token_ids), lambda: self.local.logits(token_ids))
+        return self.together(Logits(token_ids), lambda: self.local.logits(token_ids))
 
     def take_timed(self) -> tuple[int, float]:
         return self.local.take_timed()
@@ -95,20 +95,21 @@ class ParallelExecutor:
         self.local.close()
         self.ranks.close()
 
-    def _together(self, message: ToRank, work: Callable[[], T]) -> T:
+    def together(self, message: ToRank, work: Callable[[], T]) -> T:
         """The same on all ranks."""
         self._tell(message)
         try:
             return work()
         except Exception as error:
-            raise self._lost(error) from error
+            raise self.lost(error) from error
 
     def _tell(self, message: ToRank) -> None:
         if self.ranks.communicator.is_aborted:
             raise ExecutorLostError(f"the ranks have given up: {self.ranks.communicator.last_words()}")
         self.ranks.send(message)
 
-    def _lost(self, error: Exception) -> ExecutorLostError:
+    def lost(self, error: Exception) -> ExecutorLostError:
+        """What an error of this rank means for all."""
         self.ranks.communicator.abort(f"failed: {type(error).__name__}: {error}")
         return ExecutorLostError(str(error))
 
@@ -116,18 +117,15 @@ class ParallelExecutor:
 class _Shared:
     """A computation that all ranks end together."""
 
-    def __init__(self, computation: Computation, step: StepInput, executor: ParallelExecutor) -> None:
+    def __init__(self, computation: Computation, executor: ParallelExecutor) -> None:
         self.started_s = computation.started_s
-        self._computation, self._step, self._executor = computation, step, executor
+        self._computation, self._executor = computation, executor
 
     def result(self) -> Drawn:
         try:
-            drawn = self._computation.result()
-            if self._step.num_seqs:
-                self._executor.ranks.communicator.end_step(self._step.number)
+            return self._computation.result()
         except Exception as error:
-            raise self._executor._lost(error) from error
-        return drawn
+            raise self._executor.lost(error) from error
 
 
 class _SharedMasks:
@@ -150,4 +148,4 @@ class _SharedPass:
 
     def run(self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int]) -> Tensor:
         message = RunPass(list(token_ids), [int(start) for start in starts])
-        return self._executor._together(message, lambda: self._side_pass.run(token_ids, starts))
+        return self._executor.together(message, lambda: self._side_pass.run(token_ids, starts))

@@ -47,6 +47,7 @@ from runtime.engine.ranks.messages import (
 if TYPE_CHECKING:
     from runtime.engine.steps.executor import SidePass
     from runtime.engine.steps.local_executor import LocalExecutor
+    from runtime.engine.steps.step_input import StepInput
     from runtime.shared_communicator import SharedCommunicator
 
 logger = logging.getLogger("xserv.engine")
@@ -90,14 +91,14 @@ class RankProcess:
         load = self._messages.get()
         assert isinstance(load, Load), load
         _settle(load)
-        executor, communicator = self._made(load)
+        executor = self._made(load)
         side_pass: SidePass | None = None
         while True:
             match self._messages.get():
                 case RunStep(step, has_masks):
-                    self._run(executor, communicator, step, has_masks)
+                    self._run(executor, step, has_masks)
                 case Record():
-                    executor.record_together(communicator)
+                    executor.record_together()
                 case StartEncoding(slot, patches, grid):
                     executor.start_encoding(slot, patches, grid)
                 case Encode(slot, num_layers):
@@ -115,7 +116,7 @@ class RankProcess:
                 case other:
                     raise AssertionError(f"{type(other).__name__} came when it could not")
 
-    def _made(self, load: Load) -> tuple[LocalExecutor, SharedCommunicator]:
+    def _made(self, load: Load) -> LocalExecutor:
         from pathlib import Path
 
         from runtime.engine.make_engine import executor_over, loaded_model
@@ -127,22 +128,19 @@ class RankProcess:
         self._writer.send(frame(Loaded(model.weight_bytes)))
         allocate = self._messages.get()
         assert isinstance(allocate, Allocate), allocate
-        executor = executor_over(model, folder, load.config, allocate.limits, allocate.vocab_size)
+        executor = executor_over(model, folder, load.config, allocate.limits, allocate.vocab_size, communicator)
         self._writer.send(frame(Allocated()))
-        return executor, communicator
+        return executor
 
-    def _run(self, executor: LocalExecutor, communicator: SharedCommunicator, step: object, has_masks: bool) -> None:
+    def _run(self, executor: LocalExecutor, step: StepInput, has_masks: bool) -> None:
         from runtime.engine.steps.executor import UnsupportedStepError
-        from runtime.engine.steps.step_input import StepInput
 
-        assert isinstance(step, StepInput), step
         try:
             computation = executor.start(step, _SentMasks(self._messages) if has_masks else None)
         except UnsupportedStepError:  # the driver has met it, too, and tells
             return
         if step.num_seqs:
             computation.result()
-            communicator.end_step(step.number)
 
 
 class _SentMasks:

@@ -73,7 +73,8 @@ class _Draws:
 
 
 class LocalExecutor:
-    """See `Executor`. Runs steps of a model against one KV cache.
+    """See `Executor`. Runs steps of a model, or of a rank's part of it, against one KV cache. With a communicator it
+    meets the other ranks at the end of each step.
 
     Where it overlaps, a step runs on the cpu in a thread of the executor's own, on a GPU in its stream.
 
@@ -82,8 +83,12 @@ class LocalExecutor:
 
     depth = 1
 
-    def __init__(self, model: Model, kv_cache: KVCache, limits: EngineLimits, vocab_size: int) -> None:
+    def __init__(
+        self, model: Model, kv_cache: KVCache, limits: EngineLimits, vocab_size: int,
+        communicator: SharedCommunicator | None = None,
+    ) -> None:  # fmt: skip
         self.model = model
+        self.communicator = communicator
         self.kv_cache = kv_cache
         self.limits = limits
         self.vocab_size = vocab_size
@@ -132,11 +137,13 @@ class LocalExecutor:
         """Whether `record` has something to do."""
         return self.graphs is not None and self.graphs.lacks_one
 
-    def record_together(self, communicator: SharedCommunicator) -> None:
+    def record_together(self) -> None:
         """`record`, on all ranks at once; if one of them can record no more, none does."""
         assert self.graphs is not None, "a recording is lacked"
+        assert self.communicator is not None, "there are several ranks"
+        self.synchronize()
         self.graphs.record()
-        if not communicator.agree(self.graphs.may_record):
+        if not self.communicator.agree(self.graphs.may_record):
             self.graphs.give_up()
 
     def synchronize(self) -> None:
@@ -238,15 +245,23 @@ class LocalExecutor:
         arrays, broken = rows.sampling.gather_sound(draws.rows, draws.positions)
         compute = partial(self._draw, step, draws, arrays, broken, masks)
         forward = partial(self._forward, layout, step)
+        run = partial(self._ended, step, lambda: compute(*forward()))
         if self._worker is not None:
-            return _Run(self._worker.submit(lambda: compute(*forward())).result)
+            return _Run(self._worker.submit(run).result)
         if not self.overlaps:
-            return _Run(lambda: compute(*forward()))
+            return _Run(run)
         hidden, logits = forward()
-        return _Run(lambda: compute(hidden, logits))
+        return _Run(partial(self._ended, step, lambda: compute(hidden, logits)))
+
+    def _ended(self, step: StepInput, compute: Callable[[], Drawn]) -> Drawn:
+        drawn = compute()
+        if self.communicator is not None:
+            self.communicator.end_step(step.number)
+        return drawn
 
     def _start_graph(self, graphs: DecodeGraphs, step: StepInput, key: GraphKey) -> _Run:
-        draw = partial(self._drawn_by_graph, step, graphs.start(step, key), self.rows.version)
+        drawn = partial(self._drawn_by_graph, step, graphs.start(step, key), self.rows.version)
+        draw = partial(self._ended, step, drawn)
         return _Run(draw if self._worker is None else self._worker.submit(draw).result)
 
     def _draws_of(self, step: StepInput) -> _Draws:
