@@ -1,0 +1,99 @@
+"""What a rank does in `test_shared_communicator`: run as a process, `SCENARIO FD RANK RANKS`; it prints its error."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import numpy as np
+
+from numba_kernels.cpu.running.arena import Arena
+from numba_kernels.cpu.running.recording import record
+from runtime import ops
+from runtime.communicator import CommunicatorError
+from runtime.dtype import bfloat16
+from runtime.shared_communicator import SharedCommunicator
+from runtime.tensor.tensor import Tensor
+
+
+def _numbers(rank: int, *shape: int) -> Tensor:
+    return Tensor.from_numpy(np.random.default_rng(rank).standard_normal(shape).astype(np.float32))
+
+
+def sums_and_gathers(ranks: SharedCommunicator) -> None:
+    """Sizes below, at and above what goes through at once, eager and recorded."""
+    everyone = range(ranks.num_ranks)
+    for size in (1, 1000, 131_072, 300_001):
+        found = _numbers(ranks.rank, size)
+        ranks.all_reduce(found)
+        expected = _numbers(0, size).array
+        for rank in everyone[1:]:
+            expected = expected + _numbers(rank, size).array
+        assert np.array_equal(found.array, expected), size
+    found = ranks.all_gather(_numbers(ranks.rank, 300, 999))
+    assert np.array_equal(found.array, np.stack([_numbers(rank, 300, 999).array for rank in everyone]))
+    for shape in ((7, 5), (2, 140_000), (500, 400)):
+        found = ranks.all_gather_columns(_numbers(ranks.rank, *shape))
+        assert np.array_equal(found.array, np.concatenate([_numbers(rank, *shape).array for rank in everyone], 1))
+    assert ranks.agree(True)
+    assert not ranks.agree(ranks.rank == 0)
+    x = Tensor.from_numpy(np.ones((4, 256), np.float32))
+    with record(Arena()) as recording:
+        y = ops.add_scaled(x, x, 1.0)
+        ranks.all_reduce(y)
+        z = ranks.all_gather_columns(y)
+    for _ in range(3):
+        recording.replay()
+        assert np.array_equal(z.array, np.full((4, 256 * ranks.num_ranks), 2.0 * ranks.num_ranks, np.float32))
+    ranks.end_step(1)
+
+
+def other_collective(ranks: SharedCommunicator) -> None:
+    x = _numbers(0, 16)
+    if ranks.rank == 1:
+        ranks.all_gather(x)
+    else:
+        ranks.all_reduce(x)
+
+
+def other_count(ranks: SharedCommunicator) -> None:
+    ranks.all_reduce(_numbers(0, 16 + ranks.rank))
+
+
+def swapped(ranks: SharedCommunicator) -> None:
+    x = _numbers(0, 16)
+    for is_sum in (True, False) if ranks.rank else (False, True):
+        if is_sum:
+            ranks.all_reduce(x)
+        else:
+            ranks.all_gather_columns(_numbers(0, 4, 4))
+
+
+def one_fewer(ranks: SharedCommunicator) -> None:
+    if ranks.rank != 1:
+        ranks.all_reduce(_numbers(0, 16))
+    ranks.end_step(7)
+
+
+def wrong_type(ranks: SharedCommunicator) -> None:
+    ranks.all_reduce(_numbers(0, 16).to(bfloat16))
+
+
+def gives_up(ranks: SharedCommunicator) -> None:
+    if ranks.rank == 1:
+        time.sleep(0.1)
+        ranks.abort("failed: no more paper")
+    else:
+        ranks.all_reduce(_numbers(0, 16))
+
+
+if __name__ == "__main__":
+    scenario, descriptor, rank, count = sys.argv[1], *map(int, sys.argv[2:5])
+    communicator = SharedCommunicator(descriptor, rank, count)
+    try:
+        globals()[scenario](communicator)
+    except CommunicatorError as error:
+        print(error)
+    sys.stdout.flush()
+    os._exit(0)
