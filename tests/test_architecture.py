@@ -43,8 +43,8 @@ FLOORS = {
         (
             f"runtime.{name}"
             for name in (
-                "tensor", "ops", "batch", "kv", "communicator", "sampling_arrays", "sampling_table",
-                "linear", "rope_table", "routing", "backends",
+                "tensor", "ops", "batch", "kv", "communicator", "shared_communicator", "sampling_arrays",
+                "sampling_table", "linear", "rope_table", "routing", "backends",
             )
         ),
         4,
