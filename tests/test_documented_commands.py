@@ -60,7 +60,8 @@ ELSEWHERE = {
         "xserv bench profile", "python -m tools.gpu_check", "python -m tools.tune_kernels",
     ),
     "a server that runs until it is stopped": (
-        "make serve", "xserv serve", "xserv serve MODEL", "xserv serve --model …", "python tools/soak.py --minutes 10",
+        "make serve", "xserv serve", "xserv serve MODEL", "xserv serve MODEL --device cpu --tensor-parallel-size 2",
+        "xserv serve --model …", "python tools/soak.py --minutes 10",
         "xserv serve /path/to/folder --max-model-len 4096 --port 8000",
         "xserv serve /path/to/folder --host 0.0.0.0 --api-key-file keys.txt --log-format json",
         "python tools/soak.py --minutes 10 --clients 8",
