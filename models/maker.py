@@ -28,12 +28,12 @@ from runtime.dtype import DType, float16, float32
 from runtime.linear.experts import ExpertsWeight, can_stay_packed
 from runtime.linear.format import GGML_FORMATS, WeightFormat, packed_format
 from runtime.linear.kept import kept_format
-from runtime.linear.linear import Linear
+from runtime.linear.linear import Linear, rank_share
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions, Split
 from runtime.linear.packed_matrix import MatrixPart, packing_for, prepare_packed
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
-from runtime.linear.weight import BlockRows, KeptRows, LinearWeight, MatrixSource, packed_bytes
+from runtime.linear.weight import BlockRows, KeptRows, LinearWeight, MatrixSource, PanelWeight, packed_bytes
 from runtime.ops import RopeTable
 from runtime.tensor.cast import cast_array
 from runtime.tensor.tensor import Tensor
@@ -277,15 +277,26 @@ class Maker(ABC):
         inner = copy.copy(self)
         inner._keeps_order = False  # rows of a table are read as they are
         if not is_tied:
+            table: Tensor | LinearWeight
             if inner._kept_format(f"{self._prefix}{name}.weight", columns):
-                return inner.linear(name, outputs=rows, inputs=columns).weight, self.linear(
-                    head, outputs=rows, inputs=columns
-                )
-            table = self.table(f"{name}.weight", rows, columns)
-            return table, self.linear(head, outputs=rows, inputs=columns)
+                table = inner.linear(name, outputs=rows, inputs=columns).weight
+            else:
+                table = self.table(f"{name}.weight", rows, columns)
+            return table, self._shared_out(self.linear(head, outputs=rows, inputs=columns))
         self._copies[f"{self._prefix}{head}.weight"] = f"{self._prefix}{name}.weight"
         tied = inner.linear(name, outputs=rows, inputs=columns)
-        return tied.weight, tied
+        return tied.weight, self._shared_out(tied)
+
+    def _shared_out(self, head: Linear) -> Linear:
+        """The output head, of which each rank multiplies its share where there are several."""
+        communicator, weight = self.options.communicator, head.weight
+        if communicator is None or not isinstance(weight, PanelWeight):
+            return head
+        width, share = weight.shape[0], rank_share(weight.shape[0], communicator.num_ranks)
+        if not share:
+            return head
+        first = communicator.rank * share
+        return Linear(weight.part(first, min(width, first + share)), communicator, head.norm, width)
 
     def vector(self, name: str, size: int, *, add: float = 0.0) -> Tensor:
         """`name [size]` plus `add` as float32, after rounding to the weights' type; norms are computed in float32."""

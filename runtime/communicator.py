@@ -35,8 +35,8 @@ class Communicator(Protocol):
         """All ranks' tensors, each of this one's shape, in the order of ranks: ``[num_ranks, ...]``."""
         ...
 
-    def all_gather_columns(self, tensor: Tensor) -> Tensor:
-        """All ranks' matrices ``[T, N]`` beside each other: ``[T, num_ranks * N]``."""
+    def all_gather_columns(self, tensor: Tensor, share: int, columns: int) -> Tensor:
+        """All ranks' matrices ``[T, share]``, the last one's ``[T, rest]``, beside each other: ``[T, columns]``."""
         ...
 
 
@@ -53,5 +53,5 @@ class DeclaredRank:
     def all_gather(self, tensor: Tensor) -> Never:
         raise CommunicatorError("a declared model cannot run")
 
-    def all_gather_columns(self, tensor: Tensor) -> Never:
+    def all_gather_columns(self, tensor: Tensor, share: int, columns: int) -> Never:
         raise CommunicatorError("a declared model cannot run")

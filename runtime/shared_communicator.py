@@ -11,7 +11,6 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
@@ -83,46 +82,54 @@ class SharedCommunicator:
     def all_reduce(self, tensor: Tensor) -> None:
         if tensor.dtype is not float32:
             raise CommunicatorError(f"all_reduce of {tensor.dtype.name}: on the cpu ranks add float32")
-        if not tensor.size_bytes:
-            return
         place = self._place()
-        for first, size in _pieces(tensor.size_bytes, 1):
+        for first in range(0, tensor.size_bytes, _SLOT_BYTES):
+            size = min(_SLOT_BYTES, tensor.size_bytes - first)
             self._publish(tensor.address + first, size)
             self._meet("all_reduce", size, place)
-            self._read(add_kernel(), -(-size // CHUNK_BYTES), tensor.address + first, 1, size, 0, 0)
+            self._add(tensor.address + first, size)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         result = Tensor.over(new_array((self.num_ranks, *tensor.shape), tensor.dtype.numpy), tensor.dtype)
-        place = self._place()
-        for first, size in _pieces(tensor.size_bytes, 1):
-            self._publish(tensor.address + first, size)
-            self._meet("all_gather", size, place)
-            self._read(gather_kernel(), 1, result.address + first, 1, size, 0, tensor.size_bytes)
+        self._gather("all_gather", tensor, result, 1, tensor.size_bytes, self.num_ranks * tensor.size_bytes)
         return result
 
-    def all_gather_columns(self, tensor: Tensor) -> Tensor:
+    def all_gather_columns(self, tensor: Tensor, share: int, columns: int) -> Tensor:
         rows, width = tensor.shape
-        result = Tensor.over(new_array((rows, self.num_ranks * width), tensor.dtype.numpy), tensor.dtype)
-        row_bytes, place = width * tensor.dtype.itemsize, self._place()
-        whole_bytes = self.num_ranks * row_bytes
-        for first, size in _pieces(tensor.size_bytes, row_bytes):
-            self._publish(tensor.address + first, size)
-            self._meet("all_gather_columns", size, place)
-            target, count = result.address + first * self.num_ranks, size // row_bytes
-            if count:
-                self._read(gather_kernel(), count, target, count, row_bytes, whole_bytes, row_bytes)
-                continue
-            row, column = divmod(first, row_bytes)  # a row in pieces
-            target = result.address + row * whole_bytes + column
-            self._read(gather_kernel(), 1, target, 1, size, 0, row_bytes)
+        expected = min(share, columns - self.rank * share)
+        if width != expected or not 0 < columns - (self.num_ranks - 1) * share <= share:
+            raise CommunicatorError(
+                f"all_gather_columns: rank {self.rank} of {self.num_ranks} has {width} of {columns} columns, and each"
+                f" but the last {share}"
+            )
+        result = Tensor.over(new_array((rows, columns), tensor.dtype.numpy), tensor.dtype)
+        size = tensor.dtype.itemsize
+        self._gather("all_gather_columns", tensor, result, rows, share * size, columns * size)
         return result
+
+    def _gather(self, kind: Kind, tensor: Tensor, result: Tensor, rows: int, share: int, whole: int) -> None:
+        """Rows of ``whole`` bytes, of which each rank but the last has ``share``."""
+        if not share:
+            return
+        mine, place = min(share, whole - self.rank * share), self._place(3)
+        rows_at_once, most = max(1, _SLOT_BYTES // share), min(share, _SLOT_BYTES)
+        for row in range(0, rows, rows_at_once):
+            count = min(rows_at_once, rows - row)
+            for first in range(0, share, most):
+                size = max(0, min(most, mine - first))
+                self._publish(tensor.address + row * mine + first, count * size)
+                self._meet(kind, count * min(most, share - first), place)
+                gather_kernel()(
+                    count, _workers(count), self._shared, self._counted, result.address + row * whole, self._slots,
+                    _SLOT_BYTES, self.num_ranks, first, most, share, whole,
+                )  # fmt: skip
 
     def agree(self, is_so: bool) -> bool:
         """Whether it is so on all ranks. Not to be recorded."""
         votes = Tensor.from_numpy(np.array([is_so], np.float32))
         self._publish(votes.address, 4)
         self._meet("agree", 4, self._place())
-        self._read(add_kernel(), 1, votes.address, 1, 4, 0, 0)
+        self._add(votes.address, 4)
         return float(votes.array[0]) == self.num_ranks
 
     def end_step(self, number: int) -> None:
@@ -156,8 +163,10 @@ class SharedCommunicator:
             given_up[0] = 1 + rank
 
     def _publish(self, source: int, size: int) -> None:
-        hold(self._memory, self._counter)
         tickets = -(-size // CHUNK_BYTES)
+        if not tickets:
+            return
+        hold(self._memory, self._counter)
         publish_kernel()(
             tickets, _workers(tickets), self._shared, self._counted, source, self._slots, _SLOT_BYTES, self.rank,
             self.num_ranks, size,
@@ -171,17 +180,16 @@ class SharedCommunicator:
             explain=lambda status: self._explain(status, f"{kind} {self._described(kind, size, place)}"),
         )  # fmt: skip
 
-    def _read(
-        self, kernel: object, tickets: int, target: int, rows: int, row_bytes: int, row_stride: int, rank_stride: int
-    ) -> None:
-        kernel(  # type: ignore[operator]
+    def _add(self, target: int, size: int) -> None:
+        tickets = -(-size // CHUNK_BYTES)
+        add_kernel()(
             tickets, _workers(tickets), self._shared, self._counted, target, self._slots, _SLOT_BYTES, self.num_ranks,
-            rows, row_bytes, row_stride, rank_stride,
+            size,
         )  # fmt: skip
 
-    def _place(self) -> int:
+    def _place(self, depth: int = 2) -> int:
         """The number of the line that called, outside of the folders that hand calls on."""
-        frame = sys._getframe(2)
+        frame = sys._getframe(depth)
         while frame.f_back is not None and any(each in frame.f_code.co_filename for each in _OWN_FOLDERS):
             frame = frame.f_back
         key = frame.f_code.co_filename, frame.f_lineno
@@ -218,20 +226,6 @@ class SharedCommunicator:
     def _said(self, rank: int) -> str:
         at = header_bytes(self.num_ranks) + rank * _TEXT_BYTES
         return bytes(self._memory[at : at + _TEXT_BYTES]).rstrip(b"\0").decode(errors="replace")
-
-
-def _pieces(size: int, row_bytes: int) -> Iterator[tuple[int, int]]:
-    """(first byte, bytes) of what goes through the slots at once: whole rows where they fit."""
-    most = max(1, _SLOT_BYTES // row_bytes) * row_bytes
-    if row_bytes > _SLOT_BYTES:
-        for row in range(0, size, row_bytes):
-            for first in range(0, row_bytes, _SLOT_BYTES):
-                yield row + first, min(_SLOT_BYTES, row_bytes - first)
-        return
-    if row_bytes == 1:
-        most = _SLOT_BYTES
-    for first in range(0, size, most):
-        yield first, min(most, size - first)
 
 
 def _workers(tickets: int) -> int:

@@ -39,7 +39,8 @@ _NAP_US = 50
 
 PUBLISH = Fields("*shared *counter *source slots slot_bytes rank ranks num_bytes")
 MEET = Fields("*shared *counter rank ranks description place")
-READ = Fields("*shared *counter *target slots slot_bytes ranks rows row_bytes row_stride rank_stride")
+ADD = Fields("*shared *counter *target slots slot_bytes ranks num_bytes")
+GATHER = Fields("*shared *counter *target slots slot_bytes ranks first_byte most_bytes share_bytes row_bytes")
 
 
 def header_bytes(num_ranks: int) -> int:
@@ -137,7 +138,7 @@ def add_kernel() -> Kernel:
         a = carray(arguments, 1)[0]
         count = int64_at(a.counter, 1)[0]
         first = ticket * CHUNK_BYTES
-        size = min(CHUNK_BYTES, a.row_bytes - first) // 4
+        size = min(CHUNK_BYTES, a.num_bytes - first) // 4
         target = float32_at(a.target + first, size)
         target[:] = float32_at(_slot(a, count, 0) + first, size)
         for rank in range(1, a.ranks):
@@ -145,19 +146,24 @@ def add_kernel() -> Kernel:
             for i in range(size):
                 target[i] += added[i]
 
-    return Kernel(add, READ)
+    return Kernel(add, ADD)
 
 
 @functools.cache
 def gather_kernel() -> Kernel:
-    """All ranks' rows, each rank's `rank_stride` bytes behind the one before; a ticket is a row."""
+    """Rows of ``row_bytes``, of which each rank has ``share_bytes``, and the last one the rest; a ticket is a row.
+
+    The slots hold at most ``most_bytes`` of each share, from ``first_byte`` on.
+    """
 
     def gather(arguments, ticket):
         a = carray(arguments, 1)[0]
         count = int64_at(a.counter, 1)[0]
         for rank in range(a.ranks):
-            source = _slot(a, count, rank) + ticket * a.row_bytes
-            target = a.target + rank * a.rank_stride + ticket * a.row_stride
-            int8_at(target, a.row_bytes)[:] = int8_at(source, a.row_bytes)
+            has = min(a.share_bytes, a.row_bytes - rank * a.share_bytes) - a.first_byte
+            size = max(0, min(has, a.most_bytes))
+            source = _slot(a, count, rank) + ticket * size
+            target = a.target + ticket * a.row_bytes + rank * a.share_bytes + a.first_byte
+            int8_at(target, size)[:] = int8_at(source, size)
 
-    return Kernel(gather, READ)
+    return Kernel(gather, GATHER)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from numba_kernels.cpu.target import PANEL_COLUMNS
 from runtime import ops
 from runtime.communicator import Communicator
 from runtime.linear.format import WeightFormat
 from runtime.linear.norm import RmsNorm
 from runtime.linear.weight import LinearWeight
 from runtime.tensor.tensor import Tensor
+
+
+def rank_share(width: int, num_ranks: int) -> int:
+    """Outputs that each rank but the last has of an output head on the cpu: whole panels. 0: one would have none."""
+    panels = -(-width // PANEL_COLUMNS)
+    share = -(-panels // num_ranks) * PANEL_COLUMNS
+    return share if (num_ranks - 1) * share < width else 0
 
 
 class Linear:
@@ -17,16 +25,20 @@ class Linear:
         weight: the matrix with its bias, as the device's product reads them.
         communicator: to the ranks whose results are added, where the matrix is split over its inputs; else None.
         norm: of the rows that it multiplies; None if there is none, as where it is split over its inputs.
+        whole_width: outputs of all ranks together, of which this one has its share and `logits` gathers all; 0: this is
+            no such part.
     """
 
-    __slots__ = ("communicator", "norm", "weight")
+    __slots__ = ("communicator", "norm", "weight", "whole_width")
 
     def __init__(
-        self, weight: LinearWeight, communicator: Communicator | None = None, norm: RmsNorm | None = None
-    ) -> None:
+        self, weight: LinearWeight, communicator: Communicator | None = None, norm: RmsNorm | None = None,
+        whole_width: int = 0,
+    ) -> None:  # fmt: skip
         self.weight = weight
         self.communicator = communicator
         self.norm = norm
+        self.whole_width = whole_width
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -65,4 +77,9 @@ class Linear:
 
     def logits(self, x: Tensor, *, scale: float = 1.0, softcap: float | None = None) -> Tensor:
         """``[T, K]`` -> ``[T, N]`` float32; see `ops.logits_linear`."""
-        return ops.logits_linear(x, self.weight, scale=scale, softcap=softcap)
+        logits = ops.logits_linear(x, self.weight, scale=scale, softcap=softcap)
+        if not self.whole_width:
+            return logits
+        assert self.communicator is not None, "a share is one of several ranks'"
+        share = rank_share(self.whole_width, self.communicator.num_ranks)
+        return self.communicator.all_gather_columns(logits, share, self.whole_width)

@@ -142,6 +142,21 @@ class PanelWeight(LinearWeight):
         super().__init__(shape, format, CPU, size_bytes, num_segments)
 
 
+    def part(self, first: int, end: int) -> PanelWeight:
+        """Outputs ``first`` (a panel's first) up to ``end``, in the same memory."""
+        assert first % PANEL_COLUMNS == 0, "a panel is whole"
+        panels = slice(first // PANEL_COLUMNS, -(-end // PANEL_COLUMNS))
+        columns = slice(first, panels.stop * PANEL_COLUMNS)
+        part = PanelWeight.__new__(PanelWeight)
+        part.stored, part.order, part.segment_step = self.stored, self.order, self.segment_step
+        part.panels, part.bias, part.scales = self.panels[panels], self.bias[columns], self.scales[columns]
+        part.panels_address = address_of(part.panels)
+        part.bias_address = address_of(part.bias)
+        part.scales_address = address_of(part.scales)
+        LinearWeight.__init__(part, (end - first, self.shape[1]), self.format, CPU, 0, self.num_segments)
+        return part
+
+
 class JoinedWeight(LinearWeight):
     """On the cpu: parts in formats of their own, their outputs one after another.
 

@@ -211,6 +211,16 @@ class ThreadCommunicator:
         self._barrier.wait(60)
         return gathered
 
+    def all_gather_columns(self, tensor: Tensor, share: int, columns: int) -> Tensor:
+        """See `Communicator`."""
+        self._shared[self.rank] = tensor.numpy().copy()
+        self._barrier.wait(60)
+        gathered = Tensor.from_numpy(np.concatenate(self._shared, axis=1))
+        self._barrier.wait(60)
+        assert gathered.shape == (tensor.shape[0], columns)
+        assert tensor.shape[1] == min(share, columns - self.rank * share)
+        return gathered
+
 
 @pytest.mark.parametrize(
     ("case", "num_ranks"), [("llama_default", 3), ("qwen2_tied", 2), ("qwen3_layer_types", 2), ("gpt2_gelu_erf", 5)]

@@ -33,16 +33,18 @@ def sums_and_gathers(ranks: SharedCommunicator) -> None:
         assert np.array_equal(found.array, expected), size
     found = ranks.all_gather(_numbers(ranks.rank, 300, 999))
     assert np.array_equal(found.array, np.stack([_numbers(rank, 300, 999).array for rank in everyone]))
-    for shape in ((7, 5), (2, 140_000), (500, 400)):
-        found = ranks.all_gather_columns(_numbers(ranks.rank, *shape))
-        assert np.array_equal(found.array, np.concatenate([_numbers(rank, *shape).array for rank in everyone], 1))
+    for rows, share, rest in ((7, 5, 5), (2, 140_000, 3), (1, 300_000, 290_000), (500, 400, 399)):
+        widths = [share] * (ranks.num_ranks - 1) + [rest]
+        parts = [_numbers(rank, rows, width) for rank, width in enumerate(widths)]
+        found = ranks.all_gather_columns(parts[ranks.rank], share, sum(widths))
+        assert np.array_equal(found.array, np.concatenate([part.array for part in parts], 1))
     assert ranks.agree(True)
     assert not ranks.agree(ranks.rank == 0)
     x = Tensor.from_numpy(np.ones((4, 256), np.float32))
     with record(Arena()) as recording:
         y = ops.add_scaled(x, x, 1.0)
         ranks.all_reduce(y)
-        z = ranks.all_gather_columns(y)
+        z = ranks.all_gather_columns(y, 256, 256 * ranks.num_ranks)
     for _ in range(3):
         recording.replay()
         assert np.array_equal(z.array, np.full((4, 256 * ranks.num_ranks), 2.0 * ranks.num_ranks, np.float32))
@@ -67,7 +69,7 @@ def swapped(ranks: SharedCommunicator) -> None:
         if is_sum:
             ranks.all_reduce(x)
         else:
-            ranks.all_gather_columns(_numbers(0, 4, 4))
+            ranks.all_gather_columns(_numbers(0, 4, 4), 4, 4 * ranks.num_ranks)
 
 
 def one_fewer(ranks: SharedCommunicator) -> None:
