@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from urllib.parse import urlsplit
 
 from runtime.errors import InvalidArgumentError
 from runtime.text.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS
@@ -64,6 +65,16 @@ class ServerConfig:
     reasoning_parser         how reasoning is read: "think", "none", or "auto", the same
 
     close_schemas            JSON schemas of requests mean no keys but those that they name, unless `strict` is false
+    Pictures, of models that read them:
+    limit_images             most pictures in one request; beyond it the answer is 400
+    max_image_bytes          of a picture's file
+    max_image_pixels         of a picture before it is made smaller for the model
+    image_timeout_s          how long one picture may take to fetch, and to decode
+    num_image_processes      processes that decode
+    num_image_threads        requests with pictures that are prepared at once
+    allow_image_urls         fetch pictures by their URL, from the public internet; else pictures come in requests
+    allow_image_hosts        fetch them from these hosts alone; an address with its port may be a private one
+
     num_tokenizer_threads    threads that render chat templates and encode prompts, away from the event loop
 
     Who is let in:
@@ -117,6 +128,15 @@ class ServerConfig:
     reasoning_parser: str = "auto"
     close_schemas: bool = False
 
+    limit_images: int = 16
+    max_image_bytes: int = 20 * 1024 * 1024
+    max_image_pixels: int = 32 * 1024 * 1024
+    image_timeout_s: float = 10.0
+    num_image_processes: int = 2
+    num_image_threads: int = 8
+    allow_image_urls: bool = False
+    allow_image_hosts: tuple[str, ...] = ()
+
     num_tokenizer_threads: int = 2
 
     api_keys: tuple[str, ...] = field(default=(), repr=False)
@@ -162,6 +182,21 @@ class ServerConfig:
             raise ServerConfigError(
                 f"reasoning_parser must be one of {', '.join(REASONING_PARSERS)}, got {self.reasoning_parser!r}"
             )
+        if self.allow_image_hosts and not self.allow_image_urls:
+            raise ServerConfigError("allow_image_hosts says which hosts allow_image_urls is for: give both")
+        for host in self.allow_image_hosts:
+            check_host(host)
         for origin in self.allowed_origins:
             if origin != "*" and not origin.startswith(("http://", "https://")):
                 raise ServerConfigError(f"allowed_origins: {origin!r} is no origin, such as https://chat.example")
+
+
+def check_host(text: str) -> None:
+    """Raises `ServerConfigError` unless it is a host, perhaps with a port."""
+    try:
+        parts = urlsplit(f"//{text}")
+        is_host = bool(parts.hostname) and parts.netloc == text and "@" not in text and parts.port != 0
+    except ValueError:
+        is_host = False
+    if not is_host:
+        raise ServerConfigError(f"allow_image_hosts: {text!r} is no host, such as images.example or 10.0.0.3:8080")

@@ -37,6 +37,7 @@ from server.errors import (
 from server.observing.logs import FIELDS
 from server.observing.meter import RequestMeter
 from server.observing.metrics import Metrics
+from server.pictures.reader import PictureReader
 from server.rendering.renderer import Renderer
 from server.requests.bridge import LoopBridge
 from server.requests.cancellation import RunningGenerations
@@ -97,6 +98,8 @@ class Service:
     running             what runs, to be cancelled by name
     responses           what `/v1/responses` keeps; running_responses: those that are being made
     renderer            formulas and code of answers, for the page
+    pictures            what reads pictures; None: the model reads none
+    picture_threads     where requests are prepared that may have some, since these take their time
     """
 
     client: EngineClient
@@ -117,6 +120,8 @@ class Service:
     grammars: GrammarChecker
     created: int
     system_fingerprint: str
+    pictures: PictureReader | None = None
+    picture_threads: ThreadPoolExecutor | None = None
     has_noted_tools: bool = False
 
     @classmethod
@@ -155,6 +160,10 @@ class Service:
             grammars=GrammarChecker(LazyVocabulary(lambda: tokenizer, info.vocab_size, info.eos_token_ids)),
             created=int(time.time()),
             system_fingerprint=_fingerprint(client, model_names[0]),
+            pictures=None if info.images is None else PictureReader(info.images, config),
+            picture_threads=None
+            if info.images is None
+            else ThreadPoolExecutor(config.num_image_threads, thread_name_prefix="xserv-pictures"),
         )
 
     def note_tools(self) -> None:
@@ -171,7 +180,11 @@ class Service:
         """Ends what `begin` began. The client belongs to whoever made it."""
         self.bridge.close()
         self.renderer.close()
-        self.executor.shutdown(wait=True, cancel_futures=True)
+        if self.pictures is not None:
+            self.pictures.close()
+        for executor in (self.executor, self.picture_threads):
+            if executor is not None:
+                executor.shutdown(wait=True, cancel_futures=True)
 
     def check_model(self, name: str | None) -> None:
         """Raises `ApiError` 404 unless `name` is one of the served model's; None means that one."""
@@ -200,6 +213,13 @@ class Service:
         if body_size <= SMALL_BODY_BYTES:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self.executor, work)
+
+    async def prepare_conversation(self, body: bytes, work: Callable[[], T]) -> T:
+        """The same for a body that may have pictures, or continue what has some: on a thread of those that wait for
+        pictures."""
+        if self.picture_threads is None or not any(sign in body for sign in (b"image", b"previous_response_id")):
+            return await self.prepare(len(body), work)
+        return await asyncio.get_running_loop().run_in_executor(self.picture_threads, work)
 
     def admit(self, request: Request, generation: Generation, renamed: Mapping[str, str]) -> None:
         """Admits the generation, under its tenant's salt where there are tenants. Raises `ApiError`; `renamed` maps the

@@ -112,6 +112,33 @@ class ServerOptions:
     close_schemas: Annotated[
         bool, typer.Option(help="JSON schemas allow no keys but those that they name, unless strict is false.")
     ] = _CONFIG.close_schemas
+    limit_images: Annotated[int, typer.Option(help="Most pictures in one request.", min=1)] = _CONFIG.limit_images
+    max_image_bytes: Annotated[int, typer.Option(help="Largest file of a picture.", min=1)] = _CONFIG.max_image_bytes
+    max_image_pixels: Annotated[
+        int, typer.Option(help="Most pixels of a picture, before it is made smaller for the model.", min=1)
+    ] = _CONFIG.max_image_pixels
+    image_timeout_s: Annotated[
+        float, typer.Option(help="Seconds that one picture may take to fetch, and to decode.")
+    ] = _CONFIG.image_timeout_s
+    num_image_processes: Annotated[int, typer.Option(help="Processes that decode pictures.", min=1)] = (
+        _CONFIG.num_image_processes
+    )
+    num_image_threads: Annotated[
+        int, typer.Option(help="Requests with pictures that are prepared at once.", min=1)
+    ] = _CONFIG.num_image_threads
+    allow_image_urls: Annotated[
+        bool, typer.Option(help="Fetch pictures by their URL, from the public internet.")
+    ] = _CONFIG.allow_image_urls
+    allow_image_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--allow-image-host",
+            metavar="HOST",
+            show_default=False,
+            help="Fetch pictures from this host alone, or HOST:PORT; may be repeated. An address with its port may be "
+            "a private one.",
+        ),
+    ] = None
     num_tokenizer_threads: Annotated[
         int, typer.Option(help="Threads that render templates and encode large prompts.", min=1)
     ] = _CONFIG.num_tokenizer_threads

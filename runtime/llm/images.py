@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import EngineInfo, ImageItem
+from runtime.engine.prompt_images import image_places, patch_rule, place_images, prepare_image
 from runtime.images.decoding import pixels_of
 from runtime.images.errors import ImageError
-from runtime.images.patches import PatchRule, make_patches
 
 
 def with_images(
@@ -23,34 +22,15 @@ def with_images(
     support = info.images
     if support is None:
         raise RequestError(f"the model reads no images, got {len(images)}", param="images")
-    places = [place for place, token_id in enumerate(token_ids) if token_id == support.token_id]
-    if len(places) != len(images):
-        raise RequestError(
-            f"the prompt has {len(places)} image tokens ({support.token_id}), but there are {len(images)} images",
-            param="images",
-        )
-    rule = PatchRule(
-        patch_size=support.patch_size, merge_size=support.merge_size, min_pixels=support.min_pixels,
-        max_pixels=support.max_pixels,
-    )  # fmt: skip
-    ids: list[int] = []
-    items, begin = [], 0
-    for index, (place, image) in enumerate(zip(places, images, strict=True)):
+    image_places(token_ids, len(images), support)
+    rule = patch_rule(support)
+    prepared = []
+    for index, image in enumerate(images):
         try:
-            patches = make_patches(pixels_of(image), rule)
+            prepared.append(prepare_image(pixels_of(image), rule))
         except ImageError as error:
             raise RequestError(f"images[{index}]: {error}", param=f"images[{index}]") from error
-        data = patches.pixels.tobytes()
-        digest = hashlib.blake2b(data, digest_size=32, person=b"%d,%d" % patches.grid)
-        ids += token_ids[begin:place]
-        items.append(
-            ImageItem(
-                digest=digest.digest(), first_token=len(ids), rows=patches.rows, columns=patches.columns, patches=data
-            )
-        )
-        ids += [support.token_id] * (len(patches.pixels) // support.merge_size**2)
-        begin = place + 1
-    return [*ids, *token_ids[begin:]], tuple(items)
+    return place_images(token_ids, prepared, support)
 
 
 def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Any]]:

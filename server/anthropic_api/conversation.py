@@ -8,6 +8,8 @@ import msgspec
 
 from server.anthropic_api.schema import (
     ConversationFields,
+    ImageInput,
+    ImageSource,
     RedactedThinkingInput,
     TextInput,
     ThinkingInput,
@@ -20,9 +22,9 @@ from server.openai_api.schema import FunctionCall, Message, ToolCall
 from server.transport.body import schema_error
 
 T = TypeVar("T", bound=msgspec.Struct)
-Block = TextInput | ToolUseInput | ToolResultInput | ThinkingInput | RedactedThinkingInput
+Block = TextInput | ImageInput | ToolUseInput | ToolResultInput | ThinkingInput | RedactedThinkingInput
 
-_USER: dict[str, type[Block]] = {"text": TextInput, "tool_result": ToolResultInput}
+_USER: dict[str, type[Block]] = {"text": TextInput, "image": ImageInput, "tool_result": ToolResultInput}
 _ASSISTANT: dict[str, type[Block]] = {
     "text": TextInput,
     "tool_use": ToolUseInput,
@@ -33,13 +35,14 @@ _TEXT: dict[str, type[Block]] = {"text": TextInput}
 _BLOCKS = {"user": _USER, "assistant": _ASSISTANT, "system": _TEXT}
 """The kinds of blocks that a message of each role may have."""
 
-_NOT_READ = {"image": "images: the model reads text only", "document": "documents: the model reads text only"}
+_NOT_READ = {"image": "images: only in the user's own blocks", "document": "documents: the model reads none"}
 
 
 class Conversation:
     """A chat's messages.
 
     paths      each message's place in the request, such as "messages[2].content[0]"
+    parts      a chat's names of parts to their places in the request
     continues  the last message is the assistant's, whose text the answer goes on with
     """
 
@@ -47,6 +50,7 @@ class Conversation:
         """Raises `ApiError` 400 naming the block's field."""
         self.messages: list[Message] = []
         self.paths: list[str] = []
+        self.parts: dict[str, str] = {}
         if asked.system is not None:
             self._add(Message(role="system", content=_text(asked.system, "system")), "system")
         for i, fields in enumerate(asked.messages):
@@ -71,23 +75,29 @@ class Conversation:
 
     def names(self) -> dict[str, str]:
         """A chat's names of the messages to the request's."""
-        return {f"messages[{i}]": path for i, path in enumerate(self.paths)}
+        return {f"messages[{i}]": path for i, path in enumerate(self.paths)} | self.parts
 
     def _add(self, message: Message, path: str) -> None:
         self.messages.append(message)
         self.paths.append(path)
 
     def _add_turn(self, role: Any, blocks: list[tuple[Block, str]], path: str) -> None:
-        """Each tool's result is a message of its own; texts beside each other are one."""
-        texts: list[dict[str, Any]] = []
+        """Each tool's result is a message of its own; texts and images beside each other are one."""
+        parts: list[dict[str, Any]] = []
         for block, where in blocks:
-            if isinstance(block, TextInput):
-                if not texts:
-                    self._add(Message(role=role, content=texts), path)
-                texts.append({"type": "text", "text": block.text})
+            if isinstance(block, (TextInput, ImageInput)):
+                if not parts:
+                    self._add(Message(role=role, content=parts), path)
+                name = f"messages[{len(self.messages) - 1}].content[{len(parts)}]"
+                self.parts[name] = where
+                if isinstance(block, TextInput):
+                    parts.append({"type": "text", "text": block.text})
+                else:
+                    parts.append({"type": "image_url", "image_url": {"url": _url(block.source, f"{where}.source")}})
+                    self.parts[f"{name}.image_url"] = self.parts[f"{name}.image_url.url"] = f"{where}.source"
             else:
                 assert isinstance(block, ToolResultInput)
-                texts = []
+                parts = []
                 self._add(Message(role="tool", tool_call_id=block.tool_use_id, content=_result(block, where)), where)
         if not blocks:
             self._add(Message(role=role, content=""), path)
@@ -108,6 +118,17 @@ def _assistant(blocks: list[Block]) -> Message:
         reasoning_content="\n".join(thoughts) or None,
         tool_calls=calls or None,
     )
+
+
+def _url(source: ImageSource, path: str) -> str:
+    """Where the image is, or a URI that is the image."""
+    field, others = ("data", ("url",)) if source.type == "base64" else ("url", ("data", "media_type"))
+    if getattr(source, field) is None:
+        raise invalid(f"{path}.{field}", f"{path}.{field} is missing: the source's type is {source.type!r}.")
+    for other in others:
+        if getattr(source, other) is not None:
+            raise invalid(f"{path}.{other}", f"{path}.{other}: the source's type is {source.type!r}.")
+    return source.url or f"data:{source.media_type or ''};base64,{source.data}"
 
 
 def _result(block: ToolResultInput, path: str) -> str:

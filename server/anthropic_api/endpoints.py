@@ -34,7 +34,7 @@ from server.openai_api.admitted_chat import Chat
 from server.openai_api.chat import prepare_chat
 from server.requests.collect import take_whole
 from server.requests.generation import GenerationError, Piece
-from server.requests.prompt import message_ids
+from server.requests.prompt import whole_conversation
 from server.service import Service
 from server.transport.body import Body, decode_body, read_body
 from server.transport.json_answer import JsonAnswer
@@ -87,7 +87,7 @@ async def create_message(request: Request) -> Response:
     service: Service = request.app.state.service
     arrival_time_s = time.monotonic()
     body = await read_body(request, service.config)
-    running = await service.prepare(len(body), partial(_prepare, service, body, arrival_time_s))
+    running = await service.prepare_conversation(body, partial(_prepare, service, body, arrival_time_s))
     generation = running.chat.generation
     names = {"prompt": "messages", "grammar": RENAMED.get(running.chat.grammar_field or "", "tool_choice"), **RENAMED}
     await service.check_grammar(generation, names)
@@ -149,7 +149,7 @@ async def count_tokens(request: Request) -> Response:
     """How many tokens the request would come to, however many."""
     service: Service = request.app.state.service
     body = await read_body(request, service.config)
-    answer = await service.prepare(len(body), partial(_count, service, body))
+    answer = await service.prepare_conversation(body, partial(_count, service, body))
     return JsonAnswer(answer)
 
 
@@ -159,6 +159,9 @@ def _count(service: Service, body: Body) -> TokensCount:
     conversation = Conversation(asked)
     try:
         chat = chat_request(asked, conversation, service.tokenizer, body.ignored)
-        return TokensCount(len(message_ids(chat, service.tokenizer, service.config, service.answer_format)))
+        prompt = whole_conversation(
+            chat, service.tokenizer, service.config, service.answer_format, service.pictures
+        )
+        return TokensCount(len(prompt.token_ids))
     except ApiError as error:
         raise renamed(error, {**RENAMED, **conversation.names()}) from None

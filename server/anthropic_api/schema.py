@@ -139,6 +139,21 @@ class TextInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     citations: list[Any] | None = None
 
 
+class ImageSource(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """data, of the media_type: base64; or a url."""
+
+    type: Literal["base64", "url"]
+    media_type: str | None = None
+    data: str | None = None
+    url: str | None = None
+
+
+class ImageInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    type: Literal["image"]
+    source: ImageSource
+    cache_control: CacheControl | None = None
+
+
 class ToolUseInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["tool_use"]
     id: str

@@ -19,6 +19,7 @@ from server.ollama_api.request import (
     chat_of_messages,
     chat_of_prompt,
     completion_of_prompt,
+    names_of_images,
 )
 from server.ollama_api.schema import OllamaChatRequest, OllamaGenerateRequest
 from server.openai_api.chat import chat_grammar, prepare_chat
@@ -55,7 +56,7 @@ async def _answer(request: Request, prepare: Prepare, names: Mapping[str, str]) 
     service: Service = request.app.state.service
     arrival_time_s = time.monotonic()
     body = await read_body(request, service.config)
-    answer = await service.prepare(len(body), partial(prepare, service, body, arrival_time_s))
+    answer = await service.prepare_conversation(body, partial(prepare, service, body, arrival_time_s))
     if not isinstance(answer, OllamaAnswer):
         return JsonAnswer(answer)
     generation = answer.generation
@@ -81,7 +82,7 @@ def _prepare_chat(service: Service, body: Body, arrival_time_s: float) -> Ollama
     try:
         prepared = prepare_chat(service, chat_of_messages(service, asked, body.ignored), new_id("chat"), arrival_time_s)
     except ApiError as error:
-        raise renamed(error, RENAMED) from None
+        raise renamed(error, {**RENAMED, **names_of_images(asked)}) from None
     return OllamaAnswer(
         model=asked.model,
         is_chat=True,

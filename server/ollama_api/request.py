@@ -60,7 +60,7 @@ def tagged(name: str) -> str:
 def chat_of_messages(service: Service, asked: OllamaChatRequest, ignored: list[str]) -> ChatCompletionRequest:
     """Raises `ApiError` 400."""
     return ChatCompletionRequest(
-        messages=[_message(fields, f"messages[{i}]") for i, fields in enumerate(asked.messages or ())],
+        messages=[_message(fields, f"messages[{i}]", service) for i, fields in enumerate(asked.messages or ())],
         tools=asked.tools,
         **_fields(service, asked, ignored),
         **_thinking(service, asked.think, has_tools=bool(asked.tools)),
@@ -151,20 +151,37 @@ def _thinking(service: Service, think: bool | str | None, *, has_tools: bool) ->
     return {"chat_template_kwargs": variables or None, "reasoning_effort": think if has_effort else None}
 
 
-def _message(fields: dict[str, Any], path: str) -> Message:
+def _with_images(text: str | None, images: list[str]) -> list[dict[str, Any]]:
+    """A message's parts: what it says, then its images."""
+    parts: list[dict[str, Any]] = [{"type": "text", "text": text or ""}]
+    return parts + [{"type": "image_url", "image_url": f"data:;base64,{image}"} for image in images]
+
+
+def names_of_images(asked: OllamaChatRequest) -> dict[str, str]:
+    """A chat's names of the parts that `_with_images` makes, to the request's own."""
+    return {
+        f"messages[{i}].content[{1 + number}].image_url": f"messages[{i}].images[{number}]"
+        for i, fields in enumerate(asked.messages or ())
+        for number in range(len(fields.get("images") or ()))
+    }
+
+
+def _message(fields: dict[str, Any], path: str, service: Service) -> Message:
     try:
         message = msgspec.convert(fields, OllamaMessage)
     except msgspec.ValidationError as error:
         raise below(path, schema_error(str(error))) from None
-    if message.images:
+    if message.images and service.pictures is None:
         name = f"{path}.images"
         raise invalid(name, f"Unsupported parameter: {name} (the model reads text only).", "unsupported_parameter")
     calls = [
         ToolCall(FunctionCall(call.function.name, msgspec.json.encode(call.function.arguments).decode()), call.id)
         for call in message.tool_calls or ()
     ]
-    content = message.content
-    if content is None and not calls:
+    content: str | list[dict[str, Any]] | None = message.content
+    if message.images:
+        content = _with_images(message.content, message.images)
+    elif content is None and not calls:
         content = ""
     return Message(
         role=message.role,

@@ -117,12 +117,12 @@ class OllamaToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OllamaMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """images: none, since the model reads text only."""
+    """images: base64, of a model that reads them; they stand behind the text."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: list[Any] | None = None
+    images: list[str] | None = None
     tool_calls: list[OllamaToolCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None

@@ -90,7 +90,7 @@ async def create_chat_completion(request: Request) -> Response:
     service: Service = request.app.state.service
     arrival_time_s = time.monotonic()
     body = await read_body(request, service.config)
-    chat = await service.prepare(len(body), partial(_prepare, service, body, arrival_time_s))
+    chat = await service.prepare_conversation(body, partial(_prepare, service, body, arrival_time_s))
     renamed = {"prompt": "messages", "logprobs": "top_logprobs", "grammar": chat.grammar_field or "grammar"}
     await service.check_grammar(chat.generation, renamed)
     service.admit(request, chat.generation, renamed)
@@ -116,9 +116,10 @@ def prepare_chat(service: Service, asked: ChatCompletionRequest, request_id: str
     params = chat_params(asked, service.default_sampling, service.tokenizer, grammar=grammar)
     if asked.stream and params.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not sent in a stream.")
-    token_ids, echo = conversation_prompt(
-        asked, service.tokenizer, service.config, service.answer_format, service.client.info
+    prompt = conversation_prompt(
+        asked, service.tokenizer, service.config, service.answer_format, service.client.info, service.pictures
     )
+    token_ids = prompt.token_ids
     answer_format = service.answer_format
     harmony = answer_format.harmony and not _is_of_whole_answer(asked)
     reasoning = answer_format.reasoning and not answer_format.harmony and not _is_of_whole_answer(asked)
@@ -130,6 +131,7 @@ def prepare_chat(service: Service, asked: ChatCompletionRequest, request_id: str
         tokenizer=service.tokenizer,
         request_id=request_id,
         prompts=[token_ids],
+        images=prompt.images,
         params=params,
         arrival_time_s=arrival_time_s,
         scheduling=replace(Scheduling.of(asked), prediction=_prediction(asked, service.tokenizer)),
@@ -146,7 +148,7 @@ def prepare_chat(service: Service, asked: ChatCompletionRequest, request_id: str
         params=params,
         grammar_field=forced_by,
         prompt_token_ids=token_ids,
-        echo=echo,
+        echo=prompt.echo,
         is_streamed=bool(asked.stream),
         has_usage=has_usage,
         has_running_usage=has_running_usage,

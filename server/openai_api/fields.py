@@ -23,7 +23,7 @@ from server.ollama_api.schema import (
     OllamaShowRequest,
 )
 from server.openai_api.extensions import EXTENSIONS, rewrite
-from server.openai_api.schema import DetokenizeRequest, EmbeddingRequest, TokenizeRequest
+from server.openai_api.schema import ChatCompletionRequest, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from server.responses_api.schema import ResponsesRequest
 from server.vllm_api.schema import PoolingRequest, RerankRequest, ScoreRequest
 
@@ -82,7 +82,7 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "spaces_between_special_tokens": NotBuilt("special tokens have no spaces between them", (True,)),
     "return_tokens_as_token_ids": NotBuilt("send return_token_ids", (False,)),
     "prompt_embeds": NotBuilt("a prompt is text or token ids"),
-    "mm_processor_kwargs": NotBuilt("the model reads text only"),
+    "mm_processor_kwargs": NotBuilt("images are read in chats alone"),
     "logits_processors": NotBuilt("no code comes with a request", ([],)),
     "kv_transfer_params": NotBuilt("there is one engine"),
     "vllm_xargs": NotBuilt("there are no extensions of the engine"),
@@ -157,6 +157,10 @@ _OF_POOLING = {"user": ACCEPTED_WITHOUT_EFFECT["user"], "priority": Accepted(int
 Tables = tuple[dict[str, Accepted], dict[str, NotBuilt]]
 
 _TABLES: dict[type[msgspec.Struct], Tables] = {
+    ChatCompletionRequest: (
+        ACCEPTED_WITHOUT_EFFECT,
+        {name: reason for name, reason in NOT_BUILT.items() if name != "mm_processor_kwargs"},
+    ),
     ResponsesRequest: (
         {name: ACCEPTED_WITHOUT_EFFECT[name] for name in _ACCEPTED_IN_RESPONSES}
         | {"client_metadata": Accepted(dict[str, Any], "what Codex tells about its sessions")},

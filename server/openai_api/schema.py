@@ -257,6 +257,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     chat_template_kwargs     further variables for the model's template
     documents                the template's variable of that name
     prediction               a text that the answer may repeat: its tokens are proposed as the answer follows it
+    mm_processor_kwargs      `min_pixels` and `max_pixels` of the request's pictures as the model reads them
     """
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
@@ -272,6 +273,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, str]] | None = None
     prediction: Prediction | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
 
 
 class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):

@@ -12,7 +12,7 @@ from runtime.engine.sampling_params import check_token_ids
 from server.errors import from_engine, invalid
 from server.openai_api.answers import Detokenized, Tokenized
 from server.openai_api.schema import ChatCompletionRequest, DetokenizeRequest, TokenizeRequest
-from server.requests.prompt import message_ids
+from server.requests.prompt import whole_conversation
 from server.service import Service
 from server.transport.body import decode_body, read_body
 from server.transport.json_answer import JsonAnswer
@@ -23,7 +23,7 @@ async def tokenize(request: Request) -> Response:
     """The ids of a prompt, or of messages; however many, since nothing is generated."""
     service: Service = request.app.state.service
     body = await read_body(request, service.config)
-    answer = await service.prepare(len(body), partial(_tokenize, service, body))
+    answer = await service.prepare_conversation(body, partial(_tokenize, service, body))
     return JsonAnswer(answer)
 
 
@@ -57,7 +57,7 @@ def _tokenize(service: Service, body: bytes) -> Tokenized:
             continue_final_message=asked.continue_final_message,
             chat_template_kwargs=asked.chat_template_kwargs,
         )
-        ids = message_ids(chat, tokenizer, service.config, service.answer_format)
+        ids = whole_conversation(chat, tokenizer, service.config, service.answer_format, service.pictures).token_ids
     texts = [tokenizer.id_to_token(i) or "" for i in ids] if asked.return_token_strs else None
     return Tokenized(len(ids), service.client.info.max_model_len, ids, texts)
 

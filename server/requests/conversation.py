@@ -1,7 +1,8 @@
 """From a request's messages to the plain dicts that a chat template reads.
 
-Content becomes one string (text parts are joined by newlines), a tool call's arguments become the object that
-templates expect, and what has no meaning to a template is left out.
+Content becomes one string (text parts are joined by newlines), or a list of parts where it has pictures, whose places
+the template writes. A tool call's arguments become the object that templates expect, and what has no meaning to a
+template is left out.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from typing import Any
 
 from server.errors import ApiError, invalid
 from server.openai_api.schema import ChatCompletionRequest, Message
+from server.pictures.reader import PictureReader, PictureSource, picture_source
 from server.transport.json_limits import is_deeper
 
 MAX_ARGUMENTS_DEPTH = 64
 """Deepest nesting in a tool call's arguments that a template is given as objects."""
 
+_IMAGES = ("image_url", "input_image")
+
 _MEDIA = {
-    "image_url": "images",
-    "input_image": "images",
+    **dict.fromkeys(_IMAGES, "images"),
     "input_audio": "audio",
     "audio_url": "audio",
     "video_url": "videos",
@@ -26,9 +29,17 @@ _MEDIA = {
 }
 
 
-def template_messages(request: ChatCompletionRequest) -> list[dict[str, Any]]:
-    """The conversation, in Hugging Face's form. Raises `ApiError` 400 naming the message's field."""
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(request.messages)]
+_WHY_NOT = ("the model reads text only", "the model reads text and images only")
+
+
+def template_messages(
+    request: ChatCompletionRequest, pictures: PictureReader | None
+) -> tuple[list[dict[str, Any]], list[PictureSource]]:
+    """The conversation in Hugging Face's form, and its pictures in order; `pictures` is None where the model reads
+    none. Raises `ApiError` 400 naming the message's field."""
+    sources: list[PictureSource] = []
+    messages = [_message(message, f"messages[{i}]", pictures, sources) for i, message in enumerate(request.messages)]
+    return messages, sources
 
 
 def check_ending(request: ChatCompletionRequest) -> tuple[bool, bool]:
@@ -50,7 +61,9 @@ def echoed_text(request: ChatCompletionRequest, messages: list[dict[str, Any]]) 
     return str(last["content"] or "") if request.echo and last["role"] == "assistant" else ""
 
 
-def _message(message: Message, path: str) -> dict[str, Any]:
+def _message(
+    message: Message, path: str, pictures: PictureReader | None, sources: list[PictureSource]
+) -> dict[str, Any]:
     is_assistant = message.role == "assistant"
     if message.audio is not None:
         raise _unsupported(f"{path}.audio", "audio")
@@ -67,7 +80,8 @@ def _message(message: Message, path: str) -> dict[str, Any]:
     if content is None and not (is_assistant and (message.tool_calls or reasoning)):
         raise invalid(f"{path}.content", f"{path}.content must be a string or a list of text parts.", "invalid_type")
     # No content at all stays null, by which some templates know an answer of tool calls alone.
-    result: dict[str, Any] = {"role": message.role, "content": None if content is None else _text(content, path)}
+    plain = None if content is None else _content(content, path, None if is_assistant else pictures, sources)
+    result: dict[str, Any] = {"role": message.role, "content": plain}
     if message.name is not None:
         result["name"] = message.name
     if reasoning is not None:
@@ -86,15 +100,24 @@ def _message(message: Message, path: str) -> dict[str, Any]:
     return result
 
 
-def _text(content: str | list[dict[str, Any]], path: str) -> str:
+def _content(
+    content: str | list[dict[str, Any]], path: str, pictures: PictureReader | None, sources: list[PictureSource]
+) -> str | list[dict[str, Any]]:
+    """A text, or parts where there are pictures, whose sources go to `sources`."""
     if isinstance(content, str):
         return content
-    texts = []
+    parts: list[dict[str, Any]] = []
     for i, part in enumerate(content):
         where = f"{path}.content[{i}]"
         kind = part.get("type")
+        if kind in _IMAGES and pictures is not None:
+            if len(sources) == pictures.most:
+                raise invalid(where, f"{where}: a request has at most {pictures.most} images (--limit-images).")
+            sources.append(picture_source(part, where))
+            parts.append({"type": "image"})
+            continue
         if isinstance(kind, str) and kind in _MEDIA:
-            raise _unsupported(f"{where}.type", f"{_MEDIA[kind]}: the model reads text only")
+            raise _unsupported(f"{where}.type", f"{_MEDIA[kind]}: {_WHY_NOT[pictures is not None]}")
         field = "refusal" if kind == "refusal" else "text"
         if kind not in ("text", "refusal"):
             raise invalid(f"{where}.type", f'{where}.type must be "text".')
@@ -103,8 +126,10 @@ def _text(content: str | list[dict[str, Any]], path: str) -> str:
             raise invalid(name, f"Unknown parameter: {name}.", "unknown_parameter")
         if not isinstance(part.get(field), str):
             raise invalid(f"{where}.{field}", f"{where}.{field} must be a string.", "invalid_type")
-        texts.append(part[field])
-    return "\n".join(texts)
+        parts.append({"type": "text", "text": part[field]})
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "\n".join(part["text"] for part in parts)
 
 
 def _arguments(text: str) -> Any:

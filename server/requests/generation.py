@@ -20,7 +20,7 @@ from operator import add
 
 import msgspec
 
-from runtime.engine.messages import EngineOutput, EngineRequest, ErrorCode, ProposalCounts, TokenLogprobs
+from runtime.engine.messages import EngineOutput, EngineRequest, ErrorCode, ImageItem, ProposalCounts, TokenLogprobs
 from runtime.engine.process.client import EngineClient
 from runtime.engine.sampling_params import SamplingParams
 from runtime.text.pipeline import TextDelta, TextPipeline
@@ -124,6 +124,7 @@ class Generation:
     reasoning, tools, harmony  what to look for in the answers: whether the model may think between tags, how it writes
                     calls, and whether it writes harmony's messages
     eos_token_ids   the ids that end a choice; None: those of the model
+    images          of the prompt, which then is the only one; until it is admitted
     meter           is shown every output; `Service.admit` sets it
 
     max_kept_bytes  of outputs that nobody has taken, about: then the engine pauses it until half of them are taken
@@ -146,6 +147,7 @@ class Generation:
     tools: ToolReading | None = None
     harmony: bool = False
     eos_token_ids: tuple[int, ...] | None = None
+    images: tuple[ImageItem, ...] = ()
     meter: RequestMeter | None = None
     max_kept_bytes: int = 1 << 62
     num_completion_tokens: int = 0
@@ -208,6 +210,7 @@ class Generation:
                 arrival_time_s=self.arrival_time_s,
                 speculates=self.scheduling.speculates,
                 prediction=list(self.scheduling.prediction),
+                images=self.images,
             )
             try:
                 self.client.submit(request, self.bridge.sink(partial(self._receive, prompt)))
@@ -215,6 +218,7 @@ class Generation:
                 self.close()
                 raise
             prompt.running_choices.update(prompt.open_choices)
+        self.images = ()
 
     def close(self) -> None:
         """End what is still open. May be called again."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import jinja2
 
 from runtime.engine.errors import ContextLengthExceededError, RequestError
-from runtime.engine.messages import EngineInfo
+from runtime.engine.messages import EngineInfo, ImageItem
+from runtime.engine.prompt_images import image_places, place_images
 from runtime.engine.sampling_params import check_token_ids
 from runtime.text.chat import chat_prompt
 from runtime.text.formats import AnswerFormat
 from server.config import ServerConfig
 from server.errors import from_engine, invalid
 from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, Prompt
+from server.pictures.reader import PictureReader
 from server.requests.conversation import check_ending, echoed_text, template_messages
 from server.requests.tool_choice import callable_tools
 from server.transport.json_limits import kinds_of
@@ -69,27 +72,56 @@ def _given_ids(
             yield text_or_ids
 
 
+@dataclass(frozen=True, slots=True)
+class ConversationPrompt:
+    """A conversation as the engine has it, and the text that `echo` puts before the answer."""
+
+    token_ids: list[int]
+    images: tuple[ImageItem, ...]
+    echo: str
+
+
 def conversation_prompt(
     request: ChatCompletionRequest,
     tokenizer: Tokenizer | None,
     config: ServerConfig,
     answer_format: AnswerFormat,
     info: EngineInfo,
-) -> tuple[list[int], str]:
-    """The token ids of the conversation, as the model's template writes it, and the text that `echo` puts
-    before the answer. Raises `ApiError` 400."""
-    messages = template_messages(request)
+    pictures: PictureReader | None,
+) -> ConversationPrompt:
+    """The conversation as the model's template writes it. Raises `ApiError` 400."""
+    prompt = whole_conversation(request, tokenizer, config, answer_format, pictures)
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     room = info.max_model_len - max(1, max_tokens or 1)
-    ids = _cut(_rendered(request, messages, tokenizer, config, answer_format), request.truncate_prompt_tokens, room)
-    return _checked(ids, "messages", info, info.max_model_len - 1), echoed_text(request, messages)
+    if prompt.images and request.truncate_prompt_tokens is not None:
+        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens: a conversation with images is never cut.")
+    ids = _cut(prompt.token_ids, request.truncate_prompt_tokens, room)
+    return ConversationPrompt(_checked(ids, "messages", info, info.max_model_len - 1), prompt.images, prompt.echo)
 
 
-def message_ids(
-    request: ChatCompletionRequest, tokenizer: Tokenizer | None, config: ServerConfig, answer_format: AnswerFormat
-) -> list[int]:
-    """The same ids, however many. Raises `ApiError` 400."""
-    return _rendered(request, template_messages(request), tokenizer, config, answer_format)
+def whole_conversation(
+    request: ChatCompletionRequest,
+    tokenizer: Tokenizer | None,
+    config: ServerConfig,
+    answer_format: AnswerFormat,
+    pictures: PictureReader | None,
+) -> ConversationPrompt:
+    """The same, however long. `pictures` is None where the model reads none. Raises `ApiError` 400."""
+    messages, sources = template_messages(request, pictures)
+    if request.mm_processor_kwargs and pictures is None:
+        why = "mm_processor_kwargs (the model reads text only)"
+        raise invalid("mm_processor_kwargs", f"Unsupported parameter: {why}.", "unsupported_parameter")
+    ids = _rendered(request, messages, tokenizer, config, answer_format)
+    images: tuple[ImageItem, ...] = ()
+    if pictures is not None:
+        rule = pictures.rule(request.mm_processor_kwargs)
+        try:
+            image_places(ids, len(sources), pictures.support)  # before any is fetched
+            read = [pictures.read(source, rule) for source in sources]
+            ids, images = place_images(ids, read, pictures.support)
+        except RequestError as error:
+            raise from_engine(error, {"images": "messages"}) from None
+    return ConversationPrompt(ids, images, echoed_text(request, messages))
 
 
 def _rendered(

@@ -42,7 +42,15 @@ from server.responses_api.objects import (
     ResponseUsage,
 )
 from server.responses_api.output import ResponseOutput
-from server.responses_api.request import LOGPROBS, RENAMED, begun_response, chat_request, in_own_names, output_messages
+from server.responses_api.request import (
+    LOGPROBS,
+    RENAMED,
+    begun_response,
+    chat_request,
+    in_own_names,
+    names_of_items,
+    output_messages,
+)
 from server.responses_api.schema import ResponsesRequest
 from server.service import Service
 from server.transport.body import decode_body, read_body
@@ -123,7 +131,7 @@ async def create_response(request: Request) -> HttpResponse:
         if stored is None:
             raise _not_found(asked.previous_response_id, "previous_response_id")
         before = stored.conversation
-    running = await service.prepare(len(body), partial(_prepare, service, tenant, asked, before, arrival_time_s))
+    running = await service.prepare_conversation(body, partial(_prepare, service, tenant, asked, before, arrival_time_s))
     renamed_fields = _renamed_fields(running.chat)
     await service.check_grammar(running.chat.generation, renamed_fields)
     service.admit(request, running.chat.generation, renamed_fields)
@@ -145,13 +153,17 @@ def _prepare(
         if isinstance(asked.input, str)
         else asked.input
     )
-    conversation = [*before, *input_messages(asked.input)]
+    messages, paths = input_messages(asked.input)
+    conversation = [*before, *messages]
     response_id = f"resp_{uuid4().hex}"
+    names: dict[str, str] = {}
     try:
         tools, namespaced = flat_tools(asked.tools or ())
-        chat = prepare_chat(service, chat_request(asked, conversation, tools), response_id, arrival_time_s)
+        request = chat_request(asked, conversation, tools)
+        names = names_of_items(paths, len(request.messages))
+        chat = prepare_chat(service, request, response_id, arrival_time_s)
     except ApiError as error:
-        raise in_own_names(error) from None
+        raise in_own_names(error, names) from None
     params = chat.generation.params
     return RunningResponse(
         service=service,

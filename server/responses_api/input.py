@@ -27,19 +27,22 @@ _SCHEMAS: dict[str, type[Item]] = {
     "reasoning": InputReasoning,
 }
 _TEXT_PARTS = ("input_text", "output_text", "text")
-_MEDIA_PARTS = ("input_image", "input_file", "input_audio")
+_MEDIA_PARTS = ("input_file", "input_audio")
 
 
-def input_messages(given: str | Sequence[dict[str, Any]]) -> list[Message]:
-    """The messages that the items are. What an assistant's turn consists of, reasoning, text and function calls in this
-    order, becomes one message, as it was answered. Raises `ApiError` 400 naming the item's field."""
+def input_messages(given: str | Sequence[dict[str, Any]]) -> tuple[list[Message], list[str]]:
+    """The messages that the items are, and the item that each begins with, "input[2]". What an assistant's turn
+    consists of, reasoning, text and function calls in this order, becomes one message, as it was answered. Raises
+    `ApiError` 400 naming the item's field."""
     if isinstance(given, str):
-        return [Message(role="user", content=given)]
+        return [Message(role="user", content=given)], ["input"]
     messages: list[Message] = []
+    paths: list[str] = []
     for i, fields in enumerate(given):
         path = f"input[{i}]"
         _append(messages, _item(fields, path), path)
-    return messages
+        paths += [path] * (len(messages) - len(paths))
+    return messages, paths
 
 
 def _item(fields: dict[str, Any], path: str) -> Item:
@@ -87,6 +90,12 @@ def _content(content: str | list[dict[str, Any]], path: str) -> str | list[dict[
     parts = []
     for i, part in enumerate(content):
         where, kind = f"{path}[{i}]", part.get("type")
+        if kind == "input_image":
+            if part.get("file_id") is not None:
+                name = f"{where}.file_id"
+                raise invalid(name, f"Unsupported parameter: {name} (send image_url).", "unsupported_parameter")
+            parts.append({name: value for name, value in part.items() if name != "file_id"})
+            continue
         if kind in _MEDIA_PARTS:
             message = f"Unsupported parameter: {where}.type (the model reads text only)."
             raise invalid(f"{where}.type", message, "unsupported_parameter")

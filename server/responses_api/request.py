@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from server.errors import ApiError, invalid, renamed
@@ -95,11 +95,17 @@ def _tool_choice(choice: ToolChoice | None) -> ChatToolChoice | None:
     return choice
 
 
-def in_own_names(error: ApiError) -> ApiError:
-    """A chat's error in this endpoint's names."""
+def names_of_items(paths: Sequence[str], num_messages: int) -> dict[str, str]:
+    """A chat's names of the last messages, and of their parts, to those of the items that they are."""
+    first = num_messages - len(paths)
+    return {f"messages[{first + i}]": path for i, path in enumerate(paths)}
+
+
+def in_own_names(error: ApiError, items: Mapping[str, str]) -> ApiError:
+    """A chat's error in this endpoint's names; `items`: those of the messages."""
     if error.param == "max_completion_tokens":  # the engine's own words have its name
         error.message = error.message.replace("max_tokens", error.param)
-    return renamed(error, RENAMED)
+    return renamed(error, {**RENAMED, **items})
 
 
 def begun_response(

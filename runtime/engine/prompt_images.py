@@ -1,0 +1,74 @@
+"""Pictures of a prompt: prepared as the model reads them, and put in the place of their tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.engine.errors import RequestError
+from runtime.engine.messages import ImageItem, ImageSupport
+from runtime.images.patches import PatchRule, make_patches
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedImage:
+    """A picture's patches as `ImageItem` has them, and the digest of these and their grid."""
+
+    digest: bytes
+    rows: int
+    columns: int
+    patches: bytes
+
+
+def patch_rule(support: ImageSupport, *, min_pixels: int | None = None, max_pixels: int | None = None) -> PatchRule:
+    """How the model cuts pictures, with other least and most pixels where they are given."""
+    return PatchRule(
+        patch_size=support.patch_size,
+        merge_size=support.merge_size,
+        min_pixels=support.min_pixels if min_pixels is None else min_pixels,
+        max_pixels=support.max_pixels if max_pixels is None else max_pixels,
+    )
+
+
+def prepare_image(pixels: NDArray[np.uint8], rule: PatchRule) -> PreparedImage:
+    """RGB pixels ``[height, width, 3]`` cut into patches. Raises ImageError."""
+    patches = make_patches(pixels, rule)
+    data = patches.pixels.tobytes()
+    digest = hashlib.blake2b(data, digest_size=32, person=b"%d,%d" % patches.grid).digest()
+    return PreparedImage(digest, patches.rows, patches.columns, data)
+
+
+def image_places(token_ids: Sequence[int], num_images: int, support: ImageSupport) -> list[int]:
+    """Where the prompt has the pictures' token. Raises ``RequestError`` unless there is one for each."""
+    places = [place for place, token_id in enumerate(token_ids) if token_id == support.token_id]
+    if len(places) != num_images:
+        raise RequestError(
+            f"the prompt has {len(places)} image tokens ({support.token_id}), but there are {num_images} images",
+            param="images",
+        )
+    return places
+
+
+def place_images(
+    token_ids: list[int], images: Sequence[PreparedImage], support: ImageSupport
+) -> tuple[list[int], tuple[ImageItem, ...]]:
+    """The prompt with as many of the picture's token as each picture has, where it has one, and the pictures.
+
+    Raises ``RequestError``.
+    """
+    ids: list[int] = []
+    items, begin = [], 0
+    for place, image in zip(image_places(token_ids, len(images), support), images, strict=True):
+        ids += token_ids[begin:place]
+        items.append(
+            ImageItem(
+                digest=image.digest, first_token=len(ids), rows=image.rows, columns=image.columns, patches=image.patches
+            )
+        )
+        ids += [support.token_id] * (image.rows * image.columns // support.merge_size**2)
+        begin = place + 1
+    return [*ids, *token_ids[begin:]], tuple(items)

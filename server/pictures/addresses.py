@@ -1,0 +1,41 @@
+"""Which addresses a picture may be fetched from: those of the public internet alone."""
+
+from __future__ import annotations
+
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_network
+
+Address = IPv4Address | IPv6Address
+
+_NOT_PUBLIC = [
+    ip_network(each)
+    for each in (
+        "192.88.99.0/24",  # relays of 6to4
+        "::/96",  # IPv4 in IPv6, as it was once written
+        "64:ff9b::/96",  # NAT64, by which an IPv4 address of any kind can be reached
+        "64:ff9b:1::/48",
+        "2001::/32",  # Teredo, the same
+        "2002::/16",  # 6to4, the same
+        "fec0::/10",  # a site's own, before there was fc00::/7
+        "5f00::/16",  # segment routing
+    )
+]
+"""Networks that Python takes for global ones, in some of its versions at least."""
+
+
+def parsed(text: str) -> Address | None:
+    """An address as it is usually written; None: it is none."""
+    try:
+        return ip_address(text.partition("%")[0])
+    except ValueError:
+        return None
+
+
+def is_public(address: Address) -> bool:
+    """Whether it is a single machine's on the public internet."""
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        return False
+    if not address.is_global or address.is_multicast or address.is_reserved or address.is_unspecified:
+        return False
+    return not any(
+        address in network for network in _NOT_PUBLIC if isinstance(network, IPv6Network) == (address.version == 6)
+    )

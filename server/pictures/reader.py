@@ -1,0 +1,129 @@
+"""`PictureReader`: what a message says of a picture, then the picture as the model reads it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.engine.messages import ImageSupport
+from runtime.engine.prompt_images import PreparedImage, patch_rule
+from runtime.images.decoding import DecodingLimits
+from runtime.images.errors import ImageError
+from runtime.images.patches import PatchRule
+from server.config import ServerConfig
+from server.errors import ApiError, invalid
+from server.pictures.decoder import PictureDecoder
+from server.pictures.fetching import PictureFetcher, Place
+
+LOW_DETAIL_PIXELS = 512 * 512
+"""Most pixels of a picture whose `detail` is "low"; else as many as the model takes."""
+
+DETAILS = ("auto", "low", "high", "original")
+
+_DATA_URI = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?:;[\w.+-]+=[\w.+-]+)*;base64,", re.ASCII | re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class PictureSource:
+    """A picture that a message names. `path`: of the field that it stands in."""
+
+    path: str
+    url: str
+    is_low: bool
+
+
+def picture_source(part: Mapping[str, Any], path: str) -> PictureSource:
+    """A part's picture: `{"type": "image_url", "image_url": {"url": …, "detail": …}}`, the same with the URL itself, or
+    `{"type": "input_image", "image_url": URL, "detail": …}`. Raises `ApiError` 400."""
+    where = f"{path}.image_url"
+    given: Any = part.get("image_url")
+    detail, detail_path = part.get("detail"), f"{path}.detail"
+    known = {"type", "image_url", "detail"} if part.get("type") == "input_image" else {"type", "image_url"}
+    if isinstance(given, dict) and part.get("type") == "image_url":
+        _check_known(given, {"url", "detail"}, where)
+        where, detail_path = f"{where}.url", f"{where}.detail"
+        given, detail = given.get("url"), given.get("detail")
+    _check_known(part, known, path)
+    if not isinstance(given, str) or not given:
+        raise invalid(where, f"{where} must be a data: URI or a URL.", "invalid_type")
+    if detail is not None and detail not in DETAILS:
+        raise invalid(detail_path, f"{detail_path} must be one of {', '.join(DETAILS)}.")
+    return PictureSource(where, given, detail == "low")
+
+
+def _check_known(fields: Mapping[str, Any], known: set[str], path: str) -> None:
+    if unknown := sorted(name for name in fields if name not in known and fields[name] is not None):
+        raise invalid(f"{path}.{unknown[0]}", f"Unknown parameter: {path}.{unknown[0]}.", "unknown_parameter")
+
+
+class PictureReader:
+    """For a model that reads pictures. Its methods may be called by any thread, and take their time."""
+
+    def __init__(self, support: ImageSupport, config: ServerConfig) -> None:
+        self.support = support
+        self.most = config.limit_images
+        self._limits = DecodingLimits(config.max_image_bytes, config.max_image_pixels)
+        self._decoder = PictureDecoder(config.num_image_processes, config.image_timeout_s)
+        self._fetcher: PictureFetcher | None = None
+        if config.allow_image_urls:
+            places = [Place.of(each) for each in config.allow_image_hosts]
+            self._fetcher = PictureFetcher(places, config.max_image_bytes, config.image_timeout_s)
+
+    def rule(self, asked: Mapping[str, Any] | None) -> PatchRule:
+        """How a request's pictures are cut, with its `mm_processor_kwargs`. Raises `ApiError` 400."""
+        asked = asked or {}
+        own = patch_rule(self.support)
+        for name, value in asked.items():
+            path = f"mm_processor_kwargs.{name}"
+            if name not in ("min_pixels", "max_pixels"):
+                raise invalid(path, f"Unknown parameter: {path}.", "unknown_parameter")
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise invalid(path, f"{path} must be an integer.", "invalid_type")
+            if not own.factor**2 <= value <= own.max_pixels:
+                limits = f"{own.factor**2} … {own.max_pixels}"
+                raise invalid(path, f"{path} must be in {limits}, got {value}.")
+        most = asked.get("max_pixels", own.max_pixels)
+        least = asked.get("min_pixels", min(own.min_pixels, most))
+        if least > most:
+            path = "mm_processor_kwargs.min_pixels"
+            raise invalid(path, f"{path} must be at most max_pixels, {most}, got {least}.")
+        return patch_rule(self.support, min_pixels=least, max_pixels=most)
+
+    def read(self, source: PictureSource, rule: PatchRule) -> PreparedImage:
+        """The picture as the model reads it. Raises `ApiError` 400 naming the part's field."""
+        if source.is_low:
+            most = max(min(rule.max_pixels, LOW_DETAIL_PIXELS), rule.factor**2)
+            rule = patch_rule(self.support, min_pixels=min(rule.min_pixels, most), max_pixels=most)
+        try:
+            return self._decoder.decode(self._bytes(source), self._limits, rule)
+        except ImageError as error:
+            raise _refused(source, str(error)) from None
+
+    def close(self) -> None:
+        self._decoder.close()
+
+    def _bytes(self, source: PictureSource) -> bytes:
+        if source.url[:5].lower() != "data:":
+            if self._fetcher is None:
+                raise ImageError("this server fetches no URLs (--allow-image-urls): send the image as a data: URI")
+            return self._fetcher.fetch(source.url)
+        head = _DATA_URI.match(source.url[:300])
+        if head is None:
+            raise ImageError("a data: URI must be data:image/…;base64,…")
+        if (kind := head["type"]) is not None and not kind.lower().startswith("image/"):
+            raise ImageError(f"a data: URI must be of an image, not {kind}")
+        most = self._limits.max_bytes
+        if (len(source.url) - head.end()) * 3 // 4 > most + 3:
+            raise ImageError(f"the image has more than {most:,} bytes")
+        try:
+            return base64.b64decode(source.url[head.end() :], validate=True)
+        except (binascii.Error, ValueError):
+            raise ImageError("the data: URI is no base64") from None
+
+
+def _refused(source: PictureSource, message: str) -> ApiError:
+    return invalid(source.path, f"{source.path}: {message}.", "invalid_image")
