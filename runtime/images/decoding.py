@@ -46,7 +46,7 @@ def decode(data: bytes, limits: DecodingLimits | None = None) -> NDArray[np.uint
             with image_module.open(io.BytesIO(data), formats=FORMATS) as image:
                 check_pixels(image, limits)
                 return to_rgb(image)
-        except ImageError:
+        except (ImageError, MemoryError):
             raise
         except Exception as error:  # decoders raise errors of many classes for broken files
             raise ImageError(f"the image cannot be read as one of {', '.join(FORMATS)}") from error

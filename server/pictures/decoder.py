@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
 
 import msgspec
 
@@ -28,6 +27,7 @@ START_TIMEOUT_S = 30.0
 """Beside a picture's own time, for a process that has to import its libraries."""
 
 _MAX_ANSWER_BYTES = 1 << 20
+_CLOSED = "the server is shutting down"
 
 
 class _Process:
@@ -75,6 +75,7 @@ class PictureDecoder:
         self._num_processes = num_processes
         for _ in range(num_processes):
             self._free.put(None)
+        self._running: list[_Process] = []  # of those, the ones that decode
         self._is_closed = False
 
     def decode(self, data: bytes, limits: DecodingLimits, rule: PatchRule) -> PreparedImage:
@@ -83,33 +84,43 @@ class PictureDecoder:
         try:
             for is_last in (False, True):
                 if self._is_closed:
-                    raise ImageError("the server is shutting down")
+                    raise ImageError(_CLOSED)
                 if process is None:
                     process = _Process()
                 was_new = process.is_new
+                self._running.append(process)
                 try:
                     return process.ask(Job(limits, rule), data, self._timeout_s)
                 except TimeoutError:
-                    process.end()
+                    self._end(process)
                     process = None
                     logger.warning("a picture of %d bytes took more than %g s", len(data), self._timeout_s)
                     raise ImageError(f"the image takes longer than {self._timeout_s:g} s to decode") from None
                 except (EOFError, OSError):
-                    process.end()
+                    self._end(process)
                     process = None
+                    if self._is_closed:
+                        continue
                     if was_new or is_last:  # else it may have ended since its last picture
                         logger.warning("a picture of %d bytes ended the process that decodes", len(data))
                         raise ImageError("the image ended the process that decodes it") from None
-            raise AssertionError
+            raise ImageError(_CLOSED)
         finally:
+            if process in self._running:
+                self._running.remove(process)
             self._free.put(process)
 
+    def _end(self, process: _Process) -> None:
+        self._running.remove(process)
+        process.end()
+
     def close(self) -> None:
-        """Ends the processes; pictures that wait are refused."""
+        """Ends the processes; pictures that wait, and those that are decoded, are refused."""
         self._is_closed = True
+        for process in list(self._running):
+            process.popen.kill()
+        for process in [self._free.get() for _ in range(self._num_processes)]:
+            if process is not None:
+                process.end()
         for _ in range(self._num_processes):
-            with suppress(queue.Empty):
-                process = self._free.get(timeout=self._timeout_s + START_TIMEOUT_S)
-                if process is not None:
-                    process.end()
-                self._free.put(None)
+            self._free.put(None)

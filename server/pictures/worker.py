@@ -77,8 +77,9 @@ def prepare(job: Job, data: bytes) -> PreparedImage:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the terminal's, for the server
     connection = socket.socket(fileno=int(sys.argv[1]))
-    import PIL.Image  # noqa: F401  # before memory is limited, and before the first picture waits for it
+    import PIL.Image  # before memory is limited, and before the first picture waits for it
 
+    PIL.Image.MAX_IMAGE_PIXELS = None  # a job has its own limit
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     for limit in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
         resource.setrlimit(limit, (0, 0))

@@ -131,7 +131,8 @@ async def create_response(request: Request) -> HttpResponse:
         if stored is None:
             raise _not_found(asked.previous_response_id, "previous_response_id")
         before = stored.conversation
-    running = await service.prepare_conversation(body, partial(_prepare, service, tenant, asked, before, arrival_time_s))
+    work = partial(_prepare, service, tenant, asked, before, arrival_time_s)
+    running = await service.prepare_conversation(body, work)
     renamed_fields = _renamed_fields(running.chat)
     await service.check_grammar(running.chat.generation, renamed_fields)
     service.admit(request, running.chat.generation, renamed_fields)

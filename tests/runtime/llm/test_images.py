@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,16 +17,7 @@ from PIL import Image
 from runtime.engine.errors import RequestError
 from runtime.engine.sampling_params import SamplingParams
 from runtime.llm import LLM
-from tests.models.vision.cases import IMAGE, load_golden, write_model
-
-PAD = "<|image_pad|>"
-
-TEMPLATE = (
-    "{%- for message in messages %}[{{ message.role }}]"
-    "{%- if message.content is string %}{{ message.content }}{% else %}{%- for part in message.content %}"
-    "{%- if part.type == 'image' %}<|image_pad|>{% else %}{{ part.text }}{% endif %}{%- endfor %}{% endif %}"
-    "{%- endfor %}{% if add_generation_prompt %}[a]{% endif %}"
-)
+from tests.models.vision.chat_model import IMAGE, PAD, write_chat_model
 
 PIXELS = np.random.RandomState(4).randint(0, 256, (40, 56, 3)).astype(np.uint8)
 NUM_TOKENS = 5 * 7
@@ -35,22 +25,7 @@ NUM_TOKENS = 5 * 7
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    folder = write_model(tmp_path_factory.mktemp("vl"), "qwen3_vl", load_golden("qwen3_vl").shapes)
-    size = {"shortest_edge": 64, "longest_edge": 4096}
-    (folder / "preprocessor_config.json").write_text(json.dumps({"patch_size": 4, "size": size}))
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    letters = [chr(code) for code in range(33, 33 + IMAGE)]
-    letters[1] = "|"  # for a quotation mark
-    vocab = {letter: token_id for token_id, letter in enumerate(letters)}
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [{"id": IMAGE, "content": PAD, **flags}],
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-        "decoder": {"type": "ByteLevel"},
-        "model": {"type": "BPE", "vocab": vocab, "merges": []},
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    folder = write_chat_model(tmp_path_factory.mktemp("vl"))
     with LLM(folder, block_size=8, max_num_seqs=2, max_model_len=128, compile_ahead=False) as opened:
         yield opened
 

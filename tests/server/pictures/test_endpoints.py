@@ -1,0 +1,249 @@
+"""Pictures in requests of all four APIs: the answer that `LLM` gives, whole and streamed; and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("PIL", reason="needs Pillow (extra vision)")
+
+from PIL import Image
+
+from runtime.engine.sampling_params import SamplingParams
+from runtime.llm import LLM
+from server.config import ServerConfig
+from tests.models.vision.chat_model import IMAGE, PAD, write_chat_model
+from tests.server.pictures.test_fetching import OK, says, web
+from tests.server.real_server import Real, serving_real
+
+CHAT = "/v1/chat/completions"
+PIXELS = np.random.RandomState(4).randint(0, 256, (40, 56, 3)).astype(np.uint8)
+NUM_TOKENS = 5 * 7
+OPTIONS: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4, "max_model_len": 128}
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6}
+
+
+def file_of(pixels: Any) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+FILE = file_of(PIXELS)
+BASE64 = base64.b64encode(FILE).decode()
+URI = f"data:image/png;base64,{BASE64}"
+
+
+@dataclass
+class Pictures:
+    """A server of a model that reads pictures, what `LLM` answers to "Look:", the picture, "What?", and a web that has
+    the picture."""
+
+    real: Real
+    token_ids: list[int]
+    prompt_ids: list[int]
+    url: str
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pictures]:
+    folder: Path = write_chat_model(tmp_path_factory.mktemp("vl"))
+    question = [{"role": "user", "content": content(URI)}]
+    question[0]["content"][1] = {"type": "image", "image": PIXELS}
+    with LLM(folder, compile_ahead=False, **OPTIONS) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+        (expected,) = llm.chat(question, params, use_tqdm=False)
+    with web(says(f"{OK}\nContent-Length: {len(FILE)}", FILE)) as place:
+        config = ServerConfig(limit_images=3, allow_image_urls=True, allow_image_hosts=(place,))
+        with serving_real(folder, config=config, **OPTIONS) as real:
+            yield Pictures(
+                real, expected.outputs[0].token_ids, list(expected.prompt_token_ids), f"http://{place}/a.png"
+            )
+
+
+def content(url: Any, **image: Any) -> list[dict[str, Any]]:
+    return [
+        {"type": "text", "text": "Look:"},
+        {"type": "image_url", "image_url": {"url": url, **image}},
+        {"type": "text", "text": "What?"},
+    ]
+
+
+def ask(served: Pictures, *parts: Any, **fields: Any) -> Any:
+    """A chat's answer, or its error."""
+    body = {"messages": [{"role": "user", "content": list(parts)}], "return_token_ids": True, "ignore_eos": True}
+    answer = served.real.http.post(CHAT, json={**body, **GREEDY, **fields})
+    return answer.json()
+
+
+def test_the_sdk_whole_and_streamed_by_uri_and_by_url(served: Pictures) -> None:
+    chat: Any = served.real.openai.chat.completions
+    extra = {"return_token_ids": True, "ignore_eos": True}
+    for url in (URI, served.url):
+        messages = [{"role": "user", "content": content(url, detail="auto")}]
+        asked = {"model": served.real.model, "messages": messages, "extra_body": extra, **GREEDY}
+        whole = chat.create(**asked)
+        assert whole.choices[0].token_ids == served.token_ids
+        assert whole.prompt_token_ids == served.prompt_ids
+        assert whole.usage.prompt_tokens == len(served.prompt_ids)
+        assert whole.prompt_token_ids.count(IMAGE) == NUM_TOKENS
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chat.create(**asked, stream=True))
+        assert text == whole.choices[0].message.content
+
+
+def test_responses(served: Pictures) -> None:
+    parts = [
+        {"type": "input_text", "text": "Look:"},
+        {"type": "input_image", "image_url": URI, "detail": "high"},
+        {"type": "input_text", "text": "What?"},
+    ]
+    responses: Any = served.real.openai.responses
+    asked: dict[str, Any] = {"model": served.real.model, "temperature": 0, "max_output_tokens": 6}
+    first = responses.create(input=[{"role": "user", "content": parts}], **asked)
+    assert first.usage.input_tokens == len(served.prompt_ids)
+    second = responses.create(input="And?", previous_response_id=first.id, **asked)
+    assert second.usage.input_tokens > len(served.prompt_ids), "the picture is still there"
+    for part, name in (
+        ({"type": "input_image", "file_id": "file-1"}, "input[0].content[0].file_id"),
+        ({"type": "input_image", "image_url": "data:x"}, "input[0].content[0].image_url"),
+        ({"type": "input_image"}, "input[0].content[0].image_url"),
+        ({"type": "input_image", "image_url": URI, "detail": "most"}, "input[0].content[0].detail"),
+    ):
+        body = {"input": [{"role": "user", "content": [part]}]}
+        answer = served.real.http.post("/v1/responses", json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == name, answer.json()
+
+
+def test_anthropics_messages(served: Pictures) -> None:
+    def asked(source: dict[str, Any]) -> dict[str, Any]:
+        blocks = [{"type": "text", "text": "Look:"}, {"type": "image", "source": source}]
+        text = {"type": "text", "text": "What?"}
+        return {"model": served.real.model, "messages": [{"role": "user", "content": [*blocks, text]}]}
+
+    http = served.real.http
+    for source in (
+        {"type": "base64", "media_type": "image/png", "data": BASE64},
+        {"type": "url", "url": served.url},
+    ):
+        answer = http.post("/v1/messages", json={**asked(source), **GREEDY}).json()
+        usage = answer["usage"]
+        assert usage["input_tokens"] + usage.get("cache_read_input_tokens", 0) == len(served.prompt_ids)
+        counted = http.post("/v1/messages/count_tokens", json=asked(source)).json()
+        assert counted == {"input_tokens": len(served.prompt_ids)}
+    for source, name in (
+        ({"type": "base64", "media_type": "image/png", "data": "!"}, "source"),
+        ({"type": "base64", "media_type": "image/png"}, "source.data"),
+        ({"type": "base64", "data": BASE64, "url": "x"}, "source.url"),
+        ({"type": "url"}, "source.url"),
+        ({"type": "url", "url": "http://127.0.0.1/"}, "source"),
+    ):
+        answer = http.post("/v1/messages", json={**asked(source), **GREEDY})
+        assert answer.status_code == 400
+        assert f"messages[0].content[1].{name}" in answer.json()["error"]["message"]
+
+
+def test_ollamas_chat(served: Pictures) -> None:
+    message = {"role": "user", "content": "Look:", "images": [BASE64]}
+    asked = {"model": served.real.model, "stream": False, "options": {"temperature": 0, "num_predict": 3}}
+    answer = served.real.http.post("/api/chat", json={**asked, "messages": [message]}).json()
+    assert answer["prompt_eval_count"] == len(served.prompt_ids) - len("What?")
+    wrong = {**message, "images": [BASE64, "?"]}
+    answer = served.real.http.post("/api/chat", json={**asked, "messages": [wrong]})
+    assert answer.status_code == 400
+    assert "messages[0].images[1]" in answer.json()["error"]
+
+
+def test_what_is_typed_is_text(served: Pictures) -> None:
+    answer = ask(served, {"type": "text", "text": PAD}, content(URI)[1], {"type": "text", "text": f"is{PAD}"})
+    assert answer["prompt_token_ids"].count(IMAGE) == NUM_TOKENS
+
+
+def test_detail_and_pixels(served: Pictures) -> None:
+    def count(**fields: Any) -> int:
+        return int(ask(served, content(URI)[1], **fields)["prompt_token_ids"].count(IMAGE))
+
+    assert count() == NUM_TOKENS
+    assert count(mm_processor_kwargs={"max_pixels": 640}) == 2 * 3
+    assert count(mm_processor_kwargs={"min_pixels": 4096, "max_pixels": 4096}) >= 60
+    low = ask(served, content(URI, detail="low")[1])["prompt_token_ids"]
+    assert low.count(IMAGE) == NUM_TOKENS, "it has fewer pixels than the low detail already"
+    for given, name in (
+        ({"max_pixels": 10}, "max_pixels"), ({"max_pixels": 5000}, "max_pixels"), ({"max_pixels": "1"}, "max_pixels"),
+        ({"max_pixels": True}, "max_pixels"), ({"fps": 2}, "fps"),
+        ({"min_pixels": 900, "max_pixels": 800}, "min_pixels"),
+    ):  # fmt: skip
+        error = ask(served, content(URI)[1], mm_processor_kwargs=given)["error"]
+        assert error["param"] == f"mm_processor_kwargs.{name}"
+
+
+def test_several_pictures_and_the_most(served: Pictures) -> None:
+    other = f"data:image/png;base64,{base64.b64encode(file_of(255 - PIXELS[:8, :8])).decode()}"
+    picture, small = content(URI)[1], content(other)[1]
+    ids = ask(served, small, picture, small)["prompt_token_ids"]
+    assert ids.count(IMAGE) == NUM_TOKENS + 2
+    error = ask(served, *[small] * 4)["error"]
+    assert error["param"] == "messages[0].content[3]"
+    assert "3 images" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ({"type": "image_url"}, ".image_url"),
+        ({"type": "image_url", "image_url": 3}, ".image_url"),
+        ({"type": "image_url", "image_url": {}}, ".image_url.url"),
+        ({"type": "image_url", "image_url": {"url": None}}, ".image_url.url"),
+        ({"type": "image_url", "image_url": {"url": ""}}, ".image_url.url"),
+        ({"type": "image_url", "image_url": {"url": [URI]}}, ".image_url.url"),
+        ({"type": "image_url", "image_url": {"url": URI, "detail": "much"}}, ".image_url.detail"),
+        ({"type": "image_url", "image_url": {"url": URI, "size": 3}}, ".image_url.size"),
+        ({"type": "image_url", "image_url": {"url": URI}, "uuid": "x"}, ".uuid"),
+        ({"type": "input_image", "image_url": {"url": URI}}, ".image_url"),
+        *(
+            ({"type": "image_url", "image_url": {"url": url}}, ".image_url.url")
+            for url in (
+                "data:", "data:,x", "data:image/png,x", "data:image/png;base64", "data:image/png;base64,",
+                "data:image/png;base64,x", "data:image/png;base64,\u00e9\u00e9", f"data:text/html;base64,{BASE64}",
+                f"data:image/png;base64, {BASE64}", f"data:image/png;base64,{BASE64[:80]}",
+                "data:image/png;base64,AAAA",
+                "file:///etc/passwd", "http://127.0.0.1:1/a.png", "https://10.0.0.1/a.png", "picture.png", "\x00",
+            )
+        ),
+        ({"type": "video_url", "video_url": {"url": URI}}, ".type"),
+        ({"type": "input_audio", "input_audio": {}}, ".type"),
+        ({"type": "image", "image": URI}, ".type"),
+    ],
+)  # fmt: skip
+def test_bad_parts_are_named(served: Pictures, part: dict[str, Any], name: str) -> None:
+    error = ask(served, {"type": "text", "text": "a"}, part)["error"]
+    assert error["param"] == f"messages[0].content[1]{name}", error
+    assert len(error["message"]) < 400
+
+
+def test_no_pictures_of_the_assistants_and_none_in_a_cut_prompt(served: Pictures) -> None:
+    picture = content(URI)[1]
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": [picture]}]
+    error = served.real.http.post(CHAT, json={"messages": [*messages, messages[0]]}).json()["error"]
+    assert error["param"] == "messages[1].content[0].type"
+    assert ask(served, picture, truncate_prompt_tokens=5)["error"]["param"] == "truncate_prompt_tokens"
+
+
+def test_tokenize_counts_them(served: Pictures) -> None:
+    answer = served.real.http.post("/tokenize", json={"messages": [{"role": "user", "content": content(URI)}]}).json()
+    assert answer["tokens"] == served.prompt_ids
+
+
+def test_a_server_that_fetches_nothing(tmp_path: Path) -> None:
+    with serving_real(write_chat_model(tmp_path / "vl"), **OPTIONS) as real:
+        body = {"messages": [{"role": "user", "content": content("https://images.example/a.png")}]}
+        error = real.http.post(CHAT, json=body).json()["error"]
+    assert error["param"] == "messages[0].content[1].image_url.url"
+    assert "--allow-image-urls" in error["message"]
