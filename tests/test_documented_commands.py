@@ -98,7 +98,8 @@ ELSEWHERE = {
         "docs/measurements/DATE-before-after-seams.json",
     ),
     "a hub, or a file that the reader has": (
-        "make chat MODEL=Qwen/Qwen3-0.6B", "make chat MODEL=Qwen/Qwen3-0.6B-GGUF:Q8_0",
+        "xserv chat --model Qwen/Qwen3-VL-4B-Instruct --image chart.png", "make chat MODEL=Qwen/Qwen3-0.6B",
+        "make chat MODEL=Qwen/Qwen3-0.6B-GGUF:Q8_0",
         "xserv quantize /path/to/folder /path/to/new-folder --format int4-g32", "xserv quantize",
         "xserv chat /path/to/model-Q4_K_M.gguf", "xserv chat /path/to/base-model --chat-template template.jinja",
         "xserv perplexity TEXT",

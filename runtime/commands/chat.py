@@ -28,6 +28,10 @@ def chat(
     calculator: Annotated[
         bool, typer.Option("--calculator", help="A tool that the model may call: sums, products, quotients.")
     ] = False,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(help="Picture for the first message, of a model that reads them; may be repeated."),
+    ] = None,
 ) -> None:
     """Talk with a model. On a pipe each line is a message, and only answers go to stdout.
 
@@ -43,6 +47,8 @@ def chat(
             llm, system=system, given=sampling.given(), on_reasoning=show_reasoning, calculates=calculator,
             on_call=show_call,
         )  # fmt: skip
+        for path in image or ():
+            session.attach(path)
         if not session.has_template:
             say("the model has no chat template: it goes on with your text (--chat-template FILE gives it one)")
         if is_terminal:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.commands import calculator
 from runtime.commands.conversation import Conversation, Message
 from runtime.commands.sampling import sampling_params
+from runtime.engine.prompt_images import PreparedImage, patch_rule, place_images, prepare_image
 from runtime.errors import InvalidArgumentError, XservError
+from runtime.images.decoding import pixels_of
+from runtime.llm.images import take_images
 from runtime.text.chat import chat_prompt
 from runtime.text.formats import AnswerFormat
 
@@ -81,6 +85,7 @@ class ChatSession:
         self.has_template = llm.tokenizer is None or llm.tokenizer.has_chat_template
         self.answer_format = AnswerFormat.of(llm.tokenizer, tool_call_parser="auto" if calculates else "none")
         self.conversation = Conversation(system)
+        self.attached: list[PreparedImage] = []
         self.given: dict[str, Any] = {}
         self.stats = AnswerStats()
         self.set_sampling(given or {})
@@ -97,7 +102,36 @@ class ChatSession:
         """`given` over the model's defaults. A text that is gone on with has no end of its own, and gets one."""
         return sampling_params(self.llm, given, max_tokens=None if self.has_template else MOST_CONTINUED_TOKENS)
 
+    def attach(self, path: str | Path) -> None:
+        """A picture for the next message. Raises `ImageError`, or `InvalidArgumentError` where the model reads none."""
+        support = self.llm.client.info.images
+        if support is None or not self.has_template:
+            why = "the model reads no images" if support is None else "the model has no chat template"
+            raise InvalidArgumentError(f"{path}: {why}", param="image")
+        self.attached.append(prepare_image(pixels_of(Path(path).expanduser()), patch_rule(support)))
+
+    def take_back(self) -> str | None:
+        """Removes the last turn and returns its text; its pictures are attached again. None: there is no turn."""
+        content: str | list[dict[str, Any]] | None = self.conversation.take_back()
+        if not isinstance(content, list):
+            return content
+        self.attached = [part["image"] for part in content if part["type"] == "image"]
+        return "".join(part["text"] for part in content if part["type"] == "text")
+
     def encode(self, messages: list[Message]) -> list[int]:
+        """The prompt's token ids, with all those of its pictures."""
+        plain, images = take_images(messages)
+        ids = self._encode(plain)
+        support = self.llm.client.info.images
+        return ids if support is None or not images else place_images(ids, images, support)[0]
+
+    def _prompt(self, messages: list[Message]) -> Any:
+        """The prompt as `LLM.stream` takes it."""
+        plain, images = take_images(messages)
+        ids = self._encode(plain)
+        return {"prompt_token_ids": ids, "images": images} if images else ids
+
+    def _encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The prompt's token ids, by the model's chat template; without one, those of the text so far."""
         if self.has_template:
             answer_format = self.answer_format
@@ -122,23 +156,26 @@ class ChatSession:
         params = self.params(self.given)
         context = self.llm.client.info.max_model_len
         reserved = min(params.max_tokens or MOST_RESERVED_TOKENS, context // 2)
-        self.conversation.ask(text)
+        images = [{"type": "image", "image": image} for image in self.attached]
+        self.conversation.ask([*images, {"type": "text", "text": text}] if images else text)
         ids, num_dropped = self.conversation.fit(self.encode, context - reserved)
+        self.attached = []
         self.stats = AnswerStats(num_prompt_tokens=len(ids), num_dropped_turns=num_dropped)
         pieces: list[str] = []
         start = time.perf_counter()
         messages = self.conversation.messages()
+        prompt = self._prompt(messages)
         try:
             for _ in range(MOST_CALLS + 1):
                 calls: list[dict[str, Any]] = []
                 thoughts: list[str] = []
-                for text in self._say(ids, params, start, thoughts, calls):
+                for text in self._say(prompt, params, start, thoughts, calls):
                     pieces.append(text)
                     yield text
                 if not calls:
                     break
                 messages = [*messages, *self._called("".join(thoughts), calls)]
-                ids = self.encode(messages)
+                prompt = self._prompt(messages)
         finally:
             self.stats.finish_reason = self.stats.finish_reason or "stopped"
             if pieces or self.stats.finish_reason in ("stop", "length"):
@@ -147,10 +184,10 @@ class ChatSession:
                 self.conversation.take_back()
 
     def _say(
-        self, ids: list[int], params: SamplingParams, start: float, thoughts: list[str], calls: list[dict[str, Any]]
+        self, prompt: Any, params: SamplingParams, start: float, thoughts: list[str], calls: list[dict[str, Any]]
     ) -> Generator[str, None, None]:
         """One reply of the model, as it comes; what it thinks and calls is put into ``thoughts`` and ``calls``."""
-        with closing(self.llm.stream(ids, params, answer_format=self.answer_format)) as deltas:
+        with closing(self.llm.stream(prompt, params, answer_format=self.answer_format)) as deltas:
             for delta in deltas:
                 now = time.perf_counter() - start
                 if delta.token_ids and not self.stats.num_output_tokens:

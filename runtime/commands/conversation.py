@@ -23,16 +23,16 @@ class Conversation:
         """Whether the last turn waits for its answer."""
         return bool(self.turns) and len(self.turns[-1]) == 1
 
-    def ask(self, text: str) -> None:
-        """Opens a turn."""
-        self.turns.append([{"role": "user", "content": text}])
+    def ask(self, content: str | list[dict[str, Any]]) -> None:
+        """Opens a turn with a text, or with parts."""
+        self.turns.append([{"role": "user", "content": content}])
 
     def answer(self, text: str) -> None:
         """Closes the last turn."""
         self.turns[-1].append({"role": "assistant", "content": text})
 
-    def take_back(self) -> str | None:
-        """Removes the last turn and returns its question; None when there is none."""
+    def take_back(self) -> Any:
+        """Removes the last turn and returns its question, as it was asked; None when there is none."""
         return self.turns.pop()[0]["content"] if self.turns else None
 
     def reset(self) -> None:

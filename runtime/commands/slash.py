@@ -91,8 +91,15 @@ def _stats(session: ChatSession, rest: str) -> Reply:
     )
 
 
+def _image(session: ChatSession, rest: str) -> Reply:
+    if not rest:
+        return Reply(f"{len(session.attached)} pictures go with the next message; /image FILE adds one")
+    session.attach(rest)
+    return Reply(f"{rest} goes with the next message")
+
+
 def _retry(session: ChatSession, rest: str) -> Reply:
-    message = session.conversation.take_back()
+    message = session.take_back()
     return Reply(message=message) if message is not None else Reply("there is nothing to ask again")
 
 
@@ -106,6 +113,7 @@ COMMANDS: dict[str, tuple[str, Callable[[ChatSession, str], Reply]]] = {
     "/system": ("show the system message; /system TEXT sets it, /system - removes it", _system),
     "/set": ("show the sampling parameters; /set temperature 0.7, /set temperature default", _set),
     "/stats": ("the last answer's tokens and times, the context, the engine", _stats),
+    "/image": ("/image FILE adds a picture to the next message, for a model that reads them", _image),
     "/retry": ("ask the last question again", _retry),
     "/exit": ("leave", _exit),
     "/quit": ("leave", _exit),

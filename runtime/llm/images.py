@@ -7,7 +7,7 @@ from typing import Any
 
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import EngineInfo, ImageItem
-from runtime.engine.prompt_images import image_places, patch_rule, place_images, prepare_image
+from runtime.engine.prompt_images import PreparedImage, image_places, patch_rule, place_images, prepare_image
 from runtime.images.decoding import pixels_of
 from runtime.images.errors import ImageError
 
@@ -26,6 +26,9 @@ def with_images(
     rule = patch_rule(support)
     prepared = []
     for index, image in enumerate(images):
+        if isinstance(image, PreparedImage):
+            prepared.append(image)
+            continue
         try:
             prepared.append(prepare_image(pixels_of(image), rule))
         except ImageError as error:

@@ -117,8 +117,8 @@ class PictureDecoder:
     def close(self) -> None:
         """Ends the processes; pictures that wait, and those that are decoded, are refused."""
         self._is_closed = True
-        for process in list(self._running):
-            process.popen.kill()
+        for running in list(self._running):
+            running.popen.kill()
         for process in [self._free.get() for _ in range(self._num_processes)]:
             if process is not None:
                 process.end()

@@ -44,7 +44,8 @@ class FakeLLM:
     @property
     def client(self) -> Any:
         info = SimpleNamespace(
-            model_name="fake", model_path=str(self.model_path), max_model_len=self.max_model_len, device="cpu"
+            model_name="fake", model_path=str(self.model_path), max_model_len=self.max_model_len, device="cpu",
+            images=None,
         )
         stats = SimpleNamespace(num_steps=1, prompt_tokens=2, generation_tokens=3, kv_cache_usage=0.25)
         return SimpleNamespace(info=info, stats=lambda: stats)

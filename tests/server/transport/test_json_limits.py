@@ -427,7 +427,7 @@ def test_a_full_queue_says_when_to_come_again(tokenizer: Tokenizer) -> None:
 def test_every_option_is_in_the_operators_page() -> None:
     page = (Path(__file__).parents[3] / "docs" / "server.md").read_text(encoding="utf-8")
     singular = {"api_keys": "api_key", "api_key_files": "api_key_file", "allowed_origins": "allowed_origin",
-                "allowed_hosts": "allowed_host"}  # fmt: skip
+                "allowed_hosts": "allowed_host", "allow_image_hosts": "allow_image_host"}  # fmt: skip
     for field in fields(ServerOptions):
         option = "--" + singular.get(field.name, field.name).replace("_", "-")
         assert f"`{option}" in page, f"{option} is not described"
