@@ -77,11 +77,13 @@ def page_files() -> Mapping[str, PageFile]:
 
 
 class About(msgspec.Struct):
-    """has_chat_template: whether it can chat; else it continues text."""
+    """has_chat_template: whether it can chat; else it continues text. reads_images: whether its messages may have
+    some."""
 
     model: str
     max_model_len: int
     has_chat_template: bool
+    reads_images: bool
 
 
 async def get_about(request: Request) -> Response:
@@ -92,6 +94,7 @@ async def get_about(request: Request) -> Response:
         model=service.model_name,
         max_model_len=service.client.info.max_model_len,
         has_chat_template=tokenizer is not None and tokenizer.has_chat_template,
+        reads_images=service.pictures is not None,
     )
     return Response(msgspec.json.encode(about), media_type="application/json", headers={"Cache-Control": "no-store"})
 

@@ -43,6 +43,7 @@ const composer = new Composer({
   send: (message, files) => chat.send(message, files),
   stop: () => chat.stop(),
   editLast: () => chat.editLast(),
+  readsImages: () => settings.readsImages,
   canSend: () => Boolean(settings.values.model) && settings.hasChatTemplate && !chat.isRunning,
 });
 const sidebar = new Sidebar(store, () => current, {
@@ -84,6 +85,7 @@ function showMode() {
   const isChat = current.text === undefined;
   byId("no-chat").hidden = !isChat || settings.hasChatTemplate;
   byId("composer").hidden = !settings.hasChatTemplate;
+  composer.attachments.showButton();
   composer.show();
   if (!isChat) text.show();
 }

@@ -1,4 +1,5 @@
-// Text files that go with a message: picked, dropped or pasted; shown as chips, and sent as text.
+// Files that go with a message: picked, dropped or pasted. Texts are shown as chips, and sent as text; pictures, for a
+// model that reads them, are shown small, and sent as they are or made smaller.
 
 import { byId, h, icon, iconButton, toast } from "./dom.js";
 import { bytes } from "./numbers.js";
@@ -6,10 +7,23 @@ import { bytes } from "./numbers.js";
 export const MAX_FILE_BYTES = 256 * 1024;
 export const MAX_FILES = 8;
 const MAX_NAME = 120;
+const MAX_PICTURE_BYTES = 20 * 1024 * 1024;
+const PICTURE_TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp"];
+const MAX_SIDE = 1536; // pixels of a picture that is made smaller
 
-/** A message's text as the model gets it: each file in a fence, under its name, then what was written. */
+/** A message's text as the model gets it: each text file in a fence, under its name, then what was written. */
 export function contentOf({ content, files = [] }) {
-  return [...files.map(fenced), content].filter(Boolean).join("\n\n");
+  const texts = files.filter((file) => !file.image);
+  return [...texts.map(fenced), content].filter(Boolean).join("\n\n");
+}
+
+/** A message's content as a request has it: its pictures, if there are some, and its text. */
+export function partsOf(node) {
+  const text = contentOf(node);
+  const pictures = (node.files ?? []).filter((file) => file.image);
+  if (!pictures.length) return text;
+  const parts = pictures.map(({ image }) => ({ type: "image_url", image_url: { url: image } }));
+  return text ? [...parts, { type: "text", text }] : parts;
 }
 
 function fenced({ name, text }) {
@@ -21,7 +35,7 @@ function fenced({ name, text }) {
 
 /** The file as {name, text}. Throws an `Error` in words. */
 async function readText(file) {
-  const name = file.name.replace(/[\u0000-\u001f\u007f]/g, " ").slice(-MAX_NAME);
+  const name = nameOf(file);
   if (file.size > MAX_FILE_BYTES) {
     throw new Error(`${name} has ${bytes(file.size)}; a file may have up to ${bytes(MAX_FILE_BYTES)}.`);
   }
@@ -35,10 +49,47 @@ async function readText(file) {
   return { name, text };
 }
 
+/** The picture as {name, image: data URI}; one that is large is drawn smaller, so that conversations can be kept. */
+async function readPicture(file) {
+  const name = nameOf(file);
+  if (file.size > MAX_PICTURE_BYTES) {
+    throw new Error(`${name} has ${bytes(file.size)}; a picture may have up to ${bytes(MAX_PICTURE_BYTES)}.`);
+  }
+  let bitmap;
+  try {
+    bitmap = await createImageBitmap(file);
+  } catch {
+    throw new Error(`${name} cannot be read as a picture.`);
+  }
+  const scale = Math.min(1, MAX_SIDE / Math.max(bitmap.width, bitmap.height));
+  if (scale === 1 && file.size <= MAX_FILE_BYTES) return { name, image: await dataUri(file) };
+  const canvas = h("canvas", {});
+  canvas.width = Math.max(1, Math.round(bitmap.width * scale));
+  canvas.height = Math.max(1, Math.round(bitmap.height * scale));
+  const context = canvas.getContext("2d");
+  context.fillStyle = "white";
+  context.fillRect(0, 0, canvas.width, canvas.height);
+  context.imageSmoothingQuality = "high";
+  context.drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+  return { name, image: canvas.toDataURL("image/jpeg", 0.9) };
+}
+
+function dataUri(file) {
+  return new Promise((resolve, reject) => {
+    const reader = new FileReader();
+    reader.addEventListener("load", () => resolve(reader.result));
+    reader.addEventListener("error", () => reject(new Error(`${nameOf(file)} cannot be read.`)));
+    reader.readAsDataURL(file);
+  });
+}
+
+const nameOf = (file) => file.name.replace(/[\u0000-\u001f\u007f]/g, " ").slice(-MAX_NAME);
+
 const sizeOf = ({ text }) => bytes(new TextEncoder().encode(text).length);
 
 /** A file of a message that was sent; it opens to show what it holds. */
 export function fileElement(file) {
+  if (file.image) return h("img", { class: "file picture", src: file.image, alt: file.name, title: file.name });
   return h(
     "details",
     { class: "file" },
@@ -51,9 +102,13 @@ export function fileElement(file) {
 export class Attachments {
   #files = [];
 
-  /** changed  called when a file has come or gone */
-  constructor(changed) {
+  /**
+   * changed      called when a file has come or gone
+   * readsImages  whether the model reads pictures
+   */
+  constructor(changed, readsImages) {
     this.changed = changed;
+    this.readsImages = readsImages;
     this.place = byId("files");
     const input = byId("file-input");
     byId("attach").addEventListener("click", () => input.click());
@@ -82,6 +137,13 @@ export class Attachments {
     });
   }
 
+  /** The button says what may be attached. */
+  showButton() {
+    const limit = `up to ${bytes(MAX_FILE_BYTES)} each`;
+    byId("attach").title = this.readsImages() ? `Attach pictures, or text files, ${limit}` : `Attach text files, ${limit}`;
+    byId("attach").setAttribute("aria-label", this.readsImages() ? "Attach pictures or text files" : "Attach text files");
+  }
+
   get files() {
     return this.#files;
   }
@@ -94,7 +156,8 @@ export class Attachments {
   async add(files) {
     for (const file of files) {
       try {
-        const read = await readText(file); // others may come meanwhile
+        const isPicture = this.readsImages() && PICTURE_TYPES.includes(file.type);
+        const read = await (isPicture ? readPicture(file) : readText(file)); // others may come meanwhile
         if (this.#files.length >= MAX_FILES) throw new Error(`A message takes up to ${MAX_FILES} files.`);
         this.#files = [...this.#files, read];
       } catch (error) {
@@ -117,9 +180,9 @@ export class Attachments {
         h(
           "li",
           { class: "file" },
-          icon("file"),
+          file.image ? h("img", { src: file.image, alt: "" }) : icon("file"),
           h("span", { title: file.name }, file.name),
-          h("small", {}, sizeOf(file)),
+          file.image ? "" : h("small", {}, sizeOf(file)),
           iconButton("close", `Remove ${file.name}`, () => remove(file)),
         ),
       ),

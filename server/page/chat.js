@@ -1,7 +1,7 @@
 // The chat: shows the branch of a conversation, asks the server for answers, and follows them as they come.
 
 import { ApiFailure, stream, wordsOf } from "./api.js";
-import { contentOf } from "./attachments.js";
+import { partsOf } from "./attachments.js";
 import { Clock } from "./clock.js";
 import { fit, surelyFits } from "./context.js";
 import { announce, byId, h, toast } from "./dom.js";
@@ -237,7 +237,7 @@ function requestOf(conversation, node, settings, resumes) {
   const messages = settings.system ? [{ role: "system", content: settings.system }] : [];
   for (const turn of turns) {
     if (turn.role === "assistant" && !turn.content) continue; // an answer that failed
-    messages.push({ role: turn.role, content: contentOf(turn) });
+    messages.push({ role: turn.role, content: partsOf(turn) });
   }
   const request = { model: settings.model, messages, ...settings.sampling };
   return resumes ? { ...request, continue_final_message: true, add_generation_prompt: false } : request;

@@ -11,11 +11,14 @@ const PADDING = 16;
 export class Composer {
   #id = null; // of the conversation
 
-  /** on  {send(text, files), stop(), editLast(), canSend(): whether a message may be sent now} */
+  /**
+   * on  {send(text, files), stop(), editLast(), canSend(): whether a message may be sent now, readsImages(): whether the
+   *     model does}
+   */
   constructor(on) {
     this.on = on;
     this.message = byId("message");
-    this.attachments = new Attachments(() => this.#changed());
+    this.attachments = new Attachments(() => this.#changed(), on.readsImages);
     this.message.addEventListener("input", () => this.#changed());
     this.message.addEventListener("keydown", (event) => this.#key(event));
     byId("composer").addEventListener("submit", (event) => {

@@ -12,6 +12,7 @@ function roomFor(request, maxModelLen) {
 
 /** Whether it fits without being counted: a token takes a byte or more. */
 export function surelyFits(request, maxModelLen) {
+  if (request.messages.some(({ content }) => typeof content !== "string")) return false; // pictures: the server knows
   const encoder = new TextEncoder();
   const sizes = request.messages.map(({ content }) => encoder.encode(content).length + MESSAGE_TOKENS);
   return sizes.reduce((sum, size) => sum + size, 0) <= roomFor(request, maxModelLen);

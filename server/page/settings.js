@@ -16,6 +16,7 @@ export class Settings {
   constructor(on) {
     this.maxModelLen = 0; // not known
     this.hasChatTemplate = true;
+    this.readsImages = false;
     this.sheet = byId("settings");
     this.form = byId("settings-form");
     this.key = byId("set-key");
@@ -61,7 +62,8 @@ export class Settings {
   }
 
   /** What the server says of its model. */
-  setAbout({ max_model_len, has_chat_template }) {
+  setAbout({ max_model_len, has_chat_template, reads_images }) {
+    this.readsImages = reads_images;
     this.maxModelLen = max_model_len;
     this.hasChatTemplate = has_chat_template;
     this.mode.disabled = !has_chat_template;

@@ -3,8 +3,8 @@
 //
 //   conversation  {id, title, created, updated, nodes: [node], chosen: {parent id or "root": node id}}; one that is a
 //                 text to be continued has `text`, and no nodes
-//   node          {id, parent, role, content, …}; a user's may have files: [{name, text}]; an assistant's also has
-//                 reasoning, calls, stats, finish, failure, numDropped (turns that were left out for it)
+//   node          {id, parent, role, content, …}; a user's may have files: [{name, text} or {name, image: data URI}]; an
+//                 assistant's also has reasoning, calls, stats, finish, failure, numDropped (turns that were left out for it)
 
 import { contentOf } from "./attachments.js";
 
@@ -184,11 +184,13 @@ export function asMarkdown(conversation) {
   const parts = [`# ${conversation.title || "Chat"}`];
   for (const node of path(conversation)) {
     parts.push(node.role === "user" ? "## You" : "## Answer");
-    if (node.role === "user") parts.push(contentOf(node));
+    if (node.role === "user") parts.push(...picturesOf(node), contentOf(node));
     else parts.push(node.content, ...(node.calls ?? []).map((call) => `Tool call: \`${call.name}(${call.arguments})\``));
   }
   return `${parts.filter(Boolean).join("\n\n")}\n`;
 }
+
+const picturesOf = ({ files = [] }) => files.filter((file) => file.image).map((file) => `(picture: ${file.name})`);
 
 export function loadSettings() {
   const found = parseJson(read(SETTINGS));
@@ -230,7 +232,11 @@ function readNode(node) {
   const read = { id: node.id, parent: node.parent ?? null, role: node.role, content: node.content };
   if (typeof node.reasoning === "string") read.reasoning = node.reasoning;
   if (Array.isArray(node.files)) {
-    read.files = node.files.map((file) => ({ name: String(file?.name ?? ""), text: String(file?.text ?? "") }));
+    read.files = node.files.map((file) => {
+      const name = String(file?.name ?? "");
+      const isPicture = typeof file?.image === "string" && /^data:image\/[\w.+-]+;base64,/.test(file.image);
+      return isPicture ? { name, image: file.image } : { name, text: String(file?.text ?? "") };
+    });
   }
   if (Number.isInteger(node.numDropped) && node.numDropped > 0) read.numDropped = node.numDropped;
   if (Array.isArray(node.calls)) {

@@ -155,4 +155,5 @@ def test_the_page_is_told_of_the_model(served: Served) -> None:
         "model": "fake-model",
         "max_model_len": 256,
         "has_chat_template": True,
+        "reads_images": False,
     }
