@@ -66,6 +66,7 @@ ELSEWHERE = {
         "xserv serve /path/to/folder --host 0.0.0.0 --api-key-file keys.txt --log-format json",
         "python tools/soak.py --minutes 10 --clients 8",
         "python tools/fuzz_api.py --cases 20000 --clients 3 --seed 2010239145",
+        "python tools/fuzz_pictures.py --url http://127.0.0.1:8000 --pid PID",
         "python tools/silent_connections.py --url http://127.0.0.1:8000",
         "python tools/big_messages.py --url http://127.0.0.1:8000 --pid PID",
         "python tools/stalled_reader.py --url http://127.0.0.1:8000 --pid PID --seconds 60",

@@ -34,7 +34,8 @@ def complete(components: dict[str, Any], model_names: Sequence[str]) -> None:
     tools = {"type": "array", "items": _reference(Tool), "maxItems": 128}
     chat["messages"] = {"anyOf": [messages, _NULL], "default": None}
     chat["tools"] = {"anyOf": [tools, _NULL], "default": None}
-    components["OllamaMessage"]["properties"]["images"] = {"enum": [[], None]}
+    for name in ("OllamaMessage", "OllamaGenerateRequest"):
+        components[name]["properties"]["images"] = {"enum": [[], None]}
     options = components["OllamaOptions"]["properties"]
     options |= {name: {"description": f"No effect: {EXTENSIONS[name]}."} for name in WITHOUT_EFFECT}
     for request in ("OllamaChatRequest", "OllamaGenerateRequest", "OllamaEmbedRequest", "OllamaEmbeddingsRequest"):

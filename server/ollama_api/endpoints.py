@@ -20,6 +20,7 @@ from server.ollama_api.request import (
     chat_of_prompt,
     completion_of_prompt,
     names_of_images,
+    names_of_prompt,
 )
 from server.ollama_api.schema import OllamaChatRequest, OllamaGenerateRequest
 from server.openai_api.chat import chat_grammar, prepare_chat
@@ -111,7 +112,7 @@ def _prepare_generate(service: Service, body: Body, arrival_time_s: float) -> Ol
             prepared = prepare_chat(service, chat_of_prompt(service, asked, body.ignored), request_id, arrival_time_s)
             generation, grammar_field = prepared.generation, prepared.grammar_field
     except ApiError as error:
-        raise renamed(error, NAMES_OF_PROMPT) from None
+        raise renamed(error, names_of_prompt(asked)) from None
     return OllamaAnswer(
         model=asked.model,
         is_chat=False,

@@ -71,9 +71,11 @@ def chat_of_messages(service: Service, asked: OllamaChatRequest, ignored: list[s
 
 def chat_of_prompt(service: Service, asked: OllamaGenerateRequest, ignored: list[str]) -> ChatCompletionRequest:
     """Raises `ApiError` 400."""
+    _check_images(asked.images, "images", service)
     system = [Message(role="system", content=asked.system)] if asked.system else []
+    content = _with_images(asked.prompt, asked.images) if asked.images else asked.prompt
     return ChatCompletionRequest(
-        messages=[*system, Message(role="user", content=asked.prompt)],
+        messages=[*system, Message(role="user", content=content)],
         **_fields(service, asked, ignored),
         **_thinking(service, asked.think, has_tools=False),
         logprobs=asked.logprobs,
@@ -83,7 +85,7 @@ def chat_of_prompt(service: Service, asked: OllamaGenerateRequest, ignored: list
 
 def completion_of_prompt(service: Service, asked: OllamaGenerateRequest, ignored: list[str]) -> CompletionRequest:
     """Raises `ApiError` 400."""
-    for name in ("system", "think"):
+    for name in ("system", "think", "images"):
         if getattr(asked, name):
             raise invalid(name, f"{name} means nothing to a raw prompt.")
     fields = _fields(service, asked, ignored)
@@ -157,12 +159,25 @@ def _with_images(text: str | None, images: list[str]) -> list[dict[str, Any]]:
     return parts + [{"type": "image_url", "image_url": f"data:;base64,{image}"} for image in images]
 
 
+def _check_images(images: list[str] | None, name: str, service: Service) -> None:
+    if images and service.pictures is None:
+        raise invalid(name, f"Unsupported parameter: {name} (the model reads text only).", "unsupported_parameter")
+
+
+def names_of_prompt(asked: OllamaGenerateRequest) -> dict[str, str]:
+    """A chat's names of what `chat_of_prompt` makes, to the request's own."""
+    place = f"messages[{int(bool(asked.system))}]"
+    images = range(len(asked.images or ()))
+    return NAMES_OF_PROMPT | {f"{place}.content[{1 + i}].image_url": f"images[{i}]" for i in images}
+
+
 def names_of_images(asked: OllamaChatRequest) -> dict[str, str]:
     """A chat's names of the parts that `_with_images` makes, to the request's own."""
     return {
         f"messages[{i}].content[{1 + number}].image_url": f"messages[{i}].images[{number}]"
         for i, fields in enumerate(asked.messages or ())
-        for number in range(len(fields.get("images") or ()))
+        if isinstance(images := fields.get("images"), list)
+        for number in range(len(images))
     }
 
 
@@ -171,9 +186,7 @@ def _message(fields: dict[str, Any], path: str, service: Service) -> Message:
         message = msgspec.convert(fields, OllamaMessage)
     except msgspec.ValidationError as error:
         raise below(path, schema_error(str(error))) from None
-    if message.images and service.pictures is None:
-        name = f"{path}.images"
-        raise invalid(name, f"Unsupported parameter: {name} (the model reads text only).", "unsupported_parameter")
+    _check_images(message.images, f"{path}.images", service)
     calls = [
         ToolCall(FunctionCall(call.function.name, msgspec.json.encode(call.function.arguments).decode()), call.id)
         for call in message.tool_calls or ()

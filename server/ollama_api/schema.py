@@ -68,11 +68,12 @@ class OllamaChatRequest(AnswerFields, kw_only=True, forbid_unknown_fields=True):
 
 class OllamaGenerateRequest(AnswerFields, kw_only=True, forbid_unknown_fields=True):
     """`POST /api/generate`: a chat of one turn, or with `raw` the continuation of the prompt as it stands. Without a
-    prompt it only asks for the model to be loaded, which it is."""
+    prompt it only asks for the model to be loaded, which it is. images: base64, of a model that reads them."""
 
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
+    images: list[str] | None = None
 
 
 class OllamaEmbedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

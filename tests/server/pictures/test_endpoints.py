@@ -155,6 +155,19 @@ def test_ollamas_chat(served: Pictures) -> None:
     asked = {"model": served.real.model, "stream": False, "options": {"temperature": 0, "num_predict": 3}}
     answer = served.real.http.post("/api/chat", json={**asked, "messages": [message]}).json()
     assert answer["prompt_eval_count"] == len(served.prompt_ids) - len("What?")
+    prompt = {"prompt": "Look:", "images": [BASE64]}
+    answer = served.real.http.post("/api/generate", json={**asked, **prompt}).json()
+    assert answer["prompt_eval_count"] == len(served.prompt_ids) - len("What?")
+    for fields, name in (
+        ({"images": ["?"]}, "images[0]"), ({"images": ["?"], "system": "s"}, "images[0]"),
+        ({"images": 3}, "images"), ({"raw": True}, "images"),
+    ):  # fmt: skip
+        answer = served.real.http.post("/api/generate", json={**asked, **prompt, **fields})
+        assert answer.status_code == 400
+        assert name in answer.json()["error"]
+    for images in (3, [3], {"a": 1}):
+        answer = served.real.http.post("/api/chat", json={**asked, "messages": [{**message, "images": images}]})
+        assert answer.status_code == 400
     wrong = {**message, "images": [BASE64, "?"]}
     answer = served.real.http.post("/api/chat", json={**asked, "messages": [wrong]})
     assert answer.status_code == 400
