@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from server.anthropic_api.schema import (
+    ImageInput,
     MessageTool,
     RedactedThinkingInput,
     TextInput,
@@ -13,18 +14,18 @@ from server.anthropic_api.schema import (
     ToolUseInput,
 )
 
-PARTS = (MessageTool, TextInput, ToolUseInput, ToolResultInput, ThinkingInput, RedactedThinkingInput)
+PARTS = (MessageTool, TextInput, ImageInput, ToolUseInput, ToolResultInput, ThinkingInput, RedactedThinkingInput)
 """Types that no other names: the requests hold them as plain objects, so that an error can tell which one it means."""
 
 _NULL = {"type": "null"}
 
 
-def complete(components: dict[str, Any]) -> None:
+def complete(components: dict[str, Any], *, reads_images: bool) -> None:
     """Put the parts into the requests' schemas."""
     text = _texts(TextInput)
     tools = {"type": "array", "items": _reference(MessageTool), "maxItems": 128}
     turns = [
-        _turn("user", TextInput, ToolResultInput),
+        _turn("user", TextInput, *([ImageInput] if reads_images else []), ToolResultInput),
         _turn("assistant", TextInput, ToolUseInput, ThinkingInput, RedactedThinkingInput),
         _turn("system", TextInput),
     ]

@@ -23,7 +23,7 @@ WITHOUT_EFFECT = (
 _NULL = {"type": "null"}
 
 
-def complete(components: dict[str, Any], model_names: Sequence[str]) -> None:
+def complete(components: dict[str, Any], model_names: Sequence[str], *, reads_images: bool) -> None:
     """Put the parts into the requests' schemas, and the model's other names."""
     for request in ("OllamaChatRequest", "OllamaGenerateRequest"):
         fields = components[request]["properties"]
@@ -35,7 +35,10 @@ def complete(components: dict[str, Any], model_names: Sequence[str]) -> None:
     chat["messages"] = {"anyOf": [messages, _NULL], "default": None}
     chat["tools"] = {"anyOf": [tools, _NULL], "default": None}
     for name in ("OllamaMessage", "OllamaGenerateRequest"):
-        components[name]["properties"]["images"] = {"enum": [[], None]}
+        images: dict[str, Any] = {"type": "array", "items": {"type": "string", "minLength": 1}}
+        if not reads_images:
+            images["maxItems"] = 0
+        components[name]["properties"]["images"] = {"anyOf": [images, _NULL], "default": None}
     options = components["OllamaOptions"]["properties"]
     options |= {name: {"description": f"No effect: {EXTENSIONS[name]}."} for name in WITHOUT_EFFECT}
     for request in ("OllamaChatRequest", "OllamaGenerateRequest", "OllamaEmbedRequest", "OllamaEmbeddingsRequest"):

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.openai_api.openapi import description
+from server.openai_api.openapi import description_of
 from server.service import Service
 
 Json = dict[str, Any]
@@ -42,7 +42,7 @@ MAX_SHOWN_TYPES = 6
 
 async def get_docs(request: Request) -> Response:
     service: Service = request.app.state.service
-    document = description(service.model_names, service.client.info.vocab_size)
+    document = description_of(service)
     return Response(page(document), media_type="text/html; charset=utf-8", headers=_HEADERS)
 
 

@@ -68,6 +68,7 @@ from server.openai_api.schema import (
     TokenizeRequest,
     Tool,
 )
+from server.pictures.reader import DETAILS
 from server.rendering.endpoint import Rendered, RenderRequest
 from server.responses_api.objects import Event, Response, ResponseDeleted, ResponseInputItems
 from server.responses_api.schema import (
@@ -321,7 +322,7 @@ _STOP: Json = {
 
 
 @functools.cache
-def description(model_names: tuple[str, ...], vocab_size: int) -> Json:
+def description(model_names: tuple[str, ...], vocab_size: int, *, reads_images: bool) -> Json:
     """The whole document, OpenAPI 3.1, of a server that has this model."""
     types = {operation.request for operation in OPERATIONS if operation.request is not None}
     answers = [operation.answer for operation in OPERATIONS if operation.answer not in (None, Json)]
@@ -334,13 +335,23 @@ def description(model_names: tuple[str, ...], vocab_size: int) -> Json:
     named = dict(zip(map(repr, ordered), references, strict=True))
     for request in (*types, OllamaOptions):
         _complete(components[request.__name__], request, model_names, vocab_size)
-    components["Message"]["properties"]["content"] = _content("text")
+    components["Message"]["properties"]["content"] = _content("text", images=_IMAGES_OF_CHATS if reads_images else ())
+    pixels: Json = {"type": "integer", "minimum": 1}
+    kwargs: Json = {
+        "type": "object",
+        "properties": {"min_pixels": pixels, "max_pixels": pixels} if reads_images else {},
+        "additionalProperties": False,
+    }
+    chat = components["ChatCompletionRequest"]["properties"]
+    chat["mm_processor_kwargs"] = {"anyOf": [kwargs, _NULL], "default": None}
     for item in items:
         for name in {"content", "output"}.intersection(components[item.__name__]["properties"]):
             if item is not InputReasoning:
-                components[item.__name__]["properties"][name] = _content("input_text", "output_text")
-    messages_description.complete(components)
-    ollama_description.complete(components, model_names)
+                images = _IMAGES_OF_RESPONSES if reads_images and item is InputMessage else ()
+                content = _content("input_text", "output_text", images=images)
+                components[item.__name__]["properties"][name] = content
+    messages_description.complete(components, reads_images=reads_images)
+    ollama_description.complete(components, model_names, reads_images=reads_images)
     paths: Json = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, named)
@@ -359,14 +370,38 @@ def description(model_names: tuple[str, ...], vocab_size: int) -> Json:
     }
 
 
-def _content(*kinds: str) -> Json:
-    """A text, or parts that are texts; null where a chat's assistant has only called tools."""
-    part = {
+def _image(kind: str, url: Json) -> Json:
+    """A part that is an image, whose detail stands beside the URL or beside what holds it."""
+    detail = {"detail": {"enum": [*DETAILS, None]}}
+    if url["type"] == "object":
+        url = {**url, "properties": {**url["properties"], **detail}, "additionalProperties": False}
+        detail = {}
+    return {
+        "type": "object",
+        "properties": {"type": {"const": kind}, "image_url": url, **detail},
+        "required": ["type", "image_url"],
+        "additionalProperties": False,
+    }
+
+
+_URL: Json = {"type": "string", "minLength": 1}
+_IMAGES_OF_RESPONSES = (_image("input_image", _URL),)
+_IMAGES_OF_CHATS = (
+    _image("image_url", {"type": "object", "properties": {"url": _URL}, "required": ["url"]}),
+    *_IMAGES_OF_RESPONSES,
+)
+
+
+def _content(*kinds: str, images: tuple[Json, ...]) -> Json:
+    """A text, or parts that are texts or images; null where a chat's assistant has only called tools."""
+    part: Json = {
         "type": "object",
         "properties": {"type": {"enum": kinds}, "text": {"type": "string"}},
         "required": ["type", "text"],
         "additionalProperties": False,
     }
+    if images:
+        part = {"anyOf": [part, *images]}
     content: Json = {"anyOf": [{"type": "string"}, {"type": "array", "items": part}]}
     if kinds == ("text",):
         content["anyOf"].append(_NULL)
@@ -473,7 +508,11 @@ _MEANINGS = {
 }
 
 
+def description_of(service: Service) -> Json:
+    """The document of this server."""
+    info = service.client.info
+    return description(service.model_names, info.vocab_size, reads_images=info.images is not None)
+
+
 async def get_description(request: Request) -> HttpResponse:
-    service: Service = request.app.state.service
-    document = description(service.model_names, service.client.info.vocab_size)
-    return HttpResponse(msgspec.json.encode(document), media_type="application/json")
+    return HttpResponse(msgspec.json.encode(description_of(request.app.state.service)), media_type="application/json")

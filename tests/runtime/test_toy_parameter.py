@@ -46,7 +46,7 @@ for value, words in ((-1, "must be finite, at least 0.0 and at most 10000.0"), (
         assert error.param == "max_gap" and f"max_gap {words}" in str(error), error
 
 bounds = {"anyOf": [{"type": "number", "minimum": 0.0, "maximum": 1e4}, {"type": "null"}], "default": None}
-schemas = description("m", 100)["components"]["schemas"]
+schemas = description("m", 100, reads_images=False)["components"]["schemas"]
 chat = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_gap": 0.5}
 completion = {"model": "m", "prompt": "a", "max_gap": 0.5}
 for kind in ("ChatCompletionRequest", "CompletionRequest", "ResponsesRequest"):

@@ -13,6 +13,8 @@ from tests.server.conftest import Served
 from tests.server.fake_engine import FakeEngineClient
 from tokenizer import Tokenizer
 
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
 
 def document(served: Served) -> Any:
     return served.http.get("/openapi.json").json()
@@ -60,6 +62,13 @@ def test_every_schema_is_one(served: Served) -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, True),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "user": "me", "best_of": 1}, True),
         ("/v1/chat/completions", {"messages": []}, False),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "mm_processor_kwargs": {}}, True),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "mm_processor_kwargs": {"max_pixels": 999}},
+            False,
+        ),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, False),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 0}, False),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "functions": []}, False),
         ("/v1/completions", {"prompt": ["a", "b"], "suffix": None, "max_tokens": 0}, True),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import numpy as np
 import pytest
 
@@ -252,6 +253,38 @@ def test_no_pictures_of_the_assistants_and_none_in_a_cut_prompt(served: Pictures
 def test_tokenize_counts_them(served: Pictures) -> None:
     answer = served.real.http.post("/tokenize", json={"messages": [{"role": "user", "content": content(URI)}]}).json()
     assert answer["tokens"] == served.prompt_ids
+
+
+IMAGE_PART = {"type": "image_url", "image_url": {"url": URI, "detail": "low"}}
+INPUT_IMAGE = {"type": "input_image", "image_url": URI}
+BLOCK = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": BASE64}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "is_allowed"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": [IMAGE_PART]}]}, True),
+        (CHAT, {"messages": [{"role": "user", "content": [INPUT_IMAGE]}]}, True),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "mm_processor_kwargs": {"max_pixels": 999}}, True),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}], "mm_processor_kwargs": {"fps": 1}}, False),
+        (CHAT, {"messages": [{"role": "user", "content": [{**IMAGE_PART, "size": 3}]}]}, False),
+        ("/v1/responses", {"input": [{"role": "user", "content": [INPUT_IMAGE]}]}, True),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{**INPUT_IMAGE, "detail": "most"}]}]}, False),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [BLOCK]}], "max_tokens": 3}, True),
+        ("/v1/messages", {"messages": [{"role": "assistant", "content": [BLOCK]}], "max_tokens": 3}, False),
+        ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": [BASE64]}]}, True),
+        ("/api/generate", {"prompt": "x", "images": [BASE64]}, True),
+        ("/api/generate", {"prompt": "x", "images": [3]}, False),
+    ],
+)
+def test_the_description_allows_what_is_taken(
+    served: Pictures, path: str, fields: dict[str, Any], is_allowed: bool
+) -> None:
+    document = served.real.http.get("/openapi.json").json()
+    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    body = {"model": served.real.model, **fields}
+    assert jsonschema_rs.is_valid({**schema, "components": document["components"]}, body) == is_allowed
+    assert (served.real.http.post(path, json=body).status_code == 200) == is_allowed
 
 
 def test_a_server_that_fetches_nothing(tmp_path: Path) -> None:
