@@ -7,17 +7,20 @@ import binascii
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from runtime.engine.messages import ImageSupport
 from runtime.engine.prompt_images import PreparedImage, patch_rule
 from runtime.images.decoding import DecodingLimits
 from runtime.images.errors import ImageError
 from runtime.images.patches import PatchRule
-from server.config import ServerConfig
+from server.config import ServerConfig, ServerConfigError
 from server.errors import ApiError, invalid
 from server.pictures.decoder import PictureDecoder
-from server.pictures.fetching import PictureFetcher, Place
+
+if TYPE_CHECKING:
+    from server.pictures.fetching import PictureFetcher
 
 LOW_DETAIL_PIXELS = 512 * 512
 """Most pixels of a picture whose `detail` is "low"; else as many as the model takes."""
@@ -70,6 +73,10 @@ class PictureReader:
         self._decoder = PictureDecoder(config.num_image_processes, config.image_timeout_s)
         self._fetcher: PictureFetcher | None = None
         if config.allow_image_urls:
+            if find_spec("httpcore") is None:
+                raise ServerConfigError("allow_image_urls needs httpcore: install xserv[vision]")
+            from server.pictures.fetching import PictureFetcher, Place
+
             places = [Place.of(each) for each in config.allow_image_hosts]
             self._fetcher = PictureFetcher(places, config.max_image_bytes, config.image_timeout_s)
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 
 import msgspec
 
@@ -77,9 +78,10 @@ def prepare(job: Job, data: bytes) -> PreparedImage:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the terminal's, for the server
     connection = socket.socket(fileno=int(sys.argv[1]))
-    import PIL.Image  # before memory is limited, and before the first picture waits for it
+    with suppress(ImportError):  # before memory is limited; where it is missing, each picture's error says so
+        import PIL.Image
 
-    PIL.Image.MAX_IMAGE_PIXELS = None  # a job has its own limit
+        PIL.Image.MAX_IMAGE_PIXELS = None  # a job has its own limit
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     for limit in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE):
         resource.setrlimit(limit, (0, 0))

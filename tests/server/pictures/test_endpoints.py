@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -293,3 +295,12 @@ def test_a_server_that_fetches_nothing(tmp_path: Path) -> None:
         error = real.http.post(CHAT, json=body).json()["error"]
     assert error["param"] == "messages[0].content[1].image_url.url"
     assert "--allow-image-urls" in error["message"]
+
+
+def test_the_server_starts_without_the_extra() -> None:
+    """What only pictures need is imported where there are some."""
+    script = (
+        "import sys; sys.modules.update(PIL=None, httpcore=None)\n"
+        "import server.serve, server.app, server.pictures.worker, server.pictures.reader"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[3], timeout=60)
