@@ -64,6 +64,7 @@ def logprobs_of(collected: Collected) -> list[float]:
     return [entry.logprob for output in collected.outputs for entry in output.logprobs or []]
 
 
+@pytest.mark.exhaustive
 def test_answers_what_layers_answer(tmp_path: Path) -> None:
     folder = write_model(tmp_path, load_golden("llama_default"))
     change_config(folder, max_position_embeddings=192)
