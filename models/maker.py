@@ -28,7 +28,7 @@ from runtime.dtype import DType, float16, float32
 from runtime.linear.experts import ExpertsWeight, can_stay_packed
 from runtime.linear.format import GGML_FORMATS, WeightFormat, packed_format
 from runtime.linear.kept import kept_format
-from runtime.linear.linear import Linear, rank_share
+from runtime.linear.linear import Linear
 from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions, Split
 from runtime.linear.packed_matrix import MatrixPart, packing_for, prepare_packed
@@ -292,7 +292,7 @@ class Maker(ABC):
         communicator, weight = self.options.communicator, head.weight
         if communicator is None or not isinstance(weight, PanelWeight):
             return head
-        width, share = weight.shape[0], rank_share(weight.shape[0], communicator.num_ranks)
+        width, share = weight.shape[0], weight.share(weight.shape[0], communicator.num_ranks)
         if not share:
             return head
         first = communicator.rank * share

@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import time
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -29,16 +29,17 @@ from numba_kernels.cpu.running.launch import address_of, hold, new_array
 from numba_kernels.cpu.running.pool import NUM_THREADS
 from runtime.communicator import CommunicatorError
 from runtime.dtype import float32
+from runtime.own_packages import ROOT
 from runtime.tensor.tensor import Tensor
 
 Kind = Literal["all_reduce", "all_gather", "all_gather_columns", "agree", "end of step"]
 
-_KINDS: tuple[Kind, ...] = ("all_reduce", "all_gather", "all_gather_columns", "agree", "end of step")
+_KINDS: tuple[Kind, ...] = get_args(Kind)
 _SLOT_BYTES = 1 << 19
 _TEXT_BYTES = 2048  # a rank's last words
 _LAST_WORDS_S = 0.5
 """How long an error waits for what the other ranks say of it."""
-_OWN_FOLDERS = (os.sep + "runtime" + os.sep, os.sep + "numba_kernels" + os.sep)
+_OWN_FOLDERS = tuple(f"{ROOT / name}{os.sep}" for name in ("runtime", "numba_kernels"))
 
 
 def shared_file(num_ranks: int) -> int:
@@ -111,7 +112,7 @@ class SharedCommunicator:
         """Rows of ``whole`` bytes, of which each rank but the last has ``share``."""
         if not share:
             return
-        mine, place = min(share, whole - self.rank * share), self._place(3)
+        mine, place = min(share, whole - self.rank * share), self._place()
         rows_at_once, most = max(1, _SLOT_BYTES // share), min(share, _SLOT_BYTES)
         for row in range(0, rows, rows_at_once):
             count = min(rows_at_once, rows - row)
@@ -187,10 +188,10 @@ class SharedCommunicator:
             size,
         )  # fmt: skip
 
-    def _place(self, depth: int = 2) -> int:
+    def _place(self) -> int:
         """The number of the line that called, outside of the folders that hand calls on."""
-        frame = sys._getframe(depth)
-        while frame.f_back is not None and any(each in frame.f_code.co_filename for each in _OWN_FOLDERS):
+        frame = sys._getframe()
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_FOLDERS):
             frame = frame.f_back
         key = frame.f_code.co_filename, frame.f_lineno
         found = self._places.get(key)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from urllib.parse import urlsplit
 
 from runtime.errors import InvalidArgumentError
 from runtime.text.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS
+from server.pictures.addresses import Place
 
 UNKNOWN_FIELDS = ("refuse", "warn")
 SPECIAL_TOKENS_IN_CONTENT = ("text", "parse")
@@ -185,18 +185,11 @@ class ServerConfig:
         if self.allow_image_hosts and not self.allow_image_urls:
             raise ServerConfigError("allow_image_hosts says which hosts allow_image_urls is for: give both")
         for host in self.allow_image_hosts:
-            check_host(host)
+            try:
+                Place.of(host)
+            except ValueError:
+                example = "images.example or 10.0.0.3:8080"
+                raise ServerConfigError(f"allow_image_hosts: {host!r} is no host, such as {example}") from None
         for origin in self.allowed_origins:
             if origin != "*" and not origin.startswith(("http://", "https://")):
                 raise ServerConfigError(f"allowed_origins: {origin!r} is no origin, such as https://chat.example")
-
-
-def check_host(text: str) -> None:
-    """Raises `ServerConfigError` unless it is a host, perhaps with a port."""
-    try:
-        parts = urlsplit(f"//{text}")
-        is_host = bool(parts.hostname) and parts.netloc == text and "@" not in text and parts.port != 0
-    except ValueError:
-        is_host = False
-    if not is_host:
-        raise ServerConfigError(f"allow_image_hosts: {text!r} is no host, such as images.example or 10.0.0.3:8080")

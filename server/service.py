@@ -55,6 +55,9 @@ T = TypeVar("T")
 
 logger = logging.getLogger("xserv.server")
 
+_SIGNS_OF_PICTURES = (b"image", b"previous_response_id", b"\\u")
+"""One of them is in every body that leads to pictures; JSON may write any letter as an escape."""
+
 SMALL_BODY_BYTES = 4096
 """A body up to this size is prepared on the event loop: that takes less time than changing threads."""
 
@@ -99,7 +102,6 @@ class Service:
     responses           what `/v1/responses` keeps; running_responses: those that are being made
     renderer            formulas and code of answers, for the page
     pictures            what reads pictures; None: the model reads none
-    picture_threads     where requests are prepared that may have some, since these take their time
     """
 
     client: EngineClient
@@ -121,7 +123,6 @@ class Service:
     created: int
     system_fingerprint: str
     pictures: PictureReader | None = None
-    picture_threads: ThreadPoolExecutor | None = None
     has_noted_tools: bool = False
 
     @classmethod
@@ -161,9 +162,6 @@ class Service:
             created=int(time.time()),
             system_fingerprint=_fingerprint(client, model_names[0]),
             pictures=None if info.images is None else PictureReader(info.images, config),
-            picture_threads=None
-            if info.images is None
-            else ThreadPoolExecutor(config.num_image_threads, thread_name_prefix="xserv-pictures"),
         )
 
     def note_tools(self) -> None:
@@ -182,9 +180,7 @@ class Service:
         self.renderer.close()
         if self.pictures is not None:
             self.pictures.close()
-        for executor in (self.executor, self.picture_threads):
-            if executor is not None:
-                executor.shutdown(wait=True, cancel_futures=True)
+        self.executor.shutdown(wait=True, cancel_futures=True)
 
     def check_model(self, name: str | None) -> None:
         """Raises `ApiError` 404 unless `name` is one of the served model's; None means that one."""
@@ -217,9 +213,9 @@ class Service:
     async def prepare_conversation(self, body: bytes, work: Callable[[], T]) -> T:
         """The same for a body that may have pictures, or continue what has some: on a thread of those that wait for
         pictures."""
-        if self.picture_threads is None or not any(sign in body for sign in (b"image", b"previous_response_id")):
+        if self.pictures is None or not any(sign in body for sign in _SIGNS_OF_PICTURES):
             return await self.prepare(len(body), work)
-        return await asyncio.get_running_loop().run_in_executor(self.picture_threads, work)
+        return await asyncio.get_running_loop().run_in_executor(self.pictures.threads, work)
 
     def admit(self, request: Request, generation: Generation, renamed: Mapping[str, str]) -> None:
         """Admits the generation, under its tenant's salt where there are tenants. Raises `ApiError`; `renamed` maps the

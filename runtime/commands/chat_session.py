@@ -125,11 +125,10 @@ class ChatSession:
         support = self.llm.client.info.images
         return ids if support is None or not images else place_images(ids, images, support)[0]
 
-    def _prompt(self, messages: list[Message]) -> Any:
-        """The prompt as `LLM.stream` takes it."""
+    def _prompt(self, messages: list[Message], ids: list[int]) -> Any:
+        """The prompt as `LLM.stream` takes it; `ids`: what `encode` made of it."""
         plain, images = take_images(messages)
-        ids = self._encode(plain)
-        return {"prompt_token_ids": ids, "images": images} if images else ids
+        return {"prompt_token_ids": self._encode(plain), "images": images} if images else ids
 
     def _encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The prompt's token ids, by the model's chat template; without one, those of the text so far."""
@@ -164,7 +163,7 @@ class ChatSession:
         pieces: list[str] = []
         start = time.perf_counter()
         messages = self.conversation.messages()
-        prompt = self._prompt(messages)
+        prompt = self._prompt(messages, ids)
         try:
             for _ in range(MOST_CALLS + 1):
                 calls: list[dict[str, Any]] = []
@@ -175,7 +174,7 @@ class ChatSession:
                 if not calls:
                     break
                 messages = [*messages, *self._called("".join(thoughts), calls)]
-                prompt = self._prompt(messages)
+                prompt = self._prompt(messages, self.encode(messages))
         finally:
             self.stats.finish_reason = self.stats.finish_reason or "stopped"
             if pieces or self.stats.finish_reason in ("stop", "length"):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,8 +14,7 @@ from runtime.engine.messages import ImageItem, ImageSupport
 from runtime.images.patches import PatchRule, make_patches
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedImage:
+class PreparedImage(msgspec.Struct, frozen=True, tag=True):
     """A picture's patches as `ImageItem` has them, and the digest of these and their grid."""
 
     digest: bytes

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-from numba_kernels.cpu.target import PANEL_COLUMNS
 from runtime import ops
 from runtime.communicator import Communicator
 from runtime.linear.format import WeightFormat
 from runtime.linear.norm import RmsNorm
-from runtime.linear.weight import LinearWeight
+from runtime.linear.weight import LinearWeight, PanelWeight
 from runtime.tensor.tensor import Tensor
-
-
-def rank_share(width: int, num_ranks: int) -> int:
-    """Outputs that each rank but the last has of an output head on the cpu: whole panels. 0: one would have none."""
-    panels = -(-width // PANEL_COLUMNS)
-    share = -(-panels // num_ranks) * PANEL_COLUMNS
-    return share if (num_ranks - 1) * share < width else 0
 
 
 class Linear:
@@ -81,5 +73,5 @@ class Linear:
         if not self.whole_width:
             return logits
         assert self.communicator is not None, "a share is one of several ranks'"
-        share = rank_share(self.whole_width, self.communicator.num_ranks)
+        share = PanelWeight.share(self.whole_width, self.communicator.num_ranks)
         return self.communicator.all_gather_columns(logits, share, self.whole_width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
@@ -141,20 +142,26 @@ class PanelWeight(LinearWeight):
         size_bytes += 0 if order is None else order.nbytes
         super().__init__(shape, format, CPU, size_bytes, num_segments)
 
-
     def part(self, first: int, end: int) -> PanelWeight:
         """Outputs ``first`` (a panel's first) up to ``end``, in the same memory."""
         assert first % PANEL_COLUMNS == 0, "a panel is whole"
         panels = slice(first // PANEL_COLUMNS, -(-end // PANEL_COLUMNS))
         columns = slice(first, panels.stop * PANEL_COLUMNS)
-        part = PanelWeight.__new__(PanelWeight)
-        part.stored, part.order, part.segment_step = self.stored, self.order, self.segment_step
+        part = copy.copy(self)
+        part.shape, part.size_bytes = (end - first, self.shape[1]), 0
         part.panels, part.bias, part.scales = self.panels[panels], self.bias[columns], self.scales[columns]
         part.panels_address = address_of(part.panels)
         part.bias_address = address_of(part.bias)
         part.scales_address = address_of(part.scales)
-        LinearWeight.__init__(part, (end - first, self.shape[1]), self.format, CPU, 0, self.num_segments)
         return part
+
+    @staticmethod
+    def share(width: int, num_ranks: int) -> int:
+        """Outputs that each of several ranks but the last multiplies of so many: whole panels. 0: one would have
+        none."""
+        panels = -(-width // PANEL_COLUMNS)
+        share = -(-panels // num_ranks) * PANEL_COLUMNS
+        return share if (num_ranks - 1) * share < width else 0
 
 
 class JoinedWeight(LinearWeight):

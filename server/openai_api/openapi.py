@@ -370,24 +370,17 @@ def description(model_names: tuple[str, ...], vocab_size: int, *, reads_images: 
     }
 
 
-def _image(kind: str, url: Json) -> Json:
-    """A part that is an image, whose detail stands beside the URL or beside what holds it."""
-    detail = {"detail": {"enum": [*DETAILS, None]}}
-    if url["type"] == "object":
-        url = {**url, "properties": {**url["properties"], **detail}, "additionalProperties": False}
-        detail = {}
-    return {
-        "type": "object",
-        "properties": {"type": {"const": kind}, "image_url": url, **detail},
-        "required": ["type", "image_url"],
-        "additionalProperties": False,
-    }
+def _object(*required: str, **properties: Json) -> Json:
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 _URL: Json = {"type": "string", "minLength": 1}
-_IMAGES_OF_RESPONSES = (_image("input_image", _URL),)
+_DETAIL: Json = {"enum": [*DETAILS, None]}
+_IMAGES_OF_RESPONSES = (
+    _object("type", "image_url", type={"const": "input_image"}, image_url=_URL, detail=_DETAIL),
+)
 _IMAGES_OF_CHATS = (
-    _image("image_url", {"type": "object", "properties": {"url": _URL}, "required": ["url"]}),
+    _object("type", "image_url", type={"const": "image_url"}, image_url=_object("url", url=_URL, detail=_DETAIL)),
     *_IMAGES_OF_RESPONSES,
 )
 

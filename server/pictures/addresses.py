@@ -1,8 +1,10 @@
-"""Which addresses a picture may be fetched from: those of the public internet alone."""
+"""Where a picture may be fetched from: addresses of the public internet, and hosts that are named."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_network
+from urllib.parse import urlsplit
 
 Address = IPv4Address | IPv6Address
 
@@ -39,3 +41,19 @@ def is_public(address: Address) -> bool:
     return not any(
         address in network for network in _NOT_PUBLIC if isinstance(network, IPv6Network) == (address.version == 6)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A host that pictures may come from. `port`: only at this one; None: at those of http and https."""
+
+    host: str
+    port: int | None
+
+    @classmethod
+    def of(cls, text: str) -> Place:
+        """ "images.example", "images.example:8080", "10.0.0.3:8080", "[fd00::3]:8080". Raises ValueError."""
+        parts = urlsplit(f"//{text}")
+        if not parts.hostname or parts.netloc != text or "@" in text or parts.port == 0:
+            raise ValueError(f"{text!r} is no host")
+        return cls(parts.hostname, parts.port)

@@ -8,16 +8,16 @@ import queue
 import socket
 import subprocess
 import sys
-import time
 
 import msgspec
 
+from runtime.engine.process.wire import FrameReader, WireError, frame
 from runtime.engine.prompt_images import PreparedImage
 from runtime.images.decoding import DecodingLimits
 from runtime.images.errors import ImageError
 from runtime.images.patches import PatchRule
 from runtime.own_packages import python_module
-from server.pictures.worker import Answer, Job, receive_frame, send_frames
+from server.pictures.worker import Job, Refused
 
 logger = logging.getLogger("xserv.server")
 
@@ -27,6 +27,7 @@ START_TIMEOUT_S = 30.0
 """Beside a picture's own time, for a process that has to import its libraries."""
 
 _MAX_ANSWER_BYTES = 1 << 20
+_ANSWER: msgspec.msgpack.Decoder[PreparedImage | Refused] = msgspec.msgpack.Decoder(PreparedImage | Refused)
 _CLOSED = "the server is shutting down"
 
 
@@ -44,17 +45,20 @@ class _Process:
             )
         self.is_new = True
 
-    def ask(self, job: Job, data: bytes, timeout_s: float) -> PreparedImage:
-        """Raises ImageError, TimeoutError, EOFError or OSError where the process has ended."""
-        end_s = time.monotonic() + timeout_s + (START_TIMEOUT_S if self.is_new else 0.0)
-        self.connection.settimeout(max(1e-3, end_s - time.monotonic()))
-        send_frames(self.connection, (msgspec.msgpack.encode(job), data))
-        answer = msgspec.msgpack.decode(receive_frame(self.connection, _MAX_ANSWER_BYTES), type=Answer)
-        patches = receive_frame(self.connection, 4 * max(job.rule.max_pixels, job.rule.min_pixels) + _MAX_ANSWER_BYTES)
+    def ask(self, job: Job, timeout_s: float) -> PreparedImage:
+        """Raises ImageError, TimeoutError, and EOFError, OSError, WireError or DecodeError where the
+        process has ended or does not do as it should."""
+        self.connection.settimeout(timeout_s + (START_TIMEOUT_S if self.is_new else 0.0))
+        self.connection.sendall(frame(job))
+        most_bytes = 4 * max(job.rule.max_pixels, job.rule.min_pixels) + _MAX_ANSWER_BYTES
+        frames = FrameReader(self.connection, most_bytes).read()
+        if not frames:
+            raise EOFError
         self.is_new = False
-        if answer.error is not None:
-            raise ImageError(answer.error)
-        return PreparedImage(answer.digest, answer.rows, answer.columns, patches)
+        answer = _ANSWER.decode(frames[0])
+        if isinstance(answer, Refused):
+            raise ImageError(answer.message)
+        return answer
 
     def end(self) -> None:
         self.popen.kill()
@@ -90,13 +94,13 @@ class PictureDecoder:
                 was_new = process.is_new
                 self._running.append(process)
                 try:
-                    return process.ask(Job(limits, rule), data, self._timeout_s)
+                    return process.ask(Job(data, limits, rule), self._timeout_s)
                 except TimeoutError:
                     self._end(process)
                     process = None
                     logger.warning("a picture of %d bytes took more than %g s", len(data), self._timeout_s)
                     raise ImageError(f"the image takes longer than {self._timeout_s:g} s to decode") from None
-                except (EOFError, OSError):
+                except (EOFError, OSError, WireError, msgspec.DecodeError):
                     self._end(process)
                     process = None
                     if self._is_closed:

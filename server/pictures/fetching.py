@@ -11,7 +11,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import SplitResult, urljoin, urlsplit
 
@@ -19,7 +18,7 @@ import httpcore
 
 from runtime.images.errors import ImageError
 from runtime.version import release
-from server.pictures.addresses import is_public, parsed
+from server.pictures.addresses import Place, is_public, parsed
 
 MAX_URL_LENGTH = 8192
 MAX_REDIRECTS = 3
@@ -28,20 +27,6 @@ MAX_HEAD_BYTES = 1 << 16
 
 _PORTS = {"http": 80, "https": 443}
 _REDIRECTS = (301, 302, 303, 307, 308)
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A host that pictures may come from. `port`: only at this one; None: at those of http and https."""
-
-    host: str
-    port: int | None
-
-    @classmethod
-    def of(cls, text: str) -> Place:
-        """ "images.example", "images.example:8080", "10.0.0.3:8080", "[fd00::3]:8080", as `check_host` allows."""
-        parts = urlsplit(f"//{text}")
-        return cls(parts.hostname or "", parts.port)
 
 
 class _Limits:

@@ -6,6 +6,7 @@ import base64
 import binascii
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from runtime.images.errors import ImageError
 from runtime.images.patches import PatchRule
 from server.config import ServerConfig, ServerConfigError
 from server.errors import ApiError, invalid
+from server.pictures.addresses import Place
 from server.pictures.decoder import PictureDecoder
 
 if TYPE_CHECKING:
@@ -64,18 +66,24 @@ def _check_known(fields: Mapping[str, Any], known: set[str], path: str) -> None:
 
 
 class PictureReader:
-    """For a model that reads pictures. Its methods may be called by any thread, and take their time."""
+    """For a model that reads pictures. Its methods may be called by any thread, and take their time.
+
+    support  how the model reads them
+    most     in one request
+    threads  where requests are prepared that may have some, so that those without wait for none
+    """
 
     def __init__(self, support: ImageSupport, config: ServerConfig) -> None:
         self.support = support
         self.most = config.limit_images
+        self.threads = ThreadPoolExecutor(config.num_image_threads, thread_name_prefix="xserv-pictures")
         self._limits = DecodingLimits(config.max_image_bytes, config.max_image_pixels)
         self._decoder = PictureDecoder(config.num_image_processes, config.image_timeout_s)
         self._fetcher: PictureFetcher | None = None
         if config.allow_image_urls:
             if find_spec("httpcore") is None:
                 raise ServerConfigError("allow_image_urls needs httpcore: install xserv[vision]")
-            from server.pictures.fetching import PictureFetcher, Place
+            from server.pictures.fetching import PictureFetcher
 
             places = [Place.of(each) for each in config.allow_image_hosts]
             self._fetcher = PictureFetcher(places, config.max_image_bytes, config.image_timeout_s)
@@ -111,7 +119,9 @@ class PictureReader:
             raise _refused(source, str(error)) from None
 
     def close(self) -> None:
+        """What waits is refused."""
         self._decoder.close()
+        self.threads.shutdown(wait=True, cancel_futures=True)
 
     def _bytes(self, source: PictureSource) -> bytes:
         if source.url[:5].lower() != "data:":

@@ -29,9 +29,6 @@ _MEDIA = {
 }
 
 
-_WHY_NOT = ("the model reads text only", "the model reads text and images only")
-
-
 def template_messages(
     request: ChatCompletionRequest, pictures: PictureReader | None
 ) -> tuple[list[dict[str, Any]], list[PictureSource]]:
@@ -80,7 +77,7 @@ def _message(
     if content is None and not (is_assistant and (message.tool_calls or reasoning)):
         raise invalid(f"{path}.content", f"{path}.content must be a string or a list of text parts.", "invalid_type")
     # No content at all stays null, by which some templates know an answer of tool calls alone.
-    plain = None if content is None else _content(content, path, None if is_assistant else pictures, sources)
+    plain = None if content is None else _content(content, message.role, path, pictures, sources)
     result: dict[str, Any] = {"role": message.role, "content": plain}
     if message.name is not None:
         result["name"] = message.name
@@ -101,7 +98,11 @@ def _message(
 
 
 def _content(
-    content: str | list[dict[str, Any]], path: str, pictures: PictureReader | None, sources: list[PictureSource]
+    content: str | list[dict[str, Any]],
+    role: str,
+    path: str,
+    pictures: PictureReader | None,
+    sources: list[PictureSource],
 ) -> str | list[dict[str, Any]]:
     """A text, or parts where there are pictures, whose sources go to `sources`."""
     if isinstance(content, str):
@@ -110,14 +111,15 @@ def _content(
     for i, part in enumerate(content):
         where = f"{path}.content[{i}]"
         kind = part.get("type")
-        if kind in _IMAGES and pictures is not None:
+        if kind in _IMAGES and pictures is not None and role != "assistant":
             if len(sources) == pictures.most:
                 raise invalid(where, f"{where}: a request has at most {pictures.most} images (--limit-images).")
             sources.append(picture_source(part, where))
             parts.append({"type": "image"})
             continue
         if isinstance(kind, str) and kind in _MEDIA:
-            raise _unsupported(f"{where}.type", f"{_MEDIA[kind]}: {_WHY_NOT[pictures is not None]}")
+            why = "the model reads text only" if pictures is None else "only others' messages have images, and no media"
+            raise _unsupported(f"{where}.type", f"{_MEDIA[kind]}: {why}")
         field = "refusal" if kind == "refusal" else "text"
         if kind not in ("text", "refusal"):
             raise invalid(f"{where}.type", f'{where}.type must be "text".')

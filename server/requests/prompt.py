@@ -93,8 +93,6 @@ def conversation_prompt(
     prompt = whole_conversation(request, tokenizer, config, answer_format, pictures)
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     room = info.max_model_len - max(1, max_tokens or 1)
-    if prompt.images and request.truncate_prompt_tokens is not None:
-        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens: a conversation with images is never cut.")
     ids = _cut(prompt.token_ids, request.truncate_prompt_tokens, room)
     return ConversationPrompt(_checked(ids, "messages", info, info.max_model_len - 1), prompt.images, prompt.echo)
 
@@ -108,6 +106,8 @@ def whole_conversation(
 ) -> ConversationPrompt:
     """The same, however long. `pictures` is None where the model reads none. Raises `ApiError` 400."""
     messages, sources = template_messages(request, pictures)
+    if sources and request.truncate_prompt_tokens is not None:
+        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens: a conversation with images is never cut.")
     if request.mm_processor_kwargs and pictures is None:
         why = "mm_processor_kwargs (the model reads text only)"
         raise invalid("mm_processor_kwargs", f"Unsupported parameter: {why}.", "unsupported_parameter")

@@ -50,6 +50,7 @@ def test_a_mistake_is_named_on_every_rank(scenario: str, calls: list[str]) -> No
     for said in run(scenario):
         assert "ranks do not do the same" in said
         assert all(call in said for call in calls), said
+        assert said.count(" at runtime/rank_scenarios.py:") == sum(" of step " not in call for call in calls), said
 
 
 def test_a_type_that_ranks_do_not_add_is_refused() -> None:

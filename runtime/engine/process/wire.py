@@ -193,8 +193,10 @@ def frame(message: object, encoder: msgspec.msgpack.Encoder = _ENCODER) -> bytea
 class FrameReader:
     """The messages that come over a socket, as they were encoded."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, most_bytes: int = MAX_FRAME_BYTES) -> None:
+        """``most_bytes`` of a message."""
         self._connection = connection
+        self._most_bytes = most_bytes
         self._buffer = bytearray(BUFFER_BYTES)
         self._start = self._end = 0  # of what was read and not taken
 
@@ -227,8 +229,8 @@ class FrameReader:
 
     def _next_size(self) -> int:
         size: int = _LENGTH.unpack_from(self._buffer, self._start)[0]
-        if size > MAX_FRAME_BYTES:
-            raise WireError(f"a message claims {size:,} bytes; at most {MAX_FRAME_BYTES:,} are taken")
+        if size > self._most_bytes:
+            raise WireError(f"a message claims {size:,} bytes; at most {self._most_bytes:,} are taken")
         return size
 
     def _make_room(self) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from PIL import Image
 from runtime.engine.sampling_params import SamplingParams
 from runtime.llm import LLM
 from server.config import ServerConfig
+from server.pictures import reader
 from tests.models.vision.chat_model import IMAGE, PAD, write_chat_model
 from tests.server.pictures.test_fetching import OK, says, web
 from tests.server.real_server import Real, serving_real
@@ -182,7 +185,7 @@ def test_what_is_typed_is_text(served: Pictures) -> None:
     assert answer["prompt_token_ids"].count(IMAGE) == NUM_TOKENS
 
 
-def test_detail_and_pixels(served: Pictures) -> None:
+def test_detail_and_pixels(served: Pictures, monkeypatch: pytest.MonkeyPatch) -> None:
     def count(**fields: Any) -> int:
         return int(ask(served, content(URI)[1], **fields)["prompt_token_ids"].count(IMAGE))
 
@@ -191,6 +194,10 @@ def test_detail_and_pixels(served: Pictures) -> None:
     assert count(mm_processor_kwargs={"min_pixels": 4096, "max_pixels": 4096}) >= 60
     low = ask(served, content(URI, detail="low")[1])["prompt_token_ids"]
     assert low.count(IMAGE) == NUM_TOKENS, "it has fewer pixels than the low detail already"
+    monkeypatch.setattr(reader, "LOW_DETAIL_PIXELS", 640)
+    low = ask(served, content(URI, detail="low")[1])["prompt_token_ids"]
+    assert low.count(IMAGE) == 2 * 3
+    assert ask(served, content(URI, detail="high")[1])["prompt_token_ids"].count(IMAGE) == NUM_TOKENS
     for given, name in (
         ({"max_pixels": 10}, "max_pixels"), ({"max_pixels": 5000}, "max_pixels"), ({"max_pixels": "1"}, "max_pixels"),
         ({"max_pixels": True}, "max_pixels"), ({"fps": 2}, "fps"),
@@ -198,6 +205,25 @@ def test_detail_and_pixels(served: Pictures) -> None:
     ):  # fmt: skip
         error = ask(served, content(URI)[1], mm_processor_kwargs=given)["error"]
         assert error["param"] == f"mm_processor_kwargs.{name}"
+
+
+def test_the_event_loop_reads_none(served: Pictures, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However a small body writes that it has one."""
+    threads: list[str] = []
+    read = reader.PictureReader.read
+
+    def noted(self: Any, *arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return read(self, *arguments)
+
+    monkeypatch.setattr(reader.PictureReader, "read", noted)
+    small = base64.b64encode(file_of(PIXELS[:8, :8])).decode()
+    body = json.dumps({"messages": [{"role": "user", "content": content(f"data:;base64,{small}")}], **GREEDY})
+    for text in (body, body.replace("image", "\\u0069mage")):
+        assert len(text) < 4096
+        answer = served.real.http.post(CHAT, content=text, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 200, answer.text
+    assert [name.rpartition("_")[0] for name in threads] == ["xserv-pictures"] * 2
 
 
 def test_several_pictures_and_the_most(served: Pictures) -> None:

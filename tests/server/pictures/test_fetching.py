@@ -12,8 +12,8 @@ import pytest
 
 from runtime.images.errors import ImageError
 from server.pictures import fetching
-from server.pictures.addresses import is_public, parsed
-from server.pictures.fetching import PictureFetcher, Place
+from server.pictures.addresses import Place, is_public, parsed
+from server.pictures.fetching import PictureFetcher
 
 PRIVATE = [
     "0.0.0.0", "0.1.2.3", "10.0.0.1", "10.255.255.255", "100.64.0.1", "127.0.0.1", "127.1.2.3", "169.254.169.254",
