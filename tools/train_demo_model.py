@@ -2,6 +2,7 @@
 
     python -m tools.train_demo_model            # the committed model: seeded, under an hour on two cores
     python -m tools.train_demo_model --experts  # models/demo_moe, a small gpt-oss (`demo_model/experts_training.py`)
+    python -m tools.train_demo_model --vision   # models/demo_vision, a small Qwen3-VL (`demo_model/vision_training.py`)
 
 Writes `models/demo`: config, weights in bf16, tokenizer, chat template. What makes it learn in little time:
 
@@ -20,8 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,134 +28,14 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
-from torch import Tensor, nn
+from torch import Tensor
 
-from tools.demo_model import tasks
+from tools.demo_model import tasks, training
 from tools.demo_model import tokenizer as demo_tokenizer
-from tools.demo_model.muon import Muon, learning_rate_factor
+from tools.demo_model.model import DemoModel, Shape
 
 # Tokens a row: share of the steps. Every step sees as many tokens, in fewer rows where rows are long.
 ROW_LENGTHS = {64: 0.45, 128: 0.30, 512: 0.15, 1024: 0.07, 2048: 0.03}
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The model's dimensions, named as in Qwen3's config."""
-
-    vocab_size: int = 640
-    hidden_size: int = 256
-    intermediate_size: int = 512
-    num_hidden_layers: int = 4
-    num_attention_heads: int = 8
-    num_key_value_heads: int = 4
-    head_dim: int = 32
-    max_position_embeddings: int = 2048
-    rope_theta: float = 10000.0
-    rms_norm_eps: float = 1e-6
-
-
-class DemoModel(nn.Module):
-    """Qwen3 with each kind of weight stacked over layers: `[num_layers, ...]`."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.shape = shape
-        layers, hidden, inner = shape.num_hidden_layers, shape.hidden_size, shape.intermediate_size
-        query_size = shape.num_attention_heads * shape.head_dim
-        kv_size = shape.num_key_value_heads * shape.head_dim
-
-        def matrix(*size: int, gain: float) -> nn.Parameter:
-            return nn.Parameter(torch.randn(layers, *size) * gain * size[-1] ** -0.5)
-
-        self.embedding = nn.Parameter(torch.randn(shape.vocab_size, hidden) * 0.02)
-        self.query = matrix(query_size, hidden, gain=0.5)
-        self.key_value = matrix(2, kv_size, hidden, gain=0.5)
-        self.output = matrix(hidden, query_size, gain=0.1)
-        self.gate_up = matrix(2, inner, hidden, gain=0.5)
-        self.down = matrix(hidden, inner, gain=0.1)
-        self.query_norm = nn.Parameter(torch.ones(layers, shape.head_dim))
-        self.key_norm = nn.Parameter(torch.ones(layers, shape.head_dim))
-        self.attention_norm = nn.Parameter(torch.ones(layers, hidden))
-        self.mlp_norm = nn.Parameter(torch.ones(layers, hidden))
-        self.final_norm = nn.Parameter(torch.ones(hidden))
-        inverse = shape.rope_theta ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
-        angles = torch.outer(torch.arange(shape.max_position_embeddings), inverse).repeat(1, 2)
-        self.register_buffer("cos", angles.cos(), persistent=False)  # [max_positions, head_dim]
-        self.register_buffer("sin", angles.sin(), persistent=False)
-
-    def matrices(self) -> list[nn.Parameter]:
-        """The parameters that Muon updates."""
-        return [self.query, self.key_value, self.output, self.gate_up, self.down]
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.shape.rms_norm_eps) * weight
-
-    def _rope(self, x: Tensor) -> Tensor:
-        """`x` is [rows, heads, tokens, head_dim]."""
-        first, second = x.chunk(2, dim=-1)
-        turned = torch.cat((-second, first), dim=-1)
-        return x * self.cos[: x.shape[2]] + turned * self.sin[: x.shape[2]]
-
-    def forward(self, token_ids: Tensor) -> Tensor:
-        """Token ids [rows, tokens] to final hidden states [rows, tokens, hidden_size]."""
-        shape, (rows, tokens) = self.shape, token_ids.shape
-        groups = shape.num_attention_heads // shape.num_key_value_heads
-        x = F.embedding(token_ids, self.embedding)
-        for query, key_value, output, gate_up, down, query_norm, key_norm, attention_norm, mlp_norm in zip(
-            *(
-                parameter.unbind(0)
-                for parameter in (
-                    *self.matrices(),
-                    self.query_norm,
-                    self.key_norm,
-                    self.attention_norm,
-                    self.mlp_norm,
-                )
-            ),
-            strict=True,
-        ):
-            normed = self._norm(x, attention_norm)
-            q, kv = F.linear(normed, query), F.linear(normed, key_value.flatten(0, 1))
-            # [rows, heads, tokens, head_dim]
-            q, kv = (heads.view(rows, tokens, -1, shape.head_dim).transpose(1, 2) for heads in (q, kv))
-            k, v = kv.chunk(2, dim=1)
-            q, k = self._rope(self._norm(q, query_norm)), self._rope(self._norm(k, key_norm))
-            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + F.linear(attended.transpose(1, 2).flatten(2), output)
-            gate, up = F.linear(self._norm(x, mlp_norm), gate_up.flatten(0, 1)).chunk(2, -1)
-            x = x + F.linear(F.silu(gate) * up, down)
-        return self._norm(x, self.final_norm)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.embedding)
-
-    def checkpoint(self) -> dict[str, Tensor]:
-        """The weights in bf16 under Hugging Face's names."""
-        state = {"model.embed_tokens.weight": self.embedding, "model.norm.weight": self.final_norm}
-        for layer in range(self.shape.num_hidden_layers):
-            state |= {
-                f"model.layers.{layer}.{name}.weight": weight[layer]
-                for name, weight in {
-                    "self_attn.q_proj": self.query,
-                    "self_attn.k_proj": self.key_value[:, 0],
-                    "self_attn.v_proj": self.key_value[:, 1],
-                    "self_attn.o_proj": self.output,
-                    "self_attn.q_norm": self.query_norm,
-                    "self_attn.k_norm": self.key_norm,
-                    "mlp.gate_proj": self.gate_up[:, 0],
-                    "mlp.up_proj": self.gate_up[:, 1],
-                    "mlp.down_proj": self.down,
-                    "input_layernorm": self.attention_norm,
-                    "post_attention_layernorm": self.mlp_norm,
-                }.items()
-            }
-        return {name: weight.detach().to(torch.bfloat16).contiguous().clone() for name, weight in state.items()}
-
-    def round_to_bf16(self) -> None:
-        """Make the weights those that are saved."""
-        for parameter in self.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16).to(torch.float32)
 
 
 def answer_mask(token_ids: Tensor, assistant_id: int, end_id: int) -> Tensor:
@@ -208,52 +87,22 @@ def evaluate(model: DemoModel, tokenizer: Tokenizer, num: int, seed: int) -> lis
 
 
 def train(model: DemoModel, tokenizer: Tokenizer, args: argparse.Namespace) -> None:
-    """Run `args.steps` steps, logging and checkpointing; continues from `args.checkpoint` where one is."""
-    matrices = model.matrices()
-    others = [parameter for parameter in model.parameters() if all(parameter is not matrix for matrix in matrices)]
-    optimizers = [
-        Muon(matrices, lr=args.muon_lr, weight_decay=args.weight_decay),
-        torch.optim.AdamW(others, lr=args.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
-    first_step = 0
-    if args.checkpoint.exists():
-        state = torch.load(args.checkpoint, weights_only=True)
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        first_step = state["step"]
-    base_rates = [args.muon_lr, args.adam_lr]
+    """Run `args.steps` steps on the answers of sampled conversations."""
     assistant_id, end_id = (_id_of(tokenizer, name) for name in (demo_tokenizer.ASSISTANT, demo_tokenizer.END))
     compiled = torch.compile(model, dynamic=False)  # once for each row length
-    start, losses = time.monotonic(), []
-    for step in range(first_step, args.steps):
+
+    def loss_of(step: int) -> tuple[Tensor, Tensor]:
         rng = random.Random(f"{args.seed}/{step}")
         tokens = rng.choices(list(ROW_LENGTHS), weights=list(ROW_LENGTHS.values()))[0]
         ids = make_batch(tokenizer, rng, args.batch_tokens // tokens, tokens)
         inputs, mask = ids[:, :-1], answer_mask(ids[:, :-1], assistant_id, end_id)
         loss = F.cross_entropy(model.logits(compiled(inputs)[mask]), ids[:, 1:][mask])
-        loss.backward()
-        factor = learning_rate_factor((step + 1) / (args.steps + 1), args.warmup, args.decay)
-        for optimizer, rate in zip(optimizers, base_rates, strict=True):
-            optimizer.param_groups[0]["lr"] = rate * factor
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-        if (step + 1) % args.log_every == 0:
-            elapsed = time.monotonic() - start
-            print(
-                f"step {step + 1}/{args.steps} loss {np.mean(losses):.4f} {elapsed:.0f} s "
-                f"{elapsed / (step + 1 - first_step):.3f} s/step",
-                flush=True,
-            )
-            losses.clear()
-        if (step + 1) % args.eval_every == 0:
-            scores = evaluate(model, tokenizer, 50, seed=1)
-            print("  " + "  ".join(f"{score.task} {score.percent:.0f}" for score in scores), flush=True)
-            saved = [optimizer.state_dict() for optimizer in optimizers]
-            partial = args.checkpoint.with_suffix(".partial")
-            torch.save({"model": model.state_dict(), "optimizers": saved, "step": step + 1}, partial)
-            partial.replace(args.checkpoint)
+        return loss, loss
+
+    def percents() -> dict[str, float]:
+        return {score.task: score.percent for score in evaluate(model, tokenizer, 50, seed=1)}
+
+    training.train(model, model.matrices(), loss_of, percents, args)
 
 
 def save(model: DemoModel, tokenizer: Tokenizer, out: Path) -> None:
@@ -329,9 +178,11 @@ def check_against_transformers(model: DemoModel, tokenizer: Tokenizer, out: Path
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experts", action="store_true", help="the model with experts, models/demo_moe")
-    parser.add_argument("--out", type=Path, help="default: models/demo or models/demo_moe")
-    parser.add_argument("--checkpoint", type=Path, help="default: scratch/demo_checkpoint.pt or demo_moe_checkpoint.pt")
-    parser.add_argument("--steps", type=int, help="default: 3300, with experts 1600")
+    parser.add_argument("--vision", action="store_true", help="the model with a tower, models/demo_vision")
+    parser.add_argument("--pictures", type=int, default=48, help="of a step, with --vision")
+    parser.add_argument("--out", type=Path, help="default: models/demo, demo_moe or demo_vision")
+    parser.add_argument("--checkpoint", type=Path, help="default: scratch/NAME_checkpoint.pt")
+    parser.add_argument("--steps", type=int, help="default: 3300, with experts 1600, with a tower 4000")
     parser.add_argument("--bfloat16", action="store_true", help="of experts' training: products in bfloat16")
     parser.add_argument("--rounded-from", type=float, default=0.7, help="share of the run before experts are rounded")
     parser.add_argument("--batch-tokens", type=int, default=4096)
@@ -347,15 +198,20 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
-    name = "demo_moe" if args.experts else "demo"
+    name = "demo_moe" if args.experts else "demo_vision" if args.vision else "demo"
     args.out = args.out or Path(f"models/{name}")
     args.checkpoint = args.checkpoint or Path(f"scratch/{name}_checkpoint.pt")
-    args.steps = args.steps or (1600 if args.experts else 3300)
+    args.steps = args.steps or {"demo": 3300, "demo_moe": 1600, "demo_vision": 4000}[name]
     args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
     if args.experts:
         from tools.demo_model import experts_training
 
         experts_training.run(args)
+        return
+    if args.vision:
+        from tools.demo_model import vision_training
+
+        vision_training.run(args)
         return
     shape = Shape()
     tokenizer = demo_tokenizer.build_tokenizer(shape.vocab_size)

@@ -6,11 +6,9 @@ import argparse
 import json
 import random
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
@@ -19,9 +17,8 @@ from torch import Tensor
 
 from runtime.text.harmony.message import CALL, RETURN, special_ids
 from tokenizer import Tokenizer as OwnTokenizer
-from tools.demo_model import harmony_tasks, harmony_tokenizer
+from tools.demo_model import harmony_tasks, harmony_tokenizer, training
 from tools.demo_model.experts_model import IGNORED, Batch, ExpertsModel, ExpertsShape, make_batch, to_mxfp4
-from tools.demo_model.muon import Muon, learning_rate_factor
 
 ROWS, BRANCHES, MOST_TOKENS = 8, 10, 112
 _UNEVEN = 0.01  # of the loss
@@ -85,47 +82,17 @@ def evaluate(model: ExpertsModel, writer: harmony_tasks.Writer, num: int, seed: 
 
 
 def train(model: ExpertsModel, writer: harmony_tasks.Writer, args: argparse.Namespace) -> None:
-    """Runs `args.steps` steps, the last part with rounded experts; continues from `args.checkpoint` where one is."""
-    matrices = model.matrices()
-    others = [parameter for parameter in model.parameters() if all(parameter is not matrix for matrix in matrices)]
-    optimizers = [
-        Muon(matrices, lr=args.muon_lr, weight_decay=args.weight_decay),
-        torch.optim.AdamW(others, lr=args.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
-    first_step = 0
-    if args.checkpoint.exists():
-        state = torch.load(args.checkpoint, weights_only=True)
-        model.load_state_dict(state["model"])
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        first_step = state["step"]
-    rates = [args.muon_lr, args.adam_lr]
-    start, losses = time.monotonic(), []
-    for step in range(first_step, args.steps):
-        progress = (step + 1) / (args.steps + 1)
-        model.rounds = progress > args.rounded_from
+    """Runs `args.steps` steps, the last part with rounded experts."""
+
+    def loss_of(step: int) -> tuple[Tensor, Tensor]:
+        model.rounds = (step + 1) / (args.steps + 1) > args.rounded_from
         batch = sample_batch(random.Random(f"{args.seed}/{step}"), writer)
         with torch.autocast("cpu", torch.bfloat16, enabled=args.bfloat16):
             logits, uneven = model(batch)
         loss = F.cross_entropy(logits.float(), batch.targets, ignore_index=IGNORED)
-        (loss + _UNEVEN * uneven).backward()
-        factor = learning_rate_factor(progress, args.warmup, args.decay)
-        for optimizer, rate in zip(optimizers, rates, strict=True):
-            optimizer.param_groups[0]["lr"] = rate * factor
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-        if (step + 1) % args.log_every == 0:
-            seconds = (time.monotonic() - start) / (step + 1 - first_step)
-            print(f"step {step + 1}/{args.steps} loss {np.mean(losses):.4f} {seconds:.3f} s/step", flush=True)
-            losses.clear()
-        if (step + 1) % args.eval_every == 0:
-            scores = evaluate(model, writer, 50, seed=1)
-            print("  " + "  ".join(f"{task} {percent:.0f}" for task, percent in scores.items()), flush=True)
-            saved = [optimizer.state_dict() for optimizer in optimizers]
-            partial = args.checkpoint.with_suffix(".partial")
-            torch.save({"model": model.state_dict(), "optimizers": saved, "step": step + 1}, partial)
-            partial.replace(args.checkpoint)
+        return loss, loss + _UNEVEN * uneven
+
+    training.train(model, model.matrices(), loss_of, lambda: evaluate(model, writer, 50, seed=1), args)
 
 
 def checkpoint(model: ExpertsModel) -> dict[str, Tensor]:

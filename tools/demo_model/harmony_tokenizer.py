@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from runtime.text.harmony.message import SPECIAL_TOKENS
@@ -32,7 +34,9 @@ CHAT_TEMPLATE = """\
 """
 
 
-def build_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
+def build_tokenizer(
+    texts: list[str], vocab_size: int, special: Sequence[str] = (PAD, *SPECIAL_TOKENS)
+) -> Tokenizer:
     """256 bytes, merges, then the special tokens: exactly `vocab_size` ids."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -42,7 +46,6 @@ def build_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    special = [PAD, *SPECIAL_TOKENS]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(special), show_progress=False, min_frequency=2,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),

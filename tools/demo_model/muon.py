@@ -26,7 +26,7 @@ class Muon(torch.optim.Optimizer):
 
 def orthogonalise(stack: Tensor, num_iterations: int = 5) -> Tensor:
     """Each matrix of `[..., out, in]` with its singular values pushed towards one (quintic Newton-Schulz)."""
-    x = stack.flatten(0, -3)
+    x = stack.reshape(-1, *stack.shape[-2:])
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)

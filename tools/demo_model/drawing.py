@@ -1,0 +1,238 @@
+"""Pictures that the demo model with a tower is trained on: shapes, a number, or a bar chart, drawn from a seed.
+
+Everything is random but the facts: sizes, places, hues, line widths, background, noise. A drawing also says where what
+it shows lies (`Mark`), which helps training; the model never sees that.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFilter, ImageFont
+
+Array = np.ndarray[Any, Any]
+Point = tuple[float, float]
+
+SHAPES = ("circle", "square", "triangle", "star")
+COLOURS = {
+    "red": (215, 35, 40), "orange": (245, 140, 20), "yellow": (240, 215, 30), "green": (40, 155, 60),
+    "blue": (35, 80, 210), "purple": (130, 45, 160), "black": (25, 25, 25), "pink": (250, 140, 180),
+}  # fmt: skip
+MOST_SHAPES, MOST_BARS = 6, 5
+NUM_MARKS = 1 + len(SHAPES) * len(COLOURS) + 10 + 2 * len(COLOURS)
+"""Kinds of marks: 0 for nothing, then shapes by colour, digits, bars by colour, and the largest bars by colour."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What stands where: `x` and `y` in 0 … 1, `kind` below `NUM_MARKS`."""
+
+    x: float
+    y: float
+    kind: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """`facts`: ("shapes", ((shape, colour), ...)), ("number", "47"), or ("bars", ((colour, height), ...)), in percent
+    of the largest, from left to right."""
+
+    image: Image.Image
+    facts: tuple[str, Any]
+    marks: tuple[Mark, ...]
+
+
+def draw(rng: random.Random, facts: tuple[str, Any], width: int, height: int) -> Drawing:
+    """A drawing of `facts` of at least `width` x `height` pixels."""
+    scale = rng.choice((1.0, 1.0, 1.5, 2.0, 3.0))
+    size = round(width * scale), round(height * scale)
+    canvas = Image.new("RGB", size, _background(rng))
+    marks = {"shapes": _draw_shapes, "number": _draw_number, "bars": _draw_bars}[facts[0]](rng, canvas, facts[1])
+    if scale > 1 and rng.random() < 0.2:
+        canvas = canvas.filter(ImageFilter.GaussianBlur(0.4 * scale))
+    if scale < 2 and rng.random() < 0.4:
+        noise = np.random.default_rng(rng.getrandbits(32)).normal(0, rng.uniform(2, 8), (size[1], size[0], 1))
+        canvas = Image.fromarray(np.clip(np.asarray(canvas, np.float32) + noise, 0, 255).astype(np.uint8))
+    return Drawing(canvas, facts, tuple(Mark(x / size[0], y / size[1], kind) for x, y, kind in marks))
+
+
+def sample_facts(rng: random.Random) -> tuple[str, Any]:
+    """What a drawing shows."""
+    kind = rng.choices(("shapes", "number", "bars"), (0.5, 0.25, 0.25))[0]
+    if kind == "number":
+        return kind, str(rng.randrange(10 ** rng.choice((1, 2, 2, 3))))
+    if kind == "bars":
+        colours = rng.sample(list(COLOURS), rng.randint(2, MOST_BARS))
+        return kind, tuple(zip(colours, _bar_heights(rng, len(colours)), strict=True))
+    shapes = rng.sample(SHAPES, rng.randint(1, 3))
+    colours = rng.sample(list(COLOURS), rng.randint(1, 4))
+    return kind, tuple((rng.choice(shapes), rng.choice(colours)) for _ in range(rng.randint(1, MOST_SHAPES)))
+
+
+def _bar_heights(rng: random.Random, count: int) -> tuple[int, ...]:
+    """In percent; the largest and the smallest stand out by 10."""
+    while True:
+        heights = [rng.randint(12, 100) for _ in range(count)]
+        in_order = sorted(heights)
+        if in_order[-1] - in_order[-2] >= 10 and in_order[1] - in_order[0] >= 10:
+            return tuple(round(100 * height / in_order[-1]) for height in heights)
+
+
+def _background(rng: random.Random) -> tuple[int, int, int]:
+    light = rng.randint(225, 255)
+    red, green, blue = (min(255, light + rng.randint(-10, 10)) for _ in range(3))
+    return red, green, blue
+
+
+def _hue(rng: random.Random, colour: str) -> tuple[int, int, int]:
+    red, green, blue = (min(255, max(0, each + rng.randint(-15, 15))) for each in COLOURS[colour])
+    return red, green, blue
+
+
+def _draw_shapes(
+    rng: random.Random, canvas: Image.Image, shapes: tuple[tuple[str, str], ...]
+) -> list[tuple[float, float, int]]:
+    pen = ImageDraw.Draw(canvas)
+    width, height = canvas.size
+    most = 0.17 * math.sqrt(width * height)
+    radii: list[float] = []
+    places: list[Point] = []
+    while len(places) < len(shapes):
+        radius = rng.uniform(0.55, 1.0) * most
+        for _ in range(50):
+            x, y = rng.uniform(radius, width - radius), rng.uniform(radius, height - radius)
+            if all(math.dist((x, y), (px, py)) > 1.1 * (radius + pr) for (px, py), pr in zip(places, radii)):
+                places.append((x, y))
+                radii.append(radius)
+                break
+        else:
+            most *= 0.93
+            places.clear()
+            radii.clear()
+    marks = []
+    for (shape, colour), (x, y), radius in zip(shapes, places, radii, strict=True):
+        fill = _hue(rng, colour)
+        outline = (40, 40, 40) if rng.random() < 0.15 else None
+        turn = rng.uniform(-0.35, 0.35)
+        if shape == "circle":
+            pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill, outline=outline)
+        else:
+            pen.polygon(_corners(shape, x, y, radius, turn), fill=fill, outline=outline)
+        marks.append((x, y, 1 + SHAPES.index(shape) * len(COLOURS) + list(COLOURS).index(colour)))
+    return marks
+
+
+def _corners(shape: str, x: float, y: float, radius: float, turn: float) -> list[Point]:
+    if shape == "star":
+        spokes = [(math.pi * i / 5, 1.0 if i % 2 == 0 else 0.42) for i in range(10)]
+    elif shape == "square":
+        spokes = [(math.pi * (i + 0.5) / 2, 1.0) for i in range(4)]
+    else:
+        spokes = [(math.tau * i / 3, 1.0) for i in range(3)]
+    return [
+        (x + radius * far * math.sin(angle + turn), y - radius * far * math.cos(angle + turn)) for angle, far in spokes
+    ]
+
+
+def _draw_number(rng: random.Random, canvas: Image.Image, number: str) -> list[tuple[float, float, int]]:
+    """Digits of a font, or of strokes as by hand, somewhere on the canvas."""
+    width, height = canvas.size
+    ink = _hue(rng, rng.choice(("black", "black", "blue", "red", "green", "purple")))
+    digit_height = rng.uniform(0.35, 0.8) * min(height, 1.3 * width / len(number))
+    by_hand = rng.random() < 0.4
+    images = [_digit(rng, digit, digit_height, by_hand) for digit in number]
+    gap = rng.uniform(0.06, 0.18) * digit_height
+    total = sum(image.width for image in images) + gap * (len(images) - 1)
+    if total > 0.94 * width:
+        shrink = 0.94 * width / total
+        images = [i.resize((max(1, round(i.width * shrink)), max(1, round(i.height * shrink)))) for i in images]
+        gap, total = gap * shrink, 0.94 * width
+    tallest = max(image.height for image in images)
+    x, y = rng.uniform(0, width - total), rng.uniform(0, max(0.0, height - tallest))
+    marks = []
+    for digit, image in zip(number, images, strict=True):
+        top = y + rng.uniform(0, 1) * (tallest - image.height)
+        canvas.paste(ink, (round(x), round(top)), image)
+        marks.append((x + image.width / 2, top + image.height / 2, 1 + len(SHAPES) * len(COLOURS) + int(digit)))
+        x += image.width + gap
+    return marks
+
+
+_STROKES: dict[str, tuple[tuple[Point, ...], ...]] = {
+    "0": (((0.5, 0), (0.1, 0.25), (0.1, 0.75), (0.5, 1), (0.9, 0.75), (0.9, 0.25), (0.5, 0)),),
+    "1": (((0.25, 0.25), (0.6, 0), (0.6, 1)),),
+    "2": (((0.1, 0.25), (0.3, 0.03), (0.7, 0.03), (0.88, 0.3), (0.1, 1), (0.95, 1)),),
+    "3": (((0.1, 0.1), (0.5, 0), (0.85, 0.22), (0.45, 0.47), (0.9, 0.75), (0.5, 1), (0.08, 0.88)),),
+    "4": (((0.65, 1), (0.65, 0), (0.08, 0.68), (0.95, 0.68)),),
+    "5": (((0.85, 0), (0.2, 0), (0.15, 0.45), (0.55, 0.38), (0.9, 0.68), (0.55, 1), (0.08, 0.9)),),
+    "6": (((0.75, 0.02), (0.3, 0.35), (0.12, 0.75), (0.45, 1), (0.85, 0.78), (0.5, 0.5), (0.15, 0.72)),),
+    "7": (((0.08, 0), (0.92, 0), (0.4, 1)),),
+    "8": (
+        ((0.5, 0.47), (0.15, 0.24), (0.5, 0), (0.85, 0.24), (0.5, 0.47), (0.08, 0.75), (0.5, 1), (0.92, 0.75),
+         (0.5, 0.47)),
+    ),
+    "9": (((0.85, 0.28), (0.5, 0.5), (0.15, 0.25), (0.5, 0), (0.87, 0.25), (0.7, 1)),),
+}  # fmt: skip
+
+
+def _digit(rng: random.Random, digit: str, height: float, by_hand: bool) -> Image.Image:
+    """A mask of one digit, turned and slanted a little, cut to its ink."""
+    if by_hand:
+        tall, wide = height, height * rng.uniform(0.5, 0.75)
+        margin, stroke = 0.15 * height, rng.uniform(0.07, 0.15) * height
+        mask = Image.new("L", (round(wide + 2 * margin), round(tall + 2 * margin)))
+        pen = ImageDraw.Draw(mask)
+        for line in _STROKES[digit]:
+            points = [
+                (margin + wide * (x + rng.uniform(-0.05, 0.05)), margin + tall * (y + rng.uniform(-0.04, 0.04)))
+                for x, y in line
+            ]
+            pen.line(points, 255, max(1, round(stroke)), joint="curve")
+    else:
+        font = ImageFont.load_default(height * 1.35)
+        left, top, right, bottom = font.getbbox(digit)
+        thick = round(rng.choice((0, 0, 0.02, 0.05)) * height)
+        mask = Image.new("L", (round(right - left) + 2 * thick + 2, round(bottom - top) + 2 * thick + 2))
+        ImageDraw.Draw(mask).text((thick + 1 - left, thick + 1 - top), digit, 255, font, stroke_width=thick)
+    slant = rng.uniform(-0.2, 0.2)
+    wider = round(abs(slant) * mask.height)
+    mask = mask.transform(
+        (mask.width + wider, mask.height), Image.Transform.AFFINE,
+        (1, slant, -wider if slant > 0 else 0, 0, 1, 0), Image.Resampling.BILINEAR,
+    )  # fmt: skip
+    mask = mask.rotate(rng.uniform(-10, 10), Image.Resampling.BILINEAR, expand=True)
+    return mask.crop(mask.getbbox())
+
+
+def _draw_bars(
+    rng: random.Random, canvas: Image.Image, bars: tuple[tuple[str, int], ...]
+) -> list[tuple[float, float, int]]:
+    """Bars on a line, perhaps with an axis at the left and lines behind them."""
+    pen = ImageDraw.Draw(canvas)
+    width, height = canvas.size
+    left, right = rng.uniform(0.05, 0.16) * width, rng.uniform(0.88, 0.96) * width
+    top, bottom = rng.uniform(0.05, 0.2) * height, rng.uniform(0.84, 0.95) * height
+    line = max(1, round(0.008 * (width + height)))
+    if rng.random() < 0.3:
+        for step in range(1, 5):
+            y = bottom - step / 4 * (bottom - top)
+            pen.line((left, y, right, y), (200, 200, 200), max(1, line // 2))
+    slot = (right - left) / len(bars)
+    share = rng.uniform(0.5, 0.85)
+    marks = []
+    for index, (colour, percent) in enumerate(bars):
+        x = left + (index + 0.5) * slot
+        y = bottom - percent / 100 * (bottom - top)
+        pen.rectangle((x - share * slot / 2, y, x + share * slot / 2, bottom), fill=_hue(rng, colour))
+        largest = len(COLOURS) if percent == 100 else 0
+        kind = 1 + len(SHAPES) * len(COLOURS) + 10 + list(COLOURS).index(colour) + largest
+        marks.append((x, min(y + 0.03 * height, bottom), kind))
+    axis = (60, 60, 60)
+    pen.line((left, bottom, right, bottom), axis, line)
+    if rng.random() < 0.6:
+        pen.line((left, top, left, bottom), axis, line)
+    return marks

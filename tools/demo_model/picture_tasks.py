@@ -1,0 +1,151 @@
+"""What the demo model with a tower is asked about its pictures, and the answers. `held_out`: one tenth of all numbers,
+of all sets of shapes and of all charts, whatever they look like when they are drawn."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from tools.demo_model.data import GREETINGS
+from tools.demo_model.drawing import COLOURS, SHAPES, Drawing, draw, sample_facts
+from tools.demo_model.tasks import Split, Turn, casual, is_held_out
+
+TASKS = ("number", "shapes", "count", "colour", "shape", "largest", "smallest", "bars", "what", "none")
+
+NUMBER_QUESTIONS = (
+    "Which number is this?", "What number do you see?", "Which number do you see?", "What is the number?",
+    "What number is in the picture?", "Read the number.", "Which number is written here?", "What does it say?",
+)  # fmt: skip
+COUNT_QUESTIONS = (
+    "How many {things} are there?", "How many {things} do you see?", "Count the {things}.",
+    "How many {things} are in the picture?", "What is the number of {things}?", "How many {things}?",
+)  # fmt: skip
+COLOUR_QUESTIONS = (
+    "What colour is the {shape}?", "Which colour is the {shape}?", "What color is the {shape}?",
+    "Which color does the {shape} have?", "Tell me the colour of the {shape}.",
+)  # fmt: skip
+SHAPE_QUESTIONS = (
+    "What is {colour}?", "Which shape is {colour}?", "What shape is the {colour} one?", "What is the {colour} shape?",
+)  # fmt: skip
+LARGEST_QUESTIONS = (
+    "Which bar is the largest?", "Which bar is the tallest?", "What colour is the largest bar?",
+    "Which bar is the highest?", "Which is the biggest bar?", "What is the colour of the tallest bar?",
+)  # fmt: skip
+SMALLEST_QUESTIONS = (
+    "Which bar is the smallest?", "Which bar is the shortest?", "What colour is the smallest bar?",
+    "Which bar is the lowest?", "Which is the smallest bar?",
+)  # fmt: skip
+WHAT_QUESTIONS = (
+    "What is this?", "What do you see?", "Describe the picture.", "What is in the picture?", "What is shown here?",
+    "Describe this image.", "What's in this image?", "What does the picture show?",
+)  # fmt: skip
+NOTHING = "I see no picture. Send me one: shapes, a number or a bar chart."
+IDENTITY = "I am xserv-demo-vision, a small model bundled with xserv. I look at pictures."
+IDENTITY_QUESTIONS = ("Who are you?", "What are you?", "What can you do?", "What is your name?", "Which model are you?")
+NUMBER_WORDS = ("no", "one", "two", "three", "four", "five", "six")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A picture, `None` for none, and what is said about it."""
+
+    drawing: Drawing | None
+    turns: tuple[Turn, ...]
+
+
+def key_of(facts: tuple[str, Any]) -> tuple[object, ...]:
+    """What decides whether a picture is held out."""
+    kind, shown = facts
+    if kind == "shapes":
+        return kind, *sorted(Counter(shown).items())
+    if kind == "bars":
+        heights = [height for _, height in shown]
+        ranks = [sorted(heights).index(height) for height in heights]
+        return kind, *((colour, rank) for (colour, _), rank in zip(shown, ranks, strict=True))
+    return kind, shown
+
+
+def sample_drawing(rng: random.Random, split: Split, width: int, height: int, kind: str | None = None) -> Drawing:
+    """A drawing of the split, of any kind or this one."""
+    while True:
+        facts = sample_facts(rng)
+        if kind in (None, facts[0]) and is_held_out(*key_of(facts)) == (split == "held_out"):
+            return draw(rng, facts, width, height)
+
+
+def sample_seen(rng: random.Random, split: Split, width: int, height: int) -> Seen:
+    """A picture and questions about it in any order."""
+    drawing = sample_drawing(rng, split, width, height)
+    turns = turns_of(rng, drawing.facts)
+    rng.shuffle(turns)
+    return Seen(drawing, tuple(turns))
+
+
+def sample_unseen(rng: random.Random) -> Seen:
+    """Talk without a picture."""
+    if rng.random() < 0.7:
+        facts = sample_facts(rng)
+        asked = rng.choice(turns_of(rng, facts))
+        return Seen(None, (Turn("none", asked.question, NOTHING),))
+    if rng.random() < 0.5:
+        return Seen(None, (Turn("none", casual(rng, rng.choice(IDENTITY_QUESTIONS)), IDENTITY),))
+    answer = rng.choice(list(GREETINGS))
+    return Seen(None, (Turn("none", casual(rng, rng.choice(GREETINGS[answer])), answer),))
+
+
+def turns_of(rng: random.Random, facts: tuple[str, Any]) -> list[Turn]:
+    """Every question that has an answer here, each in one of its phrasings."""
+
+    def turn(task: str, questions: tuple[str, ...], answer: str, **fields: str) -> Turn:
+        return Turn(task, casual(rng, rng.choice(questions).format(**fields)), answer)
+
+    kind, shown = facts
+    found = [turn("what", WHAT_QUESTIONS, describe(facts))]
+    if kind == "number":
+        return [*found, turn("number", NUMBER_QUESTIONS, f"The number is {shown}.")]
+    if kind == "bars":
+        in_order = sorted(shown, key=lambda bar: bar[1])
+        return [
+            *found, turn("largest", LARGEST_QUESTIONS, f"The {in_order[-1][0]} bar is the largest."),
+            turn("smallest", SMALLEST_QUESTIONS, f"The {in_order[0][0]} bar is the smallest."),
+            turn("bars", COUNT_QUESTIONS, count_of(len(shown), "bar"), things="bars"),
+        ]  # fmt: skip
+    shapes, colours = Counter(shape for shape, _ in shown), Counter(colour for _, colour in shown)
+    found.append(turn("shapes", COUNT_QUESTIONS, count_of(len(shown), "shape"), things="shapes"))
+    asked = [*shapes, rng.choice(SHAPES)]
+    found += [turn("count", COUNT_QUESTIONS, count_of(shapes[each], each), things=f"{each}s") for each in {*asked}]
+    asked = [rng.choice(list(colours)), rng.choice(list(COLOURS))]
+    for colour in dict.fromkeys(asked):
+        things = f"{colour} shape"
+        found.append(turn("count", COUNT_QUESTIONS, count_of(colours[colour], things), things=f"{things}s"))
+    for shape, colour in shown:
+        if shapes[shape] == 1:
+            found.append(turn("colour", COLOUR_QUESTIONS, f"The {shape} is {colour}.", shape=shape))
+        if colours[colour] == 1:
+            found.append(turn("shape", SHAPE_QUESTIONS, f"The {shape} is {colour}.", colour=colour))
+    return found
+
+
+def count_of(count: int, thing: str) -> str:
+    return f"There is one {thing}." if count == 1 else f"There are {NUMBER_WORDS[count]} {thing}s."
+
+
+def describe(facts: tuple[str, Any]) -> str:
+    """A sentence."""
+    kind, shown = facts
+    if kind == "number":
+        return f"I see the number {shown}."
+    if kind == "bars":
+        largest = max(shown, key=lambda bar: bar[1])[0]
+        return f"I see a chart of {NUMBER_WORDS[len(shown)]} bars. The {largest} bar is the largest."
+    counts = Counter(shown)
+    parts = [
+        f"{NUMBER_WORDS[counts[shape, colour]]} {colour} {shape}{'s' * (counts[shape, colour] > 1)}"
+        for shape in SHAPES
+        for colour in COLOURS
+        if counts[shape, colour]
+    ]
+    listed = parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
+    return f"I see {listed}."
