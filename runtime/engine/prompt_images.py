@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -11,7 +12,10 @@ from numpy.typing import NDArray
 
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import ImageItem, ImageSupport
-from runtime.images.patches import PatchRule, make_patches
+from runtime.images.patches import Patches, PatchRule, make_patches
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 class PreparedImage(msgspec.Struct, frozen=True, tag=True):
@@ -33,12 +37,17 @@ def patch_rule(support: ImageSupport, *, min_pixels: int | None = None, max_pixe
     )
 
 
-def prepare_image(pixels: NDArray[np.uint8], rule: PatchRule) -> PreparedImage:
-    """RGB pixels ``[height, width, 3]`` cut into patches. Raises ImageError."""
-    patches = make_patches(pixels, rule)
-    data = patches.pixels.tobytes()
-    digest = hashlib.blake2b(data, digest_size=32, person=b"%d,%d" % patches.grid).digest()
-    return PreparedImage(digest, patches.rows, patches.columns, data)
+def prepare_image(image: NDArray[np.uint8] | Image, rule: PatchRule) -> PreparedImage:
+    """An RGB picture, or its pixels ``[height, width, 3]``, cut into patches. Raises ImageError."""
+    patches = make_patches(image, rule)
+    return PreparedImage(digest_of(patches), patches.rows, patches.columns, patches.pixels.tobytes())
+
+
+def digest_of(patches: Patches) -> bytes:
+    """32 bytes that no other picture, and no other grid of these patches, has."""
+    digest = hashlib.sha256(b"%d,%d:" % patches.grid)
+    digest.update(patches.pixels.data)
+    return digest.digest()
 
 
 def image_places(token_ids: Sequence[int], num_images: int, support: ImageSupport) -> list[int]:

@@ -10,12 +10,15 @@ import io
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.images.errors import ImageError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 """Pillow's names of the formats that are read. Pillow knows many more, whose decoders are used less."""
@@ -34,6 +37,11 @@ def decode(data: bytes, limits: DecodingLimits | None = None) -> NDArray[np.uint
 
     Raises ImageError.
     """
+    return np.array(decoded_image(data, limits), np.uint8)
+
+
+def decoded_image(data: bytes, limits: DecodingLimits | None = None) -> Image:
+    """The same as Pillow's picture. Raises ImageError."""
     limits = limits or DecodingLimits()
     image_module = _pillow()
     if not data:
@@ -45,7 +53,7 @@ def decode(data: bytes, limits: DecodingLimits | None = None) -> NDArray[np.uint
         try:
             with image_module.open(io.BytesIO(data), formats=FORMATS) as image:
                 check_pixels(image, limits)
-                return to_rgb(image)
+                return rgb_of(image)
         except (ImageError, MemoryError):
             raise
         except Exception as error:  # decoders raise errors of many classes for broken files
@@ -59,18 +67,18 @@ def check_pixels(image: Any, limits: DecodingLimits) -> None:
         raise ImageError(f"the image has {width} x {height} pixels, limit {limits.max_pixels:,}")
 
 
-def to_rgb(image: Any) -> NDArray[np.uint8]:
-    """A ``PIL.Image.Image`` upright, on white, as ``[height, width, 3]``."""
-    image_module = _pillow()
+def rgb_of(image: Image) -> Image:
+    """A picture upright, on white, in RGB: this one itself, or another."""
     from PIL import ImageOps
 
-    image = ImageOps.exif_transpose(image)
+    image.load()
+    ImageOps.exif_transpose(image, in_place=True)
     if "A" in image.getbands() or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
-        white = image_module.new("RGBA", image.size, (255, 255, 255))
+        white = _pillow().new("RGBA", image.size, (255, 255, 255))
         white.alpha_composite(image)
         image = white
-    return np.array(image.convert("RGB"), np.uint8)
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def pixels_of(image: Any, limits: DecodingLimits | None = None) -> NDArray[np.uint8]:
@@ -100,7 +108,7 @@ def pixels_of(image: Any, limits: DecodingLimits | None = None) -> NDArray[np.ui
         return np.ascontiguousarray(image if image.ndim == 3 else np.repeat(image[:, :, None], 3, axis=2))
     if isinstance(image, _pillow().Image):
         check_pixels(image, limits)
-        return to_rgb(image)
+        return np.array(rgb_of(image.copy()), np.uint8)
     raise ImageError(f"an image is a PIL.Image, a path, bytes or an array, not {type(image).__name__}")
 
 

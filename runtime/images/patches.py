@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.images.errors import ImageError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 MOST_ASPECT = 200
 """Longer side over shorter side, at most."""
@@ -85,18 +89,27 @@ class Patches:
         return self.rows, self.columns
 
 
-def make_patches(image: NDArray[np.uint8], rule: PatchRule) -> Patches:
-    """The patches of RGB pixels ``[height, width, 3]``, resized by Pillow's bicubic filter. Raises ImageError."""
+def make_patches(image: NDArray[np.uint8] | Image, rule: PatchRule, out: memoryview | None = None) -> Patches:
+    """The patches of an RGB picture, or of its pixels ``[height, width, 3]``, resized by Pillow's bicubic filter; at
+    the front of ``out`` where it is given. Raises ImageError."""
     from PIL import Image
 
-    tall, wide = rule.resized(image.shape[0], image.shape[1])
-    if (tall, wide) != image.shape[:2]:
-        image = np.array(Image.fromarray(image).resize((wide, tall), Image.Resampling.BICUBIC))
+    if isinstance(image, np.ndarray):
+        height, width, _ = image.shape
+    else:
+        width, height = image.size
+    tall, wide = rule.resized(height, width)
+    if (tall, wide) != (height, width):
+        picture = Image.fromarray(image) if isinstance(image, np.ndarray) else image
+        image = picture.resize((wide, tall), Image.Resampling.BICUBIC)
     size, merge = rule.patch_size, rule.merge_size
     rows, columns = tall // size, wide // size
-    cut = image.reshape(rows // merge, merge, size, columns // merge, merge, size, 3)
-    ordered = np.ascontiguousarray(cut.transpose(0, 3, 1, 4, 6, 2, 5))
-    return Patches(ordered.reshape(rows * columns, 3 * size * size), rows, columns)
+    cut = np.asarray(image).reshape(rows // merge, merge, size, columns // merge, merge, size, 3)
+    count = 3 * tall * wide
+    pixels = np.empty(count, np.uint8) if out is None else np.frombuffer(out, np.uint8, count)
+    ordered = cut.transpose(0, 3, 1, 4, 6, 2, 5)
+    pixels.reshape(ordered.shape)[...] = ordered
+    return Patches(pixels.reshape(rows * columns, 3 * size * size), rows, columns)
 
 
 def normalised(pixels: NDArray[np.uint8], rule: PatchRule) -> NDArray[np.float32]:

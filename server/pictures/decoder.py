@@ -3,67 +3,26 @@
 from __future__ import annotations
 
 import logging
-import os
+import mmap
 import queue
-import socket
-import subprocess
-import sys
 
 import msgspec
 
-from runtime.engine.process.wire import FrameReader, WireError, frame
+from runtime.engine.process.wire import WireError
 from runtime.engine.prompt_images import PreparedImage
 from runtime.images.decoding import DecodingLimits
 from runtime.images.errors import ImageError
 from runtime.images.patches import PatchRule
-from runtime.own_packages import python_module
-from server.pictures.worker import Job, Refused
+from server.pictures.worker import Job, Prepared, Refused
+from server.worker_process import WorkerProcess
 
 logger = logging.getLogger("xserv.server")
 
-COMMAND = ("-P", *python_module("server.pictures.worker"))
+KEPT_BYTES = 16 << 20
+"""Of memory shared with a process: what a larger picture took beyond is given back."""
 
-START_TIMEOUT_S = 30.0
-"""Beside a picture's own time, for a process that has to import its libraries."""
-
-_MAX_ANSWER_BYTES = 1 << 20
-_ANSWER: msgspec.msgpack.Decoder[PreparedImage | Refused] = msgspec.msgpack.Decoder(PreparedImage | Refused)
+_ANSWER: msgspec.msgpack.Decoder[Prepared | Refused] = msgspec.msgpack.Decoder(Prepared | Refused)
 _CLOSED = "the server is shutting down"
-
-
-class _Process:
-    """A process and the socket to it. `is_new`: it has answered nothing yet."""
-
-    def __init__(self) -> None:
-        self.connection, theirs = socket.socketpair()
-        with theirs:
-            self.popen = subprocess.Popen(
-                [sys.executable, *COMMAND, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-            )
-        self.is_new = True
-
-    def ask(self, job: Job, timeout_s: float) -> PreparedImage:
-        """Raises ImageError, TimeoutError, and EOFError, OSError, WireError or DecodeError where the
-        process has ended or does not do as it should."""
-        self.connection.settimeout(timeout_s + (START_TIMEOUT_S if self.is_new else 0.0))
-        self.connection.sendall(frame(job))
-        most_bytes = 4 * max(job.rule.max_pixels, job.rule.min_pixels) + _MAX_ANSWER_BYTES
-        frames = FrameReader(self.connection, most_bytes).read()
-        if not frames:
-            raise EOFError
-        self.is_new = False
-        answer = _ANSWER.decode(frames[0])
-        if isinstance(answer, Refused):
-            raise ImageError(answer.message)
-        return answer
-
-    def end(self) -> None:
-        self.popen.kill()
-        self.popen.wait()
-        self.connection.close()
 
 
 class PictureDecoder:
@@ -71,15 +30,16 @@ class PictureDecoder:
 
     num_processes  at most so many
     timeout_s      that one picture may take; beyond it its process is ended
+    max_pixels     of a resized picture, in any rule
     """
 
-    def __init__(self, num_processes: int, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._free: queue.LifoQueue[_Process | None] = queue.LifoQueue()
+    def __init__(self, num_processes: int, timeout_s: float, max_pixels: int) -> None:
+        self._timeout_s, self._shared_bytes = timeout_s, 4 * max_pixels + (1 << 20)
+        self._free: queue.LifoQueue[WorkerProcess | None] = queue.LifoQueue()
         self._num_processes = num_processes
         for _ in range(num_processes):
             self._free.put(None)
-        self._running: list[_Process] = []  # of those, the ones that decode
+        self._running: list[WorkerProcess] = []  # of those, the ones that decode
         self._is_closed = False
 
     def decode(self, data: bytes, limits: DecodingLimits, rule: PatchRule) -> PreparedImage:
@@ -90,11 +50,11 @@ class PictureDecoder:
                 if self._is_closed:
                     raise ImageError(_CLOSED)
                 if process is None:
-                    process = _Process()
+                    process = WorkerProcess("server.pictures.worker", shared_bytes=self._shared_bytes)
                 was_new = process.is_new
                 self._running.append(process)
                 try:
-                    return process.ask(Job(data, limits, rule), self._timeout_s)
+                    return _ask(process, Job(data, limits, rule), self._timeout_s)
                 except TimeoutError:
                     self._end(process)
                     process = None
@@ -114,7 +74,7 @@ class PictureDecoder:
                 self._running.remove(process)
             self._free.put(process)
 
-    def _end(self, process: _Process) -> None:
+    def _end(self, process: WorkerProcess) -> None:
         self._running.remove(process)
         process.end()
 
@@ -128,3 +88,17 @@ class PictureDecoder:
                 process.end()
         for _ in range(self._num_processes):
             self._free.put(None)
+
+
+def _ask(process: WorkerProcess, job: Job, timeout_s: float) -> PreparedImage:
+    """Raises ImageError, and what `WorkerProcess.ask` and msgspec raise."""
+    answer = _ANSWER.decode(process.ask(job, timeout_s))
+    if isinstance(answer, Refused):
+        raise ImageError(answer.message)
+    assert process.memory is not None
+    if answer.num_bytes != 3 * job.rule.patch_size**2 * answer.rows * answer.columns:
+        raise WireError(f"{answer.num_bytes} bytes of patches are none of {answer.rows} x {answer.columns}")
+    patches = process.memory[: answer.num_bytes]
+    if answer.num_bytes > KEPT_BYTES:
+        process.memory.madvise(mmap.MADV_REMOVE)
+    return PreparedImage(answer.digest, answer.rows, answer.columns, patches)

@@ -78,7 +78,9 @@ class PictureReader:
         self.most = config.limit_images
         self.threads = ThreadPoolExecutor(config.num_image_threads, thread_name_prefix="xserv-pictures")
         self._limits = DecodingLimits(config.max_image_bytes, config.max_image_pixels)
-        self._decoder = PictureDecoder(config.num_image_processes, config.image_timeout_s)
+        rule = patch_rule(support)
+        most_pixels = max(rule.max_pixels, rule.min_pixels)
+        self._decoder = PictureDecoder(config.num_image_processes, config.image_timeout_s, most_pixels)
         self._fetcher: PictureFetcher | None = None
         if config.allow_image_urls:
             if find_spec("httpcore") is None:

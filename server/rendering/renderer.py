@@ -7,27 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import select
-import subprocess
-import sys
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import msgspec
 
-from runtime.own_packages import python_module
+from runtime.engine.process.wire import WireError
+from server.worker_process import WorkerProcess
 
 logger = logging.getLogger("xserv.server")
 
-COMMAND = ("-P", *python_module("server.rendering.worker"))
-
 JOB_TIMEOUT_S = 2.0
-START_TIMEOUT_S = 30.0
-"""For the first job of a process, which has to import its libraries."""
+
+MAX_ANSWER_BYTES = 1 << 24
 
 MAX_KEPT_BYTES = 8 << 20
 MAX_WAITING = 8
@@ -46,8 +39,7 @@ class Renderer:
     def __init__(self, *, job_timeout_s: float = JOB_TIMEOUT_S) -> None:
         self._job_timeout_s = job_timeout_s
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="xserv-render")
-        self._process: subprocess.Popen[bytes] | None = None
-        self._is_new = False
+        self._process: WorkerProcess | None = None
         self._kept: OrderedDict[tuple[str | None, Job], msgspec.Raw] = OrderedDict()
         self._num_kept_bytes = 0
         self._num_waiting = 0
@@ -96,60 +88,25 @@ class Renderer:
         return [self._ask(job) for job in jobs]
 
     def _ask(self, job: Job) -> msgspec.Raw:
-        line = msgspec.json.encode(job) + b"\n"
         for _ in range(2):  # a process that has ended since the last job is replaced
             if self._is_closed:
                 return NOTHING
+            if self._process is None:
+                self._process = WorkerProcess("server.rendering.worker", most_bytes=MAX_ANSWER_BYTES)
             try:
-                answer = self._exchange(line)
-            except (BrokenPipeError, EOFError):
-                self._end()
-                continue
+                return msgspec.Raw(bytes(self._process.ask(msgspec.Raw(msgspec.json.encode(job)), self._job_timeout_s)))
             except TimeoutError:
                 logger.warning("rendering %d characters of %s took too long", len(str(job[-1])), job[0])
                 self._end()
                 return NOTHING
-            return msgspec.Raw(answer)
+            except (EOFError, OSError, WireError):
+                self._end()
         return NOTHING
-
-    def _exchange(self, line: bytes) -> bytes:
-        if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, *COMMAND],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                bufsize=0,
-            )
-            self._is_new = True
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        end_s = time.monotonic() + (START_TIMEOUT_S if self._is_new else self._job_timeout_s)
-        view = memoryview(line)
-        while view:  # it reads the whole line before it answers
-            view = view[os.write(process.stdin.fileno(), view) :]
-        pieces: list[bytes] = []
-        while not pieces or not pieces[-1].endswith(b"\n"):
-            left_s = end_s - time.monotonic()
-            if left_s <= 0 or not select.select([process.stdout], [], [], left_s)[0]:
-                raise TimeoutError
-            piece = os.read(process.stdout.fileno(), 1 << 16)
-            if not piece:
-                raise EOFError
-            pieces.append(piece)
-        self._is_new = False
-        return b"".join(pieces).rstrip(b"\n")
 
     def _end(self) -> None:
         process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            with suppress(OSError):
-                pipe.close()
+        if process is not None:
+            process.end()
 
 
 def _size(key: tuple[str | None, Job], answer: msgspec.Raw) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +52,11 @@ def draw(rng: random.Random, facts: tuple[str, Any], width: int, height: int) ->
     scale = rng.choice((1.0, 1.0, 1.5, 2.0, 3.0))
     size = round(width * scale), round(height * scale)
     canvas = Image.new("RGB", size, _background(rng))
-    marks = {"shapes": _draw_shapes, "number": _draw_number, "bars": _draw_bars}[facts[0]](rng, canvas, facts[1])
+    kind, shown = facts
+    drawers: dict[str, Callable[[random.Random, Image.Image, Any], list[tuple[float, float, int]]]] = {
+        "shapes": _draw_shapes, "number": _draw_number, "bars": _draw_bars,
+    }  # fmt: skip
+    marks = drawers[kind](rng, canvas, shown)
     if scale > 1 and rng.random() < 0.2:
         canvas = canvas.filter(ImageFilter.GaussianBlur(0.4 * scale))
     if scale < 2 and rng.random() < 0.4:

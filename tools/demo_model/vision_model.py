@@ -53,7 +53,7 @@ class Merger(nn.Module):
         """[pictures, patches, hidden_size] -> [pictures, tokens, out]"""
         tokens = x.shape[0], -1, self.inputs
         x = self.norm(x.reshape(tokens)) if self.norms_tokens else self.norm(x).reshape(tokens)
-        return self.linear_fc2(F.gelu(self.linear_fc1(x)))  # type: ignore[no-any-return]
+        return self.linear_fc2(F.gelu(self.linear_fc1(x)))
 
 
 class Tower(nn.Module):
@@ -85,7 +85,7 @@ class Tower(nn.Module):
         """The parameters that Muon updates."""
         mergers = [self.merger, *self.deepstack]
         linears = [linear for each in mergers for linear in (each.linear_fc1, each.linear_fc2)]
-        return [self.qkv, self.proj, self.fc1, self.fc2, *(linear.weight for linear in linears)]  # type: ignore[list-item]
+        return [self.qkv, self.proj, self.fc1, self.fc2, *(linear.weight for linear in linears)]
 
     def forward(self, patches: Tensor, grid: tuple[int, int]) -> tuple[Tensor, list[Tensor]]:
         """Patches [pictures, rows * columns, 3 * patch_size ** 2] of one grid -> embeddings [pictures, tokens, out],

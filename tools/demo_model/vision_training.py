@@ -25,7 +25,7 @@ from torch import Tensor
 from runtime.images.patches import PatchRule, make_patches, normalised
 from tools.demo_model import harmony_tokenizer, picture_tasks, training
 from tools.demo_model.data import SYSTEM_MESSAGES
-from tools.demo_model.drawing import NUM_MARKS, Drawing
+from tools.demo_model.drawing import NUM_MARKS, Drawing, sample_facts
 from tools.demo_model.picture_tasks import Seen
 from tools.demo_model.tasks import Split
 from tools.demo_model.tokenizer import ASSISTANT, END, PAD, SYSTEM, USER
@@ -85,7 +85,8 @@ class Writer:
     """Writes conversations as tokens."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer, self.special = tokenizer, {name: tokenizer.token_to_id(name) for name in SPECIAL_TOKENS}
+        vocab = tokenizer.get_vocab()
+        self.tokenizer, self.special = tokenizer, {name: vocab[name] for name in SPECIAL_TOKENS}
 
     def row(self, system: str | None, seen: list[Seen], grid: tuple[int, int]) -> Row:
         """`grid`: of tokens. A turn that does not fit `MOST_TOKENS` is left out, with all behind it."""
@@ -250,7 +251,7 @@ def texts(seed: int, num: int) -> list[str]:
         if index % 4 == 0:
             turns: Any = picture_tasks.sample_unseen(rng).turns
         else:
-            turns = picture_tasks.turns_of(rng, picture_tasks.sample_facts(rng))
+            turns = picture_tasks.turns_of(rng, sample_facts(rng))
         found += [text for turn in turns for text in (turn.question, turn.answer)]
     return found
 

@@ -32,7 +32,7 @@ PIXELS = np.random.RandomState(1).randint(0, 256, (40, 56, 3)).astype(np.uint8)
 
 @pytest.fixture(scope="module")
 def decoder() -> Iterator[PictureDecoder]:
-    opened = PictureDecoder(2, 10.0)
+    opened = PictureDecoder(2, 10.0, RULE.max_pixels)
     yield opened
     opened.close()
 
@@ -122,7 +122,7 @@ def test_too_much_memory_is_an_error_of_the_picture(decoder: PictureDecoder) -> 
 
 
 def test_a_process_that_ended_is_replaced() -> None:
-    decoder = PictureDecoder(1, 10.0)
+    decoder = PictureDecoder(1, 10.0, RULE.max_pixels)
     try:
         first = decoder.decode(pictures()["PNG"], LIMITS, RULE)
         process = decoder._free.queue[0]
@@ -137,7 +137,7 @@ def test_a_process_that_ended_is_replaced() -> None:
 
 
 def test_one_that_takes_too_long_ends_its_process() -> None:
-    decoder = PictureDecoder(1, 0.3)
+    decoder = PictureDecoder(1, 0.3, RULE.max_pixels)
     try:
         decoder.decode(pictures()["PNG"], LIMITS, RULE)
         process = decoder._free.queue[0]

@@ -12,6 +12,7 @@ import pytest
 
 from server.rendering import renderer
 from server.rendering.renderer import Renderer
+from server.worker_process import WorkerProcess
 from tests.server.conftest import Served, serving
 from tests.server.fake_engine import FakeEngineClient
 from tests.waiting import wait_until
@@ -63,10 +64,12 @@ def test_a_job_has_a_time_and_a_dead_process_is_replaced(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     slow = (
-        "import sys, time\nfor line in sys.stdin:\n  time.sleep(60 if 'slow' in line else 0)\n"
-        "  if 'dead' in line: sys.exit()\n  print('[1]', flush=True)\n"
+        "import sys, time, msgspec\nfrom server.worker_process import answer_jobs\n"
+        "def answer(job, _):\n  time.sleep(60 if b'slow' in bytes(job) else 0)\n"
+        "  if b'dead' in bytes(job): sys.exit()\n  return msgspec.Raw(b'[1]')\n"
+        "answer_jobs(answer, max_memory_bytes=1 << 30)\n"
     )
-    monkeypatch.setattr(renderer, "COMMAND", ("-P", "-c", slow))
+    monkeypatch.setattr(WorkerProcess, "command", staticmethod(lambda module: ("-c", slow)))
     caplog.set_level(logging.WARNING, "xserv.server")
 
     async def use() -> None:
@@ -80,14 +83,14 @@ def test_a_job_has_a_time_and_a_dead_process_is_replaced(
         first = made._process
         assert first is not None
         assert await one("slow") == bytes(nothing)
-        assert first.poll() is not None
+        assert first.popen.poll() is not None
         assert await one("b") == bytes(raw)
         assert await one("dead") == bytes(nothing)
         assert await one("c") == bytes(raw)
         second = made._process
         assert second is not None
-        second.kill()
-        second.wait()
+        second.popen.kill()
+        second.popen.wait()
         assert await one("d") == bytes(raw)
         third = made._process
         assert third not in (None, second)
@@ -95,7 +98,7 @@ def test_a_job_has_a_time_and_a_dead_process_is_replaced(
         assert made._process is third
         made.close()
         assert third is not None
-        assert third.poll() is not None
+        assert third.popen.poll() is not None
 
     asyncio.run(use())
     assert "took too long" in caplog.text
