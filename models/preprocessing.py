@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
+from typing import cast
+
+from msgspec.structs import replace
 
 from models.json_fields import Fields, read_json_object
-from runtime.images.patches import PatchRule
+from runtime.images.patches import FixedRule, Resample, Rule
 
 FILE = "preprocessor_config.json"
 
@@ -17,7 +19,7 @@ _NOTES = (
 )  # fmt: skip
 
 
-def read_patch_rule(folder: str | Path, default: PatchRule) -> PatchRule:
+def read_patch_rule(folder: str | Path, default: Rule) -> Rule:
     """The rule of a model's folder; `default`, which the model's config gives, where the folder has no such file.
 
     Raises `ConfigError` for what contradicts the config, and for what is not supported.
@@ -26,6 +28,8 @@ def read_patch_rule(folder: str | Path, default: PatchRule) -> PatchRule:
     if not path.is_file():
         return default
     fields = Fields(read_json_object(path), str(path))
+    if isinstance(default, FixedRule):
+        return _read_fixed(fields, default)
     for name in _NOTES:
         fields.raw(name)
     for name, wanted in (
@@ -34,9 +38,7 @@ def read_patch_rule(folder: str | Path, default: PatchRule) -> PatchRule:
         ("do_normalize", True), ("do_convert_rgb", True), ("resample", 3),
     ):  # fmt: skip
         fields.expect(name, wanted)
-    factor = fields.number("rescale_factor", 1 / 255)
-    if abs(factor * 255 - 1) > 1e-9:
-        raise fields.error("rescale_factor", f"= {factor} is not supported")
+    _check_factor(fields)
     size = fields.object("size")
     least = fields.integer("min_pixels", None) or size.integer("shortest_edge", default.min_pixels)
     most = fields.integer("max_pixels", None) or size.integer("longest_edge", default.max_pixels)
@@ -46,10 +48,71 @@ def read_patch_rule(folder: str | Path, default: PatchRule) -> PatchRule:
         default, min_pixels=least, max_pixels=most, mean=_channels(fields, "image_mean", default.mean),
         std=_channels(fields, "image_std", default.std),
     )  # fmt: skip
+    _check_end(fields, rule)
+    return rule
+
+
+_FIXED_NOTES = (
+    "auto_map", "data_format", "device", "disable_grouping", "image_processor_type", "input_data_format",
+    "processor_class", "return_tensors", "default_to_square", "image_seq_length", "pan_and_scan_min_crop_size",
+    "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate", "do_pad", "pad_size",
+)  # fmt: skip
+
+
+def _read_fixed(fields: Fields, default: FixedRule) -> FixedRule:
+    """The rule of a tower whose pictures have one size: the config's, which the file must lead to."""
+    for name in _FIXED_NOTES:
+        fields.raw(name)
+    for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
+        fields.expect(name, True)
+    fields.expect("do_pan_and_scan", False)
+    _check_factor(fields)
+    wanted = (default.height, default.width)
+    edge, crops = None, fields.boolean("do_center_crop", default.shortest_edge is not None)
+    if fields.has("size") and isinstance(fields.raw("size"), dict):
+        size = fields.object("size")
+        if size.has("shortest_edge"):
+            edge = size.integer("shortest_edge")
+            size.refuse_unread(lambda name, value: False)
+        elif (given := (size.integer("height"), size.integer("width"))) != wanted:
+            raise fields.error("size", f"= {given[0]} x {given[1]} must be the tower's {wanted[0]} x {wanted[1]}")
+    elif fields.has("size"):
+        edge = fields.integer("size")
+    else:
+        edge = default.shortest_edge
+    crop = fields.raw("crop_size")
+    if crops and crop is not None:
+        sides = (fields.integer("crop_size"),) * 2 if isinstance(crop, int) else tuple(
+            fields.object("crop_size").integer(name) for name in ("height", "width")
+        )  # fmt: skip
+        if sides != wanted:
+            raise fields.error("crop_size", f"= {sides[0]} x {sides[1]} must be the tower's {wanted[0]} x {wanted[1]}")
+    if edge is not None and not crops:
+        raise fields.error("do_center_crop", "is false, but size has a shortest_edge: pictures would differ in size")
+    if edge is not None and edge < max(wanted):
+        raise fields.error("size", f"shortest_edge = {edge} is below the tower's {max(wanted)}")
+    filters = {2: "bilinear", 3: "bicubic"}
+    number = fields.integer("resample", 2 if default.resample == "bilinear" else 3)
+    if number not in filters:
+        raise fields.error("resample", f"= {number} is not supported: 2 (bilinear) or 3 (bicubic)")
+    rule = replace(
+        default, shortest_edge=edge, resample=cast(Resample, filters[number]),
+        mean=_channels(fields, "image_mean", default.mean), std=_channels(fields, "image_std", default.std),
+    )  # fmt: skip
+    _check_end(fields, rule)
+    return rule
+
+
+def _check_factor(fields: Fields) -> None:
+    factor = fields.number("rescale_factor", 1 / 255)
+    if abs(factor * 255 - 1) > 1e-9:
+        raise fields.error("rescale_factor", f"= {factor} is not supported")
+
+
+def _check_end(fields: Fields, rule: Rule) -> None:
     if min(rule.std) <= 0:
         raise fields.error("image_std", f"{rule.std} must be above 0")
     fields.refuse_unread(lambda name, value: False)
-    return rule
 
 
 def _channels(fields: Fields, name: str, default: tuple[float, float, float]) -> tuple[float, float, float]:

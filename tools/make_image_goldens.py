@@ -1,4 +1,5 @@
-"""Writes ``tests/runtime/images/golden_patches.json``: what transformers' ``Qwen2VLImageProcessorPil`` makes.
+"""Writes what transformers' image processors make (``backend="pil"``): ``tests/runtime/images/golden_patches.json`` of
+``Qwen2VLImageProcessorPil``, ``golden_fixed.json`` of those of CLIP, SigLIP and Gemma 3.
 
     python -m tools.make_image_goldens          # needs transformers, torch and Pillow
 """
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.runtime.images.pictures import PICTURES, SIZES, picture_bytes
+from tests.runtime.images.pictures import FIXED, PICTURES, SIZES, SMALL_SIZES, picture_bytes, small_picture
 
 TARGET = Path(__file__).resolve().parents[1] / "tests/runtime/images/golden_patches.json"
 HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
@@ -54,6 +55,31 @@ def main() -> None:
             }
     found = {"transformers": transformers.__version__, "grids": grids, "pictures": pictures}
     TARGET.write_text(json.dumps(found, separators=(",", ":")), encoding="utf-8")
+    make_fixed()
+
+
+def make_fixed() -> None:
+    import transformers
+    from PIL import Image, ImageOps
+
+    found: dict[str, Any] = {}
+    for name, case in FIXED.items():
+        settings = {field: value for field, value in case.items() if field != "processor"}
+        kind = getattr(transformers, f"{case['processor']}ImageProcessorPil")
+        raw, whole = kind(**settings, do_rescale=False, do_normalize=False), kind(**settings)
+
+        def made(image: Any, raw: Any = raw) -> str:
+            pixels = np.asarray(raw([image], return_tensors="np")["pixel_values"][0])
+            return hashlib.sha256(pixels.astype(np.uint8).tobytes()).hexdigest()[:16]
+
+        files = {one: ImageOps.exif_transpose(Image.open(io.BytesIO(picture_bytes(one)))) for one in PICTURES}
+        values = np.asarray(whole([files["rgb"]], return_tensors="np")["pixel_values"][0]).ravel()
+        found[name] = {
+            "files": {one: made(image) for one, image in files.items()},
+            "sizes": [made(small_picture(*size)) for size in SMALL_SIZES],
+            "normalised": [float(each) for each in values[:: max(1, values.size // 7)][:7]],
+        }
+    TARGET.with_name("golden_fixed.json").write_text(json.dumps(found, separators=(",", ":")), encoding="utf-8")
 
 
 if __name__ == "__main__":

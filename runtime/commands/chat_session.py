@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from runtime.commands import calculator
 from runtime.commands.conversation import Conversation, Message
 from runtime.commands.sampling import sampling_params
-from runtime.engine.prompt_images import PreparedImage, patch_rule, place_images, prepare_image
+from runtime.engine.prompt_images import PreparedImage, place_images, prepare_image
 from runtime.errors import InvalidArgumentError, XservError
 from runtime.images.decoding import pixels_of
 from runtime.llm.images import take_images
@@ -108,7 +108,7 @@ class ChatSession:
         if support is None or not self.has_template:
             why = "the model reads no images" if support is None else "the model has no chat template"
             raise InvalidArgumentError(f"{path}: {why}", param="image")
-        self.attached.append(prepare_image(pixels_of(Path(path).expanduser()), patch_rule(support)))
+        self.attached.append(prepare_image(pixels_of(Path(path).expanduser()), support.rule))
 
     def take_back(self) -> str | None:
         """Removes the last turn and returns its text; its pictures are attached again. None: there is no turn."""

@@ -17,6 +17,7 @@ from runtime.engine.messages import EngineInfo, EngineRequest, ImageItem, ImageS
 from runtime.engine.sampling_params import SamplingParams, check_token_ids
 from runtime.engine.scheduling.pictures import Picture, Pictures
 from runtime.engine.scheduling.sequence import NO_IDS, Request
+from runtime.images.errors import ImageError
 
 
 def prepare(request: EngineRequest, info: EngineInfo) -> Request:
@@ -69,18 +70,19 @@ def _pictures(
         return None
     if support is None:
         raise RequestError(f"the model reads no images, got {len(images)}", param="images")
-    merge, items, end = support.merge_size, [], 0
+    items, end = [], 0
     for index, image in enumerate(images):
         name = f"images[{index}]"
-        if min(image.rows, image.columns) < merge or image.rows % merge or image.columns % merge:
-            shape = f"{image.rows} x {image.columns}"
-            raise RequestError(f"{name}: {shape} patches are no multiples of {merge}", param=name)
+        try:
+            lines, across = support.rule.token_grid(image.rows, image.columns)
+        except ImageError as error:
+            raise RequestError(f"{name}: {error}", param=name) from error
         if len(image.patches) != image.rows * image.columns * support.patch_bytes:
             wanted = image.rows * image.columns * support.patch_bytes
             raise RequestError(f"{name}: patches have {len(image.patches)} bytes, must have {wanted}", param=name)
         if not 16 <= len(image.digest) <= 64:
             raise RequestError(f"{name}: digest has {len(image.digest)} bytes, must have 16 to 64", param=name)
-        item = Picture(image.digest, image.first_token, image.rows // merge, image.columns // merge)
+        item = Picture(image.digest, image.first_token, lines, across)
         if item.first_token < end or item.end > len(prompt_ids):
             raise RequestError(f"{name}: first_token={item.first_token} is not within the prompt's rest", param=name)
         if (prompt_ids[item.first_token : item.end] != support.token_id).any():
@@ -92,7 +94,8 @@ def _pictures(
     if total > support.max_tokens:
         raise RequestError(f"images have {total} tokens, limit {support.max_tokens}", param="images")
     patches = [np.frombuffer(image.patches, np.uint8).reshape(-1, support.patch_bytes) for image in images]
-    return Pictures.of(items, len(prompt_ids), patches, [(image.rows, image.columns) for image in images])
+    grids = [(image.rows, image.columns) for image in images]
+    return Pictures.of(items, len(prompt_ids), patches, grids, support.has_axes)
 
 
 def _check_scheduling(request: EngineRequest, policy: str) -> None:

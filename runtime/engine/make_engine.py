@@ -32,7 +32,7 @@ from runtime.engine.speculation.ngram import NgramDrafter, SuffixDrafter
 from runtime.engine.speculation.speculator import Speculator
 from runtime.engine.steps.executor import Executor
 from runtime.engine.steps.local_executor import LocalExecutor
-from runtime.engine.steps.pictures import PictureModel
+from runtime.engine.steps.pictures import PictureModel, RotatingModel
 from runtime.kv.cache import KVCache
 from runtime.linear.options import LoadOptions, LoadSettings
 from runtime.progress import SILENT, Reporter
@@ -279,11 +279,9 @@ def _image_support(model: Model, folder: Path) -> ImageSupport | None:
     rule = read_patch_rule(folder, model.patch_rule)
     return ImageSupport(
         token_id=model.image_token_id,
-        patch_size=rule.patch_size,
-        merge_size=rule.merge_size,
-        min_pixels=rule.min_pixels,
-        max_pixels=rule.max_pixels,
+        rule=rule,
         max_tokens=max(1, KEPT_PICTURE_BYTES // model.bytes_per_picture_token),
+        has_axes=isinstance(model, RotatingModel),
     )
 
 

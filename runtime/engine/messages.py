@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from runtime.engine.sampling_params import SamplingParams
+from runtime.images.patches import Rule
 
 ErrorCode = Literal["unsatisfiable_request", "invalid_grammar"]
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -216,21 +217,19 @@ class ImageSupport(msgspec.Struct, frozen=True):
     """How a model reads pictures.
 
     token_id    stands for each of their tokens
-    patch_size, merge_size  pixels of a patch's side, patches of a token's side
-    min_pixels, max_pixels  of a picture as it is cut into patches
+    rule        how they are resized and cut into patches
     max_tokens  most tokens of all pictures of a request
+    has_axes    tokens have positions on three axes; False: their places alone
     """
 
     token_id: int
-    patch_size: int
-    merge_size: int
-    min_pixels: int
-    max_pixels: int
+    rule: Rule
     max_tokens: int
+    has_axes: bool
 
     @property
     def patch_bytes(self) -> int:
-        return 3 * self.patch_size**2
+        return 3 * self.rule.patch_size**2
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):

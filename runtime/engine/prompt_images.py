@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import ImageItem, ImageSupport
-from runtime.images.patches import Patches, PatchRule, make_patches
+from runtime.images.patches import Patches, Rule, make_patches
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -27,17 +27,7 @@ class PreparedImage(msgspec.Struct, frozen=True, tag=True):
     patches: bytes
 
 
-def patch_rule(support: ImageSupport, *, min_pixels: int | None = None, max_pixels: int | None = None) -> PatchRule:
-    """How the model cuts pictures, with other least and most pixels where they are given."""
-    return PatchRule(
-        patch_size=support.patch_size,
-        merge_size=support.merge_size,
-        min_pixels=support.min_pixels if min_pixels is None else min_pixels,
-        max_pixels=support.max_pixels if max_pixels is None else max_pixels,
-    )
-
-
-def prepare_image(image: NDArray[np.uint8] | Image, rule: PatchRule) -> PreparedImage:
+def prepare_image(image: NDArray[np.uint8] | Image, rule: Rule) -> PreparedImage:
     """An RGB picture, or its pixels ``[height, width, 3]``, cut into patches. Raises ImageError."""
     patches = make_patches(image, rule)
     return PreparedImage(digest_of(patches), patches.rows, patches.columns, patches.pixels.tobytes())
@@ -77,6 +67,7 @@ def place_images(
                 digest=image.digest, first_token=len(ids), rows=image.rows, columns=image.columns, patches=image.patches
             )
         )
-        ids += [support.token_id] * (image.rows * image.columns // support.merge_size**2)
+        lines, across = support.rule.token_grid(image.rows, image.columns)
+        ids += [support.token_id] * (lines * across)
         begin = place + 1
     return [*ids, *token_ids[begin:]], tuple(items)

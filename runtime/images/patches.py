@@ -1,22 +1,27 @@
-"""Qwen's preprocessing (Qwen2-VL, 2.5-VL, 3-VL): a picture keeps its shape, and becomes a grid of square patches.
+"""A picture becomes a grid of square patches, by the rule that a model was trained with.
 
-Equal to transformers' ``Qwen2VLImageProcessorPil`` to the byte, before its normalisation. Patches are uint8 and stand
-once: the tower's two frames of a still picture are the same.
+``PatchRule`` (Qwen2-VL, 2.5-VL, 3-VL) keeps its shape; ``FixedRule`` (CLIP, SigLIP, Gemma 3) gives all pictures one
+size. Equal to transformers' ``Qwen2VLImageProcessorPil``, ``CLIPImageProcessorPil``, ``SiglipImageProcessorPil`` and
+``Gemma3ImageProcessorPil`` to the byte, before their normalisation. Patches are uint8 and stand once: the two frames
+that Qwen's tower has of a still picture are the same.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.images.errors import ImageError
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    from PIL.Image import Image, Resampling
+
+Resample = Literal["bilinear", "bicubic"]
 
 MOST_ASPECT = 200
 """Longer side over shorter side, at most."""
@@ -24,9 +29,8 @@ MOST_ASPECT = 200
 _WHITE = 255.0
 
 
-@dataclass(frozen=True, slots=True)
-class PatchRule:
-    """How a model cuts pictures.
+class PatchRule(msgspec.Struct, frozen=True, tag=True):
+    """Pictures keep their shape, within limits of pixels.
 
     patch_size   pixels of a patch's side
     merge_size   patches of a token's side
@@ -54,8 +58,7 @@ class PatchRule:
 
         Raises ImageError for one that is too narrow.
         """
-        if min(height, width) < 1 or max(height, width) > MOST_ASPECT * min(height, width):
-            raise ImageError(f"the image is {width} x {height}: its sides differ by more than {MOST_ASPECT} times")
+        check_aspect(height, width)
         factor = self.factor
         tall, wide = round(height / factor) * factor, round(width / factor) * factor
         if tall * wide > self.max_pixels:
@@ -73,6 +76,100 @@ class PatchRule:
         tall, wide = self.resized(height, width)
         return tall * wide // self.factor**2
 
+    @property
+    def most_pixels(self) -> int:
+        """Of a resized picture."""
+        return max(self.min_pixels, self.max_pixels)
+
+    def fitted(self, image: Image) -> Image:
+        """An RGB picture, resized. Raises ImageError."""
+        tall, wide = self.resized(image.height, image.width)
+        return image if image.size == (wide, tall) else image.resize((wide, tall), _filter("bicubic"))
+
+    def token_grid(self, rows: int, columns: int) -> tuple[int, int]:
+        """Lines and columns of tokens of a picture of so many patches. Raises ImageError for a grid that no picture
+        has."""
+        merge = self.merge_size
+        if min(rows, columns) < merge or rows % merge or columns % merge:
+            raise ImageError(f"{rows} x {columns} patches are no multiples of {merge}")
+        return rows // merge, columns // merge
+
+
+class FixedRule(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """All pictures get one size.
+
+    height, width   of the picture that is cut into patches; what is left of a patch at the right and below is dropped
+    patch_size      pixels of a patch's side
+    num_tokens      that each picture becomes
+    shortest_edge   the shorter side is resized to this, and the middle cut out; None: both sides are resized
+    resample        Pillow's filter
+    mean, std       of each channel, by which pixels in 0 … 1 are normalised
+    """
+
+    height: int
+    width: int
+    patch_size: int
+    num_tokens: int
+    shortest_edge: int | None = None
+    resample: Resample = "bicubic"
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+    @property
+    def merge_size(self) -> int:
+        """1: a patch stands alone."""
+        return 1
+
+    @property
+    def num_frames(self) -> int:
+        """1: towers of fixed pictures know no films."""
+        return 1
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of patches."""
+        return self.height // self.patch_size, self.width // self.patch_size
+
+    @property
+    def most_pixels(self) -> int:
+        """Of a resized picture."""
+        return self.height * self.width
+
+    def fitted(self, image: Image) -> Image:
+        """An RGB picture, resized and cut. Raises ImageError for one that is too narrow."""
+        height, width = image.height, image.width
+        check_aspect(height, width)
+        if self.shortest_edge is None:
+            return image.resize((self.width, self.height), _filter(self.resample))
+        edge = self.shortest_edge
+        long = int(edge * max(height, width) / min(height, width))
+        wide, tall = (edge, long) if width <= height else (long, edge)
+        left, top = (wide - self.width) // 2, (tall - self.height) // 2
+        resized = image.resize((wide, tall), _filter(self.resample))
+        return resized.crop((left, top, left + self.width, top + self.height))
+
+    def token_grid(self, rows: int, columns: int) -> tuple[int, int]:
+        """A picture's tokens are one line. Raises ImageError for another grid than the rule's."""
+        if (rows, columns) != self.grid:
+            raise ImageError(f"{rows} x {columns} patches, must be {self.grid[0]} x {self.grid[1]}")
+        return 1, self.num_tokens
+
+
+Rule = PatchRule | FixedRule
+"""How a model cuts pictures."""
+
+
+def check_aspect(height: int, width: int) -> None:
+    """Raises ImageError for a picture that is too narrow."""
+    if min(height, width) < 1 or max(height, width) > MOST_ASPECT * min(height, width):
+        raise ImageError(f"the image is {width} x {height}: its sides differ by more than {MOST_ASPECT} times")
+
+
+def _filter(name: Resample) -> Resampling:
+    from PIL.Image import Resampling
+
+    return Resampling[name.upper()]
+
 
 @dataclass(frozen=True, slots=True)
 class Patches:
@@ -89,22 +186,16 @@ class Patches:
         return self.rows, self.columns
 
 
-def make_patches(image: NDArray[np.uint8] | Image, rule: PatchRule, out: memoryview | None = None) -> Patches:
-    """The patches of an RGB picture, or of its pixels ``[height, width, 3]``, resized by Pillow's bicubic filter; at
-    the front of ``out`` where it is given. Raises ImageError."""
+def make_patches(image: NDArray[np.uint8] | Image, rule: Rule, out: memoryview | None = None) -> Patches:
+    """The patches of an RGB picture, or of its pixels ``[height, width, 3]``, resized as the rule says; at the
+    front of ``out`` where it is given. Raises ImageError."""
     from PIL import Image
 
-    if isinstance(image, np.ndarray):
-        height, width, _ = image.shape
-    else:
-        width, height = image.size
-    tall, wide = rule.resized(height, width)
-    if (tall, wide) != (height, width):
-        picture = Image.fromarray(image) if isinstance(image, np.ndarray) else image
-        image = picture.resize((wide, tall), Image.Resampling.BICUBIC)
+    fitted = rule.fitted(Image.fromarray(image) if isinstance(image, np.ndarray) else image)
     size, merge = rule.patch_size, rule.merge_size
-    rows, columns = tall // size, wide // size
-    cut = np.asarray(image).reshape(rows // merge, merge, size, columns // merge, merge, size, 3)
+    rows, columns = fitted.height // size, fitted.width // size
+    tall, wide = rows * size, columns * size
+    cut = np.asarray(fitted)[:tall, :wide].reshape(rows // merge, merge, size, columns // merge, merge, size, 3)
     count = 3 * tall * wide
     pixels = np.empty(count, np.uint8) if out is None else np.frombuffer(out, np.uint8, count)
     ordered = cut.transpose(0, 3, 1, 4, 6, 2, 5)
@@ -112,7 +203,7 @@ def make_patches(image: NDArray[np.uint8] | Image, rule: PatchRule, out: memoryv
     return Patches(pixels.reshape(rows * columns, 3 * size * size), rows, columns)
 
 
-def normalised(pixels: NDArray[np.uint8], rule: PatchRule) -> NDArray[np.float32]:
+def normalised(pixels: NDArray[np.uint8], rule: Rule) -> NDArray[np.float32]:
     """``[n, 3 * patch_size ** 2]`` uint8 as a tower reads it, ``[n, 3 * num_frames * patch_size ** 2]``: pixels over
     255, less the mean, over the deviation; each channel for all frames."""
     square = rule.patch_size**2

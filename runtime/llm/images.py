@@ -7,7 +7,7 @@ from typing import Any
 
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import EngineInfo, ImageItem
-from runtime.engine.prompt_images import PreparedImage, image_places, patch_rule, place_images, prepare_image
+from runtime.engine.prompt_images import PreparedImage, image_places, place_images, prepare_image
 from runtime.images.decoding import pixels_of
 from runtime.images.errors import ImageError
 
@@ -23,14 +23,13 @@ def with_images(
     if support is None:
         raise RequestError(f"the model reads no images, got {len(images)}", param="images")
     image_places(token_ids, len(images), support)
-    rule = patch_rule(support)
     prepared = []
     for index, image in enumerate(images):
         if isinstance(image, PreparedImage):
             prepared.append(image)
             continue
         try:
-            prepared.append(prepare_image(pixels_of(image), rule))
+            prepared.append(prepare_image(pixels_of(image), support.rule))
         except ImageError as error:
             raise RequestError(f"images[{index}]: {error}", param=f"images[{index}]") from error
     return place_images(token_ids, prepared, support)

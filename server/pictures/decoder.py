@@ -12,7 +12,7 @@ from runtime.engine.process.wire import WireError
 from runtime.engine.prompt_images import PreparedImage
 from runtime.images.decoding import DecodingLimits
 from runtime.images.errors import ImageError
-from runtime.images.patches import PatchRule
+from runtime.images.patches import Rule
 from server.pictures.worker import Job, Prepared, Refused
 from server.worker_process import WorkerProcess
 
@@ -42,7 +42,7 @@ class PictureDecoder:
         self._running: list[WorkerProcess] = []  # of those, the ones that decode
         self._is_closed = False
 
-    def decode(self, data: bytes, limits: DecodingLimits, rule: PatchRule) -> PreparedImage:
+    def decode(self, data: bytes, limits: DecodingLimits, rule: Rule) -> PreparedImage:
         """A file's bytes as the model reads them. Raises ImageError."""
         process = self._free.get()
         try:

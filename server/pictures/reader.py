@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from runtime.engine.messages import ImageSupport
-from runtime.engine.prompt_images import PreparedImage, patch_rule
+from runtime.engine.prompt_images import PreparedImage
 from runtime.images.decoding import DecodingLimits
 from runtime.images.errors import ImageError
-from runtime.images.patches import PatchRule
+from runtime.images.patches import PatchRule, Rule
 from server.config import ServerConfig, ServerConfigError
 from server.errors import ApiError, invalid
 from server.pictures.addresses import Place
@@ -78,8 +80,7 @@ class PictureReader:
         self.most = config.limit_images
         self.threads = ThreadPoolExecutor(config.num_image_threads, thread_name_prefix="xserv-pictures")
         self._limits = DecodingLimits(config.max_image_bytes, config.max_image_pixels)
-        rule = patch_rule(support)
-        most_pixels = max(rule.max_pixels, rule.min_pixels)
+        most_pixels = support.rule.most_pixels
         self._decoder = PictureDecoder(config.num_image_processes, config.image_timeout_s, most_pixels)
         self._fetcher: PictureFetcher | None = None
         if config.allow_image_urls:
@@ -90,10 +91,16 @@ class PictureReader:
             places = [Place.of(each) for each in config.allow_image_hosts]
             self._fetcher = PictureFetcher(places, config.max_image_bytes, config.image_timeout_s)
 
-    def rule(self, asked: Mapping[str, Any] | None) -> PatchRule:
+    def rule(self, asked: Mapping[str, Any] | None) -> Rule:
         """How a request's pictures are cut, with its `mm_processor_kwargs`. Raises `ApiError` 400."""
         asked = asked or {}
-        own = patch_rule(self.support)
+        own = self.support.rule
+        if not isinstance(own, PatchRule):
+            for name in asked:
+                path = f"mm_processor_kwargs.{name}"
+                why = f"{path} (the model's images have {own.height} x {own.width} pixels)"
+                raise invalid(path, f"Unsupported parameter: {why}.", "unsupported_parameter")
+            return own
         for name, value in asked.items():
             path = f"mm_processor_kwargs.{name}"
             if name not in ("min_pixels", "max_pixels"):
@@ -108,13 +115,13 @@ class PictureReader:
         if least > most:
             path = "mm_processor_kwargs.min_pixels"
             raise invalid(path, f"{path} must be at most max_pixels, {most}, got {least}.")
-        return patch_rule(self.support, min_pixels=least, max_pixels=most)
+        return replace(own, min_pixels=least, max_pixels=most)
 
-    def read(self, source: PictureSource, rule: PatchRule) -> PreparedImage:
+    def read(self, source: PictureSource, rule: Rule) -> PreparedImage:
         """The picture as the model reads it. Raises `ApiError` 400 naming the part's field."""
-        if source.is_low:
+        if source.is_low and isinstance(rule, PatchRule):
             most = max(min(rule.max_pixels, LOW_DETAIL_PIXELS), rule.factor**2)
-            rule = patch_rule(self.support, min_pixels=min(rule.min_pixels, most), max_pixels=most)
+            rule = replace(rule, min_pixels=min(rule.min_pixels, most), max_pixels=most)
         try:
             return self._decoder.decode(self._bytes(source), self._limits, rule)
         except ImageError as error:

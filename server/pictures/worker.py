@@ -13,7 +13,7 @@ import msgspec
 from runtime.engine.prompt_images import digest_of
 from runtime.images.decoding import DecodingLimits, decoded_image
 from runtime.images.errors import ImageError
-from runtime.images.patches import PatchRule, make_patches
+from runtime.images.patches import Rule, make_patches
 from server.worker_process import answer_jobs
 
 MAX_MEMORY_BYTES = 3 << 29
@@ -25,7 +25,7 @@ class Job(msgspec.Struct, array_like=True):
 
     data: bytes
     limits: DecodingLimits
-    rule: PatchRule
+    rule: Rule
 
 
 class Prepared(msgspec.Struct, tag=True):

@@ -40,7 +40,7 @@ class Picture:
 class Pictures:
     """All pictures of a prompt.
 
-    positions      [3, num_prompt_tokens] int32, rotary ones
+    positions      [3, num_prompt_tokens] int32, rotary ones; None: their places
     rotary_offset  of the tokens behind the prompt: rotary position less place
     slots          where the executor has each picture's embeddings; filled in before the request may run
     patches, grids  of each picture, ``[rows * columns, patch_bytes]``, and its rows and columns of patches; empty as
@@ -48,7 +48,7 @@ class Pictures:
     """
 
     items: tuple[Picture, ...]
-    positions: NDArray[np.int32]
+    positions: NDArray[np.int32] | None
     rotary_offset: int
     slots: list[int]
     patches: list[NDArray[np.uint8]]
@@ -61,7 +61,10 @@ class Pictures:
         num_prompt_tokens: int,
         patches: list[NDArray[np.uint8]],
         grids: list[tuple[int, int]],
+        has_axes: bool,
     ) -> Pictures:
+        if not has_axes:
+            return cls(tuple(items), None, 0, [], patches, grids)
         spans = [(item.first_token, item.rows, item.columns) for item in items]
         positions, offset = token_positions(num_prompt_tokens, spans)
         return cls(tuple(items), positions, offset, [], patches, grids)

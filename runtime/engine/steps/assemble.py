@@ -178,14 +178,15 @@ def _add_pictures(step: StepInput, sequences: list[Sequence]) -> None:
     chunks = list(zip(sequences, step.starts.tolist(), step.counts.tolist(), strict=True))
     if not any(seq.request.pictures is not None and start < seq.request.pictures.end for seq, start, _ in chunks):
         return  # rows know the offset
-    positions, features, first = [], [], 0
+    positions, features, first, has_axes = [], [], 0, False
     for sequence, start, count in chunks:
         end, pictures = start + count, sequence.request.pictures
         places = np.arange(start, end, dtype=np.int32) + sequence.rotary_offset
         own = np.broadcast_to(places, (3, count)).copy()
         if pictures is not None:
             known = min(end, sequence.num_prompt_tokens) - start
-            if known > 0:
+            if known > 0 and pictures.positions is not None:
+                has_axes = True
                 own[:, :known] = pictures.positions[:, start : start + known]
             for item, slot in zip(pictures.items, pictures.slots, strict=True):
                 low, high = max(item.first_token, start), min(item.end, end)
@@ -193,7 +194,8 @@ def _add_pictures(step: StepInput, sequences: list[Sequence]) -> None:
                     features.append(FeatureSpan(slot, low - item.first_token, first + low - start, high - low))
         positions.append(own)
         first += count
-    step.rotary_positions = np.concatenate(positions, axis=1)
+    if has_axes:
+        step.rotary_positions = np.concatenate(positions, axis=1)
     step.features = features
 
 

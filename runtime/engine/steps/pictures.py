@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from runtime import ops
 from runtime.batch import Batch, EncodedTokens
 from runtime.engine.steps.step_input import StepInput
-from runtime.images.patches import PatchRule, normalised
+from runtime.images.patches import Rule, normalised
 from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
 
@@ -32,7 +32,7 @@ class Tower(Protocol):
 class PictureModel(Protocol):
     """A model that reads pictures; ``models.families.qwen3_vl.Qwen3VLModel`` is one."""
 
-    patch_rule: PatchRule
+    patch_rule: Rule
 
     @property
     def tower(self) -> Tower: ...
@@ -42,6 +42,11 @@ class PictureModel(Protocol):
 
     @property
     def bytes_per_picture_token(self) -> int: ...
+
+
+@runtime_checkable
+class RotatingModel(Protocol):
+    """One whose tokens have positions on three axes."""
 
     def rotations(self, positions: NDArray[Any]) -> RopeTable: ...
 
@@ -75,6 +80,7 @@ class PictureStore:
     def complete(self, batch: Batch, step: StepInput) -> None:
         """Give a step's batch its positions and its pictures' embeddings."""
         if step.rotary_positions is not None:
+            assert isinstance(self._model, RotatingModel), "the model has no axes"
             batch.rope = self._model.rotations(step.rotary_positions)
             (batch.positions,) = ops.place([np.arange(batch.num_tokens, dtype=np.int32)], batch.token_ids.device)
         batch.encoded = tuple(

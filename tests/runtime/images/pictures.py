@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import random
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -41,6 +42,32 @@ def _sizes() -> list[tuple[int, int]]:
 
 
 SIZES = _sizes()
+
+_HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+
+FIXED: dict[str, dict[str, Any]] = {
+    "clip": {"processor": "CLIP", "size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}},
+    "clip-cut": {"processor": "CLIP", "size": {"shortest_edge": 35}, "crop_size": {"height": 28, "width": 28}},
+    "siglip": {"processor": "Siglip", "size": {"height": 28, "width": 28}, **_HALVES},
+    "gemma3": {"processor": "Gemma3", "size": {"height": 28, "width": 28}, **_HALVES},
+}
+"""Image processors of fixed pictures: transformers' name, and a preprocessor_config.json."""
+
+
+def _small_sizes() -> list[tuple[int, int]]:
+    draw = random.Random(6)
+    sizes = [(28, 28), (1, 1), (28, 35), (35, 28), (1, 150), (190, 2)]
+    return sizes + [(draw.randint(1, 160), draw.randint(3, 160)) for _ in range(120)]
+
+
+SMALL_SIZES = _small_sizes()
+"""Heights and widths."""
+
+
+def small_picture(height: int, width: int) -> Image.Image:
+    """A picture of one of these sizes."""
+    generator = np.random.RandomState(height * 200 + width)
+    return Image.fromarray(generator.randint(0, 256, (height, width, 3)).astype(np.uint8))
 
 
 @functools.cache
