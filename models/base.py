@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import ClassVar
 
 from models.config import ModelConfig
@@ -22,6 +24,7 @@ class Model(ABC):
 
     Attributes:
         prefix: starts the names of all stored tensors but the output head's, in some checkpoints and not in others.
+        renames: beginnings of the names of stored tensors that older files have, and what they are now.
         harmless: stored tensors whose names match are buffers that the model computes (see `harmless_tensors`).
         config: what `config.json` says.
         dtype: the type that the matrices are kept in; activations are float32 on cpu, of this type on a GPU.
@@ -38,6 +41,7 @@ class Model(ABC):
 
     prefix: ClassVar[str]
     harmless: ClassVar[re.Pattern[str]]
+    renames: ClassVar[Mapping[str, str]] = MappingProxyType({})
     lm_head: Linear  # [vocab_size, hidden_size]
     weight_bytes: int
     logits_scale: float = 1.0

@@ -42,7 +42,7 @@ class TensorLayout:
     checkpoints and not in others. Stored tensors that match `harmless` are buffers that the model can
     compute, and are passed over. `copies` maps names that may be stored besides, or instead of, the one
     that they must equal (a tied output head). `stacks` are the tensors that may be stored instead of those that they
-    hold.
+    hold. `renames`: beginnings of names that older files have, and what they are now.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -50,6 +50,7 @@ class TensorLayout:
     harmless: re.Pattern[str]
     copies: Mapping[str, str] = field(default_factory=dict)
     stacks: Mapping[str, Stack] = field(default_factory=dict)
+    renames: Mapping[str, str] = field(default_factory=dict)
 
 
 class Checkpoint:
@@ -157,9 +158,11 @@ class Checkpoint:
 
     def _names_of(self, layout: TensorLayout) -> dict[str, StoredTensor]:
         """The stored tensors by the layout's names, less harmless buffers."""
-        is_prefixed = any(stored.startswith(layout.prefix) for stored in self.tensors)
+        is_prefixed = bool(layout.renames) or any(stored.startswith(layout.prefix) for stored in self.tensors)
         found = {}
-        for stored, tensor in self.tensors.items():
+        for in_file, tensor in self.tensors.items():
+            old = next((old for old in layout.renames if in_file.startswith(old)), None)
+            stored = in_file if old is None else layout.renames[old] + in_file[len(old) :]
             has_own_name = is_prefixed or stored in layout.shapes or stored in layout.copies
             name = stored if has_own_name else layout.prefix + stored
             if name in layout.shapes or not layout.harmless.fullmatch(name):

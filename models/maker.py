@@ -11,8 +11,9 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -404,9 +405,9 @@ class DeclaringMaker(Maker):
         self.matrices: set[str] = set()
         self.transposed: set[str] = set()
 
-    def layout(self, prefix: str, harmless: Any) -> TensorLayout:
-        """What a checkpoint must store; `prefix` and `harmless` as there."""
-        return TensorLayout(self._shapes, prefix, harmless, self._copies, self._stacks)
+    def layout(self, prefix: str, harmless: Any, renames: Mapping[str, str] = MappingProxyType({})) -> TensorLayout:
+        """What a checkpoint must store; `prefix`, `harmless` and `renames` as there."""
+        return TensorLayout(self._shapes, prefix, harmless, self._copies, self._stacks, renames)
 
     def rope(self, rope: RopeConfig) -> RopeTable:
         """See `Maker.rope`."""

@@ -138,7 +138,7 @@ def declare_model(
 def tensor_layout(config: ModelConfig) -> TensorLayout:
     """The tensors that a checkpoint of this config must store."""
     model_class = known_architectures()[config.architecture].model_class
-    return _declared(config).layout(model_class.prefix, model_class.harmless_tensors(config))
+    return _declared(config).layout(model_class.prefix, model_class.harmless_tensors(config), model_class.renames)
 
 
 def _declared(config: ModelConfig) -> DeclaringMaker:
@@ -155,7 +155,7 @@ def quantisable_matrices(folder: str | Path, checkpoint: Checkpoint) -> set[str]
     """
     config = load_config(folder)
     model_class, maker = known_architectures()[config.architecture].model_class, _declared(config)
-    checkpoint.fit(maker.layout(model_class.prefix, model_class.harmless_tensors(config)))
+    checkpoint.fit(maker.layout(model_class.prefix, model_class.harmless_tensors(config), model_class.renames))
     if maker.transposed:
         raise ModelLoadError(f"{folder}: {config.architecture} stores its maps inputs first, which is not quantised")
     return maker.matrices - maker.tables

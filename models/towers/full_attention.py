@@ -26,11 +26,11 @@ _PAGE_TOKENS = 16
 class FullAttention:
     """Attention over one picture of `num_patches`, whose keys and values lie in pages of its own.
 
-    `rope` has a row for each patch.
+    `rope` has a row for each patch; None: nothing is rotated.
     """
 
     def __init__(
-        self, num_patches: int, num_heads: int, head_dim: int, rope: RopeTable, dtype: DType, device: Device
+        self, num_patches: int, num_heads: int, head_dim: int, rope: RopeTable | None, dtype: DType, device: Device
     ) -> None:
         self._num_patches, self._num_heads, self._head_dim, self._rope = num_patches, num_heads, head_dim, rope
         spec = KVCacheSpec(

@@ -1,0 +1,180 @@
+"""LLaVA (arXiv 2304.08485, 1.5: 2310.03744): Llama, Mistral or Qwen2 over text and pictures of one size.
+
+    embeddings = linear_2(gelu(linear_1(what a layer of CLIP or SigLIP leaves)))
+
+The class token, or the first patch, is left out under the strategy "default". A picture's tokens stand at their places,
+as text does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
+from types import MappingProxyType
+from typing import Any, Literal, cast
+
+from models.architecture import Architecture
+from models.config import GELU_NAMES, read_choice
+from models.families.llama import LlamaConfig, LlamaModel, read_llama, read_mistral, read_qwen2
+from models.json_fields import Fields
+from models.maker import Maker
+from models.towers.plain_vit import Array, PlainVit, PlainVitConfig, VitEncoding, read_plain_vit
+from runtime import ops
+from runtime.batch import Batch
+from runtime.images.patches import FixedRule
+from runtime.kv.cache import KVCache
+from runtime.tensor.tensor import Tensor
+
+_TEXT: Mapping[str, Callable[[Fields], LlamaConfig]] = {
+    "llama": read_llama, "mistral": read_mistral, "qwen2": read_qwen2,
+}  # fmt: skip
+
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_HALVES = (0.5, 0.5, 0.5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlavaConfig(LlamaConfig):
+    """`kept`: the numbers of layers behind which the tower is read. `skips_first`: its first row is left out."""
+
+    tower: PlainVitConfig
+    kept: tuple[int, ...]
+    skips_first: bool
+    projector_activation: Literal["erf", "tanh", "sigmoid"]
+    projector_bias: bool
+    image_token_id: int
+
+    @property
+    def num_picture_tokens(self) -> int:
+        return self.tower.num_rows - self.skips_first
+
+
+class LlavaModel(LlamaModel):
+    config: LlavaConfig
+    root = "model.language_model"
+    harmless = re.compile(
+        r"model\.(language_model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+        r"|vision_tower\.(post_layernorm\.|head\.|embeddings\.position_ids|encoder\.layers\.).*)"
+    )
+
+    renames = MappingProxyType({
+        "language_model.model.": "model.language_model.",
+        "language_model.lm_head.": "lm_head.",
+        "language_model.": "model.language_model.",
+        "vision_tower.vision_model.": "model.vision_tower.",
+        "vision_tower.": "model.vision_tower.",
+        "model.vision_tower.vision_model.": "model.vision_tower.",
+        "multi_modal_projector.": "model.multi_modal_projector.",
+    })  # fmt: skip
+
+    def __init__(self, config: LlavaConfig, maker: Maker) -> None:
+        super().__init__(config, maker)
+        tower = config.tower
+        self.tower = LlavaTower(config, maker)
+        self.patch_rule = FixedRule(
+            height=tower.image_size, width=tower.image_size, patch_size=tower.patch_size,
+            num_tokens=config.num_picture_tokens, shortest_edge=tower.image_size if tower.has_class else None,
+            mean=_CLIP_MEAN if tower.has_class else _HALVES, std=_CLIP_STD if tower.has_class else _HALVES,
+        )  # fmt: skip
+
+    @property
+    def image_token_id(self) -> int:
+        """The token that stands for a picture's tokens."""
+        return self.config.image_token_id
+
+    @property
+    def bytes_per_picture_token(self) -> int:
+        """Device memory of what the tower makes of a token."""
+        return self.config.hidden_size * (4 if self.device.kind == "cpu" else self.dtype.itemsize)
+
+    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
+        x = ops.embedding(batch.token_ids, self.embed_tokens)
+        for each in batch.encoded:
+            x[each.first_token : each.first_token + each.rows[0].shape[0]] = each.rows[0]
+        for layer in self.layers:
+            x = layer(x, batch, kv_cache)
+        return ops.rms_norm(x, self.norm, self.config.norm_eps)
+
+
+class LlavaTower:
+    """Makes a picture's embeddings: the tower, and the projector behind it."""
+
+    def __init__(self, config: LlavaConfig, maker: Maker) -> None:
+        self.vit = PlainVit(config.tower, config.kept, maker.under("model.vision_tower"))
+        self.skips_first, self.activation = config.skips_first, config.projector_activation
+        inner = maker.under("model.multi_modal_projector")
+        width, has_bias = config.hidden_size, config.projector_bias
+        inputs = config.tower.hidden_size * len(config.kept)
+        self.up = inner.linear("linear_1", outputs=width, inputs=inputs, has_bias=has_bias)
+        self.down = inner.linear("linear_2", outputs=width, inputs=width, has_bias=has_bias)
+
+    def start(self, patches: Array, grid: tuple[int, int]) -> LlavaEncoding:
+        """Begin with a picture's patches, `[side**2, 3 * patch_size**2]` float32, normalised."""
+        return LlavaEncoding(self, self.vit.start(patches))
+
+    def project(self, kept: list[Tensor]) -> Tensor:
+        """What the kept layers left -> `[num_tokens, hidden_size]`."""
+        count, width = kept[0].shape
+        x = Tensor.zeros((count, width * len(kept)), kept[0].dtype, kept[0].device)
+        for index, each in enumerate(kept):
+            x[:, index * width : (index + 1) * width] = each
+        h = self.up(x[int(self.skips_first) :].contiguous())
+        return self.down(ops.gelu(h, self.activation, out=h))
+
+
+class LlavaEncoding:
+    """A picture on its way, which can stop between any two layers of the tower."""
+
+    def __init__(self, tower: LlavaTower, inner: VitEncoding) -> None:
+        self._tower, self._inner = tower, inner
+
+    def advance(self, num_layers: int) -> tuple[Tensor, ...] | None:
+        """Compute so many layers more. Behind the last: the embeddings `[num_tokens, hidden_size]`."""
+        kept = self._inner.advance(num_layers)
+        return None if kept is None else (self._tower.project(kept),)
+
+
+def read_llava(fields: Fields) -> LlavaConfig:
+    text = fields.object("text_config")
+    kind = text.string("model_type", "llama")
+    if kind not in _TEXT:
+        raise text.error("model_type", f"{kind!r:.80} must be one of {', '.join(_TEXT)}")
+    is_tied = fields.boolean("tie_word_embeddings", False) or text.boolean("tie_word_embeddings", False)
+    decoder = _TEXT[kind](text)
+    tower = read_plain_vit(fields.object("vision_config"))
+    strategy = fields.string("vision_feature_select_strategy", "default")
+    if strategy not in ("default", "full"):
+        raise fields.error("vision_feature_select_strategy", f"{strategy!r:.80} must be default or full")
+    skips_first = strategy == "default"
+    if tower.num_rows <= skips_first:
+        raise fields.error("vision_feature_select_strategy", "leaves nothing of the tower's one patch")
+    fields.raw("image_seq_length")  # of processors; the tower says it
+    values = {each.name: getattr(decoder, each.name) for each in dataclass_fields(decoder)}
+    values["tie_word_embeddings"] = is_tied
+    token = fields.integer("image_token_index", None, least=0)
+    if token is None:
+        token = fields.integer("image_token_id", 32000, least=0)
+    return LlavaConfig(
+        **values,
+        tower=tower,
+        kept=_kept_layers(fields, tower.num_layers),
+        skips_first=skips_first,
+        projector_activation=cast(Any, read_choice(fields, "projector_hidden_act", "gelu", GELU_NAMES)),
+        projector_bias=fields.boolean("multimodal_projector_bias", True),
+        image_token_id=token,
+    )
+
+
+def _kept_layers(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """How many layers stand before each place where the tower is read: -1 is behind the last."""
+    given = fields.raw("vision_feature_layer")
+    listed = [-2] if given is None else given if isinstance(given, list) else [given]
+    if not listed or any(type(each) is not int or not -num_layers - 1 <= each <= num_layers for each in listed):
+        limits = f"{-num_layers - 1} to {num_layers}"
+        raise fields.error("vision_feature_layer", f"= {given!r:.80} must be an integer, or several, of {limits}")
+    return tuple(each % (num_layers + 1) for each in listed)
+
+
+ARCHITECTURES = (Architecture("LlavaForConditionalGeneration", "llava", read_llava, LlavaModel),)

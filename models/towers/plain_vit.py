@@ -1,0 +1,164 @@
+"""The vision transformers of CLIP (arXiv 2103.00020) and SigLIP (2303.15343): pictures of one size.
+
+    x = patches . W + learned positions                 CLIP: behind a class token, then normalised
+    for each layer:   x = x + attention(norm(x));   x = x + mlp(norm(x))
+
+They end where a family says: it reads what chosen layers leave, before any last norm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from models.config import GELU_NAMES, read_choice
+from models.json_fields import Fields
+from models.maker import Maker
+from models.towers.full_attention import FullAttention
+from runtime import ops
+from runtime.tensor.tensor import Tensor
+
+Array = np.ndarray[Any, Any]
+Gelu = Literal["erf", "tanh", "sigmoid"]
+KINDS = ("clip_vision_model", "siglip_vision_model")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainVitConfig:
+    """`has_class`: a class token stands before the patches, as in CLIP."""
+
+    has_class: bool
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    inner_size: int
+    image_size: int
+    patch_size: int
+    activation: Gelu
+    norm_eps: float
+
+    @property
+    def side(self) -> int:
+        """Patches of a picture's side."""
+        return self.image_size // self.patch_size
+
+    @property
+    def num_rows(self) -> int:
+        """Patches, with the class token."""
+        return self.side**2 + self.has_class
+
+
+def read_plain_vit(fields: Fields) -> PlainVitConfig:
+    """`vision_config`; the defaults are transformers' of either kind."""
+    kind = fields.string("model_type", KINDS[0])
+    if kind not in KINDS:
+        raise fields.error("model_type", f"{kind!r:.80} must be one of {', '.join(KINDS)}")
+    is_clip = kind == KINDS[0]
+    fields.expect("num_channels", 3)
+    for name in ("projection_dim", "vision_use_head", "vocab_size", "initializer_factor"):
+        fields.raw(name)  # of heads that are not used
+    width = fields.integer("hidden_size", 768, most=1 << 16)
+    heads = fields.integer("num_attention_heads", 12, most=1 << 10)
+    if width % heads or width // heads % 4:
+        raise fields.error("num_attention_heads", f"= {heads} must divide hidden_size = {width} into multiples of 4")
+    patch = fields.integer("patch_size", 32 if is_clip else 16, most=256)
+    size = fields.integer("image_size", 224, most=4096)
+    if size < patch:
+        raise fields.error("image_size", f"= {size} is below patch_size = {patch}")
+    activation = read_choice(fields, "hidden_act", "quick_gelu" if is_clip else "gelu_pytorch_tanh", GELU_NAMES)
+    return PlainVitConfig(
+        has_class=is_clip,
+        hidden_size=width,
+        num_layers=fields.integer("num_hidden_layers", 12, most=1 << 10),
+        num_heads=heads,
+        inner_size=fields.integer("intermediate_size", 3072, most=1 << 24),
+        image_size=size,
+        patch_size=patch,
+        activation=cast(Gelu, activation),
+        norm_eps=fields.number("layer_norm_eps", 1e-5 if is_clip else 1e-6, least=1e-12, most=1.0),
+    )
+
+
+class PlainVit:
+    """The tower up to the last of the layers that are `kept`: numbers of layers computed before, ascending or not."""
+
+    def __init__(self, config: PlainVitConfig, kept: tuple[int, ...], maker: Maker) -> None:
+        width = config.hidden_size
+        self.config, self.kept, self.num_layers = config, kept, max(kept)
+        self.dtype, self.device = maker.dtype, maker.options.device
+        kernel = (3, config.patch_size, config.patch_size)
+        embeddings = maker.under("embeddings")
+        self.patch_embed = embeddings.convolution(
+            "patch_embedding", outputs=width, kernel=kernel, has_bias=not config.has_class
+        )
+        self.positions = embeddings.table("position_embedding.weight", config.num_rows, width)
+        self.class_row = embeddings.vector("class_embedding", width) if config.has_class else None
+        self.first_norm = None
+        if config.has_class:
+            self.first_norm = maker.vector("pre_layrnorm.weight", width), maker.vector("pre_layrnorm.bias", width)
+        self.layers = [VitLayer(config, maker.under(f"encoder.layers.{index}")) for index in range(self.num_layers)]
+
+    def start(self, patches: Array) -> VitEncoding:
+        """Begin with a picture's patches, `[side**2, 3 * patch_size**2]` float32, normalised."""
+        return VitEncoding(self, patches)
+
+
+class VitEncoding:
+    """A picture on its way through the tower, which can stop between any two layers."""
+
+    def __init__(self, tower: PlainVit, patches: Array) -> None:
+        config, device = tower.config, tower.device
+        assert len(patches) == config.side**2, f"{len(patches)} patches, must be {config.side**2}"
+        pixels = Tensor.from_numpy(np.ascontiguousarray(patches, np.float32)).to(device)
+        if device.kind != "cpu":
+            pixels = pixels.to(tower.dtype)
+        (ids,) = ops.place([np.arange(config.num_rows, dtype=np.int32)], device)
+        x = ops.embedding(ids, tower.positions)  # [num_rows, hidden_size]
+        if tower.class_row is None:
+            x = tower.patch_embed(pixels, residual=x)
+        else:
+            x[1:] = tower.patch_embed(pixels, residual=x[1:].contiguous())
+            x[:1] = x[:1] + tower.class_row.to(x.dtype).unsqueeze(0)
+        if tower.first_norm is not None:
+            x = ops.layer_norm(x, *tower.first_norm, config.norm_eps)
+        head_dim = config.hidden_size // config.num_heads
+        self._attention = FullAttention(config.num_rows, config.num_heads, head_dim, None, x.dtype, device)
+        self._tower, self._x, self._next = tower, x, 0
+        self._kept: dict[int, Tensor] = {}
+        self._keep()
+
+    def _keep(self) -> None:
+        if self._next in self._tower.kept:
+            self._kept[self._next] = self._x
+
+    def advance(self, num_layers: int) -> list[Tensor] | None:
+        """Compute so many layers more. Behind the last: what the kept ones left, each `[num_rows, hidden_size]`."""
+        tower = self._tower
+        for _ in range(min(num_layers, tower.num_layers - self._next)):
+            self._x = tower.layers[self._next](self._x, self._attention)
+            self._next += 1
+            self._keep()
+        return None if self._next < tower.num_layers else [self._kept[layer] for layer in tower.kept]
+
+
+class VitLayer:
+    def __init__(self, config: PlainVitConfig, maker: Maker) -> None:
+        width = config.hidden_size
+        self.activation, self.eps = config.activation, config.norm_eps
+        self.norms = [
+            (maker.vector(f"{name}.weight", width), maker.vector(f"{name}.bias", width))
+            for name in ("layer_norm1", "layer_norm2")
+        ]
+        names = tuple(f"self_attn.{each}_proj" for each in "qkv")
+        self.qkv = maker.linear(names, outputs=(width,) * 3, inputs=width, has_bias=True)
+        self.proj = maker.linear("self_attn.out_proj", outputs=width, inputs=width, has_bias=True)
+        self.up = maker.linear("mlp.fc1", outputs=config.inner_size, inputs=width, has_bias=True)
+        self.down = maker.linear("mlp.fc2", outputs=width, inputs=config.inner_size, has_bias=True)
+
+    def __call__(self, x: Tensor, attention: FullAttention) -> Tensor:
+        h = ops.layer_norm(x, *self.norms[0], self.eps)
+        x = self.proj(attention(self.qkv(h)), residual=x)
+        h = self.up(ops.layer_norm(x, *self.norms[1], self.eps))
+        return self.down(ops.gelu(h, self.activation, out=h), residual=x)
