@@ -3,7 +3,7 @@ changes, and the keys that stand for a `config.json`'s fields."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,11 +45,21 @@ _GPT_OSS = {
 }  # fmt: skip
 
 
-class Keys:
-    """The metadata of one architecture, `{name}.key`, as fields that record what was read."""
+_GLM4_MOE = {
+    **{name: ours for name, ours in {**_LLAMA, **_HEAD_NORMS, **_ROUTER, **_EXPERTS}.items() if name != "ffn_norm"},
+    "post_attention_norm": "post_attention_layernorm", "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    **{f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
+    **{f"nextn.{name}": name for name in ("eh_proj", "embed_tokens", "enorm", "hnorm")},
+    **{f"nextn.shared_head_{name}": f"shared_head.{name}" for name in ("head", "norm")},
+}  # fmt: skip
+_SIGMOID = 2  # a value of `expert_gating_func`
 
-    def __init__(self, fields: Fields, name: str) -> None:
-        self.fields, self._name = fields, name
+
+class Keys:
+    """The metadata of one architecture, `{name}.key`, as fields that record what was read; `tensors` are the file's."""
+
+    def __init__(self, fields: Fields, name: str, tensors: Container[str]) -> None:
+        self.fields, self.tensors, self._name = fields, tensors, name
 
     def __call__(self, key: str) -> str:
         """The whole key."""
@@ -113,6 +123,7 @@ def _read_qwen2_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
         "moe_intermediate_size": keys.integer("expert_feed_forward_length", REQUIRED),
         "shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length", REQUIRED),
         "norm_topk_prob": False,
+        **_layers_without_router(keys, common),
     }
 
 
@@ -121,6 +132,38 @@ def _read_qwen3_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
         **_read_experts(keys),
         "moe_intermediate_size": keys.integer("expert_feed_forward_length", REQUIRED),
         "norm_topk_prob": True,
+        **_layers_without_router(keys, common),
+    }
+
+
+def _layers_without_router(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """Qwen's layers without a router have an MLP."""
+    layers = range(common["num_hidden_layers"])
+    return {"mlp_only_layers": [each for each in layers if f"blk.{each}.ffn_gate_inp.weight" not in keys.tensors]}
+
+
+def _read_glm4_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """Layers that predict further tokens are counted among the others, and may have been left out all the same."""
+    num_further = keys.integer("nextn_predict_layers", 0, least=0)
+    num_layers = common["num_hidden_layers"]
+    if num_further >= num_layers:
+        raise keys.fields.error(keys("nextn_predict_layers"), f"= {num_further} must be below block_count {num_layers}")
+    keys.fields.expect(keys("expert_gating_func"), 0, _SIGMOID)
+    experts = _read_experts(keys)
+    return {
+        "num_hidden_layers": num_layers - num_further,
+        "num_nextn_predict_layers": num_further,
+        "n_routed_experts": experts["num_experts"],
+        "num_experts_per_tok": experts["num_experts_per_tok"],
+        "n_shared_experts": keys.integer("expert_shared_count", REQUIRED, least=0),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length", REQUIRED),
+        "first_k_dense_replace": keys.integer("leading_dense_block_count", 0, least=0),
+        "n_group": keys.integer("expert_group_count", 1),
+        "topk_group": keys.integer("expert_group_used_count", 1),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": keys.fields.boolean(keys("expert_weights_norm"), False),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.tensors,
+        "partial_rotary_factor": common.get("partial_rotary_factor", 1.0),
     }
 
 
@@ -223,5 +266,6 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "smollm3": GgufArchitecture("SmolLM3ForCausalLM", _LLAMA, has_permuted_heads=True),
     "olmo2": GgufArchitecture("Olmo2ForCausalLM", {**_OLMO2, **_BEHIND}, read=_read_olmo2),
     "glm4": GgufArchitecture("Glm4ForCausalLM", _GLM4),
+    "glm4moe": GgufArchitecture("Glm4MoeForCausalLM", _GLM4_MOE, read=_read_glm4_moe),
 }
 """By `general.architecture`."""

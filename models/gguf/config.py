@@ -48,7 +48,7 @@ def config_values(
     own = {key: plain(value) for key, value in file.metadata.items() if key.startswith(f"{name}.")}
     fields = Fields(own, str(file.path))
     fields.owner = name
-    keys = Keys(fields, name)
+    keys = Keys(fields, name, tensors)
     if "token_embd.weight" not in tensors:
         raise ConfigError(f"{file.path}: tensor 'token_embd.weight' is missing: the file holds no whole model")
     hidden, num_heads = keys.integer("embedding_length", REQUIRED), keys.integer("attention.head_count", REQUIRED)
@@ -72,9 +72,6 @@ def config_values(
     }
     values |= _rope(keys, values, factors)
     values |= rules.read(keys, values)
-    if "moe_intermediate_size" in values:  # Qwen's layers without a router have an MLP
-        layers = range(values["num_hidden_layers"])
-        values["mlp_only_layers"] = [each for each in layers if f"blk.{each}.ffn_gate_inp.weight" not in tensors]
     fields.refuse_unread(lambda key, value: _is_harmless(key.removeprefix(f"{name}."), value))
     return values
 

@@ -68,7 +68,8 @@ class GgufModel:
     def checkpoint(self) -> Checkpoint:
         """The tensors, under the names and in the rows of the model's safetensors."""
         rules, config = find_architecture(self._first), self.config()
-        head_dim, num_experts = config.integer("head_dim"), config.integer("num_experts", 0)
+        head_dim = config.integer("head_dim")
+        num_experts = config.integer("num_experts", 0) or config.integer("n_routed_experts", 0)
         tensors: dict[str, StoredTensor] = {}
         for name, file in self._file_of.items():
             if name not in _FACTORS:

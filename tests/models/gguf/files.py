@@ -18,9 +18,9 @@ ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2",
     "gemma3_text": "gemma3", "phi3": "phi3", "granite": "granite", "smollm3": "smollm3", "olmo2": "olmo2",
     "olmo3": "olmo2", "glm4": "glm4", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
-    "olmoe": "olmoe", "gpt_oss": "gpt-oss",
+    "olmoe": "olmoe", "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe",
 }  # fmt: skip
-WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe")
 PERMUTED = ("llama", "mistral", "granite", "smollm3", "mixtral")
 
 
@@ -37,14 +37,15 @@ def write_gguf(
 
     Returns the file's path, or the first shard's.
     """
-    kind, num_layers = config["model_type"], config["num_hidden_layers"]
+    kind, num_layers = config["model_type"], config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[kind])
     names = gguf.get_tensor_name_map(arch, num_layers)
     writer = gguf.GGUFWriter(path, ARCHITECTURES[kind], split_max_tensors=num_tensors_per_shard)
     _add_keys(writer, config)
     add_metadata(writer)
     for name, array in {**stacked_experts(tensors), **_extra_tensors(config)}.items():
-        stored = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
+        known = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        stored = names.get_name(known, try_suffixes=(".weight", ".bias")) or name
         stored += ".weight" * stored.endswith("sinks")
         ggml = Ggml.F32 if array.ndim == 1 or ".ffn_gate_inp" in stored or stored.endswith("bias") else type_of(stored)
         array = _changed(name, array, config)
@@ -111,7 +112,7 @@ def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     """As `set_gguf_parameters` of the converter's classes."""
     kind, head_dim = config["model_type"], _head_dim(config)
     (rope, sliding), rotary_dim = _rope_of(config), int(head_dim * _rope_of(config)[0].get("partial_rotary_factor", 1))
-    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_block_count(config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0))
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
@@ -143,12 +144,22 @@ def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     if kind == "gemma3_text":
         writer.add_rope_freq_base_swa(sliding["rope_theta"])
     if kind in WITH_EXPERTS:
-        writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        writer.add_expert_count(next(config[name] for name in names if name in config))
         writer.add_expert_used_count(config["num_experts_per_tok"])
-    if kind in ("qwen2_moe", "qwen3_moe"):
+    if kind in ("qwen2_moe", "qwen3_moe", "glm4_moe"):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if kind == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    if kind == "glm4_moe":
+        writer.add_expert_shared_count(config["n_shared_experts"])
+        writer.add_leading_dense_block_count(config["first_k_dense_replace"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_expert_group_count(config["n_group"])
+        writer.add_expert_group_used_count(config["topk_group"])
+        writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
     if kind == "gpt_oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     if kind in ("gemma2", "gemma3_text", "phi3", "mistral", "olmo3", "gpt_oss", "mixtral"):

@@ -42,6 +42,11 @@ KINDS: dict[str, dict[str, Any]] = {
             "truncate": False,
         },
     },
+    "glm4_moe": {
+        "architectures": ["Glm4MoeForCausalLM"], "moe_intermediate_size": INNER, "n_routed_experts": COUNT,
+        "n_shared_experts": 1, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5, "use_qk_norm": False, "num_nextn_predict_layers": 0,
+    },
 }  # fmt: skip
 
 
@@ -192,6 +197,48 @@ def test_what_does_not_fit_is_refused_by_key_or_tensor(
 ) -> None:
     golden = load_golden("qwen3_moe_odd")
     config = json.loads((golden.folder / "config.json").read_text())
+    path = write_gguf(tmp_path / "model.gguf", config, golden_tensors(golden), add_metadata=changing(changes))
+    with pytest.raises(error, match=message):
+        declare_model(path)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    """As in published files of GLM-4.5, whose `block_count` counts them; others were written without."""
+    golden = load_golden("glm4_moe_groups")
+    config, tensors = json.loads((golden.folder / "config.json").read_text()), golden_tensors(golden)
+    layer, hidden = f"model.layers.{config['num_hidden_layers']}", config["hidden_size"]
+    further = {name.replace("layers.2", "layers.3"): array for name, array in tensors.items() if "layers.2" in name}
+    assert all(name.startswith(layer) for name in further)
+    further[f"{layer}.eh_proj.weight"] = np.zeros((hidden, 2 * hidden), np.float32)
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        further[f"{layer}.{name}.weight"] = np.ones(hidden, np.float32)
+    for name in ("embed_tokens", "shared_head.head"):
+        further[f"{layer}.{name}.weight"] = np.zeros((config["vocab_size"], hidden), np.float32)
+    whole = write_gguf(tmp_path / "whole.gguf", config, {**tensors, **further})
+    alone = write_gguf(tmp_path / "alone.gguf", config, tensors)
+    ids = golden.prompt_ids
+    np.testing.assert_array_equal(logits_of(load_model(whole), ids), logits_of(load_model(alone), ids))
+
+
+WRONG_GLM: list[tuple[dict[str, Any], str]] = [
+    ({"glm4moe.expert_gating_func": 1}, "glm4moe.expert_gating_func = 1 is not supported"),
+    ({"glm4moe.nextn_predict_layers": 4}, "glm4moe.nextn_predict_layers = 4 must be below block_count 4"),
+    ({"glm4moe.expert_group_count": 4}, "n_group = 4 must divide n_routed_experts = 9"),
+    ({"glm4moe.expert_shared_count": None}, "glm4moe.expert_shared_count is missing"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG_GLM, ids=[case[1][:40] for case in WRONG_GLM])
+def test_glms_keys_are_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    golden = load_golden("glm4_moe_groups")
+    config = json.loads((golden.folder / "config.json").read_text())
+    path = write_gguf(tmp_path / "model.gguf", config, golden_tensors(golden), add_metadata=changing(changes))
+    with pytest.raises(ConfigError, match=message):
+        declare_model(path)
+
+
+def changing(changes: dict[str, Any]) -> Callable[[gguf.GGUFWriter], None]:
+    """What sets these keys once the others are there; None leaves one out."""
 
     def change(writer: gguf.GGUFWriter) -> None:
         keys = writer.kv_data[0]
@@ -200,9 +247,7 @@ def test_what_does_not_fit_is_refused_by_key_or_tensor(
             if value is not None:
                 writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
 
-    path = write_gguf(tmp_path / "model.gguf", config, golden_tensors(golden), add_metadata=change)
-    with pytest.raises(error, match=message):
-        declare_model(path)
+    return change
 
 
 def test_a_damaged_expert_is_named(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3_moe_one": {"norm_topk_prob": True},
     "olmoe_odd": {},
     "gpt_oss_odd": {},
+    "glm4_moe_groups": {},
 }
 
 
