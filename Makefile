@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed$(if $(filter-out auto cpu,$(DEVICE)),-cuda)
 OPTIONS := $(if $(MODEL),--model $(MODEL)) $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
-.PHONY: chat serve test test-all lint clean
+.PHONY: chat serve test test-all lint style types tests all-tests clean
 
 chat: $(INSTALLED)
 	@$(BIN)/python -m runtime.cli chat $(OPTIONS)
@@ -15,16 +15,27 @@ chat: $(INSTALLED)
 serve: $(INSTALLED)
 	@$(BIN)/python -m runtime.cli serve $(OPTIONS)
 
-# Linters, types, then every test that this machine can run, but for the exhaustive ones, which take as long again.
-test: lint
+# Style, then types beside every test that this machine can run, but for the exhaustive ones, which take as long again.
+# Types take one core a minute or two: a target that fails is named in the last line.
+test: style
+	@$(MAKE) --no-print-directory --jobs 2 types tests
+
+test-all: style
+	@$(MAKE) --no-print-directory --jobs 2 types all-tests
+
+lint: style types
+
+style: $(VENV)/.installed-dev
+	@$(BIN)/python -m ruff check --no-cache .
+
+types: $(VENV)/.installed-dev
+	@$(BIN)/python -m mypy
+
+tests: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest --numprocesses logical --dist worksteal --durations 30 -m "not exhaustive" $(ARGS)
 
-test-all: lint
+all-tests: $(VENV)/.installed-dev
 	@$(BIN)/python -m pytest --numprocesses logical --dist worksteal -o faulthandler_timeout=3600 $(ARGS)
-
-lint: $(VENV)/.installed-dev
-	@$(BIN)/python -m ruff check --no-cache .
-	@$(BIN)/python -m mypy
 
 $(VENV)/.installed: pyproject.toml tools/make_environment.sh
 	@sh tools/make_environment.sh "$(PYTHON)" "$(VENV)" "."
