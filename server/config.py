@@ -69,6 +69,7 @@ class ServerConfig:
     limit_images             most pictures in one request; beyond it the answer is 400
     max_image_bytes          of a picture's file
     max_image_pixels         of a picture before it is made smaller for the model
+    max_kept_image_bytes     of pictures' files, all together, that are kept under their `uuid`
     image_timeout_s          how long one picture may take to fetch, and to decode
     num_image_processes      processes that decode
     num_image_threads        requests with pictures that are prepared at once
@@ -131,6 +132,7 @@ class ServerConfig:
     limit_images: int = 16
     max_image_bytes: int = 20 * 1024 * 1024
     max_image_pixels: int = 32 * 1024 * 1024
+    max_kept_image_bytes: int = 128 * 1024 * 1024
     image_timeout_s: float = 10.0
     num_image_processes: int = 2
     num_image_threads: int = 8

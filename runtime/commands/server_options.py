@@ -117,6 +117,9 @@ class ServerOptions:
     max_image_pixels: Annotated[
         int, typer.Option(help="Most pixels of a picture, before it is made smaller for the model.", min=1)
     ] = _CONFIG.max_image_pixels
+    max_kept_image_bytes: Annotated[
+        int, typer.Option(help="Memory for pictures that requests name by their uuid alone.", min=1)
+    ] = _CONFIG.max_kept_image_bytes
     image_timeout_s: Annotated[
         float, typer.Option(help="Seconds that one picture may take to fetch, and to decode.")
     ] = _CONFIG.image_timeout_s

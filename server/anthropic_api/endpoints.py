@@ -37,6 +37,7 @@ from server.requests.generation import GenerationError, Piece
 from server.requests.prompt import whole_conversation
 from server.service import Service
 from server.transport.body import Body, decode_body, read_body
+from server.transport.exchange import Exchange
 from server.transport.json_answer import JsonAnswer
 from server.transport.sse import EventStreamResponse, event_frame, named_frame
 
@@ -87,7 +88,8 @@ async def create_message(request: Request) -> Response:
     service: Service = request.app.state.service
     arrival_time_s = time.monotonic()
     body = await read_body(request, service.config)
-    running = await service.prepare_conversation(body, partial(_prepare, service, body, arrival_time_s))
+    work = partial(_prepare, service, Exchange.of(request).tenant, body, arrival_time_s)
+    running = await service.prepare_conversation(body, work)
     generation = running.chat.generation
     names = {"prompt": "messages", "grammar": RENAMED.get(running.chat.grammar_field or "", "tool_choice"), **RENAMED}
     await service.check_grammar(generation, names)
@@ -104,14 +106,14 @@ async def create_message(request: Request) -> Response:
     return JsonAnswer(running.answer, headers)
 
 
-def _prepare(service: Service, body: Body, arrival_time_s: float) -> RunningMessage:
+def _prepare(service: Service, tenant: str | None, body: Body, arrival_time_s: float) -> RunningMessage:
     """All that a request costs before the engine has it. Raises `ApiError`."""
     asked = decode_body(body, MessagesRequest, service.config)
     conversation = Conversation(asked)
     answer_id = f"msg_{uuid4().hex}"
     try:
         request = chat_request(asked, conversation, service.tokenizer, body.ignored)
-        chat = prepare_chat(service, request, answer_id, arrival_time_s)
+        chat = prepare_chat(service, tenant, request, answer_id, arrival_time_s)
     except ApiError as error:
         raise renamed(error, {**RENAMED, **conversation.names()}) from None
     usage = MessageUsage(input_tokens=chat.generation.num_prompt_tokens, output_tokens=0)
@@ -149,18 +151,19 @@ async def count_tokens(request: Request) -> Response:
     """How many tokens the request would come to, however many."""
     service: Service = request.app.state.service
     body = await read_body(request, service.config)
-    answer = await service.prepare_conversation(body, partial(_count, service, body))
+    work = partial(_count, service, Exchange.of(request).tenant, body)
+    answer = await service.prepare_conversation(body, work)
     return JsonAnswer(answer)
 
 
-def _count(service: Service, body: Body) -> TokensCount:
+def _count(service: Service, tenant: str | None, body: Body) -> TokensCount:
     asked = decode_body(body, CountTokensRequest, service.config)
     service.check_model(asked.model)
     conversation = Conversation(asked)
     try:
         chat = chat_request(asked, conversation, service.tokenizer, body.ignored)
         prompt = whole_conversation(
-            chat, service.tokenizer, service.config, service.answer_format, service.pictures
+            chat, service.tokenizer, service.config, service.answer_format, service.pictures, tenant
         )
         return TokensCount(len(prompt.token_ids))
     except ApiError as error:

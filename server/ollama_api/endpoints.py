@@ -32,12 +32,13 @@ from server.requests.sampling import chat_params
 from server.requests.tool_choice import callable_tools
 from server.service import Service, new_id
 from server.transport.body import Body, decode_body, read_body
+from server.transport.exchange import Exchange
 from server.transport.json_answer import JsonAnswer
 from server.transport.sse import StreamedResponse
 
 _encode = msgspec.json.Encoder().encode
 
-Prepare = Callable[[Service, Body, float], OllamaAnswer | Line]
+Prepare = Callable[[Service, str | None, Body, float], OllamaAnswer | Line]
 
 
 class LinesResponse(StreamedResponse):
@@ -57,7 +58,8 @@ async def _answer(request: Request, prepare: Prepare, names: Mapping[str, str]) 
     service: Service = request.app.state.service
     arrival_time_s = time.monotonic()
     body = await read_body(request, service.config)
-    answer = await service.prepare_conversation(body, partial(prepare, service, body, arrival_time_s))
+    work = partial(prepare, service, Exchange.of(request).tenant, body, arrival_time_s)
+    answer = await service.prepare_conversation(body, work)
     if not isinstance(answer, OllamaAnswer):
         return JsonAnswer(answer)
     generation = answer.generation
@@ -75,13 +77,14 @@ async def _answer(request: Request, prepare: Prepare, names: Mapping[str, str]) 
     return JsonAnswer(answer.whole(), headers)
 
 
-def _prepare_chat(service: Service, body: Body, arrival_time_s: float) -> OllamaAnswer | Line:
+def _prepare_chat(service: Service, tenant: str | None, body: Body, arrival_time_s: float) -> OllamaAnswer | Line:
     asked = decode_body(body, OllamaChatRequest, service.config)
     if not asked.messages:
         _check(service, chat_of_messages(service, asked, body.ignored), RENAMED)
         return ChatLine(model=asked.model, message=AnsweredMessage(), done=True, done_reason="load")
     try:
-        prepared = prepare_chat(service, chat_of_messages(service, asked, body.ignored), new_id("chat"), arrival_time_s)
+        messages = chat_of_messages(service, asked, body.ignored)
+        prepared = prepare_chat(service, tenant, messages, new_id("chat"), arrival_time_s)
     except ApiError as error:
         raise renamed(error, {**RENAMED, **names_of_images(asked)}) from None
     return OllamaAnswer(
@@ -94,7 +97,7 @@ def _prepare_chat(service: Service, body: Body, arrival_time_s: float) -> Ollama
     )
 
 
-def _prepare_generate(service: Service, body: Body, arrival_time_s: float) -> OllamaAnswer | Line:
+def _prepare_generate(service: Service, tenant: str | None, body: Body, arrival_time_s: float) -> OllamaAnswer | Line:
     asked = decode_body(body, OllamaGenerateRequest, service.config)
     if not asked.prompt:
         _check(service, chat_of_prompt(service, asked, body.ignored), NAMES_OF_PROMPT)
@@ -109,7 +112,8 @@ def _prepare_generate(service: Service, body: Body, arrival_time_s: float) -> Ol
             )
             generation, grammar_field = completion.generation, completion.grammar_field
         else:
-            prepared = prepare_chat(service, chat_of_prompt(service, asked, body.ignored), request_id, arrival_time_s)
+            prompt = chat_of_prompt(service, asked, body.ignored)
+            prepared = prepare_chat(service, tenant, prompt, request_id, arrival_time_s)
             generation, grammar_field = prepared.generation, prepared.grammar_field
     except ApiError as error:
         raise renamed(error, names_of_prompt(asked)) from None

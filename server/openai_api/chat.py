@@ -45,6 +45,7 @@ from server.requests.structured import answer_grammar, contradiction, grammar_fi
 from server.requests.tool_choice import callable_tools, calls_text, forced_calls, forces_call
 from server.service import Service, new_id
 from server.transport.body import decode_body, read_body
+from server.transport.exchange import Exchange
 from server.transport.json_answer import EncodedList, JsonAnswer
 from server.transport.sse import DONE, EventStreamResponse, frame
 from tokenizer import Tokenizer
@@ -90,7 +91,8 @@ async def create_chat_completion(request: Request) -> Response:
     service: Service = request.app.state.service
     arrival_time_s = time.monotonic()
     body = await read_body(request, service.config)
-    chat = await service.prepare_conversation(body, partial(_prepare, service, body, arrival_time_s))
+    work = partial(_prepare, service, Exchange.of(request).tenant, body, arrival_time_s)
+    chat = await service.prepare_conversation(body, work)
     renamed = {"prompt": "messages", "logprobs": "top_logprobs", "grammar": chat.grammar_field or "grammar"}
     await service.check_grammar(chat.generation, renamed)
     service.admit(request, chat.generation, renamed)
@@ -101,13 +103,15 @@ async def create_chat_completion(request: Request) -> Response:
     return JsonAnswer(answer, headers)
 
 
-def _prepare(service: Service, body: bytes, arrival_time_s: float) -> Chat:
+def _prepare(service: Service, tenant: str | None, body: bytes, arrival_time_s: float) -> Chat:
     """All that a request costs before the engine has it. Raises `ApiError`."""
     asked = decode_body(body, ChatCompletionRequest, service.config)
-    return prepare_chat(service, asked, new_id("chatcmpl"), arrival_time_s)
+    return prepare_chat(service, tenant, asked, new_id("chatcmpl"), arrival_time_s)
 
 
-def prepare_chat(service: Service, asked: ChatCompletionRequest, request_id: str, arrival_time_s: float) -> Chat:
+def prepare_chat(
+    service: Service, tenant: str | None, asked: ChatCompletionRequest, request_id: str, arrival_time_s: float
+) -> Chat:
     """A decoded request's generation, admitted nowhere yet. Raises `ApiError`."""
     service.check_model(asked.model)
     has_usage, has_running_usage = stream_flags(asked)
@@ -117,7 +121,7 @@ def prepare_chat(service: Service, asked: ChatCompletionRequest, request_id: str
     if asked.stream and params.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not sent in a stream.")
     prompt = conversation_prompt(
-        asked, service.tokenizer, service.config, service.answer_format, service.client.info, service.pictures
+        asked, service.tokenizer, service.config, service.answer_format, service.client.info, service.pictures, tenant
     )
     token_ids = prompt.token_ids
     answer_format = service.answer_format

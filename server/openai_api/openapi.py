@@ -68,6 +68,7 @@ from server.openai_api.schema import (
     TokenizeRequest,
     Tool,
 )
+from server.pictures.kept import MAX_UUID_LENGTH
 from server.pictures.reader import DETAILS
 from server.rendering.endpoint import Rendered, RenderRequest
 from server.responses_api.objects import Event, Response, ResponseDeleted, ResponseInputItems
@@ -376,13 +377,21 @@ def _object(*required: str, **properties: Json) -> Json:
 
 _URL: Json = {"type": "string", "minLength": 1}
 _DETAIL: Json = {"enum": [*DETAILS, None]}
+_UUID: Json = {"type": "string", "minLength": 1, "maxLength": MAX_UUID_LENGTH}
+_NO_DATA: Json = {"anyOf": [{"type": "null"}, _object(url={"type": "null"}, detail=_DETAIL)]}
+"""Instead of a URL, where a uuid says which image it is."""
 _IMAGES_OF_RESPONSES = (
-    _object("type", "image_url", type={"const": "input_image"}, image_url=_URL, detail=_DETAIL),
+    _object("type", "image_url", type={"const": "input_image"}, image_url=_URL, detail=_DETAIL, uuid=_UUID),
+    _object("type", "uuid", type={"const": "input_image"}, image_url={"type": "null"}, detail=_DETAIL, uuid=_UUID),
 )
 _IMAGES_OF_CHATS = (
-    _object("type", "image_url", type={"const": "image_url"}, image_url=_object("url", url=_URL, detail=_DETAIL)),
+    _object(
+        "type", "image_url", type={"const": "image_url"}, uuid=_UUID,
+        image_url={"anyOf": [_URL, _object("url", url=_URL, detail=_DETAIL)]},
+    ),
+    _object("type", "uuid", type={"const": "image_url"}, image_url=_NO_DATA, uuid=_UUID),
     *_IMAGES_OF_RESPONSES,
-)
+)  # fmt: skip
 
 
 def _content(*kinds: str, images: tuple[Json, ...]) -> Json:

@@ -15,6 +15,7 @@ from server.openai_api.schema import ChatCompletionRequest, DetokenizeRequest, T
 from server.requests.prompt import whole_conversation
 from server.service import Service
 from server.transport.body import decode_body, read_body
+from server.transport.exchange import Exchange
 from server.transport.json_answer import JsonAnswer
 from tokenizer import Tokenizer
 
@@ -23,7 +24,8 @@ async def tokenize(request: Request) -> Response:
     """The ids of a prompt, or of messages; however many, since nothing is generated."""
     service: Service = request.app.state.service
     body = await read_body(request, service.config)
-    answer = await service.prepare_conversation(body, partial(_tokenize, service, body))
+    work = partial(_tokenize, service, Exchange.of(request).tenant, body)
+    answer = await service.prepare_conversation(body, work)
     return JsonAnswer(answer)
 
 
@@ -35,7 +37,7 @@ async def detokenize(request: Request) -> Response:
     return JsonAnswer(answer)
 
 
-def _tokenize(service: Service, body: bytes) -> Tokenized:
+def _tokenize(service: Service, tenant: str | None, body: bytes) -> Tokenized:
     asked = decode_body(body, TokenizeRequest, service.config)
     tokenizer = _tokenizer(service, asked.model)
     if (asked.prompt is None) == (asked.messages is None):
@@ -57,7 +59,9 @@ def _tokenize(service: Service, body: bytes) -> Tokenized:
             continue_final_message=asked.continue_final_message,
             chat_template_kwargs=asked.chat_template_kwargs,
         )
-        ids = whole_conversation(chat, tokenizer, service.config, service.answer_format, service.pictures).token_ids
+        ids = whole_conversation(
+            chat, tokenizer, service.config, service.answer_format, service.pictures, tenant
+        ).token_ids
     texts = [tokenizer.id_to_token(i) or "" for i in ids] if asked.return_token_strs else None
     return Tokenized(len(ids), service.client.info.max_model_len, ids, texts)
 

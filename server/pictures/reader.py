@@ -22,6 +22,7 @@ from server.config import ServerConfig, ServerConfigError
 from server.errors import ApiError, invalid
 from server.pictures.addresses import Place
 from server.pictures.decoder import PictureDecoder
+from server.pictures.kept import MAX_UUID_LENGTH, KeptPictures, Owner
 
 if TYPE_CHECKING:
     from server.pictures.fetching import PictureFetcher
@@ -36,30 +37,49 @@ _DATA_URI = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?:;[\w.+-]+=[\w.+-]+)
 
 @dataclass(frozen=True, slots=True)
 class PictureSource:
-    """A picture that a message names. `path`: of the field that it stands in."""
+    """A picture that a message names.
+
+    path  of the field that it stands in
+    url   a data: URI or a URL; None: what was sent before under `uuid`
+    uuid  the client's name for it
+    """
 
     path: str
-    url: str
+    url: str | None
     is_low: bool
+    uuid: str | None = None
 
 
 def picture_source(part: Mapping[str, Any], path: str) -> PictureSource:
     """A part's picture: `{"type": "image_url", "image_url": {"url": …, "detail": …}}`, the same with the URL itself, or
-    `{"type": "input_image", "image_url": URL, "detail": …}`. Raises `ApiError` 400."""
+    `{"type": "input_image", "image_url": URL, "detail": …}`. Each may have a `uuid`, and then no URL. Raises
+    `ApiError` 400."""
     where = f"{path}.image_url"
     given: Any = part.get("image_url")
     detail, detail_path = part.get("detail"), f"{path}.detail"
-    known = {"type", "image_url", "detail"} if part.get("type") == "input_image" else {"type", "image_url"}
+    uuid = part.get("uuid")
+    known = {"type", "image_url", "uuid", *(["detail"] if part.get("type") == "input_image" else [])}
     if isinstance(given, dict) and part.get("type") == "image_url":
         _check_known(given, {"url", "detail"}, where)
         where, detail_path = f"{where}.url", f"{where}.detail"
         given, detail = given.get("url"), given.get("detail")
     _check_known(part, known, path)
-    if not isinstance(given, str) or not given:
+    if uuid is not None:
+        _check_uuid(uuid, f"{path}.uuid")
+    if given is None and uuid is not None:
+        where = f"{path}.uuid"
+    elif not isinstance(given, str) or not given:
         raise invalid(where, f"{where} must be a data: URI or a URL.", "invalid_type")
     if detail is not None and detail not in DETAILS:
         raise invalid(detail_path, f"{detail_path} must be one of {', '.join(DETAILS)}.")
-    return PictureSource(where, given, detail == "low")
+    return PictureSource(where, given, detail == "low", uuid)
+
+
+def _check_uuid(uuid: Any, path: str) -> None:
+    if not isinstance(uuid, str):
+        raise invalid(path, f"{path} must be a string.", "invalid_type")
+    if not 1 <= len(uuid) <= MAX_UUID_LENGTH:
+        raise invalid(path, f"{path} must have 1 … {MAX_UUID_LENGTH} characters, got {len(uuid)}.")
 
 
 def _check_known(fields: Mapping[str, Any], known: set[str], path: str) -> None:
@@ -82,6 +102,7 @@ class PictureReader:
         self._limits = DecodingLimits(config.max_image_bytes, config.max_image_pixels)
         most_pixels = support.rule.most_pixels
         self._decoder = PictureDecoder(config.num_image_processes, config.image_timeout_s, most_pixels)
+        self._kept = KeptPictures(config.max_kept_image_bytes)
         self._fetcher: PictureFetcher | None = None
         if config.allow_image_urls:
             if find_spec("httpcore") is None:
@@ -117,22 +138,34 @@ class PictureReader:
             raise invalid(path, f"{path} must be at most max_pixels, {most}, got {least}.")
         return replace(own, min_pixels=least, max_pixels=most)
 
-    def read(self, source: PictureSource, rule: Rule) -> PreparedImage:
-        """The picture as the model reads it. Raises `ApiError` 400 naming the part's field."""
+    def read(self, source: PictureSource, rule: Rule, owner: Owner) -> PreparedImage:
+        """The picture as the model reads it; where it has a `uuid`, the owner need not send it again. Raises `ApiError`
+        400 naming the part's field."""
         if source.is_low and isinstance(rule, PatchRule):
             most = max(min(rule.max_pixels, LOW_DETAIL_PIXELS), rule.factor**2)
             rule = replace(rule, min_pixels=min(rule.min_pixels, most), max_pixels=most)
         try:
-            return self._decoder.decode(self._bytes(source), self._limits, rule)
+            file = self._file(source, owner)
+            prepared = self._decoder.decode(file, self._limits, rule)
         except ImageError as error:
             raise _refused(source, str(error)) from None
+        if source.uuid is not None and source.url is not None:
+            self._kept.put(owner, source.uuid, file)
+        return prepared
 
     def close(self) -> None:
         """What waits is refused."""
         self._decoder.close()
         self.threads.shutdown(wait=True, cancel_futures=True)
 
-    def _bytes(self, source: PictureSource) -> bytes:
+    def _file(self, source: PictureSource, owner: Owner) -> bytes:
+        """Raises ImageError."""
+        if source.url is None:
+            assert source.uuid is not None
+            kept = self._kept.get(owner, source.uuid)
+            if kept is None:
+                raise ImageError("no image is kept under it (any more): send the image with it")
+            return kept
         if source.url[:5].lower() != "data:":
             if self._fetcher is None:
                 raise ImageError("this server fetches no URLs (--allow-image-urls): send the image as a data: URI")

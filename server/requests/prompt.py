@@ -88,9 +88,10 @@ def conversation_prompt(
     answer_format: AnswerFormat,
     info: EngineInfo,
     pictures: PictureReader | None,
+    tenant: str | None,
 ) -> ConversationPrompt:
     """The conversation as the model's template writes it. Raises `ApiError` 400."""
-    prompt = whole_conversation(request, tokenizer, config, answer_format, pictures)
+    prompt = whole_conversation(request, tokenizer, config, answer_format, pictures, tenant)
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     room = info.max_model_len - max(1, max_tokens or 1)
     ids = _cut(prompt.token_ids, request.truncate_prompt_tokens, room)
@@ -103,6 +104,7 @@ def whole_conversation(
     config: ServerConfig,
     answer_format: AnswerFormat,
     pictures: PictureReader | None,
+    tenant: str | None,
 ) -> ConversationPrompt:
     """The same, however long. `pictures` is None where the model reads none. Raises `ApiError` 400."""
     messages, sources = template_messages(request, pictures)
@@ -117,7 +119,8 @@ def whole_conversation(
         rule = pictures.rule(request.mm_processor_kwargs)
         try:
             image_places(ids, len(sources), pictures.support)  # before any is fetched
-            read = [pictures.read(source, rule) for source in sources]
+            owner = (tenant, request.cache_salt)
+            read = [pictures.read(source, rule, owner) for source in sources]
             ids, images = place_images(ids, read, pictures.support)
         except RequestError as error:
             raise from_engine(error, {"images": "messages"}) from None

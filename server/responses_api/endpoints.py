@@ -162,7 +162,7 @@ def _prepare(
         tools, namespaced = flat_tools(asked.tools or ())
         request = chat_request(asked, conversation, tools)
         names = names_of_items(paths, len(request.messages))
-        chat = prepare_chat(service, request, response_id, arrival_time_s)
+        chat = prepare_chat(service, tenant, request, response_id, arrival_time_s)
     except ApiError as error:
         raise in_own_names(error, names) from None
     params = chat.generation.params

@@ -20,10 +20,10 @@ Point = tuple[float, float]
 
 SHAPES = ("circle", "square", "triangle", "star")
 COLOURS = {
-    "red": (215, 35, 40), "orange": (245, 140, 20), "yellow": (240, 215, 30), "green": (40, 155, 60),
-    "blue": (35, 80, 210), "purple": (130, 45, 160), "black": (25, 25, 25), "pink": (250, 140, 180),
+    "red": (215, 35, 40), "yellow": (240, 215, 30), "green": (40, 155, 60), "blue": (35, 80, 210),
+    "purple": (130, 45, 160), "black": (25, 25, 25),
 }  # fmt: skip
-MOST_SHAPES, MOST_BARS = 6, 5
+MOST_SHAPES, MOST_BARS = 5, 4
 NUM_MARKS = 1 + len(SHAPES) * len(COLOURS) + 10 + 2 * len(COLOURS)
 """Kinds of marks: 0 for nothing, then shapes by colour, digits, bars by colour, and the largest bars by colour."""
 
@@ -69,7 +69,7 @@ def sample_facts(rng: random.Random) -> tuple[str, Any]:
     """What a drawing shows."""
     kind = rng.choices(("shapes", "number", "bars"), (0.5, 0.25, 0.25))[0]
     if kind == "number":
-        return kind, str(rng.randrange(10 ** rng.choice((1, 2, 2, 3))))
+        return kind, str(rng.randrange(10 ** rng.choice((1, 2, 2))))
     if kind == "bars":
         colours = rng.sample(list(COLOURS), rng.randint(2, MOST_BARS))
         return kind, tuple(zip(colours, _bar_heights(rng, len(colours)), strict=True))
@@ -147,7 +147,7 @@ def _draw_number(rng: random.Random, canvas: Image.Image, number: str) -> list[t
     """Digits of a font, or of strokes as by hand, somewhere on the canvas."""
     width, height = canvas.size
     ink = _hue(rng, rng.choice(("black", "black", "blue", "red", "green", "purple")))
-    digit_height = rng.uniform(0.35, 0.8) * min(height, 1.3 * width / len(number))
+    digit_height = rng.uniform(0.45, 0.8) * min(height, 1.3 * width / len(number))
     by_hand = rng.random() < 0.4
     images = [_digit(rng, digit, digit_height, by_hand) for digit in number]
     gap = rng.uniform(0.06, 0.18) * digit_height

@@ -18,7 +18,7 @@ from tools.demo_model.model import DemoModel, Shape, rotated
 _EPS = 1e-6
 
 
-TEXT = Shape(vocab_size=512, hidden_size=192, intermediate_size=384, num_attention_heads=6, num_key_value_heads=3)
+TEXT = Shape(vocab_size=512, hidden_size=128, intermediate_size=320, num_attention_heads=4, num_key_value_heads=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,13 @@ class VisionShape:
     text: Shape = TEXT
     mrope_section: tuple[int, int, int] = (6, 5, 5)
     hidden_size: int = 128
-    intermediate_size: int = 384
-    depth: int = 4
+    intermediate_size: int = 256
+    depth: int = 3
     num_heads: int = 4
     patch_size: int = 8
     temporal_patch_size: int = 2
     spatial_merge_size: int = 2
-    num_position_embeddings: int = 196
+    num_position_embeddings: int = 100
     deepstack_visual_indexes: tuple[int, ...] = (1,)
 
 

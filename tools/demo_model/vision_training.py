@@ -55,10 +55,10 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
 
-SIZES = {(112, 112): 4, (128, 96): 4, (96, 128): 2, (144, 80): 2, (80, 112): 1, (96, 96): 2, (64, 64): 1, (96, 64): 1}
+SIZES = {(80, 80): 5, (96, 64): 5, (64, 96): 3, (96, 48): 2, (80, 64): 2, (64, 64): 1, (112, 48): 1}
 """Width and height of a step's pictures: how often."""
-MIN_PIXELS, MAX_PIXELS = 64 * 64, 112 * 112
-MOST_TOKENS = 168
+MIN_PIXELS, MAX_PIXELS = 64 * 64, 80 * 80
+MOST_TOKENS = 120
 _NOTHING_HERE = 0.1  # weight of places where nothing is
 _IGNORED = -100
 

@@ -247,7 +247,6 @@ def test_several_pictures_and_the_most(served: Pictures) -> None:
         ({"type": "image_url", "image_url": {"url": [URI]}}, ".image_url.url"),
         ({"type": "image_url", "image_url": {"url": URI, "detail": "much"}}, ".image_url.detail"),
         ({"type": "image_url", "image_url": {"url": URI, "size": 3}}, ".image_url.size"),
-        ({"type": "image_url", "image_url": {"url": URI}, "uuid": "x"}, ".uuid"),
         ({"type": "input_image", "image_url": {"url": URI}}, ".image_url"),
         *(
             ({"type": "image_url", "image_url": {"url": url}}, ".image_url.url")
