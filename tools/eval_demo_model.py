@@ -5,6 +5,7 @@
     python -m tools.eval_demo_model --quantization int8  # as `xserv serve --quantization int8` would answer
     python -m tools.eval_demo_model --conversation 30    # that many sums in one conversation, history and all
     python -m tools.eval_demo_model --experts            # the model with experts: thoughts, calls, answers
+    python -m tools.eval_demo_model --vision             # the model with a tower: questions about drawings
 
 The quality gauge of quantised and speculative runs: same questions for the same `--seed`, greedy answers.
 """
@@ -18,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tools.demo_model import experts_evaluation, tasks
+from tools.demo_model import experts_evaluation, tasks, vision_evaluation
 
 if TYPE_CHECKING:
     from runtime import LLM
@@ -51,7 +52,8 @@ def ask_in_one_conversation(llm: LLM, turns: list[tasks.Turn]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experts", action="store_true", help="the tasks of the demo model with experts")
-    parser.add_argument("--model", type=Path, help="default: models/demo, with --experts models/demo_moe")
+    parser.add_argument("--vision", action="store_true", help="the tasks of the demo model with a tower")
+    parser.add_argument("--model", type=Path, help="default: models/demo, demo_moe or demo_vision")
     parser.add_argument("--device", help="the engine's choice where not given")
     parser.add_argument("--quantization", default="none", help="of the weights: none or int8")
     parser.add_argument("--num", type=int, default=100, help="questions a task")
@@ -67,11 +69,13 @@ def main() -> None:
     options: dict[str, Any] = {"quantization": args.quantization}
     if args.device is not None:
         options["device"] = args.device
-    llm = LLM(str(args.model or ROOT / "models" / ("demo_moe" if args.experts else "demo")), **options)
-    if args.experts:
-        scores, wrong = experts_evaluation.evaluate(llm, args.num, args.seed)
-        _report(args, scores, wrong, experts_evaluation.missed_goals(scores))
-        return
+    name = "demo_moe" if args.experts else "demo_vision" if args.vision else "demo"
+    llm = LLM(str(args.model or ROOT / "models" / name), **options)
+    for is_asked, evaluation in ((args.experts, experts_evaluation), (args.vision, vision_evaluation)):
+        if is_asked:
+            scores, wrong = evaluation.evaluate(llm, args.num, args.seed)
+            _report(args, scores, wrong, evaluation.missed_goals(scores))
+            return
     if args.conversation:
         turns = tasks.held_out_questions("sum_2", args.conversation, args.seed)
         texts = ask_in_one_conversation(llm, turns)

@@ -47,6 +47,13 @@ IDENTITY_QUESTIONS = ("Who are you?", "What are you?", "What can you do?", "What
 NUMBER_WORDS = ("no", "one", "two", "three", "four", "five", "six")
 
 
+SIZES = {
+    (80, 80): 6, (96, 64): 5, (64, 96): 3, (80, 64): 2, (64, 80): 1, (96, 48): 1, (48, 96): 1, (112, 48): 2,
+    (128, 48): 1, (64, 64): 1,
+}  # fmt: skip
+"""Width and height of pictures as the model reads them: how often."""
+
+
 @dataclass(frozen=True, slots=True)
 class Seen:
     """A picture, `None` for none, and what is said about it."""
@@ -81,6 +88,36 @@ def sample_seen(rng: random.Random, split: Split, width: int, height: int) -> Se
     turns = turns_of(rng, drawing.facts)
     rng.shuffle(turns)
     return Seen(drawing, tuple(turns))
+
+
+def sample_size(rng: random.Random) -> tuple[int, int]:
+    """One of `SIZES`."""
+    return rng.choices(list(SIZES), list(SIZES.values()))[0]
+
+
+def near(rng: random.Random, size: tuple[int, int]) -> tuple[int, int]:
+    """A size that becomes this one: the sides that the model reads are multiples of a token's, which changes a
+    picture's shape a little."""
+    if rng.random() < 0.4:
+        return size
+    width, height = (round(side * rng.uniform(0.88, 1.18)) for side in size)
+    return width, height
+
+
+def held_out(num: int, seed: int) -> dict[str, list[tuple[Seen, tuple[int, int]]]]:
+    """`num` questions of each task, each the first about its picture, and a size that the picture may be read at."""
+    found: dict[str, list[tuple[Seen, tuple[int, int]]]] = {}
+    kinds = {"number": "number", "largest": "bars", "smallest": "bars", "bars": "bars", "what": None}
+    for task in TASKS[:-1]:
+        rng = random.Random(f"{task}/{seed}")
+        found[task] = []
+        while len(found[task]) < num:
+            size = sample_size(rng)
+            drawing = sample_drawing(rng, "held_out", *near(rng, size), kind=kinds.get(task, "shapes"))
+            turns = [turn for turn in turns_of(rng, drawing.facts) if turn.task == task]
+            if turns:
+                found[task].append((Seen(drawing, (rng.choice(turns),)), size))
+    return found
 
 
 def sample_unseen(rng: random.Random) -> Seen:

@@ -26,8 +26,7 @@ from runtime.images.patches import PatchRule, make_patches, normalised
 from tools.demo_model import harmony_tokenizer, picture_tasks, training
 from tools.demo_model.data import SYSTEM_MESSAGES
 from tools.demo_model.drawing import NUM_MARKS, Drawing, sample_facts
-from tools.demo_model.picture_tasks import Seen
-from tools.demo_model.tasks import Split
+from tools.demo_model.picture_tasks import Seen, held_out, near, sample_size
 from tools.demo_model.tokenizer import ASSISTANT, END, PAD, SYSTEM, USER
 from tools.demo_model.vision_model import VisionModel, VisionShape
 
@@ -55,8 +54,6 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
 """
 
-SIZES = {(80, 80): 5, (96, 64): 5, (64, 96): 3, (96, 48): 2, (80, 64): 2, (64, 64): 1, (112, 48): 1}
-"""Width and height of a step's pictures: how often."""
 MIN_PIXELS, MAX_PIXELS = 64 * 64, 80 * 80
 MOST_TOKENS = 120
 _NOTHING_HERE = 0.1  # weight of places where nothing is
@@ -181,34 +178,18 @@ def marks_of(drawing: Drawing, cells: tuple[int, int]) -> np.ndarray[Any, Any]:
 
 def sample_batch(rng: random.Random, writer: Writer, num_pictures: int) -> Batch:
     """Of one training step."""
-    size = rng.choices(list(SIZES), list(SIZES.values()))[0]
+    size = sample_size(rng)
     each = 2 if rng.random() < 0.15 else 1
     rows = []
     for _ in range(num_pictures // each):
         system = rng.choice(SYSTEM_MESSAGES) if rng.random() < 0.1 else None
-        seen = [picture_tasks.sample_seen(rng, "train", *size) for _ in range(each)]
+        seen = [picture_tasks.sample_seen(rng, "train", *near(rng, size)) for _ in range(each)]
         if each > 1:
             seen = [Seen(one.drawing, one.turns[:2]) for one in seen]
         if rng.random() < 0.15:
             seen.insert(0, picture_tasks.sample_unseen(rng))
         rows.append((system, seen))
     return make_batch(writer, rows, size)
-
-
-def held_out(num: int, seed: int, split: Split = "held_out") -> dict[str, list[tuple[Seen, tuple[int, int]]]]:
-    """`num` questions of each task about pictures, each the first about its picture, and the picture's size."""
-    found: dict[str, list[tuple[Seen, tuple[int, int]]]] = {}
-    kinds = {"number": "number", "largest": "bars", "smallest": "bars", "bars": "bars", "what": None}
-    for task in picture_tasks.TASKS[:-1]:
-        rng = random.Random(f"{task}/{seed}")
-        found[task] = []
-        while len(found[task]) < num:
-            size = rng.choices(list(SIZES), list(SIZES.values()))[0]
-            drawing = picture_tasks.sample_drawing(rng, split, *size, kind=kinds.get(task, "shapes"))
-            turns = [turn for turn in picture_tasks.turns_of(rng, drawing.facts) if turn.task == task]
-            if turns:
-                found[task].append((Seen(drawing, (rng.choice(turns),)), size))
-    return found
 
 
 @torch.no_grad()
