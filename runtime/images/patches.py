@@ -81,10 +81,13 @@ class PatchRule(msgspec.Struct, frozen=True, tag=True):
         """Of a resized picture."""
         return max(self.min_pixels, self.max_pixels)
 
-    def fitted(self, image: Image) -> Image:
-        """An RGB picture, resized. Raises ImageError."""
+    def fitted(self, image: Image) -> tuple[Image, int]:
+        """An RGB picture of the right width, and the height that it has, or is still to get, bicubically. Raises
+        ImageError."""
         tall, wide = self.resized(image.height, image.width)
-        return image if image.size == (wide, tall) else image.resize((wide, tall), _filter("bicubic"))
+        if image.width != wide:  # Pillow does both at once: which comes first depends on its version
+            image = image.resize((wide, tall), _filter("bicubic"))
+        return image, tall
 
     def token_grid(self, rows: int, columns: int) -> tuple[int, int]:
         """Lines and columns of tokens of a picture of so many patches. Raises ImageError for a grid that no picture
@@ -135,18 +138,18 @@ class FixedRule(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         """Of a resized picture."""
         return self.height * self.width
 
-    def fitted(self, image: Image) -> Image:
-        """An RGB picture, resized and cut. Raises ImageError for one that is too narrow."""
+    def fitted(self, image: Image) -> tuple[Image, int]:
+        """An RGB picture, resized and cut, and its height. Raises ImageError for one that is too narrow."""
         height, width = image.height, image.width
         check_aspect(height, width)
         if self.shortest_edge is None:
-            return image.resize((self.width, self.height), _filter(self.resample))
+            return image.resize((self.width, self.height), _filter(self.resample)), self.height
         edge = self.shortest_edge
         long = int(edge * max(height, width) / min(height, width))
         wide, tall = (edge, long) if width <= height else (long, edge)
         left, top = (wide - self.width) // 2, (tall - self.height) // 2
         resized = image.resize((wide, tall), _filter(self.resample))
-        return resized.crop((left, top, left + self.width, top + self.height))
+        return resized.crop((left, top, left + self.width, top + self.height)), self.height
 
     def token_grid(self, rows: int, columns: int) -> tuple[int, int]:
         """A picture's tokens are one line. Raises ImageError for another grid than the rule's."""
@@ -191,15 +194,14 @@ def make_patches(image: NDArray[np.uint8] | Image, rule: Rule, out: memoryview |
     front of ``out`` where it is given. Raises ImageError."""
     from PIL import Image
 
-    fitted = rule.fitted(Image.fromarray(image) if isinstance(image, np.ndarray) else image)
-    size, merge = rule.patch_size, rule.merge_size
-    rows, columns = fitted.height // size, fitted.width // size
-    tall, wide = rows * size, columns * size
-    cut = np.asarray(fitted)[:tall, :wide].reshape(rows // merge, merge, size, columns // merge, merge, size, 3)
-    count = 3 * tall * wide
+    from runtime.images.cutting import cut
+
+    fitted, height = rule.fitted(Image.fromarray(image) if isinstance(image, np.ndarray) else image)
+    size = rule.patch_size
+    rows, columns = height // size, fitted.width // size
+    count = 3 * rows * columns * size**2
     pixels = np.empty(count, np.uint8) if out is None else np.frombuffer(out, np.uint8, count)
-    ordered = cut.transpose(0, 3, 1, 4, 6, 2, 5)
-    pixels.reshape(ordered.shape)[...] = ordered
+    cut(fitted, height, size, rule.merge_size, pixels)
     return Patches(pixels.reshape(rows * columns, 3 * size * size), rows, columns)
 
 

@@ -16,8 +16,8 @@ from runtime.images.errors import ImageError
 from runtime.images.patches import Rule, make_patches
 from server.worker_process import answer_jobs
 
-MAX_MEMORY_BYTES = 3 << 29
-"""Of addresses: the libraries' 300 MiB, and a picture of the most pixels several times."""
+MAX_MEMORY_BYTES = 2 << 30
+"""Of addresses: the libraries' 800 MiB, and a picture of the most pixels several times."""
 
 
 class Job(msgspec.Struct, array_like=True):
@@ -63,6 +63,9 @@ def main() -> None:
         import PIL.Image
 
         PIL.Image.MAX_IMAGE_PIXELS = None  # a job has its own limit
+        from runtime.images.cutting import prepare as prepare_cutting
+
+        prepare_cutting()
     answer_jobs(prepare, max_memory_bytes=MAX_MEMORY_BYTES)
 
 

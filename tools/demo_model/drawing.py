@@ -23,7 +23,7 @@ COLOURS = {
     "red": (215, 35, 40), "yellow": (240, 215, 30), "green": (40, 155, 60), "blue": (35, 80, 210),
     "purple": (130, 45, 160), "black": (25, 25, 25),
 }  # fmt: skip
-MOST_SHAPES, MOST_BARS = 5, 4
+MOST_SHAPES, MOST_BARS = 4, 4
 NUM_MARKS = 1 + len(SHAPES) * len(COLOURS) + 10 + 2 * len(COLOURS)
 """Kinds of marks: 0 for nothing, then shapes by colour, digits, bars by colour, and the largest bars by colour."""
 
@@ -52,14 +52,44 @@ def draw(rng: random.Random, facts: tuple[str, Any], width: int, height: int) ->
     scale = rng.choice((1.0, 1.0, 1.5, 2.0, 3.0))
     size = round(width * scale), round(height * scale)
     canvas = Image.new("RGB", size, _background(rng))
-    kind, shown = facts
-    drawers: dict[str, Callable[[random.Random, Image.Image, Any], list[tuple[float, float, int]]]] = {
-        "shapes": _draw_shapes, "number": _draw_number, "bars": _draw_bars,
-    }  # fmt: skip
-    marks = drawers[kind](rng, canvas, shown)
-    if scale > 1 and rng.random() < 0.2:
-        canvas = canvas.filter(ImageFilter.GaussianBlur(0.4 * scale))
-    if scale < 2 and rng.random() < 0.4:
+    return _finished(rng, canvas, facts, _MARKS_OF[facts[0]](rng, canvas, facts[1]))
+
+
+def draw_sheet(rng: random.Random, width: int, height: int) -> Drawing:
+    """As many shapes, or digits, as fit: what shows much in little time, and is asked about nowhere."""
+    canvas = Image.new("RGB", (2 * width, 2 * height), _background(rng))
+    if rng.random() < 0.5:
+        shapes = tuple((rng.choice(SHAPES), rng.choice(list(COLOURS))) for _ in range(rng.randint(3, 6)))
+        return _finished(rng, canvas, ("sheet", shapes), _draw_shapes(rng, canvas, shapes))
+    lines, across = rng.choice(((1, 2), (2, 2), (2, 2), (2, 3), (3, 2), (3, 3)))
+    tall, wide = canvas.height / lines, canvas.width / across
+    marks = []
+    ink = _ink(rng)
+    for index in range(lines * across):
+        image = _digit(rng, digit := rng.choice("0123456789"), rng.uniform(0.55, 0.9) * min(tall, 1.3 * wide))
+        left = index % across * wide + rng.uniform(0, 1) * max(0.0, wide - image.width)
+        top = index // across * tall + rng.uniform(0, 1) * max(0.0, tall - image.height)
+        canvas.paste(ink, (round(left), round(top)), image)
+        marks.append((left + image.width / 2, top + image.height / 2, _DIGITS + int(digit)))
+    return _finished(rng, canvas, ("sheet", None), marks)
+
+
+_DIGITS = 1 + len(SHAPES) * len(COLOURS)
+"""The mark of a nought."""
+
+
+def _ink(rng: random.Random) -> tuple[int, int, int]:
+    return _hue(rng, rng.choice(("black", "black", "blue", "red", "green", "purple")))
+
+
+def _finished(
+    rng: random.Random, canvas: Image.Image, facts: tuple[str, Any], marks: list[tuple[float, float, int]]
+) -> Drawing:
+    """Perhaps blurred, perhaps with noise."""
+    size = canvas.size
+    if rng.random() < 0.2:
+        canvas = canvas.filter(ImageFilter.GaussianBlur(0.0025 * (size[0] + size[1])))
+    elif rng.random() < 0.4:
         noise = np.random.default_rng(rng.getrandbits(32)).normal(0, rng.uniform(2, 8), (size[1], size[0], 1))
         canvas = Image.fromarray(np.clip(np.asarray(canvas, np.float32) + noise, 0, 255).astype(np.uint8))
     return Drawing(canvas, facts, tuple(Mark(x / size[0], y / size[1], kind) for x, y, kind in marks))
@@ -79,11 +109,11 @@ def sample_facts(rng: random.Random) -> tuple[str, Any]:
 
 
 def _bar_heights(rng: random.Random, count: int) -> tuple[int, ...]:
-    """In percent; the largest and the smallest stand out by 10."""
+    """In percent; the largest and the smallest stand out by 15."""
     while True:
         heights = [rng.randint(12, 100) for _ in range(count)]
         in_order = sorted(heights)
-        if in_order[-1] - in_order[-2] >= 10 and in_order[1] - in_order[0] >= 10:
+        if in_order[-1] - in_order[-2] >= 15 and in_order[1] - in_order[0] >= 15:
             return tuple(round(100 * height / in_order[-1]) for height in heights)
 
 
@@ -107,7 +137,7 @@ def _draw_shapes(
     radii: list[float] = []
     places: list[Point] = []
     while len(places) < len(shapes):
-        radius = rng.uniform(0.55, 1.0) * most
+        radius = rng.uniform(0.65, 1.0) * most
         for _ in range(50):
             x, y = rng.uniform(radius, width - radius), rng.uniform(radius, height - radius)
             if all(math.dist((x, y), (px, py)) > 1.1 * (radius + pr) for (px, py), pr in zip(places, radii)):
@@ -122,7 +152,7 @@ def _draw_shapes(
     for (shape, colour), (x, y), radius in zip(shapes, places, radii, strict=True):
         fill = _hue(rng, colour)
         outline = (40, 40, 40) if rng.random() < 0.15 else None
-        turn = rng.uniform(-0.35, 0.35)
+        turn = rng.uniform(-0.2, 0.2)
         if shape == "circle":
             pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=fill, outline=outline)
         else:
@@ -144,12 +174,11 @@ def _corners(shape: str, x: float, y: float, radius: float, turn: float) -> list
 
 
 def _draw_number(rng: random.Random, canvas: Image.Image, number: str) -> list[tuple[float, float, int]]:
-    """Digits of a font, or of strokes as by hand, somewhere on the canvas."""
+    """Digits of Pillow's own font, somewhere on the canvas."""
     width, height = canvas.size
-    ink = _hue(rng, rng.choice(("black", "black", "blue", "red", "green", "purple")))
-    digit_height = rng.uniform(0.45, 0.8) * min(height, 1.3 * width / len(number))
-    by_hand = rng.random() < 0.4
-    images = [_digit(rng, digit, digit_height, by_hand) for digit in number]
+    ink = _ink(rng)
+    digit_height = rng.uniform(0.5, 0.8) * min(height, 1.3 * width / len(number))
+    images = [_digit(rng, digit, digit_height) for digit in number]
     gap = rng.uniform(0.06, 0.18) * digit_height
     total = sum(image.width for image in images) + gap * (len(images) - 1)
     if total > 0.94 * width:
@@ -162,54 +191,25 @@ def _draw_number(rng: random.Random, canvas: Image.Image, number: str) -> list[t
     for digit, image in zip(number, images, strict=True):
         top = y + rng.uniform(0, 1) * (tallest - image.height)
         canvas.paste(ink, (round(x), round(top)), image)
-        marks.append((x + image.width / 2, top + image.height / 2, 1 + len(SHAPES) * len(COLOURS) + int(digit)))
+        marks.append((x + image.width / 2, top + image.height / 2, _DIGITS + int(digit)))
         x += image.width + gap
     return marks
 
 
-_STROKES: dict[str, tuple[tuple[Point, ...], ...]] = {
-    "0": (((0.5, 0), (0.1, 0.25), (0.1, 0.75), (0.5, 1), (0.9, 0.75), (0.9, 0.25), (0.5, 0)),),
-    "1": (((0.25, 0.25), (0.6, 0), (0.6, 1)),),
-    "2": (((0.1, 0.25), (0.3, 0.03), (0.7, 0.03), (0.88, 0.3), (0.1, 1), (0.95, 1)),),
-    "3": (((0.1, 0.1), (0.5, 0), (0.85, 0.22), (0.45, 0.47), (0.9, 0.75), (0.5, 1), (0.08, 0.88)),),
-    "4": (((0.65, 1), (0.65, 0), (0.08, 0.68), (0.95, 0.68)),),
-    "5": (((0.85, 0), (0.2, 0), (0.15, 0.45), (0.55, 0.38), (0.9, 0.68), (0.55, 1), (0.08, 0.9)),),
-    "6": (((0.75, 0.02), (0.3, 0.35), (0.12, 0.75), (0.45, 1), (0.85, 0.78), (0.5, 0.5), (0.15, 0.72)),),
-    "7": (((0.08, 0), (0.92, 0), (0.4, 1)),),
-    "8": (
-        ((0.5, 0.47), (0.15, 0.24), (0.5, 0), (0.85, 0.24), (0.5, 0.47), (0.08, 0.75), (0.5, 1), (0.92, 0.75),
-         (0.5, 0.47)),
-    ),
-    "9": (((0.85, 0.28), (0.5, 0.5), (0.15, 0.25), (0.5, 0), (0.87, 0.25), (0.7, 1)),),
-}  # fmt: skip
-
-
-def _digit(rng: random.Random, digit: str, height: float, by_hand: bool) -> Image.Image:
+def _digit(rng: random.Random, digit: str, height: float) -> Image.Image:
     """A mask of one digit, turned and slanted a little, cut to its ink."""
-    if by_hand:
-        tall, wide = height, height * rng.uniform(0.5, 0.75)
-        margin, stroke = 0.15 * height, rng.uniform(0.07, 0.15) * height
-        mask = Image.new("L", (round(wide + 2 * margin), round(tall + 2 * margin)))
-        pen = ImageDraw.Draw(mask)
-        for line in _STROKES[digit]:
-            points = [
-                (margin + wide * (x + rng.uniform(-0.05, 0.05)), margin + tall * (y + rng.uniform(-0.04, 0.04)))
-                for x, y in line
-            ]
-            pen.line(points, 255, max(1, round(stroke)), joint="curve")
-    else:
-        font = ImageFont.load_default(height * 1.35)
-        left, top, right, bottom = font.getbbox(digit)
-        thick = round(rng.choice((0, 0, 0.02, 0.05)) * height)
-        mask = Image.new("L", (round(right - left) + 2 * thick + 2, round(bottom - top) + 2 * thick + 2))
-        ImageDraw.Draw(mask).text((thick + 1 - left, thick + 1 - top), digit, 255, font, stroke_width=thick)
-    slant = rng.uniform(-0.2, 0.2)
+    font = ImageFont.load_default(height * 1.35)
+    left, top, right, bottom = font.getbbox(digit)
+    thick = round(rng.choice((0, 0, 0.02, 0.04)) * height)
+    mask = Image.new("L", (round(right - left) + 2 * thick + 2, round(bottom - top) + 2 * thick + 2))
+    ImageDraw.Draw(mask).text((thick + 1 - left, thick + 1 - top), digit, 255, font, stroke_width=thick)
+    slant = rng.uniform(-0.12, 0.12)
     wider = round(abs(slant) * mask.height)
     mask = mask.transform(
         (mask.width + wider, mask.height), Image.Transform.AFFINE,
         (1, slant, -wider if slant > 0 else 0, 0, 1, 0), Image.Resampling.BILINEAR,
     )  # fmt: skip
-    mask = mask.rotate(rng.uniform(-10, 10), Image.Resampling.BILINEAR, expand=True)
+    mask = mask.rotate(rng.uniform(-6, 6), Image.Resampling.BILINEAR, expand=True)
     return mask.crop(mask.getbbox())
 
 
@@ -234,10 +234,15 @@ def _draw_bars(
         y = bottom - percent / 100 * (bottom - top)
         pen.rectangle((x - share * slot / 2, y, x + share * slot / 2, bottom), fill=_hue(rng, colour))
         largest = len(COLOURS) if percent == 100 else 0
-        kind = 1 + len(SHAPES) * len(COLOURS) + 10 + list(COLOURS).index(colour) + largest
+        kind = _DIGITS + 10 + list(COLOURS).index(colour) + largest
         marks.append((x, min(y + 0.03 * height, bottom), kind))
     axis = (60, 60, 60)
     pen.line((left, bottom, right, bottom), axis, line)
     if rng.random() < 0.6:
         pen.line((left, top, left, bottom), axis, line)
     return marks
+
+
+_MARKS_OF: dict[str, Callable[[random.Random, Image.Image, Any], list[tuple[float, float, int]]]] = {
+    "shapes": _draw_shapes, "number": _draw_number, "bars": _draw_bars,
+}  # fmt: skip

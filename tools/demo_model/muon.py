@@ -16,6 +16,8 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
                 buffer = self.state[parameter].setdefault("momentum", torch.zeros_like(parameter))
                 buffer.lerp_(parameter.grad, 1 - group["momentum"])
                 update = orthogonalise(parameter.grad.lerp(buffer, group["momentum"]))

@@ -83,9 +83,7 @@ class Tower(nn.Module):
 
     def matrices(self) -> list[nn.Parameter]:
         """The parameters that Muon updates."""
-        mergers = [self.merger, *self.deepstack]
-        linears = [linear for each in mergers for linear in (each.linear_fc1, each.linear_fc2)]
-        return [self.qkv, self.proj, self.fc1, self.fc2, *(linear.weight for linear in linears)]
+        return [self.qkv, self.proj, self.fc1, self.fc2]  # a merger's is large for the few tokens that it sees
 
     def forward(self, patches: Tensor, grid: tuple[int, int]) -> tuple[Tensor, list[Tensor]]:
         """Patches [pictures, rows * columns, 3 * patch_size ** 2] of one grid -> embeddings [pictures, tokens, out],

@@ -1,8 +1,8 @@
 """`train_demo_model --vision`: trains the demo model with a tower, and writes it as a Qwen3-VL checkpoint.
 
-Rows are conversations about pictures. All pictures of a step have one grid, so that the tower is a plain batch. In the
-first part of the run each token of a picture must also tell what stands there (`Mark`): the tower learns to see from
-that, long before answers depend on it.
+All pictures of a step have one grid, so that the tower is a plain batch. In the first part of the run there is the
+tower alone, and each token of a picture must tell what stands there (`Mark`), on sheets full of shapes or digits: so it
+learns to see in little time. Then rows are conversations about pictures, and marks count less and less.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from runtime.images.patches import PatchRule, make_patches, normalised
 from tools.demo_model import harmony_tokenizer, picture_tasks, training
 from tools.demo_model.data import SYSTEM_MESSAGES
-from tools.demo_model.drawing import NUM_MARKS, Drawing, sample_facts
+from tools.demo_model.drawing import NUM_MARKS, Drawing, draw_sheet, sample_facts
 from tools.demo_model.picture_tasks import Seen, held_out, near, sample_size
 from tools.demo_model.tokenizer import ASSISTANT, END, PAD, SYSTEM, USER
 from tools.demo_model.vision_model import VisionModel, VisionShape
@@ -56,6 +56,9 @@ CHAT_TEMPLATE = """\
 
 MIN_PIXELS, MAX_PIXELS = 64 * 64, 80 * 80
 MOST_TOKENS = 120
+SHEETS = 0.45
+"""The tower's part of the run; `MARKED`: where marks end."""
+MARKED = 0.85
 _NOTHING_HERE = 0.1  # weight of places where nothing is
 _IGNORED = -100
 
@@ -209,19 +212,54 @@ def evaluate(model: VisionModel, writer: Writer, num: int, seed: int) -> dict[st
 
 
 def train(model: VisionModel, writer: Writer, args: argparse.Namespace) -> None:
-    """Runs `args.steps` steps; marks count less and less, and not at all behind 60 % of the run."""
+    """Runs `args.steps` steps."""
     weights = torch.ones(NUM_MARKS)
     weights[0] = _NOTHING_HERE
+    steps_done = 0
 
     def loss_of(step: int) -> tuple[Tensor, Tensor]:
-        batch = sample_batch(random.Random(f"{args.seed}/{step}"), writer, args.pictures)
+        nonlocal steps_done
+        rng, progress, steps_done = random.Random(f"{args.seed}/{step}"), step / args.steps, step
+        if progress < SHEETS:
+            patches, grid, wanted = sample_sheets(rng, args.pictures)
+            told = model.marks(model.tower(patches, grid)[0])
+            loss = F.cross_entropy(told.flatten(0, 1), wanted.flatten(), weights)
+            return loss, loss
+        batch = sample_batch(rng, writer, args.pictures)
         hidden, marks = model(batch.token_ids, batch.is_picture, batch.positions, batch.patches, batch.grid)
         said = batch.targets != _IGNORED
         loss = F.cross_entropy(model.text.logits(hidden[said]), batch.targets[said])
         seen = F.cross_entropy(marks.flatten(0, 1), batch.marks.flatten(), weights)
-        return loss, loss + max(0.0, 1 - step / (0.6 * args.steps)) * seen
+        return loss, loss + max(0.0, (MARKED - progress) / (MARKED - SHEETS)) * seen
 
-    training.train(model, model.matrices(), loss_of, lambda: evaluate(model, writer, 60, seed=1), args)
+    def percents() -> dict[str, float]:
+        seen = {"marks": marks_seen(model, args.pictures)}
+        return seen if steps_done < SHEETS * args.steps else seen | evaluate(model, writer, 60, seed=1)
+
+    training.train(model, model.matrices(), loss_of, percents, args)
+
+
+def sample_sheets(rng: random.Random, num: int) -> tuple[Tensor, tuple[int, int], Tensor]:
+    """Patches of sheets, and of charts, their grid, and the marks of their tokens."""
+    rule, size = rule_of(VisionShape()), sample_size(rng)
+    grid = size[1] // rule.patch_size, size[0] // rule.patch_size
+    cells = grid[0] // rule.merge_size, grid[1] // rule.merge_size
+    drawings = [
+        draw_sheet(rng, *size) if rng.random() < 0.75 else picture_tasks.sample_drawing(rng, "train", *near(rng, size))
+        for _ in range(num)
+    ]
+    patches = np.stack([patches_of(drawing.image, rule, size) for drawing in drawings])
+    marks = np.stack([marks_of(drawing, cells) for drawing in drawings])
+    return torch.from_numpy(patches), grid, torch.from_numpy(marks)
+
+
+@torch.no_grad()
+def marks_seen(model: VisionModel, num: int) -> float:
+    """Percent of the marks that the tower tells, on sheets that are none of training's."""
+    patches, grid, wanted = sample_sheets(random.Random("marks"), 4 * num)
+    is_mark = wanted > 0
+    told = model.marks(model.tower(patches, grid)[0]).argmax(-1)
+    return 100 * (told == wanted)[is_mark].float().mean().item()
 
 
 def texts(seed: int, num: int) -> list[str]:
