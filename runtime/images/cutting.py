@@ -18,6 +18,8 @@ from numba_kernels.cache import njit
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+Array = np.ndarray[Any, Any]
+
 _BITS = 22
 """Of a tap behind its point."""
 
@@ -80,9 +82,9 @@ def _pixels_of(image: Image) -> tuple[NDArray[np.uint8], int, Any]:
     array = _ArrowArray.from_address(address)
     lists = array.children[0].contents  # four bytes for each pixel
     count = 4 * image.width * image.height
-    assert array.length * 4 == count and lists.length == count, (array.length, lists.length)
+    assert (4 * array.length, lists.length) == (count, count), (array.length, lists.length)
     data = (ctypes.c_uint8 * count).from_address(lists.buffers[1] + lists.offset)
-    return np.frombuffer(data, np.uint8), 4, capsule
+    return np.ctypeslib.as_array(data), 4, capsule
 
 
 class _ArrowArray(ctypes.Structure):
@@ -100,7 +102,10 @@ _CAPSULE_POINTER.restype, _CAPSULE_POINTER.argtypes = ctypes.c_void_p, [ctypes.p
 
 
 @njit
-def _cut(pixels, width, channels, first, taps, rows, columns, size, merge, out):
+def _cut(
+    pixels: Array, width: int, channels: int, first: Array, taps: Array, rows: int, columns: int, size: int,
+    merge: int, out: Array,
+) -> None:  # fmt: skip
     used, square = columns * size, size * size
     stride, line = width * channels, np.empty(used * channels, np.uint8)
     red, green, blue = np.empty(used, np.uint8), np.empty(used, np.uint8), np.empty(used, np.uint8)
@@ -125,7 +130,7 @@ def _cut(pixels, width, channels, first, taps, rows, columns, size, merge, out):
 
 
 @njit
-def _spread(plane, targets, offset, size, width, out):
+def _spread(plane: Array, targets: Array, offset: int, size: int, width: int, out: Array) -> None:
     """A line of a channel, its part in each patch: `size` elements of `width` bytes."""
     for column in range(targets.shape[0]):
         source, target = plane[column * size :], out[(targets[column] + offset) // width :]
@@ -134,7 +139,7 @@ def _spread(plane, targets, offset, size, width, out):
 
 
 @njit
-def _blend(lines, stride, taps, line):
+def _blend(lines: Array, stride: int, taps: Array, line: Array) -> None:
     """One line of those from the first of `lines` on."""
     count = line.shape[0]
     if taps.shape[0] == 1:
@@ -163,14 +168,14 @@ def _blend(lines, stride, taps, line):
 
 
 @njit
-def _add_four(sums, a, b, c, d, taps):
+def _add_four(sums: Array, a: Array, b: Array, c: Array, d: Array, taps: Array) -> None:
     one, two, three, four = taps[0], taps[1], taps[2], taps[3]
     for i in range(sums.shape[0]):
         sums[i] += np.int32(a[i]) * one + np.int32(b[i]) * two + np.int32(c[i]) * three + np.int32(d[i]) * four
 
 
 @njit
-def _split(line, channels, red, green, blue):
+def _split(line: Array, channels: int, red: Array, green: Array, blue: Array) -> None:
     for x in range(red.shape[0]):
         red[x] = line[channels * x]
         green[x] = line[channels * x + 1]
