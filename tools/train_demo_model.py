@@ -179,10 +179,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--experts", action="store_true", help="the model with experts, models/demo_moe")
     parser.add_argument("--vision", action="store_true", help="the model with a tower, models/demo_vision")
-    parser.add_argument("--pictures", type=int, default=48, help="of a step, with --vision")
+    parser.add_argument("--pictures", type=int, default=32, help="of a step, with --vision")
+    parser.add_argument("--tower-steps", type=int, default=1000, help="of the tower alone, with --vision")
     parser.add_argument("--out", type=Path, help="default: models/demo, demo_moe or demo_vision")
     parser.add_argument("--checkpoint", type=Path, help="default: scratch/NAME_checkpoint.pt")
-    parser.add_argument("--steps", type=int, help="default: 3300, with experts 1600, with a tower 4000")
+    parser.add_argument("--steps", type=int, help="default: 3300, with experts 1600, with a tower 1000")
     parser.add_argument("--bfloat16", action="store_true", help="of experts' training: products in bfloat16")
     parser.add_argument("--rounded-from", type=float, default=0.7, help="share of the run before experts are rounded")
     parser.add_argument("--batch-tokens", type=int, default=4096)
@@ -201,7 +202,7 @@ def main() -> None:
     name = "demo_moe" if args.experts else "demo_vision" if args.vision else "demo"
     args.out = args.out or Path(f"models/{name}")
     args.checkpoint = args.checkpoint or Path(f"scratch/{name}_checkpoint.pt")
-    args.steps = args.steps or {"demo": 3300, "demo_moe": 1600, "demo_vision": 4000}[name]
+    args.steps = args.steps or {"demo": 3300, "demo_moe": 1600, "demo_vision": 1000}[name]
     args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
     if args.experts:
         from tools.demo_model import experts_training

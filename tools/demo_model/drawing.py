@@ -24,8 +24,8 @@ COLOURS = {
     "purple": (130, 45, 160), "black": (25, 25, 25),
 }  # fmt: skip
 MOST_SHAPES, MOST_BARS = 4, 4
-NUM_MARKS = 1 + len(SHAPES) * len(COLOURS) + 10 + 2 * len(COLOURS)
-"""Kinds of marks: 0 for nothing, then shapes by colour, digits, bars by colour, and the largest bars by colour."""
+NUM_MARKS = 1 + len(SHAPES) * len(COLOURS) + 10 + 3 * len(COLOURS)
+"""Kinds of marks: 0 for nothing, then shapes by colour, digits, bars by colour, the largest and the smallest bars."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +233,8 @@ def _draw_bars(
         x = left + (index + 0.5) * slot
         y = bottom - percent / 100 * (bottom - top)
         pen.rectangle((x - share * slot / 2, y, x + share * slot / 2, bottom), fill=_hue(rng, colour))
-        largest = len(COLOURS) if percent == 100 else 0
-        kind = _DIGITS + 10 + list(COLOURS).index(colour) + largest
+        extreme = 1 if percent == 100 else 2 if percent == min(height for _, height in bars) else 0
+        kind = _DIGITS + 10 + extreme * len(COLOURS) + list(COLOURS).index(colour)
         marks.append((x, min(y + 0.03 * height, bottom), kind))
     axis = (60, 60, 60)
     pen.line((left, bottom, right, bottom), axis, line)

@@ -140,8 +140,8 @@ class Tower(nn.Module):
 
 
 class VisionModel(nn.Module):
-    """Reads rows of tokens with pictures among them. `marks` tells of each token of a picture what stands there, which
-    only training asks."""
+    """Reads rows of tokens with pictures among them. `marks` tells of each of the tower's embeddings what stands there,
+    which only training asks."""
 
     def __init__(self, shape: VisionShape) -> None:
         super().__init__()
@@ -153,14 +153,10 @@ class VisionModel(nn.Module):
         self.register_buffer("inverse", inverse, persistent=False)
         self.register_buffer("axes", torch.from_numpy(interleaved_axes(shape.mrope_section, half)), persistent=False)
 
-    def matrices(self) -> list[nn.Parameter]:
-        """The parameters that Muon updates."""
-        return [*self.text.matrices(), *self.tower.matrices()]
-
     def forward(
         self, token_ids: Tensor, is_picture: Tensor, positions: Tensor, patches: Tensor, grid: tuple[int, int]
-    ) -> tuple[Tensor, Tensor]:
-        """Final hidden states [rows, tokens, hidden_size], and the logits of marks [pictures, picture tokens, kinds].
+    ) -> Tensor:
+        """Final hidden states [rows, tokens, hidden_size].
 
         is_picture  [rows, tokens]: where the tokens of pictures are, in the order of `patches`
         positions   [3, rows, tokens]
@@ -171,7 +167,7 @@ class VisionModel(nn.Module):
         added = [torch.zeros_like(x).masked_scatter(is_picture[..., None], each) for each in deep]
         turned = positions[self.axes].permute(1, 2, 0) * self.inverse  # [rows, tokens, pairs]
         angles = turned.repeat(1, 1, 2)[:, None]
-        return self.text.decode(x, angles.cos(), angles.sin(), added), self.marks(embeddings)
+        return self.text.decode(x, angles.cos(), angles.sin(), added)
 
 
 def _taps(

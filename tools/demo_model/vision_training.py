@@ -1,8 +1,9 @@
 """`train_demo_model --vision`: trains the demo model with a tower, and writes it as a Qwen3-VL checkpoint.
 
-All pictures of a step have one grid, so that the tower is a plain batch. In the first part of the run there is the
-tower alone, and each token of a picture must tell what stands there (`Mark`), on sheets full of shapes or digits: so it
-learns to see in little time. Then rows are conversations about pictures, and marks count less and less.
+All pictures of a step have one grid, so that the tower is a plain batch. It is trained first, alone: each token of a
+picture must tell what stands there (`Mark`), on sheets full of shapes or digits, on charts and on drawings, so that it
+learns to see in little time. Then the language model is, on conversations about drawings; the tower stays as it is, but
+for the merger of its middle layer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from runtime.images.patches import PatchRule, make_patches, normalised
 from tools.demo_model import harmony_tokenizer, picture_tasks, training
 from tools.demo_model.data import SYSTEM_MESSAGES
 from tools.demo_model.drawing import NUM_MARKS, Drawing, draw_sheet, sample_facts
-from tools.demo_model.picture_tasks import Seen, held_out, near, sample_size
+from tools.demo_model.picture_tasks import Seen, held_out, near, sample_drawing, sample_size
 from tools.demo_model.tokenizer import ASSISTANT, END, PAD, SYSTEM, USER
 from tools.demo_model.vision_model import VisionModel, VisionShape
 
@@ -56,9 +57,6 @@ CHAT_TEMPLATE = """\
 
 MIN_PIXELS, MAX_PIXELS = 64 * 64, 80 * 80
 MOST_TOKENS = 120
-SHEETS = 0.45
-"""The tower's part of the run; `MARKED`: where marks end."""
-MARKED = 0.85
 _NOTHING_HERE = 0.1  # weight of places where nothing is
 _IGNORED = -100
 
@@ -203,7 +201,7 @@ def evaluate(model: VisionModel, writer: Writer, num: int, seed: int) -> dict[st
         right = 0
         for size in {size for _, size in asked}:
             batch = make_batch(writer, [(None, [seen]) for seen, its in asked if its == size], size)
-            hidden = model(batch.token_ids, batch.is_picture, batch.positions, batch.patches, batch.grid)[0]
+            hidden = model(batch.token_ids, batch.is_picture, batch.positions, batch.patches, batch.grid)
             said = batch.targets != _IGNORED
             guessed = model.text.logits(hidden).argmax(-1)
             right += int(((guessed == batch.targets) | ~said).all(-1).sum())
@@ -212,31 +210,36 @@ def evaluate(model: VisionModel, writer: Writer, num: int, seed: int) -> dict[st
 
 
 def train(model: VisionModel, writer: Writer, args: argparse.Namespace) -> None:
-    """Runs `args.steps` steps."""
-    weights = torch.ones(NUM_MARKS)
-    weights[0] = _NOTHING_HERE
-    steps_done = 0
+    """`args.tower_steps` steps of the tower, then `args.steps` of the language model; continues where a checkpoint of
+    either is."""
+    train_tower(model, argparse.Namespace(**{**vars(args), "steps": args.tower_steps}))
+    for parameter in (*model.tower.parameters(), *model.marks.parameters()):
+        parameter.requires_grad_(False)
+    for parameter in model.tower.deepstack.parameters():
+        parameter.requires_grad_(True)
 
     def loss_of(step: int) -> tuple[Tensor, Tensor]:
-        nonlocal steps_done
-        rng, progress, steps_done = random.Random(f"{args.seed}/{step}"), step / args.steps, step
-        if progress < SHEETS:
-            patches, grid, wanted = sample_sheets(rng, args.pictures)
-            told = model.marks(model.tower(patches, grid)[0])
-            loss = F.cross_entropy(told.flatten(0, 1), wanted.flatten(), weights)
-            return loss, loss
-        batch = sample_batch(rng, writer, args.pictures)
-        hidden, marks = model(batch.token_ids, batch.is_picture, batch.positions, batch.patches, batch.grid)
+        batch = sample_batch(random.Random(f"{args.seed}/{step}"), writer, args.pictures)
+        hidden = model(batch.token_ids, batch.is_picture, batch.positions, batch.patches, batch.grid)
         said = batch.targets != _IGNORED
         loss = F.cross_entropy(model.text.logits(hidden[said]), batch.targets[said])
-        seen = F.cross_entropy(marks.flatten(0, 1), batch.marks.flatten(), weights)
-        return loss, loss + max(0.0, (MARKED - progress) / (MARKED - SHEETS)) * seen
+        return loss, loss
 
-    def percents() -> dict[str, float]:
-        seen = {"marks": marks_seen(model, args.pictures)}
-        return seen if steps_done < SHEETS * args.steps else seen | evaluate(model, writer, 60, seed=1)
+    training.train(model, model.text.matrices(), loss_of, lambda: evaluate(model, writer, 60, seed=1), args)
 
-    training.train(model, model.matrices(), loss_of, percents, args)
+
+def train_tower(model: VisionModel, args: argparse.Namespace) -> None:
+    args.checkpoint = args.checkpoint.with_suffix(".tower.pt")
+    weights = torch.ones(NUM_MARKS)
+    weights[0] = _NOTHING_HERE
+
+    def loss_of(step: int) -> tuple[Tensor, Tensor]:
+        patches, grid, wanted = sample_sheets(random.Random(f"{args.seed}/tower/{step}"), args.pictures)
+        told = model.marks(model.tower(patches, grid)[0])
+        loss = F.cross_entropy(told.flatten(0, 1), wanted.flatten(), weights)
+        return loss, loss
+
+    training.train(model, model.tower.matrices(), loss_of, lambda: {"marks": marks_seen(model, args.pictures)}, args)
 
 
 def sample_sheets(rng: random.Random, num: int) -> tuple[Tensor, tuple[int, int], Tensor]:
@@ -244,10 +247,11 @@ def sample_sheets(rng: random.Random, num: int) -> tuple[Tensor, tuple[int, int]
     rule, size = rule_of(VisionShape()), sample_size(rng)
     grid = size[1] // rule.patch_size, size[0] // rule.patch_size
     cells = grid[0] // rule.merge_size, grid[1] // rule.merge_size
-    drawings = [
-        draw_sheet(rng, *size) if rng.random() < 0.75 else picture_tasks.sample_drawing(rng, "train", *near(rng, size))
-        for _ in range(num)
-    ]
+    drawings = []
+    for _ in range(num):
+        kind = rng.choices(("sheet", "bars", None), (0.5, 0.25, 0.25))[0]
+        drawn = draw_sheet(rng, *size) if kind == "sheet" else sample_drawing(rng, "train", *near(rng, size), kind=kind)
+        drawings.append(drawn)
     patches = np.stack([patches_of(drawing.image, rule, size) for drawing in drawings])
     marks = np.stack([marks_of(drawing, cells) for drawing in drawings])
     return torch.from_numpy(patches), grid, torch.from_numpy(marks)
@@ -255,7 +259,7 @@ def sample_sheets(rng: random.Random, num: int) -> tuple[Tensor, tuple[int, int]
 
 @torch.no_grad()
 def marks_seen(model: VisionModel, num: int) -> float:
-    """Percent of the marks that the tower tells, on sheets that are none of training's."""
+    """Percent of the marks that the tower tells, on pictures that are none of training's."""
     patches, grid, wanted = sample_sheets(random.Random("marks"), 4 * num)
     is_mark = wanted > 0
     told = model.marks(model.tower(patches, grid)[0]).argmax(-1)
@@ -374,7 +378,7 @@ def check_against_transformers(model: VisionModel, writer: Writer, out: Path) ->
         ids, pictures = ids[:, :num_tokens], int(batch.is_picture[0].sum()) // batch.marks.shape[1]
         patches = batch.patches[:pictures].unflatten(-1, (3, 1, -1)).expand(-1, -1, -1, 2, -1).flatten(0, 1).flatten(1)
         is_picture, positions = batch.is_picture[:1, :num_tokens], batch.positions[:, :1, :num_tokens]
-        ours = model.text.logits(model(ids, is_picture, positions, batch.patches[:pictures], batch.grid)[0])
+        ours = model.text.logits(model(ids, is_picture, positions, batch.patches[:pictures], batch.grid))
         theirs = reference(
             input_ids=ids, pixel_values=patches, image_grid_thw=torch.tensor([[1, *batch.grid]] * pictures),
             mm_token_type_ids=(ids == writer.special[IMAGE]).int(),
