@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
 import tempfile
 import time
 from typing import Literal, get_args
@@ -27,9 +26,9 @@ from numba_kernels.cpu.collectives import (
 )
 from numba_kernels.cpu.running.launch import address_of, hold, new_array
 from numba_kernels.cpu.running.pool import NUM_THREADS
+from runtime.call_sites import calling_line, line_name
 from runtime.communicator import CommunicatorError
 from runtime.dtype import float32
-from runtime.own_packages import ROOT
 from runtime.tensor.tensor import Tensor
 
 Kind = Literal["all_reduce", "all_gather", "all_gather_columns", "agree", "end of step"]
@@ -39,7 +38,6 @@ _SLOT_BYTES = 1 << 19
 _TEXT_BYTES = 2048  # a rank's last words
 _LAST_WORDS_S = 0.5
 """How long an error waits for what the other ranks say of it."""
-_OWN_FOLDERS = tuple(f"{ROOT / name}{os.sep}" for name in ("runtime", "numba_kernels"))
 
 
 def shared_file(num_ranks: int) -> int:
@@ -190,15 +188,11 @@ class SharedCommunicator:
 
     def _place(self) -> int:
         """The number of the line that called, outside of the folders that hand calls on."""
-        frame = sys._getframe()
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_FOLDERS):
-            frame = frame.f_back
-        key = frame.f_code.co_filename, frame.f_lineno
+        key = calling_line()
         found = self._places.get(key)
         if found is None:
             found = self._places[key] = len(self._place_names)
-            name = os.path.join(*key[0].split(os.sep)[-2:])
-            self._place_names.append(f"{name}:{key[1]}")
+            self._place_names.append(line_name(*key))
         return found
 
     def _described(self, kind: Kind, size: int, place: int) -> str:

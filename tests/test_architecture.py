@@ -20,6 +20,7 @@ PACKAGES = ("numba_kernels", "tokenizer", "runtime", "models", "server")
 # Module or package: its floor. The longest match counts. Files of a room at one floor may import each other.
 FLOORS = {
     "numba_kernels.cuda.intrinsics": 1,
+    "runtime.call_sites": 1,
     "runtime.dtype": 1,
     "runtime.errors": 1,
     "runtime.own_packages": 1,

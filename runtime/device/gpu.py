@@ -131,6 +131,10 @@ class Gpu:
         finally:
             streams.is_chained = False
 
+    def break_chain(self) -> None:
+        """Work that is not ours has gone to the current stream: the kernel behind it is not launched dependent."""
+        self._streams.ends_with_kernel = False
+
     def new_stream(self, *, priority: int = 0) -> Stream:
         """A stream of this device; lower priorities run first."""
         return Stream(self.context, priority=priority)

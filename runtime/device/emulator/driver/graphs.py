@@ -10,7 +10,7 @@ from runtime.device.emulator.driver.capture import CaptureFunctions, edge_data
 from runtime.device.emulator.driver.graph_nodes import Graph, GraphExec, Node, Step, plan_replay
 from runtime.device.emulator.driver.launches import KernelLaunch, LaunchFunctions, overlap_of
 from runtime.device.emulator.driver.state import R, Refused, Stream, entry, handle_of
-from runtime.device.emulator.driver.work_queues import Queue, Work
+from runtime.device.emulator.driver.work_queues import MeetingTemplate, Operation, Queue, Work
 from runtime.device.emulator.races.stream_order import Overlap
 
 _USE_NODE_PRIORITY = 8  # CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY
@@ -142,7 +142,10 @@ class GraphFunctions(CaptureFunctions, LaunchFunctions):
             waits = tuple(works[index] for index in step.waits)
             if step.branch and not step.node.dependencies:
                 waits = (start,)
-            work = self.scheduler.submit(queues[step.branch], step.operation, waits)
+            operation: Operation = step.operation
+            if isinstance(operation, MeetingTemplate):
+                operation = operation.queued()
+            work = self.scheduler.submit(queues[step.branch], operation, waits)
             if self.order.is_active:
                 self.stamp(work, waits, f"{step.operation.label} of a graph in {stream}", self._overlap(step))
             works.append(work)

@@ -11,7 +11,8 @@ import itertools
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -21,7 +22,7 @@ from cuda.bindings import driver as cu
 from runtime.device.emulator.driver.architectures import GpuModel
 from runtime.device.emulator.driver.graph_nodes import MODE, Capture, Node, NodeOperation
 from runtime.device.emulator.driver.stream_faults import missing_event, status_of
-from runtime.device.emulator.driver.work_queues import Operation, Queue, Scheduler, Work
+from runtime.device.emulator.driver.work_queues import IDLE_S, MeetingTemplate, Operation, Queue, Scheduler, Work
 from runtime.device.emulator.memory.device_memory import Allocation, Machine
 from runtime.device.emulator.races.stream_order import Conflict, Overlap, StreamOrder
 
@@ -177,7 +178,8 @@ class DriverState:
             Device(index, model, Machine(memory_bytes, model.arch, index)) for index, model in enumerate(models)
         ]
         self.order = StreamOrder(is_wanted=is_order_checked)
-        self.scheduler = Scheduler(seed, self._fail)
+        self.scheduler = Scheduler(seed, self._fail, self.wait_a_moment)
+        self._moment = threading.Condition(self.lock)
         self.last_fault: Exception | None = None
         self.last_reason = ""
         self.leaks: list[Allocation] = []
@@ -189,6 +191,25 @@ class DriverState:
 
     def new_handle(self) -> int:
         return next(self._handles)
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """A call of another library's that uses the driver's state until the block ends: what `entry` does around the
+        driver's own."""
+        with self.lock:
+            self.depth += 1
+            try:
+                yield
+            finally:
+                self.depth -= 1
+                if self.deferred and not self.depth:
+                    self.deferred.popleft()()
+
+    def wait_a_moment(self) -> None:
+        """Other threads may call the driver meanwhile: what all wait for is another process's, or theirs."""
+        depth, self.depth = self.depth, 0
+        self._moment.wait(IDLE_S)
+        self.depth = depth
 
     # -- contexts -------------------------------------------------------------------------------------------------
 
@@ -346,6 +367,8 @@ class DriverState:
             others = []
         if others:
             waits = [*waits, *(work for work in others if work is not None)]
+        if isinstance(operation, MeetingTemplate):
+            operation = operation.queued()
         work = self.scheduler.submit(stream.queue, operation, waits)
         if self.order.is_active:
             self.stamp(work, waits, f"{operation.label} in {stream}" if operation is not None else "", overlap)

@@ -7,6 +7,7 @@ relies on more than it has asked for is found out. Streams' priorities are hints
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from collections import deque
@@ -15,6 +16,9 @@ from typing import Any, Protocol
 
 MAX_QUEUED = 512
 """A queue with more works than this is run down to half of it."""
+
+IDLE_S = 0.0002
+"""Between two looks at works that are parked."""
 
 _WEIGHTS = (0.02, 1.0, 50.0)
 """How eager a queue is during one `finish`: some lag behind, some run ahead."""
@@ -29,6 +33,37 @@ class Operation(Protocol):
 
     def run(self, work: Work) -> None:
         """Does it. An exception is a fault of the work's context."""
+
+
+class MeetingTemplate:
+    """What other processes have to come to, as it was called."""
+
+    __slots__ = ()
+
+    def queued(self) -> Meeting:
+        """The operation of one run, at the moment when it is queued."""
+        raise NotImplementedError
+
+    def run(self, work: Work) -> None:
+        raise AssertionError("a meeting is queued by `queued`")
+
+
+class Meeting:
+    """One run of it. It parks until the others have come: `advance` takes the place of `run`."""
+
+    __slots__ = ()
+
+    @property
+    def label(self) -> str:
+        """Words for messages."""
+        raise NotImplementedError
+
+    def advance(self, work: Work) -> bool:
+        """Does what can be done now; whether all is done."""
+        raise NotImplementedError
+
+    def run(self, work: Work) -> None:
+        raise AssertionError("a meeting is done by `advance`")
 
 
 class Work:
@@ -81,11 +116,16 @@ class Scheduler:
     Args:
         seed: of the order; the same calls with the same seed give the same order.
         on_failure: called with the work and the exception that its operation raised.
+        on_idle: called, again and again, while all that could run is parked (`Meeting`).
     """
 
-    def __init__(self, seed: int, on_failure: Callable[[Work, Exception], None]) -> None:
+    def __init__(
+        self, seed: int, on_failure: Callable[[Work, Exception], None],
+        on_idle: Callable[[], None] = functools.partial(time.sleep, IDLE_S),
+    ) -> None:  # fmt: skip
         self._random = random.Random(seed)
         self._on_failure = on_failure
+        self._on_idle = on_idle
         self._busy: dict[Queue, None] = {}  # queues with works, in the order in which they became so
 
     def submit(self, queue: Queue, operation: Operation | None, waits: Sequence[Work] = ()) -> Work:
@@ -97,21 +137,34 @@ class Scheduler:
         works.append(work)
         queue.last = work
         if len(works) > MAX_QUEUED:
-            self.finish((works[MAX_QUEUED // 2],))
+            self.finish((works[MAX_QUEUED // 2],), may_wait=False)
         return work
 
-    def finish(self, works: Iterable[Work]) -> None:
-        """Runs until all of some works are done; others may have run by then or not."""
+    def finish(self, works: Iterable[Work], *, may_wait: bool = True) -> None:
+        """Runs until all of some works are done; others may have run by then or not. Waits for other processes where
+        all is parked, or, unless it `may_wait`, returns."""
         pending = [work for work in works if not work.is_done]
         if not pending:
             return
         weights: dict[Queue, float] = {}
+        parked: set[Queue] = set()
         while pending:
-            if len(self._busy) == 1:
+            if len(self._busy) == 1 and not parked:
                 (queue,) = self._busy
+            elif (chosen := self._choose(weights, parked)) is not None:
+                queue = chosen
+            elif not may_wait:
+                return
             else:
-                queue = self._choose(weights)
-            self._run_first(queue)
+                self._on_idle()
+                parked.clear()
+                while pending and pending[-1].is_done:  # by another thread, meanwhile
+                    pending.pop()
+                continue
+            if self._run_first(queue):
+                parked.clear()
+            else:
+                parked.add(queue)
             while pending and pending[-1].is_done:
                 pending.pop()
 
@@ -121,10 +174,15 @@ class Scheduler:
 
     def progress(self) -> None:
         """Runs a few works, at least one where there is any."""
+        parked: set[Queue] = set()
         for _ in range(self._random.choice((1, 1, 2, 5))):
             if not self._busy:
                 return
-            self._run_first(self._choose({}))
+            queue = self._choose({}, parked)
+            if queue is None:
+                return
+            if not self._run_first(queue):
+                parked.add(queue)
 
     def drop(self, owner: Any) -> None:
         """Forgets all works of an owner, as if they were done: its context has failed or is gone."""
@@ -135,12 +193,16 @@ class Scheduler:
             queue.works.clear()
             del self._busy[queue]
 
-    def _choose(self, weights: dict[Queue, float]) -> Queue:
-        """One of the queues whose first work may run. There is one: a work waits for earlier ones only."""
+    def _choose(self, weights: dict[Queue, float], parked: set[Queue]) -> Queue | None:
+        """One of the queues whose first work may run. There is one, since a work waits for earlier ones only; None: all
+        of them are parked."""
         ready = [
             queue for queue in self._busy
-            if not (waits := queue.works[0].waits) or all(other.is_done for other in waits)
+            if queue not in parked
+            and (not (waits := queue.works[0].waits) or all(other.is_done for other in waits))
         ]  # fmt: skip
+        if not ready:
+            return None
         if len(ready) == 1:
             return ready[0]
         for queue in ready:
@@ -148,11 +210,15 @@ class Scheduler:
                 weights[queue] = self._random.choice(_WEIGHTS)
         return self._random.choices(ready, [weights[queue] for queue in ready])[0]
 
-    def _run_first(self, queue: Queue) -> None:
+    def _run_first(self, queue: Queue) -> bool:
+        """Whether it was done; it may be parked."""
         work = queue.works[0]
-        if work.operation is not None:
+        if (operation := work.operation) is not None:
             try:
-                work.operation.run(work)
+                if not isinstance(operation, Meeting):
+                    operation.run(work)
+                elif not operation.advance(work):
+                    return False
             except Exception as failure:  # whatever it is, the caller must get it and the queue must go on
                 self._on_failure(work, failure)
         if not work.is_done:  # else its context was dropped
@@ -161,3 +227,4 @@ class Scheduler:
             queue.works.popleft()
             if not queue.works:
                 del self._busy[queue]
+        return True

@@ -78,6 +78,7 @@ class FaultKind(IntEnum):
     MISSING_EVENT = 400
     USE_AFTER_FREE = 401
     LEAK = 402
+    RANKS_DIFFER = 403
 
 
 MESSAGES: dict[FaultKind, str] = {

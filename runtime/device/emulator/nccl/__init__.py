@@ -1,0 +1,1 @@
+"""An emulated NCCL: collectives of emulated GPUs in several processes, each compared among all ranks."""
