@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Never, Protocol
 
+from runtime.dtype import DType
 from runtime.errors import XservError
 from runtime.tensor.tensor import Tensor
 
@@ -39,6 +40,44 @@ class Communicator(Protocol):
         """All ranks' matrices ``[T, share]``, the last one's ``[T, rest]``, beside each other: ``[T, columns]``."""
         ...
 
+    def sum_buffer(self, shape: tuple[int, ...], dtype: DType) -> Tensor | None:
+        """Where numbers should lie that `all_reduce` will add, until the next few of its results are made; None:
+        anywhere. Every rank calls it in the same order."""
+        ...
+
+
+class RankCommunicator(Communicator, Protocol):
+    """What whoever runs a rank's steps needs beside that."""
+
+    def begin_pass(self) -> None:
+        """The model is run from its beginning: none of its earlier sums is needed any more."""
+        ...
+
+    def agree(self, is_so: bool) -> bool:
+        """Whether it is so on all ranks. Not to be recorded."""
+        ...
+
+    def end_step(self, number: int) -> None:
+        """All collectives of a step have been called; ranks that had fewer or more are found."""
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Ends all collectives of all ranks, which name the reason. On any thread."""
+        ...
+
+    def abort_for(self, rank: int, reason: str) -> None:
+        """The same for a rank that cannot say so itself."""
+        ...
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether a rank has given up."""
+        ...
+
+    def last_words(self) -> str:
+        """What each rank has said of it."""
+        ...
+
 
 @dataclass(slots=True)
 class DeclaredRank:
@@ -54,4 +93,7 @@ class DeclaredRank:
         raise CommunicatorError("a declared model cannot run")
 
     def all_gather_columns(self, tensor: Tensor, share: int, columns: int) -> Never:
+        raise CommunicatorError("a declared model cannot run")
+
+    def sum_buffer(self, shape: tuple[int, ...], dtype: DType) -> Never:
         raise CommunicatorError("a declared model cannot run")

@@ -7,9 +7,6 @@ does. Each says what it is, and all are compared: an error names every rank's ca
 from __future__ import annotations
 
 import mmap
-import os
-import tempfile
-import time
 from typing import Literal, get_args
 
 import numpy as np
@@ -28,28 +25,19 @@ from numba_kernels.cpu.running.launch import address_of, hold, new_array
 from numba_kernels.cpu.running.pool import NUM_THREADS
 from runtime.call_sites import calling_line, line_name
 from runtime.communicator import CommunicatorError
-from runtime.dtype import float32
+from runtime.dtype import DType, float32
+from runtime.rank_notices import TEXT_BYTES, Notices, shared_memory
 from runtime.tensor.tensor import Tensor
 
 Kind = Literal["all_reduce", "all_gather", "all_gather_columns", "agree", "end of step"]
 
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 _SLOT_BYTES = 1 << 19
-_TEXT_BYTES = 2048  # a rank's last words
-_LAST_WORDS_S = 0.5
-"""How long an error waits for what the other ranks say of it."""
 
 
 def shared_file(num_ranks: int) -> int:
-    """A file of memory that so many ranks map: its descriptor, which the ranks inherit. It goes with the last of them
-    and has no name, so that nothing is left of it."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("xserv-ranks")
-    else:
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
-    os.ftruncate(descriptor, _file_bytes(num_ranks))
-    return descriptor
+    """The memory that so many ranks map: its descriptor, which they inherit."""
+    return shared_memory(_file_bytes(num_ranks))
 
 
 def _file_bytes(num_ranks: int) -> int:
@@ -58,7 +46,7 @@ def _file_bytes(num_ranks: int) -> int:
 
 def _slots_at(num_ranks: int) -> int:
     page = 4096
-    return -(-(header_bytes(num_ranks) + num_ranks * _TEXT_BYTES) // page) * page
+    return -(-(header_bytes(num_ranks) + num_ranks * TEXT_BYTES) // page) * page
 
 
 class SharedCommunicator:
@@ -75,6 +63,8 @@ class SharedCommunicator:
         self._counter = np.zeros(LINE_BYTES // 8, np.int64)
         self._shared, self._counted = address_of(self._memory), address_of(self._counter)
         self._slots = _slots_at(num_ranks)
+        texts = self._memory[header_bytes(num_ranks) :][: num_ranks * TEXT_BYTES].reshape(num_ranks, TEXT_BYTES)
+        self._notices = Notices(self._memory[:8].view(np.int64), texts, rank)
         self._places: dict[tuple[str, int], int] = {}
         self._place_names: list[str] = []
 
@@ -135,31 +125,30 @@ class SharedCommunicator:
         """Meets the others at the end of a step, so that a rank that had fewer collectives in it is found."""
         self._meet("end of step", number, 0)
 
+    def sum_buffer(self, shape: tuple[int, ...], dtype: DType) -> None:
+        """See `Communicator`: any memory serves."""
+
+    def begin_pass(self) -> None:
+        """See `Communicator`."""
+
     def abort(self, reason: str) -> None:
         """Ends all collectives of all ranks, which name the reason. May be called on any thread, and for the others by
         who starts them."""
-        self._say(self.rank, reason)
-        self._give_up(self.rank)
+        self.abort_for(self.rank, reason)
 
     def abort_for(self, rank: int, reason: str) -> None:
         """The same for a rank that cannot say so itself."""
-        self._say(rank, reason)
-        self._give_up(rank)
+        self._notices.say(rank, reason)
+        self._notices.give_up(rank)
 
     @property
     def is_aborted(self) -> bool:
         """Whether a rank has given up."""
-        return bool(self._memory[:8].view(np.int64)[0])
+        return self._notices.has_given_up
 
     def last_words(self) -> str:
         """What each rank has said of it."""
-        words = [f"rank {rank} {said}" for rank in range(self.num_ranks) if (said := self._said(rank))]
-        return "; ".join(words)
-
-    def _give_up(self, rank: int) -> None:
-        given_up = self._memory[:8].view(np.int64)
-        if not given_up[0]:
-            given_up[0] = 1 + rank
+        return self._notices.last_words()
 
     def _publish(self, source: int, size: int) -> None:
         tickets = -(-size // CHUNK_BYTES)
@@ -203,24 +192,11 @@ class SharedCommunicator:
     def _explain(self, status: int, call: str) -> CommunicatorError:
         """What went wrong, with every rank's words."""
         count = int(self._counter[0])
-        self._say(self.rank, f"called {call} as its collective {count}")
+        self._notices.say(self.rank, f"called {call} as its collective {count}")
         if status != HAS_ABORTED:
-            self._give_up(self.rank)
-        until = time.monotonic() + _LAST_WORDS_S
-        while not all(self._said(rank) for rank in range(self.num_ranks)) and time.monotonic() < until:
-            time.sleep(0.01)
+            self._notices.give_up(self.rank)
+        self._notices.wait_for_all()
         return CommunicatorError(f"ranks do not do the same: {self.last_words()}")
-
-    def _say(self, rank: int, text: str) -> None:
-        """The first words count."""
-        if not self._said(rank):
-            at = header_bytes(self.num_ranks) + rank * _TEXT_BYTES
-            data = text.encode()[: _TEXT_BYTES - 1]
-            self._memory[at : at + len(data)] = np.frombuffer(data, np.uint8)
-
-    def _said(self, rank: int) -> str:
-        at = header_bytes(self.num_ranks) + rank * _TEXT_BYTES
-        return bytes(self._memory[at : at + _TEXT_BYTES]).rstrip(b"\0").decode(errors="replace")
 
 
 def _workers(tickets: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
@@ -13,8 +14,9 @@ from models.generation_config import load_generation_config
 from models.hub import model_name, resolve_model
 from models.preprocessing import read_patch_rule
 from models.registry import declare_model, load_model
-from runtime.communicator import Communicator, DeclaredRank
+from runtime.communicator import Communicator, DeclaredRank, RankCommunicator
 from runtime.device.device import Device
+from runtime.device.errors import InvalidDeviceError
 from runtime.engine.config import (
     EngineConfig,
     EngineLimits,
@@ -40,7 +42,7 @@ from runtime.text.load import load_tokenizer
 
 if TYPE_CHECKING:  # brings processes, which a model in one piece does without
     from runtime.engine.ranks.group import RankGroup
-    from runtime.shared_communicator import SharedCommunicator
+    from runtime.engine.ranks.messages import Loaded
 
 logger = logging.getLogger("xserv.engine")
 
@@ -82,11 +84,15 @@ def declared_rank(config: EngineConfig) -> Communicator | None:
     num_ranks = config.tensor_parallel_size
     if num_ranks == 1:
         return None
-    if (device := Device.parse(config.device)).kind != "cpu":
-        raise RequestError(
-            f"tensor_parallel_size is {num_ranks} on {device}: a model is split over ranks on the cpu alone so far",
-            param="tensor_parallel_size",
-        )
+    if (device := Device.parse(config.device)).kind == "cuda":
+        from runtime.engine.ranks.joining import device_of_rank
+
+        try:
+            device_of_rank(device, num_ranks - 1).require()
+        except InvalidDeviceError as error:
+            raise RequestError(
+                f"tensor_parallel_size is {num_ranks} from {device} on: {error}", param="tensor_parallel_size"
+            ) from None
     return DeclaredRank(0, num_ranks)
 
 
@@ -130,8 +136,9 @@ def engine_over(
     ``OutOfMemoryError``, what a rank raises, and ``CommunicatorError``.
     """
     draft = None if config.draft_model is None else loaded_draft(config, loaded, folder)
-    num_bytes = loaded.weight_bytes if ranks is None else loaded.weight_bytes + ranks.wait_loaded()
-    limits = limits_of(loaded, config, draft=draft)
+    others: list[Loaded] = [] if ranks is None else ranks.wait_loaded()
+    num_bytes = loaded.weight_bytes + sum(rank.weight_bytes for rank in others)
+    limits = limits_of(loaded, config, draft=draft, free_bytes=[rank.free_bytes for rank in others])
     info = _info(loaded, folder, config, limits, name, draft, num_bytes)
     vocabulary = LazyVocabulary(partial(load_tokenizer, folder), info.vocab_size, info.eos_token_ids)
     executor: Executor
@@ -149,7 +156,7 @@ def engine_over(
 
 def executor_over(
     loaded: Model, folder: Path, config: EngineConfig, limits: EngineLimits, vocab_size: int,
-    communicator: SharedCommunicator | None = None,
+    communicator: RankCommunicator | None = None,
 ) -> LocalExecutor:  # fmt: skip
     """Runs steps of a model from ``folder``, or of a rank's part of it, over pages of its own. Raises
     ``OutOfMemoryError``."""
@@ -228,6 +235,7 @@ def describe_engine(model: str | Path | None, config: EngineConfig) -> EngineInf
         folder, load_format=config.load_format, max_model_len=config.max_model_len, **settings
     )
     num_bytes, draft = declared.weight_bytes * config.tensor_parallel_size, None
+    to_load = declared.weight_bytes if declared.device.kind == "cuda" else num_bytes  # on the first device
     if config.draft_model is not None:
         draft_folder = resolve_model(config.draft_model)
         draft = declare_model(
@@ -235,7 +243,7 @@ def describe_engine(model: str | Path | None, config: EngineConfig) -> EngineInf
         )
         check_draft(draft, draft_folder, declared, folder)
     draft_bytes = 0 if draft is None else draft.weight_bytes
-    limits = limits_of(declared, config, num_bytes_to_load=num_bytes + draft_bytes, draft=draft)
+    limits = limits_of(declared, config, num_bytes_to_load=to_load + draft_bytes, draft=draft)
     return _info(declared, folder, config, limits, model_name(model), draft, num_bytes)
 
 
@@ -286,21 +294,26 @@ def _image_support(model: Model, folder: Path) -> ImageSupport | None:
 
 
 def limits_of(
-    model: Model, config: EngineConfig, *, num_bytes_to_load: int = 0, draft: Model | None = None
-) -> EngineLimits:
-    """What an engine over the model runs with, by the memory that is free now, less what is still to be loaded. Raises
-    ``RequestError``."""
-    spec = model.kv_cache_spec(config.block_size)
+    model: Model, config: EngineConfig, *, num_bytes_to_load: int = 0, draft: Model | None = None,
+    free_bytes: Sequence[int] = (),
+) -> EngineLimits:  # fmt: skip
+    """What an engine over the model runs with, by the memory that is free now, less what is still to be loaded;
+    ``free_bytes`` of other ranks' GPUs. Raises ``RequestError``."""
+    spec, has_own_memory = model.kv_cache_spec(config.block_size), model.device.kind == "cuda"
+    free = free_memory_bytes(model.device)
+    if has_own_memory:
+        free = min(free, *free_bytes) if free_bytes else free
+    sharing = 1 if has_own_memory else config.tensor_parallel_size  # ranks that have this memory together
     return resolve(
         config,
         max_position_embeddings=model.max_positions,
-        bytes_per_block=spec.bytes_per_block * config.tensor_parallel_size,  # ranks have the same memory
+        bytes_per_block=spec.bytes_per_block * sharing,
         draft_bytes_per_block=_draft_bytes_per_block(draft, config),
         group_windows=spec.group_windows,
         rotary_switch=model.rotary_switch,
-        available_bytes=max(0, free_memory_bytes(model.device) - num_bytes_to_load),
+        available_bytes=max(0, free - num_bytes_to_load),
         is_gpu=model.device.kind != "cpu",
-        has_own_memory=model.device.kind == "cuda",
+        has_own_memory=has_own_memory,
     )
 
 

@@ -51,6 +51,8 @@ class Linear:
             partials = self.communicator.all_gather(ops.linear_partial(x, self.weight))
             return ops.add_partials(partials, self.weight, residual=residual, out=out)
         added = residual if self.communicator.rank == 0 else None
+        if out is None:
+            out = self.communicator.sum_buffer((x.shape[0], self.weight.shape[0]), self.weight.activations)
         result = ops.linear(x, self.weight, residual=added, out=out)
         self.communicator.all_reduce(result)
         result.row_squares = None  # were those of this rank's part

@@ -47,6 +47,7 @@ class ParallelExecutor:
         self.local, self.ranks = local, ranks
         self.overlaps = local.overlaps
         self.num_groups = local.num_groups
+        self._opened: _Shared | None = None
 
     def start(self, step: StepInput, masks: DrawMasks | None = None) -> Computation:
         self._tell(RunStep(step, masks is not None))
@@ -58,7 +59,8 @@ class ParallelExecutor:
             raise
         except Exception as error:
             raise self.lost(error) from error
-        return _Shared(computation, self)
+        self._opened = _Shared(computation, self)
+        return self._opened
 
     def can_lead(self, step: StepInput) -> bool:
         return self.local.can_lead(step)
@@ -96,7 +98,9 @@ class ParallelExecutor:
         self.ranks.close()
 
     def together(self, message: ToRank, work: Callable[[], T]) -> T:
-        """The same on all ranks."""
+        """The same on all ranks, behind the step that is under way: what is left of that, others have done by then."""
+        if self._opened is not None and not self.local.may_be_led:
+            self._opened.finish()
         self._tell(message)
         try:
             return work()
@@ -109,9 +113,11 @@ class ParallelExecutor:
         self.ranks.send(message)
 
     def lost(self, error: Exception) -> ExecutorLostError:
-        """What an error of this rank means for all."""
-        self.ranks.communicator.abort(f"failed: {type(error).__name__}: {error}")
-        return ExecutorLostError(str(error))
+        """What an error of this rank means for all, and what the others say of theirs."""
+        communicator = self.ranks.communicator
+        before = communicator.last_words()
+        communicator.abort(f"failed: {type(error).__name__}: {error}")
+        return ExecutorLostError(str(error) if not before or before in str(error) else f"{error} ({before})")
 
 
 class _Shared:
@@ -120,12 +126,22 @@ class _Shared:
     def __init__(self, computation: Computation, executor: ParallelExecutor) -> None:
         self.started_s = computation.started_s
         self._computation, self._executor = computation, executor
+        self._drawn: Drawn | Exception | None = None
 
     def result(self) -> Drawn:
-        try:
-            return self._computation.result()
-        except Exception as error:
-            raise self._executor.lost(error) from error
+        self.finish()
+        assert self._drawn is not None
+        if isinstance(self._drawn, Exception):
+            raise self._executor.lost(self._drawn) from self._drawn
+        return self._drawn
+
+    def finish(self) -> None:
+        """Have the result, or the error that it raises."""
+        if self._drawn is None:
+            try:
+                self._drawn = self._computation.result()
+            except Exception as error:
+                self._drawn = error
 
 
 class _SharedMasks:

@@ -11,17 +11,19 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from numba_kernels.cpu.running import pool
-from runtime.communicator import CommunicatorError
+from runtime.communicator import CommunicatorError, RankCommunicator
+from runtime.device.device import Device
 from runtime.engine.config import EngineConfig, EngineLimits
 from runtime.engine.process.wire import SOCKET_BUFFER_BYTES, FrameReader, WaitingWriter
 from runtime.engine.process.wire_errors import error_of
+from runtime.engine.ranks.joining import device_of_rank, join, new_memory, new_unique_id
 from runtime.engine.ranks.messages import ANSWERS, Allocate, Allocated, Failed, FromRank, Load, Loaded, ToRank, frame
 from runtime.own_packages import python_module
-from runtime.shared_communicator import SharedCommunicator, shared_file
 
 logger = logging.getLogger("xserv.engine")
 
@@ -43,35 +45,61 @@ class RankGroup:
     """
 
     def __init__(self, folder: Path, config: EngineConfig, num_ranks: int) -> None:
+        """Starts the processes and waits until all have joined. Raises CommunicatorError, and what a rank raised."""
         self.num_ranks = num_ranks
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        device = Device.parse(config.device)
+        has_cores = device.kind != "cuda" and hasattr(os, "sched_getaffinity")
+        cores = sorted(os.sched_getaffinity(0)) if has_cores else []
         threads = max(1, pool.NUM_THREADS // num_ranks)
-        memory = shared_file(num_ranks)
+        memory, unique_id = new_memory(device, num_ranks), new_unique_id(device)
         self._ranks: list[_Rank] = []
         try:
-            self.communicator = SharedCommunicator(memory, 0, num_ranks)
             pool.limit_threads(threads)
             for rank in range(1, num_ranks):
                 mine = cores[rank * threads : (rank + 1) * threads] if len(cores) >= num_ranks * threads else []
-                self._ranks.append(_Rank(rank, memory, self.communicator))
+                self._ranks.append(_Rank(rank, memory))
                 self._ranks[-1].send(
                     frame(
                         Load(
-                            folder=str(folder), config=config, rank=rank, num_ranks=num_ranks, cores=mine,
-                            threads=threads, log_level=logger.getEffectiveLevel(),
+                            folder=str(folder), config=replace(config, device=device_of_rank(device, rank).type),
+                            rank=rank, num_ranks=num_ranks, unique_id=unique_id, cores=mine, threads=threads,
+                            log_level=logger.getEffectiveLevel(),
                             dies_with_thread=threading.current_thread() is threading.main_thread(),
                         )
                     )
                 )  # fmt: skip
+            self.communicator = self._joined(device, memory, unique_id)
+            for each in self._ranks:
+                each.tell_its_end_to(self.communicator)
         except BaseException:
             self.close()
             raise
         finally:
             os.close(memory)
 
-    def wait_loaded(self) -> int:
-        """Waits until all have their weights; the bytes of these. Raises what a rank raised, and CommunicatorError."""
-        return sum(rank.wait_for(Loaded).weight_bytes for rank in self._ranks)
+    def _joined(self, device: Device, memory: int, unique_id: bytes) -> RankCommunicator:
+        """Rank 0's communicator, once all have joined, on a thread: NCCL would wait for a rank that has ended."""
+        found: list[RankCommunicator | BaseException] = []
+
+        def work() -> None:
+            try:
+                found.append(join(device, memory, unique_id, 0, self.num_ranks))
+            except BaseException as error:
+                found.append(error)
+
+        thread = threading.Thread(target=work, name="xserv-join", daemon=True)
+        thread.start()
+        while not found:
+            thread.join(0.05)
+            for rank in self._ranks:
+                rank.raise_if_ended()
+        if isinstance(found[0], BaseException):
+            raise found[0]
+        return found[0]
+
+    def wait_loaded(self) -> list[Loaded]:
+        """Waits until all have their weights. Raises what a rank raised, and CommunicatorError."""
+        return [rank.wait_for(Loaded) for rank in self._ranks]
 
     def allocate(self, limits: EngineLimits, vocab_size: int) -> None:
         """Has all make their pages, and waits for it. Raises as `wait_loaded`."""
@@ -103,8 +131,9 @@ class RankGroup:
 class _Rank:
     """A process, and the thread that hears of its end."""
 
-    def __init__(self, rank: int, memory: int, communicator: SharedCommunicator) -> None:
-        self._rank, self._communicator = rank, communicator
+    def __init__(self, rank: int, memory: int) -> None:
+        self._rank = rank
+        self._communicator: RankCommunicator | None = None
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with theirs:
             for each in (self._connection, theirs):
@@ -127,6 +156,19 @@ class _Rank:
     def send(self, data: bytearray) -> None:
         with suppress(OSError):
             self._writer.send(data)
+
+    def tell_its_end_to(self, communicator: RankCommunicator) -> None:
+        """From now on, if it has not ended yet."""
+        with self._condition:
+            self._communicator = communicator
+        self.raise_if_ended()
+
+    def raise_if_ended(self) -> None:
+        """Raises what a rank raised that has not come as far as that, and CommunicatorError."""
+        with self._condition:
+            if not self._has_ended:
+                return
+        self.wait_for(Loaded)
 
     def wait_for(self, kind: type[Answer]) -> Answer:
         with self._condition:
@@ -169,7 +211,9 @@ class _Rank:
         if not self._is_closed:
             if reason == "ended":
                 logger.error("rank %d has ended", self._rank)
-            self._communicator.abort_for(self._rank, reason)
         with self._condition:
             self._has_ended = True
+            communicator = self._communicator
             self._condition.notify_all()
+        if not self._is_closed and communicator is not None:
+            communicator.abort_for(self._rank, reason)

@@ -45,12 +45,15 @@ from runtime.engine.ranks.messages import (
 )
 
 if TYPE_CHECKING:
-    from runtime.engine.steps.executor import SidePass
+    from runtime.communicator import RankCommunicator
+    from runtime.engine.steps.executor import Computation, SidePass
     from runtime.engine.steps.local_executor import LocalExecutor
     from runtime.engine.steps.step_input import StepInput
-    from runtime.shared_communicator import SharedCommunicator
 
 logger = logging.getLogger("xserv.engine")
+
+LEAD_S = 0.005
+"""How long a rank whose graph runs waits for a step that may be queued behind it, before it looks at the result."""
 
 EXIT_DRIVER_GONE = 72
 EXIT_FAILED = 1
@@ -64,7 +67,7 @@ class RankProcess:
         self._writer = WaitingWriter(connection)
         self._memory = memory
         self._messages: queue.SimpleQueue[ToRank] = queue.SimpleQueue()
-        self._communicator: SharedCommunicator | None = None
+        self._communicator: RankCommunicator | None = None
 
     def run(self) -> NoReturn:
         """Do what the driver says until one of the ends that the file names. To be called on the main thread."""
@@ -93,10 +96,22 @@ class RankProcess:
         _settle(load)
         executor = self._made(load)
         side_pass: SidePass | None = None
+        running: Computation | None = None  # a graph, behind which the next step's may be queued
         while True:
-            match self._messages.get():
+            if running is None and self._messages.empty():
+                executor.finish_queued()
+            message = self._next(wait_s=None if running is None else LEAD_S)
+            if running is not None and not (isinstance(message, RunStep) and executor.can_lead(message.step)):
+                running.result()
+                running = None
+            match message:
+                case None:
+                    pass
                 case RunStep(step, has_masks):
-                    self._run(executor, step, has_masks)
+                    started = self._started(executor, step, has_masks)
+                    if running is not None:
+                        running.result()
+                    running = started
                 case Record():
                     executor.record_together()
                 case StartEncoding(slot, patches, grid):
@@ -116,31 +131,45 @@ class RankProcess:
                 case other:
                     raise AssertionError(f"{type(other).__name__} came when it could not")
 
+    def _next(self, wait_s: float | None) -> ToRank | None:
+        """The next message; None: it did not come in time."""
+        try:
+            return self._messages.get(timeout=wait_s)
+        except queue.Empty:
+            return None
+
     def _made(self, load: Load) -> LocalExecutor:
         from pathlib import Path
 
-        from runtime.engine.make_engine import executor_over, loaded_model
-        from runtime.shared_communicator import SharedCommunicator
+        from runtime.device.device import Device
+        from runtime.engine.make_engine import executor_over, free_memory_bytes, loaded_model
+        from runtime.engine.ranks.joining import join
 
-        communicator = self._communicator = SharedCommunicator(self._memory, load.rank, load.num_ranks)
+        device = Device.parse(load.config.device)
+        communicator = join(device, self._memory, load.unique_id, load.rank, load.num_ranks)
+        self._communicator = communicator
         folder = Path(load.folder)
         model = loaded_model(folder, load.config, communicator=communicator)
-        self._writer.send(frame(Loaded(model.weight_bytes)))
+        self._writer.send(frame(Loaded(model.weight_bytes, free_memory_bytes(device))))
         allocate = self._messages.get()
         assert isinstance(allocate, Allocate), allocate
         executor = executor_over(model, folder, load.config, allocate.limits, allocate.vocab_size, communicator)
         self._writer.send(frame(Allocated()))
         return executor
 
-    def _run(self, executor: LocalExecutor, step: StepInput, has_masks: bool) -> None:
+    def _started(self, executor: LocalExecutor, step: StepInput, has_masks: bool) -> Computation | None:
+        """The step under way if another may be queued behind it; else it is over."""
         from runtime.engine.steps.executor import UnsupportedStepError
 
         try:
             computation = executor.start(step, _SentMasks(self._messages) if has_masks else None)
         except UnsupportedStepError:  # the driver has met it, too, and tells
-            return
+            return None
+        if executor.may_be_led:
+            return computation
         if step.num_seqs:
             computation.result()
+        return None
 
 
 class _SentMasks:

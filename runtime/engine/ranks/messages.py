@@ -20,6 +20,8 @@ from runtime.engine.steps.step_input import StepInput, from_array, to_array
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The first message: load this rank's part of the model in a folder.
 
+    config   of this rank, whose device is its own
+    unique_id  of the communicator, on GPUs (`runtime.device.nccl`); on the cpu there is none
     cores    processors that the rank keeps to; none: all
     threads  that compute
     dies_with_thread  whether the thread that started the process lives as long as the driver does
@@ -29,6 +31,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     config: EngineConfig
     rank: int
     num_ranks: int
+    unique_id: bytes
     cores: list[int]
     threads: int
     dies_with_thread: bool
@@ -109,9 +112,10 @@ ToRank = (
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """This rank's part of the weights lies in memory."""
+    """This rank's part of the weights lies in memory; so much of its device's is free."""
 
     weight_bytes: int
+    free_bytes: int
 
 
 class Allocated(msgspec.Struct, frozen=True, tag=True):

@@ -15,6 +15,14 @@ from runtime.tensor.tensor import Tensor
 Forward: TypeAlias = Callable[[Batch], tuple[Tensor, Tensor | None]]
 """A model's forward pass: the hidden states of all tokens, and the logits that are wanted, if any."""
 
+Agree: TypeAlias = Callable[[bool], bool]
+"""Whether what is so here is so on all ranks."""
+
+
+def alone(is_so: bool) -> bool:
+    """`Agree` of one rank."""
+    return is_so
+
 
 class StepGraph(Protocol):
     """A recorded step. ``result``: the logits that each run leaves behind, where they are kept."""

@@ -14,7 +14,7 @@ from runtime.device.gpu import Gpu
 from runtime.device.graph import Graph, GraphPool
 from runtime.dtype import float32
 from runtime.engine.config import EngineLimits
-from runtime.engine.steps.decode_device import Forward, StepBuffers, StepGraph
+from runtime.engine.steps.decode_device import Agree, Forward, StepBuffers, StepGraph, alone
 from runtime.engine.steps.forward_graphs import ForwardGraphs
 from runtime.engine.steps.ragged import Layout
 from runtime.kv.cache import KVCache
@@ -44,10 +44,12 @@ class GpuDecodes:
 
     can_lead = True
 
-    def __init__(self, device: Device, limits: EngineLimits, vocab_size: int, kv_cache: KVCache) -> None:
+    def __init__(
+        self, device: Device, limits: EngineLimits, vocab_size: int, kv_cache: KVCache, agree: Agree = alone
+    ) -> None:
         self._device = device
         self._gpu = Gpu.of(device)
-        self.forwards = ForwardGraphs(self._gpu, limits, kv_cache)
+        self.forwards = ForwardGraphs(self._gpu, limits, kv_cache, agree)
         self._vocab_size = vocab_size
         self._pool: GraphPool | None = None  # with the first graph
         self._kept_logits: dict[int, Tensor] = {}  # by the number of rows, a power of two

@@ -22,11 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime import ops
+from runtime.communicator import RankCommunicator
 from runtime.device.device import Device
 from runtime.device.errors import CaptureError, LaunchError
 from runtime.engine.config import EngineLimits
 from runtime.engine.steps.decode_arrays import TAIL_WORDS, DecodeArrays, Placement
-from runtime.engine.steps.decode_device import DecodeDevice, Forward, StepBuffers, StepGraph
+from runtime.engine.steps.decode_device import Agree, DecodeDevice, Forward, StepBuffers, StepGraph, alone
 from runtime.engine.steps.executor import Model
 from runtime.engine.steps.ragged import Layout, largest
 from runtime.engine.steps.rows import Rows
@@ -44,15 +45,17 @@ MOST_LISTED = TAIL_WORDS // 2
 """Tokens that the penalties of one step may count; with more it runs without a graph."""
 
 
-def open_decode_device(device: Device, limits: EngineLimits, vocab_size: int, kv_cache: KVCache) -> DecodeDevice:
-    """What graphs over ``vocab_size`` ids and this KV cache need of the device."""
+def open_decode_device(
+    device: Device, limits: EngineLimits, vocab_size: int, kv_cache: KVCache, agree: Agree = alone
+) -> DecodeDevice:
+    """What graphs over ``vocab_size`` ids and this KV cache need of the device; ``agree``: among ranks."""
     if device.kind == "cpu":
         from runtime.engine.steps.decode_cpu import CpuDecodes
 
         return CpuDecodes(limits, len(kv_cache.spec.group_windows))
     from runtime.engine.steps.decode_gpu import GpuDecodes  # brings the driver, which the cpu does without
 
-    return GpuDecodes(device, limits, vocab_size, kv_cache)
+    return GpuDecodes(device, limits, vocab_size, kv_cache, agree)
 
 
 class GraphKey(msgspec.Struct, frozen=True, gc=False):
@@ -124,14 +127,21 @@ class DecodeGraphs:
     forwards    recordings of steps that graphs hold no place for
     """
 
-    def __init__(self, model: Model, kv_cache: KVCache, limits: EngineLimits, rows: Rows) -> None:
+    def __init__(
+        self, model: Model, kv_cache: KVCache, limits: EngineLimits, rows: Rows,
+        communicator: RankCommunicator | None = None,
+    ) -> None:  # fmt: skip
+        self._communicator = communicator
+        self._agree = alone if communicator is None else communicator.agree
         self.device = model.device
         self.num_steps = self.num_failed = 0
         self._model = model
         self._kv_cache = kv_cache
         self._limits = limits
         self._rows = rows
-        self._runs_on = runs_on = open_decode_device(model.device, limits, rows.sampling.vocab_size, kv_cache)
+        self._runs_on = runs_on = open_decode_device(
+            model.device, limits, rows.sampling.vocab_size, kv_cache, self._agree
+        )
         self.forwards = runs_on.forwards
         self._sizes = runs_on.batch_sizes(limits.max_num_seqs)
         self._lengths = runs_on.sequence_lengths(limits.max_model_len, exact=limits.exact)
@@ -222,6 +232,16 @@ class DecodeGraphs:
             and key in self._graphs
         )
 
+    @property
+    def leads(self) -> bool:
+        """Whether steps are queued, and the next may be behind them; else they run when they are waited for."""
+        return self._runs_on.can_lead
+
+    @property
+    def may_be_led(self) -> bool:
+        """Whether a graph runs behind which another may be queued."""
+        return self._runs_on.can_lead and self._running is not None
+
     def start(self, step: StepInput, key: GraphKey) -> DecodeRun:
         """Queue the step: one copy, one launch, one copy."""
         assert self._arrays is not None
@@ -260,39 +280,47 @@ class DecodeGraphs:
         """Record the graph that was missing last, if there is one and none runs. Waits for the device.
 
         Where its memory is not to be had, or it fails twice (the model does what cannot be recorded), all steps without
-        a graph stay so.
+        a graph stay so. Of several ranks all record at once; if one of them fails, none of them records any more.
         """
         key = self._wanted
         if key is None or self._running is not None:
             return
         self._wanted = None
+        if self._communicator is not None:
+            if (graph := self._record_once(key, is_last=True)) is not None:
+                self._graphs[key] = graph
+            if not self._agree(graph is not None):
+                self.give_up()
+            return
         for is_last in (False, True):
-            try:
-                self._graphs[key] = self._recorded(key)
+            graph = self._record_once(key, is_last=is_last)
+            if graph is not None:
+                self._graphs[key] = graph
+            if graph is not None or self._has_given_up:
                 return
-            except OutOfMemoryError as error:
-                self._has_given_up = True
-                logger.warning(
-                    "no more decode graphs: the bytes for one of %d sequences are not to be had, %d graphs hold %s: %s",
-                    key.num_places, len(self._graphs), f"{self.reserved_bytes:,}", error,
-                )  # fmt: skip
-                return
-            except LaunchError:  # the device is lost
-                raise
-            except DeviceError as error:  # as of work that cannot be recorded, or that another thread interrupted
-                self.num_failed += 1
-                if is_last:
-                    self._say_what_cannot_be_recorded(error)
+
+    def _record_once(self, key: GraphKey, *, is_last: bool) -> StepGraph | None:
+        """None where it fails; if it was the last try, for ever."""
+        try:
+            return self._recorded(key)
+        except OutOfMemoryError as error:
+            self._has_given_up = True
+            logger.warning(
+                "no more decode graphs: the bytes for one of %d sequences are not to be had, %d graphs hold %s: %s",
+                key.num_places, len(self._graphs), f"{self.reserved_bytes:,}", error,
+            )  # fmt: skip
+        except LaunchError:  # the device is lost
+            raise
+        except DeviceError as error:  # as of work that cannot be recorded, or that another thread interrupted
+            self.num_failed += 1
+            if is_last:
+                self._say_what_cannot_be_recorded(error)
+        return None
 
     @property
     def lacks_one(self) -> bool:
         """Whether `record` would record."""
         return self._wanted is not None and self._running is None
-
-    @property
-    def may_record(self) -> bool:
-        """Whether nothing has shown so far that there is no use in it."""
-        return not self._has_given_up
 
     def give_up(self) -> None:
         """Run no more decodes as graphs."""
@@ -334,6 +362,8 @@ class DecodeGraphs:
         """What is recorded. Its result is the logits."""
         arrays = self._arrays
         assert arrays is not None
+        if self._communicator is not None:
+            self._communicator.begin_pass()
         arrays.take_inputs(key.num_places)
         batch = arrays.batch(key.num_places, key.max_seq_len)
         if self._megakernel is not None and key.num_places == 1:

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from runtime.device.gpu import Gpu
 from runtime.device.graph import Graph, GraphPool
 from runtime.dtype import dtype_of_array
 from runtime.engine.config import EngineLimits
-from runtime.engine.steps.decode_device import Forward
+from runtime.engine.steps.decode_device import Agree, Forward, alone
 from runtime.engine.steps.ragged import Layout
 from runtime.errors import DeviceError, OutOfMemoryError
 from runtime.kv.cache import KVCache
@@ -35,6 +35,8 @@ from runtime.tensor.tensor import Tensor
 from runtime.tensor.views import contiguous_strides
 
 logger = logging.getLogger("xserv.engine")
+
+T = TypeVar("T")
 
 NUM_KEPT = 32
 """Recordings; the one that was used longest ago goes first."""
@@ -66,12 +68,14 @@ class _Recorded:
 
 class ForwardGraphs:
     """Graphs of one model's forward passes, over the same inputs and one pool of memory. Belongs to the engine's loop.
+    Ranks record at once; if one of them fails none records any more.
 
     num_steps   that they have run
     num_failed  recordings that failed: after the second no more are made
     """
 
-    def __init__(self, gpu: Gpu, limits: EngineLimits, kv_cache: KVCache) -> None:
+    def __init__(self, gpu: Gpu, limits: EngineLimits, kv_cache: KVCache, agree: Agree = alone) -> None:
+        self._agree = agree
         self.num_steps = self.num_failed = 0
         self._gpu = gpu
         self._limits = limits
@@ -146,13 +150,34 @@ class ForwardGraphs:
         return False
 
     def _record(self, shape: _Shape, layout: Layout, forward: Forward) -> _Recorded | None:
-        """None where it fails: then nothing but pages that the step writes anyway has changed."""
-        try:
-            inputs, batch, size_bytes = self._place(shape)
-            self._send(inputs, layout, size_bytes)
+        """None where it fails: then nothing but pages that the step writes anyway has changed. Ranks agree before the
+        work first runs, in which they meet, and on what came of it."""
+        placed = self._tried(lambda: self._place(shape))
+        if not self._agree(placed is not None):
+            self._has_given_up = self._has_given_up or self._agree is not alone
+            return None
+        assert placed is not None
+        inputs, batch, size_bytes = placed
+        self._send(inputs, layout, size_bytes)
+
+        def capture() -> Graph:
             if self._pool is None:
                 self._pool = GraphPool(self._gpu)
-            graph = Graph.capture(self._gpu, partial(forward, batch), pool=self._pool, is_chained=True)
+            return Graph.capture(self._gpu, partial(forward, batch), pool=self._pool, is_chained=True)
+
+        graph = self._tried(capture)
+        if not self._agree(graph is not None):
+            if graph is not None:
+                graph.release()
+            self._has_given_up = self._has_given_up or self._agree is not alone
+            return None
+        assert graph is not None
+        return _Recorded(graph, inputs, size_bytes)
+
+    def _tried(self, work: Callable[[], T]) -> T | None:
+        """What it makes; None where it fails for a reason that is not the device's end."""
+        try:
+            return work()
         except OutOfMemoryError as error:
             self._give_up("the memory of recorded steps is not to be had", error)
             return None
@@ -163,7 +188,6 @@ class ForwardGraphs:
             if self.num_failed > 1:
                 self._give_up("steps with prompts cannot be recorded", error)
             return None
-        return _Recorded(graph, inputs, size_bytes)
 
     def _give_up(self, why: str, error: Exception) -> None:
         self._has_given_up = True

@@ -33,7 +33,7 @@ from runtime.engine.steps.step_input import PromptLogprobs, StepInput
 from runtime.kv.cache import HostPages, KVCache
 from runtime.kv.transfer import KVTransfer
 from runtime.sampling_arrays import SamplingArrays
-from runtime.shared_communicator import SharedCommunicator
+from runtime.communicator import RankCommunicator
 from runtime.tensor.tensor import Tensor
 
 _UNSUPPORTED = ("hidden_layers", "rotary_positions", "features")
@@ -85,7 +85,7 @@ class LocalExecutor:
 
     def __init__(
         self, model: Model, kv_cache: KVCache, limits: EngineLimits, vocab_size: int,
-        communicator: SharedCommunicator | None = None,
+        communicator: RankCommunicator | None = None,
     ) -> None:  # fmt: skip
         self.model = model
         self.communicator = communicator
@@ -105,7 +105,7 @@ class LocalExecutor:
         self.pictures = PictureStore(model) if isinstance(model, PictureModel) else None
         self.graphs: DecodeGraphs | None = None
         if limits.decode_graphs != "off":
-            self.graphs = DecodeGraphs(model, kv_cache, limits, self.rows)
+            self.graphs = DecodeGraphs(model, kv_cache, limits, self.rows, communicator)
 
     def start(self, step: StepInput, masks: DrawMasks | None = None) -> _Run:
         """See `Executor`. The step before is over, unless this one `can_lead`. Raises UnsupportedStepError."""
@@ -128,6 +128,11 @@ class LocalExecutor:
         key = self.graphs.key_of(step)
         return key is not None and self.graphs.can_lead(key)
 
+    @property
+    def may_be_led(self) -> bool:
+        """Whether a graph runs behind which another step may be queued."""
+        return self.graphs is not None and self.graphs.may_be_led
+
     def record(self) -> None:
         if self.graphs is not None:
             self.graphs.record()
@@ -140,16 +145,20 @@ class LocalExecutor:
     def record_together(self) -> None:
         """`record`, on all ranks at once; if one of them can record no more, none does."""
         assert self.graphs is not None, "a recording is lacked"
-        assert self.communicator is not None, "there are several ranks"
         self.synchronize()
         self.graphs.record()
-        if not self.communicator.agree(self.graphs.may_record):
-            self.graphs.give_up()
 
     def synchronize(self) -> None:
         """Wait until no step runs, where one runs in a thread."""
         if self._worker is not None:
             self._worker.submit(int).result()
+
+    def finish_queued(self) -> None:
+        """Wait until the device has done what was queued; an emulated one does nothing before somebody waits."""
+        if self.model.device.kind != "cpu":
+            from runtime.device.gpu import Gpu  # brings the driver, which the cpu does without
+
+            Gpu.of(self.model.device).synchronize()
 
     def start_encoding(self, slot: int, patches: NDArray[np.uint8], grid: tuple[int, int]) -> None:
         pictures = self._picture_store()
@@ -173,7 +182,12 @@ class LocalExecutor:
         return work() if self._worker is None else self._worker.submit(work).result()
 
     def side_pass(self, lengths: Sequence[int]) -> PagedSidePass:
-        return PagedSidePass(self.model, self.limits, lengths, self.synchronize)
+        return PagedSidePass(self.model, self.limits, lengths, self._before_pass)
+
+    def _before_pass(self) -> None:
+        self.synchronize()
+        if self.communicator is not None:
+            self.communicator.begin_pass()
 
     def logits(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
         side_pass, most = self.side_pass([len(token_ids)]), self.limits.max_num_batched_tokens
@@ -260,8 +274,11 @@ class LocalExecutor:
         return drawn
 
     def _start_graph(self, graphs: DecodeGraphs, step: StepInput, key: GraphKey) -> _Run:
-        drawn = partial(self._drawn_by_graph, step, graphs.start(step, key), self.rows.version)
-        draw = partial(self._ended, step, drawn)
+        draw = partial(self._drawn_by_graph, step, graphs.start(step, key), self.rows.version)
+        if not graphs.leads:  # it runs when it is waited for
+            draw = partial(self._ended, step, draw)
+        elif self.communicator is not None:
+            self.communicator.end_step(step.number)  # before what is queued behind it
         return _Run(draw if self._worker is None else self._worker.submit(draw).result)
 
     def _draws_of(self, step: StepInput) -> _Draws:
@@ -292,6 +309,8 @@ class LocalExecutor:
         return self._run_model(batch)
 
     def _run_model(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        if self.communicator is not None:
+            self.communicator.begin_pass()
         hidden = self.model.forward(batch, self.kv_cache)
         if not batch.logits_indices.shape[0]:
             return hidden, None

@@ -1,0 +1,127 @@
+"""Ranks that each have a GPU: collectives by NCCL in the GPU's current stream, eager or recorded into a graph.
+
+Sums that are small, as a decode step's, lie in a window, memory of NCCL's at the same offsets on all ranks, so that
+NCCL takes its fastest way. A pass of the model takes the window's slots by turns from the first on, whatever came
+before it: so all ranks take the same ones, in recordings, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+
+import numpy as np
+
+from runtime.communicator import CommunicatorError
+from runtime.device.device import Device
+from runtime.device.gpu import Gpu
+from runtime.device.nccl import NcclComm, NcclError, Window
+from runtime.dtype import DType
+from runtime.rank_notices import Notices
+from runtime.tensor.storage import Storage
+from runtime.tensor.tensor import Tensor
+from runtime.tensor.views import contiguous_strides
+
+WINDOW_SLOT_BYTES = 512 << 10
+"""Sums up to this size lie in the window."""
+NUM_SLOTS = 8
+"""A sum may be used until so many more have been made."""
+
+
+class NcclCommunicator:
+    """See `RankCommunicator`. The first error of any rank is the end of all."""
+
+    def __init__(self, gpu: Gpu, comm: NcclComm, notices: Notices) -> None:
+        """Every rank makes its own at the same time, since it registers the window."""
+        self.rank, self.num_ranks = comm.rank, comm.num_ranks
+        self._gpu, self._comm, self._notices = gpu, comm, notices
+        self._device: Device = gpu.device
+        self._window: Window = comm.new_window(NUM_SLOTS * WINDOW_SLOT_BYTES)
+        self._held: list[weakref.ref[Storage] | None] = [None] * NUM_SLOTS
+        self._turn = 0
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        with self._named("all_reduce"):
+            self._comm.all_reduce(tensor.address, tensor.address, tensor.size, tensor.dtype)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        result = Tensor.empty((self.num_ranks, *tensor.shape), tensor.dtype, self._device)
+        with self._named("all_gather"):
+            self._comm.all_gather(tensor.address, result.address, tensor.size, tensor.dtype)
+        return result
+
+    def all_gather_columns(self, tensor: Tensor, share: int, columns: int) -> Tensor:
+        rows, width = tensor.shape
+        expected = min(share, columns - self.rank * share)
+        if width != expected or not 0 < columns - (self.num_ranks - 1) * share <= share:
+            raise CommunicatorError(
+                f"all_gather_columns: rank {self.rank} of {self.num_ranks} has {width} of {columns} columns, and each"
+                f" but the last {share}"
+            )
+        if width < share:  # NCCL gathers as much of each
+            padded = Tensor.empty((rows, share), tensor.dtype, self._device)
+            self._gpu.fill(padded.address, 0, padded.size_bytes)
+            padded[:, :width] = tensor
+            tensor = padded
+        gathered = self.all_gather(tensor)  # [num_ranks, rows, share]
+        if rows == 1:
+            shape = (1, columns)
+            return Tensor(gathered.storage, tensor.dtype, shape, contiguous_strides(shape), 0)
+        result = Tensor.empty((rows, columns), tensor.dtype, self._device)
+        for rank in range(self.num_ranks):
+            first, end = rank * share, min((rank + 1) * share, columns)
+            result[:, first:end] = gathered[rank][:, : end - first]
+        return result
+
+    def sum_buffer(self, shape: tuple[int, ...], dtype: DType) -> Tensor | None:
+        size = dtype.itemsize * int(np.prod(shape))
+        if not 0 < size <= WINDOW_SLOT_BYTES:
+            return None
+        slot, self._turn = self._turn, (self._turn + 1) % NUM_SLOTS
+        held = self._held[slot]
+        if held is not None and (storage := held()) is not None and storage.reference_count:
+            raise CommunicatorError(f"a sum is used when {NUM_SLOTS} more have been made: its memory is needed")
+        storage = Storage(
+            self._device, size, None, self._window, self._window.address + slot * WINDOW_SLOT_BYTES
+        )
+        self._held[slot] = weakref.ref(storage)
+        return Tensor(storage, dtype, shape, contiguous_strides(shape), 0)
+
+    def begin_pass(self) -> None:
+        self._turn = 0
+
+    def agree(self, is_so: bool) -> bool:
+        votes = Tensor.from_numpy(np.array([is_so], np.float32)).to(self._device)
+        self.all_reduce(votes)
+        return float(votes.to("cpu").array[0]) == self.num_ranks
+
+    def end_step(self, number: int) -> None:
+        with self._named("end_step"):
+            self._comm.end_step(number)
+
+    def abort(self, reason: str) -> None:
+        self.abort_for(self.rank, reason)
+
+    def abort_for(self, rank: int, reason: str) -> None:
+        self._notices.say(rank, reason)
+        self._notices.give_up(rank)
+        with contextlib.suppress(NcclError):
+            self._comm.abort()
+
+    @property
+    def is_aborted(self) -> bool:
+        return self._notices.has_given_up
+
+    def last_words(self) -> str:
+        return self._notices.last_words()
+
+    @contextlib.contextmanager
+    def _named(self, call: str) -> Iterator[None]:
+        """NCCL's errors as the ranks'."""
+        if self._notices.has_given_up:
+            raise CommunicatorError(f"{call}: the ranks have given up: {self.last_words()}")
+        try:
+            yield
+        except NcclError as error:
+            raise CommunicatorError(str(error)) from error

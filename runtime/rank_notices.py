@@ -1,0 +1,85 @@
+"""What ranks that are processes tell each other when they cannot go on: shared memory with a flag and last words."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import time
+
+import numpy as np
+from numpy.typing import NDArray
+
+TEXT_BYTES = 2048
+"""Of each rank's last words."""
+LAST_WORDS_S = 0.5
+"""How long an error waits for what the other ranks say of it."""
+_FLAG_BYTES = 64
+
+
+def shared_memory(size_bytes: int) -> int:
+    """A file of memory for ranks to map: its descriptor, which they inherit. It goes with the last of them and has no
+    name, so that nothing is left of it."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("xserv-ranks")
+    else:
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, size_bytes)
+    return descriptor
+
+
+def notices_bytes(num_ranks: int) -> int:
+    """Of the memory that `Notices.open` maps."""
+    return _FLAG_BYTES + num_ranks * TEXT_BYTES
+
+
+class Notices:
+    """One rank's view of it.
+
+    Attributes:
+        rank: this one's number.
+        num_ranks: how many there are.
+    """
+
+    def __init__(self, flag: NDArray[np.int64], texts: NDArray[np.uint8], rank: int) -> None:
+        """`flag`: one number, 0 or 1 + the rank that gave up. `texts`: `[num_ranks, TEXT_BYTES]`, zeros at first."""
+        self.rank, self.num_ranks = rank, len(texts)
+        self._flag, self._texts = flag, texts
+
+    @staticmethod
+    def open(descriptor: int, rank: int, num_ranks: int) -> Notices:
+        """Over memory that holds nothing else."""
+        memory = np.frombuffer(mmap.mmap(descriptor, notices_bytes(num_ranks)), np.uint8)
+        texts = memory[_FLAG_BYTES:].reshape(num_ranks, TEXT_BYTES)
+        return Notices(memory[:8].view(np.int64), texts, rank)
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether a rank has."""
+        return bool(self._flag[0])
+
+    def give_up(self, rank: int) -> None:
+        """All are told."""
+        if not self._flag[0]:
+            self._flag[0] = 1 + rank
+
+    def say(self, rank: int, text: str) -> None:
+        """What a rank says of the end; its first words count."""
+        if not self.said(rank):
+            data = text.encode()[: TEXT_BYTES - 1]
+            self._texts[rank, : len(data)] = np.frombuffer(data, np.uint8)
+
+    def said(self, rank: int) -> str:
+        """What a rank has said; "": nothing."""
+        return bytes(self._texts[rank]).rstrip(b"\0").decode(errors="replace")
+
+    def last_words(self) -> str:
+        """What each rank has said."""
+        return "; ".join(f"rank {rank} {said}" for rank in range(self.num_ranks) if (said := self.said(rank)))
+
+    def wait_for_all(self) -> None:
+        """Until all have said something, or for a moment."""
+        until = time.monotonic() + LAST_WORDS_S
+        while not all(self.said(rank) for rank in range(self.num_ranks)) and time.monotonic() < until:
+            time.sleep(0.01)
