@@ -44,7 +44,8 @@ FLOORS = {
         (
             f"runtime.{name}"
             for name in (
-                "tensor", "ops", "batch", "kv", "communicator", "shared_communicator", "sampling_arrays",
+                "tensor", "ops", "batch", "kv", "communicator", "shared_communicator", "nccl_communicator",
+                "rank_notices", "sampling_arrays",
                 "sampling_table", "linear", "rope_table", "routing", "backends",
             )
         ),

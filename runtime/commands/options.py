@@ -158,7 +158,7 @@ class EngineOptions:
         int, typer.Option(help="Most proposals for a sequence in a step; fewer where they do not pay.")
     ] = _CONFIG.num_speculative_tokens
     tensor_parallel_size: Annotated[
-        int, typer.Option(help="Ranks that the model is split over, on the cpu: processes with a share of the cores.")
+        int, typer.Option(help="Ranks that the model is split over: processes with a GPU, or a share of the cores.")
     ] = _CONFIG.tensor_parallel_size
     speculative_config: Annotated[
         str | None, typer.Option(metavar="JSON", help="The same as vLLM writes it: {\"method\": \"ngram\"}.")

@@ -1,4 +1,4 @@
-"""NCCL, through ctypes: collectives of several GPUs, each driven by a process (or a thread's group of calls) of its own.
+"""NCCL, through ctypes: collectives of several GPUs, each of which a process drives, or a group of calls.
 
     nccl = open_nccl(gpu.driver)
     comm = NcclComm(gpu, nccl, unique_id, rank=0, num_ranks=2)    # every rank at the same time
@@ -131,7 +131,9 @@ class NcclLibrary:
 
     @staticmethod
     def _call(function: Any, prototype: tuple[Any, ...], *values: Any) -> tuple[Any, ...]:
-        given, outputs, left = [], [], iter(values)
+        given: list[Any] = []
+        outputs: list[Any] = []
+        left = iter(values)
         for each in prototype:
             if isinstance(each, _Out):
                 outputs.append(each.type())
@@ -149,11 +151,13 @@ class Nccl:
     Attributes:
         api: its functions.
         is_emulated: whether it serves an emulated driver's devices, and checks what ranks do.
+        is_dry: whether it does nothing, and a rank is alone.
     """
 
-    def __init__(self, api: Any, *, is_emulated: bool = False) -> None:
+    def __init__(self, api: Any, *, is_emulated: bool = False, is_dry: bool = False) -> None:
         self.api = api
         self.is_emulated = is_emulated
+        self.is_dry = is_dry
 
     def call(self, function: str, *arguments: Any, comm: Any = None) -> Any:
         """What a function returns beside its result, if anything. Raises NcclError, with NCCL's text."""
@@ -216,6 +220,12 @@ def open_nccl(driver: Driver) -> Nccl:
     """The NCCL that serves a driver's devices. Raises NoNcclError."""
     if not driver.is_emulated:
         return load()
+    from runtime.device.emulator.driver.dry_driver import DryDriver
+
+    if isinstance(driver.api, DryDriver):
+        from runtime.device.emulator.nccl.dry_nccl import DryNccl
+
+        return Nccl(DryNccl(driver.api), is_emulated=True, is_dry=True)
     from runtime.device.emulator.nccl.emulated_nccl import EmulatedNccl
 
     return Nccl(EmulatedNccl.of(driver.api), is_emulated=True)

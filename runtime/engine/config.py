@@ -148,8 +148,8 @@ class EngineConfig:
                             of the same tenant), "draft:FOLDER" (a small model), "off" (nobody); tokens are as without
                             (docs/speculation.md)
     num_speculative_tokens  most proposals for a sequence in a step; fewer, or none, where they do not pay
-    tensor_parallel_size    ranks that the model is split over, each a process with its share of the processors; their
-                            number divides the model's heads and widths (docs/parallel.md). On the cpu alone so far
+    tensor_parallel_size    ranks that the model is split over, each a process with a GPU, or with its share of the
+                            processors; which numbers a model can be split by, docs/parallel.md tells
     gemm                    the kernel of matrix products on a GPU: "auto", "naive", "tiled", "register", "tensor_core",
                             "hopper", "cublas"
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -77,6 +78,25 @@ def engine_of(model: str | Path | None, config: EngineConfig, reporter: Reporter
     except BaseException:
         ranks.close()
         raise
+
+
+def lone_rank(folder: Path, config: EngineConfig) -> Engine:
+    """An engine over rank 0's part of a model in a folder, on a device that does nothing, whose other ranks there are
+    not. Raises as `engine_of`."""
+    from runtime.engine.ranks.joining import join, new_memory
+
+    device, num_ranks = Device.parse(config.device), config.tensor_parallel_size
+    memory = new_memory(device, num_ranks)
+    try:
+        communicator = join(device, memory, bytes(128), 0, num_ranks)
+    finally:
+        os.close(memory)
+    loaded = loaded_model(folder, config, communicator=communicator)
+    limits = limits_of(loaded, config)
+    info = _info(loaded, folder, config, limits, folder.name, None, loaded.weight_bytes)
+    vocabulary = LazyVocabulary(partial(load_tokenizer, folder), info.vocab_size, info.eos_token_ids)
+    executor = executor_over(loaded, folder, config, limits, info.vocab_size, communicator)
+    return Engine(executor, limits, info, config.seed, vocabulary, None)
 
 
 def declared_rank(config: EngineConfig) -> Communicator | None:

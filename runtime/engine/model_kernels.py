@@ -48,7 +48,7 @@ def kernels_of_model(folder: Path, arch: str, config: EngineConfig) -> list[Spec
     from runtime.device.driver import Driver, cuda_bindings
     from runtime.device.emulator.driver.dry_driver import DryDriver
     from runtime.device.gpu import Gpu
-    from runtime.engine.make_engine import engine_of
+    from runtime.engine.make_engine import engine_of, lone_rank
 
     bindings = cuda_bindings("the kernels' compiler")
     driver = Driver(DryDriver(arch), bindings, arch=arch)
@@ -61,7 +61,9 @@ def kernels_of_model(folder: Path, arch: str, config: EngineConfig) -> list[Spec
         preemption="auto",
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
-        client = ThreadEngineClient(engine_of(shallow_copy(folder, Path(scratch)), config))
+        copy = shallow_copy(folder, Path(scratch))
+        engine = engine_of(copy, config) if config.tensor_parallel_size == 1 else lone_rank(copy, config)
+        client = ThreadEngineClient(engine)
         try:
             run_batches(client)
         finally:

@@ -10,5 +10,6 @@
 | memory | a device's memory with its shadow bytes; loads, stores and atomics with their checks |
 | async_copies | cp.async, bulk copies and TMA, which land as late as they may |
 | synchronisation | barriers, mbarriers, clusters, control flow |
+| nccl | collectives of ranks in several processes, each compared among all |
 | races | who is ordered after whom, between the warps of a launch and between streams |
 """

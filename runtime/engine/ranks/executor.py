@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.device.errors import LaunchError
 from runtime.engine.ranks.group import RankGroup
 from runtime.engine.ranks.messages import (
     DropEncoded,
@@ -94,8 +96,11 @@ class ParallelExecutor:
 
     def close(self) -> None:
         self.ranks.communicator.abort("was closed")  # for ranks that wait for this one
-        self.local.close()
-        self.ranks.close()
+        try:
+            with suppress(LaunchError):  # of a GPU whose collectives have ended so
+                self.local.close()
+        finally:
+            self.ranks.close()
 
     def together(self, message: ToRank, work: Callable[[], T]) -> T:
         """The same on all ranks, behind the step that is under way: what is left of that, others have done by then."""

@@ -208,9 +208,8 @@ class _Rank:
                     with self._condition:
                         self._answers.append(answer)
                         self._condition.notify_all()
-        if not self._is_closed:
-            if reason == "ended":
-                logger.error("rank %d has ended", self._rank)
+        if not self._is_closed and reason == "ended":
+            logger.error("rank %d has ended", self._rank)
         with self._condition:
             self._has_ended = True
             communicator = self._communicator

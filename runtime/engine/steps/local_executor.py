@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from runtime import ops
 from runtime.batch import Batch
+from runtime.communicator import RankCommunicator
 from runtime.engine.config import EngineLimits
 from runtime.engine.messages import TokenLogprobs
 from runtime.engine.steps.decode_graphs import DecodeGraphs, DecodeRun, GraphKey
@@ -33,7 +34,6 @@ from runtime.engine.steps.step_input import PromptLogprobs, StepInput
 from runtime.kv.cache import HostPages, KVCache
 from runtime.kv.transfer import KVTransfer
 from runtime.sampling_arrays import SamplingArrays
-from runtime.communicator import RankCommunicator
 from runtime.tensor.tensor import Tensor
 
 _UNSUPPORTED = ("hidden_layers", "rotary_positions", "features")

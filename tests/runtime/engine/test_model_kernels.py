@@ -51,6 +51,13 @@ def test_the_type_of_the_weights_is_chosen() -> None:
     assert not any("bf16" in name for name in found)
 
 
+@pytest.mark.exhaustive
+def test_a_ranks_kernels_are_found_without_the_others() -> None:
+    config = EngineConfig(max_model_len=32, tensor_parallel_size=2, exact=True)
+    found = {each.name for each in kernels_of_model(DEMO, "sm_90a", config)}
+    assert any(name.startswith("add_segments") or "segment" in name for name in found), sorted(found)
+
+
 @pytest.mark.exhaustive  # ptxas goes over all of them
 def test_a_quantised_models_kernels_are_those_of_its_layout() -> None:
     folder = Path(__file__).parents[2] / "models" / "quantized" / "fixtures" / "gptq_w4"

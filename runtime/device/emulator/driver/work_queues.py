@@ -121,11 +121,11 @@ class Scheduler:
 
     def __init__(
         self, seed: int, on_failure: Callable[[Work, Exception], None],
-        on_idle: Callable[[], None] = functools.partial(time.sleep, IDLE_S),
+        on_idle: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         self._random = random.Random(seed)
         self._on_failure = on_failure
-        self._on_idle = on_idle
+        self._on_idle = on_idle or functools.partial(time.sleep, IDLE_S)
         self._busy: dict[Queue, None] = {}  # queues with works, in the order in which they became so
 
     def submit(self, queue: Queue, operation: Operation | None, waits: Sequence[Work] = ()) -> Work:

@@ -14,6 +14,8 @@ ranks have joined, so that nothing is left of it when the last rank ends. For R 
 Words that others wait for are stored and loaded in order (`_store`, `_load`).
 """
 
+# mypy: disable-error-code="call-arg"
+
 from __future__ import annotations
 
 import contextlib
@@ -91,9 +93,10 @@ class Call:
     @staticmethod
     def unpacked(data: bytes) -> Call:
         """What `packed` made."""
-        numbers = np.frombuffer(data[:48], np.int64).tolist()
+        count, dtype, operation, root, source, target = np.frombuffer(data[:48], np.int64).tolist()
         kind, place, *_ = data[48:].split(b"\0")
-        return Call(kind.decode(), *numbers, place=place.decode(errors="replace"))
+        words = place.decode(errors="replace")
+        return Call(kind.decode(), count, dtype, operation, root, source, target, words)
 
 
 def new_unique_id() -> tuple[bytes, int]:

@@ -273,7 +273,7 @@ class EmulatedNccl:
             raise _Failed(_INVALID_ARGUMENT, f"data type {dtype}")
         if count < 0:
             raise _Failed(_INVALID_ARGUMENT, f"a count of {count}")
-        return count * ELEMENTS[dtype].itemsize
+        return count * int(ELEMENTS[dtype].itemsize)
 
     @staticmethod
     def _check_alive(comm: Communicator) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -91,7 +92,7 @@ class _Collective(Meeting):
                 mine[PUBLISHED] = turn
                 self._is_published = True
             if any(record[PUBLISHED] < turn for record in comm.board.records):
-                comm.look_for_the_missing(self._number, lambda rank: comm.board.records[rank][PUBLISHED] < turn)
+                comm.look_for_the_missing(self._number, partial(_lacks_piece, comm, turn))
                 return False
             self._combine(first, count, turn)
             comm.turn, self._next, self._is_published = turn, self._next + 1, False
@@ -133,6 +134,11 @@ class _Collective(Meeting):
         part = comm.rank * count * size if self._kind == "ReduceScatter" else 0
         numbers = [slot[part : part + count * size].view(self._element) for slot in slots]
         comm.memory.write(at, _reduced(numbers, self._template.call.operation).view(np.uint8))
+
+
+def _lacks_piece(comm: Communicator, turn: int, rank: int) -> bool:
+    """Whether a rank's numbers are not there yet."""
+    return comm.board.records[rank][PUBLISHED] < turn
 
 
 def _reduced(numbers: list[NDArray[Any]], operation: int) -> NDArray[Any]:
