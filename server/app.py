@@ -60,6 +60,7 @@ from server.transport.drain import Lifecycle
 from server.transport.exchange import Exchange
 from server.transport.gate import Gate, Observer
 from server.transport.origins import OriginRules, origins_pattern
+from server.vllm_api.engines import list_engines, restart_engines
 from server.vllm_api.operating import get_load, get_server_info, get_tokenizer_info, reset_prefix_cache
 from server.vllm_api.scoring import create_pooling, create_ranking, create_scores
 from tokenizer import Tokenizer
@@ -234,6 +235,8 @@ def _routes() -> list[BaseRoute]:
         Route("/docs", get_docs),
         Route("/load", get_load),
         Route("/server_info", get_server_info),
+        Route("/engines", list_engines),
+        Route("/restart_engines", restart_engines, methods=["POST"]),
         Route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"]),
         Route("/ping", ping, methods=["GET", "POST"]),
         Route("/version", get_version),

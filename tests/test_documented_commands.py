@@ -63,6 +63,7 @@ ELSEWHERE = {
         "make serve", "xserv serve", "xserv serve MODEL", "xserv serve MODEL --device cpu --tensor-parallel-size 2",
         "xserv serve MODEL --tensor-parallel-size 2",
         "xserv serve MODEL --device emulated:sm_90a --tensor-parallel-size 2",
+        "xserv serve MODEL --data-parallel-size 2", "xserv serve /path/to/folder --data-parallel-size 2",
         "xserv serve --model …", "python tools/soak.py --minutes 10",
         "xserv serve /path/to/folder --max-model-len 4096 --port 8000",
         "xserv serve /path/to/folder --host 0.0.0.0 --api-key-file keys.txt --log-format json",

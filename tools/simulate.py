@@ -1,7 +1,7 @@
 """What a trace of requests would see of one or many replicas: the real scheduler in virtual time.
 
     python -m tools.simulate TRACE.csv --config qwen3-8b --gpu h200          # or a folder with a config.json
-    python -m tools.simulate TRACE.jsonl --step-model fitted.json --num-blocks 20000 --replicas 4 --router least-loaded
+    python -m tools.simulate TRACE.jsonl --step-model fitted.json --num-blocks 20000 --replicas 4
 
 A step takes what a step-time model says: ``--step-model``, fitted to measured steps (`xserv bench simulation` writes
 one), or the roofline of a GPU over the shapes of ``--config``. Prints TTFT, TPOT, throughput, preemptions and hit rate;
@@ -15,12 +15,12 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from runtime.bench.load.traces import Trace, read_trace
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.scheduling.presets import PRESETS, find_config
-from runtime.bench.scheduling.simulation import ROUTERS, simulate
+from runtime.bench.scheduling.simulation import simulate
 from runtime.bench.scheduling.step_model import (
     GPUS,
     LinearStepModel,
@@ -36,6 +36,7 @@ from runtime.engine.config import (
     VICTIMS,
     EngineConfig,
     EngineLimits,
+    RoutingPolicy,
     resolve,
 )
 from runtime.engine.process.client import BURST_PAUSE_S
@@ -75,7 +76,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         model,
         windows=window_shares(layer_windows),
         num_replicas=options.replicas,
-        router=ROUTERS[options.router](),
+        routing_policy=options.routing_policy,
+        max_concurrency=options.max_concurrency,
         block_transfer_s=options.block_transfer_ms / 1e3,
         wake_s=BURST_PAUSE_S,
     )
@@ -83,7 +85,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "trace": trace.name,
         "replicas": options.replicas,
-        "router": options.router,
+        "routing_policy": options.routing_policy,
+        "max_concurrency": options.max_concurrency,
         "max_model_len": limits.max_model_len,
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
@@ -192,7 +195,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h200", help="of the roofline")
     parser.add_argument("--overhead-ms", type=float, default=0.5, help="of each step beside the roofline's time")
     parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--router", choices=sorted(ROUTERS), default="round-robin")
+    parser.add_argument("--routing-policy", choices=get_args(RoutingPolicy), default=_CONFIG.routing_policy)
+    parser.add_argument("--max-concurrency", type=int, help="open requests; the next comes when one has ended")
     parser.add_argument("--max-model-len", type=int, help="default: the trace's longest request")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)

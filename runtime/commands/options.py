@@ -20,10 +20,12 @@ from runtime.engine.config import (
     DecodeGraphsMode,
     DecodeKernels,
     EngineConfig,
+    ExecutorBackend,
     KVCacheDtype,
     Policy,
     Preemption,
     Quantization,
+    RoutingPolicy,
     Victim,
 )
 from runtime.engine.errors import RequestError
@@ -160,6 +162,15 @@ class EngineOptions:
     tensor_parallel_size: Annotated[
         int, typer.Option(help="Ranks that the model is split over: processes with a GPU, or a share of the cores.")
     ] = _CONFIG.tensor_parallel_size
+    data_parallel_size: Annotated[
+        int, typer.Option(help="Engines that share the requests, each a process with the whole model.")
+    ] = _CONFIG.data_parallel_size
+    routing_policy: Annotated[
+        RoutingPolicy, typer.Option(help="Which engine gets a request: the next, the least busy, or by their prefixes.")
+    ] = _CONFIG.routing_policy
+    distributed_executor_backend: Annotated[
+        ExecutorBackend, typer.Option(help="Who starts the engines' processes: this machine (mp), or Ray (ray).")
+    ] = _CONFIG.distributed_executor_backend
     speculative_config: Annotated[
         str | None, typer.Option(metavar="JSON", help="The same as vLLM writes it: {\"method\": \"ngram\"}.")
     ] = None

@@ -44,7 +44,10 @@ SPECULATIONS = ("auto", "off", "ngram", "suffix")
 DRAFT_PREFIX = "draft:"
 MOST_SPECULATIVE_TOKENS = 64
 MOST_RANKS = 64
+MOST_ENGINES = 64
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+RoutingPolicy = Literal["round-robin", "least-load", "prefix-aware"]
+ExecutorBackend = Literal["mp", "ray"]
 
 
 class EngineSettings(TypedDict, total=False):
@@ -83,6 +86,9 @@ class EngineSettings(TypedDict, total=False):
     speculation: str
     num_speculative_tokens: int
     tensor_parallel_size: int
+    data_parallel_size: int
+    routing_policy: RoutingPolicy
+    distributed_executor_backend: ExecutorBackend
     gemm: str
 
 
@@ -150,6 +156,12 @@ class EngineConfig:
     num_speculative_tokens  most proposals for a sequence in a step; fewer, or none, where they do not pay
     tensor_parallel_size    ranks that the model is split over, each a process with a GPU, or with its share of the
                             processors; which numbers a model can be split by, docs/parallel.md tells
+    data_parallel_size      engines that share the requests, each a process with the whole model; those of a machine
+                            share its processors and its memory
+    routing_policy          which of them gets a request: the next one ("round-robin"), the one with the least to do
+                            ("least-load"), or with the least to do as its blocks hold the prompt's beginning
+                            ("prefix-aware")
+    distributed_executor_backend  who starts the engines' processes: this machine ("mp"), or Ray on its nodes ("ray")
     gemm                    the kernel of matrix products on a GPU: "auto", "naive", "tiled", "register", "tensor_core",
                             "hopper", "cublas"
     """
@@ -187,19 +199,22 @@ class EngineConfig:
     speculation: str = "auto"
     num_speculative_tokens: int = 7
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    routing_policy: RoutingPolicy = "prefix-aware"
+    distributed_executor_backend: ExecutorBackend = "mp"
     gemm: str = "auto"
 
     def __post_init__(self) -> None:
         for name in (
             "max_num_seqs", "block_size", "max_waiting", "max_waiting_tokens", "num_speculative_tokens",
-            "tensor_parallel_size",
+            "tensor_parallel_size", "data_parallel_size",
         ):  # fmt: skip
             check_positive(name, getattr(self, name))
-        if self.tensor_parallel_size > MOST_RANKS:
-            raise RequestError(
-                f"tensor_parallel_size must be at most {MOST_RANKS}, got {self.tensor_parallel_size}",
-                param="tensor_parallel_size",
-            )
+        for name, most in (("tensor_parallel_size", MOST_RANKS), ("data_parallel_size", MOST_ENGINES)):
+            if getattr(self, name) > most:
+                raise RequestError(f"{name} must be at most {most}, got {getattr(self, name)}", param=name)
+        check_one_of("routing_policy", self.routing_policy, get_args(RoutingPolicy))
+        check_one_of("distributed_executor_backend", self.distributed_executor_backend, get_args(ExecutorBackend))
         for name in ("max_num_batched_tokens", "max_model_len", "num_blocks", "kv_cache_bytes", "prefill_chunk"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
@@ -362,7 +377,8 @@ def resolve(
         if has_own_memory:
             budget = available_bytes * 9 // 10
         else:
-            budget = min(DEFAULT_KV_CACHE_BYTES, available_bytes // 4)
+            num_engines = config.data_parallel_size if config.distributed_executor_backend == "mp" else 1
+            budget = min(DEFAULT_KV_CACHE_BYTES, available_bytes // 4 // num_engines)
         chunks = -(-max_num_batched_tokens // block_size) * sum(window is not None for window in group_windows)
         most = config.max_num_seqs * blocks_for(wanted_len) + 2 * chunks  # of a step that runs, and of the next
         num_blocks = min(budget // bytes_per_block, most)

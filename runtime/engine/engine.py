@@ -33,6 +33,7 @@ from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.messages import ITERATION_TOKEN_BOUNDS, EngineInfo, EngineOutput, EngineRequest, EngineStats
 from runtime.engine.open_requests import OpenRequests
 from runtime.engine.picture_queue import PictureQueue
+from runtime.engine.scheduling.block_events import BlockChanges, BlockEvents, SharedDigest
 from runtime.engine.scheduling.block_pool import BlockPool
 from runtime.engine.scheduling.host_pool import HostPool
 from runtime.engine.scheduling.scheduler import Scheduler
@@ -129,6 +130,7 @@ class Engine:
             self.pictures = PictureQueue(executor, info.images, limits.max_num_batched_tokens)
             self.opened.on_request_end = self.pictures.release
         self.timeline: Timeline = deque(maxlen=TIMELINE_STEPS)
+        self._block_events: BlockEvents | None = None
         self._masks = MaskComputer()
         self._open: deque[_OpenStep] = deque()  # started, in order
         self._keys: list[ChunkKey] = [ChunkKey("", 0, 0, 0.0)] * limits.max_num_seqs  # by row
@@ -145,6 +147,16 @@ class Engine:
         self.opened.on_end = speculator.end
         for request in self.requests.values():
             speculator.expect(request)
+
+    def publish_blocks(self, secret: bytes) -> None:
+        """From now on ``take_block_changes`` tells which contents its blocks hold, by digests that this secret keys
+        (``SharedDigest``). To be called before the first request."""
+        picture_of = None if self.pictures is None else self.pictures.keys.digest_of
+        self._block_events = self.pool.publish(SharedDigest(secret, picture_of))
+
+    def take_block_changes(self) -> BlockChanges | None:
+        """Those since the last call; None: there are none, or nobody wants to know."""
+        return None if self._block_events is None else self._block_events.take()
 
     @property
     def has_work(self) -> bool:

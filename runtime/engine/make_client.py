@@ -1,17 +1,26 @@
-"""From a model's name to a client of its engine, in a process of its own or in this one."""
+"""From a model's name to a client of its engine, or of several: in processes of their own, or in this one."""
 
 from __future__ import annotations
 
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runtime.engine.checks import check_seconds
 from runtime.engine.config import EngineConfig
 from runtime.engine.errors import EngineDeadError, RequestError
 from runtime.engine.process.client import EngineClient, ThreadEngineClient
-from runtime.engine.process.supervisor import ProcessEngineClient, Supervision
+from runtime.engine.process.supervision import Supervision
+from runtime.engine.process.supervisor import ProcessEngineClient
 from runtime.progress import ON_STDERR
+
+if TYPE_CHECKING:  # what one engine does without
+    from runtime.parallel.fleet import Fleet
+
+
+def is_fleet(config: EngineConfig) -> bool:
+    """Whether these are engines in processes of their own, behind a router."""
+    return config.data_parallel_size > 1 or config.distributed_executor_backend != "mp"
 
 
 def start_client(
@@ -52,14 +61,26 @@ class StartingClient:
         self._config = EngineConfig(**options)
         self._lock = threading.Lock()
         self._is_closed = False
-        self._client: ThreadEngineClient | ProcessEngineClient | None = None
-        if not in_process:
-            supervision = None if hang_timeout_s is None else Supervision(hang_timeout_s=hang_timeout_s)
+        self._client: ThreadEngineClient | ProcessEngineClient | Fleet | None = None
+        if in_process:
+            if is_fleet(self._config):
+                raise RequestError(
+                    f"data_parallel_size is {self._config.data_parallel_size}: engines that share requests have "
+                    "processes of their own",
+                    param="data_parallel_size",
+                )
+            return
+        supervision = None if hang_timeout_s is None else Supervision(hang_timeout_s=hang_timeout_s)
+        if is_fleet(self._config):
+            from runtime.parallel.fleet import Fleet
+
+            self._client = Fleet(model, supervision=supervision, waits=False, **options)
+        else:
             self._client = ProcessEngineClient(model, supervision=supervision, waits=False, **options)
 
     def wait(self) -> EngineClient:
         """The client, when requests are taken. Raises as ``start_client`` does; ``EngineDeadError`` after ``close``."""
-        if isinstance(self._client, ProcessEngineClient):
+        if self._client is not None and not isinstance(self._client, ThreadEngineClient):
             self._client.wait_until_started()
             return self._client
         from runtime.engine.make_engine import engine_of  # wakes numba

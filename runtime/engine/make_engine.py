@@ -55,8 +55,15 @@ def build_engine(
     model: str | Path | None = None,
     **settings: Unpack[EngineSettings],
 ) -> Engine:
-    """`engine_of` the `EngineConfig` of these settings."""
-    return engine_of(model, EngineConfig(**settings))
+    """`engine_of` the `EngineConfig` of these settings. Raises ``RequestError`` for several engines."""
+    config = EngineConfig(**settings)
+    if config.data_parallel_size > 1 or config.distributed_executor_backend != "mp":
+        raise RequestError(
+            f"data_parallel_size is {config.data_parallel_size}, distributed_executor_backend "
+            f"{config.distributed_executor_backend!r}: here is one engine alone, in this process",
+            param="data_parallel_size",
+        )
+    return engine_of(model, config)
 
 
 def engine_of(model: str | Path | None, config: EngineConfig, reporter: Reporter = SILENT) -> Engine:
@@ -297,6 +304,7 @@ def _info(
             CacheGroupInfo(group.window, len(group.layers), group.num_padding) for group in spec.groups
         ),
         images=_image_support(model, folder),
+        rotary_switch=limits.rotary_switch,
     )
 
 

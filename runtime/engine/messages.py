@@ -17,9 +17,9 @@ from runtime.images.patches import Rule
 ErrorCode = Literal["unsatisfiable_request", "invalid_grammar"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 
-EngineState = Literal["ready", "starting", "down", "closing"]
-"""Whether requests are taken. "starting": after it broke down, soon again; "down": broken, and either waiting for its
-next start or for good; "closing": closed, or about to be."""
+EngineState = Literal["ready", "draining", "starting", "down", "closing"]
+"""Whether requests are taken. "draining": it ends those that it has, and is then started anew; "starting": soon, or
+soon again; "down": broken, and either waiting for its next start or for good; "closing": closed, or about to be."""
 
 
 ITERATION_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -204,6 +204,25 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     accepted_by_position: tuple[int, ...] = ()
 
 
+class RoutingStats(msgspec.Struct, frozen=True, kw_only=True):
+    """What the router of several engines has done since it started.
+
+    policy            see ``EngineConfig.routing_policy``
+    num_requests      that it sent to each engine
+    num_found_tokens  of their prompts, that it took the engine to have
+    num_moved         requests that went elsewhere than where their prefix was, since too many had gone there
+    num_digests       contents of blocks that it knows of now
+    num_untaken       of which it was told while it had no room
+    """
+
+    policy: str
+    num_requests: list[int]
+    num_found_tokens: int
+    num_moved: int
+    num_digests: int
+    num_untaken: int
+
+
 class CacheGroupInfo(msgspec.Struct, frozen=True):
     """Layers that share a block table: see ``runtime.kv.groups``. ``num_padding`` layers more have room in its blocks.
     ``window``: tokens that they see; None: all."""
@@ -245,6 +264,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     kv_cache_bytes, weight_bytes  device memory held by each
     cache_groups    of the layers, in the order of the block tables; a block is a page of one of them
     images          None: the model reads none
+    rotary_switch   prompts of more tokens are rotated otherwise, and share no prefixes with shorter ones
     """
 
     model_name: str
@@ -268,6 +288,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     kv_cache_dtype: str = "auto"
     cache_groups: tuple[CacheGroupInfo, ...] = (CacheGroupInfo(None, 0, 0),)
     images: ImageSupport | None = None
+    rotary_switch: int | None = None
 
 
 class ChunkView(msgspec.Struct, frozen=True, gc=False):
@@ -293,6 +314,7 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     block_map                 every block in order, run-length: "12u5w3s40c900f" is 12 used by one choice, 5 more in
                               groups with a window, 3 shared by several, 40 cached, 900 empty; at most four times a
                               second, else None
+    engine                    which of several engines ran it
     """
 
     step: int
@@ -306,3 +328,4 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_cached_blocks: int
     preempted: list[str]
     block_map: str | None = None
+    engine: int = 0

@@ -43,7 +43,7 @@ class PictureQueue:
         self._executor = executor
         self._support = support
         self._budget = budget
-        self._keys = PictureKeys()
+        self.keys = PictureKeys()
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()  # the one that was let go last comes last
         self._waiting: deque[Request] = deque()
         self._num_tokens = 0
@@ -62,7 +62,7 @@ class PictureQueue:
         """A request that awaits its pictures."""
         assert request.pictures is not None
         self._waiting.append(request)
-        request.prefix_keys = self._keys.prompt_keys(request.prompt_ids, request.pictures.items)
+        request.prefix_keys = self.keys.prompt_keys(request.prompt_ids, request.pictures.items)
 
     def release(self, request: Request) -> None:
         """The request has ended."""

@@ -1,5 +1,5 @@
-"""What ``LLM`` and ``AsyncLLM`` share: a loaded model with its engine in a thread, its tokenizer, and the way from a
-prompt to a request."""
+"""What ``LLM`` and ``AsyncLLM`` share: a loaded model with its engine in a thread, or several in processes, its
+tokenizer, and the way from a prompt to a request."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from runtime.engine.config import EngineConfig, EngineSettings
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.compiler import GrammarChecker
 from runtime.engine.grammar.vocabulary import LazyVocabulary
+from runtime.engine.make_client import is_fleet, start_client
 from runtime.engine.messages import EngineRequest, ImageItem
 from runtime.engine.option_names import known_options
 from runtime.engine.process.client import EngineClient, ThreadEngineClient
@@ -50,7 +51,8 @@ AsyncEngineArgs = EngineArgs
 
 
 class LoadedModel:
-    """A loaded model with its engine in a thread of this process; a context manager.
+    """A loaded model with its engine in a thread of this process, or with several (``data_parallel_size``) in processes
+    of their own; a context manager.
 
     model      folder, hub id, or None: the bundled model
     tokenizer  a ``Tokenizer``, a folder or a GGUF file; None: the model's. A model without one serves token ids.
@@ -78,31 +80,39 @@ class LoadedModel:
         use_tqdm_on_load: bool = True,
         **settings: Unpack[EngineSettings],
     ) -> None:
-        from runtime.engine.make_engine import engine_of
-
         settings.setdefault("seed", 0)
         config = EngineConfig(**settings)
         reporter = ON_STDERR if use_tqdm_on_load else SILENT
         template = read_chat_template(chat_template)
         if template is not None and not (tokenizer is None or isinstance(tokenizer, (str, Path))):
             raise RequestError("chat_template is given beside a Tokenizer, which has its own", param="chat_template")
-        if compile_ahead:
-            compile_kernels_ahead(model, config, reporter)
-        engine = engine_of(model, config, reporter)
+        if is_fleet(config):
+            if not (tokenizer is None or skip_tokenizer_init):
+                problem = "tokenizer is given for engines in processes of their own, which read the model's"
+                raise RequestError(problem, param="tokenizer")
+            self.client: EngineClient = start_client(model, **settings)
+        else:
+            from runtime.engine.make_engine import engine_of  # wakes the kernels
+
+            if compile_ahead:
+                compile_kernels_ahead(model, config, reporter)
+            engine = engine_of(model, config, reporter)
+            self.client = ThreadEngineClient(engine)
+        info = self.client.info
         self.tokenizer: Tokenizer | None
         if skip_tokenizer_init:
             self.tokenizer = None
         elif tokenizer is None:
-            self.tokenizer = load_tokenizer(engine.info.model_path, template)
+            self.tokenizer = load_tokenizer(info.model_path, template)
         elif isinstance(tokenizer, (str, Path)):
             self.tokenizer = read_tokenizer(tokenizer, template)
         else:
             self.tokenizer = tokenizer
         known_tokenizer = self.tokenizer  # not through self, which the engine would keep alive
-        vocabulary = LazyVocabulary(lambda: known_tokenizer, engine.info.vocab_size, engine.info.eos_token_ids)
-        engine.vocabulary = vocabulary
+        vocabulary = LazyVocabulary(lambda: known_tokenizer, info.vocab_size, info.eos_token_ids)
+        if not is_fleet(config):
+            engine.vocabulary = vocabulary
         self._grammars = GrammarChecker(vocabulary)
-        self.client: EngineClient = ThreadEngineClient(engine)
         self._request_ids = itertools.count()
         self._finalizer = weakref.finalize(self, self.client.close)
 

@@ -10,18 +10,18 @@ not of steps. Every buffer is bounded: what has no room is counted in `num_misse
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import suppress
-from typing import Literal
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from runtime.engine.errors import EngineDeadError
-from runtime.engine.messages import ChunkView, StepView
+from runtime.engine.messages import ChunkView, EngineState, StepView
 from runtime.engine.process.client import EngineClient
 from server.errors import ApiError
 from server.service import Service
@@ -77,37 +77,47 @@ class LiveStats(msgspec.Struct, frozen=True):
     num_accepted_tokens: int
 
 
-class LiveMessage(msgspec.Struct, frozen=True):
+class LiveEngine(msgspec.Struct, frozen=True):
+    """One of several engines; `stats` is null while it is not there."""
+
+    state: EngineState
+    stats: LiveStats | None
+
+
+class LiveMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     """now_s       the server's `time.monotonic()`, the clock of all steps
-    stats       null while the engine is not there
+    stats       null while the engine is not there; of several, the sums
+    engines     by their numbers, where there are several
     num_missed  steps since the message before that are not shown
     """
 
     now_s: float
-    state: Literal["ready", "starting", "down", "closing"]
+    state: EngineState
     info: LiveInfo
     stats: LiveStats | None
-    steps: list[StepView] = []
-    num_missed: int = 0
+    steps: list[StepView]
+    num_missed: int
+    engines: list[LiveEngine] = []
 
 
 def merge(steps: Iterable[StepView]) -> list[StepView]:
-    """The steps, runs of decodes alone as one of up to `MERGED_S`: its chunks hold the tokens of all of them, what it
-    says of queue and blocks is the latest. A step with a piece of a prompt, or a preemption, stays by itself."""
+    """The steps, an engine's runs of decodes alone as one of up to `MERGED_S`: its chunks hold the tokens of all of
+    them, what it says of queue and blocks is the latest. A step with a piece of a prompt, or a preemption, stays by
+    itself."""
     merged: list[StepView] = []
-    run: list[StepView] = []
+    runs: dict[int, list[StepView]] = {}
     for step in steps:
+        run = runs.setdefault(step.engine, [])
         is_quiet = not step.preempted and all(chunk.start >= chunk.num_prompt_tokens for chunk in step.chunks)
         if run and not (is_quiet and step.start_s + step.duration_s - run[0].start_s <= MERGED_S):
             merged.append(_joined(run))
-            run = []
+            run.clear()
         if is_quiet:
             run.append(step)
         else:
             merged.append(step)
-    if run:
-        merged.append(_joined(run))
-    return merged
+    merged += [_joined(run) for run in runs.values() if run]
+    return sorted(merged, key=lambda step: step.start_s) if len(runs) > 1 else merged
 
 
 def _joined(run: list[StepView]) -> StepView:
@@ -170,7 +180,8 @@ class LiveFeed:
         self._closing = closing
         self._watchers: set[Watcher] = set()
         self._gathered: deque[StepView] = deque(maxlen=MAX_GATHERED_STEPS)
-        self._num_dropped = 0  # for want of room, by the engine's thread alone
+        self._lock = threading.Lock()
+        self._num_dropped = 0  # for want of room
         self._num_reported = 0  # of these, in messages
         self._task: asyncio.Task[None] | None = None
 
@@ -199,9 +210,10 @@ class LiveFeed:
             self._task = None
 
     def _see(self, step: StepView) -> None:
-        """The engine's sink: a step is put down, no more."""
-        self._num_dropped += len(self._gathered) == MAX_GATHERED_STEPS  # the oldest one goes
-        self._gathered.append(step)
+        """The engines' sink, on a thread of each: a step is put down, no more."""
+        with self._lock:
+            self._num_dropped += len(self._gathered) == MAX_GATHERED_STEPS  # the oldest one goes
+            self._gathered.append(step)
 
     async def _run(self) -> None:
         unwatch = self._client.watch(self._see)
@@ -237,7 +249,9 @@ class LiveFeed:
         return self._message(steps[len(steps) - num_steps :], num_missed)
 
     def _message(self, steps: list[StepView], num_missed: int) -> LiveMessage:
-        return LiveMessage(time.monotonic(), self._client.state, self._info(), self._stats(), steps, num_missed)
+        client, engines = self._client, self._client.engines
+        each = [LiveEngine(engine.state, _stats(engine)) for engine in engines] if len(engines) > 1 else []
+        return LiveMessage(time.monotonic(), client.state, self._info(), _stats(client), steps, num_missed, each)
 
     def _info(self) -> LiveInfo:
         info = self._client.info
@@ -254,12 +268,13 @@ class LiveFeed:
             group_windows=tuple(group.window for group in info.cache_groups),
         )
 
-    def _stats(self) -> LiveStats | None:
-        try:
-            stats = self._client.stats()
-        except EngineDeadError:
-            return None
-        return LiveStats(**{name: getattr(stats, name) for name in LiveStats.__struct_fields__})
+
+def _stats(client: EngineClient) -> LiveStats | None:
+    try:
+        stats = client.stats()
+    except EngineDeadError:
+        return None
+    return LiveStats(**{name: getattr(stats, name) for name in LiveStats.__struct_fields__})
 
 
 async def watch_engine(request: Request) -> Response:

@@ -2,7 +2,8 @@
 the same under `xserv:`, with what only this server has.
 
 Nothing is global: a server has a `Metrics`, and that its own registry. Observations cost a bisection and two additions;
-names, labels and text are made when somebody asks. Belongs to the event loop's thread.
+names, labels and text are made when somebody asks. The label `engine` is the number of one of several engines, which
+count for themselves; what the server counts has number 0. Belongs to the event loop's thread.
 
 The names, their meanings and their buckets are those of vLLM's documentation ("Production metrics")."""
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 
@@ -20,7 +21,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from runtime.engine.errors import EngineDeadError
-from runtime.engine.messages import ITERATION_TOKEN_BOUNDS, EngineInfo, EngineStats, RequestTimes
+from runtime.engine.messages import ITERATION_TOKEN_BOUNDS, EngineInfo, EngineStats, RequestTimes, RoutingStats
 from runtime.engine.process.client import EngineClient
 from runtime.engine.sampling_params import SamplingParams
 
@@ -150,7 +151,8 @@ class Metrics(Collector):
         self.registry = CollectorRegistry(auto_describe=False)
         self._client: EngineClient | None = None
         self._generation: GenerationMetrics | None = None
-        self._labels = [model_name, "0"]
+        self._model_name = model_name
+        self._labels = [model_name, "0"]  # of what is the server's own
         self._gauges = gauges or {}
         self._started_s = time.time()
         self.registry.register(self)
@@ -167,18 +169,22 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Every family under both prefixes, then those of the server alone."""
-        stats = None
-        if self._client is not None:
+        engines = () if self._client is None else self._client.engines
+        found: _Found = {}
+        for number, client in enumerate(engines):
             with suppress(EngineDeadError):
-                stats = self._client.stats()
+                found[str(number)] = client.stats(), client.info
         for prefix in PREFIXES:
-            if stats is not None and self._client is not None:
-                yield from self._engine_families(prefix, stats, self._client.info)
+            if found:
+                yield from self._engine_families(prefix, found)
             if self._generation is not None:
                 yield from self._request_families(prefix, self._generation)
-        yield self._gauge("xserv:engine_up", "1 while the engine answers.", float(stats is not None))
-        if stats is not None:
-            yield from self._own_families(stats)
+        up = {str(number): float(str(number) in found) for number in range(max(1, len(engines)))}
+        yield self._gauges_by_engine("xserv:engine_up", "1 while the engine answers.", up)
+        if found:
+            yield from self._own_families(found)
+        if self._client is not None and (routing := self._client.routing) is not None:
+            yield from self._routing_families(routing)
         if self._generation is not None:
             malformed = self._generation.num_malformed_headers
             yield self._counter("xserv:malformed_headers", "Headers of harmony's messages that were mended.", malformed)
@@ -186,43 +192,48 @@ class Metrics(Collector):
             yield self._gauge(f"xserv:{name}", help_text, get())
         yield from self._http_families()
 
-    def _engine_families(self, prefix: str, stats: EngineStats, info: EngineInfo) -> Iterator[Metric]:
-        for name, help_text, value in (
-            ("num_requests_running", "Number of requests in model execution batches.", stats.num_running),
-            ("num_requests_waiting", "Number of requests waiting to be processed.", stats.num_waiting),
-            ("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", stats.kv_cache_usage),
+    def _engine_families(self, prefix: str, found: _Found) -> Iterator[Metric]:
+        for name, help_text, field in (
+            ("num_requests_running", "Number of requests in model execution batches.", "num_running"),
+            ("num_requests_waiting", "Number of requests waiting to be processed.", "num_waiting"),
+            ("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", "kv_cache_usage"),
         ):
-            yield self._gauge(prefix + name, help_text, value)
-        for name, help_text, value in (
-            ("prefix_cache_queries", "Tokens that were looked up in the prefix cache.", stats.prefix_cache_queries),
-            ("prefix_cache_hits", "Tokens that were found in the prefix cache.", stats.prefix_cache_hits),
-            ("num_preemptions", "Cumulative number of preemptions.", stats.num_preemptions),
-            ("prompt_tokens", "Number of prefill tokens processed.", stats.prompt_tokens),
-            ("generation_tokens", "Number of generation tokens processed.", stats.generation_tokens),
+            yield self._gauges_by_engine(prefix + name, help_text, _values(found, field))
+        for name, help_text, field in (
+            ("prefix_cache_queries", "Tokens that were looked up in the prefix cache.", "prefix_cache_queries"),
+            ("prefix_cache_hits", "Tokens that were found in the prefix cache.", "prefix_cache_hits"),
+            ("num_preemptions", "Cumulative number of preemptions.", "num_preemptions"),
+            ("prompt_tokens", "Number of prefill tokens processed.", "prompt_tokens"),
+            ("generation_tokens", "Number of generation tokens processed.", "generation_tokens"),
         ):
-            yield self._counter(prefix + name, help_text, value)
-        if stats.accepted_by_position:
-            yield from self._speculation_families(f"{prefix}spec_decode_", stats)
-        iteration = Histogram(ITERATION_TOKEN_BOUNDS)
-        iteration.counts = list(stats.iteration_token_counts) or iteration.counts
-        iteration.total = float(stats.iteration_tokens)
-        yield self._histogram(prefix + "iteration_tokens_total", "Tokens per engine step.", iteration)
-        yield _info(f"{prefix}cache_config_info", "The KV cache.", info)
+            yield self._counters_by_engine(prefix + name, help_text, _values(found, field))
+        if any(stats.accepted_by_position for stats, _ in found.values()):
+            yield from self._speculation_families(f"{prefix}spec_decode_", found)
+        name = prefix + "iteration_tokens_total"
+        iterations = HistogramMetricFamily(name, "Tokens per engine step.", labels=["model_name", "engine"])
+        for engine, (stats, _) in found.items():
+            iteration = Histogram(ITERATION_TOKEN_BOUNDS)
+            iteration.counts = list(stats.iteration_token_counts) or iteration.counts
+            iteration.total = float(stats.iteration_tokens)
+            _add(iterations, [self._model_name, engine], iteration)
+        yield iterations
+        yield _infos(f"{prefix}cache_config_info", "The KV cache.", found)
 
-    def _speculation_families(self, prefix: str, stats: EngineStats) -> Iterator[Metric]:
-        for name, help_text, value in (
-            ("num_drafts", "Proposals, of one sequence in one step each.", stats.num_drafts),
-            ("num_draft_tokens", "Tokens that were proposed and tried.", stats.num_draft_tokens),
-            ("num_accepted_tokens", "Tried tokens that were drawn.", stats.num_accepted_tokens),
+    def _speculation_families(self, prefix: str, found: _Found) -> Iterator[Metric]:
+        for name, help_text in (
+            ("num_drafts", "Proposals, of one sequence in one step each."),
+            ("num_draft_tokens", "Tokens that were proposed and tried."),
+            ("num_accepted_tokens", "Tried tokens that were drawn."),
         ):
-            yield self._counter(prefix + name, help_text, value)
+            yield self._counters_by_engine(prefix + name, help_text, _values(found, name))
         accepted = CounterMetricFamily(
             f"{prefix}num_accepted_tokens_per_pos",
             "The same by their place in the proposal.",
             labels=["model_name", "engine", "position"],
         )
-        for position, count in enumerate(stats.accepted_by_position):
-            accepted.add_metric([*self._labels, str(position)], count)
+        for engine, (stats, _) in found.items():
+            for position, count in enumerate(stats.accepted_by_position):
+                accepted.add_metric([self._model_name, engine, str(position)], count)
         yield accepted
 
     def _request_families(self, prefix: str, measured: GenerationMetrics) -> Iterator[Metric]:
@@ -259,22 +270,34 @@ class Metrics(Collector):
         ):
             yield self._histogram(prefix + name, help_text, histogram)
 
-    def _own_families(self, stats: EngineStats) -> Iterator[Metric]:
-        yield self._gauge("xserv:num_blocks", "KV blocks.", stats.num_blocks)
-        yield self._gauge("xserv:num_free_blocks", "KV blocks that nobody uses.", stats.num_free_blocks)
-        yield self._gauge(
-            "xserv:num_requests_paused", "Requests that wait for their clients to read.", stats.num_paused
-        )
-        yield self._gauge("xserv:num_cached_blocks", "Free KV blocks that can be found again.", stats.num_cached_blocks)
+    def _own_families(self, found: _Found) -> Iterator[Metric]:
+        for name, help_text, field in (
+            ("num_blocks", "KV blocks.", "num_blocks"),
+            ("num_free_blocks", "KV blocks that nobody uses.", "num_free_blocks"),
+            ("num_requests_paused", "Requests that wait for their clients to read.", "num_paused"),
+            ("num_cached_blocks", "Free KV blocks that can be found again.", "num_cached_blocks"),
+        ):
+            yield self._gauges_by_engine(f"xserv:{name}", help_text, _values(found, field))
+        for name, help_text, field in (
+            ("num_steps", "Steps of the engine.", "num_steps"),
+            ("num_swaps", "Preemptions that swapped.", "num_swaps"),
+            ("prefix_cache_evictions", "Cached blocks given up for others.", "prefix_cache_evictions"),
+            ("decode_graph_steps", "Steps of decodes that ran as a recorded graph.", "num_graph_steps"),
+            ("recorded_forward_steps", "Other steps whose pass was recorded before.", "num_forward_steps"),
+            ("failed_decode_graphs", "Recordings of steps that failed.", "num_failed_graphs"),
+        ):
+            yield self._counters_by_engine(f"xserv:{name}", help_text, _values(found, field))
+
+    def _routing_families(self, routing: RoutingStats) -> Iterator[Metric]:
+        routed = {str(number): float(count) for number, count in enumerate(routing.num_requests)}
+        yield self._counters_by_engine("xserv:routed_requests", "Requests that were sent to the engine.", routed)
         for name, help_text, value in (
-            ("num_steps", "Steps of the engine.", stats.num_steps),
-            ("num_swaps", "Preemptions that swapped.", stats.num_swaps),
-            ("prefix_cache_evictions", "Cached blocks given up for others.", stats.prefix_cache_evictions),
-            ("decode_graph_steps", "Steps of decodes that ran as a recorded graph.", stats.num_graph_steps),
-            ("recorded_forward_steps", "Other steps whose pass was recorded before.", stats.num_forward_steps),
-            ("failed_decode_graphs", "Recordings of steps that failed.", stats.num_failed_graphs),
+            ("router_found_tokens", "Tokens of prompts that their engine was taken to have.", routing.num_found_tokens),
+            ("router_moved_requests", "Requests that left a busy engine that had their prefix.", routing.num_moved),
+            ("router_untaken_digests", "Blocks that the router had no room to know of.", routing.num_untaken),
         ):
             yield self._counter(f"xserv:{name}", help_text, value)
+        yield self._gauge("xserv:router_digests", "Blocks of engines that the router knows of.", routing.num_digests)
 
     def _http_families(self) -> Iterator[Metric]:
         requests = CounterMetricFamily(
@@ -289,6 +312,18 @@ class Metrics(Collector):
         for route, histogram in self.http.seconds.items():
             _add(seconds, [route], histogram)
         yield seconds
+
+    def _gauges_by_engine(self, name: str, help_text: str, values: Mapping[str, float]) -> Metric:
+        family = GaugeMetricFamily(name, help_text, labels=["model_name", "engine"])
+        for engine, value in values.items():
+            family.add_metric([self._model_name, engine], value)
+        return family
+
+    def _counters_by_engine(self, name: str, help_text: str, values: Mapping[str, float]) -> Metric:
+        family = CounterMetricFamily(name, help_text, labels=["model_name", "engine"])
+        for engine, value in values.items():
+            family.add_metric([self._model_name, engine], value)
+        return family
 
     def _gauge(self, name: str, help_text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, help_text, labels=["model_name", "engine"])
@@ -311,14 +346,17 @@ def _add(family: HistogramMetricFamily, labels: Sequence[str], histogram: Histog
     family.add_metric(labels, list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.total)
 
 
-def _info(name: str, help_text: str, info: EngineInfo) -> Metric:
+_Found = dict[str, tuple[EngineStats, EngineInfo]]
+"""The engines that answer, by their label."""
+
+
+def _values(found: _Found, field: str) -> dict[str, float]:
+    return {engine: getattr(stats, field) for engine, (stats, _) in found.items()}
+
+
+def _infos(name: str, help_text: str, found: _Found) -> Metric:
     """A gauge that is always 1 and says everything by its labels, as vLLM's does."""
-    labels = {
-        "engine": "0",
-        "block_size": str(info.block_size),
-        "num_gpu_blocks": str(info.num_blocks),
-        "cache_dtype": info.dtype,
-    }
-    family = GaugeMetricFamily(name, help_text, labels=list(labels))
-    family.add_metric(list(labels.values()), 1)
+    family = GaugeMetricFamily(name, help_text, labels=["engine", "block_size", "num_gpu_blocks", "cache_dtype"])
+    for engine, (_, info) in found.items():
+        family.add_metric([engine, str(info.block_size), str(info.num_blocks), info.dtype], 1)
     return family

@@ -13,16 +13,19 @@ from server.service import AppState
 
 
 async def health(request: Request) -> Response:
-    """200 while the server lives, and its engine, or that is being started; 503 when only a new server helps. Never
-    waits for a step."""
+    """200 while the server lives, and its engine, or that is being started; 503 when only a new server helps. Of several
+    engines one is enough, and `engines` says how each is. Never waits for a step."""
     service = AppState.of(request).found_service
+    answer: dict[str, str | list[str]] = {"status": "ok"}
     if service is not None:
+        if len(service.client.engines) > 1:
+            answer["engines"] = [engine.state for engine in service.client.engines]
         try:
             service.client.stats()
         except EngineDeadError as error:
             if error.retry_after_s is None:
                 raise engine_unavailable() from None
-    return Response(b'{"status":"ok"}', media_type="application/json")
+    return Response(msgspec.json.encode(answer), media_type="application/json")
 
 
 async def ping(request: Request) -> Response:

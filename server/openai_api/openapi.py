@@ -14,6 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
+from runtime.engine.messages import EngineState
 from runtime.engine.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_LENGTH
 from runtime.sampling_table import COLUMNS, json_schema
 from runtime.version import release
@@ -83,6 +84,7 @@ from server.service import Service
 from server.static_page import About
 from server.vllm_api.schema import (
     CacheReset,
+    EngineList,
     PoolingAnswer,
     PoolingRequest,
     RerankAnswer,
@@ -140,8 +142,11 @@ _ERRORS: dict[Dialect, type] = {
 }
 
 
-class Health(msgspec.Struct):
+class Health(msgspec.Struct, omit_defaults=True):
+    """engines: the states of several."""
+
     status: Literal["ok"]
+    engines: list[EngineState] = []
 
 
 class Readiness(msgspec.Struct):
@@ -258,6 +263,8 @@ OPERATIONS = (
     Operation("get", "/tokenizer_info", "Special tokens and the chat template", answer=TokenizerInfo, errors=(400,)),
     Operation("get", "/load", "How many requests are open", answer=ServerLoad),
     Operation("get", "/server_info", "The model, its limits and the server's", answer=ServerInfo),
+    Operation("get", "/engines", "The engines that share the requests", answer=EngineList),
+    Operation("post", "/restart_engines", "Start engines again, one by one", answer=EngineList, errors=(409,)),
     Operation(
         "post", "/reset_prefix_cache", "Forget cached prefixes", answer=CacheReset, errors=(429,)
     ),

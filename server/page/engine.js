@@ -61,6 +61,8 @@ export class EngineModel {
     this.stats = null;
     this.state = "connecting";
     this.blockMap = null;
+    this.engines = []; // of several: {state, stats} of each
+    this.maps = [];
     this.numMissed = 0;
     this.numSteps = 0;
     this.nowS = 0;
@@ -88,6 +90,8 @@ export class EngineModel {
     this.info = message.info;
     this.stats = message.stats;
     this.state = message.state;
+    this.engines = message.engines ?? [];
+    this.engines.forEach(({ stats }, number) => stats || delete this.maps[number]);
     this.numMissed += message.num_missed;
     for (const step of message.steps) this.#takeStep(step);
     this.#settle();
@@ -98,9 +102,18 @@ export class EngineModel {
   /** The map comes with steps alone. Before the first, and after the last, the counts say what it must look like. */
   #settleBlocks(stats) {
     const held = stats.num_blocks - stats.num_free_blocks;
-    const cached = stats.num_cached_blocks;
-    if (this.blockMap === null) this.blockMap = `${held}u${cached}c${stats.num_free_blocks - cached}f`;
-    else if (held === 0) this.blockMap = this.blockMap.replace(/[uws]/g, cached ? "c" : "f");
+    if (this.blockMap === null) this.blockMap = countsOf(stats);
+    else if (held === 0) this.blockMap = this.blockMap.replace(/[uws]/g, stats.num_cached_blocks ? "c" : "f");
+  }
+
+  /** A picture of all engines' blocks, one after the other; of those that have not shown theirs, by the counts. */
+  #takeMap(engine, map) {
+    this.maps[engine] = map;
+    if (!this.engines.length) {
+      this.blockMap = map;
+      return;
+    }
+    this.blockMap = this.engines.map(({ stats }, number) => this.maps[number] ?? (stats ? countsOf(stats) : "")).join("");
   }
 
   get blockTotals() {
@@ -138,7 +151,7 @@ export class EngineModel {
       running: step.num_running,
       waiting: step.num_waiting,
     });
-    if (step.block_map !== null) this.blockMap = step.block_map;
+    if (step.block_map !== null) this.#takeMap(step.engine ?? 0, step.block_map);
   }
 
   #takeChunk(chunk, isDecode, step, end) {
@@ -239,4 +252,10 @@ function labelOf(id, index) {
   const hex = /([0-9a-f]{6})[0-9a-f]*-(\d+)$/.exec(id);
   const name = hex ? hex[1] : id.slice(-8);
   return index ? `${name}·${index}` : name;
+}
+
+/** The blocks of an engine as a map, of which only the counts are known. */
+function countsOf(stats) {
+  const cached = stats.num_cached_blocks;
+  return `${stats.num_blocks - stats.num_free_blocks}u${cached}c${stats.num_free_blocks - cached}f`;
 }

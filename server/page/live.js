@@ -11,7 +11,7 @@ const DELAY_S = 0.2; // the picture is this much behind, so that what comes late
 const SLOW_FRAME_MS = 500; // between two pictures where motion is not wanted
 const MAX_RETRY_S = 10;
 const NUM_TABLE_ROWS = 8;
-const STATES = { ready: "running", starting: "starting", down: "down", closing: "closing" };
+const STATES = { ready: "running", draining: "draining", starting: "starting", down: "down", closing: "closing" };
 
 export class Live {
   #controller = null;
@@ -194,6 +194,7 @@ export class Live {
     const notes = [];
     const numbers = info?.quantization === "int8" ? `int8 weights, ${info.dtype} pages` : info?.dtype;
     if (info) notes.push(`${info.model} on ${info.device}, ${numbers}. Up to ${count(info.max_num_batched_tokens)} tokens a step.`);
+    if (this.model.engines.length) notes.push(...this.model.engines.map(describeEngine));
     if (stats?.num_preemptions) notes.push(`${count(stats.num_preemptions)} preemptions so far.`);
     if (stats?.num_draft_tokens) {
       notes.push(`${count(stats.num_accepted_tokens)} of ${count(stats.num_draft_tokens)} proposed tokens were kept.`);
@@ -263,4 +264,12 @@ function pause(waitS, signal) {
     const timer = setTimeout(resolve, waitS * 1000);
     signal.addEventListener("abort", () => (clearTimeout(timer), resolve()), { once: true });
   });
+}
+
+/** One of several engines in words. */
+function describeEngine({ state, stats }, number) {
+  if (!stats) return `Engine ${number} is ${STATES[state] ?? state}.`;
+  const share = Math.round((100 * (stats.num_blocks - stats.num_free_blocks)) / Math.max(1, stats.num_blocks));
+  const name = state === "ready" ? `Engine ${number}` : `Engine ${number} (${STATES[state] ?? state})`;
+  return `${name}: ${count(stats.num_running)} running, ${count(stats.num_waiting)} waiting, ${share}% of its blocks.`;
 }

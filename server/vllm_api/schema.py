@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from runtime.engine.messages import EngineState
 from server.openai_api.answers import EmbeddingUsage
 from server.openai_api.schema import EmbeddingRequest, RequestId
 
@@ -143,3 +144,23 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
     pad_token: str | None
     unk_token: str | None
     chat_template: str | None
+
+
+class ListedEngine(msgspec.Struct, kw_only=True):
+    """num_routed: requests that it was sent, of several engines. The numbers behind it are null while it does not
+    answer."""
+
+    engine: int
+    state: EngineState
+    num_routed: int | None
+    num_running: int | None
+    num_waiting: int | None
+    kv_cache_usage: float | None
+
+
+class EngineList(msgspec.Struct, kw_only=True):
+    """routing_policy: of several engines."""
+
+    engines: list[ListedEngine]
+    routing_policy: str | None
+    is_restarting: bool

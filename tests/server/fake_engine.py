@@ -122,6 +122,14 @@ class FakeEngineClient:
     def revive(self) -> None:
         self.is_dead, self.state, self.retry_after_s = False, "ready", None
 
+    @property
+    def engines(self) -> list[Any]:
+        return [self]
+
+    @property
+    def routing(self) -> None:
+        return None
+
     def watch(self, sink: Callable[[StepView], None]) -> Callable[[], None]:
         return self.watchers.add(sink)
 

@@ -68,7 +68,7 @@ def test_fitted_model_and_scaling(trace: str, tmp_path: Path, capsys: pytest.Cap
     model.write_text(json.dumps({"step_model": terms, "layer_windows": [None]}))
     arguments = (trace, "--step-model", str(model), "--num-blocks", "64", "--num-requests", "4")
     assert run(capsys, *arguments)["ttft_s"]["max"] > 1.0  # one a second, half a second for each of 5 tokens
-    slow = run(capsys, *arguments, "--rate", "0.1", "--replicas", "2", "--router", "least-loaded")
+    slow = run(capsys, *arguments, "--rate", "0.1", "--replicas", "2", "--routing-policy", "least-load")
     assert slow["ttft_s"]["max"] == pytest.approx(0.5, rel=0.01)
     assert slow["num_requests"] == 4
     assert run(capsys, *arguments, "--length", "0.5")["num_steps"] < run(capsys, *arguments)["num_steps"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -145,6 +146,32 @@ def beside_decodes(
         if min(request.input_len, request.output_len) < 1 or not request.arrival_s >= 0.0:
             raise TraceError(f"{request}: lengths are at least 1, times at least 0")
     return Trace("beside-decodes", tuple(sorted((*decodes, *prompts), key=lambda request: request.arrival_s)))
+
+
+def shared_prefixes(
+    *,
+    num_requests: int,
+    num_prefixes: int,
+    prefix_len: int,
+    own_len: int,
+    output_len: int,
+    hot_share: float = 0.0,
+    seed: int = 0,
+) -> Trace:
+    """Requests all at once, each with one of ``num_prefixes`` beginnings of ``prefix_len`` tokens, drawn evenly, and
+    ``own_len`` tokens of its own; but that ``hot_share`` of them have the first one."""
+    if min(num_requests, num_prefixes, prefix_len, own_len, output_len) < 1 or not 0.0 <= hot_share <= 1.0:
+        raise TraceError("counts and lengths of a trace of shared prefixes are at least 1, the hot share is in [0, 1]")
+    rng = np.random.default_rng(seed)
+    size = math.gcd(prefix_len, own_len)
+    num_ids, num_own = prefix_len // size, own_len // size
+    requests = []
+    for index in range(num_requests):
+        prefix = 0 if rng.random() < hot_share else int(rng.integers(num_prefixes))
+        own = num_prefixes * num_ids + index * num_own
+        ids = (*range(prefix * num_ids, (prefix + 1) * num_ids), *range(own, own + num_own))
+        requests.append(TraceRequest(0.0, prefix_len + own_len, output_len, ids))
+    return Trace("shared-prefixes", tuple(requests), hash_block_len=size)
 
 
 def _scaled(request: TraceRequest, rate: float, length: float, max_len: int | None) -> TraceRequest:

@@ -1,16 +1,12 @@
 """The real scheduler in virtual time: requests come from a trace, a step takes what a step-time model says.
 
-A ``Replica`` is what an engine is to its scheduler, without a model: it admits requests between steps, runs what
-``schedule`` chose by moving its clock, commits, appends a token to each sequence whose chunk was its last, and finishes
-those that have all theirs. Which token is drawn plays no part, so it is always the same one; every answer has exactly
-the trace's length. Blocks that move between device and host take their time before the step. A ``Router`` chooses the
-replica at a request's arrival.
+One ``Replica`` or several, behind the very ``Router`` that a fleet of engines has: it is told of blocks and tokens when
+the step is over that brought them, and chooses at a request's arrival.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+import heapq
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from typing import Any
@@ -20,129 +16,17 @@ from numpy.typing import NDArray
 
 from runtime.bench.load.traces import Trace, numbered
 from runtime.bench.metrics import BenchmarkError, check_finite, percentiles_of
-from runtime.bench.scheduling.step_model import StepModel, WindowShares, features_of
-from runtime.engine.config import EngineLimits
+from runtime.bench.scheduling.replica import Replica
+from runtime.bench.scheduling.step_model import StepModel, WindowShares
+from runtime.engine.config import EngineLimits, RoutingPolicy
 from runtime.engine.sampling_params import SamplingParams
-from runtime.engine.scheduling.block_pool import BlockPool
-from runtime.engine.scheduling.host_pool import HostPool
-from runtime.engine.scheduling.scheduler import Scheduler
-from runtime.engine.scheduling.sequence import Request, Sequence
+from runtime.engine.scheduling.block_events import BlockChanges, SharedDigest
+from runtime.engine.scheduling.sequence import Request
+from runtime.parallel.prefix_index import PromptDigests
+from runtime.parallel.routing import Route, Router
 
-_TOKEN = -(1 << 31)  # what every step "draws": a number that no prompt has
 PERCENTILES = (50.0, 90.0, 99.0)
-
-
-class Replica:
-    """A scheduler with its blocks and a clock (seconds since the trace's first request)."""
-
-    def __init__(
-        self,
-        limits: EngineLimits,
-        model: StepModel,
-        windows: WindowShares = (),
-        block_transfer_s: float = 0.0,
-        wake_s: float = 0.0,
-    ) -> None:
-        self.pool = BlockPool(
-            limits.num_blocks,
-            limits.block_size,
-            windows=limits.group_windows,
-            enable_prefix_caching=limits.enable_prefix_caching,
-            host_pool=HostPool(limits.num_host_blocks) if limits.num_host_blocks else None,
-        )
-        self.scheduler = Scheduler(limits, self.pool)
-        self.clock_s = 0.0
-        self.busy_s = 0.0
-        self.num_steps = 0
-        self.num_open_tokens = 0
-        self.worst_gaps_s: dict[int, float] = {}
-        self._model = model
-        self._windows = windows
-        self._block_transfer_s = block_transfer_s
-        self._wake_s = wake_s
-
-    def add(self, request: Request) -> None:
-        """Queue a request that arrives now: the step that its arrival fell into has been run."""
-        if not self.scheduler.has_work:
-            self.clock_s = max(self.clock_s, request.arrival_s + self._wake_s)
-        sequence = Sequence(request, 0)
-        request.sequences = [sequence]
-        self.num_open_tokens += sequence.num_tokens + request.max_tokens
-        self.scheduler.add(sequence)
-
-    def advance(self, until_s: float) -> None:
-        """Run every step that begins before this time."""
-        while self.clock_s < until_s and self.scheduler.has_work:
-            self.step()
-
-    def step(self) -> None:
-        """Schedule, let the time pass, commit."""
-        scheduler = self.scheduler
-        step = scheduler.schedule()
-        if not step.has_work:
-            raise BenchmarkError(f"the scheduler has work but chose nothing at {self.clock_s:.6f} s: a deadlock")
-        seconds = 0.0
-        if step.chunks:
-            chunks = [(chunk.start, chunk.num_tokens) for chunk in step.chunks]
-            seconds = self._model.seconds(features_of(chunks, self._windows))
-            scheduler.observe(step.num_tokens, seconds)
-        if step.has_transfers:
-            num_blocks = len(step.swap_out) + len(step.swap_in)
-            scheduler.observe_transfer(num_blocks, num_blocks * self._block_transfer_s)
-            seconds += num_blocks * self._block_transfer_s
-        self.clock_s = now = self.clock_s + seconds
-        self.busy_s += seconds
-        self.num_steps += 1
-        scheduler.commit(step)
-        for chunk in step.chunks:
-            if chunk.is_last:
-                self._append(chunk.sequence, now)
-
-    def _append(self, sequence: Sequence, now: float) -> None:
-        before = sequence.last_token_s
-        if before is None:
-            sequence.first_token_s = now
-        else:
-            number = sequence.request.number
-            if now - before > self.worst_gaps_s.get(number, 0.0):
-                self.worst_gaps_s[number] = now - before
-        sequence.last_token_s = now
-        sequence.append(_TOKEN)
-        if sequence.num_output_tokens >= sequence.request.max_tokens:
-            self.num_open_tokens -= sequence.num_tokens
-            self.scheduler.finish(sequence)
-
-
-Router = Callable[[Sequences[Replica], NDArray[np.int32]], Replica]
-"""Chooses one of the replicas for a prompt, ``[num_prompt_tokens]`` int32."""
-
-
-def round_robin() -> Router:
-    """Each replica in turn."""
-    turns = itertools.count()
-    return lambda replicas, prompt: replicas[next(turns) % len(replicas)]
-
-
-def least_loaded() -> Router:
-    """The replica with the fewest tokens of open requests, prompts and answers to come together."""
-    return lambda replicas, prompt: min(replicas, key=_load)
-
-
-def prefix_aware() -> Router:
-    """The replica with the least to do for it: tokens of open requests, less those of the prompt that it has."""
-
-    def choose(replicas: Sequences[Replica], prompt: NDArray[np.int32]) -> Replica:
-        known = prompt[:-1]  # the last token is computed in any case
-        return min(replicas, key=lambda replica: _load(replica) - replica.pool.find(known, None).num_tokens)
-
-    return choose
-
-
-ROUTERS: dict[str, Callable[[], Router]] = {
-    "round-robin": round_robin,
-    "least-loaded": least_loaded,
-    "prefix-aware": prefix_aware,
-}
+_SECRET = b"of no importance"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +36,7 @@ class Simulation:
     trace: Trace
     replicas: list[Replica]
     requests: list[Request]
+    router: Router
 
     @property
     def ttfts_s(self) -> list[float]:
@@ -191,6 +76,7 @@ class Simulation:
             "num_preemptions": sum(replica.scheduler.num_preemptions for replica in self.replicas),
             "num_swaps": sum(replica.scheduler.num_swaps for replica in self.replicas),
             "num_steps": sum(replica.num_steps for replica in self.replicas),
+            "requests_by_replica": self.router.num_routed,
             "busy_share": [replica.busy_s / duration for replica in self.replicas],
         }
         check_finite(report)
@@ -204,14 +90,16 @@ def simulate(
     *,
     windows: WindowShares = (),
     num_replicas: int = 1,
-    router: Router | None = None,
+    routing_policy: RoutingPolicy = "prefix-aware",
+    max_concurrency: int | None = None,
     block_transfer_s: float = 0.0,
     wake_s: float = 0.0,
 ) -> Simulation:
     """Run the whole trace.
 
     windows           of the model's layers; those of its cache groups are in ``limits``
-    router            None: round robin
+    max_concurrency   requests that are open at once: the next arrives when one has ended, if not later; None: no matter
+                      how many
     block_transfer_s  of one block between device and host
     wake_s            that an idle replica waits for more after a request came (the engine's ``BURST_PAUSE_S``)
 
@@ -219,28 +107,102 @@ def simulate(
     """
     if num_replicas < 1:
         raise BenchmarkError(f"{num_replicas} replicas: at least 1 is needed")
+    if max_concurrency is not None and max_concurrency < 1:
+        raise BenchmarkError(f"{max_concurrency} open requests: at least 1 is needed")
     if trace.longest > limits.max_model_len:
         raise BenchmarkError(f"a request of {trace.longest} tokens exceeds max_model_len={limits.max_model_len}")
-    replicas = [Replica(limits, model, windows, block_transfer_s, wake_s) for _ in range(num_replicas)]
-    choose = router or round_robin()
+    publishes = num_replicas > 1 and routing_policy == "prefix-aware"
+    digest = SharedDigest(_SECRET) if publishes else None
+    replicas = [Replica(limits, model, windows, block_transfer_s, wake_s, digest) for _ in range(num_replicas)]
+    digests = PromptDigests(_SECRET, limits.block_size, limits.group_windows, limits.rotary_switch)
+    run = _Run(replicas, Router(routing_policy if num_replicas > 1 else "least-load", num_replicas, digests))
     requests: list[Request] = []
     for index, entry in enumerate(trace.requests):
-        for replica in replicas:
-            replica.advance(entry.arrival_s)
+        run.advance(entry.arrival_s)
+        arrival_s = entry.arrival_s
+        while max_concurrency is not None and run.num_open >= max_concurrency:
+            arrival_s = run.go_on()
         request = Request(
-            str(index),
-            trace.prompt_ids(index, numbered),
-            _PARAMS,
-            max_tokens=entry.output_len,
-            arrival_s=entry.arrival_s,
+            str(index), trace.prompt_ids(index, numbered), _PARAMS, max_tokens=entry.output_len, arrival_s=arrival_s
         )
         request.number = index
-        choose(replicas, request.prompt_ids).add(request)
+        run.add(request)
         requests.append(request)
-    for replica in replicas:
-        replica.advance(float("inf"))
-    return Simulation(trace, replicas, requests)
+    run.advance(float("inf"))
+    return Simulation(trace, replicas, requests, run.router)
 
+
+class _Run:
+    """Replicas and their router. Whichever is behind steps next; what a step brought is told at its end."""
+
+    def __init__(self, replicas: list[Replica], router: Router) -> None:
+        self.router = router
+        self.num_open = 0
+        self._replicas = replicas
+        self._working: list[tuple[float, int]] = []  # a heap of those that have work: clock, number
+        self._news: list[_News] = []  # a heap
+        self._num_steps = 0
+        self._tokens: list[tuple[int, bool]] = []  # of the step that runs: request, whether it was its last
+        self._routes: dict[int, Route] = {}
+        for replica in replicas:
+            replica.on_token = lambda request, has_ended: self._tokens.append((request.number, has_ended))
+
+    def add(self, request: Request) -> None:
+        """A request arrives."""
+        router = self.router
+        route = router.choose(request, router.digests_of(request), [True] * len(self._replicas))
+        self._routes[request.number] = route
+        replica = self._replicas[route.engine]
+        had_work = replica.has_work
+        replica.add(request)
+        self.num_open += 1
+        if not had_work:
+            heapq.heappush(self._working, (replica.clock_s, route.engine))
+
+    def advance(self, until_s: float) -> None:
+        """Run every step that begins before this time, and tell of those that end by then."""
+        while self._next_s() < until_s:
+            self.go_on()
+        while self._news and self._news[0][0] <= until_s:
+            self._tell()
+
+    def go_on(self) -> float:
+        """Run one step, or tell of one that has ended, whichever comes first; the time of that."""
+        if self._news and (not self._working or self._news[0][0] <= self._working[0][0]):
+            return self._tell()
+        begun_s, number = self._working[0]
+        replica = self._replicas[number]
+        replica.step()
+        self._num_steps += 1
+        changes = replica.take_block_changes()
+        heapq.heappush(self._news, (replica.clock_s, self._num_steps, number, changes, self._tokens))
+        self._tokens = []
+        if replica.has_work:
+            heapq.heapreplace(self._working, (replica.clock_s, number))
+        else:
+            heapq.heappop(self._working)
+        return begun_s
+
+    def _next_s(self) -> float:
+        return self._working[0][0] if self._working else float("inf")
+
+    def _tell(self) -> float:
+        ended_s, _, number, changes, tokens = heapq.heappop(self._news)
+        if changes is not None:
+            self.router.change(number, changes)
+        for request, has_ended in tokens:
+            route = self._routes[request]
+            self.router.drawn(route, 1)
+            if has_ended:
+                self.router.ended(route)
+                del self._routes[request]
+                self.num_open -= 1
+        return ended_s
+
+
+_News = tuple[float, int, int, BlockChanges | None, list[tuple[int, bool]]]
+"""What a step brought: when it ended, its number, the replica's, its blocks, and which requests got a token, their
+last one perhaps."""
 
 _PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 
@@ -248,10 +210,6 @@ _PARAMS = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 def _time(seconds: float | None) -> float:
     assert seconds is not None, "a request has not ended"
     return seconds
-
-
-def _load(replica: Replica) -> int:
-    return replica.num_open_tokens
 
 
 def _summary(values: Sequences[float] | NDArray[np.float64]) -> dict[str, float]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import msgspec
 
@@ -33,33 +34,35 @@ EXIT_TIMEOUT_S = 5.0
 """How long a process may take to end after its socket has been closed; then it is killed."""
 
 
-class EngineProcess:
-    """A process that has been told to start an engine, and the socket to it.
-
-    The thread that makes it must live as long as the process: on Linux that dies with its thread. Raises ``OSError``
-    when there is no process to be had.
-    """
-
-    def __init__(self, start: Start, command: Sequence[str] = COMMAND) -> None:
-        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            for each in (self._connection, theirs):
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-            try:
-                self._process = _spawn(command, theirs.fileno())
-            except BaseException:
-                self._connection.close()
-                raise
-        timeout = struct.pack("@ll", READ_TIMEOUT_S, 0)
-        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
-        self._reader = FrameReader(self._connection)
-        self._writer = PatientWriter(self._connection)
-        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
-        self.send(frame(start))
+class RunningEngine(Protocol):
+    """A process that was told to start an engine, wherever it runs, as its supervisor sees it."""
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
+    def pid(self) -> int: ...
+
+    def send(self, data: bytearray) -> None:
+        """See ``EngineConnection.send``."""
+
+    def receive(self) -> list[FromEngine] | None:
+        """See ``EngineConnection.receive``."""
+
+    def kill(self) -> None:
+        """At once. May be called on any thread."""
+
+    def end(self) -> str:
+        """Have it end, if it has not, and wait for that; returns how it ended, in words."""
+
+
+class EngineConnection:
+    """Messages to and from an engine's process over a connected socket, which it owns from now on."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        timeout = struct.pack("@ll", READ_TIMEOUT_S, 0)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+        self._reader = FrameReader(connection)
+        self._writer = PatientWriter(connection)
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
     def send(self, data: bytearray) -> None:
         """A message's ``frame``. Never waits. A process that has ended gets nothing, and nobody is told: ``receive``
@@ -77,16 +80,45 @@ class EngineProcess:
             return None
         return [self._decoder.decode(data) for data in frames] or None
 
+    def close(self) -> None:
+        """With it the process ends."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._writer.close()
+        self._connection.close()
+
+
+class EngineProcess(EngineConnection):
+    """A process that has been told to start an engine, and the socket to it.
+
+    The thread that makes it must live as long as the process: on Linux that dies with its thread. Raises ``OSError``
+    when there is no process to be had.
+    """
+
+    def __init__(self, start: Start, command: Sequence[str] = COMMAND) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            for each in (ours, theirs):
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+            try:
+                self._process = spawn(command, theirs.fileno())
+            except BaseException:
+                ours.close()
+                raise
+        super().__init__(ours)
+        self.send(frame(start))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def kill(self) -> None:
         """At once, by SIGKILL. May be called on any thread."""
         self._process.kill()
 
     def end(self) -> str:
         """Close the socket, with which the process ends, and wait for that; returns how it ended, in words."""
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._writer.close()
-        self._connection.close()
+        self.close()
         try:
             status = self._process.wait(EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -97,8 +129,8 @@ class EngineProcess:
         return f"ended with status {status}"
 
 
-def _spawn(command: Sequence[str], descriptor: int) -> subprocess.Popen[bytes]:
-    """Python, without the current folder among the places of modules."""
+def spawn(command: Sequence[str], descriptor: int) -> subprocess.Popen[bytes]:
+    """Python, without the current folder among the places of modules. It inherits the socket's descriptor."""
     # Blocked until the process ignores them itself. This thread is not the one that Python hands signals to.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:

@@ -28,6 +28,7 @@ from runtime.engine.messages import (
     EngineState,
     EngineStats,
     FinishReason,
+    RoutingStats,
     StepView,
 )
 from runtime.engine.process.delivery import Delivery, OutputSink
@@ -39,6 +40,7 @@ if TYPE_CHECKING:  # so that a user of the interface wakes neither numpy nor num
     from numpy.typing import NDArray
 
     from runtime.engine.engine import Engine
+    from runtime.engine.scheduling.block_events import BlockChanges
     from runtime.engine.scheduling.sequence import Request
     from runtime.engine.steps.embedder import Embedding
 
@@ -89,6 +91,16 @@ class EngineClient(Protocol):
     @property
     def state(self) -> EngineState:
         """Whether requests are taken."""
+        ...
+
+    @property
+    def engines(self) -> Sequence[EngineClient]:
+        """The engines that share the requests, in the order of their numbers; itself where it is one."""
+        ...
+
+    @property
+    def routing(self) -> RoutingStats | None:
+        """How requests were shared out among several engines; None: there is one."""
         ...
 
     def stats(self) -> EngineStats:
@@ -210,6 +222,16 @@ class ThreadEngineClient:
         return "closing" if self._is_closing else "ready"
 
     @property
+    def engines(self) -> Sequence[EngineClient]:
+        """See ``EngineClient.engines``."""
+        return (self,)
+
+    @property
+    def routing(self) -> None:
+        """See ``EngineClient.routing``: it is one engine."""
+        return None
+
+    @property
     def waiting(self) -> tuple[int, int]:
         """Requests of which nothing was scheduled yet, and their prompts' tokens."""
         with self._condition:
@@ -223,6 +245,10 @@ class ThreadEngineClient:
     def has_work(self) -> bool:
         """Whether there is anything to do, or being done."""
         return bool(self._commands) or self._engine.has_work or self._engine.embedder.has_work
+
+    def take_block_changes(self) -> BlockChanges | None:
+        """See ``Engine.take_block_changes``. To be called on the engine's thread."""
+        return self._engine.take_block_changes()
 
     def watch(self, sink: Callable[[StepView], None]) -> Callable[[], None]:
         """See ``EngineClient.watch``; the sink is called on the engine's thread, after the outputs' sinks."""

@@ -115,13 +115,18 @@ class ProcessServer:
 
     def make_engine(self, start: Start) -> Engine:
         """See ``engine_of``, which raises. Kernels for the cpu are compiled before, and not in this process."""
+        if start.cores:
+            os.sched_setaffinity(0, start.cores)  # before any thread is started, and before they are counted
         from runtime.engine.process.compile_ahead import compile_ahead
 
         reporter = Reporter(logger.info) if logger.isEnabledFor(logging.INFO) else SILENT
         compile_ahead(start.model, start.config, reporter)
         from runtime.engine.make_engine import engine_of  # wakes the kernels
 
-        return engine_of(start.model, start.config, reporter)
+        engine = engine_of(start.model, start.config, reporter)
+        if start.routing_secret is not None:
+            engine.publish_blocks(start.routing_secret)
+        return engine
 
     def send(self, message: FromEngine) -> None:
         """Waits while the server does not read. Without a server the process ends."""
@@ -168,10 +173,12 @@ class ProcessServer:
         client, outputs = self._client, self._outputs
         received = self._num_received, self._num_received_tokens  # before the queue: who comes in between counts twice
         report = (*received, *client.waiting)
-        if outputs or report != self._reported:
+        changes = client.take_block_changes()
+        if outputs or changes is not None or report != self._reported:
             self._outputs, self._reported = [], report
+            blocks = () if changes is None else (changes.stored.tobytes(), changes.removed.tobytes())
             self._waits_for_server = True
-            self.send(Outputs(outputs, *report))
+            self.send(Outputs(outputs, *report, *blocks))
             self._waits_for_server = False
         self._progress_s = now = time.monotonic()
         is_busy = client.has_work

@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import msgspec
 import numpy as np
@@ -27,8 +27,10 @@ from runtime.engine.admission import as_token_ids, prepare
 from runtime.engine.config import EngineConfig, EngineSettings
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
 from runtime.engine.messages import EngineInfo, EngineRequest, EngineState, EngineStats, StepView
-from runtime.engine.process.child import COMMAND, READ_TIMEOUT_S, EngineProcess
+from runtime.engine.process.child import READ_TIMEOUT_S, EngineProcess, RunningEngine
+from runtime.engine.process.client import EngineClient
 from runtime.engine.process.delivery import Delivery, OutputSink
+from runtime.engine.process.supervision import Membership, Supervision
 from runtime.engine.process.wire import (
     Answer,
     Call,
@@ -47,34 +49,18 @@ from runtime.engine.process.wire import (
     Started,
     StartFailed,
     Watch,
-    WireError,
     frame,
 )
 from runtime.engine.process.wire_errors import error_of
 from runtime.engine.queue_limit import RETRY_AFTER_S, check_room
+from runtime.engine.scheduling.block_events import BlockChanges
 from runtime.engine.step_views import Watchers
+from runtime.errors import XservError
+
+if TYPE_CHECKING:
+    from runtime.engine.scheduling.sequence import Request
 
 logger = logging.getLogger("xserv.engine")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Supervision:
-    """How an engine process is watched and started again.
-
-    first_delay_s, most_delay_s  before the first new start after a death, and before any; each is twice the one before
-    healthy_s                    an engine that has served so long is started again after the first delay
-    hang_timeout_s               an engine is ended that has work and finishes no step for so long, and a process of
-                                 which nothing is heard
-    close_timeout_s              how long it may take to close without a drain; then the process is killed
-    command                      what Python runs; for tests
-    """
-
-    first_delay_s: float = 1.0
-    most_delay_s: float = 30.0
-    healthy_s: float = 60.0
-    hang_timeout_s: float = 600.0
-    close_timeout_s: float = 15.0
-    command: tuple[str, ...] = COMMAND
 
 
 @dataclass(slots=True)
@@ -116,23 +102,29 @@ class ProcessEngineClient:
         model: str | Path | None = None,
         *,
         supervision: Supervision | None = None,
+        membership: Membership | None = None,
         waits: bool = True,
         **settings: Unpack[EngineSettings],
     ) -> None:
         self._supervision = supervision or Supervision()
+        self._membership = membership or Membership()
+        self._name = self._membership.name
         self._start = Start(
             model=None if model is None else str(model),
             config=EngineConfig(**settings),
             log_level=logging.getLogger("xserv").getEffectiveLevel(),
             hang_timeout_s=self._supervision.hang_timeout_s,
+            cores=list(self._membership.cores),
+            routing_secret=self._membership.routing_secret,
         )
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._watchers = Watchers()
         self._delivery = Delivery(self._lock, self.cancel)
         # Guarded by the lock:
-        self._process: EngineProcess | None = None
+        self._process: RunningEngine | None = None
         self._state: EngineState = "starting"
+        self._renewed: Future[None] | None = None  # of a renewal that is under way
         self._info: EngineInfo | None = None
         self._pulse: Pulse | None = None
         self._queue = _Queue()
@@ -143,6 +135,7 @@ class ProcessEngineClient:
         self._start_duration_s = 0.0
         # The supervisor's:
         self._delay_s = self._supervision.first_delay_s  # before the next start
+        self._is_drained = False  # for a renewal, which now waits for the new process
 
         self._started: Future[None] = Future()
         self._supervisor = threading.Thread(
@@ -181,7 +174,10 @@ class ProcessEngineClient:
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
         """See ``EngineClient.submit``; the queue counts as full a little early: a request waits until the step that
         computes the beginning of its prompt is over."""
-        prepared = prepare(request, self.info)
+        self.admit(request, prepare(request, self.info), sink)
+
+    def admit(self, request: EngineRequest, prepared: Request, sink: OutputSink) -> None:
+        """``submit`` for a request that is ``prepared`` already."""
         if not isinstance(request.prompt_token_ids, list):
             request = msgspec.structs.replace(request, prompt_token_ids=prepared.prompt_ids.tolist())
         if not request.arrival_time_s:
@@ -245,11 +241,52 @@ class ProcessEngineClient:
         """See ``EngineClient.reset_prefix_cache``."""
         return self._send_call("reset_prefix_cache", [])
 
+    @property
+    def engines(self) -> Sequence[EngineClient]:
+        """See ``EngineClient.engines``."""
+        return (self,)
+
+    @property
+    def routing(self) -> None:
+        """See ``EngineClient.routing``: it is one engine."""
+        return None
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Requests in the waiting queue, as far as is known, and their prompts' tokens."""
+        queue = self._queue
+        return queue.num_waiting, queue.num_waiting_tokens
+
+    @property
+    def num_calls(self) -> int:
+        """Computations beside the requests that have no answer yet."""
+        return len(self._calls)
+
+    def renew(self, drain_timeout_s: float) -> None:
+        """Have the engine end its requests and start it anew; returns when it is ready again. Meanwhile it takes no new
+        ones. What is still open after ``drain_timeout_s`` ends with "error" and ``engine_died``.
+
+        Raises ``EngineDeadError`` unless it is ready, and what its new start raises: then it is tried again, as after a
+        death.
+        """
+        renewed: Future[None] = Future()
+        with self._lock:
+            process = self._live_process()
+            self._state, self._renewed = "draining", renewed
+            process.send(frame(Close(drain=True)))
+        timer = threading.Timer(drain_timeout_s, process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            renewed.result()
+        finally:
+            timer.cancel()
+
     def close(self, drain: bool = False) -> None:
         """See ``EngineClient.close``. From a sink it returns before the engine stops."""
         with self._lock:
             is_first = not self._closing.is_set()
-            process, was_ready = self._process, self._state == "ready" or not is_first
+            process, was_ready = self._process, self._state in ("ready", "draining") or not is_first
             self._closing.set()
             self._state = "closing"
             if process is not None and was_ready and (is_first or not drain):
@@ -262,7 +299,8 @@ class ProcessEngineClient:
         if not drain:
             self._supervisor.join(self._supervision.close_timeout_s)
             if self._supervisor.is_alive() and process is not None:
-                logger.error("the engine did not close within %g s; it is killed", self._supervision.close_timeout_s)
+                timeout_s = self._supervision.close_timeout_s
+                logger.error("%s did not close within %g s; it is killed", self._name, timeout_s)
                 process.kill()
         self._supervisor.join()
 
@@ -296,18 +334,29 @@ class ProcessEngineClient:
                 self._is_watched = is_watched
                 self._process.send(frame(Watch(is_watched)))
 
-    def _live_process(self) -> EngineProcess:
+    def _live_process(self) -> RunningEngine:
         if self._state != "ready":
             raise self._dead()
         assert self._process is not None
         return self._process
 
+    @property
+    def ready_in_s(self) -> float | None:
+        """An estimate of when it takes requests again, for one that does not; None: never."""
+        if self._state == "closing" or not self._supervisor.is_alive():
+            return None
+        if self._renewed is not None:
+            return max(1.0, self._start_duration_s)
+        return max(1.0, self._ready_s - time.monotonic())
+
     def _dead(self) -> EngineDeadError:
+        left_s = self.ready_in_s
         if self._state == "closing":
             return EngineDeadError("the engine is closed or closing")
-        if not self._supervisor.is_alive():
+        if left_s is None:
             return EngineDeadError("the engine has died; see the log")
-        left_s = max(1.0, self._ready_s - time.monotonic())
+        if self._renewed is not None:
+            return EngineDeadError("the engine ends its requests and is started again", left_s)
         return EngineDeadError(f"the engine has died and is started again, in about {left_s:.0f} s", left_s)
 
     # Everything below runs on the supervisor's thread.
@@ -318,30 +367,38 @@ class ProcessEngineClient:
                 failure = self._run_process(started)
                 if not started.done():
                     raise failure
+                if self._is_renewed():
+                    continue
                 if not self._closing.is_set():
-                    logger.error("the engine has died (%s); it is started again in %g s", failure, self._delay_s)
+                    logger.error("%s has died (%s); it is started again in %g s", self._name, failure, self._delay_s)
                 if not self._closing.wait(self._delay_s):
                     self._set_state("starting")
                 self._delay_s = min(2 * self._delay_s, self._supervision.most_delay_s)
         except BaseException as error:
             self._set_state("down")
             if started.done():
-                logger.exception("the engine is not started any more")
+                logger.exception("%s is not started any more", self._name)
             else:
                 started.set_exception(error)
         finally:
             self._end_all()
+            closed = EngineDeadError("the engine was closed before it was started")
             if not started.done():
-                started.set_exception(EngineDeadError("the engine was closed before it was started"))
+                started.set_exception(closed)
+            with self._lock:
+                renewed, self._renewed = self._renewed, None
+            if renewed is not None:
+                renewed.set_exception(closed)
 
     def _run_process(self, started: Future[None]) -> Exception:
         """Start a process and hand out what comes from it until it ends. Returns why it did."""
         begun_s = time.monotonic()
-        process: EngineProcess | None = None
+        process: RunningEngine | None = None
         failure: Exception | None = None
         how = "could not be made"
         try:
-            process = EngineProcess(self._start, self._supervision.command)
+            launch = self._membership.launch
+            process = EngineProcess(self._start, self._supervision.command) if launch is None else launch(self._start)
             with self._lock:
                 self._process = process
             if self._closing.is_set():
@@ -355,7 +412,7 @@ class ProcessEngineClient:
                     failure = error_of(message.problem)
                 else:
                     self._take(message)
-        except (OSError, WireError, msgspec.DecodeError) as error:
+        except (OSError, XservError, msgspec.DecodeError) as error:
             failure = error
         finally:
             self._let_go()
@@ -371,6 +428,10 @@ class ProcessEngineClient:
             self._start_duration_s = self._ready_s - begun_s
             if self._state != "closing":
                 self._state = "ready"
+            renewed, self._renewed = self._renewed, None
+        self._is_drained = False
+        if renewed is not None:
+            renewed.set_result(None)
         self._tell_watched()
 
     def _let_go(self) -> None:
@@ -384,7 +445,27 @@ class ProcessEngineClient:
             self._process = self._pulse = None
             self._queue, self._is_watched = _Queue(), False
             self._ready_s = now + self._delay_s + self._start_duration_s
+        if self._membership.on_blocks is not None:
+            self._membership.on_blocks(None)
         self._end_all()
+
+    def _is_renewed(self) -> bool:
+        """A process has ended. Whether it was told to, for a new one to be started at once; if that one has ended, too,
+        whoever waits for it is told."""
+        with self._lock:
+            renewed, is_drained = self._renewed, self._is_drained
+            self._is_drained = renewed is not None and not is_drained
+            if renewed is None or self._state == "closing":
+                return False
+            if is_drained:
+                self._renewed = None
+            else:
+                self._state = "starting"
+        if is_drained:
+            renewed.set_exception(EngineDeadError(f"{self._name} did not start again; see the log"))
+            return False
+        logger.info("%s is started again, as it was told to", self._name)
+        return True
 
     def _end_all(self) -> None:
         """Nothing that is open goes on."""
@@ -404,12 +485,12 @@ class ProcessEngineClient:
             if self._state != "closing":
                 self._state = state
 
-    def _messages(self, process: EngineProcess) -> Iterator[FromEngine]:
+    def _messages(self, process: RunningEngine) -> Iterator[FromEngine]:
         num_silent_s = 0.0
         while (messages := process.receive()) is not None:
             num_silent_s = 0.0 if messages or self._state == "starting" else num_silent_s + READ_TIMEOUT_S
             if num_silent_s >= self._supervision.hang_timeout_s:
-                logger.error("nothing was heard of the engine's process for %.0f s; it is killed", num_silent_s)
+                logger.error("nothing was heard of %s for %.0f s; its process is killed", self._name, num_silent_s)
                 process.kill()
             yield from messages
 
@@ -418,6 +499,10 @@ class ProcessEngineClient:
             case Outputs(outputs):
                 with self._lock:
                     self._queue.report(message)
+                if self._membership.on_blocks is not None and (message.stored_blocks or message.removed_blocks):
+                    stored, removed = message.stored_blocks, message.removed_blocks
+                    changes = BlockChanges(np.frombuffer(stored, np.uint64), np.frombuffer(removed, np.uint64))
+                    self._membership.on_blocks(changes)
                 for output in outputs:
                     self._delivery.deliver(output)
             case Pulse():

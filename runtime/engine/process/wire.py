@@ -41,12 +41,15 @@ class WireError(XservError):
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The first message: ``engine_of``'s arguments. ``log_level``: log lines from it on are sent back;
-    ``hang_timeout_s``: an engine that has work and gets nowhere for so long gives up."""
+    ``hang_timeout_s``: an engine that has work and gets nowhere for so long gives up; ``cores``: the processors that it
+    keeps to, all if there are none; ``routing_secret``: what its blocks hold is told, by digests that this keys."""
 
     model: str | None
     config: EngineConfig
     log_level: int
     hang_timeout_s: float
+    cores: list[int] = []
+    routing_secret: bytes | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -118,13 +121,16 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
     """What a step gave, and how full the queue is: ``num_waiting`` requests of ``num_waiting_tokens`` prompt tokens
-    were not scheduled yet, among the first ``num_received`` that were sent, which have ``num_received_tokens``."""
+    were not scheduled yet, among the first ``num_received`` that were sent, which have ``num_received_tokens``.
+    ``stored_blocks`` and ``removed_blocks``: ``BlockChanges`` as bytes."""
 
     outputs: list[EngineOutput]
     num_received: int
     num_received_tokens: int
     num_waiting: int
     num_waiting_tokens: int
+    stored_blocks: bytes = b""
+    removed_blocks: bytes = b""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):

@@ -22,6 +22,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.engine.scheduling.block_events import BlockEvents
 from runtime.engine.scheduling.eviction import EvictionPolicy, eviction_policy
 from runtime.engine.scheduling.host_pool import HostPool
 from runtime.engine.scheduling.prefix_cache import CachedBlock, Digest, PrefixCache, Salt, block_digest
@@ -148,6 +149,15 @@ class BlockPool:
         self._nodes: list[CachedBlock | None] = [None] * num_blocks  # the content of each block, once recorded
         if host_pool is not None:
             host_pool.on_drop = self._cache.prune
+
+    def publish(self, digest: Digest) -> BlockEvents:
+        """From now on tell which contents lie somewhere, by these digests. To be called while none does."""
+        assert not len(self._cache), "there are contents already, under other digests"
+        events = BlockEvents()
+        self._cache = PrefixCache(self.block_size, digest, events.touch)
+        if self.host_pool is not None:
+            self.host_pool.on_drop = self._cache.prune
+        return events
 
     @property
     def num_free(self) -> int:
@@ -367,21 +377,9 @@ class BlockPool:
 
     def _num_findable(self, paths: list[list[CachedBlock]]) -> int:
         """The most pages of these paths, one a group, that all groups can give."""
-        most = min(map(len, paths))
-        runs: list[tuple[int, list[int]]] = []  # window; by page: how many in a row up to it lie somewhere
-        for path, window in zip(paths, self.windows):
-            if window is None:
-                most = next((page for page, node in enumerate(path[:most]) if not node.lies_somewhere), most)
-            else:
-                count, counts = 0, []
-                for node in path:
-                    count = count + 1 if node.lies_somewhere else 0
-                    counts.append(count)
-                runs.append((window, counts))
-        size = self.block_size
-        while most and any(run[most - 1] < most - first_page(most * size, window, size) for window, run in runs):
-            most -= 1
-        return most
+        return num_findable_pages(
+            [[node.lies_somewhere for node in path] for path in paths], self.windows, self.block_size
+        )
 
     def _find_partial(
         self, nodes: list[CachedBlock | None], tokens: NDArray[np.int32], salt: Salt
@@ -413,6 +411,7 @@ class BlockPool:
         self._nodes[block_id] = node
         if node.block_id is None:
             node.block_id = block_id
+            self._cache.changed(node)
         elif self._is_held(node):
             node.copies.append(block_id)
             return node
@@ -464,3 +463,26 @@ def by_page(blocks: Sequence[Sequence[T]], first_pages: Sequence[int]) -> list[T
         return list(blocks[0][first_pages[0] :])
     pages = range(min(first_pages, default=0), max(map(len, blocks), default=0))
     return [ids[page] for page in pages for ids, first in zip(blocks, first_pages) if first <= page < len(ids)]
+
+
+def num_findable_pages(
+    paths: Sequence[Sequence[bool]], windows: Sequence[int | None], block_size: int
+) -> int:
+    """The most pages of a prompt that all cache groups can give. ``paths``: by group and page, whether its content lies
+    anywhere; ``windows``: the groups'."""
+    most = min(map(len, paths))
+    runs: list[tuple[int, list[int]]] = []  # window; by page: how many in a row up to it lie somewhere
+    for path, window in zip(paths, windows):
+        if window is None:
+            most = next((page for page, lies_somewhere in enumerate(path[:most]) if not lies_somewhere), most)
+        else:
+            count, counts = 0, []
+            for lies_somewhere in path:
+                count = count + 1 if lies_somewhere else 0
+                counts.append(count)
+            runs.append((window, counts))
+    while most and any(
+        run[most - 1] < most - first_page(most * block_size, window, block_size) for window, run in runs
+    ):
+        most -= 1
+    return most

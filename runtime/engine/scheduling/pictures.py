@@ -83,17 +83,24 @@ class PictureKeys:
 
     def __init__(self) -> None:
         self._keys: OrderedDict[bytes, int] = OrderedDict()
+        self._digests: dict[int, bytes] = {}
         self._next = FIRST_KEY
 
     def key_of(self, digest: bytes) -> int:
         key = self._keys.get(digest)
         if key is None:
             key = self._keys[digest] = self._next
+            self._digests[key] = digest
             self._next = self._next - 1 if self._next > -(1 << 31) else FIRST_KEY
             if len(self._keys) > MOST_KEYS:
-                self._keys.popitem(last=False)
+                _, forgotten = self._keys.popitem(last=False)
+                self._digests.pop(forgotten, None)
         self._keys.move_to_end(digest)
         return key
+
+    def digest_of(self, key: int) -> bytes:
+        """The picture that a key stands for; the key itself where it was forgotten."""
+        return self._digests.get(key) or key.to_bytes(4, "little", signed=True)
 
     def prompt_keys(self, prompt_ids: NDArray[np.int32], items: Sequence[Picture]) -> NDArray[np.int32]:
         """The prompt's ids, with keys for the tokens of pictures."""

@@ -97,8 +97,13 @@ class CachedBlock:
 class PrefixCache:
     """The tree and its index. Not thread-safe: it belongs to the engine's loop."""
 
-    def __init__(self, block_size: int, digest: Digest = block_digest) -> None:
+    def __init__(
+        self, block_size: int, digest: Digest = block_digest, on_change: Callable[[CachedBlock], None] | None = None
+    ) -> None:
+        """``on_change`` is told of full blocks whose content may have gone (``prune``); the pool tells it of those that
+        came."""
         self._block_bytes = block_size * _TOKEN_BYTES
+        self.on_change = on_change
         self._digest = digest
         self._index: dict[int, CachedBlock] = {}
         self._roots: dict[bytes, CachedBlock] = {}
@@ -108,7 +113,7 @@ class PrefixCache:
 
     def root(self, salt: Salt, group: int) -> CachedBlock:
         """The node before all prompts of this salt in a cache group."""
-        name = _root_name(salt, group)
+        name = root_name(salt, group)
         root = self._roots.get(name)
         if root is None:
             root = self._roots[name] = CachedBlock(None, name, self._digest(0, name))
@@ -118,7 +123,7 @@ class PrefixCache:
         """The nodes of the longest prefix of ``tokens [num_tokens]`` that consists of known full blocks, wherever they
         lie."""
         nodes: list[CachedBlock] = []
-        node = self._roots.get(_root_name(salt, group))
+        node = self._roots.get(root_name(salt, group))
         if node is None:
             return nodes
         data, width = np.ascontiguousarray(tokens, np.int32).tobytes(), self._block_bytes
@@ -135,7 +140,7 @@ class PrefixCache:
     ) -> tuple[CachedBlock, int] | None:
         """The block on the device that continues ``node`` (None: the salt's root) and shares most tokens
         with ``tokens``, which come after it, and how many."""
-        node = node or self._roots.get(_root_name(salt, group))
+        node = node or self._roots.get(root_name(salt, group))
         if node is None or not len(tokens):
             return None
         data = np.ascontiguousarray(tokens[: self._block_bytes // _TOKEN_BYTES], np.int32).tobytes()
@@ -176,6 +181,7 @@ class PrefixCache:
 
     def prune(self, node: CachedBlock) -> None:
         """Forget a node that lies nowhere and that nothing continues, and what is left bare above it."""
+        self.changed(node)
         while node.block_id is None and node.host_slot is None and not node.children and not node.num_pins:
             parent = node.parent
             if parent is None:
@@ -188,6 +194,11 @@ class PrefixCache:
             if not siblings:
                 del parent.children[first]
             node = parent
+
+    def changed(self, node: CachedBlock) -> None:
+        """Tell whoever wants to know that a content may have come or gone."""
+        if self.on_change is not None and node.parent is not None and len(node.tokens) == self._block_bytes:
+            self.on_change(node)
 
     def group_of(self, node: CachedBlock) -> int:
         """The cache group whose tree the node is in. For tests: O(depth)."""
@@ -221,7 +232,7 @@ class PrefixCache:
         return node if node is not None and node.parent is parent and node.tokens == tokens else None
 
 
-def _root_name(salt: Salt, group: int) -> bytes:
+def root_name(salt: Salt, group: int) -> bytes:
     name = b"%d" % group
     if isinstance(salt, RotatedPrefixes):
         name += b" rotated %d" % salt.rotary_offset

@@ -139,6 +139,12 @@ class LightEngine:
     def rest(self) -> None:
         pass
 
+    def publish_blocks(self, secret: bytes) -> None:
+        """It has no blocks."""
+
+    def take_block_changes(self) -> None:
+        """It has no blocks."""
+
     def close(self) -> None:
         pass
 

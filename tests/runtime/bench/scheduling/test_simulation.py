@@ -8,7 +8,7 @@ import pytest
 
 from runtime.bench.load.traces import Trace, TraceRequest
 from runtime.bench.metrics import BenchmarkError
-from runtime.bench.scheduling.simulation import ROUTERS, simulate
+from runtime.bench.scheduling.simulation import simulate
 from runtime.bench.scheduling.step_model import StepFeatures
 from runtime.engine.config import EngineConfig, EngineLimits, resolve
 
@@ -75,16 +75,16 @@ def test_preemption_is_counted_and_every_request_ends() -> None:
         assert replica.pool.num_free == 5
 
 
-def test_round_robin_and_least_loaded() -> None:
+def test_round_robin_and_least_load() -> None:
     """One long request, then short ones: in turns, every second waits behind it; by load, none does."""
     requests = trace((0.0, 4, 90), *((10.0 + 9 * i, 4, 2) for i in range(6)))
     homes = {}
-    for name in ("round-robin", "least-loaded"):
+    for name in ("round-robin", "least-load"):
         run = simulate(
-            requests, limits(max_num_seqs=1), TenthOfASecondPerToken(), num_replicas=2, router=ROUTERS[name]()
+            requests, limits(max_num_seqs=1), TenthOfASecondPerToken(), num_replicas=2, routing_policy=name
         )
         homes[name] = run.report()
-    assert homes["least-loaded"]["ttft_s"]["max"] == pytest.approx(1.4)
+    assert homes["least-load"]["ttft_s"]["max"] == pytest.approx(1.4)
     assert homes["round-robin"]["ttft_s"]["max"] > 50.0
     assert len(homes["round-robin"]["busy_share"]) == 2
 
@@ -106,7 +106,7 @@ def test_prefix_hits_and_the_prefix_aware_router() -> None:
     chats = Trace("chats", tuple(turns), hash_block_len=16)
     rates = {}
     for name in ("round-robin", "prefix-aware"):
-        run = simulate(chats, limits(), TenthOfASecondPerToken(), num_replicas=3, router=ROUTERS[name]())
+        run = simulate(chats, limits(), TenthOfASecondPerToken(), num_replicas=3, routing_policy=name)
         rates[name] = run.report()["hit_rate"]
     # Of 2 x (16 + 32 + 48 + 64) tokens the turn before has all but the new block, or none.
     assert rates["prefix-aware"] == pytest.approx(2 * (16 + 32 + 48) / 320)

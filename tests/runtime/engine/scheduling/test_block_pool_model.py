@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numpy.typing import NDArray
 
+from runtime.engine.scheduling.block_events import SharedDigest
 from runtime.engine.scheduling.block_pool import BlockPool, Chain, by_page
 from runtime.engine.scheduling.eviction import POLICIES
 from runtime.engine.scheduling.host_pool import HostPool
@@ -64,8 +65,10 @@ class PoolMachine(RuleBasedStateMachine):
             windows=windows,
             host_pool=self.host_pool,
             eviction=eviction,
-            digest=(lambda parent, tokens: block_digest(parent, tokens) % 5) if is_colliding else block_digest,
         )
+        digest = (lambda parent, tokens: block_digest(parent, tokens) % 5) if is_colliding else SharedDigest(b"secret")
+        self.events = self.pool.publish(digest)
+        self.told: set[int] = set()  # digests of contents that lie somewhere, as the events say
         self.is_colliding = is_colliding
         self.device: dict[int, Content] = {}
         self.host: dict[int, Content] = {}
@@ -182,6 +185,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert 0 <= self.pool.num_cached <= self.pool.num_free
         if self.host_pool is not None:
             self.host_pool.check_invariants(self.swapped)
+        self.hear()
         for sequence in self.running:  # nobody has written to its blocks, and what they can give is found
             num_full = len(sequence.tokens) // BLOCK_SIZE
             for group, (ids, first) in enumerate(zip(sequence.blocks, sequence.first_pages)):
@@ -192,6 +196,20 @@ class PoolMachine(RuleBasedStateMachine):
             if not self.is_colliding and all(map(int.__le__, sequence.first_pages, needed)):
                 hit = self.pool.find(np.array(sequence.tokens, np.int32), sequence.salt)
                 assert len(hit.blocks[0]) == num_full, "blocks that somebody holds were not found"
+
+    def hear(self) -> None:
+        """What the events tell is what lies somewhere; nothing is told twice."""
+        changes = self.events.take()
+        if changes is not None:
+            stored, removed = set(changes.stored.tolist()), set(changes.removed.tolist())
+            assert len(stored) + len(removed) == len(changes.stored) + len(changes.removed) > 0
+            assert not stored & self.told
+            assert removed <= self.told
+            self.told = self.told - removed | stored
+        assert self.events.take() is None
+        nodes = self.pool._cache._index.values()
+        full = {node.digest for node in nodes if node.lies_somewhere and node.num_tokens == BLOCK_SIZE}
+        assert self.told == full
 
     def allocate(self, count: int) -> list[int]:
         block_ids = self.pool.allocate(count)

@@ -1,0 +1,360 @@
+"""``Fleet``: several engines behind the interface of one, each in a process of its own.
+
+    fleet = Fleet(model, data_parallel_size=2)   # else ``ProcessEngineClient``'s arguments
+
+Each engine is supervised by itself. A request goes to the one that the router names, and stays there: when that engine
+dies, the request ends with ``engine_died``, while new ones go to the others.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import random
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any, Unpack
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.engine.admission import prepare
+from runtime.engine.config import EngineConfig, EngineSettings
+from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
+from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineState, EngineStats, RoutingStats, StepView
+from runtime.engine.process.delivery import OutputSink
+from runtime.engine.process.supervision import Launch, Membership, Supervision
+from runtime.engine.process.supervisor import ProcessEngineClient
+from runtime.engine.queue_limit import RETRY_AFTER_S, check_room
+from runtime.engine.scheduling.block_events import SECRET_BYTES, BlockChanges
+from runtime.parallel.prefix_index import PromptDigests
+from runtime.parallel.routing import Route, Router
+from runtime.parallel.shares import cores_of, device_of
+from runtime.parallel.total_stats import total_stats
+
+logger = logging.getLogger("xserv.engine")
+
+
+class Fleet:
+    """See ``EngineClient``. A request's sink is called on the thread of its engine's supervisor.
+
+    launches  what starts each engine's process; None: this machine, whose processors and GPUs are shared out
+    waits     False: ``wait_until_started`` raises what is wrong with the engines, before which there is no ``info``
+
+    Raises as ``ProcessEngineClient`` does.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        supervision: Supervision | None = None,
+        launches: Sequence[Launch] | None = None,
+        waits: bool = True,
+        **settings: Unpack[EngineSettings],
+    ) -> None:
+        config = EngineConfig(**settings)
+        self._policy = config.routing_policy
+        self._seeds = random.Random(config.seed)
+        self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._lock = threading.Lock()
+        self._is_closing = False
+        # Guarded by the lock:
+        self._router: Router | None = None
+        self._routes: dict[str, Route] = {}
+        self._is_restarting = False
+
+        count = config.data_parallel_size
+        memberships = _memberships(config, launches)
+        for engine, each in enumerate(memberships):
+            each["name"] = f"engine {engine}"
+            if config.routing_policy == "prefix-aware":
+                each["routing_secret"] = self._secret
+                each["on_blocks"] = partial(self._change, engine)
+        self._clients: list[ProcessEngineClient] = []
+        try:
+            for engine in range(count):
+                values: Any = dict(settings)
+                if launches is None:
+                    values["device"] = device_of(engine, count, config.device, config.tensor_parallel_size)
+                membership = Membership(**memberships[engine])
+                self._clients.append(
+                    ProcessEngineClient(model, supervision=supervision, membership=membership, waits=False, **values)
+                )
+        except BaseException:
+            self.close()
+            raise
+        atexit.register(self.close)
+        if waits:
+            self.wait_until_started()
+
+    def wait_until_started(self) -> None:
+        """Returns when all engines take requests for the first time. Raises as the constructor does."""
+        try:
+            for client in self._clients:
+                client.wait_until_started()
+        except BaseException:
+            self.close()
+            raise
+        with self._lock:
+            digests = PromptDigests.of_info(self.info, self._secret)
+            self._router = Router(self._policy, len(self._clients), digests)
+
+    @property
+    def info(self) -> EngineInfo:
+        """The first engine's; limits of lengths are those that all engines have. ``max_waiting`` and
+        ``max_waiting_tokens`` are of all together."""
+        infos = [client.info for client in self._clients]
+        return msgspec.structs.replace(
+            infos[0],
+            max_model_len=min(info.max_model_len for info in infos),
+            num_blocks=min(info.num_blocks for info in infos),
+        )
+
+    @property
+    def engines(self) -> Sequence[ProcessEngineClient]:
+        """See ``EngineClient.engines``."""
+        return self._clients
+
+    @property
+    def state(self) -> EngineState:
+        """See ``EngineClient.state``: the best of the engines'."""
+        if self._is_closing:
+            return "closing"
+        states = {client.state for client in self._clients}
+        order: tuple[EngineState, ...] = ("ready", "starting", "draining", "down")
+        return next((state for state in order if state in states), "closing")
+
+    @property
+    def routing(self) -> RoutingStats:
+        """See ``EngineClient.routing``."""
+        return self.router.stats()
+
+    @property
+    def router(self) -> Router:
+        """For those who look on: its numbers may be read on any thread."""
+        assert self._router is not None, "the engines have not been started"
+        return self._router
+
+    def submit(self, request: EngineRequest, sink: OutputSink) -> None:
+        """See ``EngineClient.submit``."""
+        prepared = prepare(request, self.info)
+        digests = self.router.digests_of(prepared)
+        while True:
+            with self._lock:
+                is_ready = [client.state == "ready" for client in self._clients]
+                if self._is_closing or not any(is_ready):
+                    raise self._dead()
+                if request.request_id in self._routes:
+                    raise RequestError(f"request_id {request.request_id!r} is in use", param="request_id")
+                waiting = [sum(counts) for counts in zip(*(client.waiting for client in self._clients))]
+                check_room(self.info, waiting[0], waiting[1], prepared.num_prompt_tokens)
+                route = self.router.choose(prepared, digests, is_ready)
+                self._routes[request.request_id] = route
+                if request.params.seed is None:
+                    request = self._seeded(request)
+            try:
+                return self._clients[route.engine].admit(request, prepared, self._routed(route, sink))
+            except BaseException as error:
+                with self._lock:
+                    del self._routes[request.request_id]
+                    self.router.withdrawn(route)
+                if not isinstance(error, EngineDeadError):
+                    raise  # else it has died just now: another one takes the request
+
+    def cancel(self, request_id: str, index: int | None = None) -> None:
+        """See ``EngineClient.cancel``."""
+        if (client := self._client_of(request_id)) is not None:
+            client.cancel(request_id, index)
+
+    def pause(self, request_id: str) -> None:
+        """See ``EngineClient.pause``."""
+        if (client := self._client_of(request_id)) is not None:
+            client.pause(request_id)
+
+    def resume(self, request_id: str) -> None:
+        """See ``EngineClient.resume``."""
+        if (client := self._client_of(request_id)) is not None:
+            client.resume(request_id)
+
+    def stats(self) -> EngineStats:
+        """See ``EngineClient.stats``: of all engines that answer. Raises ``EngineDeadError`` when none does."""
+        found: list[EngineStats] = []
+        for client in self._clients:
+            try:
+                found.append(client.stats())
+            except EngineDeadError:
+                continue
+        if not found:
+            raise self._dead()
+        return total_stats(found)
+
+    def watch(self, sink: Callable[[StepView], None]) -> Callable[[], None]:
+        """See ``EngineClient.watch``: the steps of all engines, each with its engine's number, on several threads."""
+
+        def see(engine: int, view: StepView) -> None:
+            sink(msgspec.structs.replace(view, engine=engine))
+
+        stops = [client.watch(partial(see, engine)) for engine, client in enumerate(self._clients)]
+
+        def stop() -> None:
+            for each in stops:
+                each()
+
+        return stop
+
+    def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """See ``EngineClient.logits``."""
+        return self._idlest().logits(token_ids)
+
+    def embed(self, token_ids: Sequence[int], pooling: str = "last") -> Future[NDArray[np.float32]]:
+        """See ``EngineClient.embed``."""
+        return self._idlest().embed(token_ids, pooling)
+
+    def reset_prefix_cache(self) -> Future[NDArray[np.float32]]:
+        """See ``EngineClient.reset_prefix_cache``: of all engines that are ready, and the sums."""
+        ready = [client for client in self._clients if client.state == "ready"]
+        if not ready:
+            raise self._dead()
+        return _sum([client.reset_prefix_cache() for client in ready])
+
+    @property
+    def is_restarting(self) -> bool:
+        """Whether ``restart`` is under way."""
+        return self._is_restarting
+
+    def restart(self, drain_timeout_s: float) -> None:
+        """Have one engine after the other end its requests and start anew, while the others take what comes; returns
+        when all have. The first that does not start again ends it: the others run on as they are.
+
+        Raises ``RequestError`` where it is under way already, ``EngineDeadError`` for an engine that is not ready when
+        its turn comes, and what an engine's start raises.
+        """
+        self.begin_restart()
+        self.finish_restart(drain_timeout_s)
+
+    def begin_restart(self) -> None:
+        """The part of ``restart`` that does not wait: ``finish_restart`` must follow."""
+        with self._lock:
+            if self._is_restarting:
+                raise RequestError("the engines are being restarted", param="restart")
+            if self._is_closing:
+                raise self._dead()
+            self._is_restarting = True
+
+    def finish_restart(self, drain_timeout_s: float) -> None:
+        """The part of ``restart`` that waits."""
+        try:
+            for engine, client in enumerate(self._clients):
+                logger.info("engine %d is drained, to be started again", engine)
+                client.renew(drain_timeout_s)
+        finally:
+            with self._lock:
+                self._is_restarting = False
+
+    def close(self, drain: bool = False) -> None:
+        """See ``EngineClient.close``."""
+        with self._lock:
+            self._is_closing = True
+        atexit.unregister(self.close)
+        threads = [threading.Thread(target=client.close, args=(drain,)) for client in self._clients]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    def _seeded(self, request: EngineRequest) -> EngineRequest:
+        """With the seed that one engine would have drawn for it."""
+        bits = self._seeds.getrandbits(64)
+        params = msgspec.structs.replace(request.params, seed=bits - (1 << 64) if bits >> 63 else bits)
+        return msgspec.structs.replace(request, params=params)
+
+    def _routed(self, route: Route, sink: OutputSink) -> OutputSink:
+        """A sink that tells the router first."""
+
+        def put(output: EngineOutput) -> None:
+            if output.new_token_ids or output.finish_reason is not None:
+                with self._lock:
+                    self._note(route, output)
+            sink(output)
+
+        return put
+
+    def _note(self, route: Route, output: EngineOutput) -> None:
+        if output.new_token_ids:
+            self.router.drawn(route, len(output.new_token_ids))
+        if output.finish_reason is not None:
+            self.router.ended(route, has_failed=output.finish_reason in ("abort", "error"))
+            if route.num_open == 0:
+                self._routes.pop(output.request_id, None)
+
+    def _change(self, engine: int, changes: BlockChanges | None) -> None:
+        with self._lock:
+            if self._router is not None:
+                self._router.change(engine, changes)
+
+    def _client_of(self, request_id: str) -> ProcessEngineClient | None:
+        with self._lock:
+            route = self._routes.get(request_id)
+        return None if route is None else self._clients[route.engine]
+
+    def _idlest(self) -> ProcessEngineClient:
+        """The ready engine with the least to do, for what is no request; it has room for it, or none has."""
+        with self._lock:
+            loads = self.router.loads()
+        ready = [(client.num_calls, load, engine) for engine, (client, load) in enumerate(zip(self._clients, loads))
+                 if client.state == "ready"]  # fmt: skip
+        if not ready:
+            raise self._dead()
+        if sum(num_calls for num_calls, _, _ in ready) >= self.info.max_waiting:
+            raise QueueFullError(self.info.max_waiting, RETRY_AFTER_S)
+        return self._clients[min(ready)[2]]
+
+    def _dead(self) -> EngineDeadError:
+        """Why no engine takes anything, and when to come again."""
+        if self._is_closing:
+            return EngineDeadError("the engine is closed or closing")
+        waits = [client.ready_in_s for client in self._clients]
+        known = [seconds for seconds in waits if seconds is not None]
+        if not known:
+            return EngineDeadError("all engines have died; see the log")
+        return EngineDeadError(f"no engine is there; one is started again, in about {min(known):.0f} s", min(known))
+
+
+def _memberships(config: EngineConfig, launches: Sequence[Launch] | None) -> list[dict[str, Any]]:
+    """What each engine is started by, or the processors that it gets of this machine."""
+    count = config.data_parallel_size
+    if launches is not None:
+        assert len(launches) == count, f"{len(launches)} launches for {count} engines"
+        return [{"launch": launch} for launch in launches]
+    if count == 1 or device_of(0, count, config.device, config.tensor_parallel_size).startswith("cuda"):
+        return [{} for _ in range(count)]
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return [{"cores": cores_of(engine, count, cores)} if cores else {} for engine in range(count)]
+
+
+def _sum(futures: Sequence[Future[NDArray[np.float32]]]) -> Future[NDArray[np.float32]]:
+    """A future of the sum of what these give; the first error is its own."""
+    total: Future[NDArray[np.float32]] = Future()
+    total.set_running_or_notify_cancel()
+    lock, left = threading.Lock(), list(futures)
+
+    def settle(future: Future[NDArray[np.float32]]) -> None:
+        with lock:
+            left.remove(future)
+            if total.done() or (left and future.exception() is None):
+                return
+            if (error := future.exception()) is not None:
+                total.set_exception(error)
+            else:
+                total.set_result(np.sum([each.result() for each in futures], axis=0))
+
+    for future in futures:
+        future.add_done_callback(settle)
+    return total

@@ -1,0 +1,158 @@
+"""Which engine's blocks hold which prefixes, as the engines tell it: digests of contents → engines.
+
+Bounded by what the engines' caches hold, since each digest stands for a block of theirs, and by ``most_digests``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.engine.messages import EngineInfo
+from runtime.engine.scheduling.block_events import BlockChanges, SharedDigest
+from runtime.engine.scheduling.block_pool import num_findable_pages
+from runtime.engine.scheduling.pictures import PictureKeys
+from runtime.engine.scheduling.prefix_cache import RotatedPrefixes, Salt, root_name
+from runtime.engine.scheduling.sequence import Request
+
+MOST_DIGESTS = 4 << 20
+"""About 500 MB of them; more are not taken."""
+
+
+class PrefixIndex:
+    """Sets of engines by digest, as bits. Not thread-safe."""
+
+    def __init__(self, most_digests: int = MOST_DIGESTS) -> None:
+        self._most_digests = most_digests
+        self._engines: dict[int, int] = {}
+        self.num_untaken = 0
+        """Digests that there was no room for."""
+
+    def __len__(self) -> int:
+        return len(self._engines)
+
+    def engines_of(self, digest: int) -> int:
+        """The engines that have this content, as bits."""
+        return self._engines.get(digest, 0)
+
+    def change(self, engine: int, changes: BlockChanges) -> None:
+        """Take over what an engine tells."""
+        self.add(engine, changes.stored.tolist())
+        self.discard(engine, changes.removed.tolist())
+
+    def add(self, engine: int, digests: Iterable[int]) -> None:
+        """An engine has these."""
+        engines, bit = self._engines, 1 << engine
+        for digest in digests:
+            before = engines.get(digest)
+            if before is not None:
+                engines[digest] = before | bit
+            elif len(engines) < self._most_digests:
+                engines[digest] = bit
+            else:
+                self.num_untaken += 1
+
+    def discard(self, engine: int, digests: Iterable[int]) -> None:
+        """An engine has these no more, if it did."""
+        engines, bit = self._engines, 1 << engine
+        for digest in digests:
+            left = engines.get(digest, 0) & ~bit
+            if left:
+                engines[digest] = left
+            else:
+                engines.pop(digest, None)
+
+    def clear(self, engine: int) -> None:
+        """An engine has nothing. O(digests)."""
+        self.discard(engine, [digest for digest, engines in self._engines.items() if engines >> engine & 1])
+
+
+class PromptDigests:
+    """Computes the digests of prompts' pages, as engines with this secret do. Thread-safe.
+
+    windows        of the cache groups
+    rotary_switch  see ``EngineInfo``
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        block_size: int,
+        windows: tuple[int | None, ...] = (None,),
+        rotary_switch: int | None = None,
+    ) -> None:
+        self.block_size = block_size
+        self.windows = windows
+        self._rotary_switch = rotary_switch
+        self._secret = secret
+        self._digest = SharedDigest(secret)
+
+    @classmethod
+    def of_info(cls, info: EngineInfo, secret: bytes) -> PromptDigests:
+        """For engines with these facts."""
+        windows = tuple(group.window for group in info.cache_groups)
+        return cls(secret, info.block_size, windows, info.rotary_switch)
+
+    def of(self, request: Request) -> list[list[int]]:
+        """By cache group: the digests of the full pages that a cache could give, which is of all tokens but the
+        last."""
+        prompt, digest = request.prompt_ids, self._digest
+        if request.pictures is not None:
+            keys = PictureKeys()
+            prompt = keys.prompt_keys(prompt, request.pictures.items)
+            digest = SharedDigest(self._secret, keys.digest_of)
+        salt: Salt = request.cache_salt
+        if self._rotary_switch is not None and len(prompt) > self._rotary_switch:
+            salt = RotatedPrefixes(request.cache_salt, self._rotary_switch)
+        num_pages = (len(prompt) - 1) // self.block_size
+        data = np.ascontiguousarray(prompt[: num_pages * self.block_size], np.int32).tobytes()
+        return [list(self._chain(digest, data, salt, group)) for group in range(len(self.windows))]
+
+    def _chain(self, digest: SharedDigest, data: bytes, salt: Salt, group: int) -> Iterator[int]:
+        parent, width = digest(0, root_name(salt, group)), self.block_size * _TOKEN_BYTES
+        for start in range(0, len(data), width):
+            parent = digest(parent, data[start : start + width])
+            yield parent
+
+
+def found_tokens(
+    digests: Sequence[Sequence[int]],
+    windows: Sequence[int | None],
+    block_size: int,
+    indices: Sequence[PrefixIndex],
+    num_engines: int,
+) -> NDArray[np.int64]:
+    """How many tokens of a prompt with these digests each engine has by one of the indices, ``[num_engines]``."""
+    found = np.zeros(num_engines, np.int64)
+    masks = [[_engines_of(digest, indices) for digest in chain] for chain in _up_to_last(digests, windows, indices)]
+    everywhere = 0
+    for mask in masks[0]:
+        everywhere |= mask
+    for engine in range(num_engines):
+        if everywhere >> engine & 1:
+            paths = [[bool(mask >> engine & 1) for mask in chain] for chain in masks]
+            found[engine] = num_findable_pages(paths, windows, block_size) * block_size
+    return found
+
+
+def _up_to_last(
+    digests: Sequence[Sequence[int]], windows: Sequence[int | None], indices: Sequence[PrefixIndex]
+) -> Sequence[Sequence[int]]:
+    """The digests up to the first page that no engine has, where it must have all of a group's."""
+    for chain, window in zip(digests, windows):
+        if window is None:
+            end = next((page for page, digest in enumerate(chain) if not _engines_of(digest, indices)), len(chain))
+            return [each[:end] for each in digests]
+    return digests
+
+
+def _engines_of(digest: int, indices: Sequence[PrefixIndex]) -> int:
+    engines = 0
+    for index in indices:
+        engines |= index.engines_of(digest)
+    return engines
+
+
+_TOKEN_BYTES = 4

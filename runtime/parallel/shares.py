@@ -1,0 +1,26 @@
+"""What of a machine each of several engines gets: processors, or GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from runtime.device.device import Device
+
+
+def cores_of(engine: int, num_engines: int, cores: Sequence[int]) -> tuple[int, ...]:
+    """An engine's part of these processors: neighbours, as many as the others have, or one more. Where there are more
+    engines than processors each has one, with others."""
+    if len(cores) < num_engines:
+        return (cores[engine % len(cores)],)
+    first, last = (number * len(cores) // num_engines for number in (engine, engine + 1))
+    return tuple(cores[first:last])
+
+
+def device_of(engine: int, num_engines: int, device: str, num_ranks: int) -> str:
+    """The first device of an engine, of those that begin with ``device``: a GPU for each rank, else the one that all
+    share. Raises ``DeviceError`` where there are not enough GPUs, and for a name that is no device's."""
+    first = Device.parse(device)
+    if first.kind != "cuda":
+        return first.type
+    Device(f"cuda:{first.index + num_engines * num_ranks - 1}").require()
+    return f"cuda:{first.index + engine * num_ranks}"
