@@ -167,6 +167,7 @@ def test_the_queue_is_bounded_for_all_together() -> None:
         stopped = [psutil.Process(pid) for pid in pids(fleet)]
         for process in stopped:
             process.suspend()
+            wait_until(lambda process=process: process.status() == psutil.STATUS_STOPPED)  # type: ignore[misc]
         sinks = [Sink() for _ in range(6)]
         for i, sink in enumerate(sinks):
             fleet.submit(request(f"r{i}", [i], max_tokens=2), sink)
