@@ -27,7 +27,15 @@ from numpy.typing import NDArray
 from runtime.engine.admission import prepare
 from runtime.engine.config import EngineConfig, EngineSettings
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
-from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineState, EngineStats, RoutingStats, StepView
+from runtime.engine.messages import (
+    EngineInfo,
+    EngineOutput,
+    EngineRequest,
+    EngineState,
+    EngineStats,
+    RoutingStats,
+    StepView,
+)
 from runtime.engine.process.delivery import OutputSink
 from runtime.engine.process.supervision import Launch, Membership, Supervision
 from runtime.engine.process.supervisor import ProcessEngineClient

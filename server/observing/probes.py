@@ -13,8 +13,8 @@ from server.service import AppState
 
 
 async def health(request: Request) -> Response:
-    """200 while the server lives, and its engine, or that is being started; 503 when only a new server helps. Of several
-    engines one is enough, and `engines` says how each is. Never waits for a step."""
+    """200 while the server lives, and its engine, or that is being started; 503 when only a new server helps. Of
+    several engines one is enough, and `engines` says how each is. Never waits for a step."""
     service = AppState.of(request).found_service
     answer: dict[str, str | list[str]] = {"status": "ok"}
     if service is not None:
