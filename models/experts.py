@@ -11,6 +11,7 @@ from typing import Any
 from models.decoder import Decoder, DecoderConfig, FeedForward, Layer, NormKind, PreNormLayer
 from models.json_fields import Fields
 from models.maker import Maker
+from models.stacked import Order
 from runtime import ops
 from runtime.linear.linear import Linear
 from runtime.linear.norm import RmsNorm
@@ -30,7 +31,7 @@ class ExpertsForm:
         shared: where the expert of all tokens stands.
         has_shared_gate: whether it is multiplied by a gate.
         correction: the vector that is added to scores for the choice alone; "": there is none.
-        is_stacked: whether all experts' maps may be stored as one tensor (`models.stacked`).
+        stack_order: how all experts' maps may be stored as one tensor; None: they may not.
     """
 
     under: str = "mlp"
@@ -42,7 +43,7 @@ class ExpertsForm:
     shared: str = "shared_expert"
     has_shared_gate: bool = True
     correction: str = ""
-    is_stacked: bool = False
+    stack_order: Order | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +90,11 @@ class Experts:
         self.router = maker.router(form.router, outputs=count, inputs=hidden, has_bias=form.has_bias)
         self.gate_up = maker.experts(
             form.gate_up, count=count, outputs=(inner, inner), inputs=hidden, has_bias=form.has_bias,
-            stack="gate_up_proj" if form.is_stacked else "",
+            stack="gate_up_proj" if form.stack_order else "", stack_order=form.stack_order or "in_runs",
         )  # fmt: skip
         self.down = maker.experts(
             form.down, count=count, outputs=hidden, inputs=inner, has_bias=form.has_bias,
-            stack="down_proj" if form.is_stacked else "",
+            stack="down_proj" if form.stack_order else "",
         )  # fmt: skip
         self.shared: SharedExpert | None = None
         if config.shared_size:

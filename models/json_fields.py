@@ -97,6 +97,10 @@ class Fields:
         """True if the field is present, even as null: only an absent one takes a default that is not null."""
         return name in self._values
 
+    def default(self, values: dict[str, Any]) -> None:
+        """Fields that are absent have these values."""
+        self._values = {**values, **self._values}
+
     def raw(self, name: str) -> Any:
         """The value as JSON has it; None if absent."""
         self._read.add(name)

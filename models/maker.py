@@ -22,7 +22,7 @@ from models.checkpoint import TensorLayout
 from models.errors import ModelLoadError, WeightsError
 from models.rope import make_rope_table, num_table_rows
 from models.rope_config import RopeConfig
-from models.stacked import Stack
+from models.stacked import Order, Stack
 from numba_kernels.cuda.packing import Packing, packing_of
 from runtime import ops
 from runtime.dtype import DType, float16, float32
@@ -211,12 +211,12 @@ class Maker(ABC):
 
     def experts(
         self, names: str | Sequence[str], *, count: int, outputs: int | Sequence[int], inputs: int,
-        has_bias: bool = False, stack: str = "",
+        has_bias: bool = False, stack: str = "", stack_order: Order = "in_runs",
     ) -> ExpertsWeight:  # fmt: skip
         """The maps of so many experts, each as `linear` makes it of `experts.<number>.<name>`.
 
-        With a `stack` they may all be stored in `experts.<stack> [count, inputs, outputs]`, columns of several names by
-        turns, and their biases in `experts.<stack>_bias [count, outputs]`.
+        With a `stack` they may all be stored in `experts.<stack> [count, inputs, outputs]`, columns of several names in
+        that order, and their biases in `experts.<stack>_bias [count, outputs]`.
 
         On a GPU quantised experts become floats where no kernel multiplies them (`can_stay_packed`). Raises
         ModelLoadError where there are no kernels for such experts, or ranks would share them.
@@ -227,9 +227,9 @@ class Maker(ABC):
         if gemm != "auto":
             raise ModelLoadError(f"{self._prefix}experts: gemm is {gemm!r}, must be 'auto' for mixtures of experts")
         if stack:
-            self._note_stack(stack, "weight", names, (count, inputs), outputs)
+            self._note_stack(stack, "weight", names, (count, inputs), outputs, stack_order)
         if stack and has_bias:
-            self._note_stack(f"{stack}_bias", "bias", names, (count,), outputs)
+            self._note_stack(f"{stack}_bias", "bias", names, (count,), outputs, stack_order)
         makers = [self.under(f"experts.{number}") for number in range(count)]
         for each in makers:
             each._is_expert, each._keeps_order = True, False
@@ -243,13 +243,14 @@ class Maker(ABC):
         return made
 
     def _note_stack(
-        self, stack: str, part: str, names: str | Sequence[str], shape: tuple[int, ...], outputs: int | Sequence[int]
-    ) -> None:
+        self, stack: str, part: str, names: str | Sequence[str], shape: tuple[int, ...],
+        outputs: int | Sequence[int], order: Order,
+    ) -> None:  # fmt: skip
         """`shape` is that of the stack without its outputs."""
         total = outputs if isinstance(outputs, int) else sum(outputs)
         parts = tuple(f"{name}.{part}" for name in ((names,) if isinstance(names, str) else names))
         under = f"{self._prefix}experts"
-        self._stacks[f"{under}.{stack}"] = Stack((*shape, total), under, parts)
+        self._stacks[f"{under}.{stack}"] = Stack((*shape, total), under, parts, order)
 
     def router(self, name: str, *, outputs: int, inputs: int, has_bias: bool = False) -> Linear:
         """A small map whose numbers decide what else is computed: it is not quantised, whatever the options say."""

@@ -1,37 +1,48 @@
 """Maps of all experts that a checkpoint stores as one tensor: each becomes a tensor of its own.
 
 A layout names every expert's maps, `experts.3.gate_proj.weight [N, K]`. gpt-oss stores those of a layer together,
-`experts.gate_up_proj [E, K, 2 N]`, inputs first, columns of gate and up by turns.
+`experts.gate_up_proj [E, K, 2 N]`, inputs first, columns of gate and up by turns; Qwen3-VL-MoE, those of gate before
+those of up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from models.stored_tensor import Array, StoredTensor
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 
+Order = Literal["by_turns", "in_runs"]
+"""How a stack's columns belong to several tensors: each in its turn, or all of one before the next one's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A tensor that holds one tensor, or several by turns, of each expert.
+    """A tensor that holds a tensor of each expert, or several.
 
     Attributes:
-        shape: with the experts first, and last what the tensors share by turns.
+        shape: with the experts first, and last what the tensors share.
         under: what the tensors' names begin with, before the expert's number.
-        parts: how they go on, in the order of turns.
+        parts: how they go on, in their order.
+        order: how they share.
     """
 
     shape: tuple[int, ...]
     under: str
     parts: tuple[str, ...]
+    order: Order
 
-    def names(self) -> Iterator[tuple[str, int, int]]:
-        """Each tensor's name, expert and turn."""
+    def names(self) -> Iterator[tuple[str, int, slice]]:
+        """Each tensor's name, expert and columns."""
+        count, width = len(self.parts), self.shape[-1]
         for expert in range(self.shape[0]):
-            for turn, part in enumerate(self.parts):
-                yield f"{self.under}.{expert}.{part}", expert, turn
+            for place, part in enumerate(self.parts):
+                columns = slice(place, width, count)
+                if self.order == "in_runs":
+                    columns = slice(place * width // count, (place + 1) * width // count)
+                yield f"{self.under}.{expert}.{part}", expert, columns
 
 
 def take_apart(
@@ -56,13 +67,13 @@ def take_apart(
             said.append(f"{where} is {list(stored.shape)}, but the config asks for {list(stack.shape)}")
         if stored.dtype is None:
             said.append(f"{where} is {stored.type_name}, not F32, F16 or BF16")
-        for part, expert, turn in stack.names():
+        for part, expert, columns in stack.names():
             if part in found:
                 problems.append(f"{found[part].file}: tensor {found[part].name!r} is stored in {stored.name!r}, too")
             if said:
                 del shapes[part]
             else:
-                found[part] = StackedTensor(stored, part, expert, turn, len(stack.parts))
+                found[part] = StackedTensor(stored, part, expert, columns)
         problems += said
     return problems
 
@@ -72,23 +83,25 @@ class StackedTensor:
 
     block_format: str | None = None
 
-    def __init__(self, stack: StoredTensor, name: str, expert: int, turn: int, turns: int) -> None:
+    def __init__(self, stack: StoredTensor, name: str, expert: int, columns: slice) -> None:
         self.file, self.name, self.dtype, self.type_name = stack.file, name, stack.dtype, stack.type_name
         experts, *rest, width = stack.shape
-        self.shape: tuple[int, ...] = (width // turns, *rest)
-        self.size_bytes = stack.size_bytes // (experts * turns)
+        first, end, step = columns.indices(width)
+        count = len(range(first, end, step))
+        self.shape: tuple[int, ...] = (count, *rest)
+        self.size_bytes = stack.size_bytes // experts * count // width
         self.quantized: QuantizedLayout | None = None
         if stack.quantized is not None:
             self.quantized = replace(stack.quantized, shape=(self.shape[0], self.shape[1]))
-        self._stack, self._expert, self._turn, self._turns = stack, expert, turn, turns
-        self._rows = slice(expert * width + turn, (expert + 1) * width, turns)  # of a quantised stack
+        self._stack, self._expert, self._columns = stack, expert, columns
+        self._rows = slice(expert * width + first, expert * width + end, step)  # of a quantised stack
 
     def array(self) -> Array:
         """The elements, as a view where they are stored so."""
         if self.quantized is not None:
             assert self.dtype is not None
             return self.matrix().dequantise(self.dtype)
-        array: Array = self._stack.array()[self._expert, ..., self._turn :: self._turns]
+        array: Array = self._stack.array()[self._expert, ..., self._columns]
         return array.T
 
     def blocks(self) -> Array:
@@ -101,7 +114,7 @@ class StackedTensor:
 
     def check(self) -> None:
         """The first one checks the stack."""
-        if self._expert == self._turn == 0:
+        if self._expert == 0 == self._columns.start:
             self._stack.check()
 
     def release(self) -> None:

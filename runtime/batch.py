@@ -46,6 +46,7 @@ class Batch:
     exact: bool = False  # a row's result must not depend on the rest of the batch; on the cpu it never does
     rope: RopeTable | None = None  # the step's own rotations, a row a position; None: the model's
     encoded: tuple[EncodedTokens, ...] = ()  # what stands for the embeddings of some tokens
+    sees_until: Tensor | None = None  # [num_tokens] int32: the position behind the last that each sees; None: its own
     plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # what ops derived, for all layers
 
     @property

@@ -448,7 +448,7 @@ def attention(
     """Paged causal attention of ``q [T, Hq, D]`` -> ``[T, Hq * D]``.
 
     ``group`` picks the batch's block tables. ``window`` counts the keys that a query sees, its own included; pages
-    behind it are not read. ``sinks`` (float32 ``[Hq]``): a logit of each head that joins the softmax over its keys and
+    behind it are not read. A batch's ``sees_until`` lets tokens see later ones, too. ``sinks`` (float32 ``[Hq]``): a logit of each head that joins the softmax over its keys and
     has no value, as gpt-oss learns them. With ``softcap`` c a score s becomes ``c tanh(s / c)``. A sequence longer than
     its block table, or a table entry outside the pages, is an error. ``scales`` are those of pages of int8 or fp8, of
     keys and of values (`qkv_prepare`).
@@ -470,6 +470,8 @@ def attention(
         check(op, "batch.query_start", batch.query_start, device, int32, (seqs + 1,))
         check(op, "batch.seq_lens", batch.seq_lens, device, int32, (seqs,))
         check(op, "batch.block_tables", batch.block_tables[group], device, int32, (seqs, None))
+        if batch.sees_until is not None:
+            check(op, "batch.sees_until", batch.sees_until, device, int32, (q.shape[0],))
         batch.plans["checked", group] = True
     return backend.attention(  # type: ignore[no-any-return]
         q, k_cache, v_cache, batch, group, pages, scale, window, sinks, softcap, tuple(scales)

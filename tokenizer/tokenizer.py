@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, overload
 
 from tokenizer.bpe.byte_encoder import ByteEncoder
@@ -267,6 +268,7 @@ class Tokenizer:
         tokenize: Literal[True] = ...,
         chat_template: str | None = ...,
         special_tokens_in_content: SpecialTokensInContent = ...,
+        replaced: Mapping[str, str] = ...,
         **template_kwargs: Any,
     ) -> list[int]: ...
 
@@ -281,6 +283,7 @@ class Tokenizer:
         tokenize: Literal[False],
         chat_template: str | None = ...,
         special_tokens_in_content: SpecialTokensInContent = ...,
+        replaced: Mapping[str, str] = ...,
         **template_kwargs: Any,
     ) -> str: ...
 
@@ -293,13 +296,15 @@ class Tokenizer:
         tokenize: bool = True,
         chat_template: str | None = None,
         special_tokens_in_content: SpecialTokensInContent = "parse",
+        replaced: Mapping[str, str] = MappingProxyType({}),
         **template_kwargs: Any,
     ) -> list[int] | str:
         """Render a conversation, and encode it unless `tokenize` is false.
 
         `chat_template` is a template, or the name of one of the folder's. `template_kwargs` are names that
         the template may read ("enable_thinking", "documents", ...); "now", a datetime, stands for the
-        current time. The template writes its special tokens itself, so none are added.
+        current time. `replaced` are texts of the rendered conversation, and what comes in their places; they stay in
+        what users write as text. The template writes its special tokens itself, so none are added.
 
         Raises `ChatTemplateError`.
         """
@@ -310,7 +315,7 @@ class Tokenizer:
         template = chat_template
 
         def render(given: Sequence[Any]) -> str:
-            return render_chat(
+            rendered = render_chat(
                 template,
                 given[0],
                 tools=given[1],
@@ -320,6 +325,9 @@ class Tokenizer:
                 variables={**self._named_tokens, **given[3]},
                 now=now,
             )
+            for written, meant in replaced.items():
+                rendered = rendered.replace(written, meant)
+            return rendered
 
         content = (list(messages), tools, documents, template_kwargs)
         if special_tokens_in_content == "text":

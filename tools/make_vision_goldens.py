@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
 from tests.models.golden_weights import golden_tensor
-from tests.models.vision.cases import CASES, FOLDER, GRIDS, IMAGE, PROMPT, SEED, patches_of
+from tests.models.vision.cases import CASES, FOLDER, GRIDS, IMAGE, PROMPT, SEED, patches_of, stored_tensors
 
 NUM_NEW = 6
 """Tokens drawn behind the prompt."""
@@ -62,9 +64,23 @@ def make_case(case: str) -> None:
             ids = torch.cat([ids, torch.tensor([[chosen]])], dim=1)
         found["logits"] = logits
         found["greedy"] = ids[0, len(PROMPT) :].numpy().astype(np.int32)
+    check_stored(model, shapes)
     (FOLDER / f"{case}.json").write_text(json.dumps(shapes, separators=(",", ":")))
     np.savez_compressed(FOLDER / f"{case}.npz", **found)
     print(case, {name: array.shape for name, array in found.items()}, found["delta"], found["greedy"])
+
+
+def check_stored(model: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+    """transformers makes this model of the tests' checkpoint."""
+    import torch
+    from safetensors.numpy import save_file
+
+    with TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        save_file(stored_tensors(shapes), Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        loaded = type(model).from_pretrained(folder)
+    parameters = dict(loaded.named_parameters())
+    assert all(torch.equal(parameters[name], each) for name, each in model.named_parameters())
 
 
 def positions_of(model: Any, ids: Any, kinds: Any, grids: Any) -> tuple[Any, Any]:

@@ -17,7 +17,7 @@ from models.rope_config import parse_rope
 
 
 class GptOssModel(MoeDecoder):
-    form = ExpertsForm(router="router", has_bias=True, activation="clamped_silu", is_stacked=True)
+    form = ExpertsForm(router="router", has_bias=True, activation="clamped_silu", stack_order="by_turns")
 
     def make_layer(self, index: int, maker: Maker) -> Layer:
         return PreNormLayer(self, index, maker, attention={"has_sinks": True})

@@ -20,11 +20,10 @@ from models.config import GELU_NAMES, read_choice
 from models.families.llama import LlamaConfig, LlamaModel, read_llama, read_mistral, read_qwen2
 from models.json_fields import Fields
 from models.maker import Maker
+from models.picture_decoder import PictureDecoder
 from models.towers.plain_vit import Array, PlainVit, PlainVitConfig, VitEncoding, read_plain_vit
 from runtime import ops
-from runtime.batch import Batch
 from runtime.images.patches import FixedRule
-from runtime.kv.cache import KVCache
 from runtime.tensor.tensor import Tensor
 
 _TEXT: Mapping[str, Callable[[Fields], LlamaConfig]] = {
@@ -51,7 +50,7 @@ class LlavaConfig(LlamaConfig):
         return self.tower.num_rows - self.skips_first
 
 
-class LlavaModel(LlamaModel):
+class LlavaModel(PictureDecoder, LlamaModel):
     config: LlavaConfig
     root = "model.language_model"
     harmless = re.compile(
@@ -72,30 +71,12 @@ class LlavaModel(LlamaModel):
     def __init__(self, config: LlavaConfig, maker: Maker) -> None:
         super().__init__(config, maker)
         tower = config.tower
-        self.tower = LlavaTower(config, maker)
+        self.image_token_id, self.tower = config.image_token_id, LlavaTower(config, maker)
         self.patch_rule = FixedRule(
             height=tower.image_size, width=tower.image_size, patch_size=tower.patch_size,
             num_tokens=config.num_picture_tokens, shortest_edge=tower.image_size if tower.has_class else None,
             mean=_CLIP_MEAN if tower.has_class else _HALVES, std=_CLIP_STD if tower.has_class else _HALVES,
         )  # fmt: skip
-
-    @property
-    def image_token_id(self) -> int:
-        """The token that stands for a picture's tokens."""
-        return self.config.image_token_id
-
-    @property
-    def bytes_per_picture_token(self) -> int:
-        """Device memory of what the tower makes of a token."""
-        return self.config.hidden_size * (4 if self.device.kind == "cpu" else self.dtype.itemsize)
-
-    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
-        x = ops.embedding(batch.token_ids, self.embed_tokens)
-        for each in batch.encoded:
-            x[each.first_token : each.first_token + each.rows[0].shape[0]] = each.rows[0]
-        for layer in self.layers:
-            x = layer(x, batch, kv_cache)
-        return ops.rms_norm(x, self.norm, self.config.norm_eps)
 
 
 class LlavaTower:

@@ -430,6 +430,7 @@ def _attention_plan(batch: Batch, group: int, tokens: int, share: int, block_siz
         tensor.array for tensor in (batch.query_start, batch.seq_lens, batch.block_tables[group])
     )
     if current() is not None:
+        assert batch.sees_until is None, "a step with pictures is recorded"
         batch.plans[key] = plan = _recorded_plan(batch, group, tokens, share, table.shape[1])
         return plan
     query_lens = np.diff(starts)
@@ -440,6 +441,11 @@ def _attention_plan(batch: Batch, group: int, tokens: int, share: int, block_siz
         raise fail(
             op, "batch.seq_lens", f"must lie between the chunk's length and {limit}, the tokens of a block table's row"
         )
+    if batch.sees_until is not None:
+        until, lens = batch.sees_until.array, seq_lens.astype(np.int64)
+        own = np.arange(1, tokens + 1) + np.repeat(lens - query_lens - starts[:-1], query_lens)
+        if (until < own).any() or (until > np.repeat(lens, query_lens)).any() or (np.diff(until)[np.diff(own) == 1] < 0).any():
+            raise fail(op, "batch.sees_until", "must rise in each chunk, from behind each token to the sequence's end")
     plan = None
     if seqs:
         group_tokens = max(1, _attention.GROUP_ROWS // share)
@@ -510,7 +516,8 @@ def attention(
         q.address, k_cache.address, v_cache.address, *_scale_addresses(scales), query_start, seq_lens, table,
         group_starts, address_of(partial), result.address, batch.num_seqs, q_heads, kv_heads, head_dim, width, blocks,
         block_size, plan.table_width, window or 0, plan.group_tokens, segments,
-        0 if sinks is None else sinks.address, scale, softcap or 0.0,
+        0 if sinks is None else sinks.address, 0 if batch.sees_until is None else batch.sees_until.address, scale,
+        softcap or 0.0,
     )  # fmt: skip
 
     def explain(status: int) -> Exception:

@@ -221,7 +221,7 @@ def attention(
             num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=head_dim, table_width=table_width, dtype=q.dtype.ptx,
             block_size=block_size, window=window, has_sinks=sinks is not None, softcap=softcap,
             num_sms=gpu.properties.num_sms, exact=batch.exact, arch=gpu.arch, num_blocks=num_blocks,
-            pages=k_cache.dtype.ptx if page_scales else "",
+            pages=k_cache.dtype.ptx if page_scales else "", has_spans=batch.sees_until is not None,
         )  # fmt: skip
     workspace = gpu.allocate(plan.workspace_bytes) if plan.workspace_bytes else None
     gpu.launch(
@@ -230,6 +230,7 @@ def attention(
             q.address, k_cache.address, v_cache.address, result.address, 0 if workspace is None else workspace.address,
             zeros(gpu, plan.num_arrivals) if plan.num_arrivals else 0, query_start, seq_lens, table, scale,
             0 if sinks is None else sinks.address, *(scales.address for scales in page_scales),
+            sees_until=0 if batch.sees_until is None else batch.sees_until.address,
         ),
     )  # fmt: skip
     return result

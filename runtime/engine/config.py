@@ -310,7 +310,8 @@ class EngineLimits:
     """The numbers the engine runs with. One request at ``max_model_len`` always fits ``num_blocks``, and
     every running sequence can decode in each step: ``max_num_seqs <= max_num_batched_tokens``.
     ``num_host_blocks`` is the swap space in blocks, ``group_windows`` the window of each cache group;
-    ``rotary_switch`` as the model has it, None where no sequence can be longer."""
+    ``rotary_switch`` as the model has it, None where no sequence can be longer. ``most_whole`` tokens of pictures that
+    may not be cut fit a step and the pool; None: there are none such."""
 
     max_model_len: int
     max_num_seqs: int
@@ -324,6 +325,7 @@ class EngineLimits:
     num_host_blocks: int = 0
     group_windows: tuple[int | None, ...] = (None,)
     rotary_switch: int | None = None
+    most_whole: int | None = None
     exact: bool = False
     overlap: Overlap = "auto"
     decode_graphs: DecodeGraphsMode = "auto"
@@ -341,15 +343,17 @@ def resolve(
     has_own_memory: bool = False,
     group_windows: tuple[int | None, ...] = (None,),
     rotary_switch: int | None = None,
+    whole_tokens: int | None = None,
 ) -> EngineLimits:
     """The limits for a model with this many positions, this many bytes in one KV block (all layers of a cache group),
     these windows of its cache groups, and this ``rotary_switch``.
 
-    ``draft_bytes_per_block``: what a draft model keeps beside each block, out of the same memory.
+    ``whole_tokens``: those of a picture, which one step computes, beside the decodes of all other sequences; None:
+    pictures may be cut. ``draft_bytes_per_block``: what a draft model keeps beside each block, out of the same memory.
     ``available_bytes`` are free on the device; ``has_own_memory`` says that they are a GPU's own, of which the KV cache
     may take nine tenths unless the user names a size: not those of an emulated one (``is_gpu``).
 
-    Raises ``RequestError`` when ``max_model_len`` exceeds the model's positions, or a KV cache whose size the user
+    Raises ``RequestError`` when ``max_model_len`` exceeds the model's positions, a picture a step, or a KV cache whose size the user
     names exceeds what is free or cannot hold one request of that length.
     """
     block_size = config.block_size
@@ -358,13 +362,23 @@ def resolve(
     max_num_batched_tokens = config.max_num_batched_tokens
     if max_num_batched_tokens is None:
         max_num_batched_tokens = max(GPU_BATCHED_TOKENS if is_gpu else CPU_BATCHED_TOKENS, config.max_num_seqs)
+        if whole_tokens is not None:
+            max_num_batched_tokens = max(max_num_batched_tokens, whole_tokens + config.max_num_seqs - 1)
+    max_num_seqs = min(config.max_num_seqs, max_num_batched_tokens)
+    most_whole = max_num_batched_tokens - max_num_seqs + 1
+    if whole_tokens is not None and whole_tokens > most_whole:
+        raise RequestError(
+            f"max_num_batched_tokens={max_num_batched_tokens} is below {whole_tokens + max_num_seqs - 1}: one step "
+            f"computes a picture's {whole_tokens} tokens beside the decodes of max_num_seqs={max_num_seqs} less 1",
+            param="max_num_batched_tokens",
+        )
     if config.max_model_len is not None and config.max_model_len > max_position_embeddings:
         raise RequestError(
             f"max_model_len={config.max_model_len} exceeds the model's {max_position_embeddings} positions",
             param="max_model_len",
         )
     wanted_len = config.max_model_len or max_position_embeddings
-    chunk = 1 if config.batching == "stall-free" else None  # the others compute prompts whole
+    chunk = (whole_tokens or 1) if config.batching == "stall-free" else None  # the others compute prompts whole
 
     def blocks_for(num_tokens: int) -> int:
         return blocks_of_sequence(num_tokens, group_windows, block_size, chunk=chunk)
@@ -401,9 +415,14 @@ def resolve(
                 "max_model_len or raise kv_cache_bytes",
                 param="kv_cache_bytes",
             )
+    if whole_tokens is not None and chunk is not None:
+        most_whole = bisect_right(
+            range(most_whole + 1), num_blocks,
+            key=lambda count: blocks_of_sequence(max_model_len, group_windows, block_size, chunk=max(chunk, count)),
+        ) - 1  # fmt: skip
     return EngineLimits(
         max_model_len=max_model_len,
-        max_num_seqs=min(config.max_num_seqs, max_num_batched_tokens),
+        max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         block_size=block_size,
         num_blocks=num_blocks,
@@ -414,6 +433,7 @@ def resolve(
         num_host_blocks=num_host_blocks,
         group_windows=group_windows,
         rotary_switch=rotary_switch if rotary_switch is not None and max_model_len > rotary_switch else None,
+        most_whole=None if whole_tokens is None else most_whole,
         exact=config.exact,
         overlap=config.overlap,
         decode_graphs=config.decode_graphs,

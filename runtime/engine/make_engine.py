@@ -303,12 +303,12 @@ def _info(
         cache_groups=tuple(
             CacheGroupInfo(group.window, len(group.layers), group.num_padding) for group in spec.groups
         ),
-        images=_image_support(model, folder),
+        images=_image_support(model, folder, limits),
         rotary_switch=limits.rotary_switch,
     )
 
 
-def _image_support(model: Model, folder: Path) -> ImageSupport | None:
+def _image_support(model: Model, folder: Path, limits: EngineLimits) -> ImageSupport | None:
     """How the model reads pictures, if it does."""
     if not isinstance(model, PictureModel):
         return None
@@ -318,6 +318,8 @@ def _image_support(model: Model, folder: Path) -> ImageSupport | None:
         rule=rule,
         max_tokens=max(1, KEPT_PICTURE_BYTES // model.bytes_per_picture_token),
         has_axes=isinstance(model, RotatingModel),
+        frame=model.frame,
+        most_whole=limits.most_whole,
     )
 
 
@@ -339,6 +341,7 @@ def limits_of(
         draft_bytes_per_block=_draft_bytes_per_block(draft, config),
         group_windows=spec.group_windows,
         rotary_switch=model.rotary_switch,
+        whole_tokens=model.whole_picture_tokens if isinstance(model, PictureModel) else None,
         available_bytes=max(0, free - num_bytes_to_load),
         is_gpu=model.device.kind != "cpu",
         has_own_memory=has_own_memory,

@@ -239,12 +239,17 @@ class ImageSupport(msgspec.Struct, frozen=True):
     rule        how they are resized and cut into patches
     max_tokens  most tokens of all pictures of a request
     has_axes    tokens have positions on three axes; False: their places alone
+    frame       tokens before and behind a picture's, of which templates write the first alone; None: there are none
+    most_whole  most tokens of pictures side by side, where a picture's tokens see each other and one step computes them;
+                None: pictures may be cut
     """
 
     token_id: int
     rule: Rule
     max_tokens: int
     has_axes: bool
+    frame: tuple[int, int] | None = None
+    most_whole: int | None = None
 
     @property
     def patch_bytes(self) -> int:

@@ -62,7 +62,7 @@ class PictureQueue:
         """A request that awaits its pictures."""
         assert request.pictures is not None
         self._waiting.append(request)
-        request.prefix_keys = self.keys.prompt_keys(request.prompt_ids, request.pictures.items)
+        request.prefix_keys = self.keys.prompt_keys(request.prompt_ids, request.pictures)
 
     def release(self, request: Request) -> None:
         """The request has ended."""

@@ -30,6 +30,7 @@ from runtime.progress import ON_STDERR, SILENT
 from runtime.text.bad_words import bad_words_token_ids
 from runtime.text.chat import chat_prompt
 from runtime.text.formats import AnswerFormat, end_ids
+from runtime.text.picture_text import picture_texts, with_picture_texts
 from runtime.text.load import load_tokenizer, read_chat_template, read_tokenizer
 
 if TYPE_CHECKING:
@@ -177,8 +178,13 @@ class LoadedModel:
             special_tokens_in_content=special_tokens_in_content,
             told_tools=answer_format.tools if answer_format.tells_tools and tools is not None else None,
             harmony=answer_format.renders_harmony,
+            picture_texts=self._picture_texts,
             **(chat_template_kwargs or {}),
         )
+
+    @functools.cached_property
+    def _picture_texts(self) -> Mapping[str, str]:
+        return picture_texts(self.tokenizer, self.client.info.images)
 
     @functools.cached_property
     def _answer_format(self) -> AnswerFormat:
@@ -233,7 +239,10 @@ class LoadedModel:
                 return prompt.get("prompt"), list(prompt["prompt_token_ids"])
             if not isinstance(prompt.get("prompt"), str):
                 raise RequestError("a prompt needs 'prompt_token_ids' or the text 'prompt'", param="prompt")
-            return self._encode(prompt["prompt"], takes_images=takes_images)
+            text = prompt["prompt"]
+            if prompt.get("images"):
+                text = with_picture_texts(text, self._picture_texts)
+            return self._encode(text, takes_images=takes_images)
         if not isinstance(prompt, str):
             return None, list(prompt)
         if self.tokenizer is None:

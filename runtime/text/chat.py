@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from runtime.engine.errors import RequestError
@@ -34,13 +35,15 @@ def chat_prompt(
     special_tokens_in_content: Literal["parse", "text"] = "text",
     told_tools: Notation | None = None,
     harmony: bool = False,
+    picture_texts: Mapping[str, str] = MappingProxyType({}),
     **template_kwargs: Any,
 ) -> list[int]:
     """The prompt's token ids. ``template_kwargs`` are names that the template may read (``enable_thinking``).
     ``special_tokens_in_content``: whether a special token's text in a message becomes the token, by which whoever
     writes a message could write turns of others, or stays text. ``told_tools``: the
     template knows no tools; a message of our own tells them, and that calls are written so. ``harmony``: messages are
-    rendered as harmony's, unless a template is given, or a variable that only a template reads.
+    rendered as harmony's, unless a template is given, or a variable that only a template reads. ``picture_texts``: what
+    stands for texts that the template writes (``runtime.text.picture_text``).
 
     Raises ``RequestError`` when the model has no tokenizer or no chat template, or when the template refuses
     the conversation or leaves out a tool's answer.
@@ -73,6 +76,8 @@ def chat_prompt(
         chat_template=chat_template,
         **template_kwargs,
     )
+    if picture_texts:
+        render = partial(render, replaced=picture_texts)
     if special_tokens_in_content == "text":
         render = partial(render, special_tokens_in_content="text")
     refused: ChatTemplateError | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -14,6 +14,7 @@ from runtime.engine.prompt_images import image_places, place_images
 from runtime.engine.sampling_params import check_token_ids
 from runtime.text.chat import chat_prompt
 from runtime.text.formats import AnswerFormat
+from runtime.text.picture_text import picture_texts
 from server.config import ServerConfig
 from server.errors import from_engine, invalid
 from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, Prompt
@@ -113,7 +114,8 @@ def whole_conversation(
     if request.mm_processor_kwargs and pictures is None:
         why = "mm_processor_kwargs (the model reads text only)"
         raise invalid("mm_processor_kwargs", f"Unsupported parameter: {why}.", "unsupported_parameter")
-    ids = _rendered(request, messages, tokenizer, config, answer_format)
+    texts = picture_texts(tokenizer, None if pictures is None else pictures.support)
+    ids = _rendered(request, messages, tokenizer, config, answer_format, texts)
     images: tuple[ImageItem, ...] = ()
     if pictures is not None:
         rule = pictures.rule(request.mm_processor_kwargs)
@@ -133,6 +135,7 @@ def _rendered(
     tokenizer: Tokenizer | None,
     config: ServerConfig,
     answer_format: AnswerFormat,
+    texts: Mapping[str, str],
 ) -> list[int]:
     tools = callable_tools(request)
     adds_generation_prompt, continues_final_message = check_ending(request)
@@ -162,6 +165,7 @@ def _rendered(
             special_tokens_in_content="parse" if config.special_tokens_in_content == "parse" else "text",
             told_tools=answer_format.tools if answer_format.tells_tools else None,
             harmony=answer_format.renders_harmony,
+            picture_texts=texts,
             **variables,
         )
     except RequestError as error:

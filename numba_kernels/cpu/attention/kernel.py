@@ -2,6 +2,8 @@
 
     out[i] = sum_j softmax_j(scale q[i] . k[j]) v[j]      over positions  p_i - window < j <= p_i
 
+or j < ``sees_until[i]`` where a batch has it (tokens of pictures that see each other).
+
 Flash attention's online softmax (https://arxiv.org/abs/2205.14135) over pages (https://arxiv.org/abs/2309.06180). The
 query heads that share a KV head, and the tokens of one sequence, form the rows of a group, so that keys and values are
 read once for all of them. Keys are summed in segments of SEGMENT_TOKENS, merged in the order of positions. Where a
@@ -39,7 +41,7 @@ _HALVES = CHUNK_TOKENS // HALF_TOKENS
 FIELDS = Fields(
     "*q *k_cache *v_cache *k_scales *v_scales *query_start *seq_lens *block_table *group_starts *partial *out "
     "num_seqs q_heads kv_heads head_dim value_width num_blocks block_size table_width window group_tokens num_segments "
-    "*sinks",
+    "*sinks *sees_until",
     "scale softcap",
 )
 
@@ -213,6 +215,8 @@ def attention_kernel(stored: type, span: int) -> Kernel:
         token_row = query_start[seq] + first_token  # of this group's first token in the batch
         first_position = int32_at(a.seq_lens, a.num_seqs)[seq] - query_len + first_token
         last_key = first_position + tokens
+        if a.sees_until != 0:
+            last_key = np.int64(int32_at(a.sees_until + token_row * 4, tokens)[tokens - 1])
         first_key = max(0, first_position - a.window + 1) if a.window > 0 else 0
         table = int32_at(a.block_table + seq * a.table_width * 4, a.table_width)
         if last_key > a.table_width * a.block_size:
@@ -232,14 +236,20 @@ def attention_kernel(stored: type, span: int) -> Kernel:
         v_scales_at = k_scales_at + CHUNK_TOKENS * 4
         k_scales, v_scales = float32_at(k_scales_at, CHUNK_TOKENS), float32_at(v_scales_at, CHUNK_TOKENS)
         part = out_at, maxima_at, sums_at  # of this segment: weighted values, largest scores, sums
-        tables = np.empty(3 * _HALVES + capacity, np.int64)
+        tables = np.empty(3 * _HALVES + 2 * capacity, np.int64)
         keys_at = address(tables)  # where the keys of each half of a chunk begin
         values_at = keys_at + _HALVES * 8
         next_at = values_at + _HALVES * 8  # the keys of the next chunk, or the same
         ends_at = next_at + _HALVES * 8  # the key behind the last one that each row sees
-        ends = tables[3 * _HALVES :]
+        firsts_at = ends_at + capacity * 8  # the first that it sees, or an earlier one
+        ends = tables[3 * _HALVES : 3 * _HALVES + capacity]
+        firsts = tables[3 * _HALVES + capacity :]
         for token in range(tokens):
-            ends[token * share : (token + 1) * share] = first_position + token + 1
+            end = first_position + token + 1
+            firsts[token * share : (token + 1) * share] = end - a.window if a.window > 0 else 0
+            if a.sees_until != 0:
+                end = np.int64(int32_at(a.sees_until + token_row * 4, tokens)[token])
+            ends[token * share : (token + 1) * share] = end
         source = a.q + (token_row * a.q_heads + head * share) * a.head_dim * 4
         _pack_queries(source, q_at, tokens, share, a.q_heads * a.head_dim, a.head_dim, np.float32(a.scale))
 
@@ -307,8 +317,8 @@ def attention_kernel(stored: type, span: int) -> Kernel:
                     if a.softcap > 0.0:
                         cap_floats(tile_scores, tile_rows * CHUNK_TOKENS, np.float32(1.0), np.float32(a.softcap))
                     softmax_tile(
-                        tile_scores, ends_at + tile * 8, chunk, a.window, maxima_at + tile * 4, sums_at + tile * 4,
-                        factors_at + tile * 4, tile_rows,
+                        tile_scores, ends_at + tile * 8, firsts_at + tile * 8, chunk, maxima_at + tile * 4,
+                        sums_at + tile * 4, factors_at + tile * 4, tile_rows,
                     )  # fmt: skip
                     if has_scales:
                         _scale_columns(tile_scores, tile_rows, v_scales_at)
@@ -318,7 +328,7 @@ def attention_kernel(stored: type, span: int) -> Kernel:
                     tile_last = ends[tile + tile_rows - 1] - chunk
                     if tile_last <= 0:
                         continue
-                    tile_first = ends[tile] - a.window - chunk if a.window > 0 else np.int64(0)
+                    tile_first = firsts[tile] - chunk
                     value_tile(
                         stored, scores_at + tile * CHUNK_TOKENS * 4, values_at, width * itemsize,
                         min(CHUNK_TOKENS, max(0, tile_first)), min(CHUNK_TOKENS, tile_last), factors_at + tile * 4,

@@ -127,11 +127,11 @@ def score_tile(typingctx, stored, span, q, keys, key_stride, head_dim, scores, t
 
 
 @intrinsic
-def softmax_tile(typingctx, scores, ends, chunk, window, maxima, sums, factors, rows):
+def softmax_tile(typingctx, scores, ends, firsts, chunk, maxima, sums, factors, rows):
     """A step of the online softmax (https://arxiv.org/abs/1805.02867) for ``rows`` rows and one chunk, in place.
 
-    Row r sees the tokens up to ``ends[r]`` (int64, not included), and the last ``window`` of them unless that is 0;
-    ``chunk`` is the position of the chunk's first token. ``maxima`` and ``sums`` (float32, STATE_ROWS at least) hold
+    Row r sees the tokens from ``firsts[r]`` to ``ends[r]`` (int64, the last not included); ``chunk`` is the position of
+    the chunk's first token. ``maxima`` and ``sums`` (float32, STATE_ROWS at least) hold
     each row's largest score so far and its sum of exponentials, and are brought up to date. ``scores`` become
     e^(score - largest), 0 where masked; ``factors`` get what the earlier sums have to be multiplied with.
 
@@ -141,7 +141,7 @@ def softmax_tile(typingctx, scores, ends, chunk, window, maxima, sums, factors, 
     low = float("-inf")
 
     def codegen(context, builder, signature, args):
-        scores, ends, chunk, window, maxima, sums, factors, rows = args
+        scores, ends, firsts, chunk, maxima, sums, factors, rows = args
         units = range(CHUNK_TOKENS // LANES)
         lowest = simd.splat_constant(F32, low)
 
@@ -156,8 +156,7 @@ def softmax_tile(typingctx, scores, ends, chunk, window, maxima, sums, factors, 
         with cgutils.for_range(builder, rows, intp=I64) as loop:
             at = places(loop.index)
             last = builder.sub(_entry(builder, ends, loop.index), chunk)
-            windowed = builder.icmp_signed(">", window, _constant(0))
-            first = builder.select(windowed, builder.sub(last, window), _constant(0))
+            first = builder.sub(_entry(builder, firsts, loop.index), chunk)
             sees_all = builder.and_(
                 builder.icmp_signed(">=", last, _constant(CHUNK_TOKENS)), builder.icmp_signed("<=", first, _constant(0))
             )

@@ -34,8 +34,9 @@ from numba_kernels.cuda.attention.parts import part_finder, parts_combiner, reco
 from numba_kernels.cuda.attention.tiles import (
     ARGUMENT_TYPES,
     Variant,
+    end_finder,
     head_row,
-    is_hidden,
+    is_outside,
     key_tile_copier,
     query_tile_copier,
     scale_copier,
@@ -129,7 +130,9 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
     p_pitch = weights_pitch(head_dim, is_split)
     find = part_finder(tile_rows, keys, THREADS, variant.has_window)
     q_offset = scratch_bytes(THREADS) if is_split else 0
-    has_window, has_sinks, hidden = variant.has_window, variant.has_sinks, is_hidden(variant.has_window)
+    has_window, has_sinks, has_spans = variant.has_window, variant.has_sinks, variant.has_spans
+    end_of, outside = end_finder(has_spans), is_outside(has_window)
+    span_rows = own_rows if has_spans else 1
     place_of = record_place(head_dim, tile_rows)
     combine = parts_combiner("f32", head_dim, tile_rows, THREADS, has_sinks)
     scaled = score_scaler(variant.softcap)
@@ -137,7 +140,7 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
     @cuda.jit
     def kernel(
         q, k_cache, v_cache, out, workspace, arrivals, sinks, k_scales, v_scales, query_start, seq_lens, block_tables,
-        num_q_heads, num_kv_heads, share, table_width, window, num_seqs, wanted, scale,
+        sees_until, num_q_heads, num_kv_heads, share, table_width, window, num_seqs, wanted, scale,
     ):  # fmt: skip
         wait_for_previous_grid()
         launch_dependents()
@@ -168,12 +171,11 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
             # The longest rows first, so that the last blocks to run are short.
             first_row = uint32(uint32(uint32(num_tiles - uint32(1)) - block) * uint32(tile_rows))
         last_row = uint32(minimum_u32(uint32(first_row + uint32(tile_rows)), rows) - uint32(1))
-        shortest_end = visible_end(seq_len, query_len, divide_u32(first_row, share))
-        stop = visible_end(seq_len, query_len, divide_u32(last_row, share))
+        stop = end_of(sees_until, first_token, seq_len, query_len, divide_u32(last_row, share))
         key = uint32(0)
         seen = uint32(0)
         if has_window:
-            seen = visible_first(shortest_end, window)
+            seen = visible_first(visible_end(seq_len, query_len, divide_u32(first_row, share)), window)
             key = uint32(seen // uint32(keys) * uint32(keys))
         if is_split:
             begin = uint32(first_key + part * part_keys)
@@ -193,13 +195,17 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
         p_place = uint32(uint32(q_tile + uint32(p_offset)) + own_row * uint32(p_pitch))
 
         ends = cuda.local.array(own_rows, uint32)
+        own_ends = cuda.local.array(span_rows, uint32)  # behind each row's own place, where it sees further
         maxima = cuda.local.array(own_rows, float32)
         totals = cuda.local.array(own_rows, float32)
         scores = cuda.local.array((own_rows, own_keys), float32)
         sums = cuda.local.array((own_rows, own_columns), float32)
         operands = cuda.local.array((own_rows, 4), float32)
         for r in range(own_rows):
-            ends[r] = visible_end(seq_len, query_len, divide_u32(uint32(first_row + own_row + uint32(r)), share))
+            token = divide_u32(uint32(first_row + own_row + uint32(r)), share)
+            ends[r] = end_of(sees_until, first_token, seq_len, query_len, token)
+            if has_spans:
+                own_ends[r] = visible_end(seq_len, query_len, token)
             maxima[r] = MINUS_INFINITY
             totals[r] = float32(0)
             for c in range(own_columns):
@@ -244,10 +250,13 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
 
             for r in range(own_rows):
                 largest = maxima[r]
+                own_end = ends[r]
+                if has_spans:
+                    own_end = own_ends[r]
                 for j in range(own_keys):
                     place = uint32(key + tx + uint32(16 * j))
                     score = scaled(scores[r, j], scale)
-                    if hidden(place, ends[r], window):
+                    if outside(place, ends[r], own_end, window):
                         score = MINUS_INFINITY
                     scores[r, j] = score
                     largest = maximum_f32(largest, score)

@@ -38,7 +38,8 @@ from numba_kernels.cuda.attention.online_softmax import (
 from numba_kernels.cuda.attention.tiles import (
     ARGUMENT_TYPES,
     Variant,
-    is_hidden,
+    end_finder,
+    is_outside,
     key_tile_copier,
     output_tile_copier,
     query_tile_copier,
@@ -133,7 +134,9 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
     is_double = num_stages(head_dim) == 2
     k_offset = tile_rows * pitch
     v_offset = k_offset + num_stages(head_dim) * tile_bytes
-    has_window, has_sinks, hidden = variant.has_window, variant.has_sinks, is_hidden(variant.has_window)
+    has_window, has_sinks, has_spans = variant.has_window, variant.has_sinks, variant.has_spans
+    end_of, outside = end_finder(has_spans), is_outside(has_window)
+    span_strips = strips if has_spans else 1
     scaled = score_scaler(variant.softcap)
 
     @device_function
@@ -145,7 +148,7 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
     @cuda.jit
     def kernel(
         q, k_cache, v_cache, out, workspace, arrivals, sinks, k_scales, v_scales, query_start, seq_lens, block_tables,
-        num_q_heads, num_kv_heads, share, table_width, window, num_seqs, workspace_columns, scale,
+        sees_until, num_q_heads, num_kv_heads, share, table_width, window, num_seqs, workspace_columns, scale,
     ):  # fmt: skip
         wait_for_previous_grid()
         launch_dependents()
@@ -162,8 +165,8 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
         first_row = uint32(uint32(uint32(num_tiles - uint32(1)) - tile) * uint32(tile_rows))
         last_row = uint32(minimum_u32(uint32(first_row + uint32(tile_rows)), rows) - uint32(1))
         seq_len = uint32(seq_lens[seq])
-        shortest_end = visible_end(seq_len, query_len, divide_u32(first_row, share))
-        longest_end = visible_end(seq_len, query_len, divide_u32(last_row, share))
+        shortest_end = end_of(sees_until, first_token, seq_len, query_len, divide_u32(first_row, share))
+        longest_end = end_of(sees_until, first_token, seq_len, query_len, divide_u32(last_row, share))
         table = uint64(seq) * uint64(table_width)
 
         storage = cuda.shared.array(0, float32)
@@ -198,6 +201,7 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
         scores = cuda.local.array((strips, key_tiles, 4), float32)
         sums = cuda.local.array((strips, value_tiles, 4), float32)
         ends = cuda.local.array((strips, 2), uint32)
+        own_ends = cuda.local.array((span_strips, 2), uint32)  # behind each row's own place, where it sees further
         maxima = cuda.local.array((strips, 2), float32)
         totals = cuda.local.array((strips, 2), float32)
         factors = cuda.local.array((strips, 2), float32)
@@ -208,7 +212,9 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
         for m in range(strips):
             for h in range(2):
                 row = uint32(own_row + upper + uint32(16 * m + 8 * h))
-                ends[m, h] = visible_end(seq_len, query_len, divide_u32(row, share))
+                ends[m, h] = end_of(sees_until, first_token, seq_len, query_len, divide_u32(row, share))
+                if has_spans:
+                    own_ends[m, h] = visible_end(seq_len, query_len, divide_u32(row, share))
                 maxima[m, h] = MINUS_INFINITY
                 totals[m, h] = float32(0)
             for i in range(value_tiles):
@@ -218,7 +224,10 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
         key = uint32(0)
         seen = uint32(0)
         if has_window:
-            seen = visible_first(shortest_end, window)
+            seen = shortest_end
+            if has_spans:
+                seen = visible_end(seq_len, query_len, divide_u32(first_row, share))
+            seen = visible_first(seen, window)
             key = uint32(seen // uint32(keys) * uint32(keys))
         k_column = column_of(k_cache, kv_head, num_kv_heads, thread)
         v_column = column_of(v_cache, kv_head, num_kv_heads, thread)
@@ -333,7 +342,10 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
                     for i in range(key_tiles):
                         for j in range(4):
                             at_key = uint32(key + column + uint32(8 * i + j % 2))
-                            if hidden(at_key, ends[m, j // 2], window):
+                            own_end = ends[m, j // 2]
+                            if has_spans:
+                                own_end = own_ends[m, j // 2]
+                            if outside(at_key, ends[m, j // 2], own_end, window):
                                 scores[m, i, j] = MINUS_INFINITY
 
             is_larger = uint32(0)

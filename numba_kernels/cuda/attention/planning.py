@@ -52,14 +52,15 @@ class AttentionPlan:
 
     def arguments(
         self, q: int, k_cache: int, v_cache: int, out: int, workspace: int, arrivals: int, query_start: int,
-        seq_lens: int, block_tables: int, scale: float, sinks: int = 0, k_scales: int = 0, v_scales: int = 0,
+        seq_lens: int, block_tables: int, scale: float, sinks: int = 0, k_scales: int = 0, v_scales: int = 0, *,
+        sees_until: int = 0,
     ) -> tuple[int | float, ...]:  # fmt: skip
-        """All addresses (workspace, arrivals, sinks and scales 0 where none are needed) and the scale of the scores, in
+        """All addresses (workspace, arrivals, sinks, scales and sees_until 0 where none are needed) and the scale of the scores, in
         the kernel's order."""
         _, num_q_heads, num_kv_heads, table_width, window, num_seqs = self.shape
         return (
             q, k_cache, v_cache, out, workspace, arrivals, sinks, k_scales, v_scales, query_start, seq_lens,
-            block_tables, num_q_heads, num_kv_heads, num_q_heads // num_kv_heads, table_width, window, num_seqs,
+            block_tables, sees_until, num_q_heads, num_kv_heads, num_q_heads // num_kv_heads, table_width, window, num_seqs,
             self.workspace_columns, scale * math.log2(math.e),
         )  # fmt: skip
 
@@ -85,6 +86,7 @@ def plan(
     num_blocks: int | None = None,
     tier: str | None = None,
     pages: str = "",
+    has_spans: bool = False,
 ) -> AttentionPlan:
     """The launch for a batch of at least one token.
 
@@ -92,7 +94,8 @@ def plan(
     counts the keys that a query sees, its own included. With `has_sinks` the launch takes the address of float32
     [num_q_heads]: each head's logit that joins its rows' softmax and has no value. `softcap` bounds scores. `arch` is
     the device's; `num_blocks` is the cache's, without which its pages have no tensor map. `tier` forces one of `TIERS`.
-    `pages` is what they hold where it is not the dtype: one of `quantised_pages.PAGES`, whose launches take scales.
+    With `has_spans` the launch takes the address of int32 [num_tokens]: the key behind the last one that each token
+    sees; this is the flash tier's alone. `pages` is what they hold where it is not the dtype: one of `quantised_pages.PAGES`, whose launches take scales.
 
     With `exact` a row's bits depend on its query and its keys alone: not on the batch, not on how the sequence was
     cut into chunks, and not on whether its token came as prefill or as decode. All lengths then take the flash tier,
@@ -121,6 +124,8 @@ def plan(
         raise ValueError(f"max_seq_len is {max_seq_len}, must be 0 to {NO_WINDOW - 1}")
     if tier is not None and tier not in TIERS:
         raise ValueError(f"tier is {tier!r}, must be one of {TIERS}")
+    if has_spans and tier not in (None, "flash"):
+        raise ValueError(f"tier {tier} has no spans, must be flash")
     if pages not in ("", *PAGES):
         raise ValueError(f"pages is {pages!r}, must be '' or one of {PAGES}")
     share = num_q_heads // num_kv_heads
@@ -128,14 +133,16 @@ def plan(
     if tier is None:
         is_short = max_query_len == 1 or rows <= _DECODE_ROWS
         is_for_hopper = arch == flash_hopper.ARCH and not pages and flash_hopper.has_kernel(dtype, head_dim, share)
-        if is_short and not exact:
+        if has_spans:
+            tier = "flash"
+        elif is_short and not exact:
             tier = "decode"
         elif is_for_hopper and num_blocks is not None and rows > _HOPPER_ROWS and not exact:
             tier = "flash_hopper"
         else:
             tier = "flash"
     shape = num_tokens, num_q_heads, num_kv_heads, table_width, min(window or NO_WINDOW, NO_WINDOW), num_seqs
-    variant = Variant(window is not None, has_sinks, softcap or 0.0, pages)
+    variant = Variant(window is not None, has_sinks, softcap or 0.0, pages, has_spans)
     if tier == "naive":
         kernel = naive.naive(dtype, head_dim, block_size, variant)
         attend = Launch(kernel, (max_query_len, num_q_heads, num_seqs), (naive.THREADS, 1, 1))
@@ -197,7 +204,7 @@ def _wanted(num_tiles: int, num_kv_heads: int, num_sms: int) -> int:
 
 def specialisations() -> Iterator[Specialisation]:
     """Every tier for the usual head dims, pages of 16 tokens; with windows, sinks and caps, what gpt-oss and Gemma 2
-    take."""
+    take; for Gemma 3's pictures, spans."""
     for dtype in DTYPES:
         for head_dim in (32, 64, 128):
             yield from _kernels(dtype, head_dim, Variant())
@@ -206,6 +213,11 @@ def specialisations() -> Iterator[Specialisation]:
     for has_window in (False, True):
         yield from _kernels("bf16", 64, Variant(has_window, True))
     yield from _kernels("bf16", 256, Variant(has_window=True, softcap=50.0))
+    for has_window in (False, True):
+        for head_dim in (128, 256):
+            tile_rows = flash_tensor_core.num_rows(head_dim, 128)
+            variant = Variant(has_window, has_spans=True)
+            yield flash_tensor_core.flash_tensor_core("bf16", head_dim, 16, tile_rows, variant)
     for pages in PAGES:
         for head_dim in (64, 128, 256):
             yield from _kernels("bf16", head_dim, Variant(pages=pages))

@@ -7,7 +7,8 @@ kv_head * share + r % share, with share = num_q_heads / num_kv_heads.
 **Sight.** Token j of a chunk of `query_len` tokens, the last of a sequence of `seq_len`, stands at position
 seq_len - query_len + j and sees the keys below its `end`, one more than its position, and from end - window on. A
 window of `NO_WINDOW` is none. Where seq_len < query_len (a padded entry of a captured batch) the end is 0, and the
-row zeros. Kernels without a window (`Variant`) carry none of its arithmetic.
+row zeros. A kernel for spans (tokens of a picture that see each other) reads each token's end from `sees_until`, which
+never falls within a chunk; the window is counted from its own place. Kernels without a window (`Variant`) carry none of its arithmetic.
 
 **Tiles** lie in shared memory with 16 bytes of padding a row, so that eight rows' 16-byte pieces fall into different
 banks (a row's pitch is an odd number of 16-byte pieces). Copies are
@@ -27,7 +28,7 @@ from numba import cuda, float32, types, uint32, uint64
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
-from numba_kernels.cuda.intrinsics.integer import divide_u32
+from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.memory import (
     copy_async_4,
     copy_async_16,
@@ -68,6 +69,7 @@ ARGUMENT_TYPES = (
     types.CPointer(types.int32),  # query_start [S + 1]
     types.CPointer(types.int32),  # seq_lens [S]
     types.CPointer(types.int32),  # block_tables [S, table_width]
+    types.CPointer(types.int32),  # sees_until [T]; 0 for a kernel without spans
     types.uint32,  # num_q_heads
     types.uint32,  # num_kv_heads
     types.uint32,  # share = num_q_heads / num_kv_heads
@@ -89,9 +91,29 @@ def visible_end(seq_len, query_len, token):
     return end
 
 
+@functools.cache
+def end_finder(has_spans: bool) -> Any:
+    """A device function ``(sees_until, first_token, seq_len, query_len, token)``: the key behind the last one that the
+    chunk's token sees, or for tokens behind the chunk, its last one; `first_token` is the chunk's in the batch."""
+    if not has_spans:
+
+        @device_function
+        def own_end(sees_until, first_token, seq_len, query_len, token):
+            return visible_end(seq_len, query_len, token)
+
+        return own_end
+
+    @device_function
+    def read_end(sees_until, first_token, seq_len, query_len, token):
+        place = minimum_u32(token, uint32(query_len - uint32(1)))
+        return uint32(sees_until[uint32(first_token + place)])
+
+    return read_end
+
+
 @device_function
 def visible_first(end, window):
-    """The first key that a token sees whose last one is end - 1."""
+    """The first key that a token at end - 1 sees."""
     first = uint32(0)
     if end > window:
         first = uint32(end - window)
@@ -107,19 +129,21 @@ class Variant:
         has_sinks: whether each query head has a logit that joins the softmax's denominator, and no value.
         softcap: scores become softcap tanh(score / softcap); 0 where they stay.
         pages: what KV pages hold, where that is a byte a number: one of `quantised_pages.PAGES`; "": the dtype.
+        has_spans: whether `sees_until` says how far each token sees.
     """
 
     has_window: bool = False
     has_sinks: bool = False
     softcap: float = 0.0
     pages: str = ""
+    has_spans: bool = False
 
     @property
     def suffix(self) -> str:
         """For the kernel's name."""
         cap = f"_cap{self.softcap:g}".replace(".", "p").replace("-", "m").replace("+", "") if self.softcap else ""
         pages = f"_{self.pages}" if self.pages else ""
-        return pages + "_window" * self.has_window + "_sinks" * self.has_sinks + cap
+        return pages + "_window" * self.has_window + "_sinks" * self.has_sinks + cap + "_spans" * self.has_spans
 
 
 @functools.cache
@@ -128,6 +152,15 @@ def is_hidden(has_window: bool) -> Any:
     if has_window:
         return device_function(lambda key, end, window: key >= end or uint32(key + window) < end)
     return device_function(lambda key, end, window: key >= end)
+
+
+@functools.cache
+def is_outside(has_window: bool) -> Any:
+    """A device function ``(key, end, own_end, window) -> bool``: the same for a row that sees keys below `end`, and has
+    its window from its `own_end`."""
+    if has_window:
+        return device_function(lambda key, end, own_end, window: key >= end or uint32(key + window) < own_end)
+    return device_function(lambda key, end, own_end, window: key >= end)
 
 
 @dataclass(frozen=True)

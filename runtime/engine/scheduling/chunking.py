@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from runtime.engine.config import SchedulingConfig
+from runtime.engine.scheduling.pictures import Pictures
 from runtime.engine.scheduling.step import Step
 
 CHUNK_MULTIPLE = 32
@@ -65,9 +66,13 @@ class PromptChunks:
     chunking: Chunking
     cuts_prompts: bool
 
-    def size(self, step: Step, num_computed: int, remaining: int) -> int:
+    def size(self, step: Step, num_computed: int, remaining: int, pictures: Pictures | None) -> int:
         """How many of a prompt's ``remaining`` tokens the step may compute. A prompt that may not be cut runs beyond
-        the budget if it is alone."""
+        the budget if it is alone; a picture that may not be cut, beyond the chunk's size."""
         if self.cuts_prompts:
-            return min(remaining, step.budget, self.chunking.most(num_computed))
+            most = min(remaining, step.budget)
+            count = min(most, self.chunking.most(num_computed))
+            if pictures is not None and pictures.whole and count > 0:
+                return pictures.whole_chunk(num_computed, count, most)
+            return count
         return remaining if remaining <= step.budget or not step.chunks else 0

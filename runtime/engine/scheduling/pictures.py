@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ class Pictures:
     slots          where the executor has each picture's embeddings; filled in before the request may run
     patches, grids  of each picture, ``[rows * columns, patch_bytes]``, and its rows and columns of patches; empty as
                    soon as all are encoded
+    whole          [first, end) of tokens that see each other, which one step computes; side by side, pictures are one
     """
 
     items: tuple[Picture, ...]
@@ -53,6 +55,7 @@ class Pictures:
     slots: list[int]
     patches: list[NDArray[np.uint8]]
     grids: list[tuple[int, int]]
+    whole: tuple[tuple[int, int], ...] = ()
 
     @classmethod
     def of(
@@ -61,10 +64,12 @@ class Pictures:
         num_prompt_tokens: int,
         patches: list[NDArray[np.uint8]],
         grids: list[tuple[int, int]],
+        *,
         has_axes: bool,
+        are_whole: bool,
     ) -> Pictures:
         if not has_axes:
-            return cls(tuple(items), None, 0, [], patches, grids)
+            return cls(tuple(items), None, 0, [], patches, grids, runs_of(items) if are_whole else ())
         spans = [(item.first_token, item.rows, item.columns) for item in items]
         positions, offset = token_positions(num_prompt_tokens, spans)
         return cls(tuple(items), positions, offset, [], patches, grids)
@@ -74,11 +79,45 @@ class Pictures:
         """The token behind the last picture."""
         return self.items[-1].end
 
+    def cut(self, end: int) -> int:
+        """The last place up to ``end`` where the prompt may be cut."""
+        for first, behind in self.whole:
+            if first < end < behind:
+                return first
+        return end
+
+    def least_end(self, start: int) -> int:
+        """The first place behind ``start`` where the prompt may be cut."""
+        for first, behind in self.whole:
+            if first <= start < behind:
+                return behind
+        return start + 1
+
+    def whole_chunk(self, start: int, count: int, most: int) -> int:
+        """How many of ``count`` tokens from ``start`` on a step may compute; as many as ``most`` of them, where fewer
+        would cut a picture."""
+        end = self.cut(start + count)
+        if end <= start:
+            end = self.least_end(start)
+        return end - start if end - start <= most else 0
+
+
+def runs_of(items: Sequence[Picture]) -> tuple[tuple[int, int], ...]:
+    """[first, end) of each picture's tokens, or of several pictures that stand side by side."""
+    runs: list[tuple[int, int]] = []
+    for item in items:
+        if runs and runs[-1][1] == item.first_token:
+            runs[-1] = (runs[-1][0], item.end)
+        else:
+            runs.append((item.first_token, item.end))
+    return tuple(runs)
+
 
 class PictureKeys:
     """One key for each digest: it stands for a picture's tokens where prefixes are compared.
 
     A picture's tokens all have its key: which of them one is, what comes before it tells, since a digest has one grid.
+    Pictures whose tokens see each other have a key together.
     """
 
     def __init__(self) -> None:
@@ -102,9 +141,14 @@ class PictureKeys:
         """The picture that a key stands for; the key itself where it was forgotten."""
         return self._digests.get(key) or key.to_bytes(4, "little", signed=True)
 
-    def prompt_keys(self, prompt_ids: NDArray[np.int32], items: Sequence[Picture]) -> NDArray[np.int32]:
+    def prompt_keys(self, prompt_ids: NDArray[np.int32], pictures: Pictures) -> NDArray[np.int32]:
         """The prompt's ids, with keys for the tokens of pictures."""
         keys = prompt_ids.copy()
-        for item in items:
+        for item in pictures.items:
             keys[item.first_token : item.end] = self.key_of(item.digest)
+        for first, end in pictures.whole:
+            inside = [item.digest for item in pictures.items if first <= item.first_token < end]
+            if len(inside) > 1:
+                together = hashlib.sha256(b"".join(b"%d:%s" % (len(each), each) for each in inside))
+                keys[first:end] = self.key_of(together.digest())
         return keys

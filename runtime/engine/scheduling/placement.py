@@ -57,12 +57,15 @@ class Placement:
             if needed + spare > pool.num_free:  # to keep their sources might be what is too much
                 pool.release(hit.partial)
                 hit = hit.without_partial()
+                if sequence.cut(hit.num_tokens) < hit.num_tokens:
+                    pool.release(hit.shared)
+                    hit = Hit.none(len(pool.windows))
                 count, needed = self._first_chunk(sequence, hit, step)
         if self._windowed.groups and count:
             if num_running:
                 spare += self._windowed.num_reserved(sequence.num_tokens - hit.num_tokens - count)
             else:
-                count, needed = self._shortened(count, needed, hit.num_tokens)
+                count, needed = self._shortened(sequence, hit, count, needed)
         if count and needed + spare <= pool.num_free:
             self._place(sequence, hit, needed, count, step)
             return count
@@ -75,11 +78,16 @@ class Placement:
     def _first_chunk(self, sequence: Sequence, hit: Hit, step: Step) -> tuple[int, int]:
         """The tokens that the step may compute of a sequence that starts with ``hit``, and the fresh blocks that it
         needs for them."""
-        count = self._chunks.size(step, hit.num_tokens, sequence.num_tokens - hit.num_tokens)
+        remaining = sequence.num_tokens - hit.num_tokens
+        count = self._chunks.size(step, hit.num_tokens, remaining, sequence.request.pictures)
+        return count, self._needed(sequence, hit, count)
+
+    def _needed(self, sequence: Sequence, hit: Hit, count: int) -> int:
+        """The fresh blocks for ``count`` tokens behind a hit."""
         needed = 0
         for ids, num_pages in zip(hit.blocks, self._page_counts(sequence, hit, count)):
             needed += num_pages - len(ids) + ids.count(None)
-        return count, needed
+        return needed
 
     def _page_counts(self, sequence: Sequence, hit: Hit, count: int) -> list[int]:
         """By group: the pages up to the last that a sequence is given which starts with ``hit`` and ``count`` more
@@ -88,15 +96,16 @@ class Placement:
         computed = -(-(hit.num_tokens + count) // self._pool.block_size)
         return [known if window is None else computed for window in self._pool.windows]
 
-    def _shortened(self, count: int, needed: int, num_computed: int) -> tuple[int, int]:
+    def _shortened(self, sequence: Sequence, hit: Hit, count: int, needed: int) -> tuple[int, int]:
         """A first chunk for which there are blocks: shorter if it has to be and may be."""
         lacking = needed - self._pool.num_free
         if lacking <= 0 or not self._chunks.cuts_prompts:
             return count, needed
         size, num_groups = self._pool.block_size, len(self._windowed.groups)
         num_pages = -(-lacking // num_groups)
-        end = (-(-(num_computed + count) // size) - num_pages) * size
-        return max(0, end - num_computed), needed - num_pages * num_groups
+        end = (-(-(hit.num_tokens + count) // size) - num_pages) * size
+        count = max(0, sequence.cut(end) - hit.num_tokens)
+        return count, self._needed(sequence, hit, count)
 
     def _place(self, sequence: Sequence, hit: Hit, needed: int, count: int, step: Step) -> None:
         """Give a sequence the shared blocks of ``hit`` and ``needed`` fresh ones, into which the rest of the hit is

@@ -14,7 +14,7 @@ def reusable(sequence: Sequence, pool: BlockPool) -> Hit:
     """Where the first tokens of a waiting sequence lie: its own swapped blocks (of which the device may still have
     some), a choice of the same request that runs, or the prefix cache.
 
-    At most all tokens but the last, whose logits are wanted; only its own where the prompt's log probabilities are
+    At most all tokens but the last, whose logits are wanted, and no picture in part that may not be cut; only its own where the prompt's log probabilities are
     wanted, for they come from computing it.
     """
     if sequence.needs_prompt_logprobs and not sequence.host_slots:
@@ -23,11 +23,13 @@ def reusable(sequence: Sequence, pool: BlockPool) -> Hit:
     if sequence.host_slots:
         return _own(sequence, tokens, pool)
     hit = pool.find(tokens, sequence.chain.salt)
+    while (end := sequence.cut(hit.num_tokens)) < hit.num_tokens:
+        hit = pool.find(tokens[:end], sequence.chain.salt)
     most = min(sequence.num_prompt_tokens, sequence.num_tokens - 1)
     for sibling in sequence.request.sequences:
         is_alike = sibling.rotary_offset == sequence.rotary_offset
         if sibling.state is State.RUNNING and sibling is not sequence and is_alike:
-            count = min(most, sibling.num_committed)
+            count = sequence.cut(min(most, sibling.num_committed))
             if count > hit.num_tokens:
                 hit = _prefix_of(sibling, count, pool) or hit
     return hit

@@ -183,8 +183,10 @@ class Scheduler:
             ):
                 if not (has_windows and sequence.num_tokens - computed > 1):
                     continue  # else a prompt, whose next chunk may need a page
-            else:
-                decodes.append(sequence)
+                if sequence.least_end > len(sequence.blocks[shortest]) * block_size:
+                    wanting.append(sequence)
+                continue
+            decodes.append(sequence)
             if computed >= len(sequence.blocks[shortest]) * block_size:
                 wanting.append(sequence)
         if wanting and not self._add_blocks(wanting, step):
@@ -194,8 +196,11 @@ class Scheduler:
         step.add_decodes(decodes if len(decodes) <= step.budget else decodes[: max(0, step.budget)])
 
         if self.drafts:
+            # Lest proposals take the room of a picture, step by step.
+            has_room = not any(each.is_at_whole_picture for each in (*self.running, *self.waiting[:1]))
             for chunk in step.chunks:
                 drafts = self.drafts.pop(chunk.sequence, [])
+                drafts = drafts if has_room else []
                 if self.limits.rotary_switch is not None:
                     drafts = within_switch(drafts, chunk.sequence, chunk.start, self.limits.rotary_switch)
                 reserve_drafts(chunk, drafts, step, self.pool, len(self.running))
@@ -205,9 +210,10 @@ class Scheduler:
         for sequence in self._idle():
             remaining = sequence.num_tokens - sequence.num_computed
             if remaining > 1:
-                count = self._chunks.size(step, sequence.num_computed, remaining)
+                start = sequence.num_computed
+                count = self._chunks.size(step, start, remaining, sequence.request.pictures)
                 if self._windowed.groups:
-                    count = self._windowed.grow(sequence, count)
+                    count = sequence.cut(start + self._windowed.grow(sequence, count)) - start
                 if count > 0:
                     step.add(sequence, count, is_first=False)
 
@@ -239,12 +245,12 @@ class Scheduler:
         return any(sequence.last_step == step.number for step in self.open_steps)
 
     def _add_blocks(self, wanting: list[Sequence], step: Step) -> bool:
-        """Give each of these running sequences its next page, in order; preempt others until there are enough blocks.
+        """Give each of these running sequences the pages of its next token, or of a picture that may not be cut, in order; preempt others until there are enough blocks.
         False when not all run on: preempted, or, if it is the first in order, left without a block by what a step under
         way holds."""
         size = self.limits.block_size
         lacking = {
-            sequence: [ids for ids in sequence.blocks if len(ids) * size <= sequence.num_computed]
+            sequence: [ids for ids in sequence.blocks for _ in range(len(ids), -(-sequence.least_end // size))]
             for sequence in wanting
         }
         needed = sum(map(len, lacking.values()))

@@ -244,6 +244,25 @@ class Sequence:
         logprobs = self.request.prompt_logprobs
         return self.index == 0 and logprobs is not None and len(logprobs) < self.num_prompt_tokens
 
+    def cut(self, end: int) -> int:
+        """The last place up to ``end`` where a step may end."""
+        pictures = self.request.pictures
+        return end if pictures is None else pictures.cut(end)
+
+    @property
+    def least_end(self) -> int:
+        """The first place where its next chunk may end."""
+        pictures = self.request.pictures
+        return self.num_computed + 1 if pictures is None else pictures.least_end(self.num_computed)
+
+    @property
+    def is_at_whole_picture(self) -> bool:
+        """Whether its next chunk begins with a picture that may not be cut, or perhaps does, where it waits."""
+        pictures = self.request.pictures
+        if pictures is None or not pictures.whole:
+            return False
+        return self.state is State.WAITING or pictures.least_end(self.num_computed) > self.num_computed + 1
+
     def append(self, token_id: int) -> None:
         """Add the token that a step has drawn; its keys and values are computed by a later one."""
         count = self.num_output_tokens

@@ -18,6 +18,7 @@ from runtime.engine.steps.step_input import (
     PromptLogprobs,
     RowLoad,
     StepInput,
+    UncutSpan,
 )
 from runtime.sampling_table import COLUMNS
 
@@ -178,7 +179,7 @@ def _add_pictures(step: StepInput, sequences: list[Sequence]) -> None:
     chunks = list(zip(sequences, step.starts.tolist(), step.counts.tolist(), strict=True))
     if not any(seq.request.pictures is not None and start < seq.request.pictures.end for seq, start, _ in chunks):
         return  # rows know the offset
-    positions, features, first, has_axes = [], [], 0, False
+    positions, features, uncut, first, has_axes = [], [], list[UncutSpan](), 0, False
     for sequence, start, count in chunks:
         end, pictures = start + count, sequence.request.pictures
         places = np.arange(start, end, dtype=np.int32) + sequence.rotary_offset
@@ -192,11 +193,16 @@ def _add_pictures(step: StepInput, sequences: list[Sequence]) -> None:
                 low, high = max(item.first_token, start), min(item.end, end)
                 if low < high:
                     features.append(FeatureSpan(slot, low - item.first_token, first + low - start, high - low))
+            for low, high in pictures.whole:
+                if low < end and high > start:
+                    assert start <= low and high <= end, "a picture is cut"
+                    uncut.append(UncutSpan(first + low - start, high - low))
         positions.append(own)
         first += count
     if has_axes:
         step.rotary_positions = np.concatenate(positions, axis=1)
     step.features = features
+    step.uncut_spans = uncut
 
 
 def _tokens_of(chunks: list[Chunk], num_tokens: int) -> NDArray[np.int32]:

@@ -228,6 +228,8 @@ class LocalExecutor:
             if self.pictures is None and load.rotary_offset not in (0, self.limits.rotary_switch):
                 raise UnsupportedStepError(f"rotary_offset: {type(self.model).__name__} has no {load.rotary_offset}")
         if step.uncut_spans:
+            if self.pictures is not None and not self.pictures.are_whole:
+                raise UnsupportedStepError(f"uncut_spans: {type(self.model).__name__} takes none")
             ends = np.cumsum(step.counts)
             for span in step.uncut_spans:
                 last = span.first_token + span.count - 1

@@ -30,7 +30,10 @@ class Tower(Protocol):
 
 @runtime_checkable
 class PictureModel(Protocol):
-    """A model that reads pictures; ``models.families.qwen3_vl.Qwen3VLModel`` is one."""
+    """A model that reads pictures; ``models.picture_decoder.PictureDecoder`` is one.
+
+    ``frame``: tokens before and behind a picture's. ``whole_picture_tokens``: a picture's, where they see each other and so belong into one step; None: it may be cut.
+    """
 
     patch_rule: Rule
 
@@ -42,6 +45,12 @@ class PictureModel(Protocol):
 
     @property
     def bytes_per_picture_token(self) -> int: ...
+
+    @property
+    def frame(self) -> tuple[int, int] | None: ...
+
+    @property
+    def whole_picture_tokens(self) -> int | None: ...
 
 
 @runtime_checkable
@@ -58,6 +67,11 @@ class PictureStore:
         self._model = model
         self._encodings: dict[int, Encoding] = {}
         self._made: dict[int, tuple[Tensor, ...]] = {}
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether a picture's tokens see each other."""
+        return self._model.whole_picture_tokens is not None
 
     def start(self, slot: int, patches: NDArray[np.uint8], grid: tuple[int, int]) -> None:
         """Begin to encode ``patches [rows * columns, patch_bytes]`` into a free slot."""
@@ -87,6 +101,14 @@ class PictureStore:
             EncodedTokens(span.first_token, self._rows(self._made[span.slot], span.first_row, span.count))
             for span in step.features
         )
+        if step.uncut_spans:
+            until = np.concatenate([
+                np.arange(start + 1, start + count + 1, dtype=np.int32)
+                for start, count in zip(step.starts.tolist(), step.counts.tolist(), strict=True)
+            ])
+            for span in step.uncut_spans:
+                until[span.first_token : span.first_token + span.count] = until[span.first_token + span.count - 1]
+            (batch.sees_until,) = ops.place([until], batch.token_ids.device)
 
     @staticmethod
     def _rows(made: Sequence[Tensor], first: int, count: int) -> tuple[Tensor, ...]:

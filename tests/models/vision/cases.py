@@ -24,31 +24,45 @@ PROMPT = (3, 17, *(IMAGE,) * 6, *(IMAGE,) * 1, 5, 81, 44, 9, *(IMAGE,) * 35, 7, 
 
 FIRST = tuple(np.flatnonzero(np.diff([0, *(token == IMAGE for token in PROMPT)]) == 1).tolist())
 
-CASES: dict[str, dict[str, Any]] = {
-    "qwen3_vl": {
-        "architectures": ["Qwen3VLForConditionalGeneration"],
-        "model_type": "qwen3_vl",
+_ROPE = {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [4, 3, 3], "mrope_interleaved": True}
+
+
+def _case(architecture: str, model_type: str, text: dict[str, Any], **own: Any) -> dict[str, Any]:
+    return {
+        "architectures": [architecture],
+        "model_type": model_type,
         "image_token_id": IMAGE,
         "video_token_id": 91,
         "vision_start_token_id": 92,
         "vision_end_token_id": 93,
         "tie_word_embeddings": True,
         "text_config": {
-            "model_type": "qwen3_vl_text",
+            "model_type": f"{model_type}_text",
             "vocab_size": 96, "hidden_size": 40, "intermediate_size": 56, "num_hidden_layers": 3,
             "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 20, "max_position_embeddings": 128,
             "rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False, "dtype": "float32",
-            "rope_parameters": {
-                "rope_type": "default", "rope_theta": 5e5, "mrope_section": [4, 3, 3], "mrope_interleaved": True,
-            },
+            "rope_parameters": _ROPE, **text,
         },
         "vision_config": {
-            "model_type": "qwen3_vl_vision",
+            "model_type": f"{model_type}_vision",
             "depth": 3, "hidden_size": 36, "num_heads": 3, "intermediate_size": 52, "out_hidden_size": 40,
             "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 25,
             "deepstack_visual_indexes": [0, 2], "hidden_act": "gelu_pytorch_tanh", "in_channels": 3,
         },
-    },
+        **own,
+    }  # fmt: skip
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "qwen3_vl": _case("Qwen3VLForConditionalGeneration", "qwen3_vl", {}),
+    "qwen3_vl_moe": _case(
+        "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe",
+        {
+            "num_key_value_heads": 3, "moe_intermediate_size": 24, "num_experts": 5, "num_experts_per_tok": 2,
+            "mlp_only_layers": [1],
+        },
+        tie_word_embeddings=False,
+    ),
 }  # fmt: skip
 
 
@@ -74,13 +88,22 @@ def patches_of(case: str, index: int) -> np.ndarray[Any, Any]:
     return golden_tensor(f"picture.{index}.weight", (rows * columns, width), SEED) * np.float32(np.sqrt(width / 3.0))
 
 
+def stored_tensors(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray[Any, Any]]:
+    """A case's weights as checkpoints have them: experts' matrices are stored inputs first."""
+    tensors = {name: golden_tensor(name, shape, SEED) for name, shape in shapes.items()}
+    return {
+        name: np.ascontiguousarray(each.transpose(0, 2, 1)) if ".experts." in name else each
+        for name, each in tensors.items()
+    }
+
+
 def write_model(folder: Path, case: str, shapes: dict[str, tuple[int, ...]], stored_as: str = "F32") -> Path:
     """A model folder with the case's weights."""
     import ml_dtypes
 
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(CASES[case]))
-    tensors = {name: golden_tensor(name, shape, SEED) for name, shape in shapes.items()}
+    tensors = stored_tensors(shapes)
     if stored_as == "BF16":
         tensors = {name: rounded_to_bfloat16(each).astype(ml_dtypes.bfloat16) for name, each in tensors.items()}
     write_safetensors(folder / "model.safetensors", tensors)

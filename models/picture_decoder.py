@@ -1,0 +1,44 @@
+"""A decoder that reads pictures: what its tower makes of them stands where the embeddings of tokens would."""
+
+from __future__ import annotations
+
+from models.decoder import Decoder
+from runtime import ops
+from runtime.batch import Batch
+from runtime.kv.cache import KVCache
+from runtime.tensor.tensor import Tensor
+
+
+class PictureDecoder(Decoder):
+    """What a model that reads pictures has besides its tower and its `patch_rule`.
+
+    Attributes:
+        image_token_id: the token that stands for a picture's tokens.
+        num_deep_rows: layers behind which rows of the tower are added.
+        frame: tokens before and behind a picture's, of which templates write the first alone; None: there are none.
+        whole_picture_tokens: a picture's, where they see each other; None: each sees those before it.
+    """
+
+    image_token_id: int
+    num_deep_rows = 0
+    frame: tuple[int, int] | None = None
+    whole_picture_tokens: int | None = None
+
+    @property
+    def bytes_per_picture_token(self) -> int:
+        """Device memory of what the tower makes of a token."""
+        itemsize = 4 if self.device.kind == "cpu" else self.dtype.itemsize
+        return itemsize * self.config.hidden_size * (1 + self.num_deep_rows)
+
+    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
+        x = ops.embedding(batch.token_ids, self.embed_tokens, scale=self.embedding_scale)
+        for each in batch.encoded:
+            x[each.first_token : each.first_token + each.rows[0].shape[0]] = each.rows[0]
+        for index, layer in enumerate(self.layers):
+            x = layer(x, batch, kv_cache)
+            for each in batch.encoded:
+                if index + 1 < len(each.rows):
+                    rows = slice(each.first_token, each.first_token + each.rows[0].shape[0])
+                    x[rows] = x[rows] + each.rows[index + 1]
+                    x.row_squares = None  # were those of the rows before
+        return ops.rms_norm(x, self.norm, self.config.norm_eps)
