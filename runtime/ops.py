@@ -448,10 +448,10 @@ def attention(
     """Paged causal attention of ``q [T, Hq, D]`` -> ``[T, Hq * D]``.
 
     ``group`` picks the batch's block tables. ``window`` counts the keys that a query sees, its own included; pages
-    behind it are not read. A batch's ``sees_until`` lets tokens see later ones, too. ``sinks`` (float32 ``[Hq]``): a logit of each head that joins the softmax over its keys and
-    has no value, as gpt-oss learns them. With ``softcap`` c a score s becomes ``c tanh(s / c)``. A sequence longer than
-    its block table, or a table entry outside the pages, is an error. ``scales`` are those of pages of int8 or fp8, of
-    keys and of values (`qkv_prepare`).
+    behind it are not read. A batch's ``sees_until`` lets tokens see later ones, too. ``sinks`` (float32 ``[Hq]``): a
+    logit of each head that joins the softmax over its keys and has no value, as gpt-oss learns them. With ``softcap`` c
+    a score s becomes ``c tanh(s / c)``. A sequence longer than its block table, or a table entry outside the pages, is
+    an error. ``scales`` are those of pages of int8 or fp8, of keys and of values (`qkv_prepare`).
     """
     op, backend, device = "attention", _backend("attention", "q", q), q.device
     check(op, "q", q, device, backend.ACTIVATIONS, (None, None, None))

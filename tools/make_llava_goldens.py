@@ -66,7 +66,8 @@ def logits_of(model: Any, ids: list[int], pixels: Any) -> np.ndarray[Any, Any]:
     more = {}
     if model.config.model_type == "gemma3":
         more["token_type_ids"] = torch.tensor([[int(token == IMAGE) for token in ids]])
-    logits: np.ndarray[Any, Any] = model(input_ids=torch.tensor([ids]), pixel_values=pixels, **more).logits[0].float().numpy()
+    made = model(input_ids=torch.tensor([ids]), pixel_values=pixels, **more)
+    logits: np.ndarray[Any, Any] = made.logits[0].float().numpy()
     return logits
 
 

@@ -130,7 +130,8 @@ def read_gemma3_vision(fields: Fields) -> Gemma3VisionConfig:
     tokens = math.isqrt(count)
     if tokens**2 != count or tokens > tower.side or tower.side // (tower.side // tokens) != tokens:
         raise fields.error(
-            "mm_tokens_per_image", f"= {count} must be the square of a number into which {tower.side} patches are parted"
+            "mm_tokens_per_image",
+            f"= {count} must be the square of a number into which {tower.side} patches are parted",
         )
     values = {each.name: getattr(decoder, each.name) for each in dataclass_fields(decoder)}
     values["tie_word_embeddings"] = is_tied

@@ -444,7 +444,8 @@ def _attention_plan(batch: Batch, group: int, tokens: int, share: int, block_siz
     if batch.sees_until is not None:
         until, lens = batch.sees_until.array, seq_lens.astype(np.int64)
         own = np.arange(1, tokens + 1) + np.repeat(lens - query_lens - starts[:-1], query_lens)
-        if (until < own).any() or (until > np.repeat(lens, query_lens)).any() or (np.diff(until)[np.diff(own) == 1] < 0).any():
+        falls = (np.diff(until) < 0) & (np.diff(own) == 1)
+        if (until < own).any() or (until > np.repeat(lens, query_lens)).any() or falls.any():
             raise fail(op, "batch.sees_until", "must rise in each chunk, from behind each token to the sequence's end")
     plan = None
     if seqs:

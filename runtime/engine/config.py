@@ -353,8 +353,8 @@ def resolve(
     ``available_bytes`` are free on the device; ``has_own_memory`` says that they are a GPU's own, of which the KV cache
     may take nine tenths unless the user names a size: not those of an emulated one (``is_gpu``).
 
-    Raises ``RequestError`` when ``max_model_len`` exceeds the model's positions, a picture a step, or a KV cache whose size the user
-    names exceeds what is free or cannot hold one request of that length.
+    Raises ``RequestError`` when ``max_model_len`` exceeds the model's positions, a picture what a step computes, or a
+    KV cache whose size the user names what is free, and when that cannot hold one request of that length.
     """
     block_size = config.block_size
     num_host_blocks = config.swap_space_bytes // bytes_per_block

@@ -240,8 +240,8 @@ class ImageSupport(msgspec.Struct, frozen=True):
     max_tokens  most tokens of all pictures of a request
     has_axes    tokens have positions on three axes; False: their places alone
     frame       tokens before and behind a picture's, of which templates write the first alone; None: there are none
-    most_whole  most tokens of pictures side by side, where a picture's tokens see each other and one step computes them;
-                None: pictures may be cut
+    most_whole  most tokens of pictures side by side, where a picture's tokens see each other, so that one step computes
+                them; None: pictures may be cut
     """
 
     token_id: int

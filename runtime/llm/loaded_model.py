@@ -30,8 +30,8 @@ from runtime.progress import ON_STDERR, SILENT
 from runtime.text.bad_words import bad_words_token_ids
 from runtime.text.chat import chat_prompt
 from runtime.text.formats import AnswerFormat, end_ids
-from runtime.text.picture_text import picture_texts, with_picture_texts
 from runtime.text.load import load_tokenizer, read_chat_template, read_tokenizer
+from runtime.text.picture_text import picture_texts, with_picture_texts
 
 if TYPE_CHECKING:
     import numpy as np

@@ -55,13 +55,13 @@ class AttentionPlan:
         seq_lens: int, block_tables: int, scale: float, sinks: int = 0, k_scales: int = 0, v_scales: int = 0, *,
         sees_until: int = 0,
     ) -> tuple[int | float, ...]:  # fmt: skip
-        """All addresses (workspace, arrivals, sinks, scales and sees_until 0 where none are needed) and the scale of the scores, in
-        the kernel's order."""
+        """All addresses (workspace, arrivals, sinks, scales and sees_until 0 where none are needed) and the scale of
+        the scores, in the kernel's order."""
         _, num_q_heads, num_kv_heads, table_width, window, num_seqs = self.shape
         return (
             q, k_cache, v_cache, out, workspace, arrivals, sinks, k_scales, v_scales, query_start, seq_lens,
-            block_tables, sees_until, num_q_heads, num_kv_heads, num_q_heads // num_kv_heads, table_width, window, num_seqs,
-            self.workspace_columns, scale * math.log2(math.e),
+            block_tables, sees_until, num_q_heads, num_kv_heads, num_q_heads // num_kv_heads, table_width, window,
+            num_seqs, self.workspace_columns, scale * math.log2(math.e),
         )  # fmt: skip
 
 
@@ -94,8 +94,9 @@ def plan(
     counts the keys that a query sees, its own included. With `has_sinks` the launch takes the address of float32
     [num_q_heads]: each head's logit that joins its rows' softmax and has no value. `softcap` bounds scores. `arch` is
     the device's; `num_blocks` is the cache's, without which its pages have no tensor map. `tier` forces one of `TIERS`.
+    `pages` is what they hold where it is not the dtype: one of `quantised_pages.PAGES`, whose launches take scales.
     With `has_spans` the launch takes the address of int32 [num_tokens]: the key behind the last one that each token
-    sees; this is the flash tier's alone. `pages` is what they hold where it is not the dtype: one of `quantised_pages.PAGES`, whose launches take scales.
+    sees; the flash tier alone has that.
 
     With `exact` a row's bits depend on its query and its keys alone: not on the batch, not on how the sequence was
     cut into chunks, and not on whether its token came as prefill or as decode. All lengths then take the flash tier,

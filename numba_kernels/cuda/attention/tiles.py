@@ -8,7 +8,8 @@ kv_head * share + r % share, with share = num_q_heads / num_kv_heads.
 seq_len - query_len + j and sees the keys below its `end`, one more than its position, and from end - window on. A
 window of `NO_WINDOW` is none. Where seq_len < query_len (a padded entry of a captured batch) the end is 0, and the
 row zeros. A kernel for spans (tokens of a picture that see each other) reads each token's end from `sees_until`, which
-never falls within a chunk; the window is counted from its own place. Kernels without a window (`Variant`) carry none of its arithmetic.
+never falls within a chunk; the window is counted from its own place. Kernels without a window (`Variant`) carry none
+of its arithmetic.
 
 **Tiles** lie in shared memory with 16 bytes of padding a row, so that eight rows' 16-byte pieces fall into different
 banks (a row's pitch is an odd number of 16-byte pieces). Copies are

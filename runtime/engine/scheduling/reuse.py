@@ -14,8 +14,8 @@ def reusable(sequence: Sequence, pool: BlockPool) -> Hit:
     """Where the first tokens of a waiting sequence lie: its own swapped blocks (of which the device may still have
     some), a choice of the same request that runs, or the prefix cache.
 
-    At most all tokens but the last, whose logits are wanted, and no picture in part that may not be cut; only its own where the prompt's log probabilities are
-    wanted, for they come from computing it.
+    At most all tokens but the last, whose logits are wanted, and no part of a picture that may not be cut; only its own
+    where the prompt's log probabilities are wanted, for they come from computing it.
     """
     if sequence.needs_prompt_logprobs and not sequence.host_slots:
         return Hit.none(len(pool.windows))

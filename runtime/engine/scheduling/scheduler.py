@@ -245,9 +245,9 @@ class Scheduler:
         return any(sequence.last_step == step.number for step in self.open_steps)
 
     def _add_blocks(self, wanting: list[Sequence], step: Step) -> bool:
-        """Give each of these running sequences the pages of its next token, or of a picture that may not be cut, in order; preempt others until there are enough blocks.
-        False when not all run on: preempted, or, if it is the first in order, left without a block by what a step under
-        way holds."""
+        """Give each of these running sequences the pages of its next token, or of a picture that may not be cut, in
+        order; preempt others until there are enough blocks. False when not all run on: preempted, or, if it is the
+        first in order, left without a block by what a step under way holds."""
         size = self.limits.block_size
         lacking = {
             sequence: [ids for ids in sequence.blocks for _ in range(len(ids), -(-sequence.least_end // size))]

@@ -195,7 +195,7 @@ def _add_pictures(step: StepInput, sequences: list[Sequence]) -> None:
                     features.append(FeatureSpan(slot, low - item.first_token, first + low - start, high - low))
             for low, high in pictures.whole:
                 if low < end and high > start:
-                    assert start <= low and high <= end, "a picture is cut"
+                    assert start <= low < high <= end, "a picture is cut"
                     uncut.append(UncutSpan(first + low - start, high - low))
         positions.append(own)
         first += count

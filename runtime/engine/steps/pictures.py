@@ -32,7 +32,8 @@ class Tower(Protocol):
 class PictureModel(Protocol):
     """A model that reads pictures; ``models.picture_decoder.PictureDecoder`` is one.
 
-    ``frame``: tokens before and behind a picture's. ``whole_picture_tokens``: a picture's, where they see each other and so belong into one step; None: it may be cut.
+    ``frame``: tokens before and behind a picture's. ``whole_picture_tokens``: a picture's, where they see each other,
+    so that one step computes them; None: it may be cut.
     """
 
     patch_rule: Rule

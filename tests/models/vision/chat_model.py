@@ -1,4 +1,4 @@
-"""A folder of a tiny model that reads pictures, with a tokenizer of characters and a chat template."""
+"""Folders of tiny models that read pictures, with a tokenizer of characters and a chat template."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import json
 from pathlib import Path
 
 from tests.models.vision.cases import IMAGE, load_golden, write_model
+from tests.models.vision.gemma3_cases import CASES as GEMMA3_CASES
+from tests.models.vision.gemma3_cases import write_gemma3
 
 PAD = "<|image_pad|>"
+
+BEGIN, SOFT, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
+"""Gemma's: a picture's tokens, and what stands around them."""
 
 TEMPLATE = (
     "{%- for message in messages %}[{{ message.role }}]"
@@ -17,22 +22,30 @@ TEMPLATE = (
 )
 
 
-def write_chat_model(folder: Path) -> Path:
-    """The golden Qwen3-VL, with pictures of 64 to 4,096 pixels; a token is 8 x 8 of them."""
-    write_model(folder, "qwen3_vl", load_golden("qwen3_vl").shapes)
-    size = {"shortest_edge": 64, "longest_edge": 4096}
-    (folder / "preprocessor_config.json").write_text(json.dumps({"patch_size": 4, "size": size}))
+def write_chat_model(folder: Path, case: str = "qwen3_vl") -> Path:
+    """A golden model. Qwen's have pictures of 64 to 4,096 pixels, of which 8 x 8 are a token. Empty lines are one token
+    of up to three."""
+    added, template = {PAD: IMAGE}, TEMPLATE
+    if case in GEMMA3_CASES:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_gemma3(folder, case)
+        added, template = {SOFT: IMAGE, "<unused>": 91, BEGIN: 92, END: 93}, TEMPLATE.replace(PAD, BEGIN)
+    else:
+        write_model(folder, case, load_golden(case).shapes)
+        size = {"shortest_edge": 64, "longest_edge": 4096}
+        (folder / "preprocessor_config.json").write_text(json.dumps({"patch_size": 4, "size": size}))
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     letters = [chr(code) for code in range(33, 33 + IMAGE)]
     letters[1] = "|"  # for a quotation mark
+    letters[2:6] = "Ċ", "ĊĊ", "ĊĊĊ", "Ġ"  # line ends and a blank
     vocab = {letter: token_id for token_id, letter in enumerate(letters)}
     tokenizer = {
         "version": "1.0",
-        "added_tokens": [{"id": IMAGE, "content": PAD, **flags}],
+        "added_tokens": [{"id": token_id, "content": content, **flags} for content, token_id in added.items()],
         "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
         "decoder": {"type": "ByteLevel"},
-        "model": {"type": "BPE", "vocab": vocab, "merges": []},
+        "model": {"type": "BPE", "vocab": vocab, "merges": ["Ċ Ċ", "ĊĊ Ċ"]},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     return folder

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tests.models.folders import write_safetensors
 from tests.models.golden_weights import golden_tensor
-from tests.models.vision.cases import IMAGE, SEED
+from tests.models.vision.cases import IMAGE, SEED, load_golden
 
 NUM_PICTURES = 4
 
@@ -69,3 +72,15 @@ def pixels_of(case: str) -> np.ndarray[Any, Any]:
     size = CASES[case]["vision_config"]["image_size"]
     flat = golden_tensor("pictures.weight", (NUM_PICTURES, 3 * size * size), SEED) * np.float32(size)
     return flat.reshape(NUM_PICTURES, 3, size, size)
+
+
+def write_gemma3(folder: Path, case: str, names: dict[str, str] | None = None) -> Path:
+    """A model folder with the case's weights, under other names where `names` says so."""
+    (folder / "config.json").write_text(json.dumps(CASES[case]))
+    tensors = {}
+    for name, shape in load_golden(case).shapes.items():
+        begin = next((each for each in names or {} if name.startswith(each)), None)
+        stored = name if names is None or begin is None else names[begin] + name[len(begin) :]
+        tensors[stored] = golden_tensor(name, shape, SEED)
+    write_safetensors(folder / "model.safetensors", tensors)
+    return folder

@@ -5,7 +5,6 @@ Made by `tools/make_llava_goldens.py`. Chunks end before a picture or behind it.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,13 @@ from runtime.batch import Batch, EncodedTokens
 from runtime.engine.scheduling.pictures import Picture, runs_of
 from runtime.tensor.tensor import Tensor
 from tests.models.driver import ModelDriver, relative_error
-from tests.models.folders import write_safetensors
-from tests.models.golden_weights import golden_tensor
-from tests.models.vision.cases import SEED, load_golden
-from tests.models.vision.gemma3_cases import CASES, pixels_of, prompt_of, side_of
+from tests.models.vision.cases import load_golden
+from tests.models.vision.gemma3_cases import CASES, pixels_of, prompt_of, side_of, write_gemma3
 
 OLD_NAMES = {
     "model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head.",
     "model.vision_tower.": "vision_tower.vision_model.", "model.multi_modal_projector.": "multi_modal_projector.",
 }  # fmt: skip
-
-
-def write_gemma3(folder: Path, case: str, names: dict[str, str] | None = None) -> Path:
-    """A model folder with the case's weights, under other names where `names` says so."""
-    (folder / "config.json").write_text(json.dumps(CASES[case]))
-    tensors = {}
-    for name, shape in load_golden(case).shapes.items():
-        begin = next((each for each in names or {} if name.startswith(each)), None)
-        stored = name if names is None or begin is None else names[begin] + name[len(begin) :]
-        tensors[stored] = golden_tensor(name, shape, SEED)
-    write_safetensors(folder / "model.safetensors", tensors)
-    return folder
 
 
 def loaded(folder: Path, case: str, **options: Any) -> Gemma3VisionModel:
@@ -127,7 +112,7 @@ def test_float32_on_the_cpu(tmp_path: Path, case: str) -> None:
 )
 def test_on_emulated_gpus(tmp_path: Path, case: str, device: str, dtype: str) -> None:
     golden, model = load_golden(case).arrays, loaded(tmp_path, case, device=device, dtype=dtype)
-    ids, length = asked(case)
+    ids, _ = asked(case)
     first = 3 * prompt_of(case)[2] + 4
     error = relative_error(run(model, case, ids, [first, len(ids) - first]), golden["logits"])
     rough = max(2e-2, golden["bfloat16_error"].item())  # ours may be as large as transformers' own
@@ -138,7 +123,7 @@ def test_names_of_published_files(tmp_path: Path) -> None:
     case = "gemma3_window"
     model = load_model(write_gemma3(tmp_path, case, OLD_NAMES))
     assert isinstance(model, Gemma3VisionModel)
-    ids, length = asked(case)
+    ids, _ = asked(case)
     assert relative_error(run(model, case, ids, [len(ids)]), load_golden(case).arrays["logits"]) < 1e-5
 
 

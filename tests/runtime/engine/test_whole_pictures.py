@@ -26,7 +26,7 @@ from runtime.images.patches import make_patches, normalised
 from runtime.llm import LLM
 from tests.models.driver import ModelDriver
 from tests.models.vision.cases import IMAGE
-from tests.models.vision.test_gemma3 import write_gemma3
+from tests.models.vision.gemma3_cases import write_gemma3
 from tests.runtime.engine.test_pictures import Drawn, asked, continued, drawn_of, greedy, opened, picture
 
 PICTURES = [picture(1), picture(2, 16, 24), picture(3, 64, 8), picture(4)]
@@ -142,8 +142,8 @@ def test_random_schedules(folder: Path, alone: Any, seed: int) -> None:
         options["prefill_chunk"] = int(draw.randint(1, 30))
     with opened(folder, **options) as llm:
         fitting = llm.client.info.images
-        assert fitting is not None and fitting.most_whole is not None
-        assert fitting.most_whole >= 18
+        assert fitting is not None
+        assert (fitting.most_whole or 0) >= 18
         for _ in range(2):
             assert answers(llm, requests, 9) == expected
 

@@ -1,0 +1,66 @@
+"""Each family that reads pictures, once through `LLM.chat` and once over HTTP: the same tokens."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("PIL", reason="needs Pillow (extra vision)")
+
+from PIL import Image
+
+from runtime.engine.sampling_params import SamplingParams
+from runtime.llm import LLM
+from tests.models.vision.cases import IMAGE
+from tests.models.vision.chat_model import BEGIN, write_chat_model
+from tests.server.real_server import serving_real
+
+PIXELS = np.random.RandomState(4).randint(0, 256, (40, 56, 3)).astype(np.uint8)
+OPTIONS: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4, "max_model_len": 128}
+
+EXPECTED = {
+    "qwen3_vl_moe": ["[user]Look:\n", *[IMAGE] * 35, "What?[a]"],
+    "gemma3_window": ["[user]Look:\n\n\n", 92, *[IMAGE] * 9, 93, "\n\nWhat?[a]"],
+}
+"""The prompt: texts, and ids that are none. Gemma's line end and its frame's two are one token."""
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+def test_a_chat_over_http_is_that_of_the_library(tmp_path: Path, case: str) -> None:
+    folder = write_chat_model(tmp_path, case)
+    look, what = ({"type": "text", "text": words} for words in ("Look:\n", "What?"))
+    question: list[Any] = [look, {"type": "image", "image": PIXELS}, what]
+    with LLM(folder, compile_ahead=False, **OPTIONS) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+        (output,) = llm.chat([{"role": "user", "content": question}], params, use_tqdm=False)
+        encode = llm.get_tokenizer().encode
+        expected = [
+            token for part in EXPECTED[case] for token in (encode(part, False) if isinstance(part, str) else [part])
+        ]
+        assert output.prompt_token_ids == expected
+        if case.startswith("gemma"):
+            assert encode("\n\n\n", False) == [4]
+            written = {"prompt": f"[user]Look:\n{BEGIN}What?[a]", "images": [PIXELS]}
+            (again,) = llm.generate(written, params, use_tqdm=False)
+            assert again.prompt_token_ids == output.prompt_token_ids
+            typed = [{"type": "text", "text": f"{BEGIN}Look:\n"}, *question[1:]]
+            (text,) = llm.chat([{"role": "user", "content": typed}], params, use_tqdm=False)
+            assert text.prompt_token_ids.count(92) == 1  # what a user types is text
+    file = io.BytesIO()
+    Image.fromarray(PIXELS).save(file, "PNG")
+    uri = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    sent = [look, {"type": "image_url", "image_url": {"url": uri}}, what]
+    body = {
+        "messages": [{"role": "user", "content": sent}], "return_token_ids": True, "ignore_eos": True, "temperature": 0,
+        "max_tokens": 6,
+    }  # fmt: skip
+    with serving_real(folder, **OPTIONS) as real:
+        answer = real.http.post("/v1/chat/completions", json=body).json()
+    assert answer["prompt_token_ids"] == output.prompt_token_ids
+    assert answer["choices"][0]["token_ids"] == output.outputs[0].token_ids
+    assert answer["usage"]["prompt_tokens"] == len(output.prompt_token_ids)
