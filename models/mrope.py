@@ -1,4 +1,4 @@
-"""Rotations by positions in three axes (`runtime.images.positions`), interleaved as in Qwen3-VL."""
+"""Rotations by positions in three axes (`runtime.images.positions`)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ from runtime.ops import RopeTable
 Array = np.ndarray[Any, Any]
 
 
+def parted_axes(sections: Sequence[int]) -> Array:
+    """The axis that turns each pair: a section for each, as in Qwen2.5-VL."""
+    return np.repeat(np.arange(len(sections)) % 3, sections)
+
+
 def interleaved_axes(sections: Sequence[int], num_pairs: int) -> Array:
-    """The axis that turns each pair: the axes take turns for as long as their sections last, then it is time."""
+    """The same as in Qwen3-VL: the axes take turns for as long as their sections last, then it is time."""
     axes = np.zeros(num_pairs, np.int64)
     for axis in (1, 2):
         axes[axis : 3 * sections[axis] : 3] = axis

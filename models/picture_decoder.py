@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from models.decoder import Decoder
+from models.mrope import Array, rotations
 from runtime import ops
 from runtime.batch import Batch
 from runtime.kv.cache import KVCache
+from runtime.ops import RopeTable
 from runtime.tensor.tensor import Tensor
 
 
@@ -42,3 +44,19 @@ class PictureDecoder(Decoder):
                     x[rows] = x[rows] + each.rows[index + 1]
                     x.row_squares = None  # were those of the rows before
         return ops.rms_norm(x, self.norm, self.config.norm_eps)
+
+
+class AxesDecoder(PictureDecoder):
+    """One whose tokens have positions on three axes.
+
+    Attributes:
+        axes: the axis that turns each pair of a head, `[head_dim / 2]`.
+    """
+
+    axes: Array
+
+    def rotations(self, positions: Array) -> RopeTable:
+        """A step's rotations, for `Batch.rope`: a row for each token of `positions [3, num_tokens]`."""
+        rope = self.config.layer_ropes[0]
+        assert rope is not None
+        return rotations(rope, self.axes, positions, self.device)

@@ -47,7 +47,7 @@ def make_case(case: str) -> None:
             "positions": positions[:, 0].numpy().astype(np.int32),
             "delta": deltas.numpy().ravel(),
         }
-        for index, deep in enumerate(made.deepstack_features or ()):
+        for index, deep in enumerate(getattr(made, "deepstack_features", None) or ()):
             found[f"deepstack_{index}"] = (torch.cat(list(deep)) if isinstance(deep, tuple) else deep).numpy()
         logits = []
         for _ in range(NUM_NEW):

@@ -7,7 +7,6 @@ midst is added behind the first layers. Tokens have positions in three axes (`mo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from models.architecture import Architecture
@@ -15,12 +14,11 @@ from models.experts import ExpertsForm, MoeConfig, MoeDecoder, dense_layers, rea
 from models.families.llama import LlamaConfig, LlamaModel, read_decoder
 from models.json_fields import Fields
 from models.maker import Maker
-from models.mrope import Array, interleaved_axes, rotations
-from models.picture_decoder import PictureDecoder
+from models.mrope import interleaved_axes
+from models.picture_decoder import AxesDecoder
 from models.rope_config import rope_fields
 from models.towers.qwen3_vl import Tower, TowerConfig, read_tower
 from runtime.images.patches import PatchRule
-from runtime.ops import RopeTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +40,7 @@ class Qwen3VLMoeConfig(MoeConfig):
     vision: VisionConfig
 
 
-class Qwen3VLDecoder(PictureDecoder):
+class Qwen3VLDecoder(AxesDecoder):
     """The tower and the axes, whatever the layers are.
 
     `patch_rule`: how pictures are cut, by default as the published models have it.
@@ -55,21 +53,12 @@ class Qwen3VLDecoder(PictureDecoder):
         super().__init__(config, maker)
         tower = config.vision.tower
         self.image_token_id, self.num_deep_rows = config.vision.image_token_id, len(tower.deepstack_layers)
+        self.axes = interleaved_axes(config.vision.sections, config.head_dim // 2)
         self.tower = Tower(tower, maker.under("model.visual"))
         self.patch_rule = PatchRule(
             patch_size=tower.patch_size, merge_size=tower.merge_size, num_frames=tower.num_frames,
             min_pixels=65536, max_pixels=16777216, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5),
         )  # fmt: skip
-
-    @cached_property
-    def _axes(self) -> Array:
-        return interleaved_axes(self.config.vision.sections, self.config.head_dim // 2)
-
-    def rotations(self, positions: Array) -> RopeTable:
-        """A step's rotations, for `Batch.rope`: a row for each token of `positions [3, num_tokens]`."""
-        rope = self.config.layer_ropes[0]
-        assert rope is not None
-        return rotations(rope, self._axes, positions, self.device)
 
 
 class Qwen3VLModel(Qwen3VLDecoder, LlamaModel):

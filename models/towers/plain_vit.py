@@ -124,7 +124,7 @@ class VitEncoding:
         if tower.first_norm is not None:
             x = ops.layer_norm(x, *tower.first_norm, config.norm_eps)
         head_dim = config.hidden_size // config.num_heads
-        self._attention = FullAttention(config.num_rows, config.num_heads, head_dim, None, x.dtype, device)
+        self._attention = FullAttention([config.num_rows], config.num_heads, head_dim, None, x.dtype, device)
         self._tower, self._x, self._next = tower, x, 0
         self._kept: dict[int, Tensor] = {}
         self._keep()

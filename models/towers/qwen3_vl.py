@@ -129,9 +129,9 @@ class Encoding:
         if device.kind != "cpu":
             pixels = pixels.to(tower.dtype)
         self._x = tower.patch_embed(pixels, residual=_interpolated(tower, rows, columns, grid))
-        rope = _rope_of(config, rows, columns, device)
+        rope = axial_rope(config.head_dim, config.theta, rows, columns, device)
         pages = self._x.dtype
-        self._attention = FullAttention(len(rows), config.num_heads, config.head_dim, rope, pages, device)
+        self._attention = FullAttention([len(rows)], config.num_heads, config.head_dim, rope, pages, device)
 
     @property
     def num_layers_left(self) -> int:
@@ -220,11 +220,11 @@ def _taps(places: Array, count: int, side: int) -> Sequence[tuple[Array, Array]]
     return (low, 1 - part), (np.minimum(low + 1, side - 1), part)
 
 
-def _rope_of(config: TowerConfig, rows: Array, columns: Array, device: Device) -> RopeTable:
+def axial_rope(head_dim: int, theta: float, rows: Array, columns: Array, device: Device) -> RopeTable:
     """Rotations of each patch: the first half of the pairs by its line, the other by its column."""
-    half = config.head_dim // 2
+    half = head_dim // 2
     exponents = np.arange(0, half, 2, dtype=np.float32) / np.float32(half)
-    frequencies = np.float32(1.0) / np.power(config.theta, exponents, dtype=np.float64).astype(np.float32)
+    frequencies = np.float32(1.0) / np.power(theta, exponents, dtype=np.float64).astype(np.float32)
     angles = np.concatenate([each[:, None].astype(np.float32) * frequencies for each in (rows, columns)], axis=1)
     cos, sin = ops.place([np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)], device)
     return RopeTable(cos=cos, sin=sin, interleaved=False)

@@ -95,13 +95,14 @@ def _pictures(
         raise RequestError(f"images have {total} tokens, limit {support.max_tokens}", param="images")
     patches = [np.frombuffer(image.patches, np.uint8).reshape(-1, support.patch_bytes) for image in images]
     grids = [(image.rows, image.columns) for image in images]
+    most = support.most_whole
     pictures = Pictures.of(
-        items, len(prompt_ids), patches, grids, has_axes=support.has_axes, are_whole=support.most_whole is not None
+        items, len(prompt_ids), patches, grids, has_axes=support.has_axes, are_whole=most is not None
     )
     for first, behind in pictures.whole:
-        if behind - first > support.most_whole:
+        if most is not None and behind - first > most:
             raise RequestError(
-                f"images have {behind - first} tokens side by side, from {first} on, limit {support.most_whole}: one "
+                f"images have {behind - first} tokens side by side, from {first} on, limit {most}: one "
                 "step computes them (max_num_batched_tokens, max_num_seqs, num_blocks)",
                 param="images",
             )

@@ -205,7 +205,7 @@ def _wanted(num_tiles: int, num_kv_heads: int, num_sms: int) -> int:
 
 def specialisations() -> Iterator[Specialisation]:
     """Every tier for the usual head dims, pages of 16 tokens; with windows, sinks and caps, what gpt-oss and Gemma 2
-    take; for Gemma 3's pictures, spans."""
+    take."""
     for dtype in DTYPES:
         for head_dim in (32, 64, 128):
             yield from _kernels(dtype, head_dim, Variant())
@@ -214,11 +214,6 @@ def specialisations() -> Iterator[Specialisation]:
     for has_window in (False, True):
         yield from _kernels("bf16", 64, Variant(has_window, True))
     yield from _kernels("bf16", 256, Variant(has_window=True, softcap=50.0))
-    for has_window in (False, True):
-        for head_dim in (128, 256):
-            tile_rows = flash_tensor_core.num_rows(head_dim, 128)
-            variant = Variant(has_window, has_spans=True)
-            yield flash_tensor_core.flash_tensor_core("bf16", head_dim, 16, tile_rows, variant)
     for pages in PAGES:
         for head_dim in (64, 128, 256):
             yield from _kernels("bf16", head_dim, Variant(pages=pages))

@@ -27,8 +27,11 @@ FIRST = tuple(np.flatnonzero(np.diff([0, *(token == IMAGE for token in PROMPT)])
 _ROPE = {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [4, 3, 3], "mrope_interleaved": True}
 
 
-def _case(architecture: str, model_type: str, text: dict[str, Any], **own: Any) -> dict[str, Any]:
-    return {
+def _case(
+    architecture: str, model_type: str, text: dict[str, Any], vision: dict[str, Any] | None = None, **own: Any
+) -> dict[str, Any]:
+    """`None` leaves a field out."""
+    made = {
         "architectures": [architecture],
         "model_type": model_type,
         "image_token_id": IMAGE,
@@ -47,10 +50,13 @@ def _case(architecture: str, model_type: str, text: dict[str, Any], **own: Any) 
             "model_type": f"{model_type}_vision",
             "depth": 3, "hidden_size": 36, "num_heads": 3, "intermediate_size": 52, "out_hidden_size": 40,
             "patch_size": 4, "temporal_patch_size": 2, "spatial_merge_size": 2, "num_position_embeddings": 25,
-            "deepstack_visual_indexes": [0, 2], "hidden_act": "gelu_pytorch_tanh", "in_channels": 3,
+            "deepstack_visual_indexes": [0, 2], "hidden_act": "gelu_pytorch_tanh", "in_channels": 3, **(vision or {}),
         },
         **own,
     }  # fmt: skip
+    for name in ("text_config", "vision_config"):
+        made[name] = {key: value for key, value in made[name].items() if value is not None}
+    return made
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -60,6 +66,19 @@ CASES: dict[str, dict[str, Any]] = {
         {
             "num_key_value_heads": 3, "moe_intermediate_size": 24, "num_experts": 5, "num_experts_per_tok": 2,
             "mlp_only_layers": [1],
+        },
+        tie_word_embeddings=False,
+    ),
+    # Windows of 3 x 3 tokens, of which most are cut at the edges.
+    "qwen2_5_vl": _case(
+        "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl",
+        {
+            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": None, "attention_bias": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [3, 4, 3]},
+        },
+        {
+            "num_position_embeddings": None, "deepstack_visual_indexes": None, "hidden_act": "silu", "window_size": 24,
+            "fullatt_block_indexes": [1],
         },
         tie_word_embeddings=False,
     ),

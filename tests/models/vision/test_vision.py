@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from models.errors import ConfigError
-from models.families.qwen3_vl import Qwen3VLDecoder
+from models.picture_decoder import AxesDecoder
 from models.registry import load_model, parse_config
 from runtime import ops
 from runtime.batch import Batch, EncodedTokens
@@ -31,15 +31,15 @@ def spans() -> list[tuple[int, int, int]]:
     return [(first, rows // 2, columns // 2) for first, (rows, columns) in zip(firsts, GRIDS, strict=True)]
 
 
-def loaded(folder: Path, case: str, **options: Any) -> tuple[Golden, Qwen3VLDecoder]:
+def loaded(folder: Path, case: str, **options: Any) -> tuple[Golden, AxesDecoder]:
     golden = load_golden(case)
     stored_as = options.pop("stored_as", "F32")
     model = load_model(write_model(folder, case, golden.shapes, stored_as), **options)
-    assert isinstance(model, Qwen3VLDecoder)
+    assert isinstance(model, AxesDecoder)
     return golden, model
 
 
-def encoded(model: Qwen3VLDecoder, case: str) -> list[tuple[Tensor, ...]]:
+def encoded(model: AxesDecoder, case: str) -> list[tuple[Tensor, ...]]:
     return [model.tower(patches_of(case, index), grid) for index, grid in enumerate(GRIDS)]
 
 
@@ -47,7 +47,7 @@ def rows_of(pictures: Sequence[tuple[Tensor, ...]], part: int) -> np.ndarray[Any
     return np.concatenate([np.asarray(picture[part].to("cpu").numpy(), np.float32) for picture in pictures])
 
 
-def completed(model: Qwen3VLDecoder, pictures: Sequence[tuple[Tensor, ...]]) -> Any:
+def completed(model: AxesDecoder, pictures: Sequence[tuple[Tensor, ...]]) -> Any:
     """Gives a batch of one chunk its rotations, and the pictures' rows that it has."""
     positions, offset = token_positions(len(PROMPT), spans())
 
@@ -71,7 +71,7 @@ def completed(model: Qwen3VLDecoder, pictures: Sequence[tuple[Tensor, ...]]) -> 
 
 
 def run(
-    model: Qwen3VLDecoder, pictures: Sequence[tuple[Tensor, ...]], ids: Sequence[int], sizes: Sequence[int]
+    model: AxesDecoder, pictures: Sequence[tuple[Tensor, ...]], ids: Sequence[int], sizes: Sequence[int]
 ) -> np.ndarray[Any, Any]:
     driver = ModelDriver(model, complete=completed(model, pictures), block_size=8)
     rows, start = [], 0

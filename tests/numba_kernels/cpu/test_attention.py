@@ -62,6 +62,34 @@ def test_equals_float64(chunks, heads, kv_heads, head_dim, block_size, window, d
     assert relative_error(_attend(case, scale, window), _expected(case, scale, window)) < 1e-5
 
 
+@pytest.mark.parametrize("window", [None, 9, 40])
+def test_tokens_that_see_each_other(window, monkeypatch):
+    rng = np.random.default_rng(3)
+    for chunks, heads, kv_heads in (([(0, 150), (1, 40), (70, 1), (1100, 33)], 6, 2), ([(2600, 30), (0, 5)], 5, 1)):
+        case = paged_case(rng, chunks, heads=heads, kv_heads=kv_heads, head_dim=24)
+        until = oracle.random_spans(rng, chunks)
+        case.batch.sees_until = tensor(until)
+        rows = [
+            oracle.attention(case.queries[case.query_rows(seq)], keys, values, 0.2, window, None, None, until[own])
+            for seq, (keys, values) in enumerate(zip(case.keys, case.values))
+            for own in [case.query_rows(seq)]
+        ]
+        out = _attend(case, 0.2, window)
+        assert relative_error(out, np.concatenate(rows)) < 1e-5
+        with monkeypatch.context() as patch:
+            patch.setattr(cpu, "_num_workers", 1)
+            np.testing.assert_array_equal(_attend(case, 0.2, window), out)
+
+
+def test_what_tokens_cannot_see():
+    case = paged_case(np.random.default_rng(3), [(3, 4)], heads=2, kv_heads=1, head_dim=8)
+    for until in ([4, 5, 6, 8], [4, 5, 5, 7], [7, 6, 7, 7]):
+        case.batch.sees_until = tensor(np.array(until, np.int32))
+        case.batch.plans.clear()
+        with pytest.raises(InvalidArgumentError, match=r"batch\.sees_until must rise in each chunk"):
+            _attend(case, 0.2)
+
+
 @pytest.mark.parametrize("window", [None, 9])
 def test_sinks_join_the_denominator_and_have_no_value(window, monkeypatch):
     sinks = np.array([-3.0, 0.7, 60.0, -np.inf], np.float32)

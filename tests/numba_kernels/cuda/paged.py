@@ -51,11 +51,13 @@ class PagedBatch:
             self.block_tables[seq, : max(0, context + 1 - window) // self.block_size] = nobody
 
     def expected(
-        self, scale: float, window: int | None = None, sinks: np.ndarray | None = None, softcap: float | None = None
-    ) -> np.ndarray:
+        self, scale: float, window: int | None = None, sinks: np.ndarray | None = None, softcap: float | None = None,
+        until: np.ndarray | None = None,
+    ) -> np.ndarray:  # fmt: skip
         """[T, Hq, D] in float64."""
+        ends = [None if until is None else until[self.rows(seq)] for seq in range(len(self.keys))]
         parts = [
-            oracle.attention(self.queries[self.rows(seq)], keys, values, scale, window, sinks, softcap)
+            oracle.attention(self.queries[self.rows(seq)], keys, values, scale, window, sinks, softcap, ends[seq])
             for seq, (keys, values) in enumerate(zip(self.keys, self.values))
         ]
         return np.concatenate(parts)
@@ -71,10 +73,13 @@ class PagedBatch:
         return attention.plan(**(sizes | choices))
 
     def run(
-        self, gpu: Gpu, scale: float, window: int | None = None, sinks: np.ndarray | None = None, **choices: Any
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """(out [T, Hq, D], the naive tier's weights [T, Hq, columns] or None). `choices` go to `attention.plan`."""
-        plan = self.plan(window, has_sinks=sinks is not None, arch=gpu.arch, **choices)
+        self, gpu: Gpu, scale: float, window: int | None = None, sinks: np.ndarray | None = None,
+        until: np.ndarray | None = None, **choices: Any,
+    ) -> tuple[np.ndarray, np.ndarray | None]:  # fmt: skip
+        """(out [T, Hq, D], the naive tier's weights [T, Hq, columns] or None). `until` is `sees_until`; `choices` go to
+        `attention.plan`."""
+        has_spans = until is not None
+        plan = self.plan(window, has_sinks=sinks is not None, has_spans=has_spans, arch=gpu.arch, **choices)
         arrays = (
             self.queries, self.k_pages, self.v_pages, self.query_start, self.seq_lens, self.block_tables,
         )  # fmt: skip
@@ -90,7 +95,10 @@ class PagedBatch:
             q, k_cache, v_cache, out.address, at, arrivals.address, query_start, seq_lens, tables, scale, sinks_at,
         )  # fmt: skip
         scale_blocks = [put(gpu, scales) for scales in self.scales]
-        gpu.launch(plan.launch, *plan.arguments(*arguments, *(block.address for block in scale_blocks)))
+        until_block = None if until is None else put(gpu, until)
+        sees_until = 0 if until_block is None else until_block.address
+        scales_at = [block.address for block in scale_blocks]
+        gpu.launch(plan.launch, *plan.arguments(*arguments, *scales_at, sees_until=sees_until))
         assert not get(gpu, arrivals, plan.num_arrivals, np.uint32).any(), "arrivals must be zeros again"
         weights = None
         if plan.tier == "naive" and workspace is not None:

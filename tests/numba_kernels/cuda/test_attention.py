@@ -8,7 +8,7 @@ import pytest
 from numba_kernels.cuda import attention
 from runtime.device.gpu import Gpu
 from tests.numba_kernels.cuda.paged import paged_batch
-from tests.oracles.attention import attention_weights
+from tests.oracles.attention import attention_weights, random_spans
 from tests.oracles.dense import relative_error
 
 # Largest error over largest value: the result's rounding, and in 16 bits that of the softmax weights.
@@ -119,6 +119,21 @@ def test_sinks_join_the_denominator_and_have_no_value(gpu: Gpu, tier: str, dtype
 
 
 CAPPED = {"f32": 1e-5, "f16": 2e-3, "bf16": 1e-2}  # e^x of a score that is exact to 2^-22 of the cap
+
+
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.exhaustive), 30])
+@pytest.mark.parametrize("dtype", [pytest.param("f32", marks=pytest.mark.exhaustive), "bf16"])
+def test_tokens_that_see_each_other(gpu: Gpu, dtype: str, window: int | None) -> None:
+    rng = np.random.default_rng(5)
+    for chunks, heads, kv_heads in (([(0, 150), (1, 40), (70, 1), (90, 33)], 4, 2), ([(260, 30), (0, 5)], 5, 1)):
+        batch = paged_batch(rng, chunks, heads=heads, kv_heads=kv_heads, head_dim=64, dtype=dtype)
+        until = random_spans(rng, chunks)
+        if window is not None:
+            batch.give_up(window)
+        out, _ = batch.run(gpu, 0.125, window, until=until)
+        assert relative_error(out, batch.expected(0.125, window, until=until)) < TOLERANCE[dtype]
+    with pytest.raises(ValueError, match="tier decode has no spans, must be flash"):
+        batch.run(gpu, 0.125, window, until=until, tier="decode")
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("f32", marks=pytest.mark.exhaustive), "bf16"])

@@ -1,0 +1,87 @@
+"""Qwen2.5-VL (arXiv 2502.13923): Qwen2 over text and pictures.
+
+The tower is `models.towers.qwen2_5_vl`. Tokens have positions in three axes, each of which turns a section of a head's
+pairs (`models.mrope`). Published files are flat: the language model's fields stand beside `vision_config`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from models.architecture import Architecture
+from models.config import agree_with_layer_types, read_common
+from models.families.llama import LlamaConfig, LlamaModel, windows_of_qwen
+from models.json_fields import Fields
+from models.maker import Maker
+from models.mrope import parted_axes
+from models.picture_decoder import AxesDecoder
+from models.rope_config import parse_rope, rope_fields
+from models.towers.qwen2_5_vl import WindowedTower, WindowedTowerConfig, read_windowed_tower
+from runtime.images.patches import PatchRule
+
+_ROOT = "model.language_model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen25VLConfig(LlamaConfig):
+    """`sections`: pairs of a head that each axis turns. `image_token_id` stands where a picture's tokens go."""
+
+    tower: WindowedTowerConfig
+    sections: tuple[int, ...]
+    image_token_id: int
+
+
+class Qwen25VLModel(AxesDecoder, LlamaModel):
+    """`patch_rule`: how pictures are cut, by default as the published models have it."""
+
+    config: Qwen25VLConfig
+    root = _ROOT
+    renames = MappingProxyType({
+        "visual.": "model.visual.",
+        **{f"model.{each}.": f"{_ROOT}.{each}." for each in ("layers", "embed_tokens", "norm")},
+    })  # fmt: skip
+
+    def __init__(self, config: Qwen25VLConfig, maker: Maker) -> None:
+        super().__init__(config, maker)
+        tower = config.tower
+        self.image_token_id, self.axes = config.image_token_id, parted_axes(config.sections)
+        self.tower = WindowedTower(tower, maker.under("model.visual"))
+        self.patch_rule = PatchRule(
+            patch_size=tower.patch_size, merge_size=tower.merge_size, num_frames=tower.num_frames,
+            min_pixels=56 * 56, max_pixels=12_845_056,
+        )  # fmt: skip
+
+
+def read_qwen2_5_vl(fields: Fields) -> Qwen25VLConfig:
+    text = fields.object("text_config") if fields.has("text_config") else fields
+    is_tied = fields.boolean("tie_word_embeddings", False) or text.boolean("tie_word_embeddings", False)
+    text.expect("attention_bias", True)
+    common = read_common(text, default_norm_eps=1e-5)
+    if common["head_dim"] * common["num_heads"] != common["hidden_size"]:
+        raise text.error("head_dim", f"= {common['head_dim']} must be hidden_size / num_attention_heads")
+    windows = windows_of_qwen(text)
+    common["layer_windows"] = agree_with_layer_types(text, tuple(map(windows, range(common["num_layers"]))))
+    rope = parse_rope(
+        text, common["head_dim"], common["max_position_embeddings"], default_theta=1e6, aliases={"mrope": "default"}
+    )
+    own = rope_fields(text)
+    sections = own.integers("mrope_section") if own.has("mrope_section") else (16, 24, 24)
+    if len(sections) != 3 or sum(sections) != common["head_dim"] // 2:
+        raise own.error("mrope_section", f"{sections} must be three numbers, {common['head_dim'] // 2} in all")
+    for name in ("video_token_id", "vision_token_id", "vision_start_token_id", "vision_end_token_id"):
+        fields.raw(name)  # of templates
+    common["tie_word_embeddings"] = is_tied
+    return Qwen25VLConfig(
+        **common,
+        layer_ropes=(rope,) * common["num_layers"],
+        attention_bias=True,
+        tower=read_windowed_tower(fields.object("vision_config"), common["hidden_size"]),
+        sections=sections,
+        image_token_id=fields.integer("image_token_id", 151655, least=0),
+    )
+
+
+ARCHITECTURES = (
+    Architecture("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", read_qwen2_5_vl, Qwen25VLModel),
+)

@@ -1,0 +1,179 @@
+"""Qwen2.5-VL's tower (arXiv 2502.13923): patches to embeddings of the language model's tokens.
+
+    x = patches . W
+    for each layer:   x = x + attention(norm(x));   x = x + mlp(norm(x))      RMSNorm, and a SwiGLU
+    embeddings = mlp(norm(x), 2 x 2 patches a token)
+
+Patches attend within windows, in some layers to the whole picture. They lie window by window while they are computed.
+Queries and keys are rotated by a patch's line and column.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from models.config import SILU_NAMES, read_choice
+from models.json_fields import Fields
+from models.maker import Maker
+from models.towers.full_attention import FullAttention
+from models.towers.qwen3_vl import axial_rope, patch_places
+from runtime import ops
+from runtime.tensor.tensor import Tensor
+
+Array = np.ndarray[Any, Any]
+
+_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowedTowerConfig:
+    """`window_tokens`: tokens of a window's side. `full_layers`: numbers of the layers that have no windows."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    inner_size: int
+    out_size: int
+    patch_size: int
+    num_frames: int
+    merge_size: int
+    window_tokens: int
+    full_layers: frozenset[int]
+    theta: float
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads
+
+
+def read_windowed_tower(fields: Fields, hidden_size: int) -> WindowedTowerConfig:
+    """`vision_config`, of a language model of this width; the defaults are transformers'."""
+    fields.expect("in_channels", 3)
+    fields.expect("in_chans", 3)
+    fields.raw("tokens_per_second")  # of films
+    width, heads = fields.integer("hidden_size", 3584, most=1 << 16), fields.integer("num_heads", 16, most=1 << 10)
+    if width % heads or width // heads % 4:
+        raise fields.error("num_heads", f"= {heads} must divide hidden_size = {width} into multiples of 4")
+    out_size = fields.integer("out_hidden_size", 3584)
+    if out_size != hidden_size:
+        raise fields.error("out_hidden_size", f"= {out_size} must be the language model's hidden_size = {hidden_size}")
+    read_choice(fields, "hidden_act", "silu", SILU_NAMES)
+    patch, merge = fields.integer("patch_size", 14, most=256), fields.integer("spatial_merge_size", 2, most=16)
+    fields.expect("spatial_patch_size", patch)
+    window = fields.integer("window_size", 112, most=1 << 16)
+    if window // merge // patch < 1:
+        raise fields.error("window_size", f"= {window} is below a token's side, {patch * merge} pixels")
+    given = fields.integers("fullatt_block_indexes") if fields.has("fullatt_block_indexes") else (7, 15, 23, 31)
+    rope = fields.object("rope_parameters")
+    rope.expect("rope_type", "axial")
+    return WindowedTowerConfig(
+        hidden_size=width,
+        num_layers=fields.integer("depth", 32, most=1 << 10),
+        num_heads=heads,
+        inner_size=fields.integer("intermediate_size", 3420, most=1 << 24),
+        out_size=out_size,
+        patch_size=patch,
+        num_frames=fields.integer("temporal_patch_size", 2, most=16),
+        merge_size=merge,
+        window_tokens=window // merge // patch,
+        full_layers=frozenset(given),
+        theta=float(rope.number("rope_theta", 10_000.0, least=1e-6, most=1e12)),
+    )
+
+
+class WindowedTower:
+    """Makes a picture's embeddings."""
+
+    def __init__(self, config: WindowedTowerConfig, maker: Maker) -> None:
+        width, inputs = config.hidden_size, config.hidden_size * config.merge_size**2
+        self.config, self.dtype, self.device = config, maker.dtype, maker.options.device
+        kernel = (3, config.num_frames, config.patch_size, config.patch_size)
+        self.patch_embed = maker.convolution("patch_embed.proj", outputs=width, kernel=kernel, has_bias=False)
+        self.layers = [_TowerLayer(config, maker.under(f"blocks.{index}")) for index in range(config.num_layers)]
+        merger = maker.under("merger")
+        self.norm = merger.vector("ln_q.weight", width)
+        self.up = merger.linear("mlp.0", outputs=inputs, inputs=inputs, has_bias=True)
+        self.down = merger.linear("mlp.2", outputs=config.out_size, inputs=inputs, has_bias=True)
+
+    def start(self, patches: Array, grid: tuple[int, int]) -> WindowedEncoding:
+        """Begin with a picture of `grid` patches, `[rows * columns, 3 * num_frames * patch_size**2]` float32,
+        normalised, those of a token together."""
+        return WindowedEncoding(self, patches, grid)
+
+    def __call__(self, patches: Array, grid: tuple[int, int]) -> tuple[Tensor, ...]:
+        """All of it at once: see `WindowedEncoding.advance`."""
+        made = self.start(patches, grid).advance(self.config.num_layers)
+        assert made is not None
+        return made
+
+
+class WindowedEncoding:
+    """A picture on its way through the tower, which can stop between any two layers."""
+
+    def __init__(self, tower: WindowedTower, patches: Array, grid: tuple[int, int]) -> None:
+        config, device = tower.config, tower.device
+        rows, columns = patch_places(grid, config.merge_size)
+        assert len(patches) == len(rows), f"{len(patches)} patches, but the grid is {grid}"
+        merge = config.merge_size
+        order, lengths = windows_of(grid[0] // merge, grid[1] // merge, config.window_tokens)
+        unit = merge**2
+        ordered = (order[:, None] * unit + np.arange(unit)).ravel()  # patches, window by window
+        pixels = Tensor.from_numpy(np.ascontiguousarray(patches[ordered], np.float32)).to(device)
+        if device.kind != "cpu":
+            pixels = pixels.to(tower.dtype)
+        self._tower, self._next = tower, 0
+        self._x = tower.patch_embed(pixels)
+        (self._back,) = ops.place([np.argsort(order).astype(np.int32)], device)
+        rope = axial_rope(config.head_dim, config.theta, rows[ordered], columns[ordered], device)
+        self._full, self._windowed = (
+            FullAttention(each, config.num_heads, config.head_dim, rope, self._x.dtype, device)
+            for each in ([len(rows)], [count * unit for count in lengths])
+        )
+
+    @property
+    def num_layers_left(self) -> int:
+        return self._tower.config.num_layers - self._next
+
+    def advance(self, num_layers: int) -> tuple[Tensor, ...] | None:
+        """Compute so many layers more. Behind the last: the embeddings `[num_tokens, out_size]`."""
+        tower = self._tower
+        for _ in range(min(num_layers, self.num_layers_left)):
+            attention = self._full if self._next in tower.config.full_layers else self._windowed
+            self._x = tower.layers[self._next](self._x, attention)
+            self._next += 1
+        if self.num_layers_left:
+            return None
+        x = ops.rms_norm(self._x, tower.norm, _NORM_EPS)
+        h = tower.up(x.view(-1, tower.up.weight.shape[1]))
+        return (ops.gather_rows(tower.down(ops.gelu(h, "erf", out=h)), self._back),)
+
+
+class _TowerLayer:
+    def __init__(self, config: WindowedTowerConfig, maker: Maker) -> None:
+        width, inner = config.hidden_size, config.inner_size
+        self.norms = [maker.vector(f"{name}.weight", width) for name in ("norm1", "norm2")]
+        self.qkv = maker.linear("attn.qkv", outputs=(width,) * 3, inputs=width, has_bias=True)
+        self.proj = maker.linear("attn.proj", outputs=width, inputs=width, has_bias=True)
+        names = ("mlp.gate_proj", "mlp.up_proj")
+        self.gate_up = maker.linear(names, outputs=(inner, inner), inputs=width, has_bias=True)
+        self.down = maker.linear("mlp.down_proj", outputs=width, inputs=inner, has_bias=True)
+
+    def __call__(self, x: Tensor, attention: FullAttention) -> Tensor:
+        h = ops.rms_norm(x, self.norms[0], _NORM_EPS)
+        x = self.proj(attention(self.qkv(h)), residual=x)
+        h = ops.rms_norm(x, self.norms[1], _NORM_EPS)
+        return self.down(self.gate_up.glu(h, "silu"), residual=x)
+
+
+def windows_of(rows: int, columns: int, side: int) -> tuple[Array, list[int]]:
+    """A picture's tokens window by window, those at the right and below being smaller, and how many each has."""
+    places = np.arange(rows * columns).reshape(rows, columns)
+    windows = [
+        places[row : row + side, column : column + side].ravel()
+        for row in range(0, rows, side)
+        for column in range(0, columns, side)
+    ]
+    return np.concatenate(windows), [len(each) for each in windows]
