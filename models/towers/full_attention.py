@@ -1,4 +1,4 @@
-"""Attention among all patches of one picture, or of each of its windows, in both directions, by the paged causal kernels.
+"""Attention among all patches of a picture, or of each of its windows, in both directions, by the paged causal kernels.
 
 A query that stands last in its sequence sees all keys, so that nothing is masked: a block of `QUERIES` patches becomes
 one token of as many query heads, which share a KV head. So the keys of a picture are read once for a whole block, and

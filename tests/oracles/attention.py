@@ -40,8 +40,8 @@ def attention(queries, keys, values, scale, window=None, sinks=None, softcap=Non
 
 
 def random_spans(rng, chunks):
-    """For tokens of ``chunks``, (context, queries) each: the position behind the last that each sees, of which some in a
-    row see each other; int32."""
+    """For tokens of ``chunks``, (context, queries) each: the position behind the last that each sees. Some in a row see
+    each other. int32."""
     ends = []
     for context, count in chunks:
         own = np.arange(context + 1, context + count + 1)
