@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba_kernels.cuda.experts import combine, gather, order, packed, router, routing, tensor_core, tiled
+from numba_kernels.cuda.experts import combine, gather, hopper, order, packed, router, routing, tensor_core, tiled
+from numba_kernels.cuda.gemm import machine_of
+from numba_kernels.cuda.gemm.hopper_ring import Tile
 from numba_kernels.cuda.intrinsics.element_types import VECTOR_WIDTH
 from runtime.backends.checks import fail
 from runtime.backends.cuda_tensor import alignment
@@ -99,8 +101,18 @@ def _can_gather(x: Tensor, chosen: Routing, gate_up: ExpertsWeight, down: Expert
     return is_aligned and is_few and not (gate_up.exact or is_packed)
 
 
+def _hopper_tile(x: Tensor, rows: int, gate_up: ExpertsWeight, down: ExpertsWeight) -> Tile | None:
+    """Of both products, where `wgmma` does them."""
+    is_there = gate_up.maps is not None and down.maps is not None
+    if not is_there or x.address % 16 or gate_up.exact or gate_up.shape[1] % (2 * VECTOR_WIDTH[x.dtype.ptx]):
+        return None
+    gpu = Gpu.of(x.device)
+    machine = machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
+    return hopper.choose_tile(rows, *gate_up.shape, machine)
+
+
 def _tile_rows(x: Tensor, rows: int, gate_up: ExpertsWeight, down: ExpertsWeight) -> int:
-    """Of the tiles of both products."""
+    """Of the tiles of both products, where `wgmma` does not do them."""
     if not (_has_fast_rows(x, gate_up) and _has_fast_rows(x, down)):
         return tiled.TILE_ROWS
     num_experts, hidden, _ = down.shape
@@ -142,7 +154,8 @@ def _grouped(
     gpu, dtype = Gpu.of(x.device), x.dtype.ptx
     (tokens, top_k), (num_experts, hidden, inner) = chosen.ids.shape, down.shape
     rows = tokens * top_k
-    tile_rows = _tile_rows(x, rows, gate_up, down)
+    tile = _hopper_tile(x, rows, gate_up, down)
+    tile_rows = _tile_rows(x, rows, gate_up, down) if tile is None else hopper.tile_rows(tile)
     num_tiles = order.most_tiles(rows, num_experts, tile_rows)
 
     def integers(*shape: int) -> Tensor:
@@ -159,7 +172,11 @@ def _grouped(
         out = Tensor.empty((rows, columns), x.dtype, x.device)
         arguments: list[Any] = [source.address, weight.table_address, tiles.address, count.address]
         arguments += [tokens_of.address if gathers else 0, out.address, columns, weight.shape[2], num_experts]
-        if weight.packing is not None:
+        if tile is not None:
+            machine = machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
+            launch = hopper.plan(num_tiles, columns, dtype, activation, tile, machine)
+            arguments.append(weight.maps_address)
+        elif weight.packing is not None:
             launch = packed.plan(num_tiles, columns, dtype, weight.packing.name, activation, tile_rows)
         elif _has_fast_rows(x, weight):
             launch = tensor_core.plan(num_tiles, columns, dtype, activation, tensor_core.tile_of(tile_rows))

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from numba_kernels.cuda.packing import Packing
+from runtime.device import tensor_map
 from runtime.dtype import DType
 from runtime.errors import InvalidArgumentError
-from runtime.linear.weight import GpuWeight, JoinedWeight, LinearWeight, PackedWeight, PanelWeight
+from runtime.linear.weight import GpuWeight, JoinedWeight, LinearWeight, PackedWeight, PanelWeight, RowWeight
 from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 
@@ -32,13 +33,17 @@ class ExpertsWeight:
             weights that are only declared.
         table: on a GPU, there, ``[2, E]`` int64: where each expert's rows and bias lie, 0 without; else None.
         table_address: of `table`, or 0.
+        maps, maps_address: on Hopper, of 16-bit rows on 16-byte bounds, ``[E, 128]`` uint8: a tensor map of each expert's
+            rows; else None, and 0.
         packing: on a GPU, how all of them are packed; None: they are floats.
         exact: on a GPU, whether a row's bits may not depend on how many rows there are.
 
     Raises InvalidArgumentError for no expert, and for experts of different shapes or formats.
     """
 
-    __slots__ = ("exact", "experts", "packing", "parts", "table", "table_address", "tables")
+    __slots__ = (
+        "exact", "experts", "maps", "maps_address", "packing", "parts", "table", "table_address", "tables",
+    )  # fmt: skip
 
     def __init__(self, experts: Sequence[LinearWeight]) -> None:
         if not experts:
@@ -56,7 +61,8 @@ class ExpertsWeight:
                 )
         self.tables: list[NDArray] = []
         self.table: Tensor | None = None
-        self.table_address, self.exact = 0, False
+        self.maps: Tensor | None = None
+        self.table_address, self.maps_address, self.exact = 0, 0, False
         self.packing: Packing | None = None
         if isinstance(weight := self.experts[0], GpuWeight):
             places = [[each.address for each in experts], [each.bias_address for each in experts]]  # type: ignore[attr-defined]
@@ -64,6 +70,8 @@ class ExpertsWeight:
             self.table.storage.freeze()
             self.table_address, self.exact = self.table.address, weight.exact
             self.packing = weight.packing if isinstance(weight, PackedWeight) else None
+            self.maps = _tensor_maps(self.experts)
+            self.maps_address = 0 if self.maps is None else self.maps.address
         if isinstance(self.parts[0][0], PanelWeight):
             assert all(part.order is None for parts in self.parts for part in parts), "x is one for all experts"
             self.tables = [
@@ -81,3 +89,21 @@ class ExpertsWeight:
     def shape(self) -> tuple[int, int, int]:
         """(E, N, K)."""
         return len(self.experts), *self.experts[0].shape
+
+
+def _tensor_maps(experts: Sequence[LinearWeight]) -> Tensor | None:
+    """Of the experts' rows, in the memory of their GPU, for the products that read them by the TMA."""
+    from numba_kernels.cuda.experts import hopper
+    from runtime.device.gpu import Gpu
+
+    weights = [each for each in experts if isinstance(each, RowWeight)]
+    rows, depth = experts[0].shape
+    gpu = Gpu.of(experts[0].device)
+    can_map = len(weights) == len(experts) and all(each.address % 16 == 0 for each in weights)
+    if not can_map or not hopper.can_plan(gpu.arch, weights[0].activations.ptx, rows, depth):
+        return None
+    layout = hopper.map_layout(weights[0].activations.ptx, rows, depth)
+    maps = b"".join(tensor_map.encode(gpu.driver, each.address, layout) for each in weights)
+    made = Tensor.from_numpy(np.frombuffer(maps, np.uint8).reshape(len(weights), hopper.MAP_BYTES)).to(gpu.device)
+    made.storage.freeze()
+    return made

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from numba_kernels.cache import sources_digest
 from numba_kernels.cache_files import cache_root, locked, read_entry, write_entry
-from numba_kernels.cuda import logprobs, megakernel, sampling
+from numba_kernels.cuda import experts, logprobs, megakernel, sampling
 from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flash_hopper, flash_tensor_core
 from numba_kernels.cuda.gemm import byte_tiles, few_rows, hopper, hopper_bytes, packed_tiles, tensor_core
 from numba_kernels.cuda.registry import specialisations
@@ -196,6 +196,8 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
         return max(few_rows.shared_bytes(constants["row_tiles"], 2**i) for i in range(4))
     if name.startswith("gemm_packed_tiles"):
         return packed_tiles.shared_bytes(constants["weight"], constants["dtype"])
+    if name.startswith("experts_hopper"):
+        return {str(tile): tile for tile in experts.hopper.TILES}[constants["tile"]].shared_bytes
     if name.startswith("experts_packed"):
         return packed_tiles.shared_bytes(constants["weight"], constants["dtype"], constants["tile_rows"])
     if name.startswith("gemm_byte_tiles"):

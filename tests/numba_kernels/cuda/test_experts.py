@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from models.quantized.on_load import ROUNDINGS
-from numba_kernels.cuda.experts import packed, tensor_core
+from numba_kernels.cuda.experts import hopper, packed, tensor_core
 from runtime import ops
 from runtime.backends import cuda_experts
 from runtime.device.device import Device
@@ -283,14 +283,7 @@ def test_tiles_of_tensor_cores_give_the_same_bits(gpu: Gpu, monkeypatch: pytest.
 
 
 def test_rows_that_tensor_cores_do_not_take(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    names: list[str] = []
-    launch = Gpu.launch
-
-    def recorded(self: Gpu, planned: Any, *arguments: Any, **more: Any) -> Any:
-        names.append(planned.specialisation.name)
-        return launch(self, planned, *arguments, **more)
-
-    monkeypatch.setattr(Gpu, "launch", recorded)
+    names = launched_names(monkeypatch)
     rng = np.random.default_rng(4)
     routing = routing_of(rng, "random", 6, RoutingRule(num_experts=3, top_k=2))
     hidden = 64
@@ -341,3 +334,40 @@ def test_quantised_experts(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, kind: str)
             wanted = layer.wanted(x, routing, activation, residual=residual)
             assert relative_error(found[-1], wanted) <= TOLERANCE["bf16"]
         np.testing.assert_array_equal(found[0], found[-1])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("f16", marks=pytest.mark.exhaustive)])
+def test_hopper_tiles(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+    """Both tiles, to the same bits: experts of no row, one, a tile's and more; K, gates and columns that end within
+    theirs; a gate that is clamped, with biases and without."""
+    rng, names = np.random.default_rng(8), launched_names(monkeypatch)
+    for hidden, inner, activation, has_bias in ((72, 136, "clamped_silu", True), (520, 64, "silu", False)):
+        layer = Layer(gpu.device, 6, hidden, inner, dtype, has_bias=has_bias)
+        rule = RoutingRule(num_experts=6, top_k=2)
+        chosen = np.array([[0, 4]] * 257 + [[4, 1]] * 1 + [[3, 0]] * 16, np.int32)
+        weights = rng.uniform(size=chosen.shape).astype(np.float32)
+        routing = Routing(Tensor.from_numpy(chosen), Tensor.from_numpy(weights), rule)
+        x = rng.standard_normal((len(chosen), hidden)) * 4
+        found: list[Array] = []
+        for tile in hopper.TILES:
+            monkeypatch.setattr(hopper, "choose_tile", lambda *_, tile=tile: tile)
+            names.clear()
+            found.append(layer(x, routing, activation))
+            assert [name for name in names if "hopper" in name] == [
+                f"experts_hopper_{dtype}_{tile}_{activation}", f"experts_hopper_{dtype}_{tile}"
+            ]
+            assert relative_error(found[-1], layer.wanted(x, routing, activation)) <= TOLERANCE[dtype]
+        np.testing.assert_array_equal(found[0], found[1])
+
+
+def launched_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of kernels that are launched from now on."""
+    names: list[str] = []
+    launch = Gpu.launch
+
+    def recorded(self: Gpu, planned: Any, *arguments: Any, **more: Any) -> Any:
+        names.append(planned.specialisation.name)
+        return launch(self, planned, *arguments, **more)
+
+    monkeypatch.setattr(Gpu, "launch", recorded)
+    return names
