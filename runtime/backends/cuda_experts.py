@@ -1,15 +1,26 @@
 """Mixtures of experts on a GPU; see `runtime.ops`. Launches are as many, and of the same shapes, whatever is chosen.
 
-Few tokens take two launches that go straight over their experts. Others have their choices put together by expert,
-which is a launch, then two products and the sum. Exact mode always takes the latter, whose sums do not depend on how
-many tokens there are; so do quantised experts.
+Few tokens take two launches that go straight over their experts, of 16 bits or quantised. Others have their choices put
+together by expert, which is a launch, then two products and the sum. Exact mode always takes the latter, whose sums do
+not depend on how many tokens there are, by tiles that give the same bits whatever their height.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from numba_kernels.cuda.experts import combine, gather, hopper, order, packed, router, routing, tensor_core, tiled
+from numba_kernels.cuda.experts import (
+    combine,
+    gather,
+    hopper,
+    order,
+    packed,
+    packed_gather,
+    router,
+    routing,
+    tensor_core,
+    tiled,
+)
 from numba_kernels.cuda.gemm import machine_of
 from numba_kernels.cuda.gemm.hopper_ring import Tile
 from numba_kernels.cuda.intrinsics.element_types import VECTOR_WIDTH
@@ -94,11 +105,13 @@ def experts(
 
 
 def _can_gather(x: Tensor, chosen: Routing, gate_up: ExpertsWeight, down: ExpertsWeight) -> bool:
-    width = VECTOR_WIDTH[x.dtype.ptx]
-    is_aligned = x.address % 16 == 0 and gate_up.shape[2] % width == 0 and down.shape[2] % width == 0
-    is_few = x.shape[0] <= _GATHERED_TOKENS and chosen.rule.top_k <= gather.MAX_CHOICES
-    is_packed = gate_up.packing is not None or down.packing is not None
-    return is_aligned and is_few and not (gate_up.exact or is_packed)
+    if x.shape[0] > _GATHERED_TOKENS or gate_up.exact or x.address % 16:
+        return False
+    dtype, top_k, (hidden, inner) = x.dtype.ptx, chosen.rule.top_k, down.shape[1:]
+    if gate_up.packing is not None and down.packing is not None:
+        return all(packed_gather.can_plan(each.packing, dtype, inner, hidden, top_k) for each in (gate_up, down))
+    is_aligned = hidden % VECTOR_WIDTH[dtype] == 0 and inner % VECTOR_WIDTH[dtype] == 0
+    return is_aligned and top_k <= gather.MAX_CHOICES and gate_up.packing is None and down.packing is None
 
 
 def _hopper_tile(x: Tensor, rows: int, gate_up: ExpertsWeight, down: ExpertsWeight) -> Tile | None:
@@ -133,8 +146,14 @@ def _gathered(
     gpu, dtype = Gpu.of(x.device), x.dtype.ptx
     (tokens, top_k), (num_experts, hidden, inner) = chosen.ids.shape, down.shape
     between = Tensor.empty((tokens * top_k, inner), x.dtype, x.device)
+    if gate_up.packing is not None and down.packing is not None:
+        first = packed_gather.plan_gate_up(tokens * top_k, inner, hidden, gate_up.packing, activation)
+        second = packed_gather.plan_down(tokens, top_k, hidden, inner, down.packing)
+    else:
+        first = gather.plan_gate_up(tokens * top_k, inner, dtype, activation)
+        second = gather.plan_down(tokens, top_k, hidden, dtype)
     gpu.launch(
-        gather.plan_gate_up(tokens * top_k, inner, dtype, activation), x.address, gate_up.table_address,
+        first, x.address, gate_up.table_address,
         chosen.ids.address, between.address, inner, gate_up.shape[2], num_experts, top_k,
     )  # fmt: skip
     squares = 0
@@ -142,7 +161,7 @@ def _gathered(
         result.row_squares = Tensor.empty((tokens, hidden // gather.SQUARE_COLUMNS), float32, x.device)
         squares = result.row_squares.address
     gpu.launch(
-        gather.plan_down(tokens, top_k, hidden, dtype), between.address, down.table_address, chosen.ids.address,
+        second, between.address, down.table_address, chosen.ids.address,
         chosen.weights.address, *added, result.address, squares, hidden, inner, num_experts, top_k,
     )  # fmt: skip
 

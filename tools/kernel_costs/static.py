@@ -198,6 +198,8 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
         return packed_tiles.shared_bytes(constants["weight"], constants["dtype"])
     if name.startswith("experts_hopper"):
         return {str(tile): tile for tile in experts.hopper.TILES}[constants["tile"]].shared_bytes
+    if name.startswith("experts_packed_gather"):  # rows of 8,192 numbers, or three times as many in all
+        return (3 if constants["activation"] == "" else 1) * 8192 * 2
     if name.startswith("experts_packed"):
         return packed_tiles.shared_bytes(constants["weight"], constants["dtype"], constants["tile_rows"])
     if name.startswith("gemm_byte_tiles"):

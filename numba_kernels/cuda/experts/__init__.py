@@ -1,14 +1,15 @@
 """Mixtures of experts: choosing experts, and products with those that were chosen.
 
-    router       a decode step's norm, router and choice at once
-    routing      logits of a router to experts and weights of each token
-    order        the choices of all tokens put together by expert, in tiles of rows
-    tiled        products of such rows: 16 x 16, every type
-    tensor_core  the same on tensor cores: 16-bit rows, by the tiles of dense products
-    hopper       the same by `wgmma` (sm_90a): many rows of each expert
-    packed       the same for experts that stay quantised
-    combine      the weighted sum of what a token's experts give
-    gather       few tokens: straight over the chosen experts, without an order; the sum comes with the second product
+    router         a decode step's norm, router and choice at once
+    routing        logits of a router to experts and weights of each token
+    order          the choices of all tokens put together by expert, in tiles of rows
+    tiled          products of such rows: 16 x 16, every type
+    tensor_core    the same on tensor cores: 16-bit rows, by the tiles of dense products
+    hopper         the same by `wgmma` (sm_90a): many rows of each expert
+    packed         the same for experts that stay quantised
+    combine        the weighted sum of what a token's experts give
+    gather         few tokens: straight over the chosen experts, without an order; the sum comes with the second product
+    packed_gather  the same for experts that stay quantised
 
 No launch depends on what was chosen, nothing is copied to the host, and no loop of the host knows of experts.
 """
@@ -17,14 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from numba_kernels.cuda.experts import combine, gather, hopper, order, packed, router, routing, tensor_core, tiled
+from numba_kernels.cuda.experts import combine, gather, hopper, order, packed, packed_gather, router, routing, tensor_core, tiled
 from numba_kernels.cuda.specialisation import Specialisation
 
 __all__ = [
-    "combine", "gather", "hopper", "order", "packed", "router", "routing", "specialisations", "tensor_core", "tiled",
+    "combine", "gather", "hopper", "order", "packed", "packed_gather", "router", "routing", "specialisations",
+    "tensor_core", "tiled",
 ]  # fmt: skip
 
-_PARTS = (routing, router, order, tiled, tensor_core, hopper, packed, combine, gather)
+_PARTS = (routing, router, order, tiled, tensor_core, hopper, packed, combine, gather, packed_gather)
 
 
 def specialisations() -> Iterator[Specialisation]:

@@ -54,6 +54,7 @@ uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 DTYPE = "bf16"  # of rows
 ROWS = 16  # of a weight, that a warp multiplies
 AHEAD = 4
+_NUM_WORDS = 8 * AHEAD  # of a lane, on their way
 WARPS = 8
 STREAMS = WARPS // 2  # parts of K of a block that multiplies gate and up
 MAX_CHOICES = 16  # of a token
@@ -310,7 +311,7 @@ def _gate_up(weight_name: str, activation: str) -> Specialisation:
         shared = memory.shared_address(cuda.shared.array(0, uint32))
         largest = cuda.shared.array(WARPS, uint32)
         partial = cuda.shared.array((2, STREAMS, ROWS), float32)
-        words, scales = cuda.local.array(8 * AHEAD, uint32), cuda.local.array(num_scale_words, uint32)
+        words, scales = cuda.local.array(_NUM_WORDS, uint32), cuda.local.array(num_scale_words, uint32)
         rows, scale_rows, sums = cuda.local.array(2, uint64), cuda.local.array(1, uint64), cuda.local.array(2, float32)
         thread, lane, draw = uint32(cuda.threadIdx.x), lane_index(), uint32(cuda.blockIdx.y)
         warp, tile = uint32(thread >> uint32(5)), uint32(cuda.blockIdx.x)
@@ -382,7 +383,7 @@ def _down(weight_name: str) -> Specialisation:
         largest = cuda.shared.array(MAX_CHOICES, uint32)
         partial = cuda.shared.array((MAX_CHOICES, ROWS), float32)
         finished = cuda.shared.array((MAX_CHOICES, ROWS), float32)
-        words, scales = cuda.local.array(8 * AHEAD, uint32), cuda.local.array(num_scale_words, uint32)
+        words, scales = cuda.local.array(_NUM_WORDS, uint32), cuda.local.array(num_scale_words, uint32)
         rows, scale_rows, sums = cuda.local.array(2, uint64), cuda.local.array(1, uint64), cuda.local.array(2, float32)
         values = cuda.local.array(1, float32)
         thread, lane, row = uint32(cuda.threadIdx.x), lane_index(), uint32(cuda.blockIdx.y)

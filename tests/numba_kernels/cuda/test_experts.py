@@ -327,6 +327,12 @@ def test_quantised_experts(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, kind: str)
     for how, tokens in (("random", 1), ("random", 3), ("first", 140)):
         routing = routing_of(rng, how, tokens, rule)
         x, residual = rng.standard_normal((2, tokens, hidden))
+        if tokens <= 4:  # straight over their experts
+            names = launched_names(monkeypatch)
+            wanted = layer.wanted(x, routing, activation, residual=residual)
+            assert relative_error(layer(x, routing, activation, residual=residual), wanted) <= TOLERANCE["bf16"]
+            assert [name.startswith("experts_packed_gather") for name in names] == [True, True]
+        monkeypatch.setattr(cuda_experts, "_GATHERED_TOKENS", 0)
         found = []
         for rows in (packed.FEW_ROWS, packed.BLOCK_M) if tokens > 1 else (packed.FEW_ROWS,):
             monkeypatch.setattr(packed, "choose_tile_rows", lambda *_, rows=rows: rows)
@@ -334,6 +340,7 @@ def test_quantised_experts(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, kind: str)
             wanted = layer.wanted(x, routing, activation, residual=residual)
             assert relative_error(found[-1], wanted) <= TOLERANCE["bf16"]
         np.testing.assert_array_equal(found[0], found[-1])
+        monkeypatch.setattr(cuda_experts, "_GATHERED_TOKENS", 4)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("f16", marks=pytest.mark.exhaustive)])
