@@ -109,7 +109,8 @@ def _can_gather(x: Tensor, chosen: Routing, gate_up: ExpertsWeight, down: Expert
         return False
     dtype, top_k, (hidden, inner) = x.dtype.ptx, chosen.rule.top_k, down.shape[1:]
     if gate_up.packing is not None and down.packing is not None:
-        return all(packed_gather.can_plan(each.packing, dtype, inner, hidden, top_k) for each in (gate_up, down))
+        packings = gate_up.packing, down.packing
+        return all(packed_gather.can_plan(packing, dtype, inner, hidden, top_k) for packing in packings)
     is_aligned = hidden % VECTOR_WIDTH[dtype] == 0 and inner % VECTOR_WIDTH[dtype] == 0
     return is_aligned and top_k <= gather.MAX_CHOICES and gate_up.packing is None and down.packing is None
 

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import ml_dtypes
 import numpy as np
 
 import models.registry
 from models.dummy import DummyCheckpoint
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
+from numba_kernels.cuda.packing import packing_of
 from runtime.device.compiled_kernel import CompiledKernel
 from runtime.device.device import Device
 from runtime.device.driver import Driver, cuda_bindings
@@ -28,6 +30,7 @@ from runtime.device.emulator.driver.dry_driver import DryDriver
 from runtime.device.gpu import Gpu
 from runtime.device.kernel_cache import KernelCache
 from runtime.device.kernel_list import KernelList
+from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 
 if TYPE_CHECKING:
     from numba_kernels.cuda.specialisation import Launch, Specialisation
@@ -126,7 +129,21 @@ class _NotingGpu(Gpu):
 
 
 class _Zeros(DummyCheckpoint):
-    """Weights that cost nothing to make."""
+    """Weights that cost nothing to make; with `has_mxfp4` those of experts are as gpt-oss stores them."""
+
+    has_mxfp4 = False
+
+    def quantized(self, name: str) -> QuantizedLayout | None:
+        is_matrix = ".experts." in name and len(self._shapes.get(name, ())) == 2
+        if not (self.has_mxfp4 and is_matrix):
+            return super().quantized(name)
+        rows, depth = self._shapes[name]
+        return QuantizedLayout("fp4", (rows, depth), (1, 32), np.dtype(ml_dtypes.float8_e8m0fnu))
+
+    def matrix(self, name: str) -> QuantizedMatrix:
+        if (layout := self.quantized(name)) is not None:
+            self._quantized = {**self._quantized, name: layout}
+        return super().matrix(name)
 
     def array(self, name: str) -> np.ndarray[Any, Any]:
         return np.zeros(self._shapes[name], self._dtype.numpy)
@@ -154,8 +171,12 @@ def decode_step(
     gpu = _NotingGpu(arch)
     gpu.install()
     num_layers = int(config["num_hidden_layers"])
-    with tempfile.TemporaryDirectory() as folder, patch.object(models.registry, "DummyCheckpoint", _Zeros):
+    is_mxfp4 = (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+    weights = type("_Weights", (_Zeros,), {"has_mxfp4": is_mxfp4})
+    with tempfile.TemporaryDirectory() as folder, patch.object(models.registry, "DummyCheckpoint", weights):
         shallow = {**config, "num_hidden_layers": min(NUM_LAYERS, num_layers)}
+        if "layer_types" in config:
+            shallow["layer_types"] = config["layer_types"][: shallow["num_hidden_layers"]]
         (Path(folder) / "config.json").write_text(json.dumps(shallow))
         engine = build_engine(
             folder, device=gpu.device.type, dtype="bfloat16", load_format="dummy", max_model_len=max_model_len,
@@ -188,12 +209,25 @@ def launched_of(
         is_gated = any(f"_{gate}" in specialisation.name for gate in ("silu", "gelu_tanh"))
         product = arguments["m"], (2 if is_gated else 1) * arguments["n"], arguments["k"]
         weight_bytes = ITEM_BYTES[specialisation.constants["dtype"]] * product[1] * product[2]
+    elif specialisation.name.startswith(("experts_gather", "experts_packed_gather")):
+        weight_bytes = _gathered_bytes(launch, arguments)
     return Launched(
         specialisation.name, math.prod(launch.grid), math.prod(launch.block), launch.shared_bytes,
         is_dependent and (facts is None or facts.waits_for_dependency),
         0 if facts is None else facts.num_registers, 0 if facts is None else facts.static_shared_bytes,
         product, weight_bytes,
     )  # fmt: skip
+
+
+def _gathered_bytes(launch: Launch, arguments: Mapping[str, Any]) -> int:
+    """Of the experts that few tokens' choices go over, as if no two had chosen the same."""
+    constants = launch.specialisation.constants
+    is_gated = constants["activation"] != ""
+    rows, depth = (2 if is_gated else 1) * arguments["n"], arguments["k"]
+    choices = launch.grid[1] * (1 if is_gated else arguments["top_k"])
+    packing = packing_of(constants.get("weight", ""))
+    each = ITEM_BYTES[constants["dtype"]] * rows * depth if packing is None else packing.size_bytes(rows, depth, "bf16")
+    return choices * each
 
 
 def repeated(items: Sequence[Launched]) -> tuple[int, int, int]:

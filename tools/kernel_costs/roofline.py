@@ -17,12 +17,17 @@ from pathlib import Path
 from numba_kernels.cuda import gemm, megakernel
 from numba_kernels.cuda.gemm import hopper
 from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K
-from tools.kernel_costs.latencies import Timing
+from tools.kernel_costs.latencies import Timing, under_way_bytes
 from tools.kernel_costs.launch_lists import Launched, Step
 
 COMPARISON = Path(__file__).resolve().parents[2] / "docs" / "triton_comparison.json"
 ISSUES = 4  # warp instructions a clock and multiprocessor
 EXPONENTIALS = 16  # a clock and multiprocessor (CUDA Programming Guide, "Arithmetic Instructions", throughput)
+GATHERED_LOOPS = {
+    "experts_packed_gather_e2m1_g32_exponents": 697, "experts_packed_gather_u4_g128": 484,
+    "experts_packed_gather_u8": 232, "experts_packed_e2m1_g32_exponents": 1032,
+}  # fmt: skip
+"""Machine instructions of a warp in the main loop, for each 4 KB of the weight (nvdisasm, sm_90a)."""
 FEW_ROWS = 64  # up to here a product streams its weight
 
 
@@ -127,6 +132,20 @@ def streamed(launched: Launched, timing: Timing, num_bytes: float = 0.0) -> Mode
     return Modelled(needs, total - needs["memory"])
 
 
+def gathered(launched: Launched, timing: Timing) -> Modelled:
+    """A launch over chosen experts: which ones, and where they lie, comes from the cache before the first byte of a
+    weight can be asked for."""
+    num_bytes = launched.weight_bytes
+    streaming = timing.stream_s(
+        num_bytes, launched.blocks, timing.blocks_at_once(launched), under_way_bytes(launched)
+    )
+    before = timing.gap_s(is_dependent=launched.is_dependent) + 2 * timing.of("cache") + timing.of("memory")
+    needs = {"memory": num_bytes / timing.bytes_per_s}
+    loop = next((loop for name, loop in GATHERED_LOOPS.items() if launched.name.startswith(name)), 0)
+    needs["issue"] = _issue_s(loop * num_bytes / 4096, timing)
+    return Modelled(needs, before + streaming - needs["memory"] + timing.of("ends"))
+
+
 @dataclass(frozen=True, slots=True)
 class Context:
     """What a step's launches do not tell.
@@ -144,6 +163,8 @@ def launch_s(timing: Timing, launched: Launched, context: Context) -> float:
     """One launch of a decode step."""
     if launched.product is not None and launched.product[0] > FEW_ROWS:
         return product(*launched.product, timing, is_dependent=launched.is_dependent).seconds
+    if launched.name.startswith("experts_"):
+        return gathered(launched, timing).seconds
     if launched.weight_bytes:
         return streamed(launched, timing).seconds
     if launched.name.startswith("attention"):

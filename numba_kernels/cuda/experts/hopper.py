@@ -368,8 +368,8 @@ def choose_tile(num_rows: int, num_experts: int, columns: int, depth: int, machi
     rate = machine.tensor_flops * EFFICIENCY[other] / machine.num_multiprocessors
     work = 2.0 * depth * -(-blocks // machine.num_multiprocessors) * other.block_m * other.block_n / rate
     least = touched * columns * depth * 2 / machine.memory_bytes
-    ours = max(least, seconds(tile, num_rows, num_experts, columns, depth, machine))
-    return tile if ours < max(least, work) else None
+    ours = seconds(tile, num_rows, num_experts, columns, depth, machine)
+    return tile if (max(least, ours), ours) < (max(least, work), work) else None
 
 
 def plan(tiles: int, columns: int, dtype: str, activation: str, tile: Tile, machine: Machine) -> Launch:

@@ -171,8 +171,8 @@ def _reader(weight_name: str) -> _Reader:
         return take_step
 
     def slot_taker(i: int) -> Any:
-        takers = [step_taker(i, step) for step in range(steps)]
-        take_0, take_1, take_2, take_3 = (*takers, *[None] * (4 - steps))
+        takers: list[Any] = [step_taker(i, step) for step in range(steps)] + [None] * (4 - steps)
+        take_0, take_1, take_2, take_3 = takers
         has_four = steps == 4
 
         @device_function

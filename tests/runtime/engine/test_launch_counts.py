@@ -22,7 +22,9 @@ from runtime.device.emulator.driver.dry_driver import DryDriver
 from runtime.device.gpu import Device, Gpu
 from runtime.device.kernel_list import KernelList
 from runtime.engine.make_engine import build_engine
+from tests.models.published_configs import PUBLISHED
 from tests.runtime.engine.fakes import request
+from tools.kernel_costs.launch_lists import decode_step
 
 pytestmark = pytest.mark.emulator
 
@@ -39,6 +41,12 @@ QWEN3_MOE = QWEN3_8B | {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 256, "intermediate_size": 256,
     "moe_intermediate_size": 128, "num_experts_per_tok": 8, "num_attention_heads": 4, "num_key_value_heads": 1,
     "norm_topk_prob": True,
+}  # fmt: skip
+
+
+GPT_OSS = PUBLISHED["gpt-oss-20b"] | {
+    "hidden_size": 256, "intermediate_size": 128, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 1,
+    "num_hidden_layers": 3, "layer_types": ["full_attention"] * 3, "max_position_embeddings": 4096,
 }  # fmt: skip
 
 
@@ -189,4 +197,17 @@ def test_decode_steps_with_experts(tmp_path: Path, exact: bool) -> None:
         layers = [kernels_of_a_layer(*pair) for pair in zip(one.graphs, two.graphs, strict=True)]
         found.append([len(layer) for layer in layers])
         assert set(found[-1]) == ({max(LAUNCHES_WITH_EXPERTS) + 3} if exact else set(LAUNCHES_WITH_EXPERTS)), layers
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("num_seqs", "most"), [(1, LAUNCHES_WITH_EXPERTS[0]), (40, LAUNCHES_WITH_EXPERTS[1])])
+def test_decode_steps_with_quantised_experts(num_seqs: int, most: int) -> None:
+    """gpt-oss, whose experts stay in MXFP4: as many launches as with those of 16 bits."""
+    found = []
+    for num_experts in (8, 64):
+        step = decode_step(GPT_OSS | {"num_local_experts": num_experts}, num_seqs=num_seqs, max_model_len=2048)
+        names = [each.name for each in step.layer]
+        assert sum(name.startswith("experts_packed") and "e2m1" in name for name in names) == 2, names
+        assert len(names) == most, names
+        found.append(len(names))
     assert found[0] == found[1]
