@@ -33,8 +33,8 @@ class ExpertsWeight:
             weights that are only declared.
         table: on a GPU, there, ``[2, E]`` int64: where each expert's rows and bias lie, 0 without; else None.
         table_address: of `table`, or 0.
-        maps, maps_address: on Hopper, of 16-bit rows on 16-byte bounds, ``[E, 128]`` uint8: a tensor map of each expert's
-            rows; else None, and 0.
+        maps, maps_address: on Hopper, of 16-bit rows on 16-byte bounds, ``[E, 128]`` uint8: a tensor map of each
+            expert's rows; else None, and 0.
         packing: on a GPU, how all of them are packed; None: they are floats.
         exact: on a GPU, whether a row's bits may not depend on how many rows there are.
 

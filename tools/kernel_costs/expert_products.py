@@ -10,7 +10,6 @@ from typing import Any
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.experts import hopper, packed, packed_gather, tensor_core
 from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K
-from numba_kernels.cuda.gemm.packed_tiles import BLOCK_M, BLOCK_N, FEW_ROWS
 from numba_kernels.cuda.gemm.tensor_core import EFFICIENCY
 from numba_kernels.cuda.packing import packing_of
 from runtime.device.emulator.driver.architectures import GpuModel, model_of

@@ -18,7 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from numba_kernels.cuda.experts import combine, gather, hopper, order, packed, packed_gather, router, routing, tensor_core, tiled
+from numba_kernels.cuda.experts import (
+    combine,
+    gather,
+    hopper,
+    order,
+    packed,
+    packed_gather,
+    router,
+    routing,
+    tensor_core,
+    tiled,
+)
 from numba_kernels.cuda.specialisation import Specialisation
 
 __all__ = [

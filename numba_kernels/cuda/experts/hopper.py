@@ -3,8 +3,8 @@
 What is different from the dense tier is the way in and the way out:
 
 - a row of x is found by the list of rows, which the TMA cannot follow on Hopper. The producer's four warps copy it by
-  `cp.async`, 16 bytes a lane, where the TMA would have put them; two stages later, when they have arrived, a fence hands
-  them to `wgmma`;
+  `cp.async`, 16 bytes a lane, where the TMA would have put them; two stages later, when they have arrived, a fence
+  hands them to `wgmma`;
 - an expert's weight comes by the TMA. Each expert has a tensor map of its own, in device memory, which the thread that
   asks for a tile acquires first;
 - an expert's last tile is not whole, and the rows behind it belong to another one: so a warp writes its rows itself,
@@ -352,7 +352,8 @@ def tile_rows(tile: Tile) -> int:
 def seconds(tile: Tile, num_rows: int, num_experts: int, columns: int, depth: int, machine: Machine) -> float:
     """Of a product with weights of so many rows, `columns`, by the model above, for rows spread evenly."""
     touched = min(num_experts, num_rows)
-    clusters = touched * -(-(-(-num_rows // touched)) // tile_rows(tile)) * -(-columns // tile.block_n)
+    rows = -(-num_rows // touched)  # of an expert
+    clusters = touched * -(-rows // tile_rows(tile)) * -(-columns // tile.block_n)
     rounds = -(-clusters // machine.clusters_at_once(tile.cluster))
     return rounds * (-(-depth // BLOCK_K) * STEP_CYCLES[tile] + ENDS_CYCLES) / CLOCK_HZ
 
@@ -364,7 +365,8 @@ def choose_tile(num_rows: int, num_experts: int, columns: int, depth: int, machi
     if other not in EFFICIENCY:
         return None  # few rows, whose weights stream
     touched = min(num_experts, num_rows)
-    blocks = touched * -(-(-(-num_rows // touched)) // other.block_m) * -(-columns // other.block_n)
+    rows = -(-num_rows // touched)  # of an expert
+    blocks = touched * -(-rows // other.block_m) * -(-columns // other.block_n)
     rate = machine.tensor_flops * EFFICIENCY[other] / machine.num_multiprocessors
     work = 2.0 * depth * -(-blocks // machine.num_multiprocessors) * other.block_m * other.block_n / rate
     least = touched * columns * depth * 2 / machine.memory_bytes

@@ -8,8 +8,8 @@ shifted, masked, centred and scaled (`gemm.few_rows`). Here
 - integers are not centred: x times the unit and the zero point is added up by tensor cores, too, by ones, and taken
   from the sum of a group;
 - a group's scale multiplies its sum in float32, not its numbers;
-- the weight is the first factor of `mma.sync`, 16 rows of it, x the second, the same in all 8 columns: no register moves
-  before it is multiplied.
+- the weight is the first factor of `mma.sync`, 16 rows of it, x the second, the same in all 8 columns: no register
+  moves before it is multiplied.
 
 A warp takes 16 rows of a packed weight and a part of K, with `AHEAD` slots on their way in registers.
 
