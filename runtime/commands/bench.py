@@ -13,7 +13,7 @@ from runtime.commands.report import ReportOptions, listing
 
 bench = typer.Typer(
     name="bench",
-    help="Measure: latency, throughput, serve, streaming, accuracy, peers, allocator, exact, overhead, products.",
+    help="Measure: latency, throughput, serve, streaming, accuracy, peers, exact, overhead, products, pictures, …",
     rich_markup_mode=None,
     add_completion=False,
 )
@@ -228,5 +228,25 @@ def products(
     output.deliver(report, "\n".join(as_lines(report)))
 
 
-for _command in (latency, throughput, streaming, allocator, exact, overhead, loading, products):
+def pictures(
+    output: ReportOptions,
+    parts: Annotated[str, typer.Option(help="Of decoding, tower, reuse, gaps, comma-separated.")] = (
+        "decoding,tower,reuse,gaps"
+    ),
+    side: Annotated[int, typer.Option(help="Pixels of a picture's side.")] = 512,
+    tower_layers: Annotated[int, typer.Option(help="Layers of the tower, of Qwen3-VL-2B's 24.")] = 6,
+    text_layers: Annotated[int, typer.Option(help="Layers of the language model, of its 28.")] = 7,
+    num_rounds: Annotated[int, typer.Option(help="Rounds of each.")] = 5,
+) -> None:
+    """Pictures on the cpu: file to patches, the tower beside its products, known pictures, decodes beside them."""
+    from runtime.bench.pictures.bench_pictures import bench_pictures, lines_of
+
+    report = bench_pictures(
+        parts.split(","), side=side, tower_layers=tower_layers, text_layers=text_layers, num_rounds=num_rounds,
+        report_progress=lambda line: print(line, file=sys.stderr),
+    )  # fmt: skip
+    output.deliver(report, listing(report, lines_of(report)))
+
+
+for _command in (latency, throughput, streaming, allocator, exact, overhead, loading, products, pictures):
     bench.command(cls=Command)(with_options(_command))

@@ -57,7 +57,7 @@ CHAT_TEMPLATE = """\
 
 MIN_PIXELS, MAX_PIXELS = 64 * 64, 80 * 80
 MOST_TOKENS = 120
-_NOTHING_HERE = 0.1  # weight of places where nothing is
+_NOTHING_HERE = 0.4  # weight of places where nothing is
 _IGNORED = -100
 
 
@@ -330,7 +330,6 @@ def save(model: VisionModel, tokenizer: Tokenizer, out: Path) -> None:
         "vision_start_token_id": ids[START],
         "vision_end_token_id": ids[STOP],
         "tie_word_embeddings": True,
-        "dtype": "bfloat16",
     }  # fmt: skip
     generation = {"do_sample": False, "eos_token_id": ids[END], "pad_token_id": ids[PAD]}
     tokenizer_config = {
