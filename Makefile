@@ -3,8 +3,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# A GPU, real or emulated, needs numba-cuda and cuda-python: the extra "cuda".
-INSTALLED := $(VENV)/.installed$(if $(filter-out auto cpu,$(DEVICE)),-cuda)
+# A GPU, real or emulated, needs numba-cuda and cuda-python: the extra "cuda"; a picture needs Pillow: "vision".
+INSTALLED := $(VENV)/.installed $(if $(filter-out auto cpu,$(DEVICE)),$(VENV)/.installed-cuda) \
+	$(if $(findstring --image,$(ARGS)),$(VENV)/.installed-vision)
 OPTIONS := $(if $(MODEL),--model $(MODEL)) $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
 .PHONY: chat serve test test-all lint style types tests all-tests clean
@@ -43,10 +44,14 @@ $(VENV)/.installed: pyproject.toml tools/make_environment.sh
 
 $(VENV)/.installed-dev: pyproject.toml tools/make_environment.sh
 	@sh tools/make_environment.sh "$(PYTHON)" "$(VENV)" ".[dev]"
-	@touch $@ $(VENV)/.installed $(VENV)/.installed-cuda
+	@touch $@ $(VENV)/.installed $(VENV)/.installed-cuda $(VENV)/.installed-vision
 
 $(VENV)/.installed-cuda: pyproject.toml tools/make_environment.sh
 	@sh tools/make_environment.sh "$(PYTHON)" "$(VENV)" ".[cuda]"
+	@touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-vision: pyproject.toml tools/make_environment.sh
+	@sh tools/make_environment.sh "$(PYTHON)" "$(VENV)" ".[vision]"
 	@touch $@ $(VENV)/.installed
 
 clean:

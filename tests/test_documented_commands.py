@@ -96,6 +96,7 @@ ELSEWHERE = {
         "--text code=code.txt --num-rounds 3 --loads 1",
         "python3 -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python gguf numpy",
         "python3 -m venv .venv-reference && .venv-reference/bin/pip install torch transformers numpy",
+        "python -m tools.compare_towers --reference .venv-reference/bin/python --side 24 --num-layers 4 --num-rounds 5",
         "python -m tools.compare_harmony", "python tools/page_rounding.py",
         "python tools/compare_triton.py --markdown docs/triton_comparison.md --json docs/triton_comparison.json",
         "python -m tools.compare_checkouts ../before --num-rounds 15 --num-cores 1 --output-json "
@@ -113,7 +114,9 @@ ELSEWHERE = {
         "python -m tools.simulate AzureLLMInferenceTrace_conv.csv --config qwen3-8b --output-json azure.json",
     ),
     "many minutes of a quiet machine": (
-        "xserv bench products", "python -m runtime.cli bench products",
+        "xserv bench products", "python -m runtime.cli bench products", "xserv bench pictures",
+        "xserv bench pictures --parts decoding --num-rounds 6",
+        "xserv bench pictures --parts tower,reuse --side 384 --num-rounds 3",
         "xserv bench budget", "xserv bench schedule", "xserv bench stalls", "xserv bench simulation",
         "xserv bench speculation",
         "xserv bench budget --tpot-target-ms 50 --num-decodes 8 --context-len 256 --prompt-len 4096",

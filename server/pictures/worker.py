@@ -16,8 +16,8 @@ from runtime.images.errors import ImageError
 from runtime.images.patches import Rule, make_patches
 from server.worker_process import answer_jobs
 
-MAX_MEMORY_BYTES = 2 << 30
-"""Of addresses: the libraries' 800 MiB, and a picture of the most pixels several times."""
+MAX_MEMORY_BYTES = 3 << 29
+"""Of addresses: the libraries' 360 MiB, and a picture of the most pixels several times."""
 
 
 class Job(msgspec.Struct, array_like=True):

@@ -87,16 +87,21 @@ def test_clients_reach_this_machine_alone(tmp_path: Path) -> None:
 
 
 def run_steps(command: list[str], server: tuple[str, str, str], home: Path, **options: Any) -> None:
-    """Runs a program's steps; some must have run, and none failed."""
+    """Runs a program's steps on a server."""
+    run_program([*command, *server, str(DEMO)], home, **options)
+
+
+def run_program(command: list[str], home: Path, **options: Any) -> list[dict[str, Any]]:
+    """A program's steps; some must have run, and none failed."""
     done = subprocess.run(
-        [*command, *server, str(DEMO)],
-        env=confined(home), capture_output=True, text=True, timeout=TIMEOUT_S, check=False, **options,
-    )  # fmt: skip
+        command, env=confined(home), capture_output=True, text=True, timeout=TIMEOUT_S, check=False, **options
+    )
     steps = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"step"')]
     failed = [f"{each['step']}: {each['error']}" for each in steps if each["error"]]
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(steps) > 1, f"{len(steps)} steps ran:\n{done.stderr[-3000:]}"
     assert not failed, "\n".join(failed)
+    return steps
 
 
 def cases(libraries: Mapping[str, str]) -> list[Any]:

@@ -97,7 +97,7 @@ def _finished(
 
 def sample_facts(rng: random.Random) -> tuple[str, Any]:
     """What a drawing shows."""
-    kind = rng.choices(("shapes", "number", "bars"), (0.5, 0.25, 0.25))[0]
+    kind = rng.choices(("shapes", "number", "bars"), (0.5, 0.3, 0.2))[0]
     if kind == "number":
         return kind, str(rng.randrange(10 ** rng.choice((1, 2, 2))))
     if kind == "bars":
@@ -177,7 +177,7 @@ def _draw_number(rng: random.Random, canvas: Image.Image, number: str) -> list[t
     """Digits of Pillow's own font, somewhere on the canvas."""
     width, height = canvas.size
     ink = _ink(rng)
-    digit_height = rng.uniform(0.5, 0.8) * min(height, 1.3 * width / len(number))
+    digit_height = rng.uniform(0.6, 0.85) * min(height, 1.3 * width / len(number))
     images = [_digit(rng, digit, digit_height) for digit in number]
     gap = rng.uniform(0.06, 0.18) * digit_height
     total = sum(image.width for image in images) + gap * (len(images) - 1)
@@ -203,13 +203,13 @@ def _digit(rng: random.Random, digit: str, height: float) -> Image.Image:
     thick = round(rng.choice((0, 0, 0.02, 0.04)) * height)
     mask = Image.new("L", (round(right - left) + 2 * thick + 2, round(bottom - top) + 2 * thick + 2))
     ImageDraw.Draw(mask).text((thick + 1 - left, thick + 1 - top), digit, 255, font, stroke_width=thick)
-    slant = rng.uniform(-0.12, 0.12)
+    slant = rng.uniform(-0.06, 0.06)
     wider = round(abs(slant) * mask.height)
     mask = mask.transform(
         (mask.width + wider, mask.height), Image.Transform.AFFINE,
         (1, slant, -wider if slant > 0 else 0, 0, 1, 0), Image.Resampling.BILINEAR,
     )  # fmt: skip
-    mask = mask.rotate(rng.uniform(-6, 6), Image.Resampling.BILINEAR, expand=True)
+    mask = mask.rotate(rng.uniform(-3, 3), Image.Resampling.BILINEAR, expand=True)
     return mask.crop(mask.getbbox())
 
 
