@@ -30,6 +30,12 @@ def serve(
     in_process: Annotated[
         bool, typer.Option("--in-process", help="No process of its own for the engine; for debugging.")
     ] = False,
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|HOST:PORT", help="Run the engines on the nodes of this Ray cluster (needs the extra ray)."
+        ),
+    ] = None,
     hang_timeout: Annotated[
         float | None,
         typer.Option(help="Seconds after which an engine that gets nowhere is started again; default: 600."),
@@ -48,5 +54,6 @@ def serve(
         max_waiting_tokens=max_waiting_tokens,
         in_process=in_process,
         hang_timeout_s=hang_timeout,
+        ray_address=ray_address,
         **engine.arguments(),
     )

@@ -28,17 +28,22 @@ def start_client(
     *,
     in_process: bool = False,
     hang_timeout_s: float | None = None,
+    ray_address: str | None = None,
     **options: Any,
 ) -> EngineClient:
     """A client of a new engine.
 
     in_process      no process of its own; for debugging: what breaks the engine breaks its server, too
     hang_timeout_s  see ``Supervision``, whose default is None's meaning; positive
+    ray_address     engines run on the nodes of this Ray cluster: "auto" (this machine's), HOST:PORT. None: "auto", where
+                    ``distributed_executor_backend`` is "ray"
     options         ``build_engine``'s
 
     Raises what ``build_engine`` raises, ``EngineDeadError``, and ``RequestError`` for a wrong ``hang_timeout_s``.
     """
-    return StartingClient(model, in_process=in_process, hang_timeout_s=hang_timeout_s, **options).wait()
+    return StartingClient(
+        model, in_process=in_process, hang_timeout_s=hang_timeout_s, ray_address=ray_address, **options
+    ).wait()
 
 
 class StartingClient:
@@ -51,12 +56,15 @@ class StartingClient:
         *,
         in_process: bool = False,
         hang_timeout_s: float | None = None,
+        ray_address: str | None = None,
         **options: Any,
     ) -> None:
         if hang_timeout_s is not None:
             check_seconds("hang_timeout_s", hang_timeout_s)
             if in_process:
                 raise RequestError("hang_timeout_s needs an engine in a process of its own", param="hang_timeout_s")
+        if ray_address is not None:
+            options["distributed_executor_backend"] = "ray"
         self._model = model
         self._config = EngineConfig(**options)
         self._lock = threading.Lock()
@@ -73,8 +81,11 @@ class StartingClient:
         supervision = None if hang_timeout_s is None else Supervision(hang_timeout_s=hang_timeout_s)
         if is_fleet(self._config):
             from runtime.parallel.fleet import Fleet
+            from runtime.parallel.ray_engines import RayEngines
 
-            self._client = Fleet(model, supervision=supervision, waits=False, **options)
+            on_ray = self._config.distributed_executor_backend == "ray"
+            places = RayEngines(self._config, ray_address or "auto") if on_ray else None
+            self._client = Fleet(model, supervision=supervision, places=places, waits=False, **options)
         else:
             self._client = ProcessEngineClient(model, supervision=supervision, waits=False, **options)
 

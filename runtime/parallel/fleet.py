@@ -37,11 +37,12 @@ from runtime.engine.messages import (
     StepView,
 )
 from runtime.engine.process.delivery import OutputSink
-from runtime.engine.process.supervision import Launch, Membership, Supervision
+from runtime.engine.process.supervision import Membership, Supervision
 from runtime.engine.process.supervisor import ProcessEngineClient
 from runtime.engine.queue_limit import RETRY_AFTER_S, check_room
 from runtime.engine.scheduling.block_events import SECRET_BYTES, BlockChanges
 from runtime.parallel.prefix_index import PromptDigests
+from runtime.parallel.ray_engines import RayEngines
 from runtime.parallel.routing import Route, Router
 from runtime.parallel.shares import cores_of, device_of
 from runtime.parallel.total_stats import total_stats
@@ -52,7 +53,7 @@ logger = logging.getLogger("xserv.engine")
 class Fleet:
     """See ``EngineClient``. A request's sink is called on the thread of its engine's supervisor.
 
-    launches  what starts each engine's process; None: this machine, whose processors and GPUs are shared out
+    places    where the engines' processes are started; None: on this machine, whose processors and GPUs are shared out
     waits     False: ``wait_until_started`` raises what is wrong with the engines, before which there is no ``info``
 
     Raises as ``ProcessEngineClient`` does.
@@ -63,7 +64,7 @@ class Fleet:
         model: str | Path | None = None,
         *,
         supervision: Supervision | None = None,
-        launches: Sequence[Launch] | None = None,
+        places: RayEngines | None = None,
         waits: bool = True,
         **settings: Unpack[EngineSettings],
     ) -> None:
@@ -79,7 +80,8 @@ class Fleet:
         self._is_restarting = False
 
         count = config.data_parallel_size
-        memberships = _memberships(config, launches)
+        self._places = places
+        memberships = _memberships(config, places)
         for engine, each in enumerate(memberships):
             each["name"] = f"engine {engine}"
             if config.routing_policy == "prefix-aware":
@@ -89,7 +91,7 @@ class Fleet:
         try:
             for engine in range(count):
                 values: Any = dict(settings)
-                if launches is None:
+                if places is None:
                     values["device"] = device_of(engine, count, config.device, config.tensor_parallel_size)
                 membership = Membership(**memberships[engine])
                 self._clients.append(
@@ -276,6 +278,8 @@ class Fleet:
             thread.start()
         for thread in threads:
             thread.join()
+        if self._places is not None:
+            self._places.close()
 
     def _seeded(self, request: EngineRequest) -> EngineRequest:
         """With the seed that one engine would have drawn for it."""
@@ -335,12 +339,11 @@ class Fleet:
         return EngineDeadError(f"no engine is there; one is started again, in about {min(known):.0f} s", min(known))
 
 
-def _memberships(config: EngineConfig, launches: Sequence[Launch] | None) -> list[dict[str, Any]]:
+def _memberships(config: EngineConfig, places: RayEngines | None) -> list[dict[str, Any]]:
     """What each engine is started by, or the processors that it gets of this machine."""
     count = config.data_parallel_size
-    if launches is not None:
-        assert len(launches) == count, f"{len(launches)} launches for {count} engines"
-        return [{"launch": launch} for launch in launches]
+    if places is not None:
+        return [{"launch": partial(places.launch, engine)} for engine in range(count)]
     if count == 1 or device_of(0, count, config.device, config.tensor_parallel_size).startswith("cuda"):
         return [{} for _ in range(count)]
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []

@@ -37,8 +37,10 @@ EXIT_TIMEOUT_S = 5.0
 class RunningEngine(Protocol):
     """A process that was told to start an engine, wherever it runs, as its supervisor sees it."""
 
-    @property
-    def pid(self) -> int: ...
+    pid: int
+    """On its machine."""
+    clock_offset_s: float
+    """What its machine's ``time.monotonic()`` is before this one's."""
 
     def send(self, data: bytearray) -> None:
         """See ``EngineConnection.send``."""
@@ -55,6 +57,8 @@ class RunningEngine(Protocol):
 
 class EngineConnection:
     """Messages to and from an engine's process over a connected socket, which it owns from now on."""
+
+    clock_offset_s = 0.0
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -106,11 +110,8 @@ class EngineProcess(EngineConnection):
                 ours.close()
                 raise
         super().__init__(ours)
+        self.pid = self._process.pid
         self.send(frame(start))
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def kill(self) -> None:
         """At once, by SIGKILL. May be called on any thread."""
@@ -124,9 +125,7 @@ class EngineProcess(EngineConnection):
         except subprocess.TimeoutExpired:
             self._process.kill()
             status = self._process.wait()
-        if status < 0:
-            return f"was ended by {_signal_name(-status)}"
-        return f"ended with status {status}"
+        return how_it_ended(status)
 
 
 def spawn(command: Sequence[str], descriptor: int) -> subprocess.Popen[bytes]:
@@ -142,6 +141,11 @@ def spawn(command: Sequence[str], descriptor: int) -> subprocess.Popen[bytes]:
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def how_it_ended(status: int) -> str:
+    """A process's status in words."""
+    return f"was ended by {_signal_name(-status)}" if status < 0 else f"ended with status {status}"
 
 
 def _signal_name(number: int) -> str:

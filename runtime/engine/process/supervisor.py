@@ -180,8 +180,9 @@ class ProcessEngineClient:
         """``submit`` for a request that is ``prepared`` already."""
         if not isinstance(request.prompt_token_ids, list):
             request = msgspec.structs.replace(request, prompt_token_ids=prepared.prompt_ids.tolist())
-        if not request.arrival_time_s:
-            request = msgspec.structs.replace(request, arrival_time_s=prepared.arrival_s)
+        offset_s = self._clock_offset_s
+        if not request.arrival_time_s or offset_s:
+            request = msgspec.structs.replace(request, arrival_time_s=prepared.arrival_s + offset_s)
         data, num_tokens = frame(request), prepared.num_prompt_tokens
         with self._lock:
             process, queue = self._live_process(), self._queue
@@ -326,6 +327,11 @@ class ProcessEngineClient:
         with self._lock:
             if future.cancelled() and call_id in self._calls and self._process is not None:
                 self._process.send(frame(CancelCall(call_id)))
+
+    @property
+    def _clock_offset_s(self) -> float:
+        process = self._process
+        return 0.0 if process is None else process.clock_offset_s
 
     def _tell_watched(self) -> None:
         with self._lock:

@@ -1,0 +1,169 @@
+"""How two processes that share a secret connect: both prove that they know it before anything else is said.
+
+    server → engine   MAGIC, a random number
+    engine → server   another one, HMAC-SHA256(secret, "engine", both)
+    server → engine   HMAC-SHA256(secret, "server", both)
+    server ↔ engine   a few questions for the engine's clock, so that its times can be told in the server's
+
+Nothing is encrypted: the network between the machines is taken to be one's own. Whoever does not know the secret is
+cut off, and learns nothing from the try.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+import socket
+import struct
+import threading
+import time
+from contextlib import suppress
+
+from runtime.errors import XservError
+
+logger = logging.getLogger("xserv.engine")
+
+MAGIC = b"xserv-1\n"
+SECRET_BYTES = 32
+NONCE_BYTES = 32
+TIMEOUT_S = 5.0
+"""For all of a handshake."""
+MOST_AT_ONCE = 16
+NUM_CLOCK_QUESTIONS = 4
+_CLOCK = struct.Struct("<d")
+
+
+class HandshakeError(XservError):
+    """The other side does not know the secret, or speaks otherwise; or nobody came in time."""
+
+
+class Listener:
+    """Waits on a free port of an address for one process that knows the secret. The port is given back when it has
+    come, or the wait is over."""
+
+    def __init__(self, host: str, secret: bytes) -> None:
+        """Raises ``OSError`` for an address that is not this machine's."""
+        self._secret = secret
+        self._socket = socket.create_server((host, 0))
+        self.port: int = self._socket.getsockname()[1]
+        self._condition = threading.Condition()
+        self._found: tuple[socket.socket, float] | None = None
+        self._is_over = False
+        self._room = threading.Semaphore(MOST_AT_ONCE)
+        threading.Thread(target=self._listen, name="xserv-handshake", daemon=True).start()
+
+    def wait(self, timeout_s: float) -> tuple[socket.socket, float]:
+        """The connection, and the seconds that its side's clock is before ours. Raises ``HandshakeError`` when nobody
+        has come in time."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._found is not None, timeout_s)
+            self._is_over = True
+            found = self._found
+        self.close()
+        if found is None:
+            raise HandshakeError(f"nobody who knows the secret has connected within {timeout_s:.0f} s")
+        return found
+
+    def close(self) -> None:
+        """Wait no more. May be called again."""
+        self._is_over = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._socket.close()
+
+    def _listen(self) -> None:
+        while True:
+            try:
+                connection, address = self._socket.accept()
+            except OSError:
+                return
+            if not self._room.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._meet, args=(connection, address[0]), daemon=True).start()
+
+    def _meet(self, connection: socket.socket, address: str) -> None:
+        try:
+            offset_s = welcome(connection, self._secret)
+        except (OSError, HandshakeError) as error:
+            logger.warning("a connection from %s was refused: %s", address, error)
+            connection.close()
+            return
+        finally:
+            self._room.release()
+        with self._condition:
+            if self._is_over or self._found is not None:
+                connection.close()
+                return
+            self._found = connection, offset_s
+            self._condition.notify_all()
+
+
+def welcome(connection: socket.socket, secret: bytes) -> float:
+    """The server's side. Returns how many seconds the other clock is before this one. Raises ``HandshakeError``,
+    ``OSError``."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    ours = secrets.token_bytes(NONCE_BYTES)
+    connection.settimeout(TIMEOUT_S)
+    connection.sendall(MAGIC + ours)
+    theirs = _receive(connection, NONCE_BYTES, deadline_s)
+    proof = _receive(connection, hmac.new(secret, b"", "sha256").digest_size, deadline_s)
+    if not hmac.compare_digest(proof, _proof(secret, b"engine", ours, theirs)):
+        raise HandshakeError("it does not know the secret")
+    connection.sendall(_proof(secret, b"server", ours, theirs))
+    best_s, offset_s = float("inf"), 0.0
+    for _ in range(NUM_CLOCK_QUESTIONS):
+        asked_s = time.monotonic()
+        connection.sendall(b"?")
+        (there_s,) = _CLOCK.unpack(_receive(connection, _CLOCK.size, deadline_s))
+        answered_s = time.monotonic()
+        if answered_s - asked_s < best_s:
+            best_s, offset_s = answered_s - asked_s, there_s - (asked_s + answered_s) / 2
+    connection.settimeout(None)
+    return offset_s
+
+
+def join(host: str, port: int, secret: bytes) -> socket.socket:
+    """The engine's side: a connection to a server that has proven to know the secret. Raises ``HandshakeError``,
+    ``OSError``."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    connection = socket.create_connection((host, port), TIMEOUT_S)
+    try:
+        if _receive(connection, len(MAGIC), deadline_s) != MAGIC:
+            raise HandshakeError(f"{host}:{port} is no server of this release")
+        theirs = _receive(connection, NONCE_BYTES, deadline_s)
+        ours = secrets.token_bytes(NONCE_BYTES)
+        connection.sendall(ours + _proof(secret, b"engine", theirs, ours))
+        proof = _receive(connection, hmac.new(secret, b"", "sha256").digest_size, deadline_s)
+        if not hmac.compare_digest(proof, _proof(secret, b"server", theirs, ours)):
+            raise HandshakeError(f"{host}:{port} does not know the secret")
+        for _ in range(NUM_CLOCK_QUESTIONS):
+            _receive(connection, 1, deadline_s)
+            connection.sendall(_CLOCK.pack(time.monotonic()))
+    except BaseException:
+        connection.close()
+        raise
+    connection.settimeout(None)
+    return connection
+
+
+def _proof(secret: bytes, side: bytes, server: bytes, engine: bytes) -> bytes:
+    return hmac.new(secret, side + server + engine, "sha256").digest()
+
+
+def _receive(connection: socket.socket, count: int, deadline_s: float) -> bytes:
+    data = b""
+    while len(data) < count:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0.0:
+            raise HandshakeError("it took too long")
+        connection.settimeout(left_s)
+        try:
+            piece = connection.recv(count - len(data))
+        except TimeoutError:
+            raise HandshakeError("it took too long") from None
+        if not piece:
+            raise HandshakeError("it has closed the connection")
+        data += piece
+    return data
