@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from runtime.commands.chat import chat
+from runtime.commands.deploy import deploy
 from runtime.commands.generate import generate
 from runtime.commands.group import Command, CommandGroup
 from runtime.commands.info import info
@@ -76,6 +77,7 @@ for _command, _panel, _is_positional in (
     (chat, USE, True),
     (generate, USE, True),
     (serve, USE, True),
+    (deploy, USE, False),
     (tokenize, LOOK, False),
     (info, LOOK, True),
     (perplexity, LOOK, False),

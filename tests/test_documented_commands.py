@@ -63,6 +63,8 @@ ELSEWHERE = {
         "make serve", "xserv serve", "xserv serve MODEL", "xserv serve MODEL --device cpu --tensor-parallel-size 2",
         "xserv serve MODEL --tensor-parallel-size 2",
         "xserv serve MODEL --device emulated:sm_90a --tensor-parallel-size 2",
+        "xserv serve MODEL --data-parallel-size 4 --ray-address auto",
+        "xserv deploy ray", "xserv serve --ray-address", "xserv deploy ray --model MODEL --min-replicas 1 --max-replicas 4",
         "xserv serve MODEL --data-parallel-size 2", "xserv serve /path/to/folder --data-parallel-size 2",
         "xserv serve --model …", "python tools/soak.py --minutes 10",
         "xserv serve /path/to/folder --max-model-len 4096 --port 8000",

@@ -35,7 +35,7 @@ def start_client(
 
     in_process      no process of its own; for debugging: what breaks the engine breaks its server, too
     hang_timeout_s  see ``Supervision``, whose default is None's meaning; positive
-    ray_address     engines run on the nodes of this Ray cluster: "auto" (this machine's), HOST:PORT. None: "auto", where
+    ray_address     engines run on the nodes of this Ray cluster: "auto" (this machine's), HOST:PORT. None: "auto" if
                     ``distributed_executor_backend`` is "ray"
     options         ``build_engine``'s
 

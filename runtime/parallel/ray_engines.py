@@ -200,8 +200,15 @@ class RayEngine(EngineConnection):
 
 
 def _shifted(times: RequestTimes, offset_s: float) -> RequestTimes:
-    values = {name: getattr(times, name) for name in RequestTimes.__struct_fields__}
-    return RequestTimes(**{name: None if each is None else each - offset_s for name, each in values.items()})
+    def shifted(seconds: float | None) -> float | None:
+        return None if seconds is None else seconds - offset_s
+
+    return RequestTimes(
+        arrival_s=times.arrival_s - offset_s,
+        first_scheduled_s=shifted(times.first_scheduled_s),
+        first_token_s=shifted(times.first_token_s),
+        last_token_s=shifted(times.last_token_s),
+    )
 
 
 def _bundle(config: EngineConfig, has_gpus: bool) -> dict[str, float]:

@@ -1,0 +1,78 @@
+"""Only who knows the secret gets in, and the others cost no more than their own connection."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+import pytest
+
+from runtime.parallel import handshake
+from runtime.parallel.handshake import MAGIC, HandshakeError, Listener, join
+
+SECRET = b"s" * 32
+
+
+def test_both_sides_meet_and_know_each_others_clock() -> None:
+    listener = Listener("127.0.0.1", SECRET)
+    theirs = join("127.0.0.1", listener.port, SECRET)
+    ours, offset_s = listener.wait(5.0)
+    ours.sendall(b"hello")
+    assert theirs.recv(5) == b"hello"
+    assert abs(offset_s) < 0.5, "one machine, one clock"
+    for each in (ours, theirs):
+        each.close()
+    with pytest.raises(OSError):
+        socket.create_connection(("127.0.0.1", listener.port), 1.0)
+
+
+def test_who_does_not_know_the_secret_is_refused_by_either_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = Listener("127.0.0.1", SECRET)
+    with pytest.raises(HandshakeError, match="closed the connection"):
+        join("127.0.0.1", listener.port, b"t" * 32)
+
+    stranger = socket.create_server(("127.0.0.1", 0))  # repeats what it hears
+
+    def repeat() -> None:
+        with stranger.accept()[0] as connection:
+            connection.sendall(MAGIC + b"0" * 32)
+            said = connection.recv(64)
+            connection.sendall(said[32:])
+            connection.recv(1)
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    with pytest.raises(HandshakeError, match="does not know the secret"):
+        join("127.0.0.1", stranger.getsockname()[1], SECRET)
+    thread.join()
+    stranger.close()
+    join("127.0.0.1", listener.port, SECRET).close()
+    listener.wait(5.0)[0].close()
+
+
+def test_silent_and_babbling_connections_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "TIMEOUT_S", 0.3)
+    listener = Listener("127.0.0.1", SECRET)
+    silent = [socket.create_connection(("127.0.0.1", listener.port)) for _ in range(40)]
+    for each in silent[:5]:
+        each.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"x" * 100)
+    time.sleep(0.6)
+    theirs = join("127.0.0.1", listener.port, SECRET)
+    listener.wait(5.0)[0].close()
+    theirs.close()
+    for each in silent:
+        each.close()
+
+
+def test_a_wait_ends_and_gives_the_port_back() -> None:
+    listener = Listener("127.0.0.1", SECRET)
+    with pytest.raises(HandshakeError, match="within 0 s"):
+        listener.wait(0.1)
+    socket.create_server(("127.0.0.1", listener.port)).close()
+
+
+def test_a_server_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(HandshakeError, match="too long"):
+        join("127.0.0.1", server.getsockname()[1], SECRET)
