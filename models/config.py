@@ -146,6 +146,12 @@ def read_token_ids(fields: Fields) -> dict[str, Any]:
     }
 
 
+def outer_fields(fields: Fields) -> dict[str, Any]:
+    """Token ids and the type of weights that a file gives beside its `text_config`: they count before those in it."""
+    found = {**read_token_ids(fields), "dtype": read_dtype(fields)}
+    return {name: value for name, value in found.items() if value not in (None, ())}
+
+
 def read_dtype(fields: Fields) -> DType | None:
     """The type that the weights were saved in, by either spelling; None if the file does not say."""
     name, older = fields.string("dtype", None), fields.string("torch_dtype", None)

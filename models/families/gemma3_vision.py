@@ -15,6 +15,7 @@ from dataclasses import fields as dataclass_fields
 from types import MappingProxyType
 
 from models.architecture import Architecture
+from models.config import outer_fields
 from models.families.gemma import GemmaConfig, GemmaModel, read_gemma3
 from models.json_fields import Fields
 from models.maker import Maker
@@ -120,6 +121,7 @@ def read_gemma3_vision(fields: Fields) -> Gemma3VisionConfig:
     text = fields.object("text_config")
     text.default(_TEXT_DEFAULTS)
     text.expect("model_type", "gemma3_text")
+    text.expect("final_logit_softcapping")  # which transformers leaves out here
     is_tied = fields.boolean("tie_word_embeddings", True)
     decoder = read_gemma3(text)
     vision = fields.object("vision_config")
@@ -134,7 +136,7 @@ def read_gemma3_vision(fields: Fields) -> Gemma3VisionConfig:
             f"= {count} must be the square of a number into which {tower.side} patches are parted",
         )
     values = {each.name: getattr(decoder, each.name) for each in dataclass_fields(decoder)}
-    values["tie_word_embeddings"] = is_tied
+    values |= {"tie_word_embeddings": is_tied, **outer_fields(fields)}
     return Gemma3VisionConfig(
         **values,
         tower=tower,

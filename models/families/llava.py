@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, Literal, cast
 
 from models.architecture import Architecture
-from models.config import GELU_NAMES, read_choice
+from models.config import GELU_NAMES, outer_fields, read_choice
 from models.families.llama import LlamaConfig, LlamaModel, read_llama, read_mistral, read_qwen2
 from models.json_fields import Fields
 from models.maker import Maker
@@ -133,7 +133,7 @@ def read_llava(fields: Fields) -> LlavaConfig:
         raise fields.error("vision_feature_select_strategy", "leaves nothing of the tower's one patch")
     fields.raw("image_seq_length")  # of processors; the tower says it
     values = {each.name: getattr(decoder, each.name) for each in dataclass_fields(decoder)}
-    values["tie_word_embeddings"] = is_tied
+    values |= {"tie_word_embeddings": is_tied, **outer_fields(fields)}
     token = fields.integer("image_token_index", None, least=0)
     if token is None:
         token = fields.integer("image_token_id", 32000, least=0)

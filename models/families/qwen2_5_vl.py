@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from models.architecture import Architecture
-from models.config import agree_with_layer_types, read_common
+from models.config import agree_with_layer_types, outer_fields, read_common
 from models.families.llama import LlamaConfig, LlamaModel, windows_of_qwen
 from models.json_fields import Fields
 from models.maker import Maker
@@ -71,7 +71,7 @@ def read_qwen2_5_vl(fields: Fields) -> Qwen25VLConfig:
         raise own.error("mrope_section", f"{sections} must be three numbers, {common['head_dim'] // 2} in all")
     for name in ("video_token_id", "vision_token_id", "vision_start_token_id", "vision_end_token_id"):
         fields.raw(name)  # of templates
-    common["tie_word_embeddings"] = is_tied
+    common |= {"tie_word_embeddings": is_tied, **outer_fields(fields)}
     return Qwen25VLConfig(
         **common,
         layer_ropes=(rope,) * common["num_layers"],

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.architecture import Architecture
+from models.config import outer_fields
 from models.experts import ExpertsForm, MoeConfig, MoeDecoder, dense_layers, read_rule
 from models.families.llama import LlamaConfig, LlamaModel, read_decoder
 from models.json_fields import Fields
@@ -80,6 +81,7 @@ def read_qwen3_vl(fields: Fields) -> Qwen3VLConfig:
 
 def read_qwen3_vl_moe(fields: Fields) -> Qwen3VLMoeConfig:
     text = fields.object("text_config")
+    text.expect("norm_topk_prob", True)  # transformers does not read it, and divides by the chosen weights' sum
     common = _read_text(fields, text, default_head_dim=None)
     return Qwen3VLMoeConfig(
         **common,
@@ -96,7 +98,7 @@ def _read_text(fields: Fields, text: Fields, *, default_head_dim: int | None) ->
     text.expect("use_qk_norm", True)
     has_bias = text.boolean("attention_bias", False)
     common = read_decoder(text, default_head_dim=default_head_dim)
-    common["tie_word_embeddings"] = fields.boolean("tie_word_embeddings", False)
+    common |= {"tie_word_embeddings": fields.boolean("tie_word_embeddings", False), **outer_fields(fields)}
     return {**common, "attention_bias": has_bias, "attention_output_bias": has_bias}
 
 

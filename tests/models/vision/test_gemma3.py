@@ -137,6 +137,7 @@ def test_names_of_published_files(tmp_path: Path) -> None:
         ("", {"eoi_token_index": 96}, "eoi_token_index = 96 is not in the vocabulary of 96"),
         ("vision_config", {"model_type": "clip_vision_model"}, "model_type = 'clip_vision_model' is not supported"),
         ("text_config", {"model_type": "gemma2"}, "model_type = 'gemma2' is not supported"),
+        ("text_config", {"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not supported"),
         ("text_config", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported"),
     ],
 )

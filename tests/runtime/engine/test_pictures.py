@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("PIL", reason="needs Pillow (extra vision)")
 
-from models.families.qwen3_vl import Qwen3VLModel
+from models.picture_decoder import AxesDecoder
 from models.preprocessing import read_patch_rule
 from models.registry import load_model
 from runtime import ops
@@ -64,7 +64,11 @@ PICTURES = [picture(1), picture(2, 16, 24), picture(3, 64, 8)]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = write_model(tmp_path_factory.mktemp("vl"), "qwen3_vl", load_golden("qwen3_vl").shapes)
+    return write_folder(tmp_path_factory.mktemp("vl"), "qwen3_vl")
+
+
+def write_folder(folder: Path, case: str) -> Path:
+    write_model(folder, case, load_golden(case).shapes)
     size = {"shortest_edge": 64, "longest_edge": 4096}
     config = {"patch_size": 4, "size": size, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     (folder / "preprocessor_config.json").write_text(json.dumps(config))
@@ -73,9 +77,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> Any:
+    return model_alone(folder)
+
+
+def model_alone(folder: Path) -> Any:
     """Draws greedily with the model alone: the whole prompt at once, then token by token."""
-    model = load_model(folder)
-    assert isinstance(model, Qwen3VLModel)
+    model: Any = load_model(folder)
+    assert isinstance(model, AxesDecoder)
     rule = read_patch_rule(folder, model.patch_rule)
 
     def draw(prompt: Sequence[int], pictures: Sequence[Any], num_new: int = NUM_NEW) -> Drawn:
@@ -168,6 +176,21 @@ def test_any_schedule_draws_what_the_model_draws(
         prompts = asked(PICTURES), asked([PICTURES[1]], [IMAGE, 8, 8]), [5, 6, 7, 8], asked(PICTURES)
         assert drawn(llm, *prompts) == [expected, other, text, expected]
         assert drawn(llm, asked(PICTURES), params=greedy(n=2)) == [expected, expected]
+
+
+@pytest.mark.parametrize("case", ["qwen3_vl_moe", "qwen2_5_vl"])
+def test_other_families(tmp_path: Path, case: str) -> None:
+    folder = write_folder(tmp_path, case)
+    draw = model_alone(folder)
+    expected, other = draw(PROMPT, PICTURES), draw([IMAGE, 8, 8], [PICTURES[1]])
+    for options in (
+        {"max_num_batched_tokens": 7, "overlap": "on"},
+        {"max_num_batched_tokens": 16, "num_blocks": 20, "preemption": "recompute", "speculation": "ngram"},
+    ):
+        with opened(folder, **options) as llm:
+            for _ in range(2):  # the second time from cached pages
+                prompts = asked(PICTURES), asked([PICTURES[1]], [IMAGE, 8, 8]), asked(PICTURES)
+                assert drawn(llm, *prompts) == [expected, other, expected]
 
 
 @pytest.mark.emulator
