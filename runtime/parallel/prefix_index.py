@@ -101,7 +101,7 @@ class PromptDigests:
         prompt, digest = request.prompt_ids, self._digest
         if request.pictures is not None:
             keys = PictureKeys()
-            prompt = keys.prompt_keys(prompt, request.pictures.items)
+            prompt = keys.prompt_keys(prompt, request.pictures)
             digest = SharedDigest(self._secret, keys.digest_of)
         salt: Salt = request.cache_salt
         if self._rotary_switch is not None and len(prompt) > self._rotary_switch:

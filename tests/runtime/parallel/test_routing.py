@@ -91,7 +91,7 @@ class Engine:
 
 
 def pictured(digest: bytes, first: int) -> Any:
-    return Pictures.of([Picture(digest, first, 2, 2)], 20, [], [], False)
+    return Pictures.of([Picture(digest, first, 2, 2)], 20, [], [], has_axes=False, are_whole=False)
 
 
 @pytest.mark.parametrize("windows", [(None,), (8,), (None, 6), (5, None, 3)])
