@@ -71,7 +71,7 @@ class Engine:
     def compute(self, asked: Request, salt: Salt = None) -> BlockChanges | None:
         keys = asked.prompt_ids
         if asked.pictures is not None:
-            keys = self.pictures.prompt_keys(keys, asked.pictures.items)
+            keys = self.pictures.prompt_keys(keys, asked.pictures)
         num_pages = -(-len(keys) // SIZE)
         blocks = [self.pool.allocate(num_pages) for _ in self.windows]
         chain = Chain(salt or asked.cache_salt)
@@ -85,7 +85,7 @@ class Engine:
         """Full pages' tokens that its cache gives."""
         keys = asked.prompt_ids
         if asked.pictures is not None:
-            keys = self.pictures.prompt_keys(keys, asked.pictures.items)
+            keys = self.pictures.prompt_keys(keys, asked.pictures)
         hit = self.pool.find(keys[:-1], salt or asked.cache_salt)
         return len(hit.blocks[0]) * SIZE
 
