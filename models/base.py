@@ -112,6 +112,7 @@ class Model(ABC):
             device=self.device,
             layer_windows=self.config.layer_windows,
             layer_dtypes=self._layer_dtypes(dtype or self.kv_dtype or self.dtype),
+            latent_values=self.config.latent_values,
         )
         if not self.kv_skip_layers:
             return spec

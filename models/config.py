@@ -57,6 +57,7 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
+    latent_values: int = 0  # of latent pages, numbers of a value (`runtime.kv.cache`); 0: they are of keys and values
     architecture: str = ""  # as in config.json, such as "LlamaForCausalLM"
 
     def of_a_rank(self, num_ranks: int) -> Self:

@@ -118,8 +118,9 @@ class SharedExpert:
     def __init__(self, config: MoeConfig, maker: Maker, form: ExpertsForm) -> None:
         hidden, inner = config.hidden_size, config.shared_size
         under = maker.under(form.shared)
-        self.gate_up = under.linear(("gate_proj", "up_proj"), outputs=(inner, inner), inputs=hidden)
-        self.down = under.linear("down_proj", outputs=hidden, inputs=inner)
+        has_bias = config.mlp_bias
+        self.gate_up = under.linear(("gate_proj", "up_proj"), outputs=(inner, inner), inputs=hidden, has_bias=has_bias)
+        self.down = under.linear("down_proj", outputs=hidden, inputs=inner, has_bias=has_bias)
         self.gate: Linear | None = None
         if form.has_shared_gate:
             self.gate = maker.router(f"{form.shared}_gate", outputs=1, inputs=hidden)

@@ -20,10 +20,10 @@ _PROVENANCE = {
 
 # Training: dropouts, initial values, losses.
 _TRAINING = {
-    "attention_dropout", "attention_probs_dropout_prob", "attn_dropout", "attn_pdrop", "classifier_bias",
+    "aux_loss_alpha", "attention_dropout", "attention_probs_dropout_prob", "attn_dropout", "attn_pdrop", "classifier_bias",
     "classifier_dropout", "classifier_dropout_prob", "dropout", "embd_pdrop", "embedding_dropout", "ffn_dropout",
     "gradient_checkpointing", "hidden_dropout", "hidden_dropout_prob", "initializer_range", "loss_type",
-    "output_router_logits", "resid_dropout", "resid_pdrop", "router_aux_loss_coef", "router_jitter_noise",
+    "output_router_logits", "resid_dropout", "resid_pdrop", "router_aux_loss_coef", "router_jitter_noise", "seq_aux",
     "tf_legacy_loss", "use_liger_kernel",
 }  # fmt: skip
 
@@ -31,7 +31,7 @@ _TRAINING = {
 _EXECUTION = {
     "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal",
     "_experts_implementation_internal", "_flash_attn_2_enabled", "_output_attentions", "attn_implementation",
-    "cache_implementation", "chunk_size_feed_forward", "experts_implementation", "flash_attention",
+    "cache_implementation", "chunk_size_feed_forward", "ep_size", "experts_implementation", "flash_attention",
     "ignore_keys_at_rope_validation", "model_parallel", "output_attentions", "output_hidden_states", "output_past",
     "pretraining_tp", "reorder_and_upcast_attn", "return_dict", "tie_encoder_decoder", "tie_last_hidden_states",
     "torchscript", "use_bfloat16", "use_cache", "use_flash_attention", "use_flash_attn", "use_flashattn",

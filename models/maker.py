@@ -252,6 +252,44 @@ class Maker(ABC):
         under = f"{self._prefix}experts"
         self._stacks[f"{under}.{stack}"] = Stack((*shape, total), under, parts, order)
 
+    def latent_maps(
+        self, name: str, *, heads: int, key_dim: int, value_dim: int, rotary_dim: int, latent_dim: int
+    ) -> tuple[ExpertsWeight, ExpertsWeight]:
+        """The map `name.weight [heads (key_dim + value_dim), latent_dim]` out of latent rows, absorbed into the maps
+        beside it: one a head for queries, `[rotary_dim + latent_dim, key_dim + rotary_dim]`, and one for results,
+        `[value_dim, latent_dim]`.
+
+        A query comes with the key's part first; it goes out with what is rotated first, unchanged, and then what the
+        latent row is multiplied with. They are floats, whatever the options say.
+        """
+        if self.options.num_ranks > 1:
+            raise ModelLoadError(f"{self._prefix}{name}: latent attention does not run over several ranks yet")
+        if self.options.gemm != "auto":
+            raise ModelLoadError(
+                f"{self._prefix}{name}: gemm is {self.options.gemm!r}, must be 'auto' for latent attention"
+            )
+        inner = copy.copy(self)
+        inner.options = replace(self.options, format=None, rounding="")
+
+        def maps_of(stored: Array) -> Iterator[Array]:
+            """Of queries for all heads, then of results."""
+            parts = stored.reshape(heads, key_dim + value_dim, latent_dim)
+            for part in parts:
+                keys = np.zeros((rotary_dim + latent_dim, key_dim + rotary_dim), stored.dtype)
+                keys[:rotary_dim, key_dim:] = np.eye(rotary_dim, dtype=np.float32)
+                keys[rotary_dim:, :key_dim] = part[:key_dim].T
+                yield keys
+            for part in parts:
+                yield np.ascontiguousarray(part[key_dim:])
+
+        shapes = [(rotary_dim + latent_dim, key_dim + rotary_dim)] * heads + [(value_dim, latent_dim)] * heads
+        made = inner._derived(f"{self._prefix}{name}.weight", (heads * (key_dim + value_dim), latent_dim), shapes, maps_of)
+        for weight in made:
+            self._count(weight.size_bytes)
+        if self.options.device.kind != "cpu":
+            self._count(2 * 16 * heads)  # of the tables of where they lie
+        return ExpertsWeight(made[:heads]), ExpertsWeight(made[heads:])
+
     def router(self, name: str, *, outputs: int, inputs: int, has_bias: bool = False) -> Linear:
         """A small map whose numbers decide what else is computed: it is not quantised, whatever the options say."""
         inner = copy.copy(self)
@@ -379,6 +417,13 @@ class Maker(ABC):
     def _linear(self, declaration: LinearDeclaration) -> LinearWeight: ...
 
     @abstractmethod
+    def _derived(
+        self, name: str, shape: tuple[int, int], shapes: Sequence[tuple[int, int]],
+        make: Callable[[Array], Iterator[Array]],
+    ) -> list[LinearWeight]:  # fmt: skip
+        """Maps of these shapes, which `make` makes of a stored matrix' floats, in its type."""
+
+    @abstractmethod
     def _vector(self, name: str, size: int, add: float) -> Tensor: ...
 
     @abstractmethod
@@ -438,6 +483,19 @@ class DeclaringMaker(Maker):
             kept, declaration.inputs, device, has_bias=declaration.adds_bias, activations=self.dtype
         )
         return LinearWeight(declaration.shape, kept[0].format, device, size_bytes)
+
+    def _derived(
+        self, name: str, shape: tuple[int, int], shapes: Sequence[tuple[int, int]],
+        make: Callable[[Array], Iterator[Array]],
+    ) -> list[LinearWeight]:  # fmt: skip
+        stored, device = self._stored(name, shape), self.options.device
+        self.matrices.add(name)
+        format = self.options.format_of(stored)
+        sizes = [
+            packed_bytes([KeptRows(rows, format)], columns, device, has_bias=False, activations=self.dtype)
+            for rows, columns in shapes
+        ]
+        return [LinearWeight(each, format, device, size) for each, size in zip(shapes, sizes, strict=True)]
 
     def _vector(self, name: str, size: int, add: float) -> Tensor:
         self._stored(name, (size,))
@@ -530,6 +588,15 @@ class LoadingMaker(Maker):
         del weights, whole_rows
         self._release(declaration)
         return packed
+
+    def _derived(
+        self, name: str, shape: tuple[int, int], shapes: Sequence[tuple[int, int]],
+        make: Callable[[Array], Iterator[Array]],
+    ) -> list[LinearWeight]:  # fmt: skip
+        maps = make(self._array(name))
+        made = [ops.prepare_linear([Tensor.from_numpy(each)], None, self.options) for each in maps]
+        self._source.release(name)
+        return made
 
     def _release(self, declaration: LinearDeclaration) -> None:
         for name, _ in declaration.stored_shapes:

@@ -38,7 +38,8 @@ from runtime.tensor.tensor import Tensor
 
 __all__ = [
     "LinearWeight", "RopeTable", "add_embedding", "add_partials", "add_scaled", "attention", "check_ids", "draw",
-    "embedding", "experts", "gather_rows", "gelu", "glu", "layer_norm", "linear", "linear_glu", "linear_partial",
+    "embedding", "expert_linear", "experts", "gather_rows", "gelu", "glu", "latent_attention", "latent_prepare",
+    "layer_norm", "linear", "linear_glu", "linear_partial",
     "log_softmax_topk", "logits_linear", "normed_route", "place", "prepare_linear", "qkv_prepare", "rms_norm", "route",
     "sample", "silu", "take_decode_inputs",
 ]  # fmt: skip
@@ -376,6 +377,19 @@ def experts(
     )
 
 
+def expert_linear(x: Tensor, routing: Routing, weight: ExpertsWeight) -> Tensor:
+    """Each row times the matrix of its one expert, ``x [T, K]`` and ``weight [E, N, K]`` -> ``[T, N]``, and times its
+    weight. `routing` chooses one expert a row; see `HeadRouting`."""
+    op, backend = "expert_linear", _backend("expert_linear", "x", x)
+    tokens = x.shape[0]
+    check(op, "x", x, x.device, backend.ACTIVATIONS, (None, weight.shape[2]))
+    check(op, "routing.ids", routing.ids, x.device, int32, (tokens, 1))
+    check(op, "routing.weights", routing.weights, x.device, float32, (tokens, 1))
+    if routing.rule.num_experts != weight.shape[0]:
+        raise fail(op, "weight", f"has {weight.shape[0]} experts, must have num_experts = {routing.rule.num_experts}")
+    return backend.expert_linear(x, routing, weight)  # type: ignore[no-any-return]
+
+
 # ------------------------------------------------------------------------------------------ attention
 
 
@@ -465,17 +479,23 @@ def attention(
     if sinks is not None:
         check(op, "sinks", sinks, device, float32, (q_heads,))
     _check_softcap(op, softcap)
-    if ("checked", group) not in batch.plans:  # once for all layers
-        seqs = batch.num_seqs
-        check(op, "batch.query_start", batch.query_start, device, int32, (seqs + 1,))
-        check(op, "batch.seq_lens", batch.seq_lens, device, int32, (seqs,))
-        check(op, "batch.block_tables", batch.block_tables[group], device, int32, (seqs, None))
-        if batch.sees_until is not None:
-            check(op, "batch.sees_until", batch.sees_until, device, int32, (q.shape[0],))
-        batch.plans["checked", group] = True
+    _check_batch(op, batch, group, q)
     return backend.attention(  # type: ignore[no-any-return]
         q, k_cache, v_cache, batch, group, pages, scale, window, sinks, softcap, tuple(scales)
     )
+
+
+def _check_batch(op: str, batch: Batch, group: int, q: Tensor) -> None:
+    """What attention reads of a batch, once for all layers."""
+    if ("checked", group) in batch.plans:
+        return
+    device, seqs = q.device, batch.num_seqs
+    check(op, "batch.query_start", batch.query_start, device, int32, (seqs + 1,))
+    check(op, "batch.seq_lens", batch.seq_lens, device, int32, (seqs,))
+    check(op, "batch.block_tables", batch.block_tables[group], device, int32, (seqs, None))
+    if batch.sees_until is not None:
+        check(op, "batch.sees_until", batch.sees_until, device, int32, (q.shape[0],))
+    batch.plans["checked", group] = True
 
 
 def _check_page_scales(op: str, k_cache: Tensor, shape: tuple[int, int, int], scales: Sequence[Tensor]) -> None:
@@ -485,6 +505,58 @@ def _check_page_scales(op: str, k_cache: Tensor, shape: tuple[int, int, int], sc
         raise fail(op, "scales", f"are {len(scales)} tensors, must be {wanted} for pages of {k_cache.dtype}")
     for name, each in zip(("k_scale", "v_scale"), scales):
         check(op, name, each, k_cache.device, float32, shape)
+
+
+def latent_prepare(
+    q: Tensor, latent: Tensor, positions: Tensor, *, rope: RopeTable, norm: RmsNorm, pages: Tensor, slot_mapping: Tensor
+) -> Tensor:
+    """Rotates ``q [T, Hq, R + C]`` in its first R numbers, in place, and writes each token's row of latent pages.
+
+    ``latent [T, C + R]`` is what the projection gives: C numbers, which are normalised, and R, which are rotated. The
+    row in the pages (`runtime.kv.cache`) has the R first. ``slot_mapping`` as in `qkv_prepare`.
+    """
+    op, backend, device = "latent_prepare", _backend("latent_prepare", "q", q), q.device
+    check(op, "q", q, device, backend.ACTIVATIONS, (None, None, None))
+    tokens, _, width = q.shape
+    check(op, "latent", latent, device, q.dtype, (tokens, width))
+    check(op, "positions", positions, device, int32, (tokens,))
+    check(op, "slot_mapping", slot_mapping, device, int64, (tokens,))
+    check(op, "rope.cos", rope.cos, device, float32, (None, None))
+    check(op, "rope.sin", rope.sin, device, float32, rope.cos.shape)
+    if (rest := width - 2 * rope.cos.shape[1]) < 1:
+        raise fail(op, "rope.cos", f"rotates {2 * rope.cos.shape[1]} dimensions, limit {width - 1} of q's {width}")
+    if rope.q_scales is not None:
+        raise fail(op, "rope.q_scales", "are given, but latent queries have no scales by position")
+    check(op, "norm.weight", norm.weight, device, backend.NORM_WEIGHTS, (rest,))
+    _check_latent_pages(op, backend, pages, device, width)
+    return backend.latent_prepare(q, latent, positions, rope, norm, pages, slot_mapping)  # type: ignore[no-any-return]
+
+
+def latent_attention(
+    q: Tensor, pages: Tensor, batch: Batch, group: int, *, scale: float, value_dim: int
+) -> Tensor:
+    """Paged causal attention of ``q [T, Hq, D]`` over latent pages -> ``[T, Hq * value_dim]``: a token's row is the key
+    of all heads, and its last ``value_dim`` numbers are their value. `batch` and `group` as in `attention`."""
+    op, backend, device = "latent_attention", _backend("latent_attention", "q", q), q.device
+    check(op, "q", q, device, backend.ACTIVATIONS, (None, None, None))
+    width = q.shape[2]
+    if not 1 <= value_dim <= width:
+        raise fail(op, "value_dim", f"is {value_dim}, must be from 1 to q's {width}")
+    _check_latent_pages(op, backend, pages, device, width)
+    if batch.sees_until is not None:
+        raise fail(op, "batch.sees_until", "is given, but tokens see no later ones in latent pages")
+    _check_batch(op, batch, group, q)
+    return backend.latent_attention(q, pages, batch, group, scale, value_dim)  # type: ignore[no-any-return]
+
+
+def _check_latent_pages(op: str, backend: Any, pages: Tensor, device: Device, width: int) -> None:
+    """``[blocks, 1, block size, width rounded up]`` as the device has them."""
+    check(op, "pages", pages, device, tuple(STORED), (None, 1, None, None))
+    padded = -(-width // backend.LATENT_ROW_MULTIPLE) * backend.LATENT_ROW_MULTIPLE
+    if pages.shape[0] == 0 or pages.shape[2] % 8 or pages.shape[3] != padded:
+        raise fail(
+            op, "pages", f"are {list(pages.shape)}, must be some blocks of a multiple of 8 tokens and rows of {padded}"
+        )
 
 
 # ------------------------------------------------------------------------------------------ sampling

@@ -337,6 +337,33 @@ def newer_cases() -> dict[str, tuple[Any, int]]:
             ),
             20,
         ),
+        "deepseek_v2_odd": (
+            small(
+                "DeepseekV2", 42, 35, **heads(3, 3), q_lora_rank=None, kv_lora_rank=22, qk_rope_head_dim=6,
+                qk_nope_head_dim=12, v_head_dim=13, n_routed_experts=5, num_experts_per_tok=2,
+                moe_intermediate_size=19, n_shared_experts=2, first_k_dense_replace=1, routed_scaling_factor=1.3,
+                **yarn_rope(16, 4.0, 10_000.0, mscale=0.707, mscale_all_dim=0.9),
+            ),
+            21,
+        ),
+        "deepseek_v2_groups": (
+            small(
+                "DeepseekV2", 40, 32, **heads(4, 4), q_lora_rank=18, kv_lora_rank=16, qk_rope_head_dim=8,
+                qk_nope_head_dim=12, v_head_dim=10, n_routed_experts=8, num_experts_per_tok=2, n_group=4, topk_group=2,
+                topk_method="group_limited_greedy", moe_intermediate_size=17, n_shared_experts=1, attention_bias=True,
+                mlp_bias=True,
+            ),
+            19,
+        ),
+        "deepseek_v3_odd": (
+            small(
+                "DeepseekV3", 46, 35, **heads(2, 2), q_lora_rank=20, kv_lora_rank=24, qk_rope_head_dim=10,
+                qk_nope_head_dim=9, v_head_dim=15, n_routed_experts=6, n_group=3, topk_group=2, num_experts_per_tok=2,
+                moe_intermediate_size=19, n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=2.5,
+                **yarn_rope(16, 4.0, 10_000.0, mscale=1.0, mscale_all_dim=1.0),
+            ),
+            18,
+        ),
     }
 
 

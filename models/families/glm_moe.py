@@ -48,7 +48,7 @@ def read_glm4_moe(fields: Fields) -> Glm4MoeConfig:
         layer_ropes=(rope,) * num_layers,
         attention_bias=fields.boolean("attention_bias", False),
         expert_size=expert_size,
-        rule=_read_rule(fields),
+        rule=read_sigmoid_rule(fields),
         dense_layers=frozenset(range(min(num_dense, num_layers))),
         shared_size=expert_size * fields.integer("n_shared_experts", 1, least=0, most=1 << 8),
         qk_norm="head" if fields.boolean("use_qk_norm", False) else "none",
@@ -56,10 +56,13 @@ def read_glm4_moe(fields: Fields) -> Glm4MoeConfig:
     )
 
 
-def _read_rule(fields: Fields) -> RoutingRule:
-    count = fields.integer("n_routed_experts", 128, most=1 << 16)
-    top_k, groups = fields.integer("num_experts_per_tok", 8), fields.integer("n_group", 1)
-    best = fields.integer("topk_group", 1)
+def read_sigmoid_rule(
+    fields: Fields, *, count: int = 128, top_k: int = 8, groups: int = 1, best: int = 1, scale: float = 1.0
+) -> RoutingRule:
+    """DeepSeek-V3's choice by sigmoids; the numbers are transformers' defaults."""
+    count = fields.integer("n_routed_experts", count, most=1 << 16)
+    top_k, groups = fields.integer("num_experts_per_tok", top_k), fields.integer("n_group", groups)
+    best = fields.integer("topk_group", best)
     for name, value, limit, of in (
         ("n_group", groups, count, "n_routed_experts"), ("topk_group", best, groups, "n_group"),
         ("num_experts_per_tok", top_k, count // groups * best, "the experts of topk_group groups"),
@@ -75,7 +78,7 @@ def _read_rule(fields: Fields) -> RoutingRule:
         )  # fmt: skip
     return RoutingRule(
         num_experts=count, top_k=top_k, scores="sigmoid", normalises=fields.boolean("norm_topk_prob", True),
-        scale=fields.number("routed_scaling_factor", 1.0), sum_eps=1e-20, num_groups=groups, top_groups=best,
+        scale=fields.number("routed_scaling_factor", scale), sum_eps=1e-20, num_groups=groups, top_groups=best,
         group_score="two",
     )  # fmt: skip
 

@@ -33,7 +33,7 @@ _NO_NORM, _BY_HEAD, _BY_ROW = 0, 1, 2
 
 
 @njit(nogil=True)
-def _norm_scale(source, eps):
+def norm_scale(source, eps):
     """What RMSNorm multiplies ``source`` by."""
     total = np.float32(0.0)
     for i in range(source.shape[0]):
@@ -48,12 +48,18 @@ def _prepare_head(source, target, weight, norm, scale, eps, cos, sin, rotary, in
     head_dim = target.shape[0]
     if norm != _NO_NORM:
         if norm == _BY_HEAD:
-            scale = _norm_scale(source, eps)
+            scale = norm_scale(source, eps)
         for i in range(head_dim):
             target[i] = source[i] * scale * weight[i]
     else:
         for i in range(head_dim):
             target[i] = source[i]
+    rotate(target, cos, sin, rotary, interleaved)
+
+
+@njit(nogil=True)
+def rotate(target, cos, sin, rotary, interleaved):
+    """Rotates the first ``rotary`` elements, neighbours or halves together, by these angles."""
     half = rotary // 2
     if interleaved:
         for i in range(half):
@@ -100,8 +106,8 @@ def qkv_kernel(stored: type) -> Kernel:
             sin = float32_at(a.sin + positions[token] * half * 4, half)
             row = a.qkv + token * heads * d * 4
             if norms_rows:
-                q_scale = _norm_scale(float32_at(row, a.q_heads * d), eps)
-                k_scale = _norm_scale(float32_at(row + a.q_heads * d * 4, a.kv_heads * d), eps)
+                q_scale = norm_scale(float32_at(row, a.q_heads * d), eps)
+                k_scale = norm_scale(float32_at(row + a.q_heads * d * 4, a.kv_heads * d), eps)
             for head in range(a.q_heads):
                 target = float32_at(a.q + (token * a.q_heads + head) * d * 4, d)
                 source = float32_at(row + head * d * 4, d)

@@ -8,7 +8,7 @@ depend on the other rows of a batch, nor on the number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numba
@@ -18,19 +18,21 @@ from numba_kernels.cpu import activation as _activation
 from numba_kernels.cpu import columns as _columns
 from numba_kernels.cpu import embedding as _embedding
 from numba_kernels.cpu import experts as _experts
+from numba_kernels.cpu import latent as _latent
 from numba_kernels.cpu import norm as _norm
 from numba_kernels.cpu import qkv as _qkv
 from numba_kernels.cpu import scaling as _scaling
 from numba_kernels.cpu.attention import kernel as _attention
 from numba_kernels.cpu.gemm import experts as _grouped
 from numba_kernels.cpu.gemm import linear as _linear
-from numba_kernels.cpu.running.launch import address_of, hold, new_array
+from numba_kernels.cpu.running.launch import Kernel, address_of, hold, new_array
 from numba_kernels.cpu.running.recording import current
 from runtime.backends.checks import check, fail
 from runtime.batch import Batch
 from runtime.dtype import PAGES, STORED, DType, float32, int32
 from runtime.errors import InvalidArgumentError
 from runtime.linear.experts import ExpertsWeight
+from runtime.linear.norm import RmsNorm
 from runtime.linear.weight import JoinedWeight, PanelWeight
 from runtime.rope_table import RopeTable
 from runtime.routing import Routing, RoutingRule
@@ -45,6 +47,7 @@ ACTIVATIONS = float32
 WEIGHT = (PanelWeight, JoinedWeight)
 TABLE = PanelWeight
 NORM_WEIGHTS = tuple(STORED)
+LATENT_ROW_MULTIPLE = 16  # elements, whole vectors
 _num_workers = MAX_WORKERS
 
 
@@ -313,33 +316,62 @@ def _some_experts(
     out: Tensor,
 ) -> None:  # fmt: skip
     """`added` are addresses of the shared expert's results, its gate and the residual."""
-    (tokens, top_k), (num_experts, hidden, _) = routing.ids.shape, down.shape
-    rows = tokens * top_k
-    num_active = min(num_experts, rows)
-    starts, active, tokens_of, places = map(_new_int32, ((num_experts + 1,), (num_active,), (rows,), (rows,)))
-    _experts.group_kernel()(
-        1, 1, routing.ids.address, starts.address, active.address, tokens_of.address, places.address, tokens, top_k,
-        num_experts, num_active,
-    )  # fmt: skip
+    rows = _RowsByExpert(routing)
+    rows.add(rows.product(glu(rows.product(rows.gather(x), gate_up), activation), down), added, out)
 
-    def product(x: Tensor, weight: ExpertsWeight) -> Tensor:
+
+def expert_linear(x: Tensor, routing: Routing, weight: ExpertsWeight) -> Tensor:
+    """See `ops.expert_linear`."""
+    tokens = x.shape[0]
+    result = _new((tokens, weight.shape[1]))
+    for first in range(0, tokens, _MOST_EXPERT_ROWS):
+        some = slice(first, first + _MOST_EXPERT_ROWS)
+        rows = _RowsByExpert(Routing(routing.ids[some], routing.weights[some], routing.rule))
+        rows.add(rows.product(rows.gather(x[some]), weight), [0, 0, 0], result[some])
+    return result
+
+
+class _RowsByExpert:
+    """Rows put together by the experts that they go to."""
+
+    def __init__(self, routing: Routing) -> None:
+        self.routing = routing
+        (self.tokens, self.top_k), self.num_experts = routing.ids.shape, routing.rule.num_experts
+        self.count = count = self.tokens * self.top_k
+        self.num_active = min(self.num_experts, count)
+        sizes = (self.num_experts + 1,), (self.num_active,), (count,), (count,)
+        self.starts, self.active, self.tokens_of, self.places = map(_new_int32, sizes)
+        _experts.group_kernel()(
+            1, 1, routing.ids.address, self.starts.address, self.active.address, self.tokens_of.address,
+            self.places.address, self.tokens, self.top_k, self.num_experts, self.num_active,
+        )  # fmt: skip
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Each row of x as often as it goes to an expert, ``[T k, K]``."""
+        return _add_rows("experts", "routing", self.tokens_of, x, None)
+
+    def product(self, x: Tensor, weight: ExpertsWeight) -> Tensor:
+        """Each row of ``x [T k, K]`` times its expert's matrix, ``[T k, N]``."""
         width, first = weight.shape[1], 0
-        result = _new((rows, width))
+        result = _new((self.count, width))
         for part, table in zip(weight.parts[0], weight.tables, strict=True):
             hold(table)
             _grouped.multiply(
-                part.stored, x.address, address_of(table), starts.address, active.address, result.address + first * 4,
-                rows, num_experts, num_active, part.shape[1], part.shape[0], width, _num_workers,
+                part.stored, x.address, address_of(table), self.starts.address, self.active.address,
+                result.address + first * 4, self.count, self.num_experts, self.num_active, part.shape[1],
+                part.shape[0], width, _num_workers,
             )  # fmt: skip
             first += part.shape[0]
         return result
 
-    y = product(glu(product(_add_rows("experts", "routing", tokens_of, x, None), gate_up), activation), down)
-    tickets, workers, rows_a_ticket = _share(tokens, hidden * top_k)
-    _experts.combine_kernel()(
-        tickets, workers, y.address, routing.weights.address, places.address, *added, out.address, tokens, top_k,
-        hidden, rows_a_ticket,
-    )  # fmt: skip
+    def add(self, y: Tensor, added: list[int], out: Tensor) -> None:
+        """Writes each token's weighted sum of ``y [T k, N]`` to ``out [T, N]``, and what `_some_experts` adds."""
+        width = y.shape[1]
+        tickets, workers, rows_a_ticket = _share(self.tokens, width * self.top_k)
+        _experts.combine_kernel()(
+            tickets, workers, y.address, self.routing.weights.address, self.places.address, *added, out.address,
+            self.tokens, self.top_k, width, rows_a_ticket,
+        )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------ attention
@@ -378,7 +410,7 @@ def qkv_prepare(
     slot_mapping: Tensor, scales: tuple[Tensor, ...],
 ) -> Tensor:  # fmt: skip
     """See `ops.qkv_prepare`."""
-    op, tokens, heads = "qkv_prepare", qkv.shape[0], num_q_heads + 2 * num_kv_heads
+    tokens, heads = qkv.shape[0], num_q_heads + 2 * num_kv_heads
     norms = [_as_float32(norm) for norm in (q_norm, k_norm)]
     cos = sin = q_scales = rotary = num_positions = interleaved = 0
     if rope is not None:
@@ -389,20 +421,29 @@ def qkv_prepare(
     result = _new((tokens, num_q_heads, head_dim))
     tickets, workers, tokens_a_ticket = _share(tokens, heads * head_dim * 2)
 
-    def explain(status: int) -> Exception:
-        if status == _qkv.BAD_POSITION:
-            low, high = positions.array.min(), positions.array.max()
-            return fail(op, "positions", f"hold {low} to {high}, limit {num_positions - 1}")
-        return fail(op, "slot_mapping", f"holds {slot_mapping.array.max()}, limit {blocks * block_size - 1}")
-
     _qkv.qkv_kernel(PAGES[k_cache.dtype])(
         tickets, workers, qkv.address, positions.address, cos, sin, q_scales,
         *(0 if norm is None else address_of(norm) for norm in norms),
         k_cache.address, v_cache.address, *_scale_addresses(scales), slot_mapping.address, result.address,
         tokens, num_q_heads, num_kv_heads, head_dim, int(norms_rows), rotary, interleaved, num_positions,
-        blocks, block_size, v_cache.shape[3], tokens_a_ticket, norm_eps, explain=explain,
+        blocks, block_size, v_cache.shape[3], tokens_a_ticket, norm_eps,
+        explain=_explain_places("qkv_prepare", positions, num_positions, slot_mapping, blocks * block_size),
     )  # fmt: skip
     return result
+
+
+def _explain_places(
+    op: str, positions: Tensor, num_positions: int, slot_mapping: Tensor, num_slots: int
+) -> Callable[[int], Exception]:
+    """What the status of a kernel that rotates and writes pages means."""
+
+    def explain(status: int) -> Exception:
+        if status == _qkv.BAD_POSITION:
+            low, high = positions.array.min(), positions.array.max()
+            return fail(op, "positions", f"hold {low} to {high}, limit {num_positions - 1}")
+        return fail(op, "slot_mapping", f"holds {slot_mapping.array.max()}, limit {num_slots - 1}")
+
+    return explain
 
 
 @dataclass(frozen=True, slots=True)
@@ -498,10 +539,55 @@ def attention(
     window: int | None, sinks: Tensor | None, softcap: float | None, scales: tuple[Tensor, ...],
 ) -> Tensor:  # fmt: skip
     """See `ops.attention`."""
-    op, (tokens, q_heads, head_dim), (blocks, kv_heads, block_size) = "attention", q.shape, pages
+    kernel = _attention.attention_kernel(PAGES[k_cache.dtype], _attention.span_of(pages[2]))
+    places = k_cache.address, v_cache.address, *_scale_addresses(scales)
+    return _attend(
+        "attention", kernel, q, places, batch, group, pages, (q.shape[2], v_cache.shape[3], v_cache.shape[3]), scale,
+        window, sinks, softcap,
+    )  # fmt: skip
+
+
+def latent_prepare(
+    q: Tensor, latent: Tensor, positions: Tensor, rope: RopeTable, norm: RmsNorm, pages: Tensor, slot_mapping: Tensor
+) -> Tensor:
+    """See `ops.latent_prepare`."""
+    tokens, heads, width = q.shape
+    blocks, _, block_size, stride = pages.shape
+    weight = _as_float32(norm.weight)
+    assert weight is not None
+    tickets, workers, tokens_a_ticket = _share(tokens, (heads + 2) * width)
+    _latent.latent_kernel(STORED[pages.dtype])(
+        tickets, workers, q.address, latent.address, positions.address, rope.cos.address, rope.sin.address,
+        address_of(weight), pages.address, slot_mapping.address, tokens, heads, width, 2 * rope.cos.shape[1],
+        int(rope.interleaved), rope.cos.shape[0], blocks, block_size, stride, tokens_a_ticket, norm.eps,
+        explain=_explain_places("latent_prepare", positions, rope.cos.shape[0], slot_mapping, blocks * block_size),
+    )  # fmt: skip
+    return q
+
+
+def latent_attention(q: Tensor, pages: Tensor, batch: Batch, group: int, scale: float, value_dim: int) -> Tensor:
+    """See `ops.latent_attention`."""
+    blocks, _, block_size, stride = pages.shape
+    kernel = _attention.attention_kernel(STORED[pages.dtype], _attention.span_of(block_size), is_latent=True)
+    first_value = pages.address + (q.shape[2] - value_dim) * pages.dtype.itemsize
+    width = -(-value_dim // 16) * 16
+    return _attend(
+        "latent_attention", kernel, q, (pages.address, first_value, 0, 0), batch, group, (blocks, 1, block_size),
+        (value_dim, width, stride), scale, None, None, None,
+    )  # fmt: skip
+
+
+def _attend(
+    op: str, kernel: Kernel, q: Tensor, places: tuple[int, ...], batch: Batch, group: int, pages: tuple[int, int, int],
+    value_sizes: tuple[int, int, int], scale: float, window: int | None, sinks: Tensor | None, softcap: float | None,
+) -> Tensor:  # fmt: skip
+    """`places` are addresses of keys, values and their scales; `value_sizes` are a value's length, that of the row
+    that it is summed in, and of a row of pages."""
+    (tokens, q_heads, head_dim), (blocks, kv_heads, block_size) = q.shape, pages
+    value_dim, width, stride = value_sizes
     share = q_heads // kv_heads
     plan = _attention_plan(batch, group, tokens, share, block_size)
-    result = _new((tokens, q_heads * head_dim))
+    result = _new((tokens, q_heads * value_dim))
     if plan is None:
         return result
     groups = plan.num_groups * kv_heads
@@ -509,14 +595,12 @@ def attention(
     segments = -(-plan.longest // _attention.SEGMENT_TOKENS)
     if workers == 1 or groups >= 2 * workers:
         segments = 1
-    width = v_cache.shape[3]
     partial_size = groups * segments * plan.group_tokens * share * (width + 2) if segments > 1 else 0
     partial = new_array((partial_size,), np.float32)
     query_start, seq_lens, table, group_starts = plan.addresses
     arguments = (
-        q.address, k_cache.address, v_cache.address, *_scale_addresses(scales), query_start, seq_lens, table,
-        group_starts, address_of(partial), result.address, batch.num_seqs, q_heads, kv_heads, head_dim, width, blocks,
-        block_size, plan.table_width, window or 0, plan.group_tokens, segments,
+        q.address, *places, query_start, seq_lens, table, group_starts, address_of(partial), result.address,
+        batch.num_seqs, q_heads, kv_heads, head_dim, value_dim, width, stride, blocks, block_size, plan.table_width, window or 0, plan.group_tokens, segments,
         0 if sinks is None else sinks.address, 0 if batch.sees_until is None else batch.sees_until.address, scale,
         softcap or 0.0,
     )  # fmt: skip
@@ -527,8 +611,7 @@ def attention(
         limit = plan.table_width * block_size
         return fail(op, "batch.seq_lens", f"holds {batch.seq_lens.array.max()}, limit {limit} of the block tables")
 
-    span = _attention.span_of(block_size)
-    _attention.attention_kernel(PAGES[k_cache.dtype], span)(groups * segments, workers, *arguments, explain=explain)
+    kernel(groups * segments, workers, *arguments, explain=explain)
     if segments > 1:
         _attention.merge_kernel()(groups, workers, *arguments)
     return result

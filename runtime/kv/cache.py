@@ -11,7 +11,12 @@ Pages of int8 and fp8 (e4m3) have two planes more, ``k_scale`` and ``v_scale``, 
 ``[num_blocks, num_kv_heads, block_size]``: what each token's numbers in each head are multiplied by. They are written
 with the token, so that nothing has to be calibrated.
 
-On a GPU, real or emulated, both are ``[num_blocks, num_kv_heads, block_size, head_dim rounded up to 8]``, of bytes to
+Latent pages (MLA, https://arxiv.org/abs/2405.04434) have one plane on every device, ``latent``: a row a token, which is
+the key of all query heads, and whose last ``latent_values`` numbers are their value:
+
+- ``[num_blocks, 1, block_size, head_dim rounded up]``, to 16 on the cpu, to 8 on a GPU
+
+On a GPU, real or emulated, keys and values are ``[num_blocks, num_kv_heads, block_size, head_dim rounded up to 8]``, of bytes to
 16: one head's part of a page is one run of whole 16-byte pieces (`numba_kernels.cuda.kv_cache`).
 
 The cache has as many storages as a group has layers (`runtime.kv.groups`): the i-th layers of all groups share the i-th
@@ -69,12 +74,13 @@ class KVCacheSpec:
     Attributes:
         layer_windows: tokens that a query of each layer sees, its own included, None for all; empty: all see all.
         layer_dtypes: the type of each layer's pages; empty: all have `dtype`.
+        latent_values: of latent pages, the length of a value; 0: keys and values are of their own.
         groups: of the layers, made of the windows.
         planes: of one block of one storage, of each storage.
 
     Raises InvalidArgumentError for a size that is not positive, windows of another number of layers, a ``block_size``
     that is no multiple of 8 (on a GPU: not 8, 16 or 32), or a dtype other than float32, float16, bfloat16, int8
-    and float8_e4m3.
+    and float8_e4m3, of which the last two are not for latent pages.
     """
 
     num_layers: int
@@ -85,6 +91,7 @@ class KVCacheSpec:
     device: Device = CPU
     layer_windows: tuple[int | None, ...] = ()
     layer_dtypes: tuple[DType, ...] = ()
+    latent_values: int = 0
     groups: tuple[CacheGroup, ...] = field(init=False, repr=False, compare=False)
     planes: tuple[tuple[Plane, ...], ...] = field(init=False, repr=False, compare=False)
 
@@ -103,9 +110,10 @@ class KVCacheSpec:
                 f"KVCacheSpec: block_size is {self.block_size}, must be 8, 16 or 32 on {self.device}",
                 param="block_size",
             )
+        kinds = STORED if self.latent_values else PAGES
         for name, dtypes in (("dtype", (self.dtype,)), ("layer_dtypes", self.layer_dtypes)):
-            if wrong := [dtype.name for dtype in dtypes if dtype not in PAGES]:
-                names = ", ".join(dtype.name for dtype in PAGES)
+            if wrong := [dtype.name for dtype in dtypes if dtype not in kinds]:
+                names = ", ".join(dtype.name for dtype in kinds)
                 raise InvalidArgumentError(f"KVCacheSpec: {name} is {wrong[0]}, must be one of {names}", param=name)
         if len(self.layer_dtypes) not in (0, self.num_layers):
             raise InvalidArgumentError(
@@ -140,7 +148,7 @@ class KVCacheSpec:
         """Which of its storage's planes are the layer's."""
         first = 0
         for dtype in self.dtypes_of(storage):
-            count = 2 if dtype in STORED else 4
+            count = 1 if self.latent_values else 2 if dtype in STORED else 4
             if dtype is self.dtype_of(layer):
                 return slice(first, first + count)
             first += count
@@ -148,6 +156,9 @@ class KVCacheSpec:
 
     def _make_planes(self, dtype: DType) -> tuple[Plane, ...]:
         tokens = self.num_kv_heads, self.block_size
+        if self.latent_values:
+            multiple = _CPU_VALUE_ROW_MULTIPLE if self.device.kind == "cpu" else _GPU_ROW_MULTIPLE
+            return (Plane("latent", (1, self.block_size, _round_up(self.head_dim, multiple)), dtype),)
         if self.device.kind == "cpu":
             k_shape: tuple[int, ...] = (self.num_kv_heads, self.head_dim, self.block_size)
             v_shape: tuple[int, ...] = (*tokens, _round_up(self.head_dim, _CPU_VALUE_ROW_MULTIPLE))
@@ -218,8 +229,8 @@ class KVCache:
         return self._places[layer][0]
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
-        """Layer ``index``'s pages, plane by plane: K, V, and where they are quantised the scales of both, each
-        ``[num_blocks, ...]`` as the spec's `planes` say.
+        """Layer ``index``'s pages, plane by plane: K, V, and where they are quantised the scales of both, or of latent
+        pages the one that there is, each ``[num_blocks, ...]`` as the spec's `planes` say.
 
         What the device's current stream does from now on comes after the copies of these pages that are under way. A
         recorded graph does not come by here: see `wait_for_arrivals`.

@@ -13,6 +13,9 @@ merges; the arithmetic is the same, so that neither the batch nor the number of 
 Pages of int8 and fp8 are widened as a tile loads them; their scales, one a token and head, multiply scores and
 weights instead of keys and values.
 
+Latent pages (`runtime.kv.cache`) hold one row a token, keys and values of all heads together. A chunk's rows are
+transposed into memory of the ticket's own, as keys of other pages lie, before its scores are computed.
+
 Sinks (a logit of each query head) join a row's sum once, at its end. With a soft cap c > 0 (Gemma 2,
 https://arxiv.org/abs/2408.00118) a score s becomes c tanh(s / c). Pages behind a window are not read. A row that may
 attend to nothing gives zeros.
@@ -27,6 +30,7 @@ import numpy as np
 from numba import carray, njit
 
 from numba_kernels.cpu.attention.tile import CHUNK_TOKENS, HALF_TOKENS, score_tile, softmax_tile, value_tile
+from numba_kernels.cpu.attention.transposing import transpose_rows
 from numba_kernels.cpu.intrinsics.scalars import exp_f32
 from numba_kernels.cpu.quantised_rows import is_quantised, read_factor
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, float32_at, int32_at
@@ -40,7 +44,7 @@ _HALVES = CHUNK_TOKENS // HALF_TOKENS
 
 FIELDS = Fields(
     "*q *k_cache *v_cache *k_scales *v_scales *query_start *seq_lens *block_table *group_starts *partial *out "
-    "num_seqs q_heads kv_heads head_dim value_width num_blocks block_size table_width window group_tokens num_segments "
+    "num_seqs q_heads kv_heads head_dim value_dim value_width value_stride num_blocks block_size table_width window group_tokens num_segments "
     "*sinks *sees_until",
     "scale softcap",
 )
@@ -98,7 +102,7 @@ def _merge(total, segment, rows, width):
 
 
 @njit(nogil=True)
-def _write(total, target, tokens, share, q_heads, head_dim, width, sinks_at):
+def _write(total, target, tokens, share, q_heads, value_dim, width, sinks_at):
     """Divides by the sums; row ``t * share + g`` goes to token ``t``, head ``g`` of ``target`` (an address).
 
     ``sinks_at`` (an address; 0 for none) holds the logits ``[share]`` that join these heads' sums."""
@@ -114,9 +118,9 @@ def _write(total, target, tokens, share, q_heads, head_dim, width, sinks_at):
                 weight = exp_f32(maxima[row] - origin)
                 taken = taken * weight + exp_f32(sinks[head] - origin)
             inverse = np.float32(0.0) if taken == np.float32(0.0) else weight / taken
-            result = float32_at(target + (token * q_heads + head) * head_dim * 4, head_dim)
-            out = float32_at(total[0] + row * width * 4, head_dim)
-            for i in range(head_dim):
+            result = float32_at(target + (token * q_heads + head) * value_dim * 4, value_dim)
+            out = float32_at(total[0] + row * width * 4, value_dim)
+            for i in range(value_dim):
                 result[i] = out[i] * inverse
             row += 1
 
@@ -185,9 +189,12 @@ def span_of(block_size: int) -> int:
 
 
 @functools.cache
-def attention_kernel(stored: type, span: int) -> Kernel:
+def attention_kernel(stored: type, span: int, is_latent: bool = False) -> Kernel:
     """For pages of ``stored`` whose size is a multiple of ``span``, HALF_TOKENS or LANES. A ticket is one row group and
     KV head, or with ``num_segments > 1`` one segment of them.
+
+    Values are ``value_dim`` long; their sums have rows of ``value_width``, whole vectors, and pages rows of
+    ``value_stride``. Of latent pages ``v_cache`` is where the first value begins.
 
     ``group_starts [num_seqs + 1]`` counts the row groups before each sequence, tickets of more groups than there are do
     nothing; ``window`` 0 = all. With segments, the sums of each ticket go to
@@ -195,6 +202,8 @@ def attention_kernel(stored: type, span: int) -> Kernel:
     """
     itemsize = np.dtype(stored).itemsize
     has_scales, factor = is_quantised(stored), read_factor(stored)
+    kept = np.float32 if is_latent else stored  # what keys are when scores are computed
+    kept_span = LANES if is_latent else span
 
     def attention(arguments, ticket):
         a = carray(arguments, 1)[0]
@@ -225,7 +234,8 @@ def attention_kernel(stored: type, span: int) -> Kernel:
 
         capacity = -(-rows // TILE_ROWS) * TILE_ROWS
         sizes = capacity * a.head_dim, capacity * CHUNK_TOKENS, capacity * width
-        work = np.empty(sizes[0] + sizes[1] + 2 * sizes[2] + 5 * capacity + 2 * CHUNK_TOKENS, np.float32)
+        key_size = a.value_stride * CHUNK_TOKENS if is_latent else 0
+        work = np.empty(sizes[0] + sizes[1] + 2 * sizes[2] + 5 * capacity + 2 * CHUNK_TOKENS + key_size, np.float32)
         q_at = address(work)
         scores_at = q_at + sizes[0] * 4
         out_at = scores_at + sizes[1] * 4
@@ -234,6 +244,8 @@ def attention_kernel(stored: type, span: int) -> Kernel:
         factors_at = sums_at + capacity * 4
         k_scales_at = factors_at + 3 * capacity * 4  # of the chunk's tokens
         v_scales_at = k_scales_at + CHUNK_TOKENS * 4
+        transposed_at = v_scales_at + CHUNK_TOKENS * 4
+        key_stride = CHUNK_TOKENS * 4 if is_latent else a.block_size * itemsize
         k_scales, v_scales = float32_at(k_scales_at, CHUNK_TOKENS), float32_at(v_scales_at, CHUNK_TOKENS)
         part = out_at, maxima_at, sums_at  # of this segment: weighted values, largest scores, sums
         tables = np.empty(3 * _HALVES + 2 * capacity, np.int64)
@@ -279,8 +291,14 @@ def attention_kernel(stored: type, span: int) -> Kernel:
                             a.status = BAD_BLOCK
                             return
                     page = block * a.kv_heads + head
-                    tables[half] = a.k_cache + (page * a.head_dim * a.block_size + inside) * itemsize
-                    tables[_HALVES + half] = a.v_cache + (page * a.block_size + inside) * width * itemsize
+                    row = (page * a.block_size + inside) * a.value_stride * itemsize
+                    tables[_HALVES + half] = a.v_cache + row
+                    if is_latent:
+                        tables[half] = transposed_at + half * HALF_TOKENS * 4
+                        if token < last_key:
+                            transpose_rows(stored, a.k_cache + row, a.value_stride, tables[half])
+                    else:
+                        tables[half] = a.k_cache + (page * a.head_dim * a.block_size + inside) * itemsize
                     if has_scales:
                         of_keys = float32_at(a.k_scales + (page * a.block_size + inside) * 4, HALF_TOKENS)
                         of_values = float32_at(a.v_scales + (page * a.block_size + inside) * 4, HALF_TOKENS)
@@ -293,7 +311,7 @@ def attention_kernel(stored: type, span: int) -> Kernel:
                 ahead, ahead_inside = entry, inside
                 for half in range(_HALVES):
                     tables[2 * _HALVES + half] = tables[half]
-                    if chunk + CHUNK_TOKENS + half * HALF_TOKENS < stop:
+                    if not is_latent and chunk + CHUNK_TOKENS + half * HALF_TOKENS < stop:
                         page = np.int64(table[ahead]) * a.kv_heads + head  # only asked for: need not exist
                         tables[2 * _HALVES + half] = (
                             a.k_cache + (page * a.head_dim * a.block_size + ahead_inside) * itemsize
@@ -309,7 +327,7 @@ def attention_kernel(stored: type, span: int) -> Kernel:
                         continue
                     tile_scores = scores_at + tile * CHUNK_TOKENS * 4
                     score_tile(
-                        stored, span, q_at + tile * a.head_dim * 4, keys_at, a.block_size * itemsize, a.head_dim,
+                        kept, kept_span, q_at + tile * a.head_dim * 4, keys_at, key_stride, a.head_dim,
                         tile_scores, min(CHUNK_TOKENS, tile_last), values_at, height,
                     )  # fmt: skip
                     if has_scales:
@@ -330,7 +348,7 @@ def attention_kernel(stored: type, span: int) -> Kernel:
                         continue
                     tile_first = firsts[tile] - chunk
                     value_tile(
-                        stored, scores_at + tile * CHUNK_TOKENS * 4, values_at, width * itemsize,
+                        stored, scores_at + tile * CHUNK_TOKENS * 4, values_at, a.value_stride * itemsize,
                         min(CHUNK_TOKENS, max(0, tile_first)), min(CHUNK_TOKENS, tile_last), factors_at + tile * 4,
                         out_at + tile * width * 4, width // LANES, next_at, height,
                     )  # fmt: skip
@@ -343,9 +361,9 @@ def attention_kernel(stored: type, span: int) -> Kernel:
             _clear(partial, rows, width)
             _merge(partial, total, rows, width)
         else:
-            target = a.out + (token_row * a.q_heads + head * share) * a.head_dim * 4
+            target = a.out + (token_row * a.q_heads + head * share) * a.value_dim * 4
             sinks = a.sinks + head * share * 4 if a.sinks != 0 else 0
-            _write(total, target, tokens, share, a.q_heads, a.head_dim, width, sinks)
+            _write(total, target, tokens, share, a.q_heads, a.value_dim, width, sinks)
         _hold(work, tables)
 
     return Kernel(attention, FIELDS)
@@ -375,9 +393,9 @@ def merge_kernel() -> Kernel:
         for segment in range(a.num_segments):
             part = _triple(a.partial + (ticket * a.num_segments + segment) * size * 4, rows, width)
             _merge(total, part, rows, width)
-        target = a.out + ((query_start[seq] + first_token) * a.q_heads + head * share) * a.head_dim * 4
+        target = a.out + ((query_start[seq] + first_token) * a.q_heads + head * share) * a.value_dim * 4
         sinks = a.sinks + head * share * 4 if a.sinks != 0 else 0
-        _write(total, target, tokens, share, a.q_heads, a.head_dim, width, sinks)
+        _write(total, target, tokens, share, a.q_heads, a.value_dim, width, sinks)
         _hold(work, work)
 
     return Kernel(merge, FIELDS)

@@ -1,0 +1,76 @@
+"""What happens to queries and a token's latent row between their projections and attention (MLA, DeepSeek-V2,
+https://arxiv.org/abs/2405.04434), in one pass over the tokens.
+
+    q[t, h]  = [rotated q[t, h, :R] | q[t, h, R:]]
+    row[t]   = [rotated k[t] | RMSNorm(c[t]) * weight]        written to the token's slot
+
+``latent [T, C + R]`` holds c, then k, as the projection gives them; queries ``[T, H, R + C]`` begin with what is
+rotated, and so do rows of pages. Queries are changed in place. A slot of -1 is not written.
+
+Status 1: a position without a row in the rotation table. Status 2: a slot beyond the pages.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from numba import carray, njit
+
+from numba_kernels.cpu.intrinsics.scalars import store_f32
+from numba_kernels.cpu.qkv import BAD_POSITION, BAD_SLOT, norm_scale, rotate
+from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at, int32_at, int64_at
+
+FIELDS = Fields(
+    "*q *latent *positions *cos *sin *norm *pages *slots num_tokens heads width rotary interleaved "
+    "num_positions num_blocks block_size row_stride tokens_a_ticket",
+    "eps",
+)
+
+
+@njit(nogil=True)
+def _copy(source, target):
+    for i in range(target.shape[0]):
+        target[i] = source[i]
+
+
+@functools.cache
+def latent_kernel(stored: type) -> Kernel:
+    """For pages of ``stored``; a ticket is some tokens."""
+    itemsize = np.dtype(stored).itemsize
+
+    def latent(arguments, ticket):
+        a = carray(arguments, 1)[0]
+        half, rest = a.rotary // 2, a.width - a.rotary
+        interleaved = a.interleaved != 0
+        positions, slots = int32_at(a.positions, a.num_tokens), int64_at(a.slots, a.num_tokens)
+        weight = float32_at(a.norm, rest)
+        row = np.empty(a.width, np.float32)
+        first = ticket * a.tokens_a_ticket
+        last = min(a.num_tokens, first + a.tokens_a_ticket)
+        for token in range(first, last):
+            if positions[token] < 0 or positions[token] >= a.num_positions:
+                a.status = BAD_POSITION
+                return
+            if slots[token] >= a.num_blocks * a.block_size:
+                a.status = BAD_SLOT
+                return
+        for token in range(first, last):
+            cos = float32_at(a.cos + positions[token] * half * 4, half)
+            sin = float32_at(a.sin + positions[token] * half * 4, half)
+            for head in range(a.heads):
+                query = float32_at(a.q + (token * a.heads + head) * a.width * 4, a.width)
+                rotate(query, cos, sin, a.rotary, interleaved)
+            if slots[token] < 0:
+                continue
+            source = float32_at(a.latent + token * a.width * 4, a.width)
+            _copy(source[rest:], row[: a.rotary])
+            rotate(row, cos, sin, a.rotary, interleaved)
+            scale = norm_scale(source[:rest], a.eps)
+            for i in range(rest):
+                row[a.rotary + i] = source[i] * scale * weight[i]
+            at = a.pages + slots[token] * a.row_stride * itemsize
+            for i in range(a.width):
+                store_f32(stored, at, i, row[i])
+
+    return Kernel(latent, FIELDS)
