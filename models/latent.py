@@ -1,12 +1,12 @@
-"""Latent attention (MLA, DeepSeek-V2, https://arxiv.org/abs/2405.04434): of each token one row is kept, of which all heads
-make their keys and values.
+"""Latent attention (MLA, DeepSeek-V2, https://arxiv.org/abs/2405.04434): of each token one row is kept, of which all
+heads make their keys and values.
 
     row[j] = [rotated k | norm(c)]      by one map of x
     q[h]   = [rotated part | K_h^T q_h]      K_h: the map from c to the head's keys
     out[h] = V_h sum_j softmax_j(scale q[h] . row[j]) c[j]      V_h: the map from c to the head's values
 
-So K_h and V_h are absorbed into what stands beside them (`Maker.latent_maps`), and attention is that of many query heads
-with one key head, whose values are parts of its keys.
+So K_h and V_h are absorbed into what stands beside them (`Maker.latent_maps`), and attention is that of many query
+heads with one key head, whose values are parts of its keys.
 """
 
 from __future__ import annotations

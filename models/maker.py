@@ -283,7 +283,8 @@ class Maker(ABC):
                 yield np.ascontiguousarray(part[key_dim:])
 
         shapes = [(rotary_dim + latent_dim, key_dim + rotary_dim)] * heads + [(value_dim, latent_dim)] * heads
-        made = inner._derived(f"{self._prefix}{name}.weight", (heads * (key_dim + value_dim), latent_dim), shapes, maps_of)
+        stored_shape = heads * (key_dim + value_dim), latent_dim
+        made = inner._derived(f"{self._prefix}{name}.weight", stored_shape, shapes, maps_of)
         for weight in made:
             self._count(weight.size_bytes)
         if self.options.device.kind != "cpu":

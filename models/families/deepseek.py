@@ -38,7 +38,9 @@ class DeepseekV2Model(MoeDecoder):
 
     def attention(self, index: int, maker: Maker, *, input_norm: str = "", **choices: Any) -> LatentAttention:  # type: ignore[override]
         norm, rope = self._input_norm(maker, input_norm), self.rope_of(index)
-        assert norm is not None and rope is not None and not choices
+        assert norm is not None
+        assert rope is not None
+        assert not choices
         return LatentAttention(self.config, self.config.latent, index, maker.under("self_attn"), rope, norm)
 
     @classmethod
@@ -103,9 +105,11 @@ def read_deepseek_v2(fields: Fields) -> DeepseekConfig:
     if method == "group_limited_greedy":
         groups, best = fields.integer("n_group"), fields.integer("topk_group")
     elif method == "greedy":
-        fields.raw("n_group"), fields.raw("topk_group")
+        for name in ("n_group", "topk_group"):
+            fields.raw(name)
     else:
-        raise fields.error("topk_method", f"{method!r:.80} is not supported; supported are greedy, group_limited_greedy")
+        known = "greedy, group_limited_greedy"
+        raise fields.error("topk_method", f"{method!r:.80} is not supported; supported are {known}")
     for name, value, limit, of in (
         ("n_group", groups, count, "n_routed_experts"), ("topk_group", best, groups, "n_group"),
         ("num_experts_per_tok", top_k, count // groups * best, "the experts of topk_group groups"),

@@ -1,11 +1,11 @@
-"""Latent attention on a GPU (MLA, DeepSeek-V2, https://arxiv.org/abs/2405.04434): what goes into pages of one row a token,
-and attention over them.
+"""Latent attention on a GPU (MLA, DeepSeek-V2, https://arxiv.org/abs/2405.04434): what goes into pages of one row a
+token, and attention over them.
 
     q[t, h]  = [rotated q[t, h, :R] | q[t, h, R:]],    row[t] = [rotated k[t] | RMSNorm(c[t]) * weight]
     out[t, h] = sum_j softmax_j(scale q[t, h] . row[j]) c[j]      over positions  j <= p_t
 
-Pages are ``[blocks, block size, width rounded up to 8]`` of the activations' type: a row is the key of all heads, and all
-but its first R numbers are their value. Arithmetic is float32.
+Pages are ``[blocks, block size, width rounded up to 8]`` of the activations' type: a row is the key of all heads, and
+all but its first R numbers are their value. Arithmetic is float32.
 
 A block of attention takes one query and up to HEADS heads, with which it goes over the keys KEYS at a time: each thread
 has one score of a tile, then some columns of all heads' sums. So a row is read from memory once for these heads. It is
@@ -127,13 +127,14 @@ def _attention(dtype: str, width: int, value_dim: int, block_size: int) -> Speci
     load, store = element_loader(dtype), elements_storer(dtype, 1)
     item, padded, first_value = uint64(ITEM_BYTES[dtype]), row_elements(width), width - value_dim
     rounds = -(-value_dim // THREADS)
+    query_size, num_scores = HEADS * width, HEADS * KEYS
 
     @cuda.jit
     def latent_attention(
         q, pages, out, query_start, seq_lens, block_tables, num_heads, table_width, scale
     ):  # fmt: skip
-        queries = cuda.shared.array(HEADS * width, float32)
-        weights = cuda.shared.array(HEADS * KEYS, float32)
+        queries = cuda.shared.array(query_size, float32)
+        weights = cuda.shared.array(num_scores, float32)
         factors = cuda.shared.array(HEADS, float32)
         sums = cuda.local.array((HEADS, rounds), float32)
         value = cuda.local.array(1, float32)
@@ -149,7 +150,7 @@ def _attention(dtype: str, width: int, value_dim: int, block_size: int) -> Speci
         row = uint64(uint32(first_token + token)) * uint64(num_heads) + uint64(first_head)
         table = uint64(seq) * uint64(table_width)
         index = thread
-        while index < uint32(HEADS * width):
+        while index < uint32(query_size):
             number = float32(0)
             if uint32(first_head + index // uint32(width)) < num_heads:
                 number = load(q + (row * uint64(width) + uint64(index)) * item) * scale

@@ -600,7 +600,8 @@ def _attend(
     query_start, seq_lens, table, group_starts = plan.addresses
     arguments = (
         q.address, *places, query_start, seq_lens, table, group_starts, address_of(partial), result.address,
-        batch.num_seqs, q_heads, kv_heads, head_dim, value_dim, width, stride, blocks, block_size, plan.table_width, window or 0, plan.group_tokens, segments,
+        batch.num_seqs, q_heads, kv_heads, head_dim, value_dim, width, stride, blocks, block_size,
+        plan.table_width, window or 0, plan.group_tokens, segments,
         0 if sinks is None else sinks.address, 0 if batch.sees_until is None else batch.sees_until.address, scale,
         softcap or 0.0,
     )  # fmt: skip

@@ -20,7 +20,8 @@ from numba_kernels.cuda.kv_cache import page_row
 from numba_kernels.cuda.quantised_pages import PAGES as _QUANTISED
 from runtime.backends import cuda_packed
 from runtime.backends.checks import check, fail
-from runtime.backends.cuda_experts import experts, normed_route, route
+from runtime.backends.cuda_experts import expert_linear, experts, normed_route, route
+from runtime.backends.cuda_latent import LATENT_ROW_MULTIPLE, latent_attention, latent_prepare
 from runtime.backends.cuda_linear import add_partials, glu, linear, linear_glu, linear_partial
 from runtime.backends.cuda_tensor import alignment, id_flag, upload, zeros
 from runtime.batch import Batch
@@ -31,9 +32,10 @@ from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
 
 __all__ = [
-    "ACTIVATIONS", "NORM_WEIGHTS", "TABLE", "WEIGHT", "activate", "add_embedding", "add_partials", "add_scaled",
-    "attention", "embedding", "experts", "gather_rows", "glu", "layer_norm", "linear", "linear_glu", "linear_partial",
-    "normed_route", "page_shape", "qkv_prepare", "rms_norm", "route", "scale_logits",
+    "ACTIVATIONS", "LATENT_ROW_MULTIPLE", "NORM_WEIGHTS", "TABLE", "WEIGHT", "activate", "add_embedding",
+    "add_partials", "add_scaled", "attention", "embedding", "expert_linear", "experts", "gather_rows", "glu",
+    "latent_attention", "latent_prepare", "layer_norm", "linear", "linear_glu", "linear_partial", "normed_route",
+    "page_shape", "qkv_prepare", "rms_norm", "route", "scale_logits",
 ]  # fmt: skip
 
 ACTIVATIONS = (float32, float16, bfloat16)

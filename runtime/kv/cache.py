@@ -16,8 +16,8 @@ the key of all query heads, and whose last ``latent_values`` numbers are their v
 
 - ``[num_blocks, 1, block_size, head_dim rounded up]``, to 16 on the cpu, to 8 on a GPU
 
-On a GPU, real or emulated, keys and values are ``[num_blocks, num_kv_heads, block_size, head_dim rounded up to 8]``, of bytes to
-16: one head's part of a page is one run of whole 16-byte pieces (`numba_kernels.cuda.kv_cache`).
+On a GPU, real or emulated, keys and values are ``[num_blocks, num_kv_heads, block_size, head_dim rounded up to 8]``, of
+bytes to 16: one head's part of a page is one run of whole 16-byte pieces (`numba_kernels.cuda.kv_cache`).
 
 The cache has as many storages as a group has layers (`runtime.kv.groups`): the i-th layers of all groups share the i-th
 storage, where each block belongs to one group at a time. Swapping and transfer move planes and know no layers. Layers

@@ -44,8 +44,8 @@ _HALVES = CHUNK_TOKENS // HALF_TOKENS
 
 FIELDS = Fields(
     "*q *k_cache *v_cache *k_scales *v_scales *query_start *seq_lens *block_table *group_starts *partial *out "
-    "num_seqs q_heads kv_heads head_dim value_dim value_width value_stride num_blocks block_size table_width window group_tokens num_segments "
-    "*sinks *sees_until",
+    "num_seqs q_heads kv_heads head_dim value_dim value_width value_stride num_blocks block_size table_width "
+    "window group_tokens num_segments *sinks *sees_until",
     "scale softcap",
 )
 

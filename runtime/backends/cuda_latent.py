@@ -1,0 +1,57 @@
+"""Latent attention on a GPU; see `runtime.ops`."""
+
+from __future__ import annotations
+
+from numba_kernels.cuda import latent as _latent
+from runtime.backends.checks import fail
+from runtime.batch import Batch
+from runtime.device.gpu import Gpu
+from runtime.linear.norm import RmsNorm
+from runtime.rope_table import RopeTable
+from runtime.tensor.tensor import Tensor
+
+LATENT_ROW_MULTIPLE = _latent.ROW_MULTIPLE
+
+
+def latent_prepare(
+    q: Tensor, latent: Tensor, positions: Tensor, rope: RopeTable, norm: RmsNorm, pages: Tensor, slot_mapping: Tensor
+) -> Tensor:
+    """See `ops.latent_prepare`."""
+    tokens, heads, width = q.shape
+    _check("latent_prepare", q, pages)
+    if tokens:
+        launch = _latent.plan_prepare(
+            tokens, width, q.dtype.ptx, rotary=2 * rope.cos.shape[1], interleaved=rope.interleaved
+        )
+        Gpu.of(q.device).launch(
+            launch, q.address, latent.address, positions.address, rope.cos.address, rope.sin.address,
+            norm.weight.address, slot_mapping.address, pages.address, heads, norm.eps,
+        )  # fmt: skip
+    return q
+
+
+def latent_attention(q: Tensor, pages: Tensor, batch: Batch, group: int, scale: float, value_dim: int) -> Tensor:
+    """See `ops.latent_attention`."""
+    op, (tokens, heads, width), table = "latent_attention", q.shape, batch.block_tables[group]
+    _check(op, q, pages)
+    block_size, table_width = pages.shape[2], table.shape[1]
+    if batch.max_seq_len > table_width * block_size:
+        limit = f"must be at most {table_width * block_size}, the tokens of a block table's row"
+        raise fail(op, "batch.max_seq_len", f"is {batch.max_seq_len}, {limit}")
+    result = Tensor.empty((tokens, heads * value_dim), q.dtype, q.device)
+    if tokens and heads:
+        launch = _latent.plan_attention(
+            batch.max_query_len, heads, batch.num_seqs, width, value_dim, block_size, q.dtype.ptx
+        )
+        Gpu.of(q.device).launch(
+            launch, q.address, pages.address, result.address, batch.query_start.address, batch.seq_lens.address,
+            table.address, heads, table_width, scale * _latent.LOG2_E,
+        )  # fmt: skip
+    return result
+
+
+def _check(op: str, q: Tensor, pages: Tensor) -> None:
+    if pages.dtype is not q.dtype:
+        raise fail(op, "pages", f"are of {pages.dtype}, must be of q's {q.dtype}")
+    if why_not := _latent.why_not(q.shape[2]):
+        raise fail(op, "q", f"has {why_not}")
