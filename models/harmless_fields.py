@@ -20,11 +20,11 @@ _PROVENANCE = {
 
 # Training: dropouts, initial values, losses.
 _TRAINING = {
-    "aux_loss_alpha", "attention_dropout", "attention_probs_dropout_prob", "attn_dropout", "attn_pdrop",
-    "classifier_bias", "classifier_dropout", "classifier_dropout_prob", "dropout", "embd_pdrop", "embedding_dropout", "ffn_dropout",
-    "gradient_checkpointing", "hidden_dropout", "hidden_dropout_prob", "initializer_range", "loss_type",
-    "output_router_logits", "resid_dropout", "resid_pdrop", "router_aux_loss_coef", "router_jitter_noise", "seq_aux",
-    "tf_legacy_loss", "use_liger_kernel",
+    "attention_dropout", "attention_probs_dropout_prob", "attn_dropout", "attn_pdrop", "aux_loss_alpha",
+    "classifier_bias", "classifier_dropout", "classifier_dropout_prob", "dropout", "embd_pdrop",
+    "embedding_dropout", "ffn_dropout", "gradient_checkpointing", "hidden_dropout", "hidden_dropout_prob",
+    "initializer_range", "loss_type", "output_router_logits", "resid_dropout", "resid_pdrop",
+    "router_aux_loss_coef", "router_jitter_noise", "seq_aux", "tf_legacy_loss", "use_liger_kernel",
 }  # fmt: skip
 
 # How transformers, or another engine, runs the model.

@@ -125,14 +125,14 @@ def _hopper_tile(x: Tensor, rows: int, gate_up: ExpertsWeight, down: ExpertsWeig
     return hopper.choose_tile(rows, *gate_up.shape, machine)
 
 
-def _tile_rows(x: Tensor, rows: int, gate_up: ExpertsWeight, down: ExpertsWeight) -> int:
-    """Of the tiles of both products, where `wgmma` does not do them."""
-    if not (_has_fast_rows(x, gate_up) and _has_fast_rows(x, down)):
+def _tile_rows(x: Tensor, rows: int, weights: tuple[ExpertsWeight, ...]) -> int:
+    """Of the tiles of all products, where `wgmma` does not do them."""
+    if not all(_has_fast_rows(x, weight) for weight in weights):
         return tiled.TILE_ROWS
-    num_experts, hidden, _ = down.shape
-    if gate_up.packing is not None or down.packing is not None:
+    num_experts, width, _ = weights[-1].shape
+    if any(weight.packing is not None for weight in weights):
         return packed.choose_tile_rows(rows, num_experts)
-    return tensor_core.choose_tile(rows, num_experts, hidden, Gpu.of(x.device).properties.num_sms).block_m
+    return tensor_core.choose_tile(rows, num_experts, width, Gpu.of(x.device).properties.num_sms).block_m
 
 
 def _has_fast_rows(x: Tensor, weight: ExpertsWeight) -> bool:
@@ -171,42 +171,80 @@ def _grouped(
     x: Tensor, chosen: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str, places: list[int]
 ) -> None:
     """`places` are addresses of the shared expert's results, its gate, the residual, the result and its squares."""
-    gpu, dtype = Gpu.of(x.device), x.dtype.ptx
-    (tokens, top_k), (num_experts, hidden, inner) = chosen.ids.shape, down.shape
-    rows = tokens * top_k
-    tile = _hopper_tile(x, rows, gate_up, down)
-    tile_rows = _tile_rows(x, rows, gate_up, down) if tile is None else hopper.tile_rows(tile)
-    num_tiles = order.most_tiles(rows, num_experts, tile_rows)
+    tile = _hopper_tile(x, chosen.ids.size, gate_up, down)
+    rows = _RowsByExpert(x, chosen, (gate_up, down), tile)
+    _, hidden, inner = down.shape
+    between = rows.product(x, gate_up, inner, activation, gathers=True)
+    rows.add(rows.product(between, down, hidden, "", gathers=False), places)
 
-    def integers(*shape: int) -> Tensor:
-        return Tensor.empty(shape, int32, x.device)
 
-    starts, tiles, count = integers(num_experts + 1), integers(num_tiles, 4), integers(1)
-    tokens_of, rows_of = integers(rows), integers(tokens, top_k)
-    gpu.launch(
-        order.plan(num_experts), chosen.ids.address, starts.address, tiles.address, count.address, tokens_of.address,
-        rows_of.address, rows, top_k, num_experts, tile_rows,
-    )  # fmt: skip
+def expert_linear(x: Tensor, chosen: Routing, weight: ExpertsWeight) -> Tensor:
+    """See `ops.expert_linear`."""
+    tokens, width = x.shape[0], weight.shape[1]
+    result = Tensor.empty((tokens, width), x.dtype, x.device)
+    if not (tokens and width):
+        return result
+    squares = Tensor.empty((tokens, combine.SQUARE_PARTS), float32, x.device)
+    for first in range(0, tokens, _MOST_ROWS):
+        some = slice(first, first + _MOST_ROWS)
+        part = Routing(chosen.ids[some], chosen.weights[some], chosen.rule)
+        rows = _RowsByExpert(x[some], part, (weight,), None)
+        y = rows.product(x[some], weight, width, "", gathers=True)
+        rows.add(y, [0, 0, 0, result[some].address, squares[some].address])
+    return result
 
-    def product(source: Tensor, weight: ExpertsWeight, columns: int, activation: str, *, gathers: bool) -> Tensor:
-        out = Tensor.empty((rows, columns), x.dtype, x.device)
-        arguments: list[Any] = [source.address, weight.table_address, tiles.address, count.address]
-        arguments += [tokens_of.address if gathers else 0, out.address, columns, weight.shape[2], num_experts]
+
+class _RowsByExpert:
+    """Rows put together by the experts that they go to, for products with all of `weights`; by `wgmma` where there is
+    a `tile`."""
+
+    def __init__(
+        self, x: Tensor, chosen: Routing, weights: tuple[ExpertsWeight, ...], tile: Tile | None
+    ) -> None:
+        self.chosen, self.gpu, self.dtype, self.tile = chosen, Gpu.of(x.device), x.dtype, tile
+        (self.tokens, self.top_k), self.num_experts = chosen.ids.shape, chosen.rule.num_experts
+        self.count = self.tokens * self.top_k
+        self.tile_rows = _tile_rows(x, self.count, weights) if tile is None else hopper.tile_rows(tile)
+        self.num_tiles = order.most_tiles(self.count, self.num_experts, self.tile_rows)
+
+        def integers(*shape: int) -> Tensor:
+            return Tensor.empty(shape, int32, x.device)
+
+        self.starts, self.num_used = integers(self.num_experts + 1), integers(1)
+        self.tiles = integers(self.num_tiles, 4)
+        self.tokens_of, self.rows_of = integers(self.count), integers(self.tokens, self.top_k)
+        self.gpu.launch(
+            order.plan(self.num_experts), chosen.ids.address, self.starts.address, self.tiles.address,
+            self.num_used.address, self.tokens_of.address, self.rows_of.address, self.count, self.top_k,
+            self.num_experts, self.tile_rows,
+        )  # fmt: skip
+
+    def product(
+        self, source: Tensor, weight: ExpertsWeight, columns: int, activation: str, *, gathers: bool
+    ) -> Tensor:
+        """Each row times its expert's matrix; `gathers`: the source's rows are tokens'."""
+        gpu, dtype, tile = self.gpu, self.dtype.ptx, self.tile
+        out = Tensor.empty((self.count, columns), self.dtype, source.device)
+        arguments: list[Any] = [source.address, weight.table_address, self.tiles.address, self.num_used.address]
+        tokens_of = self.tokens_of.address if gathers else 0
+        arguments += [tokens_of, out.address, columns, weight.shape[2], self.num_experts]
         if tile is not None:
             machine = machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
-            launch = hopper.plan(num_tiles, columns, dtype, activation, tile, machine)
+            launch = hopper.plan(self.num_tiles, columns, dtype, activation, tile, machine)
             arguments.append(weight.maps_address)
         elif weight.packing is not None:
-            launch = packed.plan(num_tiles, columns, dtype, weight.packing.name, activation, tile_rows)
-        elif _has_fast_rows(x, weight):
-            launch = tensor_core.plan(num_tiles, columns, dtype, activation, tensor_core.tile_of(tile_rows))
+            launch = packed.plan(self.num_tiles, columns, dtype, weight.packing.name, activation, self.tile_rows)
+        elif _has_fast_rows(source, weight):
+            launch = tensor_core.plan(self.num_tiles, columns, dtype, activation, tensor_core.tile_of(self.tile_rows))
         else:
-            launch = tiled.plan(num_tiles, columns, dtype, activation)
+            launch = tiled.plan(self.num_tiles, columns, dtype, activation)
         gpu.launch(launch, *arguments)
         return out
 
-    y = product(product(x, gate_up, inner, activation, gathers=True), down, hidden, "", gathers=False)
-    launch = combine.plan(tokens, hidden, dtype, alignment=alignment(y.address, *places[:4]))
-    gpu.launch(
-        launch, y.address, chosen.weights.address, rows_of.address, *places, top_k, hidden
-    )
+    def add(self, y: Tensor, places: list[int]) -> None:
+        """Each token's weighted sum of ``y [T k, N]``; `places` as `_grouped` has them."""
+        width = y.shape[1]
+        launch = combine.plan(self.tokens, width, self.dtype.ptx, alignment=alignment(y.address, *places[:4]))
+        self.gpu.launch(
+            launch, y.address, self.chosen.weights.address, self.rows_of.address, *places, self.top_k, width
+        )
