@@ -64,6 +64,8 @@ def _read_latent(fields: Fields, *, default_max_positions: int) -> tuple[dict[st
         key_dim=fields.integer("qk_nope_head_dim", 128, most=1 << 16),
         value_dim=fields.integer("v_head_dim", 128, most=1 << 16),
     )
+    if form.rotary_dim % 2:
+        raise fields.error("qk_rope_head_dim", f"= {form.rotary_dim} must be even")
     fields.expect("head_dim", form.rotary_dim)
     fields.expect("qk_head_dim", form.key_dim + form.rotary_dim)
     common = read_common(fields, default_head_dim=form.rotary_dim, default_max_positions=default_max_positions)

@@ -143,6 +143,30 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         partial_rotary_factor=0.5, rope_scaling=None, rope_theta=1000000, routed_scaling_factor=1.0,
         tie_word_embeddings=False, topk_group=1, use_qk_norm=False,
     ),
+    "DeepSeek-V2-Lite": _config(
+        "DeepseekV2ForCausalLM", "deepseek_v2", attention_bias=False, attention_dropout=0.0, aux_loss_alpha=0.001,
+        first_k_dense_replace=1, hidden_act="silu", kv_lora_rank=512, moe_intermediate_size=48, moe_layer_freq=1,
+        n_group=1, n_routed_experts=16, n_shared_experts=2, norm_topk_prob=False, num_experts_per_tok=6,
+        num_key_value_heads=4, pretraining_tp=1, q_lora_rank=None, qk_nope_head_dim=128, qk_rope_head_dim=64,
+        rope_scaling={
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        rope_theta=10000, routed_scaling_factor=1.0, scoring_func="softmax", seq_aux=True, tie_word_embeddings=False,
+        topk_group=1, topk_method="greedy", v_head_dim=128,
+    ),
+    "DeepSeek-V3": _config(
+        "DeepseekV3ForCausalLM", "deepseek_v3", attention_bias=False, attention_dropout=0.0, ep_size=1,
+        first_k_dense_replace=3, hidden_act="silu", kv_lora_rank=512, moe_intermediate_size=48, moe_layer_freq=1,
+        n_group=8, n_routed_experts=32, n_shared_experts=1, norm_topk_prob=True, num_experts_per_tok=8,
+        num_key_value_heads=4, num_nextn_predict_layers=1, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64,
+        rope_scaling={
+            "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        rope_theta=10000, routed_scaling_factor=2.5, scoring_func="sigmoid", tie_word_embeddings=False, topk_group=4,
+        topk_method="noaux_tc", v_head_dim=128,
+    ),
     "gpt-oss-20b": _config(
         "GptOssForCausalLM", "gpt_oss", attention_bias=True, attention_dropout=0.0, experts_per_token=4, head_dim=32,
         hidden_act="silu", initial_context_length=4096, layer_types=["sliding_attention", "full_attention"] * 2,

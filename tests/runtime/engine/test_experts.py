@@ -64,7 +64,7 @@ def test_nan_in_the_router_ends_one_request(tmp_path: Path, device: str, case: s
     assert run_to_end(engine)["after"].token_ids() == expected["good3"]
 
 
-@pytest.mark.parametrize("case", ["qwen2_moe_shared", "gpt_oss_odd"])
+@pytest.mark.parametrize("case", ["qwen2_moe_shared", "gpt_oss_odd", "deepseek_v2_groups"])
 def test_no_schedule_changes_a_bit(tmp_path: Path, case: str) -> None:
     arguments = {"model": write_model(tmp_path, load_golden(case)), "device": "cpu", "dtype": "float32", "seed": 0}
     make = engine_maker(arguments, exact=True)
@@ -81,8 +81,11 @@ def test_no_schedule_changes_a_bit(tmp_path: Path, case: str) -> None:
         pytest.param("emulated:sm_80", 200, marks=[pytest.mark.emulator, pytest.mark.exhaustive]),
     ],
 )
-def test_preemption_swaps_and_faults(tmp_path: Path, device: str, num_steps: int) -> None:
-    folder = write_model(tmp_path, load_golden("qwen3_moe_odd"))
+@pytest.mark.parametrize(
+    "case", ["qwen3_moe_odd", pytest.param("deepseek_v3_odd", marks=pytest.mark.exhaustive)]
+)
+def test_preemption_swaps_and_faults(tmp_path: Path, device: str, num_steps: int, case: str) -> None:
+    folder = write_model(tmp_path, load_golden(case))
     lone = build_engine(folder, device="cpu", dtype="float32", **{**TINY, **LONE})
     engine = build_engine(
         folder, device=device, dtype="float32", **TINY, exact=True, preemption="swap",

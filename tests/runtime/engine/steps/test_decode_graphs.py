@@ -42,6 +42,7 @@ pytestmark = pytest.mark.emulator
         ),
         pytest.param("gpt2_gelu_new", "F32", "emulated:sm_80", {"overlap": "off"}, marks=pytest.mark.exhaustive),
         pytest.param("qwen3_moe_odd", "BF16", "emulated:sm_90a", {"num_blocks": 10}, marks=pytest.mark.exhaustive),
+        pytest.param("deepseek_v2_odd", "BF16", "emulated:sm_90a", {"num_blocks": 10}, marks=pytest.mark.exhaustive),
         pytest.param(
             "qwen2_moe_shared", "F32", "emulated:sm_80", {"num_blocks": 10, "preemption": "swap"},
             marks=pytest.mark.exhaustive,

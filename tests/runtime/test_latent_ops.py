@@ -1,0 +1,164 @@
+"""Latent attention on the cpu and on emulated GPUs beside numpy in float64, over shuffled pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runtime import ops
+from runtime.batch import Batch
+from runtime.device.device import Device
+from runtime.dtype import DType, bfloat16, float8_e4m3, float16, float32, int8
+from runtime.errors import InvalidArgumentError
+from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.linear.norm import RmsNorm
+from runtime.ops import RopeTable
+from runtime.tensor.tensor import Tensor
+from tests.oracles.attention import attention as plain_attention
+
+EPS, SCALE = 1e-6, 0.17
+DEVICES = ["cpu", pytest.param("emulated:sm_80", marks=pytest.mark.emulator)]
+CHUNKS = [(0, 9), (30, 1), (17, 4), (0, 1)]  # context and queries of each sequence
+
+
+class Case:
+    """Queries, latent rows of whole sequences, and a rotation, in a type's precision."""
+
+    def __init__(
+        self, device: str, dtype: DType, heads: int, rotary: int, rest: int, chunks: list[tuple[int, int]],
+        *, interleaved: bool = True, block_size: int = 8,
+    ) -> None:  # fmt: skip
+        rng = np.random.default_rng(rotary + rest)
+        self.device, self.dtype, self.chunks, self.rest = Device.parse(device), dtype, chunks, rest
+        self.rotary, self.interleaved, self.block_size = rotary, interleaved, block_size
+        lengths = [context + count for context, count in chunks]
+        activations = float32 if device == "cpu" else dtype
+
+        def rounded(array: Any, kind: DType) -> Any:
+            return Tensor.from_numpy(array.astype(np.float32)).to(kind).to(float32).numpy()
+
+        self.activations = activations
+        self.latents = [rounded(rng.standard_normal((length, rest + rotary)), activations) for length in lengths]
+        self.q = rounded(rng.standard_normal((sum(count for _, count in chunks), heads, rotary + rest)), activations)
+        self.norm = rng.uniform(0.5, 1.5, rest).astype(np.float32)
+        angles = np.outer(np.arange(max(lengths)), 0.9 ** np.arange(rotary // 2))
+        self.cos, self.sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        spec = KVCacheSpec(
+            1, 1, rotary + rest, block_size, dtype, self.device, latent_values=rest
+        )
+        widths = [-(-length // block_size) for length in lengths]
+        blocks = rng.permutation(sum(widths) + 2)
+        self.tables = np.zeros((len(chunks), max(widths)), np.int32)
+        for seq, width in enumerate(widths):
+            self.tables[seq, :width], blocks = blocks[:width], blocks[width:]
+        self.cache = KVCache(spec, sum(widths) + 2)
+
+    def on_device(self, array: Any, dtype: DType | None = None) -> Tensor:
+        tensor = Tensor.from_numpy(np.ascontiguousarray(array))
+        return (tensor if dtype is None else tensor.to(dtype)).to(self.device)
+
+    def run(self) -> Any:
+        """All contexts are written first, then the chunks attend; float32 ``[T, H, rest]``."""
+        (pages,) = self.cache.layer(0)
+        rope = RopeTable(self.on_device(self.cos), self.on_device(self.sin), self.interleaved)
+        norm = RmsNorm(self.on_device(self.norm), EPS, 1.0)
+
+        def prepare(q: Any, spans: list[tuple[int, int]]) -> Tensor:
+            places = [np.arange(first, end) for first, end in spans]
+            slots = [
+                self.tables[seq, place // self.block_size] * np.int64(self.block_size) + place % self.block_size
+                for seq, place in enumerate(places)
+            ]
+            rows = np.concatenate([self.latents[seq][place] for seq, place in enumerate(places)])
+            return ops.latent_prepare(
+                self.on_device(q, self.activations), self.on_device(rows, self.activations),
+                self.on_device(np.concatenate(places).astype(np.int32)), rope=rope, norm=norm, pages=pages,
+                slot_mapping=self.on_device(np.concatenate(slots)),
+            )  # fmt: skip
+
+        contexts = [(0, context) for context, _ in self.chunks]
+        total = sum(end for _, end in contexts)
+        if total:
+            prepare(np.zeros((total, *self.q.shape[1:]), np.float32), contexts)
+        q = prepare(self.q, [(context, context + count) for context, count in self.chunks])
+        starts = np.cumsum([0, *(count for _, count in self.chunks)]).astype(np.int32)
+        lengths = np.array([context + count for context, count in self.chunks], np.int32)
+        nothing = self.on_device(np.zeros(int(starts[-1]), np.int32))
+        batch = Batch(
+            nothing, nothing, self.on_device(starts), self.on_device(lengths), (), (self.on_device(self.tables),),
+            nothing, max_query_len=int(np.diff(starts).max()), max_seq_len=int(lengths.max()),
+        )  # fmt: skip
+        out = ops.latent_attention(q, pages, batch, 0, scale=SCALE, value_dim=self.rest)
+        return out.to(Device.parse("cpu")).to(float32).numpy().reshape(len(self.q), -1, self.rest)
+
+    def rotated(self, x: Any, positions: Any) -> Any:
+        """``x [T, ..., rotary]`` in float64."""
+        shape = len(positions), *(1,) * (x.ndim - 2), self.rotary // 2
+        cos, sin = (table[positions].astype(np.float64).reshape(shape) for table in (self.cos, self.sin))
+        half = self.rotary // 2
+        low, high = (x[..., ::2], x[..., 1::2]) if self.interleaved else (x[..., :half], x[..., half:])
+        found = np.empty(x.shape)
+        one, other = low * cos - high * sin, high * cos + low * sin
+        if self.interleaved:
+            found[..., ::2], found[..., 1::2] = one, other
+        else:
+            found[..., :half], found[..., half:] = one, other
+        return found
+
+    def expected(self) -> Any:
+        outs, first = [], 0
+        for latent, (context, count) in zip(self.latents, self.chunks, strict=True):
+            c, k = latent[:, : self.rest].astype(np.float64), latent[:, self.rest :]
+            c = c / np.sqrt((c**2).mean(1, keepdims=True) + EPS) * self.norm
+            rows = np.concatenate([self.rotated(k, np.arange(len(k))), c], axis=1)
+            q = self.q[first : first + count].astype(np.float64)
+            q = np.concatenate(
+                [self.rotated(q[..., : self.rotary], np.arange(context, context + count)), q[..., self.rotary :]], -1
+            )
+            outs.append(plain_attention(q, rows[:, None], c[:, None], SCALE))
+            first += count
+        return np.concatenate(outs)
+
+
+def error_of(case: Case) -> float:
+    expected = case.expected()
+    return float(np.abs(case.run() - expected).max() / np.abs(expected).max())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("dtype", "heads", "rotary", "rest", "interleaved", "block_size", "tolerance"),
+    [
+        (float32, 3, 6, 22, True, 8, 2e-6), (float32, 9, 4, 17, False, 16, 2e-6), (bfloat16, 1, 2, 1, True, 8, 2e-2),
+        pytest.param(bfloat16, 16, 64, 512, True, 16, 2e-2, marks=pytest.mark.exhaustive),
+        pytest.param(float16, 5, 10, 130, False, 32, 3e-3, marks=pytest.mark.exhaustive),
+    ],
+)  # fmt: skip
+def test_beside_numpy(
+    device: str, dtype: DType, heads: int, rotary: int, rest: int, interleaved: bool, block_size: int, tolerance: float
+) -> None:
+    case = Case(device, dtype, heads, rotary, rest, CHUNKS, interleaved=interleaved, block_size=block_size)
+    assert error_of(case) <= tolerance
+
+
+@pytest.mark.parametrize("dtype", [float32, bfloat16])
+def test_long_sequences_on_several_threads_of_the_cpu(dtype: DType) -> None:
+    """Segments, each of which is a ticket of its own where there are few sequences."""
+    case = Case("cpu", dtype, 2, 8, 40, [(2_300, 1)], block_size=16)
+    assert error_of(case) <= (2e-6 if dtype is float32 else 2e-2)
+
+
+def test_wrong_arguments_are_refused_by_name() -> None:
+    case = Case("cpu", float32, 2, 4, 12, [(0, 3)])
+    (pages,) = case.cache.layer(0)
+    q = case.on_device(case.q)
+    batch: Any = None
+    with pytest.raises(InvalidArgumentError, match=r"latent_attention: value_dim is 17, must be from 1 to q's 16"):
+        ops.latent_attention(q, pages, batch, 0, scale=1.0, value_dim=17)
+    with pytest.raises(InvalidArgumentError, match=r"latent_attention: pages are .* rows of 32"):
+        ops.latent_attention(case.on_device(np.zeros((3, 2, 18), np.float32)), pages, batch, 0, scale=1.0, value_dim=8)
+    for dtype in (int8, float8_e4m3):
+        with pytest.raises(InvalidArgumentError, match=rf"dtype is {dtype.name}, must be one of float32"):
+            KVCacheSpec(1, 1, 16, 8, dtype, latent_values=12)
