@@ -20,7 +20,6 @@ from runtime.batch import Batch
 from runtime.kv.cache import KVCache
 from runtime.linear.norm import RmsNorm
 from runtime.ops import RopeTable
-from runtime.routing import HeadRouting
 from runtime.tensor.tensor import Tensor
 
 _INNER_EPS = 1e-6  # of the norms between maps, whatever `rms_norm_eps` is
@@ -75,7 +74,7 @@ class LatentAttention:
             latent_dim=form.latent_dim,
         )  # fmt: skip
         self.o_proj = maker.linear("o_proj", outputs=hidden, inputs=heads * form.value_dim, has_bias=has_bias)
-        self.routing = HeadRouting(heads, maker.options.device)
+        self.routing = maker.head_routing(heads)
 
     def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache, *, residual: Tensor | None = None) -> Tensor:
         form, tokens = self.form, x.shape[0]

@@ -36,6 +36,7 @@ from runtime.linear.packed_matrix import MatrixPart, packing_for, prepare_packed
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 from runtime.linear.weight import BlockRows, KeptRows, LinearWeight, MatrixSource, PanelWeight, packed_bytes
 from runtime.ops import RopeTable
+from runtime.routing import MOST_HEAD_TOKENS, HeadRouting
 from runtime.tensor.cast import cast_array
 from runtime.tensor.tensor import Tensor
 
@@ -150,6 +151,7 @@ class Maker(ABC):
         self._is_expert = False
         self._keeps_order = True
         self._copies: dict[str, str] = {}  # what may be stored besides, or instead of, the tensor that it must equal
+        self._head_routings: dict[int, HeadRouting] = {}  # shared with the makers below
         self._stacks: dict[str, Stack] = {}  # what may be stored instead of the tensors that it holds
 
     def under(self, name: str) -> Self:
@@ -290,6 +292,16 @@ class Maker(ABC):
         if self.options.device.kind != "cpu":
             self._count(2 * 16 * heads)  # of the tables of where they lie
         return ExpertsWeight(made[:heads]), ExpertsWeight(made[heads:])
+
+    def head_routing(self, heads: int) -> HeadRouting:
+        """How rows of so many heads find the maps of theirs; one for all layers."""
+        if heads not in self._head_routings:
+            self._head_routings[heads] = self._new_head_routing(heads)
+            self._count(2 * 4 * heads * MOST_HEAD_TOKENS)
+        return self._head_routings[heads]
+
+    def _new_head_routing(self, heads: int) -> HeadRouting:
+        return HeadRouting(heads, self.options.device)
 
     def router(self, name: str, *, outputs: int, inputs: int, has_bias: bool = False) -> Linear:
         """A small map whose numbers decide what else is computed: it is not quantised, whatever the options say."""
@@ -533,6 +545,11 @@ class LoadingMaker(Maker):
     def _count(self, size_bytes: int) -> None:
         super()._count(size_bytes)
         self._tell(self.size_bytes)
+
+    def _new_head_routing(self, heads: int) -> HeadRouting:
+        made = super()._new_head_routing(heads)
+        made.reserve()
+        return made
 
     def rope(self, rope: RopeConfig) -> RopeTable:
         """See `Maker.rope`."""

@@ -11,7 +11,7 @@ from runtime.device.device import Device
 from runtime.errors import InvalidArgumentError
 from runtime.tensor.tensor import Tensor
 
-_FEWEST_TOKENS = 1024  # that a routing of heads is made for
+MOST_HEAD_TOKENS = 8192  # of a step, for which a routing of heads is made beforehand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,20 +71,27 @@ class Routing:
 
 
 class HeadRouting:
-    """Experts that are heads: of rows ``[T, heads, K]``, seen as ``[T heads, K]``, each goes to its head's matrix."""
+    """Experts that are heads: of rows ``[T, heads, K]``, seen as ``[T heads, K]``, each goes to its head's matrix.
+
+    A recorded step reads what was made before it: `reserve` makes it for so many tokens.
+    """
 
     def __init__(self, num_heads: int, device: Device) -> None:
         self._rule = RoutingRule(num_experts=num_heads, top_k=1)
         self._device = device
         self._num_tokens = 0
 
-    def of(self, num_tokens: int) -> Routing:
-        """For so many tokens. What it consists of is made anew only for more tokens than ever before."""
+    def reserve(self, num_tokens: int = MOST_HEAD_TOKENS) -> None:
+        """Makes what `of` needs for so many tokens."""
         heads = self._rule.num_experts
+        ids = np.tile(np.arange(heads, dtype=np.int32), num_tokens).reshape(-1, 1)
+        self._ids = Tensor.from_numpy(ids).to(self._device)
+        self._weights = Tensor.from_numpy(np.ones(ids.shape, np.float32)).to(self._device)
+        self._num_tokens = num_tokens
+
+    def of(self, num_tokens: int) -> Routing:
+        """For so many tokens."""
         if num_tokens > self._num_tokens:
-            self._num_tokens = max(_FEWEST_TOKENS, 1 << (num_tokens - 1).bit_length())
-            ids = np.tile(np.arange(heads, dtype=np.int32), self._num_tokens).reshape(-1, 1)
-            self._ids = Tensor.from_numpy(ids).to(self._device)
-            self._weights = Tensor.from_numpy(np.ones(ids.shape, np.float32)).to(self._device)
-        rows = slice(num_tokens * heads)
+            self.reserve(num_tokens)
+        rows = slice(num_tokens * self._rule.num_experts)
         return Routing(self._ids[rows], self._weights[rows], self._rule)
