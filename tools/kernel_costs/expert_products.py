@@ -138,10 +138,11 @@ def decode_rows(model: GpuModel) -> list[list[str]]:
                     continue  # `gather`, which goes over no list
                 touched = num_experts * (1 - (1 - top_k / num_experts) ** tokens)
                 launches = _launches(name, weight, tokens, touched, model)
-                band = Band.of(
-                    lambda timing, launches=launches: (sum(gathered(each, timing).seconds for each in launches), ""),
-                    [Timing(model, edge) for edge in EDGES],
-                )
+
+                def seconds(timing: Timing, launches: list[Launched] = launches) -> tuple[float, str]:
+                    return sum(gathered(each, timing).seconds for each in launches), ""
+
+                band = Band.of(seconds, [Timing(model, edge) for edge in EDGES])
                 num_bytes = sum(each.weight_bytes for each in launches)
                 share = num_bytes / band.expected / model.memory_bytes_per_s
                 found.append([
