@@ -345,7 +345,7 @@ def _glm4_moe(draw: Draw) -> Fields:
 
 
 def _latent(draw: Draw) -> Fields:
-    """What both generations have; a query's parts together are even, which transformers' rotation of V2 needs."""
+    """What both generations have. Transformers' rotation of V2 needs even strides: of queries, and there of rows."""
     fields = draw.decoder(has_head_dim=False)
     key, rotary = draw.integer(1, 40), 2 * draw.integer(1, 16)
     fields |= {
@@ -360,6 +360,7 @@ def _latent(draw: Draw) -> Fields:
 
 def _deepseek_v2(draw: Draw) -> Fields:
     fields = _latent(draw)
+    fields["kv_lora_rank"] *= 2
     groups, size = draw.choice((1, draw.integer(2, 4))), draw.integer(1, 6)
     best = draw.integer(1, groups)
     return {
