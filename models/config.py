@@ -16,6 +16,7 @@ from typing import Any, Self
 from models.errors import ConfigError
 from models.json_fields import REQUIRED, Fields
 from models.model_files import open_model
+from models.shares import Share, equal_share, share_of_heads, share_of_width
 from runtime.dtype import DType, bfloat16, float16, float32
 
 FLOAT_DTYPES = (float32, float16, bfloat16)  # the types a weight may be stored in
@@ -59,19 +60,42 @@ class ModelConfig:
     pad_token_id: int | None
     latent_values: int = 0  # of latent pages, numbers of a value (`runtime.kv.cache`); 0: they are of keys and values
     architecture: str = ""  # as in config.json, such as "LlamaForCausalLM"
+    shares: tuple[tuple[str, Share], ...] = ()  # of a rank's: of which whole the sizes of these names are parts
 
-    def of_a_rank(self, num_ranks: int) -> Self:
-        """The config of one of so many ranks, each with its share of the heads and of the MLP's width.
+    @property
+    def split_widths(self) -> tuple[str, ...]:
+        """Fields, beside the heads, of which each rank has a share."""
+        return ("intermediate_size",)
+
+    def of_a_rank(self, rank: int, num_ranks: int, *, exact: bool = False) -> Self:
+        """The config of one of so many ranks, with its share of the heads and of the MLP's width.
 
         Raises `ConfigError` where they cannot be divided.
         """
-        shares = {}
-        for name in ("num_heads", "num_kv_heads", "intermediate_size"):
-            count = getattr(self, name)
-            if count % num_ranks:
-                raise ConfigError(f"{self.architecture}: {name} = {count} cannot be split over {num_ranks} ranks")
-            shares[name] = count // num_ranks
-        return replace(self, **shares)
+        if num_ranks == 1:
+            return self
+        shares = {
+            "num_heads": equal_share(self.num_heads // num_ranks, rank, num_ranks),
+            "num_kv_heads": share_of_heads(self.num_kv_heads, rank, num_ranks),
+        }
+        for name in self.split_widths:
+            if width := getattr(self, name):
+                shares[name] = share_of_width(width, rank, num_ranks, exact=exact)
+        found = {}
+        for name, share in shares.items():
+            if share is None or share.whole != getattr(self, name):
+                how = " in exact mode" if exact and name in self.split_widths else ""
+                raise ConfigError(
+                    f"{self.architecture}: {name} = {getattr(self, name)} cannot be split over {num_ranks} ranks{how}"
+                )
+            found[name] = share
+        counts: dict[str, Any] = {name: share.count for name, share in found.items()}
+        return replace(self, shares=tuple(found.items()), **counts)
+
+    def share(self, name: str) -> Share:
+        """This rank's part of a size: all of it where there is one rank."""
+        size: int = getattr(self, name)
+        return dict(self.shares).get(name, Share(size, 0, size))
 
 
 def read_common(

@@ -20,6 +20,7 @@ from models.config import ModelConfig
 from models.errors import ModelLoadError
 from models.maker import Maker
 from models.rope_config import RopeConfig
+from models.shares import Share
 from runtime import ops
 from runtime.batch import Batch
 from runtime.kv.cache import KVCache
@@ -152,7 +153,8 @@ class Attention:
         """`qkv` names the projections, or the one of all three. `norm`: queries and keys are normalised by head, or all
         heads together. `softcap` bounds scores. With `has_sinks` each head has a logit more, `sinks`."""
         hidden, head_dim = config.hidden_size, config.head_dim
-        q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        q_heads, kv_heads = config.share("num_heads"), config.share("num_kv_heads")
+        q_size, kv_size = q_heads.times(head_dim), kv_heads.times(head_dim)
         self.index, self.rope, self.softcap = index, rope, softcap
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, head_dim
         self.window, self.scale = config.layer_windows[index], config.attention_scales[index]
@@ -163,12 +165,12 @@ class Attention:
         )  # fmt: skip
         self.q_norm: Tensor | None = None
         self.k_norm: Tensor | None = None
-        self.sinks = maker.vector("sinks", config.num_heads) if has_sinks else None
-        if (norm == "row" or has_sinks) and maker.options.num_ranks > 1:
-            what = "sinks" if has_sinks else "norms over all heads of queries and keys"
-            raise ModelLoadError(f"{what} are not split: {maker.options.num_ranks} ranks, must be 1")
-        if norm != "none":
-            q_width, k_width = (head_dim, head_dim) if norm == "head" else (q_size, kv_size)
+        self.sinks = maker.vector("sinks", q_heads) if has_sinks else None
+        self.shared_norm: SharedRowNorm | None = None
+        if norm == "row" and maker.options.communicator is not None:
+            self.shared_norm = SharedRowNorm(maker, q_size, kv_size, config.norm_eps, norm_offset)
+        elif norm != "none":
+            q_width, k_width = (head_dim, head_dim) if norm == "head" else (q_size.count, kv_size.count)
             self.q_norm = maker.vector("q_norm.weight", q_width, add=norm_offset)
             self.k_norm = maker.vector("k_norm.weight", k_width, add=norm_offset)
         self.o_proj = maker.linear(
@@ -180,8 +182,11 @@ class Attention:
     ) -> Tensor:
         group = kv_cache.group_of(self.index)
         k_cache, v_cache, *scales = kv_cache.layer(self.index)
+        qkv = self.qkv_proj(x)
+        if self.shared_norm is not None:
+            self.shared_norm(qkv)
         q = ops.qkv_prepare(  # [num_tokens, num_heads, head_dim]
-            self.qkv_proj(x),
+            qkv,
             batch.positions,
             num_q_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -202,6 +207,33 @@ class Attention:
         return self.o_proj(attended, residual=residual)
 
 
+class SharedRowNorm:
+    """Norms over all heads of queries, and of keys, of which each rank has some: they are gathered first."""
+
+    def __init__(self, maker: Maker, q_size: Share, kv_size: Share, eps: float, offset: float) -> None:
+        options = maker.options
+        if options.exact or kv_size.whole != kv_size.count * options.num_ranks:
+            why = "exact" if options.exact else f"{kv_size.whole} columns of keys"
+            raise ModelLoadError(
+                f"norms over all heads of queries and keys: {why} cannot be split over {options.num_ranks} ranks"
+            )
+        assert options.communicator is not None, "there are several ranks"
+        self.communicator, self.eps = options.communicator, eps
+        self.parts = [
+            (share, maker.vector(f"{name}.weight", share.whole, add=offset))
+            for name, share in (("q_norm", q_size), ("k_norm", kv_size))
+        ]
+
+    def __call__(self, qkv: Tensor) -> None:
+        """Normalises this rank's queries and keys in ``qkv [num_tokens, ...]``, where they lie."""
+        first = 0
+        for share, weight in self.parts:
+            mine = qkv[:, first : first + share.count]
+            whole = self.communicator.all_gather_columns(mine.contiguous(), share.count, share.whole)
+            mine[:] = ops.rms_norm(whole, weight, self.eps)[:, share.first : share.first + share.count]
+            first += share.count
+
+
 class GatedMlp:
     """`down(f(gate(x)) * up(x))`, behind a norm if it has one."""
 
@@ -215,7 +247,7 @@ class GatedMlp:
         activation: ops.GluActivation = "silu",
     ) -> None:
         """`gate_up` names the maps, or the one of both, gate first."""
-        hidden, inner, has_bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        hidden, inner, has_bias = config.hidden_size, config.share("intermediate_size"), config.mlp_bias
         self.activation: ops.GluActivation = activation
         self.gate_up_proj = maker.linear(
             gate_up, outputs=(inner, inner), inputs=hidden, has_bias=has_bias, split="outputs", norm=input_norm

@@ -64,6 +64,11 @@ class MoeConfig(DecoderConfig):
     shared_size: int = 0
     qk_norm: NormKind = "none"
 
+    @property
+    def split_widths(self) -> tuple[str, ...]:
+        """See `ModelConfig`. Experts are split by their columns; the width of an MLP counts where a layer has one."""
+        return ("expert_size", "shared_size", *(("intermediate_size",) if self.dense_layers else ()))
+
 
 class MoeDecoder(Decoder):
     """A decoder whose layers have experts, but for the dense ones."""
@@ -85,16 +90,18 @@ class Experts:
     """A router, its experts and perhaps a shared one, behind a norm if there is one."""
 
     def __init__(self, config: MoeConfig, maker: Maker, form: ExpertsForm, norm: RmsNorm | None) -> None:
-        hidden, inner, count = config.hidden_size, config.expert_size, config.rule.num_experts
+        hidden, inner, count = config.hidden_size, config.share("expert_size"), config.rule.num_experts
+        self.communicator = maker.options.communicator
         self.rule, self.norm, self.activation = config.rule, norm, form.activation
         self.router = maker.router(form.router, outputs=count, inputs=hidden, has_bias=form.has_bias)
         self.gate_up = maker.experts(
             form.gate_up, count=count, outputs=(inner, inner), inputs=hidden, has_bias=form.has_bias,
             stack="gate_up_proj" if form.stack_order else "", stack_order=form.stack_order or "in_runs",
+            split="outputs",
         )  # fmt: skip
         self.down = maker.experts(
             form.down, count=count, outputs=hidden, inputs=inner, has_bias=form.has_bias,
-            stack="down_proj" if form.stack_order else "",
+            stack="down_proj" if form.stack_order else "", split="inputs",
         )  # fmt: skip
         self.shared: SharedExpert | None = None
         if config.shared_size:
@@ -107,27 +114,37 @@ class Experts:
         else:
             routing = ops.route(self.router.logits(x), self.rule, self.correction)
         shared, gate = (None, None) if self.shared is None else self.shared(x)
-        return ops.experts(
+        communicator = self.communicator
+        if communicator is not None and communicator.rank:
+            residual = None  # rank 0 adds it
+        result = ops.experts(
             x, routing, self.gate_up, self.down, self.activation, shared=shared, shared_gate=gate, residual=residual
         )
+        if communicator is not None:
+            communicator.all_reduce(result)
+            result.row_squares = None  # were those of this rank's part
+        return result
 
 
 class SharedExpert:
     """The expert of all tokens, and the gate that it is multiplied by, if it is."""
 
     def __init__(self, config: MoeConfig, maker: Maker, form: ExpertsForm) -> None:
-        hidden, inner = config.hidden_size, config.shared_size
+        hidden, inner = config.hidden_size, config.share("shared_size")
         under = maker.under(form.shared)
         has_bias = config.mlp_bias
-        self.gate_up = under.linear(("gate_proj", "up_proj"), outputs=(inner, inner), inputs=hidden, has_bias=has_bias)
-        self.down = under.linear("down_proj", outputs=hidden, inputs=inner, has_bias=has_bias)
+        self.gate_up = under.linear(
+            ("gate_proj", "up_proj"), outputs=(inner, inner), inputs=hidden, has_bias=has_bias, split="outputs"
+        )
+        self.down = under.linear("down_proj", outputs=hidden, inputs=inner, has_bias=has_bias, split="inputs")
         self.gate: Linear | None = None
         if form.has_shared_gate:
             self.gate = maker.router(f"{form.shared}_gate", outputs=1, inputs=hidden)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What it makes of ``x [T, H]``, and its gate ``[T, 1]``."""
-        return self.down(self.gate_up.glu(x, "silu")), None if self.gate is None else self.gate(x)
+        """What it makes of ``x [T, H]``, this rank's part of the sum, and its gate ``[T, 1]``."""
+        made = ops.linear(self.gate_up.glu(x, "silu"), self.down.weight)
+        return made, None if self.gate is None else self.gate(x)
 
 
 def dense_layers(fields: Fields, num_layers: int) -> frozenset[int]:

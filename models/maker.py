@@ -22,6 +22,7 @@ from models.checkpoint import TensorLayout
 from models.errors import ModelLoadError, WeightsError
 from models.rope import make_rope_table, num_table_rows
 from models.rope_config import RopeConfig
+from models.shares import Share, equal_share
 from models.stacked import Order, Stack
 from numba_kernels.cuda.packing import Packing, packing_of
 from runtime import ops
@@ -34,13 +35,24 @@ from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions, Split
 from runtime.linear.packed_matrix import MatrixPart, packing_for, prepare_packed
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
-from runtime.linear.weight import BlockRows, KeptRows, LinearWeight, MatrixSource, PanelWeight, packed_bytes
+from runtime.linear.shared_table import SharedTable
+from runtime.linear.weight import (
+    BlockRows,
+    KeptRows,
+    LinearWeight,
+    MatrixSource,
+    PanelWeight,
+    RowWeight,
+    logits_share,
+    packed_bytes,
+)
 from runtime.ops import RopeTable
 from runtime.routing import MOST_HEAD_TOKENS, HeadRouting
 from runtime.tensor.cast import cast_array
 from runtime.tensor.tensor import Tensor
 
 Array = np.ndarray[Any, Any]
+Width = int | Share
 
 _FLOAT16_INFINITY = 0x7C00  # its bits; NaN's are greater
 
@@ -69,14 +81,14 @@ class TensorSource(Protocol):
 class LinearDeclaration:
     """A linear map: stored as one tensor for each name, or as one for all outputs. Names lack `.weight` and `.bias`.
 
-    `outputs` and `inputs` are those of one of `num_ranks` ranks; tensors are stored whole. `is_segmented`: ranks add up
-    K in the order of `numba_kernels.segments`. `norm` is that of its inputs. `kernel` is the shape that a convolution's
-    inputs are stored in.
+    `rows` and `columns` are this rank's shares of each of the outputs and of the inputs; tensors are stored whole.
+    `is_segmented`: ranks add up K in the order of `numba_kernels.segments`. `norm` is that of its inputs. `kernel` is
+    the shape that a convolution's inputs are stored in.
     """
 
     names: tuple[str, ...]
-    outputs: tuple[int, ...]
-    inputs: int
+    rows: tuple[Share, ...]
+    columns: Share
     has_bias: bool
     is_transposed: bool
     split: Split | None
@@ -87,7 +99,27 @@ class LinearDeclaration:
     kernel: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        assert len(self.names) in (1, len(self.outputs)), f"{self.names} cannot be stored as {self.outputs}"
+        assert len(self.names) in (1, len(self.rows)), f"{self.names} cannot be stored as {self.rows}"
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """This rank's number of each."""
+        return tuple(share.count for share in self.rows)
+
+    @property
+    def inputs(self) -> int:
+        """This rank's number."""
+        return self.columns.count
+
+    @property
+    def whole_shape(self) -> tuple[int, int]:
+        """(N, K) of all ranks' map."""
+        return sum(share.whole for share in self.rows), self.columns.whole
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether this rank has a part of the inputs."""
+        return self.split == "inputs" and self.num_ranks > 1
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -97,10 +129,9 @@ class LinearDeclaration:
     @property
     def stored_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Each tensor's name and shape in the checkpoint."""
-        outputs = self.outputs if len(self.names) > 1 else (sum(self.outputs),)
-        inputs = self.inputs * (self.num_ranks if self.split == "inputs" else 1)
-        for name, each in zip(self.names, outputs, strict=True):
-            count = each * (self.num_ranks if self.split == "outputs" else 1)
+        wholes = tuple(share.whole for share in self.rows)
+        inputs = self.columns.whole
+        for name, count in zip(self.names, wholes if len(self.names) > 1 else (sum(wholes),), strict=True):
             shape = (inputs, count) if self.is_transposed else (count, *(self.kernel or (inputs,)))
             yield f"{name}.weight", shape
             if self.has_bias:
@@ -111,14 +142,13 @@ class LinearDeclaration:
         """For each of the outputs its tensor's name, and the rows and columns that this rank takes of it."""
         columns = slice(None)
         if self.split == "inputs":
-            columns = slice(self.rank * self.inputs, (self.rank + 1) * self.inputs)
-        ranks, rank = (self.num_ranks, self.rank) if self.split == "outputs" else (1, 0)
-        names = self.names if len(self.names) > 1 else self.names * len(self.outputs)
+            columns = slice(self.columns.first, self.columns.first + self.columns.count)
+        names = self.names if len(self.names) > 1 else self.names * len(self.rows)
         first = 0
-        for name, count in zip(names, self.outputs, strict=True):
-            start = first + rank * count
-            yield name, slice(start, start + count), columns
-            first = 0 if len(self.names) > 1 else first + ranks * count
+        for name, share in zip(names, self.rows, strict=True):
+            start = first + share.first
+            yield name, slice(start, start + share.count), columns
+            first = 0 if len(self.names) > 1 else first + share.whole
 
     @property
     def adds_bias(self) -> bool:
@@ -169,8 +199,8 @@ class Maker(ABC):
         self,
         names: str | Sequence[str],
         *,
-        outputs: int | Sequence[int],
-        inputs: int,
+        outputs: Width | Sequence[Width],
+        inputs: Width,
         has_bias: bool = False,
         is_transposed: bool = False,
         split: Split | None = None,
@@ -181,15 +211,15 @@ class Maker(ABC):
         `has_bias`, `name.bias [outputs]`.
 
         Several names become one map, their outputs one after another. One name with several outputs is stored so.
-        `split` says which side is cut between ranks; sizes are then this rank's, and the stored ones larger. `norm`
-        goes in front of it.
+        `split` says which side is cut between ranks; sizes of that side are then this rank's shares, and numbers are
+        shares of which each rank has as much. `norm` goes in front of it.
         """
         assert norm is None or split != "inputs", "a rank does not see the rows that it would normalise"
         names = (names,) if isinstance(names, str) else names
         declaration = LinearDeclaration(
             names=tuple(self._prefix + name for name in names),
-            outputs=(outputs,) if isinstance(outputs, int) else tuple(outputs),
-            inputs=inputs,
+            rows=tuple(self._share(each, is_cut=split == "outputs") for each in _several(outputs)),
+            columns=self._share(inputs, is_cut=split == "inputs"),
             has_bias=has_bias,
             is_transposed=is_transposed,
             split=split,
@@ -201,44 +231,59 @@ class Maker(ABC):
         )
         weight = self._linear(declaration)
         self._count(weight.size_bytes)
-        is_added = split == "inputs" and self.options.num_ranks > 1
+        is_added = declaration.is_cut
         unit = weight.format.segment_step if declaration.is_segmented else weight.format.split
-        if is_added and inputs % unit:
+        if is_added and not _is_at_borders(declaration.columns, unit):
             mode = " in exact mode" if declaration.is_segmented else ""
             raise ModelLoadError(
-                f"{', '.join(declaration.names)}: a rank would have {inputs} inputs, but {weight.format.name} is cut"
-                f" at multiples of {unit}{mode}"
+                f"{', '.join(declaration.names)}: a rank would have {declaration.inputs} inputs, but"
+                f" {weight.format.name} is cut at multiples of {unit}{mode}"
             )
         return Linear(weight, self.options.communicator if is_added else None, norm)
 
+    def _share(self, width: Width, *, is_cut: bool) -> Share:
+        if isinstance(width, Share):
+            return width if is_cut else Share(width.count, 0, width.count)
+        return equal_share(width, self.options.rank, self.options.num_ranks) if is_cut else Share(width, 0, width)
+
     def experts(
-        self, names: str | Sequence[str], *, count: int, outputs: int | Sequence[int], inputs: int,
-        has_bias: bool = False, stack: str = "", stack_order: Order = "in_runs",
+        self, names: str | Sequence[str], *, count: int, outputs: Width | Sequence[Width], inputs: Width,
+        has_bias: bool = False, stack: str = "", stack_order: Order = "in_runs", split: Split | None = None,
     ) -> ExpertsWeight:  # fmt: skip
         """The maps of so many experts, each as `linear` makes it of `experts.<number>.<name>`.
 
         With a `stack` they may all be stored in `experts.<stack> [count, inputs, outputs]`, columns of several names in
         that order, and their biases in `experts.<stack>_bias [count, outputs]`.
 
+        With a `split` a rank has its share of every expert; who adds what ranks have made is the caller.
+
         On a GPU quantised experts become floats where no kernel multiplies them (`can_stay_packed`). Raises
-        ModelLoadError where there are no kernels for such experts, or ranks would share them.
+        ModelLoadError where there are no kernels for such experts, and in exact mode where ranks would share them.
         """
         device, gemm = self.options.device, self.options.gemm
-        if self.options.num_ranks > 1:
-            raise ModelLoadError(f"{self._prefix}experts: mixtures of experts do not run over several ranks yet")
+        if self.options.num_ranks > 1 and self.options.exact:
+            raise ModelLoadError(
+                f"{self._prefix}experts: sums of experts have no segments that ranks can share, so exact needs 1 rank,"
+                f" not {self.options.num_ranks}"
+            )
         if gemm != "auto":
             raise ModelLoadError(f"{self._prefix}experts: gemm is {gemm!r}, must be 'auto' for mixtures of experts")
         if stack:
-            self._note_stack(stack, "weight", names, (count, inputs), outputs, stack_order)
+            self._note_stack(stack, "weight", names, (count, _whole(inputs)), outputs, stack_order)
         if stack and has_bias:
             self._note_stack(f"{stack}_bias", "bias", names, (count,), outputs, stack_order)
+        rows = [self._share(each, is_cut=split == "outputs").count for each in _several(outputs)]
+        columns = self._share(inputs, is_cut=split == "inputs").count
         makers = [self.under(f"experts.{number}") for number in range(count)]
         for each in makers:
             each._is_expert, each._keeps_order = True, False
-            if not each._keeps_format(outputs, inputs):
+            if not each._keeps_format(rows, columns):
                 each.options = replace(self.options, format=None)
         made = ExpertsWeight(
-            [each.linear(names, outputs=outputs, inputs=inputs, has_bias=has_bias).weight for each in makers]
+            [
+                each.linear(names, outputs=outputs, inputs=inputs, has_bias=has_bias, split=split).weight
+                for each in makers
+            ]
         )
         if device.kind != "cpu":
             self._count(16 * count)  # of the table of where they lie
@@ -246,10 +291,10 @@ class Maker(ABC):
 
     def _note_stack(
         self, stack: str, part: str, names: str | Sequence[str], shape: tuple[int, ...],
-        outputs: int | Sequence[int], order: Order,
+        outputs: Width | Sequence[Width], order: Order,
     ) -> None:  # fmt: skip
         """`shape` is that of the stack without its outputs."""
-        total = outputs if isinstance(outputs, int) else sum(outputs)
+        total = sum(_whole(each) for each in _several(outputs))
         parts = tuple(f"{name}.{part}" for name in ((names,) if isinstance(names, str) else names))
         under = f"{self._prefix}experts"
         self._stacks[f"{under}.{stack}"] = Stack((*shape, total), under, parts, order)
@@ -320,22 +365,23 @@ class Maker(ABC):
 
     def embedding(
         self, name: str, *, head: str, rows: int, columns: int, is_tied: bool
-    ) -> tuple[Tensor | LinearWeight, Linear]:
+    ) -> tuple[Tensor | LinearWeight | SharedTable, Linear]:
         """The table `name.weight [rows, columns]` and the output head `head.weight` of the same shape.
 
-        With `is_tied` they are one matrix, kept once, and a checkpoint may store either or both.
+        With `is_tied` they are one matrix, kept once, and a checkpoint may store either or both. Ranks share out the
+        columns of the one and the rows of the other, but one matrix lies whole in each.
         """
         self.tables |= {f"{self._prefix}{each}.weight" for each in (name, head)}
         self.heads.add(f"{self._prefix}{name if is_tied else head}.weight")
         inner = copy.copy(self)
         inner._keeps_order = False  # rows of a table are read as they are
         if not is_tied:
-            table: Tensor | LinearWeight
-            if inner._kept_format(f"{self._prefix}{name}.weight", columns):
+            table: Tensor | LinearWeight | SharedTable
+            if inner._kept_format(f"{self._prefix}{name}.weight", Share(columns, 0, columns)):
                 table = inner.linear(name, outputs=rows, inputs=columns).weight
             else:
-                table = self.table(f"{name}.weight", rows, columns)
-            return table, self._shared_out(self.linear(head, outputs=rows, inputs=columns))
+                table = self._shared_table(f"{name}.weight", rows, columns)
+            return table, self._shared_head(head, rows, columns)
         self._copies[f"{self._prefix}{head}.weight"] = f"{self._prefix}{name}.weight"
         tied = inner.linear(name, outputs=rows, inputs=columns)
         return tied.weight, self._shared_out(tied)
@@ -343,18 +389,40 @@ class Maker(ABC):
     def _shared_out(self, head: Linear) -> Linear:
         """The output head, of which each rank multiplies its share where there are several."""
         communicator, weight = self.options.communicator, head.weight
-        if communicator is None or not isinstance(weight, PanelWeight):
+        if communicator is None or not isinstance(weight, PanelWeight | RowWeight):
             return head
-        width, share = weight.shape[0], weight.share(weight.shape[0], communicator.num_ranks)
+        width = weight.shape[0]
+        share = logits_share(width, communicator.num_ranks)
         if not share:
             return head
         first = communicator.rank * share
         return Linear(weight.part(first, min(width, first + share)), communicator, head.norm, width)
 
-    def vector(self, name: str, size: int, *, add: float = 0.0) -> Tensor:
-        """`name [size]` plus `add` as float32, after rounding to the weights' type; norms are computed in float32."""
-        made = self._vector(self._prefix + name, size, add)
-        self._count(4 * size)
+    def _shared_table(self, name: str, rows: int, columns: int) -> Tensor | SharedTable:
+        communicator = self.options.communicator
+        share = 0 if communicator is None else logits_share(columns, communicator.num_ranks)
+        if communicator is None or not share:
+            return self.table(name, rows, columns)
+        first = communicator.rank * share
+        mine = Share(columns, first, min(share, columns - first))
+        return SharedTable(self.table(name, rows, mine), communicator, share, columns)
+
+    def _shared_head(self, name: str, rows: int, columns: int) -> Linear:
+        """The output head that is no table, too: each rank has its share of it alone."""
+        communicator = self.options.communicator
+        share = 0 if communicator is None else logits_share(rows, communicator.num_ranks)
+        if communicator is None or not share:
+            return self.linear(name, outputs=rows, inputs=columns)
+        first = communicator.rank * share
+        mine = Share(rows, first, min(share, rows - first))
+        head = self.linear(name, outputs=mine, inputs=columns, split="outputs")
+        return Linear(head.weight, communicator, head.norm, rows)
+
+    def vector(self, name: str, size: Width, *, add: float = 0.0) -> Tensor:
+        """`name [size]` plus `add` as float32, after rounding to the weights' type; norms are computed in float32. Of a
+        share it is that part."""
+        made = self._vector(self._prefix + name, self._share(size, is_cut=isinstance(size, Share)), add)
+        self._count(4 * made.size)
         return made
 
     def exact_vector(self, name: str, size: int) -> Tensor:
@@ -368,9 +436,9 @@ class Maker(ABC):
         median = self._median(self._prefix + name, add)
         return RmsNorm(self.vector(name, size, add=add), eps, median)
 
-    def table(self, name: str, rows: int, columns: int) -> Tensor:
-        """`name [rows, columns]` in the weights' type, for looking rows up."""
-        made = self._table(self._prefix + name, (rows, columns))
+    def table(self, name: str, rows: int, columns: Width) -> Tensor:
+        """`name [rows, columns]` in the weights' type, for looking rows up; of a share those columns."""
+        made = self._table(self._prefix + name, rows, self._share(columns, is_cut=isinstance(columns, Share)))
         self._count(made.size * made.dtype.itemsize)
         return made
 
@@ -382,17 +450,32 @@ class Maker(ABC):
         """So many bytes of weights have been made."""
         self._sizes.append(size_bytes)
 
-    def _kept_format(self, name: str, depth: int) -> WeightFormat | None:
-        """The format in which a quantised matrix is kept as it is stored: on the cpu, whole, if nothing else is asked
-        for and there is a kernel for it."""
+    def _kept_format(
+        self, name: str, columns: Share, declaration: LinearDeclaration | None = None
+    ) -> WeightFormat | None:
+        """The format in which a quantised matrix is kept as it is stored: on the cpu, if nothing else is asked for,
+        there is a kernel for it, and this rank's columns lie between its blocks."""
         options = self.options
         layout = None if self._source is None else self._source.quantized(name)
+        is_cut = declaration is not None and declaration.is_cut
+        unit = 1
         if layout is not None:
-            return None if layout.has_order and not self._keeps_order else kept_format(layout, options)
-        if self._source is None or options.dtype or options.format or options.num_ranks > 1:
+            if layout.has_order and (is_cut or not self._keeps_order):
+                return None
+            part = replace(layout, shape=(layout.shape[0], columns.count))
+            format, unit = kept_format(part, options), layout.block[1] or 1
+        elif self._source is None or options.dtype or options.format or options.device.kind != "cpu":
             return None
-        format = GGML_FORMATS.get(self._source.block_format(name) or "")
-        return None if format is None or options.device.kind != "cpu" or depth % format.split else format
+        else:
+            format = GGML_FORMATS.get(self._source.block_format(name) or "")
+            if format is not None and columns.whole % format.split:
+                return None
+        if format is None:
+            return None
+        if is_cut and declaration is not None:
+            step = format.segment_step if declaration.is_segmented else format.split
+            return format if all(_is_at_borders(columns, each) for each in (unit, step)) else None
+        return format
 
     def _packing(self, declaration: LinearDeclaration) -> Packing | None:
         """How a GPU keeps a quantised map as it is stored; None: it becomes floats. Its parts must agree."""
@@ -406,9 +489,11 @@ class Maker(ABC):
             layout = None if declaration.is_transposed else self._source.quantized(f"{name}.weight")
             found.add(None if layout is None else packing_for(layout))
         packing = found.pop() if len(found) == 1 else None
-        is_cut = declaration.split == "inputs" and declaration.num_ranks > 1
-        if packing is not None and is_cut and declaration.inputs % max(1, packing.group):
-            return None
+        if packing is not None and declaration.is_cut:
+            blocks = (self._source.quantized(f"{name}.weight") for name in declaration.names)
+            sizes = [max(1, packing.group), *(layout.block[1] for layout in blocks if layout is not None)]
+            if not all(_is_at_borders(declaration.columns, size) for size in sizes if size):
+                return None
         if packing is None or not self._is_expert:
             return packing
         return packing if self._can_stay(packing, declaration.outputs, declaration.inputs) else None
@@ -437,14 +522,14 @@ class Maker(ABC):
         """Maps of these shapes, which `make` makes of a stored matrix' floats, in its type."""
 
     @abstractmethod
-    def _vector(self, name: str, size: int, add: float) -> Tensor: ...
+    def _vector(self, name: str, size: Share, add: float) -> Tensor: ...
 
     @abstractmethod
     def _median(self, name: str, add: float) -> float:
         """The median of a vector's magnitudes."""
 
     @abstractmethod
-    def _table(self, name: str, shape: tuple[int, int]) -> Tensor: ...
+    def _table(self, name: str, rows: int, columns: Share) -> Tensor: ...
 
 
 class DeclaringMaker(Maker):
@@ -485,7 +570,7 @@ class DeclaringMaker(Maker):
             self.transposed |= {f"{name}.weight" for name in declaration.names}
         kept = []
         for (name, _, _), count in zip(declaration.parts, declaration.outputs, strict=True):
-            format = self._kept_format(f"{name}.weight", declaration.inputs)
+            format = self._kept_format(f"{name}.weight", declaration.columns, declaration)
             layout = None if self._source is None else self._source.quantized(f"{name}.weight")
             has_order = format is not None and layout is not None and layout.has_order
             kept.append(KeptRows(count, format or self.options.format_of(stored[f"{name}.weight"]), has_order))
@@ -510,15 +595,15 @@ class DeclaringMaker(Maker):
         ]
         return [LinearWeight(each, format, device, size) for each, size in zip(shapes, sizes, strict=True)]
 
-    def _vector(self, name: str, size: int, add: float) -> Tensor:
-        self._stored(name, (size,))
-        return _nothing((size,), float32)
+    def _vector(self, name: str, size: Share, add: float) -> Tensor:
+        self._stored(name, (size.whole,))
+        return _nothing((size.count,), float32)
 
     def _median(self, name: str, add: float) -> float:
         return 1.0
 
-    def _table(self, name: str, shape: tuple[int, int]) -> Tensor:
-        return _nothing(shape, self._dtype_of(self._stored(name, shape)))
+    def _table(self, name: str, rows: int, columns: Share) -> Tensor:
+        return _nothing((rows, columns.count), self._dtype_of(self._stored(name, (rows, columns.whole))))
 
 
 class LoadingMaker(Maker):
@@ -557,12 +642,16 @@ class LoadingMaker(Maker):
 
     def _linear(self, declaration: LinearDeclaration) -> LinearWeight:
         def part(name: str, rows: slice, columns: slice) -> MatrixSource:
-            format = None if declaration.is_transposed else self._kept_format(f"{name}.weight", declaration.inputs)
+            share, format = declaration.columns, None
+            if not declaration.is_transposed:
+                format = self._kept_format(f"{name}.weight", share, declaration)
             if format is None:
                 return matrix(name, rows, columns)
+            first, end = share.first, share.first + share.count
             if self._source.quantized(f"{name}.weight") is not None:
-                return self._source.matrix(f"{name}.weight").cut(rows)
-            return BlockRows(self._source.blocks(f"{name}.weight")[rows], format, declaration.inputs)
+                return self._source.matrix(f"{name}.weight").cut(rows).cut_columns(first, end)
+            blocks = BlockRows(self._source.blocks(f"{name}.weight")[rows], format, share.whole)
+            return blocks.cut_columns(first, end)
 
         def matrix(name: str, rows: slice, columns: slice) -> Tensor:
             if declaration.is_transposed:
@@ -587,12 +676,12 @@ class LoadingMaker(Maker):
                         Tensor.from_numpy(self._rounded(f"{name}.bias", (rows,)))
                         for name, rows, _ in declaration.parts
                     ]
-                kept = prepare_packed(parts, biases, self.options, declaration.split)
+                kept = prepare_packed(parts, biases, self.options, declaration.split, declaration.whole_shape)
                 self._release(declaration)
                 return kept
         weights: list[MatrixSource] = []
         whole_rows = []
-        is_part = declaration.split == "inputs" and declaration.num_ranks > 1
+        is_part = declaration.is_cut
         for name, rows, columns in declaration.parts:
             weights.append(part(name, rows, columns))
             if is_part and self.options.format_of(self._source.dtype(f"{name}.weight")).has_row_scales:
@@ -601,7 +690,7 @@ class LoadingMaker(Maker):
                 biases.append(Tensor.from_numpy(self._rounded(f"{name}.bias", (rows,))))
         packed = ops.prepare_linear(
             weights, biases or None, self.options, split=declaration.split, whole_rows=whole_rows or None,
-            norm=declaration.norm,
+            norm=declaration.norm, whole_shape=declaration.whole_shape,
         )  # fmt: skip
         del weights, whole_rows
         self._release(declaration)
@@ -620,14 +709,15 @@ class LoadingMaker(Maker):
         for name, _ in declaration.stored_shapes:
             self._source.release(name)
 
-    def _vector(self, name: str, size: int, add: float) -> Tensor:
-        return self._keep(self._rounded(name) + np.float32(add), name)
+    def _vector(self, name: str, size: Share, add: float) -> Tensor:
+        return self._keep(self._rounded(name, (slice(size.first, size.first + size.count),)) + np.float32(add), name)
 
     def _median(self, name: str, add: float) -> float:
         return float(np.median(np.abs(self._rounded(name) + np.float32(add))))
 
-    def _table(self, name: str, shape: tuple[int, int]) -> Tensor:
-        array = self._array(name)
+    def _table(self, name: str, rows: int, columns: Share) -> Tensor:
+        places = (slice(None), slice(columns.first, columns.first + columns.count)) if columns.is_part else ()
+        array = self._array(name, places)
         is_own = array.flags.owndata or self.options.device.kind != "cpu"  # what goes to a GPU is copied there
         return self._keep(array if is_own else array.copy(), name)
 
@@ -657,6 +747,20 @@ class LoadingMaker(Maker):
             largest = np.abs(cast_array(self._source.array(name)[places], float32)).max()
             raise WeightsError(f"tensor {name!r}: {largest:g} is more than float16 holds, which is 65504")
         return converted
+
+
+def _several(widths: Width | Sequence[Width]) -> Sequence[Width]:
+    return (widths,) if isinstance(widths, int | Share) else widths
+
+
+def _whole(width: Width) -> int:
+    return width.whole if isinstance(width, Share) else width
+
+
+def _is_at_borders(share: Share, unit: int) -> bool:
+    """Whether a share begins and ends between units of the whole."""
+    end = share.first + share.count
+    return share.first % unit == 0 and (end % unit == 0 or end == share.whole)
 
 
 def _has_infinity(array: Array) -> bool:

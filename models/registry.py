@@ -162,7 +162,8 @@ def quantisable_matrices(folder: str | Path, checkpoint: Checkpoint) -> set[str]
 
 
 def _built(config: ModelConfig, maker: Maker) -> Model:
-    config = config.of_a_rank(maker.options.num_ranks)
+    options = maker.options
+    config = config.of_a_rank(options.rank, options.num_ranks, exact=options.exact)
     model = known_architectures()[config.architecture].model_class(config, maker)
     model.weight_bytes = maker.size_bytes
     return model

@@ -28,6 +28,7 @@ from runtime.device.device import CPU, Device
 from runtime.dtype import STORED, DType, float32, int32, int64
 from runtime.linear.experts import ExpertsWeight
 from runtime.linear.norm import RmsNorm
+from runtime.linear.shared_table import SharedTable
 from runtime.linear.weight import LinearWeight, prepare_linear
 from runtime.rope_table import RopeTable
 from runtime.routing import Routing, RoutingRule
@@ -213,11 +214,16 @@ def _check_softcap(op: str, softcap: float | None) -> None:
         raise fail(op, "softcap", f"is {softcap}, must be above 0 and finite")
 
 
-def embedding(token_ids: Tensor, table: Tensor | LinearWeight, *, scale: float = 1.0) -> Tensor:
+def embedding(token_ids: Tensor, table: Tensor | LinearWeight | SharedTable, *, scale: float = 1.0) -> Tensor:
     """``scale`` times rows of ``table [V, H]`` for ``token_ids [T]`` int32 -> ``[T, H]`` in the activations' type.
 
-    A LinearWeight serves as the table too, so that a weight tied to the output layer is stored once.
+    A LinearWeight serves as the table too, so that a weight tied to the output layer is stored once. Of a SharedTable
+    each rank looks up its columns, which are then gathered.
     """
+    if isinstance(table, SharedTable):
+        rows = embedding(token_ids, table.part, scale=scale)
+        gathered: Tensor = table.communicator.all_gather_columns(rows, table.share, table.columns)
+        return gathered
     op, backend = "embedding", _backend("embedding", "token_ids", token_ids)
     check(op, "token_ids", token_ids, token_ids.device, int32, (None,))
     if not isinstance(table, LinearWeight):

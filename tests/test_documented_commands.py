@@ -42,6 +42,7 @@ SLOW = {
     'xserv generate --device emulated:sm_80 --gemm naive --chat --prompt "What is 17 plus 25?"': "42",
     "make chat DEVICE=emulated": "42",
     "xserv bench overhead": "host (ms a step)",
+    "xserv bench nccl --device emulated:sm_90a --sizes 1024,65536": "reduce_scatter",
     "xserv bench latency": "",
     "xserv bench throughput": "",
     "xserv bench streaming": "",
@@ -56,7 +57,8 @@ SLOW = {
 
 ELSEWHERE = {
     "a GPU": (
-        "make chat DEVICE=cuda", "xserv bench allocator", "xserv bench kernels", "xserv bench loading",
+        "make chat DEVICE=cuda", "xserv bench nccl --num-ranks 4",
+        "xserv bench allocator", "xserv bench kernels", "xserv bench loading",
         "xserv bench profile", "python -m tools.gpu_check", "python -m tools.tune_kernels",
     ),
     "a server that runs until it is stopped": (

@@ -18,7 +18,7 @@ from models.architecture import Architecture
 from models.base import Model
 from models.config import GELU_NAMES, ModelConfig, read_choice, read_dtype, read_token_ids, read_vocab_size
 from models.json_fields import REQUIRED, Fields
-from models.maker import Maker
+from models.maker import Maker, Width
 from runtime import ops
 from runtime.batch import Batch
 from runtime.kv.cache import KVCache
@@ -76,12 +76,13 @@ class Block:
         self.scale = config.attention_scales[index]
         self.gelu_kind = cast(Literal["erf", "tanh", "sigmoid"], config.activation)
 
-        def conv1d(name: str, outputs: tuple[int, ...], inputs: int, split: Split) -> Linear:
+        def conv1d(name: str, outputs: tuple[Width, ...], inputs: Width, split: Split) -> Linear:
             return maker.linear(
                 name, outputs=outputs, inputs=inputs, has_bias=True, is_transposed=True, split=split
             )
 
-        hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+        hidden, inner = config.hidden_size, config.share("intermediate_size")
+        heads = config.share("num_heads").times(config.head_dim)
         self.ln_1 = LayerNorm(config, maker.under("ln_1"))
         self.c_attn = conv1d("attn.c_attn", (heads, heads, heads), hidden, "outputs")
         self.attn_proj = conv1d("attn.c_proj", (hidden,), heads, "inputs")

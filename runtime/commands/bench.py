@@ -248,5 +248,26 @@ def pictures(
     output.deliver(report, listing(report, lines_of(report)))
 
 
-for _command in (latency, throughput, streaming, allocator, exact, overhead, loading, products, pictures):
+def nccl(
+    output: ReportOptions,
+    device: Annotated[str, typer.Option(help="The first rank's: cuda[:N] or emulated[:ARCH].")] = "cuda",
+    num_ranks: Annotated[int, typer.Option(help="Ranks: processes, each with a GPU of its own.")] = 2,
+    sizes: Annotated[str, typer.Option(help="Bytes, comma-separated; 1 KiB to 256 MiB unless given.")] = "",
+    collectives: Annotated[str, typer.Option(help="Which, comma-separated.")] = (
+        "all_reduce,all_gather,reduce_scatter,broadcast"
+    ),
+    num_calls: Annotated[int, typer.Option(help="Calls that are timed together.")] = 20,
+    num_rounds: Annotated[int, typer.Option(help="Rounds of each way, in turns.")] = 5,
+) -> None:
+    """NCCL's collectives by size: called, in a registered window, and as a graph."""
+    from runtime.bench.collectives import SIZES, as_lines, bench_collectives
+
+    report = bench_collectives(
+        device, num_ranks=num_ranks, sizes=integers("sizes", sizes) if sizes else SIZES,
+        collectives=tuple(collectives.split(",")), num_calls=num_calls, num_rounds=num_rounds,
+    )  # fmt: skip
+    output.deliver(report, "\n".join(as_lines(report)))
+
+
+for _command in (latency, throughput, streaming, allocator, exact, overhead, loading, products, pictures, nccl):
     bench.command(cls=Command)(with_options(_command))

@@ -37,7 +37,7 @@ def kept_format(layout: QuantizedLayout, options: LoadOptions) -> WeightFormat |
     """The format of the cpu in which a matrix is kept; None: it becomes floats, as all do if only a type is asked
     for."""
     is_of_type = options.dtype is not None and not options.rounding
-    if options.device.kind != "cpu" or is_of_type or options.format or options.num_ranks > 1:
+    if options.device.kind != "cpu" or is_of_type or options.format:
         return None
     if layout.kind == "int8" and layout.block in ((1, 0), (0, 0)) and not layout.has_zeros:
         return None if layout.shape[1] % _INTEGERS_A_WORD else INT8

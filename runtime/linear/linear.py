@@ -6,7 +6,7 @@ from runtime import ops
 from runtime.communicator import Communicator
 from runtime.linear.format import WeightFormat
 from runtime.linear.norm import RmsNorm
-from runtime.linear.weight import LinearWeight, PanelWeight
+from runtime.linear.weight import LinearWeight, logits_share
 from runtime.tensor.tensor import Tensor
 
 
@@ -75,5 +75,5 @@ class Linear:
         if not self.whole_width:
             return logits
         assert self.communicator is not None, "a share is one of several ranks'"
-        share = PanelWeight.share(self.whole_width, self.communicator.num_ranks)
+        share = logits_share(self.whole_width, self.communicator.num_ranks)
         return self.communicator.all_gather_columns(logits, share, self.whole_width)

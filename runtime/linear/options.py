@@ -76,7 +76,7 @@ class LoadOptions:
                     f"gemm is 'cublas', which reads no weights in {self.format.name}", param="gemm"
                 )
         if self.rounding:
-            _check_rounding(self.rounding, self.device, self.gemm, self.num_ranks)
+            _check_rounding(self.rounding, self.gemm)
         if self.exact and SEGMENTS % self.num_ranks:
             raise InvalidArgumentError(
                 f"exact: sums are of {SEGMENTS} segments, which {self.num_ranks} ranks cannot share", param="exact"
@@ -149,14 +149,9 @@ def _skip_layers(text: str, kv_dtype: str) -> tuple[str, ...]:
     return words
 
 
-def _check_rounding(rounding: str, device: Device, gemm: str, num_ranks: int) -> None:
-    reason = ""
-    if device.kind == "cpu" and num_ranks > 1:
-        reason = f"which the cpu keeps whole: {num_ranks} ranks, must be 1"
-    elif gemm == "cublas":
-        reason = "which cublas does not read"
-    if reason:
-        raise InvalidArgumentError(f"quantization is {rounding!r}, {reason}", param="quantization")
+def _check_rounding(rounding: str, gemm: str) -> None:
+    if gemm == "cublas":
+        raise InvalidArgumentError(f"quantization is {rounding!r}, which cublas does not read", param="quantization")
 
 
 def _check_gemm(gemm: str, device: Device, exact: bool) -> None:

@@ -81,8 +81,9 @@ class MatrixPart:
 
 
 def prepare_packed(
-    parts: Sequence[MatrixPart], biases: Sequence[Tensor] | None, options: LoadOptions, split: Split | None
-) -> PackedWeight:
+    parts: Sequence[MatrixPart], biases: Sequence[Tensor] | None, options: LoadOptions, split: Split | None,
+    whole_shape: tuple[int, int] | None = None,
+) -> PackedWeight:  # fmt: skip
     """Parts that have one packing, joined over N, with their biases; as `prepare_linear` gives it on a GPU."""
     packing = packing_for(parts[0].matrix.layout)
     assert packing is not None
@@ -107,7 +108,8 @@ def prepare_packed(
     if rounded == "rows" and split == "inputs" and options.num_ranks > 1:
         rounded = ""  # nobody here has a whole row of x
     settings = GpuSettings(
-        exact=options.exact, whole_shape=options.whole_shape(shape, split), num_segments=options.num_segments(split),
+        exact=options.exact, whole_shape=whole_shape or options.whole_shape(shape, split),
+        num_segments=options.num_segments(split),
         rounds_rows=rounded, input_scale=input_scale,
     )
     return PackedWeight(shape, packed_format(packing), memory, options.dtype, bias, options.gemm, **settings)

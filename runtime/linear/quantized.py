@@ -164,6 +164,23 @@ class QuantizedMatrix:
         zeros = None if self.zeros is None else self.zeros[places]
         return replace(self, layout=layout, codes=self.codes[some], scales=self.scales[places], zeros=zeros)
 
+    def cut_columns(self, first: int, end: int) -> QuantizedMatrix:
+        """Columns ``first`` up to ``end``, as views; they begin between groups, and the matrix has no order."""
+        width, depth = self.shape
+        if (first, end) == (0, depth):
+            return self
+        elements = self.layout.block[1]
+        assert self.order is None, "columns are stored in another order"
+        assert first % (elements or 1) == 0, "a part begins within a group"
+        a_byte = 1 if self.layout.kind in ("int8", "fp8") else 2
+        assert first % a_byte == 0, "a part begins within a byte"
+        groups = slice(first // elements, -(-end // elements)) if elements else slice(None)
+        zeros = None if self.zeros is None else self.zeros[:, groups]
+        return replace(
+            self, layout=replace(self.layout, shape=(width, end - first)), zeros=zeros,
+            codes=self.codes[:, first // a_byte : -(-end // a_byte)], scales=self.scales[:, groups],
+        )  # fmt: skip
+
     def dequantise(self, dtype: DType, rows: slice = slice(None)) -> NDArray:
         """Rows of the matrix, ``[rows, K]``, columns in the matrix's own order."""
         width, depth = self.shape

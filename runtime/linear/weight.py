@@ -60,6 +60,12 @@ class BlockRows:
         """(N, K)."""
         return self.raw.shape[0], self.depth
 
+    def cut_columns(self, first: int, end: int) -> BlockRows:
+        """Columns ``first`` up to ``end``, both between blocks."""
+        bytes_a_block = self.raw.shape[1] // (self.depth // self.format.split)
+        places = slice(first // self.format.split * bytes_a_block, end // self.format.split * bytes_a_block)
+        return BlockRows(self.raw[:, places], self.format, end - first)
+
 
 class KeptRows(NamedTuple):
     """So many rows of a matrix on the cpu, and how they are kept."""
@@ -154,14 +160,6 @@ class PanelWeight(LinearWeight):
         part.bias_address = address_of(part.bias)
         part.scales_address = address_of(part.scales)
         return part
-
-    @staticmethod
-    def share(width: int, num_ranks: int) -> int:
-        """Outputs that each of several ranks but the last multiplies of so many: whole panels. 0: one would have
-        none."""
-        panels = -(-width // PANEL_COLUMNS)
-        share = -(-panels // num_ranks) * PANEL_COLUMNS
-        return share if (num_ranks - 1) * share < width else 0
 
 
 class JoinedWeight(LinearWeight):
@@ -259,6 +257,16 @@ class RowWeight(GpuWeight):
         shape = weight.shape[0], weight.shape[1]
         super().__init__(shape, FORMATS[weight.dtype.name], weight, weight.dtype, bias, tier, **settings)
 
+    def part(self, first: int, end: int) -> RowWeight:
+        """Outputs ``first`` up to ``end``, in the same memory; exact products take the kernel of the whole."""
+        bias = None if self.bias is None else self.bias[first:end]
+        part = RowWeight(
+            self.weight[first:end], bias, self.tier, exact=self.exact, whole_shape=self.whole_shape,
+            num_segments=self.num_segments, is_normed=self.is_normed,
+        )  # fmt: skip
+        part.size_bytes = 0
+        return part
+
 
 class PackedWeight(GpuWeight):
     """Elements of few bits and their scales, arranged as kernels read them.
@@ -277,6 +285,14 @@ class PackedWeight(GpuWeight):
         assert found is not None
         self.packing: Packing = found
         super().__init__(shape, format, block, activations, bias, tier, **settings)
+
+
+def logits_share(width: int, num_ranks: int) -> int:
+    """Logits that each of several ranks but the last computes of so many: whole panels, and rows that are aligned. 0:
+    one would have none."""
+    panels = -(-width // PANEL_COLUMNS)
+    share = -(-panels // num_ranks) * PANEL_COLUMNS
+    return share if (num_ranks - 1) * share < width else 0
 
 
 def stored_class(format: WeightFormat) -> Any:
@@ -330,6 +346,7 @@ def prepare_linear(
     split: Split | None = None,
     whole_rows: Sequence[Tensor] | None = None,
     norm: RmsNorm | None = None,
+    whole_shape: tuple[int, int] | None = None,
 ) -> LinearWeight:
     """``weight [N, K]`` on the cpu with an optional ``bias [N]``, laid out for the options' device and in their format;
     several weights are joined over N without a copy between. On the cpu, weights of several types keep them; there and
@@ -338,6 +355,8 @@ def prepare_linear(
     ``split`` says over which side the map is split, of which this is the options' rank's part. Where that is over
     inputs of several ranks, a format with a scale for a whole row of K needs ``whole_rows``, the weights with all
     ranks' inputs.
+
+    ``whole_shape`` is (N, K) of all ranks' map; None: each has as much of it.
 
     ``norm`` is what products normalise their rows by. On a GPU its weights are multiplied into the matrix's columns,
     unless another library multiplies with it, or they would lose bits there.
@@ -356,6 +375,7 @@ def prepare_linear(
         whole_rows = None if whole_rows is None else [part.to(options.dtype) for part in whole_rows]
     _check(weights, biases, options)
     shape = (sum(part.shape[0] for part in weights), weights[0].shape[1])
+    whole_shape = whole_shape or options.whole_shape(shape, split)
     joined_bias = np.zeros(shape[0], np.float32)
     first = 0
     for part, part_bias in zip(weights, biases, strict=True):
@@ -364,18 +384,18 @@ def prepare_linear(
         first += part.shape[0]
     if options.device.kind == "cpu":
         needs_whole = split == "inputs" and options.num_ranks > 1
-        return _in_panels(
-            weights, _whole_rows(weights, whole_rows, options) if needs_whole else None, joined_bias, options,
-            options.num_segments(split),
-        )  # fmt: skip
+        whole = _whole_rows(weights, whole_rows, options, whole_shape[1]) if needs_whole else None
+        return _in_panels(weights, whole, joined_bias, options, options.num_segments(split))
     has_bias = any(part is not None for part in biases)
     device_bias = Tensor.from_numpy(joined_bias).to(options.device) if has_bias else None
     floats = [part for part in weights if isinstance(part, Tensor)]
     settings = GpuSettings(
-        exact=options.exact, whole_shape=options.whole_shape(shape, split), num_segments=options.num_segments(split)
+        exact=options.exact, whole_shape=whole_shape, num_segments=options.num_segments(split)
     )
     if options.format is not None:
-        whole = _whole_rows(weights, whole_rows, options) if split == "inputs" and options.num_ranks > 1 else None
+        whole = None
+        if split == "inputs" and options.num_ranks > 1:
+            whole = _whole_rows(weights, whole_rows, options, whole_shape[1])
         return _packed(floats, whole, device_bias, options, settings)
     joins = norm is not None and options.gemm != "cublas" and norm.can_join(floats[0].dtype)
     return _in_rows(floats, device_bias, options, settings, norm if joins else None)
@@ -485,12 +505,12 @@ def _format_of(part: MatrixSource, options: LoadOptions) -> WeightFormat:
 
 
 def _whole_rows(
-    weights: list[MatrixSource], given: Sequence[Tensor] | None, options: LoadOptions
+    weights: list[MatrixSource], given: Sequence[Tensor] | None, options: LoadOptions, depth: int
 ) -> list[Tensor] | None:
-    """The whole rows where a format needs them."""
-    if not any(_format_of(part, options).has_row_scales for part in weights):
+    """The whole rows, of ``depth`` inputs, where a format needs them."""
+    if not any(isinstance(part, Tensor) and _format_of(part, options).has_row_scales for part in weights):
         return None
-    wanted = [(part.shape[0], part.shape[1] * options.num_ranks) for part in weights]
+    wanted = [(part.shape[0], depth) for part in weights]
     if [part.shape for part in given or ()] != wanted:
         raise InvalidArgumentError(f"prepare_linear: whole_rows must have the shapes {wanted}", param="whole_rows")
     return list(given or ())
@@ -515,7 +535,7 @@ def _check(weights: list[MatrixSource], biases: list[Tensor | None], options: Lo
                 )
             continue
         if isinstance(part, BlockRows):
-            if device.kind != "cpu" or options.dtype or options.format or options.num_ranks > 1 or (
+            if device.kind != "cpu" or options.dtype or options.format or (
                 part.shape[1] % part.format.split or part.shape[1] != weights[0].shape[1]
             ):  # fmt: skip
                 raise InvalidArgumentError(

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+import models.demo
+import models.demo_moe
 from models.checkpoint import Checkpoint, open_checkpoint
 from models.errors import ModelLoadError
 from models.families import known_architectures
@@ -221,10 +223,22 @@ class ThreadCommunicator:
         assert tensor.shape[1] == min(share, columns - self.rank * share)
         return gathered
 
+    def sum_buffer(self, shape: tuple[int, ...], dtype: DType) -> None:
+        """See `Communicator`."""
+
 
 @pytest.mark.parametrize(
-    ("case", "num_ranks"), [("llama_default", 3), ("qwen2_tied", 2), ("qwen3_layer_types", 2), ("gpt2_gelu_erf", 5)]
-)
+    ("case", "num_ranks"),
+    [
+        ("llama_default", 3), ("qwen2_tied", 2), ("qwen3_layer_types", 2), ("gpt2_gelu_erf", 5),
+        ("llama_llama3_gqa4", 4),  # one KV head for all
+        ("qwen2_window", 4),  # two for four ranks
+        ("phi3_longrope", 3),  # queries, keys and values in one tensor, one KV head
+        ("mixtral_odd", 5),  # widths that cannot be divided
+        ("gpt_oss_odd", 2),  # biases and sinks
+        ("qwen2_moe_shared", 2), ("glm4_moe_groups", 2), ("olmo3_windows", 2), ("gemma2_odd", 5),
+    ],
+)  # fmt: skip
 def test_ranks_together_are_the_model(tmp_path: Path, case: str, num_ranks: int) -> None:
     golden = load_golden(case)
     folder = write_model(tmp_path, golden)
@@ -236,7 +250,8 @@ def test_ranks_together_are_the_model(tmp_path: Path, case: str, num_ranks: int)
         communicator = ThreadCommunicator(rank, shared, barrier)
         model = load_model(folder, communicator=communicator)
         assert declare_model(folder, communicator=communicator).weight_bytes == model.weight_bytes
-        assert model.kv_cache_spec(16).num_kv_heads * num_ranks == whole.kv_cache_spec(16).num_kv_heads
+        kv_heads = whole.kv_cache_spec(16).num_kv_heads
+        assert model.kv_cache_spec(16).num_kv_heads == max(1, kv_heads // num_ranks)
         return logits_of(model, golden.prompt_ids), model.weight_bytes
 
     with ThreadPoolExecutor(num_ranks) as pool:
@@ -302,9 +317,103 @@ def test_what_cannot_be_split_is_refused(tmp_path: Path) -> None:
             load_model(folder, communicator=communicator, **settings)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("load_format", ["auto", "dummy"])
-def test_norms_over_all_heads_are_not_split(tmp_path: Path, load_format: str) -> None:
-    folder = write_model(tmp_path, load_golden("olmo3_windows"))
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("olmo3_windows", "norms over all heads of queries and keys: exact cannot be split over 2 ranks"),
+        ("llama_llama3_odd", "num_heads = 5 cannot be split over 2 ranks"),
+    ],
+)
+def test_what_exact_mode_cannot_share_is_refused(tmp_path: Path, case: str, words: str) -> None:
+    folder = write_model(tmp_path, load_golden(case))
     communicator = ThreadCommunicator(0, [None] * 2, threading.Barrier(2))
-    with pytest.raises(ModelLoadError, match="norms over all heads of queries and keys are not split: 2 ranks"):
-        load_model(folder, communicator=communicator, load_format=load_format)
+    with pytest.raises(ModelLoadError, match=words):
+        load_model(folder, communicator=communicator, exact=True)
+    words = "sums of experts have no segments that ranks can share, so exact needs 1 rank, not 2"
+    with pytest.raises(ModelLoadError, match=words):
+        load_model(Path(models.demo_moe.__file__).parent, communicator=communicator, exact=True)
+
+
+FIXTURES = Path(__file__).parent / "quantized" / "fixtures"
+
+
+@pytest.mark.parametrize(
+    ("fixture", "formats"),
+    [
+        ("ct_w4_group", ("int4_bfloat", "bfloat16")), ("ct_mxfp4", ("MXFP4", "bfloat16")),
+        ("gptq_w4_reordered", ("int4_half_zeros", "float16")), ("ct_int8_channel", ("int8", "float16")),
+    ],
+)  # fmt: skip
+def test_quantised_matrices_are_kept_where_ranks_cut_them_between_groups(
+    fixture: str, formats: tuple[str, str]
+) -> None:
+    """These models' widths are so small that the cut of inputs lies within a group."""
+    for rank in range(2):
+        communicator = ThreadCommunicator(rank, [None] * 2, threading.Barrier(2))
+        mlp = load_model(FIXTURES / fixture, communicator=communicator).layers[0].mlp
+        assert (mlp.gate_up_proj.format.name, mlp.down_proj.format.name) == formats
+
+
+@pytest.mark.parametrize("rounding", ["int4", "fp8", "mxfp4"])
+def test_ranks_share_a_rounded_model(rounding: str) -> None:
+    """Its groups are cut between ranks, so that the numbers are the whole model's."""
+    ids = [5, 9, 2, 44, 17, 8]
+    folder = Path(models.demo.__file__).parent
+    expected = logits_of(load_model(folder, quantization=rounding), ids)
+    shared: list[Any] = [None] * 2
+    barrier = threading.Barrier(2)
+
+    def run(rank: int) -> Array:
+        model = load_model(folder, communicator=ThreadCommunicator(rank, shared, barrier), quantization=rounding)
+        assert model.layers[0].mlp.down_proj.format.name not in ("bfloat16", "float32")
+        return logits_of(model, ids)
+
+    with ThreadPoolExecutor(2) as pool:
+        for logits in pool.map(run, range(2)):
+            assert relative_error(logits, expected) <= 2e-5
+
+
+class Taken:
+    """An array of a checkpoint that notes how much of it is taken."""
+
+    def __init__(self, name: str, whole: Array, taken: dict[str, int]) -> None:
+        self._name, self._whole, self._taken = name, whole, taken
+        self.flags, self.dtype, self.shape = whole.flags, whole.dtype, whole.shape
+
+    def __getitem__(self, index: Any) -> Array:
+        part: Array = self._whole[index]
+        self._taken[self._name] = self._taken.get(self._name, 0) + part.size
+        return part
+
+
+class TakenSource(WatchedSource):
+    """A checkpoint whose arrays are such."""
+
+    def __init__(self, source: Checkpoint) -> None:
+        super().__init__(source)
+        self.taken: dict[str, int] = {}
+
+    def array(self, name: str) -> Any:
+        return Taken(name, super().array(name), self.taken)
+
+
+@pytest.mark.parametrize("case", ["qwen2_window", "gpt_oss_odd"])
+def test_a_rank_reads_its_part_of_the_files(tmp_path: Path, case: str) -> None:
+    """Of what is split, of which two ranks read all and nothing twice; the table is not."""
+    folder = write_model(tmp_path, load_golden(case))
+    config, files = load_config(folder), open_checkpoint(folder)
+    model_class, taken = known_architectures()[config.architecture].model_class, []
+    for rank in range(2):
+        communicator = ThreadCommunicator(rank, [None] * 2, threading.Barrier(2))
+        options = LoadOptions.parse(communicator=communicator)
+        source, declared = open_checkpoint(folder), DeclaringMaker(options, 64)
+        model_class(config.of_a_rank(rank, 2), declared)
+        source.fit(declared.layout(model_class.prefix, model_class.harmless_tensors(config)))
+        watched = TakenSource(source)
+        model_class(config.of_a_rank(rank, 2), LoadingMaker(options, 64, watched))  # type: ignore[arg-type]
+        taken.append(watched.taken)
+    files.fit(declared.layout(model_class.prefix, model_class.harmless_tensors(config)))
+    split = [name for name in taken[0] if name.endswith(("_proj.weight", "sinks"))]
+    assert len(split) > 10
+    for name in split:
+        assert taken[0][name] + taken[1][name] == files.array(name).size, name

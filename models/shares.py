@@ -1,0 +1,54 @@
+"""Which part of a model's widths a rank has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+UNIT = 32
+"""Widths that cannot be divided evenly at multiples of it are cut there all the same, if they are multiples: blocks and
+groups of quantised matrices, and tiles of kernels, are whole then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """`count` of `whole`, from `first` on."""
+
+    whole: int
+    first: int
+    count: int
+
+    def times(self, factor: int) -> Share:
+        """The same of something that is so many times as wide: elements of heads."""
+        return Share(self.whole * factor, self.first * factor, self.count * factor)
+
+    @property
+    def is_part(self) -> bool:
+        """Whether somebody else has some, too."""
+        return self.count < self.whole
+
+
+def equal_share(count: int, rank: int, num_ranks: int) -> Share:
+    """A rank's, where each has as much."""
+    return Share(count * num_ranks, count * rank, count)
+
+
+def share_of_width(width: int, rank: int, num_ranks: int, *, exact: bool) -> Share | None:
+    """A rank's share of columns: equal where that is at multiples of `UNIT`, or asked for by `exact`; else the first
+    ranks may have a unit more. None: there are not enough, or, if `exact`, they cannot be equal."""
+    is_even = width % num_ranks == 0
+    if is_even and (exact or width // num_ranks % UNIT == 0):
+        return equal_share(width // num_ranks, rank, num_ranks)
+    if exact or width < num_ranks:
+        return None
+    unit = UNIT if width % UNIT == 0 and width >= UNIT * num_ranks else 1
+    each, more = divmod(width // unit, num_ranks)
+    first = rank * each + min(rank, more)
+    return Share(width, first * unit, (each + (rank < more)) * unit)
+
+
+def share_of_heads(num_heads: int, rank: int, num_ranks: int) -> Share | None:
+    """A rank's KV heads: its part of them, or, if they are fewer than ranks, the one that it has with others. None:
+    neither divides the other."""
+    if num_heads % num_ranks == 0:
+        return equal_share(num_heads // num_ranks, rank, num_ranks)
+    return None if num_ranks % num_heads else Share(num_heads, rank * num_heads // num_ranks, 1)

@@ -1,0 +1,103 @@
+"""What goes wrong in one rank ends all: open requests have an error soon, and no process is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.communicator import CommunicatorError
+from runtime.engine.engine import Engine
+from runtime.engine.make_engine import build_engine
+from runtime.engine.ranks import group
+from runtime.engine.ranks.executor import ParallelExecutor
+from runtime.engine.sampling_params import SamplingParams
+from runtime.engine.steps.executor import ExecutorLostError
+from runtime.own_packages import python_module
+from tests.models.folders import load_golden, write_model
+from tests.runtime.engine.ranks.test_tensor_parallel import request_of, run
+
+MOST_S = 5.0
+DEVICES = ["cpu", pytest.param("emulated:sm_90a", marks=[pytest.mark.emulator, pytest.mark.exhaustive])]
+
+
+def engine_with(fault: str, device: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Engine:
+    """Two ranks, of which the second has the fault."""
+    monkeypatch.setattr(group, "COMMAND", python_module("tests.runtime.engine.ranks.faulty_rank"))
+    monkeypatch.setenv("XSERV_TEST_FAULT", fault)
+    folder.mkdir(exist_ok=True)
+    model = write_model(folder, load_golden("qwen2_tied"))
+    return build_engine(
+        model, device=device, tensor_parallel_size=2, max_model_len=64, num_blocks=16, seed=0, decode_graphs="off",
+        **settings,
+    )  # fmt: skip
+
+
+def pids_of(engine: Engine) -> list[int]:
+    assert isinstance(engine.executor, ParallelExecutor)
+    return engine.executor.ranks.pids
+
+
+def assert_gone(pids: list[int]) -> None:
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("raises", "rank 1 failed: ArithmeticError: no more paper"),
+        pytest.param("memory", "rank 1 failed: OutOfMemoryError: no memory for 77 bytes", marks=pytest.mark.exhaustive),
+        pytest.param("exits", "rank 1 (has )?ended", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_fault_of_one_rank_is_everybodys_and_named(
+    device: str, fault: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_with(fault, device, tmp_path, monkeypatch)
+    pids = pids_of(engine)
+    try:
+        engine.add(request_of("a", [5, 6, 7], SamplingParams(max_tokens=50, ignore_eos=True)))
+        begun = time.monotonic()
+        with pytest.raises(ExecutorLostError, match=words):
+            run(engine)
+        assert device != "cpu" or time.monotonic() - begun < MOST_S
+    finally:
+        engine.close()
+    assert_gone(pids)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("device", ["cpu", "emulated:sm_90a"])
+def test_a_rank_may_come_late_but_must_come(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_with("late", device, tmp_path, monkeypatch)
+    try:
+        engine.add(request_of("a", [5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True)))
+        assert sum(len(output.new_token_ids) for output in run(engine)) == 3
+    finally:
+        engine.close()
+    with pytest.raises(CommunicatorError, match="rank 1 ended before it was ready"):
+        engine_with("unloadable", device, tmp_path / "other", monkeypatch)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("device", ["cpu", "emulated:sm_90a"])
+def test_a_stopped_rank_is_ended_with_the_others(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That it is stopped an engine's process finds by its hang timeout; here nobody waits for it any more."""
+    engine = engine_with("", device, tmp_path, monkeypatch)
+    pids = pids_of(engine)
+    engine.add(request_of("a", [5, 6, 7], SamplingParams(max_tokens=50, ignore_eos=True)))
+    engine.step()
+    os.kill(pids[0], signal.SIGSTOP)
+    begun = time.monotonic()
+    engine.close()
+    assert time.monotonic() - begun < MOST_S + group.END_S
+    assert_gone(pids)
