@@ -348,19 +348,21 @@ class Maker(ABC):
     def _new_head_routing(self, heads: int) -> HeadRouting:
         return HeadRouting(heads, self.options.device)
 
-    def router(self, name: str, *, outputs: int, inputs: int, has_bias: bool = False) -> Linear:
-        """A small map whose numbers decide what else is computed: it is not quantised, whatever the options say."""
+    def unrounded(self) -> Self:
+        """This maker for maps that are not quantised, whatever the options say."""
         inner = copy.copy(self)
         inner.options = replace(self.options, format=None, rounding="")
         inner._is_quantisable = False
-        return inner.linear(name, outputs=outputs, inputs=inputs, has_bias=has_bias)
+        return inner
+
+    def router(self, name: str, *, outputs: int, inputs: int, has_bias: bool = False) -> Linear:
+        """A small map whose numbers decide what else is computed: it is not quantised, whatever the options say."""
+        return self.unrounded().linear(name, outputs=outputs, inputs=inputs, has_bias=has_bias)
 
     def convolution(self, name: str, *, outputs: int, kernel: tuple[int, ...], has_bias: bool) -> Linear:
         """A convolution whose stride is its size, `name.weight [outputs, *kernel]`, as a map of its windows, flat. It
         is not quantised, whatever the options say."""
-        inner = copy.copy(self)
-        inner.options = replace(self.options, format=None, rounding="")
-        inner._is_quantisable = False
+        inner = self.unrounded()
         return inner.linear(name, outputs=outputs, inputs=math.prod(kernel), has_bias=has_bias, kernel=kernel)
 
     def embedding(
@@ -536,7 +538,8 @@ class DeclaringMaker(Maker):
     """Notes what a model consists of; what it makes has shapes and types but no numbers.
 
     Attributes:
-        matrices, transposed: names of the tensors of linear maps, and of those among them that are stored inputs first.
+        matrices, transposed: names of the tensors of linear maps that may be quantised, and of those among them that
+            are stored inputs first.
 
     Types and `size_bytes` are those of a checkpoint that has been fitted to the layout; without one, as if all were
     float32.
@@ -566,7 +569,7 @@ class DeclaringMaker(Maker):
         stored = {name: self._stored(name, shape) for name, shape in declaration.stored_shapes}
         if self._is_quantisable:
             self.matrices |= {f"{name}.weight" for name in declaration.names}
-        if declaration.is_transposed:
+        if declaration.is_transposed and self._is_quantisable:
             self.transposed |= {f"{name}.weight" for name in declaration.names}
         kept = []
         for (name, _, _), count in zip(declaration.parts, declaration.outputs, strict=True):

@@ -86,7 +86,7 @@ class Gemma3Tower:
         self.vit = PlainVit(tower, (tower.num_layers,), maker.under("model.vision_tower"))
         self.norm = norm.vector("weight", self.width), norm.vector("bias", self.width)
         self.soft_norm = maker.vector("model.multi_modal_projector.mm_soft_emb_norm.weight", self.width, add=1.0)
-        self.projection = maker.linear(
+        self.projection = maker.unrounded().linear(
             _PROJECTION, outputs=config.hidden_size, inputs=self.width, is_transposed=True
         )
 

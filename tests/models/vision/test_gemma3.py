@@ -127,6 +127,14 @@ def test_names_of_published_files(tmp_path: Path) -> None:
     assert relative_error(run(model, case, ids, [len(ids)]), load_golden(case).arrays["logits"]) < 1e-5
 
 
+def test_the_projection_is_never_quantised(tmp_path: Path) -> None:
+    case = "gemma3_window"
+    model = loaded(tmp_path, case, quantization="fp8")
+    ids, _ = asked(case)
+    assert relative_error(run(model, case, ids, [len(ids)]), load_golden(case).arrays["logits"]) < 0.3
+    assert model.tower.projection.weight.format.name == "float32"
+
+
 @pytest.mark.parametrize(
     ("where", "changes", "message"),
     [

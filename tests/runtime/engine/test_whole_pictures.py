@@ -177,6 +177,16 @@ def test_a_cached_prefix_ends_before_a_picture_or_behind_it(folder: Path, alone:
             assert output.num_cached_tokens == num_cached
 
 
+def test_choices_share_no_part_of_a_picture(folder: Path, alone: Any) -> None:
+    """The last token of the prompt, which each computes, is one of the last two pictures' tokens."""
+    expected = alone(PROMPT, PICTURES, 6)
+    for options in ({}, {"enable_prefix_caching": False}):
+        with opened(folder, max_num_batched_tokens=24, **options) as llm:
+            params = greedy(6, n=3)
+            (output,) = llm.generate([asked(PICTURES, PROMPT)], params, use_tqdm=False)
+            assert [drawn_of(choice) for choice in output.outputs] == [expected] * 3
+
+
 def test_where_prompts_may_be_cut() -> None:
     items = [Picture(bytes([index]) * 16, first, 1, 4) for index, first in enumerate((2, 6, 12))]
     pictures = Pictures.of(items, 20, [], [], has_axes=False, are_whole=True)
