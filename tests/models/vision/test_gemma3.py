@@ -115,7 +115,7 @@ def test_on_emulated_gpus(tmp_path: Path, case: str, device: str, dtype: str) ->
     ids, _ = asked(case)
     first = 3 * prompt_of(case)[2] + 4
     error = relative_error(run(model, case, ids, [first, len(ids) - first]), golden["logits"])
-    rough = max(2e-2, golden["bfloat16_error"].item())  # ours may be as large as transformers' own
+    rough = max(2e-2, 2 * golden["bfloat16_error"].item())  # beside what transformers itself loses
     assert error < (1e-4 if dtype == "float32" else rough)
 
 

@@ -125,7 +125,7 @@ def test_random_schedules(folder: Path, alone: Any, seed: int) -> None:
     for _ in range(7):
         prompt: list[int] = []
         for _ in range(draw.randint(1, 5)):
-            prompt += [IMAGE] * draw.randint(0, 3) + draw.randint(3, 80, draw.randint(0, 9)).tolist()
+            prompt += [IMAGE] * draw.randint(0, 3) + draw.randint(3, 80, draw.randint(1, 9)).tolist()
         count = prompt.count(IMAGE)
         requests.append((prompt or [4], [PICTURES[each] for each in draw.randint(0, 2, count)]))
     expected = [alone(prompt, pictures, 9) for prompt, pictures in requests]
