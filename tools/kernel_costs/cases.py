@@ -30,7 +30,7 @@ from numba_kernels.cuda import (
     softmax,
 )
 from numba_kernels.cuda.attention.parts import MIN_PART_KEYS, record
-from numba_kernels.cuda.gemm import few_rows, packed_tiles
+from numba_kernels.cuda.gemm import few_rows, packed_row, packed_tiles
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.storage import CODES
 from numba_kernels.cuda.packing import packing_of
@@ -103,6 +103,8 @@ def _gemms() -> Iterator[Case]:
     for packing in ("u8", "u4_g128", "e4m3_g128", "e2m1_g32_exponents", "e2m1_g16_e4m3"):
         for rows in (1, 16, 64) if packing in ("u8", "u4_g128") else (1,):
             yield _packed_gemm(packing, rows, 1024, 1024)
+    for packing in ("u8", "u4_g128"):
+        yield _packed_gemm(packing, 1, 1024, 1024, "packed_row")
     for packing in ("u8", "u4_g128", "e4m3_g128", "e2m1_g32_exponents"):
         yield _packed_gemm(packing, 256, 512, 512, "packed_tiles")
     yield _bytes_gemm("u8", 256, 512, 512)
@@ -174,7 +176,10 @@ def _packed_gemm(name: str, m: int, n: int, k: int, tier: str = "few_rows") -> C
     rows = m  # of a block
     if tier == "packed_tiles":
         columns, rows = packed_tiles.BLOCK_N, packed_tiles.BLOCK_M
-    tiled_bytes = -(-m // rows) * weight_bytes + -(-n // columns) * m * k * 2 + m * n * 2
+    elif tier == "packed_row":
+        columns = packed_row.ROWS * packed_row.teams(n, is_gated=False)
+    x_reads = 2 if tier == "packed_row" else 1  # for the largest number, and to be staged
+    tiled_bytes = -(-m // rows) * weight_bytes + -(-n // columns) * x_reads * m * k * 2 + m * n * 2
     return Case(f"gemm {tier} {name} m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)
 
 

@@ -126,9 +126,10 @@ def streamed(launched: Launched, timing: Timing, num_bytes: float = 0.0) -> Mode
     num_bytes = num_bytes or launched.weight_bytes
     total = timing.streaming_s(launched, num_bytes)
     needs = {"memory": num_bytes / timing.bytes_per_s}
-    if launched.product is not None and launched.name.startswith("gemm_few_rows"):
+    if launched.product is not None and launched.name.startswith(("gemm_few_rows", "gemm_packed_row")):
         m, _, k = launched.product
-        needs["second-level cache"] = (num_bytes + 2.0 * launched.blocks * m * k) / timing.of("cache_bandwidth")
+        reads = 4.0 if launched.name.startswith("gemm_packed_row") else 2.0  # bytes of each number of x, a block
+        needs["second-level cache"] = (num_bytes + reads * launched.blocks * m * k) / timing.of("cache_bandwidth")
     return Modelled(needs, total - needs["memory"])
 
 

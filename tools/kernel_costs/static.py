@@ -48,7 +48,7 @@ _MEETS_OR_SWAPS = re.compile(r"\b(barrier\.cluster|atom|red)\b")
 _LABEL = re.compile(r"(?P<name>[$%\w]+):")
 _BRANCH = re.compile(r"^\s*(?P<guard>@!?%\w+\s+)?bra(?:\.uni)?\s+(?P<target>[$%\w]+);")
 _LEAVES = re.compile(r"^\s*(bra|ret|exit|trap)\b")
-_READS_WEIGHTS_EARLY = ("gemv_", "gemm_few_rows_")
+_READS_WEIGHTS_EARLY = ("gemv_", "gemm_few_rows_", "gemm_packed_row_")
 """Kernels of these names have their first loads of the weight on their way before the kernel in front has ended. (Those
 that the TMA feeds have its copies for that.)"""
 
@@ -194,6 +194,8 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
         return {str(tile): tile for tile in tensor_core.TILES}[constants["tile"]].shared_bytes
     if name.startswith("gemm_few_rows"):
         return max(few_rows.shared_bytes(constants["row_tiles"], 2**i) for i in range(4))
+    if name.startswith("gemm_packed_row"):  # of 8,192 numbers
+        return 8192 * 2
     if name.startswith("gemm_packed_tiles"):
         return packed_tiles.shared_bytes(constants["weight"], constants["dtype"])
     if name.startswith("experts_hopper"):

@@ -1,9 +1,9 @@
 """Matrix product: ``y[M, N] = x[M, K] . w[N, K]^T + bias[N] + residual[M, N]``, and with a plain ``B[K, N]``.
 
 x and w are f32, f16 or bf16, both of one dtype, or w is packed (`packing.py`): elements of 4 or 8 bits with scales,
-which `few_rows` and `packed_tiles` unpack in registers; y and the residual are of that dtype or f32 (logits); the bias
-is f32 or of w's dtype. Sums are float32; bias and residual are added in float32 and the result is rounded once. All
-arrays are C-contiguous; the residual may be y itself.
+which `packed_row`, `few_rows` and `packed_tiles` unpack in registers; y and the residual are of that dtype or f32
+(logits); the bias is f32 or of w's dtype. Sums are float32; bias and residual are added in float32 and the result is
+rounded once. All arrays are C-contiguous; the residual may be y itself.
 
 A ladder of tiers, each in its own file, which says what it changes against the one before:
 
@@ -13,6 +13,7 @@ A ladder of tiers, each in its own file, which says what it changes against the 
     tensor_core   mma.sync, ldmatrix, cp.async in several stages (f16, bf16)
     gemv          a row or two (f32: at most 8): the weight passes once
     few_rows      at most 64 rows: the weight streams through tensor cores (f16, bf16)
+    packed_row    one row times a packed weight, unpacked to float16 without a factor (bf16)
     packed_tiles  many rows times a packed weight: tensor_core's tiles, unpacked behind shared memory (f16, bf16)
     hopper        wgmma fed by the TMA, warps with roles, clusters (f16, bf16; sm_90a)
 
@@ -42,6 +43,7 @@ from numba_kernels.cuda.gemm import (
     hopper,
     hopper_bytes,
     naive,
+    packed_row,
     packed_tiles,
     register,
     segments,
@@ -72,8 +74,8 @@ __all__ = [
 ]  # fmt: skip
 
 TIERS: dict[str, ModuleType] = {
-    "naive": naive, "tiled": tiled, "gemv": gemv, "few_rows": few_rows, "hopper": hopper,
-    "tensor_core": tensor_core, "packed_tiles": packed_tiles, "register": register,
+    "naive": naive, "tiled": tiled, "gemv": gemv, "packed_row": packed_row, "few_rows": few_rows,
+    "hopper": hopper, "tensor_core": tensor_core, "packed_tiles": packed_tiles, "register": register,
 }  # fmt: skip
 """A tier is a module with the functions
 

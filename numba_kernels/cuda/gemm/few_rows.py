@@ -48,7 +48,7 @@ from numba_kernels.cuda.gemm.epilogue import (
     scale_quad,
     scales_leaver,
 )
-from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product
+from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product, unpacking_s
 from numba_kernels.cuda.gemm.weight_stream import (
     MANY_SCALE_WORDS,
     STEP,
@@ -59,7 +59,7 @@ from numba_kernels.cuda.gemm.weight_stream import (
 )
 from numba_kernels.cuda.intrinsics import memory, mma
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
+from numba_kernels.cuda.intrinsics.element_types import BITS, ITEM_BYTES
 from numba_kernels.cuda.intrinsics.fragments import copy_all, load_all, multiply_all
 from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, sync_named, wait_for_previous_grid
@@ -76,6 +76,7 @@ _SPILLING = {("u4_g128_zeros", 1), ("u4_g128_zeros", 4), ("u4_g32", 4)}  # weigh
 _SPILLS_ON = ("sm_100a", "sm_120a")  # where ptxas finds those two to six registers short
 COLUMNS = 32  # of the output, a warp: so many rows of the weight
 BLOCK_WARPS = 8
+UNPACKING = {4: 1101, 8: 615}  # machine instructions of a warp for 4 KB of a weight, by the bits of its elements
 _PACKED_EFFICIENCY = 0.7  # of the tensor cores' rate, where rows are many; estimated
 SCALES_BYTES = 4 * MAX_ROWS  # in front of shared memory: of x's rows
 MANY_COLUMNS = 5120  # from here on, two teams of columns fill a large GPU: x is read half as often
@@ -465,13 +466,17 @@ def seconds(product: Product, machine: Machine) -> float:
     row_blocks, column_blocks = _row_blocks(product, machine), _column_blocks(product, machine)
     rows = -(-product.m // 16) * 16 if row_blocks == 1 else row_blocks * 16 * _row_tiles(product, machine)
     work = 2 * product.weight_rows * product.k * rows / machine.tensor_flops
-    at_once = min(column_blocks * row_blocks, machine.num_multiprocessors)
-    if product.weight == product.x:
+    at_once, issued = min(column_blocks * row_blocks, machine.num_multiprocessors), 0.0
+    packing = packing_of(product.weight)
+    if packing is None:
         at_once, under_way = column_blocks, _BYTES_UNDER_WAY
     else:  # unpacking shares the instructions' issue with the products
         work, under_way = work / _PACKED_EFFICIENCY if row_blocks > 1 else work, _BYTES_UNDER_WAY // 2
+        loop = UNPACKING[BITS[packing.element]]
+        issued = unpacking_s(product.weight_bytes * row_blocks, loop, machine.num_multiprocessors)
     return max(
         work,
+        issued,
         cache_reads(product, machine) / machine.cache_bytes,
         LATENCY_S * product.weight_bytes * row_blocks / (at_once * under_way),
     )

@@ -72,7 +72,7 @@ def test_it_is_chosen_for_many_rows_and_never_for_exact_ones():
         asked = gemm.Product(m, 4096, 4096, "bf16", "u4_g128", epilogue=gemm.Epilogue(is_aligned=True), exact=exact)
         return gemm.choose(asked.deciding if exact else asked, gemm.machine_of("sm_80", 108))
 
-    assert [chosen(m) for m in (1, 64, 512, 4096)] == ["few_rows", "few_rows", "packed_tiles", "packed_tiles"]
+    assert [chosen(m) for m in (1, 64, 512, 4096)] == ["packed_row", "few_rows", "packed_tiles", "packed_tiles"]
     assert chosen(4096, exact=True) == "few_rows"
 
 
