@@ -31,6 +31,7 @@ from numba_kernels.cuda import (
 )
 from numba_kernels.cuda.attention.parts import MIN_PART_KEYS, record
 from numba_kernels.cuda.gemm import few_rows, packed_row, packed_tiles
+from numba_kernels.cuda.gemm.packed_stream import ROWS as PACKED_ROWS
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.storage import CODES
 from numba_kernels.cuda.packing import packing_of
@@ -177,7 +178,7 @@ def _packed_gemm(name: str, m: int, n: int, k: int, tier: str = "few_rows") -> C
     if tier == "packed_tiles":
         columns, rows = packed_tiles.BLOCK_N, packed_tiles.BLOCK_M
     elif tier == "packed_row":
-        columns = packed_row.ROWS * packed_row.teams(n, is_gated=False)
+        columns = PACKED_ROWS * packed_row.teams(n, is_gated=False)
     x_reads = 2 if tier == "packed_row" else 1  # for the largest number, and to be staged
     tiled_bytes = -(-m // rows) * weight_bytes + -(-n // columns) * x_reads * m * k * 2 + m * n * 2
     return Case(f"gemm {tier} {name} m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)

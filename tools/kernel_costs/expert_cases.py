@@ -9,6 +9,7 @@ import numpy as np
 from numba_kernels.cuda.experts import hopper, packed, packed_gather, tensor_core, tiled
 from numba_kernels.cuda.gemm import machine_of
 from numba_kernels.cuda.gemm.hopper_ring import Tile as HopperTile
+from numba_kernels.cuda.gemm.packed_stream import ROWS as PACKED_ROWS
 from numba_kernels.cuda.gemm.packed_tiles import BLOCK_M, BLOCK_N, FEW_ROWS
 from numba_kernels.cuda.gemm.tensor_core import MEDIUM, SKINNY, SMALL, Tile
 from numba_kernels.cuda.packing import packing_of
@@ -67,7 +68,7 @@ def _gathered(weight_name: str, is_gated: bool) -> tuple[str, str, Work, Run, in
             bench.launch(launch, *arguments, _N, _K, num_experts, top_k)
 
     work = Work(x_rows * _K * 2 + top_k * weight_bytes, out_bytes, 2 * top_k * rows * _K, True)
-    x_reads = 2 * top_k * (_N // packed_gather.ROWS) * _K * 2  # for the largest number, and to be staged
+    x_reads = 2 * top_k * (_N // PACKED_ROWS) * _K * 2  # for the largest number, and to be staged
     name = f"experts packed_gather {weight_name} {'gate and up' if is_gated else 'down'}"
     return name, f"1 of {top_k} x {rows} x {_K}", work, run, top_k * weight_bytes + x_reads + out_bytes, True
 

@@ -158,7 +158,7 @@ def teams(columns: int, *, is_gated: bool) -> int:
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """By the weight's bytes, by unpacking, by what its blocks read from the second-level cache, and latency. Before that
+    """By the weight's bytes, by unpacking, by what its blocks read from the second-level cache, and latency. Before it
     x is read twice, and two barriers are passed."""
     packing, blocks = packing_of(product.weight), plan(product, machine).grid[0]
     assert packing is not None

@@ -11,8 +11,9 @@ shifted, masked, centred and scaled (`few_rows`). Here
 - the weight is the first factor of `mma.sync`, 16 rows of it, x the second, the same in all 8 columns: no register
   moves before it is multiplied.
 
-A warp has `AHEAD` slots of its part of K on their way in registers. Rows are bfloat16; groups of 16, whose numbers meet
-within one product, and packings with zero points of their own have no reader.
+A warp has `AHEAD` slots of its part of K on their way in registers, half as many where they have many scales. Rows
+are bfloat16; groups of 16, whose numbers meet within one product, and packings with zero points of their own have no
+reader.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ ROWS = 16  # of a weight, that a warp multiplies
 AHEAD = 4
 NUM_WORDS = 8 * AHEAD  # of a lane, on their way
 MOST_SHARED_BYTES = 96 << 10
+_FEW_SCALE_BYTES = 8  # of a lane's two rows and a slot: with more of them registers become few
 _STEP_BYTES = 64  # of 32 numbers of x
 _LARGEST = 14  # the exponent of x's largest number
 _ONES = 0x3C003C00
@@ -78,6 +80,8 @@ def packed_reader(weight_name: str) -> PackedReader:
     packing = packing_of(weight_name)
     assert packing is not None
     find, steps, is_grouped = sections_of(packing, DTYPE), packing.steps, packing.group > 0
+    ahead = AHEAD if packing.chunk_bytes(DTYPE) <= _FEW_SCALE_BYTES else AHEAD // 2
+    has_more = ahead > 2
     scale_words, scale_step = packing.chunk_bytes(DTYPE) // 4, TILE_ROWS * packing.chunk_bytes(DTYPE)
     is_integer, slot_elements = packing.element in INTEGERS, packing.slot
     offset = -float(RAISED[packing.element] + (1 << (8 if packing.element == "u8" else 4)) // 2) if is_integer else 0.0
@@ -188,10 +192,11 @@ def packed_reader(weight_name: str) -> PackedReader:
                 ask_0(words, scales, rows, scale_rows)
             if first + uint32(1) < last:
                 ask_1(words, scales, rows, scale_rows)
-            if first + uint32(2) < last:
-                ask_2(words, scales, rows, scale_rows)
-            if first + uint32(3) < last:
-                ask_3(words, scales, rows, scale_rows)
+            if has_more:
+                if first + uint32(2) < last:
+                    ask_2(words, scales, rows, scale_rows)
+                if first + uint32(3) < last:
+                    ask_3(words, scales, rows, scale_rows)
 
         return begin
 
@@ -209,30 +214,30 @@ def packed_reader(weight_name: str) -> PackedReader:
         x_at[0] = uint32(x + first * uint32(slot_bytes))
         slot = first
         while slot < last:
-            rows[0] += uint64(AHEAD * TILE_BYTES)
-            rows[1] += uint64(AHEAD * TILE_BYTES)
-            scale_rows[0] += uint64(AHEAD * scale_step)
+            rows[0] += uint64(ahead * TILE_BYTES)
+            rows[1] += uint64(ahead * TILE_BYTES)
+            scale_rows[0] += uint64(ahead * scale_step)
             left = uint32(last - slot)
             slot_0(sums, parts, totals, pairs, ones, x_words, words, scales, x_at)
             x_at[0] = uint32(x_at[0] + uint32(slot_bytes))
-            if left > uint32(AHEAD):
+            if left > uint32(ahead):
                 load_0(words, scales, rows, scale_rows)
             if left > uint32(1):
                 slot_1(sums, parts, totals, pairs, ones, x_words, words, scales, x_at)
                 x_at[0] = uint32(x_at[0] + uint32(slot_bytes))
-                if left > uint32(AHEAD + 1):
+                if left > uint32(ahead + 1):
                     load_1(words, scales, rows, scale_rows)
-            if left > uint32(2):
+            if has_more and left > uint32(2):
                 slot_2(sums, parts, totals, pairs, ones, x_words, words, scales, x_at)
                 x_at[0] = uint32(x_at[0] + uint32(slot_bytes))
-                if left > uint32(AHEAD + 2):
+                if left > uint32(ahead + 2):
                     load_2(words, scales, rows, scale_rows)
-            if left > uint32(3):
+            if has_more and left > uint32(3):
                 slot_3(sums, parts, totals, pairs, ones, x_words, words, scales, x_at)
                 x_at[0] = uint32(x_at[0] + uint32(slot_bytes))
-                if left > uint32(AHEAD + 3):
+                if left > uint32(ahead + 3):
                     load_3(words, scales, rows, scale_rows)
-            slot = uint32(slot + uint32(AHEAD))
+            slot = uint32(slot + uint32(ahead))
         if not is_grouped:
             settle(sums, parts, totals, float32(1.0), float32(1.0))
 

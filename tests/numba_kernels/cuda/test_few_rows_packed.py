@@ -18,7 +18,7 @@ DEFAULT = [
     ("u4_g128_zeros", "f16", (1, 33, 648), "emulated:sm_90a"),
     ("e2m1_g16_e4m3", "bf16", (2, 40, 328), "emulated:sm_90a"), ("u4_g128", "bf16", (70, 40, 264), "emulated:sm_90a"),
     ("u4_g128_zeros", "bf16", (70, 40, 264), "emulated:sm_120a"),  # in blocks of 32 rows
-    ("u4_g128", "bf16", (1, 100, 1304), "emulated:sm_90a"), ("u8", "bf16", (1, 6200, 72), "emulated:sm_90a"),
+    ("u4_g32", "bf16", (1, 100, 1304), "emulated:sm_90a"), ("u8", "bf16", (1, 6200, 72), "emulated:sm_90a"),
     ("e4m3_g128", "bf16", (1, 33, 264), "emulated:sm_80"),
 ]  # fmt: skip
 SWEEP = [
