@@ -23,7 +23,7 @@ COLOURS = {
     "red": (215, 35, 40), "yellow": (240, 215, 30), "green": (40, 155, 60), "blue": (35, 80, 210),
     "purple": (130, 45, 160), "black": (25, 25, 25),
 }  # fmt: skip
-MOST_SHAPES, MOST_BARS = 4, 4
+MOST_SHAPES, MOST_BARS = 3, 3
 NUM_MARKS = 1 + len(SHAPES) * len(COLOURS) + 10 + 3 * len(COLOURS)
 """Kinds of marks: 0 for nothing, then shapes by colour, digits, bars by colour, the largest and the smallest bars."""
 
@@ -39,7 +39,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """`facts`: ("shapes", ((shape, colour), ...)), ("number", "47"), or ("bars", ((colour, height), ...)), in percent
+    """`facts`: ("shapes", ((shape, colour), ...)), ("number", "4"), or ("bars", ((colour, height), ...)), in percent
     of the largest, from left to right."""
 
     image: Image.Image
@@ -97,9 +97,9 @@ def _finished(
 
 def sample_facts(rng: random.Random) -> tuple[str, Any]:
     """What a drawing shows."""
-    kind = rng.choices(("shapes", "number", "bars"), (0.5, 0.3, 0.2))[0]
+    kind = rng.choices(("shapes", "number", "bars"), (0.6, 0.2, 0.2))[0]
     if kind == "number":
-        return kind, str(rng.randrange(10 ** rng.choice((1, 2, 2))))
+        return kind, str(rng.randrange(10))
     if kind == "bars":
         colours = rng.sample(list(COLOURS), rng.randint(2, MOST_BARS))
         return kind, tuple(zip(colours, _bar_heights(rng, len(colours)), strict=True))
@@ -173,27 +173,13 @@ def _corners(shape: str, x: float, y: float, radius: float, turn: float) -> list
     ]
 
 
-def _draw_number(rng: random.Random, canvas: Image.Image, number: str) -> list[tuple[float, float, int]]:
-    """Digits of Pillow's own font, somewhere on the canvas."""
+def _draw_number(rng: random.Random, canvas: Image.Image, digit: str) -> list[tuple[float, float, int]]:
+    """In Pillow's own font, somewhere on the canvas."""
     width, height = canvas.size
-    ink = _ink(rng)
-    digit_height = rng.uniform(0.6, 0.85) * min(height, 1.3 * width / len(number))
-    images = [_digit(rng, digit, digit_height) for digit in number]
-    gap = rng.uniform(0.06, 0.18) * digit_height
-    total = sum(image.width for image in images) + gap * (len(images) - 1)
-    if total > 0.94 * width:
-        shrink = 0.94 * width / total
-        images = [i.resize((max(1, round(i.width * shrink)), max(1, round(i.height * shrink)))) for i in images]
-        gap, total = gap * shrink, 0.94 * width
-    tallest = max(image.height for image in images)
-    x, y = rng.uniform(0, width - total), rng.uniform(0, max(0.0, height - tallest))
-    marks = []
-    for digit, image in zip(number, images, strict=True):
-        top = y + rng.uniform(0, 1) * (tallest - image.height)
-        canvas.paste(ink, (round(x), round(top)), image)
-        marks.append((x + image.width / 2, top + image.height / 2, _DIGITS + int(digit)))
-        x += image.width + gap
-    return marks
+    image = _digit(rng, digit, rng.uniform(0.35, 0.6) * min(height, 1.3 * width))
+    x, y = rng.uniform(0, max(0, width - image.width)), rng.uniform(0, max(0, height - image.height))
+    canvas.paste(_ink(rng), (round(x), round(y)), image)
+    return [(x + image.width / 2, y + image.height / 2, _DIGITS + int(digit))]
 
 
 def _digit(rng: random.Random, digit: str, height: float) -> Image.Image:
