@@ -12,7 +12,7 @@ from tools.demo_model.data import GREETINGS
 from tools.demo_model.drawing import COLOURS, SHAPES, Drawing, draw, sample_facts
 from tools.demo_model.tasks import Split, Turn, casual, is_held_out
 
-TASKS = ("number", "shapes", "count", "colour", "shape", "largest", "smallest", "bars", "what", "none")
+TASKS = ("number", "shapes", "colour", "shape", "largest", "smallest", "bars", "what", "none")
 
 NUMBER_QUESTIONS = (
     "Which number is this?", "What number do you see?", "Which number do you see?", "What is the number?",
@@ -44,7 +44,7 @@ WHAT_QUESTIONS = (
 NOTHING = "I see no picture. Send me one: shapes, a number or a bar chart."
 IDENTITY = "I am xserv-demo-vision, a small model bundled with xserv. I look at pictures."
 IDENTITY_QUESTIONS = ("Who are you?", "What are you?", "What can you do?", "What is your name?", "Which model are you?")
-NUMBER_WORDS = ("no", "one", "two", "three", "four", "five", "six")
+NUMBER_WORDS = ("no", "one", "two", "three")
 
 
 SIZES = {
@@ -123,7 +123,7 @@ def held_out(num: int, seed: int) -> dict[str, list[tuple[Seen, tuple[int, int]]
 
 def sample_unseen(rng: random.Random) -> Seen:
     """Talk without a picture."""
-    if rng.random() < 0.7:
+    if rng.random() < 0.5:
         facts = sample_facts(rng)
         asked = rng.choice(turns_of(rng, facts))
         return Seen(None, (Turn("none", asked.question, NOTHING),))
@@ -152,12 +152,6 @@ def turns_of(rng: random.Random, facts: tuple[str, Any]) -> list[Turn]:
         ]  # fmt: skip
     shapes, colours = Counter(shape for shape, _ in shown), Counter(colour for _, colour in shown)
     found.append(turn("shapes", COUNT_QUESTIONS, count_of(len(shown), "shape"), things="shapes"))
-    asked = [*shapes, rng.choice(SHAPES)]
-    found += [turn("count", COUNT_QUESTIONS, count_of(shapes[each], each), things=f"{each}s") for each in {*asked}]
-    asked = [rng.choice(list(colours)), rng.choice(list(COLOURS))]
-    for colour in dict.fromkeys(asked):
-        things = f"{colour} shape"
-        found.append(turn("count", COUNT_QUESTIONS, count_of(colours[colour], things), things=f"{things}s"))
     for shape, colour in shown:
         if shapes[shape] == 1:
             found.append(turn("colour", COLOUR_QUESTIONS, f"The {shape} is {colour}.", shape=shape))

@@ -2,8 +2,8 @@
 
 All pictures of a step have one grid, so that the tower is a plain batch. It is trained first, alone: each token of a
 picture must tell what stands there (`Mark`), on sheets full of shapes or digits, on charts and on drawings, so that it
-learns to see in little time. Then the language model is, on conversations about drawings; the tower stays as it is, but
-for the merger of its middle layer.
+learns to see in little time. Then the language model is, on conversations about drawings; of the tower, only mergers
+learn on.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def sample_batch(rng: random.Random, writer: Writer, num_pictures: int) -> Batch
         seen = [picture_tasks.sample_seen(rng, "train", *near(rng, size)) for _ in range(each)]
         if each > 1:
             seen = [Seen(one.drawing, one.turns[:2]) for one in seen]
-        if rng.random() < 0.15:
+        if rng.random() < 0.25:
             seen.insert(0, picture_tasks.sample_unseen(rng))
         rows.append((system, seen))
     return make_batch(writer, rows, size)
@@ -215,7 +215,7 @@ def train(model: VisionModel, writer: Writer, args: argparse.Namespace) -> None:
     train_tower(model, argparse.Namespace(**{**vars(args), "steps": args.tower_steps}))
     for parameter in (*model.tower.parameters(), *model.marks.parameters()):
         parameter.requires_grad_(False)
-    for parameter in model.tower.deepstack.parameters():
+    for parameter in (*model.tower.merger.parameters(), *model.tower.deepstack.parameters()):
         parameter.requires_grad_(True)
 
     def loss_of(step: int) -> tuple[Tensor, Tensor]:
