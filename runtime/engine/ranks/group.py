@@ -51,7 +51,8 @@ class RankGroup:
         has_cores = device.kind != "cuda" and hasattr(os, "sched_getaffinity")
         cores = sorted(os.sched_getaffinity(0)) if has_cores else []
         threads = max(1, pool.NUM_THREADS // num_ranks)
-        memory, unique_id = new_memory(device, num_ranks), new_unique_id(device)
+        unique_id = new_unique_id(device)
+        memory = new_memory(device, num_ranks)
         self._ranks: list[_Rank] = []
         try:
             pool.limit_threads(threads)

@@ -73,7 +73,7 @@ class _Group(threading.local):
     def __init__(self) -> None:
         self.depth = 0
         self.messages: dict[tuple[Communicator, Stream], list[tuple[Call, int, int]]] = {}
-        self.joining: list[Communicator] = []
+        self.joining: list[tuple[Communicator, bytes]] = []
         self.registering: list[tuple[Communicator, Call, int]] = []
 
 
@@ -92,7 +92,7 @@ class EmulatedNccl:
         self.last_error = ""
         self._comms: dict[int, Communicator] = {}
         self._group = _Group()
-        self._memory: list[int] = []
+        self._memory: dict[bytes, int] = {}  # of unique ids made here: open until all ranks have joined
         self._allocated: dict[int, int] = {}  # addresses of `ncclMemAlloc`, and the driver's
 
     @staticmethod
@@ -114,7 +114,7 @@ class EmulatedNccl:
 
     def ncclGetUniqueId(self) -> tuple[Any, ...]:
         unique_id, descriptor = new_unique_id()
-        self._memory.append(descriptor)  # open as long as the process: who joins opens it by this number
+        self._memory[unique_id] = descriptor  # who joins opens it by this number
         return _SUCCESS, unique_id
 
     @_function
@@ -133,7 +133,7 @@ class EmulatedNccl:
         comm = Communicator(self.driver, self.driver.context(), board)
         handle = self.driver.new_handle()
         self._comms[handle] = comm
-        self._group.joining.append(comm)
+        self._group.joining.append((comm, comm_id))
         self._end_if_alone()
         return handle
 
@@ -191,11 +191,10 @@ class EmulatedNccl:
         joining, group.joining = group.joining, []
         registering, group.registering = group.registering, []
         queued, group.messages = group.messages, {}
-        for comm in joining:
-            records = comm.board.records
-            self._wait(
-                comm, lambda records=records: all(record[STATE] != NOT_JOINED for record in records)  # type: ignore[misc]
-            )
+        for comm, unique_id in joining:
+            self._wait(comm, functools.partial(_have_joined, comm))
+            if (descriptor := self._memory.pop(unique_id, None)) is not None:
+                os.close(descriptor)
         for comm, call, number in registering:
             self.driver.scheduler.finish_all(comm.context)
             self._wait(comm, functools.partial(comm.compare, number, call))
@@ -344,3 +343,7 @@ class EmulatedNccl:
         if not 1 <= window <= len(windows):
             raise _Failed(_INVALID_ARGUMENT, f"window {window}")
         windows[window - 1] = None
+
+
+def _have_joined(comm: Communicator) -> bool:
+    return all(record[STATE] != NOT_JOINED for record in comm.board.records)

@@ -3,20 +3,20 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
+import json
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
+from runtime.engine.grammar.grammar import Grammar
 from runtime.engine.make_engine import build_engine
-from runtime.engine.ranks.executor import ParallelExecutor
+from runtime.engine.messages import EngineOutput
+from runtime.engine.process.client import ThreadEngineClient
 from runtime.engine.sampling_params import SamplingParams
-from runtime.engine.steps.executor import ExecutorLostError
 from tests.models.folders import load_golden, write_model
 from tests.runtime.engine.ranks.test_tensor_parallel import PROMPTS, request_of, run
 
@@ -71,49 +71,72 @@ def answers(folder: Path | None, num_ranks: int, params: SamplingParams, **setti
     return [found[str(number)] for number in range(len(PROMPTS))]
 
 
+SMALL: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "vocab_size": 97,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+}  # fmt: skip
+"""Four ranks can share its segments."""
+
+
 @exhaustive
 @pytest.mark.parametrize(
     "settings",
     [
         {},
-        {"num_blocks": 9, "max_num_seqs": 4, "swap_space_bytes": 1 << 20},
+        {"num_blocks": 5, "max_num_seqs": 4, "swap_space_bytes": 1 << 20},  # with preemption
         {"overlap": "off", "max_num_batched_tokens": 16, "max_num_seqs": 4},
         {"speculation": "ngram"},
         {"decode_graphs": "off"},
     ],
     ids=str,
 )
-def test_exact_mode_has_the_same_bits_on_any_number_of_ranks(settings: dict[str, Any]) -> None:
-    alone = answers(None, 1, SAMPLED, exact=True, **settings)
-    for num_ranks in (2,) if settings else (2, 4):
-        assert answers(None, num_ranks, SAMPLED, exact=True, **settings) == alone
+def test_exact_mode_has_the_same_bits_on_any_number_of_ranks(settings: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    settings = {"exact": True, "load_format": "dummy", **settings}
+    alone = answers(tmp_path, 1, SAMPLED, **settings)
+    for num_ranks in (2, 4) if len(settings) == 2 else (2,):
+        assert answers(tmp_path, num_ranks, SAMPLED, **settings) == alone
+
+
+def _everything(device: str, num_ranks: int) -> list[Any]:
+    """Prompts that begin alike, one after the other; a choice that a grammar allows; an embedding and logits beside."""
+    engine = engine_of(None, num_ranks, device=device, exact=True, max_num_seqs=4, max_num_batched_tokens=64)
+    client, found = ThreadEngineClient(engine), []
+
+    def ask(name: str, ids: list[int], params: SamplingParams) -> list[EngineOutput]:
+        outputs: SimpleQueue[EngineOutput] = SimpleQueue()
+        client.submit(request_of(name, ids, params), outputs.put)
+        given = [outputs.get(timeout=600)]
+        while given[-1].finish_reason is None:
+            given.append(outputs.get(timeout=600))
+        assert given[-1].finish_reason != "error", given[-1].error
+        return given
+
+    try:
+        cached = 0
+        for number in range(2):
+            given = ask(f"p{number}", [7] * 40 + [number], SAMPLED)
+            found += [(output.new_token_ids, repr(output.logprobs)) for output in given]
+            cached += given[0].num_cached_tokens or 0
+        assert cached >= 32
+        grammar = Grammar(kind="regex", text="[0-9]{3}")
+        params = SamplingParams(max_tokens=6, grammar=grammar, seed=1)
+        found += [each.new_token_ids for each in ask("g", [5, 6, 7], params)]
+        found.append(client.embed([5, 9, 2, 44]).result(timeout=600).tobytes())
+        found.append(client.logits([5, 9, 2, 44]).tobytes())
+        found += [each.new_token_ids for each in ask("b", [5, 6, 7], SAMPLED)]
+    finally:
+        client.close()
+        engine.executor.close()
+    return found
 
 
 @exhaustive
-@pytest.mark.parametrize("what", ["killed", "stopped", "fails in a layer", "is out of memory"])
-def test_what_ends_one_rank_ends_all_and_names_it(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing is left of the others."""
-    engine = engine_of(write_model(tmp_path, load_golden("qwen2_tied")), 2)
-    executor = engine.executor
-    assert isinstance(executor, ParallelExecutor)
-    [pid] = executor.ranks.pids
-    try:
-        engine.add(request_of("a", [5, 6, 7], SamplingParams(max_tokens=50, ignore_eos=True)))
-        for _ in range(3):
-            engine.step()
-        if what == "stopped":
-            os.kill(pid, signal.SIGSTOP)
-            begun = time.monotonic()
-        else:
-            os.kill(pid, signal.SIGKILL)
-            begun = time.monotonic()
-            with pytest.raises(ExecutorLostError, match="rank 1"):
-                run(engine)
-        assert time.monotonic() - begun < 5
-    finally:
-        engine.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+@pytest.mark.parametrize("device", ["cpu", DEVICE])
+def test_prefixes_grammars_embeddings_and_logits(device: str) -> None:
+    assert _everything(device, 2) == _everything(device, 1)
 
 
 def test_devices_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
