@@ -354,7 +354,9 @@ def test_quantised_matrices_are_kept_where_ranks_cut_them_between_groups(
         assert (mlp.gate_up_proj.format.name, mlp.down_proj.format.name) == formats
 
 
-@pytest.mark.parametrize("rounding", ["int4", "fp8", "mxfp4"])
+@pytest.mark.parametrize(
+    "rounding", ["int4", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("fp8", "mxfp4"))]
+)
 def test_ranks_share_a_rounded_model(rounding: str) -> None:
     """Its groups are cut between ranks, so that the numbers are the whole model's."""
     ids = [5, 9, 2, 44, 17, 8]
