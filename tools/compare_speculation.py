@@ -1,19 +1,23 @@
 """Compares answers with speculation to those without: ids, log probabilities to the bit, reasons of ends.
 
-    python tools/compare_speculation.py [--model FOLDER] [--device DEVICE] [--requests 10000] [--seed 0]
+    python tools/compare_speculation.py [--models FOLDER ...] [--device DEVICE] [--requests 10000] [--seed 0]
 
-Requests of all kinds (greedy and seeded at several temperatures, penalties, biases, bad words, stop ids, grammars, log
-probabilities, three choices) run in rounds, each under a schedule of its own: little memory, so that sequences are
-preempted and swapped, few tokens in a step, chunks of odd lengths, requests that come while others run, and some that
-are cancelled. Each round runs without speculation and with every drafter, whose proposals are all tried: whether that
-pays is not asked. On a GPU it runs with `exact`. Prints what differs, and how many proposals were tried and kept.
+Requests of all kinds (greedy and seeded at several temperatures, penalties, biases, bad words, stop ids, stop strings,
+grammars, log probabilities, three choices) run in rounds, each under a schedule of its own: little memory, so that
+sequences are preempted and swapped, few tokens in a step, chunks of odd lengths, prompts that others have computed,
+requests that come while others run, and some that are cancelled. Each round runs without speculation and with every
+drafter, whose proposals are all tried: whether that pays is not asked. On a GPU it runs with `exact`. Models take
+turns; `babyllama` is a small Llama with random weights. Prints what differs, and how many proposals were tried and
+kept, after each hundred requests.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,12 +38,36 @@ from runtime.engine.speculation.drafter import Drafter, Ids
 from runtime.engine.speculation.ngram import NgramDrafter, SuffixDrafter
 from runtime.engine.speculation.speculator import Speculator
 from runtime.kv.groups import blocks_of_sequence
+from runtime.text.load import load_tokenizer
+from runtime.text.pipeline import TextPipeline
+from tokenizer import Tokenizer
 
-ROUND = 25
+ROUND, PIECE = 25, 100
+"""Requests of a schedule, and of a model before the next model's turn."""
+
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}}, "required": ["a"]}'
 
-Answer = dict[tuple[str, int], tuple[list[int], list[Any], Any, Any]]
-"""By request and choice: ids, log probabilities, why it ended, and at which stop."""
+BABYLLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 6, "vocab_size": 1600, "max_position_embeddings": 128, "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}  # fmt: skip
+"""No KV head is shared, and the head has weights of its own."""
+
+
+class Answer(msgspec.Struct):
+    """What a choice has given: ids and text up to a stop, log probabilities, why it ended, and at which stop."""
+
+    ids: list[int] = []
+    text: str = ""
+    logprobs: list[Any] = []
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+Answers = dict[tuple[str, int], Answer]
+"""By request and choice."""
 
 
 class Guesses:
@@ -47,12 +75,12 @@ class Guesses:
 
     name = "guesses"
 
-    def __init__(self, known: Answer, vocab_size: int, seed: int) -> None:
+    def __init__(self, known: Answers, vocab_size: int, seed: int) -> None:
         self._known, self._vocab_size = known, vocab_size
         self._rng = random.Random(seed)
 
     def propose(self, sequence: Sequence, most: int) -> tuple[Ids, int]:
-        ids = self._known.get((sequence.request.request_id, sequence.index), ([], [], None, None))[0]
+        ids = self._known.get((sequence.request.request_id, sequence.index), Answer()).ids
         drafts = ids[sequence.num_output_tokens :][: self._rng.randrange(most + 1)]
         drafts += [self._rng.randrange(self._vocab_size) for _ in range(self._rng.randrange(3))]
         if drafts and self._rng.random() < 0.4:
@@ -69,40 +97,65 @@ class Comparison:
 
     num_answers: int = 0
     num_preemptions: int = 0
+    ends: dict[str, int] = field(default_factory=dict)
+    """Answers without speculation by why they ended; "stop string" apart."""
     tried: dict[str, list[int]] = field(default_factory=dict)
     """By drafter: proposed tokens, and accepted ones."""
     differences: list[str] = field(default_factory=list)
 
+    def tell(self) -> None:
+        """Print the numbers, and the first differences."""
+        for difference in self.differences[:20]:
+            print(difference)
+        for name, (tried, kept) in self.tried.items():
+            print(f"{name}: {tried:,} proposed tokens were tried, {kept:,} kept")
+        ends = ", ".join(f"{count:,} by {reason}" for reason, count in sorted(self.ends.items()))
+        print(f"{self.num_answers:,} answers, {self.num_preemptions:,} preemptions; ended: {ends}")
+        print(f"{len(self.differences)} differences", flush=True)
 
-def compare(model: Model, folder: Path, num_requests: int, seed: int, **settings: Any) -> Comparison:
-    """Runs so many requests in rounds of ``ROUND``."""
-    found = Comparison()
+
+def compare(
+    model: Model, folder: Path, num_requests: int, seed: int, *, found: Comparison | None = None,
+    takes_turns: bool = False, **settings: Any,
+) -> Comparison:  # fmt: skip
+    """Runs so many requests in rounds of ``ROUND``, and adds what it finds to ``found``. A round has all drafters, or
+    one where they take turns."""
+    found = found or Comparison()
+    tokenizer = load_tokenizer(folder)
+    can_say_json = tokenizer is not None and tokenizer.decode(tokenizer.encode('{"a": 1}')).strip() == '{"a": 1}'
     for number in range(-(-num_requests // ROUND)):
         rng = random.Random(f"{seed} {number}")
         config = _config(rng, model, settings)
-        requests = [_request(rng, i, model.config.vocab_size, config.max_model_len or 64) for i in range(ROUND)]
+        vocab_size = model.config.vocab_size
+        requests = [_request(rng, i, vocab_size, config.max_model_len or 64, tokenizer) for i in range(ROUND)]
+        if not can_say_json:
+            requests = [_without_grammar(request) for request in requests]
         arrivals = sorted(rng.randrange(40) for _ in requests)
         cancels = {rng.randrange(5, 60): f"r{rng.randrange(ROUND)}" for _ in range(2)}
-        plain, engine = _run(model, folder, config, None, requests, arrivals, {})
+        plain, engine = _run(model, folder, config, None, requests, arrivals, {}, tokenizer)
         found.num_answers += len(plain)
+        for answer in plain.values():
+            reason = "stop string" if isinstance(answer.stop_reason, str) else str(answer.finish_reason)
+            found.ends[reason] = found.ends.get(reason, 0) + 1
         found.num_preemptions += engine.stats().num_preemptions
         drafters: list[Drafter] = [
-            NgramDrafter(), SuffixDrafter(), Guesses(plain, model.config.vocab_size, number)
+            NgramDrafter(), SuffixDrafter(), Guesses(plain, vocab_size, number)
         ]  # fmt: skip
         limits = limits_of(model, config)  # the model drafts for itself, with too few pages now and then
         drafted = DraftModelDrafter(model, model.max_positions, model.rotary_switch, limits, limits.num_blocks)
-        if number % 2 == 0:  # it takes as long as all the others
+        if number % 2 == 0 or takes_turns:  # it takes as long as all the others
             drafters.append(drafted)
-        predicted = [_with_prediction(rng, request, plain, model.config.vocab_size) for request in requests]
-        for drafter in (*drafters, None):
+        predicted = [_with_prediction(rng, request, plain, vocab_size) for request in requests]
+        chosen = [*drafters, None]
+        for drafter in [chosen[number % len(chosen)]] if takes_turns else chosen:
             name = "predictions" if drafter is None else drafter.name
-            speculator = Speculator(drafter, rng.choice((1, 3, 7)), model.config.vocab_size, fixed=True)
+            speculator = Speculator(drafter, rng.choice((1, 3, 7)), vocab_size, fixed=True)
             asked = predicted if drafter is None else requests
-            answers, engine = _run(model, folder, config, speculator, asked, arrivals, cancels)
+            answers, engine = _run(model, folder, config, speculator, asked, arrivals, cancels, tokenizer)
             cancelled = set(cancels.values())
             for key, answer in plain.items():
                 if key[0] not in cancelled and answers.get(key) != answer:
-                    found.differences.append(f"round {number}, {name}, {key}: {answers.get(key)} not {answer}")
+                    found.differences.append(f"{folder.name} {seed} {number}, {name}, {key}: {answers.get(key)} not {answer}")
             tried = found.tried.setdefault(name, [0, 0])
             tried[0] += speculator.counters.num_draft_tokens
             tried[1] += speculator.counters.num_accepted_tokens
@@ -129,7 +182,9 @@ def _config(rng: random.Random, model: Model, settings: dict[str, Any]) -> Engin
     return EngineConfig(**{**chosen, **settings})
 
 
-def _request(rng: random.Random, number: int, vocab_size: int, max_model_len: int) -> EngineRequest:
+def _request(
+    rng: random.Random, number: int, vocab_size: int, max_model_len: int, tokenizer: Tokenizer | None
+) -> EngineRequest:
     alphabet = [rng.randrange(3, vocab_size) for _ in range(rng.choice((2, 5, 200)))]
     prompt = [rng.choice(alphabet) for _ in range(rng.randrange(1, max_model_len // 2))]
     if rng.random() < 0.5:
@@ -159,6 +214,10 @@ def _request(rng: random.Random, number: int, vocab_size: int, max_model_len: in
 
         params["structured_outputs"] = StructuredOutputsParams(json=SCHEMA)
         params["ignore_eos"] = False
+    if tokenizer is not None and rng.random() < 0.3:  # short ones, that answers have
+        texts = (tokenizer.decode([rng.randrange(vocab_size)]) for _ in range(8))
+        params["stop"] = [text for text in texts if text and "\ufffd" not in text][:4] or ["e"]
+        params["include_stop_str_in_output"] = rng.random() < 0.5
     return EngineRequest(
         request_id=f"r{number}",
         prompt_token_ids=prompt,
@@ -167,10 +226,16 @@ def _request(rng: random.Random, number: int, vocab_size: int, max_model_len: in
     )
 
 
-def _with_prediction(rng: random.Random, request: EngineRequest, known: Answer, vocab_size: int) -> EngineRequest:
+def _without_grammar(request: EngineRequest) -> EngineRequest:
+    return msgspec.structs.replace(
+        request, params=msgspec.structs.replace(request.params, structured_outputs=None)
+    )
+
+
+def _with_prediction(rng: random.Random, request: EngineRequest, known: Answers, vocab_size: int) -> EngineRequest:
     """The request with a text that its answer nearly is: tokens are wrong, missing, or too many; now and then without
     speculation."""
-    ids = list(known[request.request_id, 0][0])
+    ids = list(known[request.request_id, 0].ids)
     for _ in range(rng.randrange(4)):
         at = rng.randrange(len(ids) + 1)
         ids[at : at + rng.randrange(2)] = [rng.randrange(vocab_size) for _ in range(rng.randrange(2))]
@@ -185,19 +250,21 @@ def _run(
     requests: list[EngineRequest],
     arrivals: list[int],
     cancels: dict[int, str],
-) -> tuple[Answer, Engine]:
+    tokenizer: Tokenizer | None,
+) -> tuple[Answers, Engine]:
     engine = engine_over(model, folder, config, "compared")
     if speculator is not None:
         engine.use(speculator)
-    answers: Answer = {}
+    answers: Answers = {}
+    pipelines: dict[tuple[str, int], TextPipeline] = {}
     step = added = 0
     while added < len(requests) or engine.has_work:
         while added < len(requests) and (arrivals[added] <= step or not engine.has_work):
-            request = requests[added]
-            eos = engine.info.eos_token_ids
-            engine.add(
-                msgspec.structs.replace(request, eos_token_ids=eos)
-            )
+            request = msgspec.structs.replace(requests[added], eos_token_ids=engine.info.eos_token_ids)
+            engine.add(request)
+            for index in range(request.params.n):
+                key = (request.request_id, index)
+                pipelines[key] = TextPipeline(tokenizer, request.params, request.prompt_token_ids)
             added += 1
         outputs = engine.step()
         if step in cancels:
@@ -205,33 +272,48 @@ def _run(
         step += 1
         for output in outputs:
             key = (output.request_id, output.index)
-            ids, logprobs, _, _ = answers.get(key, ([], [], None, None))
-            ids += output.new_token_ids
-            logprobs += [*(output.logprobs or ()), *(output.prompt_logprobs or ())]
-            answers[key] = (ids, logprobs, output.finish_reason, output.stop_reason)
+            answer = answers.setdefault(key, Answer())
+            delta = pipelines[key].push(output)
+            answer.ids += delta.token_ids
+            answer.text += delta.text
+            answer.logprobs += [*(delta.logprobs or ()), *(output.prompt_logprobs or ())]
+            if delta.finish_reason is not None:
+                answer.finish_reason, answer.stop_reason = delta.finish_reason, delta.stop_reason
+            if delta.should_cancel:
+                engine.cancel(*key)
     engine.check_invariants()
     assert engine.pool.num_free == engine.pool.num_blocks, "blocks leaked"
     engine.close()
     return answers, engine
 
 
+def _model(name: str | None, settings: dict[str, Any], scratch: Path) -> tuple[Model, Path]:
+    if name == "babyllama":
+        (scratch / "config.json").write_text(json.dumps(BABYLLAMA))
+        return loaded_model(scratch, EngineConfig(**settings, max_model_len=96, load_format="dummy")), scratch
+    folder = resolve_model(name)
+    return loaded_model(folder, EngineConfig(**settings, max_model_len=96)), folder
+
+
 def main() -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model")
+    parser.add_argument("--models", nargs="+", help="folders, or babyllama; default: the bundled model")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    folder = resolve_model(options.model)
     settings = {"device": options.device, "exact": options.device != "cpu"}
-    model = loaded_model(folder, EngineConfig(**settings, max_model_len=96))
-    found = compare(model, folder, options.requests, options.seed, **settings)
-    for difference in found.differences[:20]:
-        print(difference)
-    for name, (tried, kept) in found.tried.items():
-        print(f"{name}: {tried:,} proposed tokens were tried, {kept:,} kept")
-    print(f"{found.num_answers:,} answers, {found.num_preemptions:,} preemptions, {len(found.differences)} differences")
+    found, done = Comparison(), 0
+    with tempfile.TemporaryDirectory(prefix="babyllama-") as scratch:
+        models = [_model(name, settings, Path(scratch)) for name in options.models or [None]]
+        while done < options.requests:
+            model, folder = models[done // PIECE % len(models)]
+            count = min(PIECE, options.requests - done)
+            compare(model, folder, count, options.seed + done // PIECE, found=found, **settings)
+            done += count
+            print(f"-- {done:,} requests, the latest of {folder.name}")
+            found.tell()
     return 1 if found.differences else 0
 
 

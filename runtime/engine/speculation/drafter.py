@@ -61,8 +61,8 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
-class BatchDrafter(Protocol):
-    """A drafter that works for several sequences at once: a `Drafter` with this method, too."""
+class BatchDrafter(Drafter, Protocol):
+    """A drafter that works for several sequences at once."""
 
     def prepare(self, asked: list[tuple[Sequence, int]]) -> None:
         """These sequences' proposals are asked for next, at most so many of each."""

@@ -231,10 +231,7 @@ class Speculator:
         ]
         wanted = [(sequence, most) for sequence, most in wanted if most > 0]
         if isinstance(self._drafter, BatchDrafter) and wanted:
-            try:
-                self._drafter.prepare(wanted)
-            except Exception:
-                self._turn_off(self._drafter, "failed", with_trace=True)
+            self._prepare(self._drafter, wanted)
         for sequence, most in wanted:
             ids, sureness = self._ask(sequence, most)
             if sequence.matcher is not None:
@@ -244,6 +241,18 @@ class Speculator:
         spent = (time.perf_counter() - begun) / num_asked
         self._lookup_s = spent if self._lookup_s == 0.0 else 0.9 * self._lookup_s + 0.1 * spent
         return found
+
+    def _prepare(self, drafter: BatchDrafter, wanted: list[tuple[Sequence, int]]) -> None:
+        """One that fails, or takes too long where no sequence is new, is turned off."""
+        begun = time.perf_counter()
+        try:
+            drafter.prepare(wanted)
+        except Exception:
+            self._turn_off(drafter, "failed", with_trace=True)
+            return
+        has_new = any(sequence not in self._by_sequence for sequence, _ in wanted)  # whose prompt it computes
+        if not has_new and time.perf_counter() - begun > HANG_S * len(wanted):
+            self._turn_off(drafter, f"took more than {HANG_S:g} s for each of {len(wanted)} sequences")
 
     def _ask(self, sequence: Sequence, most: int) -> tuple[Ids, int]:
         """What follows in the request's prediction, else what the drafter says."""

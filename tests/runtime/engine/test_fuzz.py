@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from runtime.device.gpu import Gpu
 from runtime.dtype import float32
@@ -18,6 +19,8 @@ from runtime.engine.config import EngineSettings
 from runtime.engine.engine import Engine
 from runtime.engine.make_engine import build_engine
 from runtime.engine.messages import EngineOutput, EngineRequest
+from runtime.engine.scheduling.sequence import Sequence
+from runtime.engine.speculation.speculator import Speculator
 from runtime.kv.cache import KVCache, KVCacheSpec
 from runtime.tensor.tensor import Tensor
 from tests.models.folders import load_golden, write_model
@@ -60,12 +63,15 @@ class Answers:
         self.lone = lone
         self._results: dict[str, Collected] = {}
 
-    def check(self, template: EngineRequest, ours: Collected) -> None:
-        """All tokens that came are the lone run's, but after a near tie."""
+    def of(self, template: EngineRequest) -> Collected:
         if template.request_id not in self._results:
             self.lone.add(template)
             self._results[template.request_id] = run_to_end(self.lone)[template.request_id]
-        theirs = self._results[template.request_id]
+        return self._results[template.request_id]
+
+    def check(self, template: EngineRequest, ours: Collected) -> None:
+        """All tokens that came are the lone run's, but after a near tie."""
+        theirs = self.of(template)
         for index in range(template.params.n):
             if not ours.of(index):
                 continue  # ended before its prompt was computed
@@ -81,6 +87,25 @@ class Answers:
             logits = self.lone.logits([*template.prompt_token_ids, *expected[:at]])[-1]
             second, best = np.sort(logits)[-2:]
             assert best - second <= NEAR_TIE, f"{template.request_id} parts at token {at}"
+
+
+class Guesses:
+    """A drafter that knows the lone runs' answers, and errs: agreements of all lengths come."""
+
+    name = "guesses"
+
+    def __init__(self, answers: Answers, of_template: dict[str, EngineRequest], vocab_size: int) -> None:
+        self._answers, self._of_template, self._vocab_size = answers, of_template, vocab_size
+        self._rng = random.Random(4)
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[NDArray[np.int32], int]:
+        known = self._answers.of(self._of_template[sequence.request.request_id]).token_ids(sequence.index)
+        drafts = known[sequence.num_output_tokens :][: self._rng.randrange(most + 1)]
+        drafts += [self._rng.randrange(self._vocab_size) for _ in range(self._rng.randrange(3))]
+        return np.array(drafts[:most], np.int32), 0
+
+    def end(self, sequence: Sequence) -> None:
+        """Nothing is kept."""
 
 
 class Failing:
@@ -112,14 +137,20 @@ class Failing:
 
 
 def fuzz(
-    engine: Engine, answers: Answers, *, num_steps: int, seed: int, failure_rate: float, arrival_rate: float = 0.25
-) -> PageChecker:
+    engine: Engine, answers: Answers, *, num_steps: int, seed: int, failure_rate: float, arrival_rate: float = 0.25,
+    speculates: bool = False,
+) -> PageChecker:  # fmt: skip
     rng = random.Random(seed)
     made = templates(random.Random(1), 40, engine.info.vocab_size, engine.limits.max_model_len)
     failing = Failing(engine, random.Random(seed), failure_rate)
     pages = PageChecker(engine)
     results: dict[str, Collected] = {}
     of_template: dict[str, EngineRequest] = {}
+    if speculates:
+        for template in made:
+            answers.of(template)  # beforehand: a drafter that takes long is turned off
+        drafter = Guesses(answers, of_template, engine.info.vocab_size)
+        engine.use(Speculator(drafter, 5, engine.info.vocab_size, fixed=True))
     is_ending = False
 
     def happen() -> list[EngineOutput]:
@@ -193,6 +224,25 @@ def test_two_thousand_steps_of_the_demo_model(
         assert stats.num_swaps > 0
         assert stats.swapped_in_blocks > 0
     assert pages.num_compared > 50 * num_steps
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"overlap": "on", "preemption": "swap", "swap_space_bytes": 20},
+        {"overlap": "off", "preemption": "auto", "swap_space_bytes": 9},
+    ],
+)
+def test_steps_with_proposals(settings: EngineSettings, demo_answers: Answers) -> None:
+    """`swap_space_bytes` counts blocks here."""
+    block_bytes = demo_answers.lone.executor.kv_cache.spec.bytes_per_block
+    engine = build_engine(**TINY, **{**settings, "swap_space_bytes": settings["swap_space_bytes"] * block_bytes})
+    fuzz(engine, demo_answers, num_steps=250, seed=6, failure_rate=0.01, speculates=True)
+    stats = engine.stats()
+    assert stats.num_preemptions > 0
+    assert stats.num_swaps > 0
+    assert stats.prefix_cache_hits > 0
+    assert 200 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
 @pytest.mark.emulator

@@ -21,9 +21,11 @@ def check(found: Comparison) -> None:
 
 def test_on_the_bundled_model() -> None:
     folder = Path("models/demo").resolve()
-    found = compare(loaded_model(folder, EngineConfig(max_model_len=96, device="cpu")), folder, 100, 7, device="cpu")
+    model = loaded_model(folder, EngineConfig(max_model_len=96, device="cpu"))
+    found = compare(model, folder, 300, 7, takes_turns=True, device="cpu")
     check(found)
     assert found.num_preemptions > 0
+    assert set(found.ends) == {"length", "stop", "stop string"}
 
 
 @pytest.mark.parametrize("name", ["gemma3_odd", "qwen3_moe_odd", "gpt2_gelu_new"])

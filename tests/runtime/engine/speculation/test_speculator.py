@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -133,6 +134,13 @@ def test_times_between_and_beyond() -> None:
         (lambda one, most: ([1, 2], 0), "no array of at most"),
         (lambda one, most: (np.zeros(1, np.int64), 0), "no array of at most"),
         (lambda one, most: None, "failed"),
+        (lambda one, most: (itertools.count(), 0), "no array of at most"),
+        (lambda one, most: (np.arange(100_000, dtype=np.int32), 0), "no array of at most"),
+        (lambda one, most: (np.zeros(1), 0), "no array of at most"),
+        (lambda one, most: (np.array(["a"]), 0), "no array of at most"),
+        (lambda one, most: (np.zeros(1, np.int32), float("nan")), "failed"),
+        (lambda one, most: (np.zeros(1, np.int32), "sure"), "failed"),
+        (lambda one, most: (np.zeros(1, np.int32),), "failed"),
         (lambda one, most: time.sleep(0.05) or (np.zeros(1, np.int32), 0), "took more than"),
     ],
 )
@@ -153,6 +161,47 @@ def test_a_bad_drafter_is_turned_off_once_and_changes_nothing(
         answers.append({name: got.token_ids() for name, got in run_to_end(each).items()})
     assert answers[0] == answers[1]
     assert not one.is_on
+    (line,) = said_by_engine(caplog)
+    assert "scripted" in line
+    assert said in line
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("prepare fails", "failed"), ("prepare hangs", "took more than"), ("end fails", "failed")],
+)
+def test_a_bad_drafter_of_batches_is_turned_off_once_and_changes_nothing(
+    fault: str, said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first call is sound, and computes the prompts for as long as it likes."""
+    monkeypatch.setattr(module, "HANG_S", 0.01)
+
+    class Bad(Scripted):
+        num_calls = 0
+
+        def prepare(self, asked: list[tuple[Sequence, int]]) -> None:
+            self.num_calls += 1
+            if fault == "prepare fails" and self.num_calls > 1:
+                raise OSError("planted")
+            if fault == "prepare hangs":
+                time.sleep(0.015 * len(asked))
+
+        def end(self, sequence: Sequence) -> None:
+            if fault == "end fails":
+                raise KeyError("planted")
+
+    plain, engine = make_engine(), make_engine()
+    drafter = Bad(sevens)
+    one = Speculator(drafter, 7, VOCAB_SIZE, fixed=True)
+    engine.use(one)
+    answers = []
+    for each in (plain, engine):
+        for i in range(3):
+            each.add(request(f"r{i}", [i, 5, 6], max_tokens=20))
+        answers.append({name: got.token_ids() for name, got in run_to_end(each).items()})
+    assert answers[0] == answers[1]
+    assert not one.is_on
+    assert drafter.num_calls == 2 or fault == "end fails"
     (line,) = said_by_engine(caplog)
     assert "scripted" in line
     assert said in line
