@@ -22,7 +22,7 @@ from numba_kernels.cpu.running.recording import NotRecordableError, current
 from numba_kernels.segments import SEGMENTS
 from runtime.backends import cpu, cpu_decode, cpu_sampling
 from runtime.backends.checks import check, fail
-from runtime.backends.sampling_checks import SAMPLING_FIELDS, check_chosen, check_sampling
+from runtime.backends.sampling_checks import check_chosen, check_sampling
 from runtime.batch import Batch
 from runtime.device.device import CPU, Device
 from runtime.dtype import STORED, DType, float32, int32, int64
@@ -32,7 +32,7 @@ from runtime.linear.shared_table import SharedTable
 from runtime.linear.weight import LinearWeight, prepare_linear
 from runtime.rope_table import RopeTable
 from runtime.routing import Routing, RoutingRule
-from runtime.sampling_arrays import Int32Array, SampledTokens, SamplingArrays, TopLogprobs
+from runtime.sampling_arrays import SAMPLING_FIELDS, Int32Array, SampledTokens, SamplingArrays, TopLogprobs
 from runtime.tensor import arithmetic
 from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor

@@ -71,6 +71,25 @@ class SamplingArrays(_Numbers):  # type: ignore[misc]
         )
 
 
+SAMPLING_FIELDS = (
+    *((name, np.dtype(column.dtype), "n") for name, column in COLUMNS.items()),
+    ("seed", np.dtype(np.uint64), "n"),
+    ("choice_index", np.dtype(np.int32), "n"),
+    ("position", np.dtype(np.int32), "n"),
+    ("prompt_ids", np.dtype(np.int32), "any"),
+    ("prompt_start", np.dtype(np.int32), "n"),
+    ("prompt_end", np.dtype(np.int32), "n"),
+    ("output_ids", np.dtype(np.int32), "any"),
+    ("output_start", np.dtype(np.int32), "n"),
+    ("output_end", np.dtype(np.int32), "n"),
+    ("bias_ids", np.dtype(np.int32), "any"),
+    ("bias_values", np.dtype(np.float32), "any"),
+    ("bias_start", np.dtype(np.int32), "n"),
+    ("bias_end", np.dtype(np.int32), "n"),
+)
+"""Name, type and size of all but the mask, in the order of the kernels' arguments: one a draw, or any number."""
+
+
 class SampledTokens(NamedTuple):
     """What a step drew. A row that is not ``ok`` (NaN or +inf among its logits, or nothing left to draw) holds -1."""
 

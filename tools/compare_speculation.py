@@ -155,7 +155,8 @@ def compare(
             cancelled = set(cancels.values())
             for key, answer in plain.items():
                 if key[0] not in cancelled and answers.get(key) != answer:
-                    found.differences.append(f"{folder.name} {seed} {number}, {name}, {key}: {answers.get(key)} not {answer}")
+                    where = f"{folder.name}, seed {seed}, round {number}, {name}, {key}"
+                    found.differences.append(f"{where}: {answers.get(key)} not {answer}")
             tried = found.tried.setdefault(name, [0, 0])
             tried[0] += speculator.counters.num_draft_tokens
             tried[1] += speculator.counters.num_accepted_tokens

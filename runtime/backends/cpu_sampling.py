@@ -11,8 +11,7 @@ from numba_kernels.cpu import sampling as _sampling
 from numba_kernels.cpu.running.launch import address_of
 from runtime.backends.checks import fail
 from runtime.backends.cpu import SERIAL_ELEMENTS, num_workers
-from runtime.backends.sampling_checks import SAMPLING_FIELDS
-from runtime.sampling_arrays import Int32Array, SampledTokens, SamplingArrays, TopLogprobs
+from runtime.sampling_arrays import SAMPLING_FIELDS, Int32Array, SampledTokens, SamplingArrays, TopLogprobs
 from runtime.tensor.tensor import Tensor
 
 

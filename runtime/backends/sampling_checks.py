@@ -5,25 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from runtime.backends.checks import fail
-from runtime.sampling_arrays import Int32Array, SamplingArrays
-from runtime.sampling_table import COLUMNS
-
-SAMPLING_FIELDS = (
-    *((name, np.dtype(column.dtype), "n") for name, column in COLUMNS.items()),
-    ("seed", np.dtype(np.uint64), "n"),
-    ("choice_index", np.dtype(np.int32), "n"),
-    ("position", np.dtype(np.int32), "n"),
-    ("prompt_ids", np.dtype(np.int32), "any"),
-    ("prompt_start", np.dtype(np.int32), "n"),
-    ("prompt_end", np.dtype(np.int32), "n"),
-    ("output_ids", np.dtype(np.int32), "any"),
-    ("output_start", np.dtype(np.int32), "n"),
-    ("output_end", np.dtype(np.int32), "n"),
-    ("bias_ids", np.dtype(np.int32), "any"),
-    ("bias_values", np.dtype(np.float32), "any"),
-    ("bias_start", np.dtype(np.int32), "n"),
-    ("bias_end", np.dtype(np.int32), "n"),
-)  # in the order of the kernels' arguments
+from runtime.sampling_arrays import SAMPLING_FIELDS, Int32Array, SamplingArrays
 
 
 def check_sampling(op: str, rows: int, vocab: int, params: SamplingArrays) -> None:

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from runtime import ops
-from runtime.backends.sampling_checks import SAMPLING_FIELDS
 from runtime.bench.kernels.cases import Array
 from runtime.device.device import Device
 from runtime.dtype import int32
-from runtime.sampling_arrays import SamplingArrays
+from runtime.sampling_arrays import SAMPLING_FIELDS, SamplingArrays
 from runtime.tensor.tensor import Tensor
 from tools.gpu.sections import Case, Options, Result
 from tools.gpu.speed import stopwatch_of

@@ -37,8 +37,7 @@ from numba_kernels.cuda.intrinsics.storage import CODES
 from numba_kernels.cuda.packing import packing_of
 from numba_kernels.cuda.quantised_pages import PAGES
 from numba_kernels.segments import SEGMENTS
-from runtime.backends.sampling_checks import SAMPLING_FIELDS
-from runtime.sampling_arrays import SamplingArrays
+from runtime.sampling_arrays import SAMPLING_FIELDS, SamplingArrays
 from tools.kernel_costs.counts import Bench, Work
 from tools.kernel_costs.expert_cases import expert_cases
 

@@ -96,6 +96,7 @@ class Speculator:
         self.counters = SpeculationCounters(accepted_by_position=[0] * most)
         self.times = StepTimes()
         self._drafter: Drafter | None = drafter
+        self._batch_drafter = drafter if isinstance(drafter, BatchDrafter) else None  # the same
         self._predictions: Drafter | None = PredictionDrafter()
         self._num_predicted = 0  # sequences with predictions that have not ended
         self._most = most
@@ -230,8 +231,8 @@ class Speculator:
             if not sequence.num_pending and sequence.request.speculates
         ]
         wanted = [(sequence, most) for sequence, most in wanted if most > 0]
-        if isinstance(self._drafter, BatchDrafter) and wanted:
-            self._prepare(self._drafter, wanted)
+        if self._batch_drafter is not None and wanted:
+            self._prepare(self._batch_drafter, wanted)
         for sequence, most in wanted:
             ids, sureness = self._ask(sequence, most)
             if sequence.matcher is not None:
@@ -286,7 +287,7 @@ class Speculator:
     def _turn_off(self, drafter: Drafter, why: str, *, with_trace: bool = False) -> None:
         logger.error("the drafter %s %s: it is off", drafter.name, why, exc_info=with_trace)
         if drafter is self._drafter:
-            self._drafter = None
+            self._drafter = self._batch_drafter = None
         else:
             self._predictions = None
 

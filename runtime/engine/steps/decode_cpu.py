@@ -18,9 +18,11 @@ from runtime.device.errors import CaptureError
 from runtime.dtype import float32
 from runtime.engine.config import EngineLimits
 from runtime.engine.steps.decode_device import Forward, StepBuffers, StepGraph
+from runtime.engine.steps.draw_inputs import Computed
 from runtime.engine.steps.ragged import Layout
 from runtime.engine.steps.recorded_forwards import RecordedForwards
 from runtime.errors import OutOfMemoryError
+from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor.tensor import Tensor
 
 SHORT_SEQUENCES = 128
@@ -119,10 +121,10 @@ class CpuDecodes:
         cast(HostBuffers, buffers).pending = run
 
     def run_forward(
-        self, layout: Layout, forward: Forward, *, may_record: bool
-    ) -> tuple[Tensor, Tensor | None] | None:
+        self, layout: Layout, forward: Forward, draws: SamplingArrays | None = None, *, may_record: bool
+    ) -> Computed | None:
         try:
-            return self.forwards.run(layout, forward, may_record=may_record)
+            return self.forwards.run(layout, forward, draws, may_record=may_record)
         except NotRecordableError as error:
             raise CaptureError(f"cpu: {error}") from error
 

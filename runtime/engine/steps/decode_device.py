@@ -9,7 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.batch import Batch
+from runtime.engine.steps.draw_inputs import Computed
 from runtime.engine.steps.ragged import Layout
+from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor.tensor import Tensor
 
 Forward: TypeAlias = Callable[[Batch], tuple[Tensor, Tensor | None]]
@@ -119,11 +121,12 @@ class DecodeDevice(Protocol):
         ...
 
     def run_forward(
-        self, layout: Layout, forward: Forward, *, may_record: bool
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """What ``forward`` makes of a step that no graph is for, at the latest where it is looked at; valid until the
-        next one. A device may replay a recording of the same shape and, with ``may_record``, make one on the way. None,
-        before anything was done: the device would have to record it.
+        self, layout: Layout, forward: Forward, draws: SamplingArrays | None = None, *, may_record: bool
+    ) -> Computed | None:
+        """What ``forward`` makes of a step that no graph is for, and what is drawn from its logits by ``draws``, which
+        have no mask; at the latest where it is looked at, and valid until the next one. A device may replay a recording
+        of the same shape and, with ``may_record``, make one on the way. None, before anything was done: the device
+        would have to record it. Draws of more than a recording has room for are not drawn.
 
         Raises CaptureError, before anything was done, for what cannot be done this way."""
         ...

@@ -15,9 +15,11 @@ from runtime.device.graph import Graph, GraphPool
 from runtime.dtype import float32
 from runtime.engine.config import EngineLimits
 from runtime.engine.steps.decode_device import Agree, Forward, StepBuffers, StepGraph, alone
+from runtime.engine.steps.draw_inputs import Computed
 from runtime.engine.steps.forward_graphs import ForwardGraphs
 from runtime.engine.steps.ragged import Layout
 from runtime.kv.cache import KVCache
+from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor.tensor import Tensor
 
 
@@ -49,7 +51,8 @@ class GpuDecodes:
     ) -> None:
         self._device = device
         self._gpu = Gpu.of(device)
-        self.forwards = ForwardGraphs(self._gpu, limits, kv_cache, agree)
+        sizes = self.batch_sizes(limits.max_num_seqs)
+        self.forwards = ForwardGraphs(self._gpu, limits, kv_cache, sizes, agree)
         self._vocab_size = vocab_size
         self._pool: GraphPool | None = None  # with the first graph
         self._kept_logits: dict[int, Tensor] = {}  # by the number of rows, a power of two
@@ -102,9 +105,9 @@ class GpuDecodes:
         pinned.is_under_way = True
 
     def run_forward(
-        self, layout: Layout, forward: Forward, *, may_record: bool
-    ) -> tuple[Tensor, Tensor | None] | None:
-        return self.forwards.run(layout, forward, may_record=may_record)
+        self, layout: Layout, forward: Forward, draws: SamplingArrays | None = None, *, may_record: bool
+    ) -> Computed | None:
+        return self.forwards.run(layout, forward, draws, may_record=may_record)
 
     def release(self) -> None:
         self.forwards.release()

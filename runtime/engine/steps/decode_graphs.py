@@ -28,12 +28,14 @@ from runtime.device.errors import CaptureError, LaunchError
 from runtime.engine.config import EngineLimits
 from runtime.engine.steps.decode_arrays import TAIL_WORDS, DecodeArrays, Placement
 from runtime.engine.steps.decode_device import Agree, DecodeDevice, Forward, StepBuffers, StepGraph, alone
+from runtime.engine.steps.draw_inputs import Computed
 from runtime.engine.steps.executor import Model
 from runtime.engine.steps.ragged import Layout, largest
 from runtime.engine.steps.rows import Rows
 from runtime.engine.steps.step_input import StepInput
 from runtime.errors import DeviceError, OutOfMemoryError
 from runtime.kv.cache import KVCache
+from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -209,13 +211,13 @@ class DecodeGraphs:
         self._wanted = None if self._has_given_up else key
 
     def run_forward(
-        self, layout: Layout, forward: Forward, *, may_record: bool
-    ) -> tuple[Tensor, Tensor | None] | None:
+        self, layout: Layout, forward: Forward, draws: SamplingArrays | None = None, *, may_record: bool
+    ) -> Computed | None:
         """See `DecodeDevice.run_forward`. None: it has to be run at once, since it cannot or may not be recorded."""
         if self._cannot_record:
             return None
         try:
-            return self._runs_on.run_forward(layout, forward, may_record=may_record)
+            return self._runs_on.run_forward(layout, forward, draws, may_record=may_record)
         except CaptureError as error:
             self._say_what_cannot_be_recorded(error)
             return None

@@ -1,4 +1,5 @@
-"""Forward passes on a GPU that are recorded when a batch of their shape comes for the second time, and then replayed.
+"""Forward passes on a GPU, with the draws behind them, that are recorded when a batch of their shape comes for the
+second time, and then replayed.
 
 Launching a pass from Python can take longer than a GPU takes for a few hundred tokens. While a long prompt is computed
 in chunks beside decodes, step after step has the same shape; so have decodes that decode graphs hold no place for. A
@@ -6,30 +7,44 @@ shape that comes once is never recorded: a recording runs the work once more and
 
 A recording plans attention for the batch's own longest chunk, and for sequences up to a power of two: the plans, and so
 the bits, are those of the eager pass.
+
+Steps that try proposals have all kinds of shapes. They are brought to few: 2, 4 or 8 tokens for each of as many
+sequences as decode graphs have places. Tokens and draws behind the given ones belong to empty sequences: what they
+compute is stored nowhere, and what they draw is nobody's.
 """
 
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from numba_kernels.cuda.attention.parts import MIN_PART_KEYS
+from runtime import ops
 from runtime.batch import Batch
 from runtime.device.errors import LaunchError
 from runtime.device.gpu import Gpu
 from runtime.device.graph import Graph, GraphPool
-from runtime.dtype import dtype_of_array
+from runtime.dtype import dtype_of_array, int32
 from runtime.engine.config import EngineLimits
 from runtime.engine.steps.decode_device import Agree, Forward, alone
+from runtime.engine.steps.draw_inputs import (
+    Computed,
+    DrawShape,
+    draw_arrays,
+    room_for,
+    shape_of,
+    write_draws,
+)
 from runtime.engine.steps.ragged import Layout
 from runtime.errors import DeviceError, OutOfMemoryError
 from runtime.kv.cache import KVCache
+from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor.storage import Storage
 from runtime.tensor.tensor import Tensor
 from runtime.tensor.views import contiguous_strides
@@ -43,42 +58,57 @@ NUM_KEPT = 32
 NUM_REMEMBERED = 1024
 """Shapes that came once; the oldest is forgotten first."""
 _ALIGNMENT = 16
+_MOST_LISTED = 1 << 16
+"""Ids that each list of a recording's draws may have: of penalties, and of biases."""
+_WIDTHS = (2, 4, 8)
+"""Tokens of a sequence in a step that tries proposals; attention over few queries takes up to eight at one's cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """All of a layout that its recording does not read from memory. ``max_seq_len``: rounded up."""
+    """All of a layout that its recording does not read from memory. ``max_seq_len``: rounded up. ``draws``: None where
+    it draws nothing."""
 
     num_tokens: int
     num_seqs: int
     num_logits: int
     max_query_len: int
     max_seq_len: int
+    draws: DrawShape | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Recorded:
-    """``inputs``: on the host, where what goes up is laid out in ``size_bytes``. The graph's result: hidden states and
-    logits, which each replay leaves behind."""
+    """``inputs``, ``draws``: on the host, where what goes up is laid out in ``size_bytes``. The graph's result: what
+    each replay leaves behind."""
 
-    graph: Graph
+    graph: Graph | None
     inputs: Layout
+    draws: list[NDArray[Any]]
     size_bytes: int
+
+    def release(self) -> None:
+        if self.graph is not None:
+            self.graph.release()
 
 
 class ForwardGraphs:
     """Graphs of one model's forward passes, over the same inputs and one pool of memory. Belongs to the engine's loop.
     Ranks record at once; if one of them fails none records any more.
 
+    batch_sizes  numbers of sequences that steps with proposals are brought to, ascending
     num_steps   that they have run
     num_failed  recordings that failed: after the second no more are made
     """
 
-    def __init__(self, gpu: Gpu, limits: EngineLimits, kv_cache: KVCache, agree: Agree = alone) -> None:
+    def __init__(
+        self, gpu: Gpu, limits: EngineLimits, kv_cache: KVCache, batch_sizes: list[int], agree: Agree = alone
+    ) -> None:
         self._agree = agree
         self.num_steps = self.num_failed = 0
         self._gpu = gpu
         self._limits = limits
+        self._batch_sizes = batch_sizes
         self._kv_cache = kv_cache
         self._num_groups = len(kv_cache.spec.group_windows)
         self._kept: dict[_Shape, _Recorded] = {}  # the one used last comes last
@@ -98,48 +128,82 @@ class ForwardGraphs:
         inputs = 0 if self._device is None else self._device.size_bytes
         return inputs + (0 if self._pool is None else self._pool.reserved_bytes)
 
-    def run(self, layout: Layout, forward: Forward, *, may_record: bool) -> tuple[Tensor, Tensor | None] | None:
-        """What ``forward``, always the same function, makes of the batch, on its way; valid until the next run. None,
-        before anything was done: there is no recording of this shape, and none is to be made.
+    def run(
+        self, layout: Layout, forward: Forward, draws: SamplingArrays | None = None, *, may_record: bool
+    ) -> Computed | None:
+        """What ``forward``, always the same function, makes of the batch, and what is drawn of it, on its way; valid
+        until the next run. None, before anything was done: there is no recording of this shape, and none is to be made.
 
         Raises LaunchError where the device is lost, and what ``forward`` raises.
         """
-        shape = self._shape_of(layout)
+        if draws is not None and (not len(layout.logits_indices) or room_for(draws) > _MOST_LISTED):
+            draws = None
+        num_logits = len(layout.logits_indices)
+        if draws is not None and 1 < layout.max_query_len <= _WIDTHS[-1] and num_logits == len(layout.token_ids):
+            layout = self._padded(layout)
+        shape = self._shape_of(layout, draws)
         kept = self._kept.pop(shape, None)
         if kept is None:
             if not may_record or not self._is_worth_recording(shape):
                 return None
-            kept = self._record(shape, layout, forward)
+            kept = self._record(shape, layout, forward, draws)
             if kept is None:
                 return None
         else:
-            self._send(kept.inputs, layout, kept.size_bytes)
+            self._send(kept, layout, draws)
         self._kept[shape] = kept
         if len(self._kept) > NUM_KEPT:
-            self._kept.pop(next(iter(self._kept))).graph.release()
+            self._kept.pop(next(iter(self._kept))).release()
+        assert kept.graph is not None
         kept.graph.replay()
         self.num_steps += 1
-        return cast(tuple[Tensor, Tensor | None], kept.graph.result)
+        left = cast(Computed, kept.graph.result)
+        if left.logits is None or left.logits.shape[0] == num_logits:
+            return left
+        return Computed(left.hidden, left.logits[:num_logits], left.drawn)
 
     def release(self) -> None:
         """Give the memory back; nothing is run any more."""
         self._has_given_up = True
         for kept in self._kept.values():
-            kept.graph.release()
+            kept.release()
         self._kept.clear()
         self._pool = self._host = self._device = None
 
-    def _shape_of(self, layout: Layout) -> _Shape:
+    def _padded(self, layout: Layout) -> Layout:
+        """A step of decodes with proposals as one of few shapes. There are as many empty sequences behind the given
+        ones as could be needed to take the rest of the tokens."""
+        num_seqs, num_tokens = len(layout.seq_lens), len(layout.token_ids)
+        width = next(width for width in _WIDTHS if width >= layout.max_query_len)
+        places = self._batch_sizes[bisect_left(self._batch_sizes, num_seqs)]
+        missing = places * width - num_tokens
+        num_empty = 2 * places - num_seqs
+        ends = num_tokens + np.minimum(np.arange(1, num_empty + 1) * width, missing)
+        lacking = np.zeros(missing, np.int32)
+        return Layout(
+            np.concatenate((layout.token_ids, lacking)),
+            np.concatenate((layout.positions, lacking)),
+            np.concatenate((layout.query_start, ends.astype(np.int32))),
+            np.concatenate((layout.seq_lens, np.zeros(num_empty, np.int32))),
+            np.pad(layout.slot_mappings, ((0, 0), (0, missing)), constant_values=-1),
+            np.pad(layout.block_tables, ((0, 0), (0, num_empty), (0, 0))),
+            np.concatenate((layout.logits_indices, np.arange(num_tokens, places * width, dtype=np.int32))),
+            width,
+            layout.max_seq_len,
+        )
+
+    def _shape_of(self, layout: Layout, draws: SamplingArrays | None) -> _Shape:
         length = MIN_PART_KEYS
         while length < layout.max_seq_len:
             length *= 2
         length = min(length, self._limits.max_model_len)
         counts = len(layout.token_ids), len(layout.seq_lens), len(layout.logits_indices)
-        return _Shape(*counts, layout.max_query_len, length)
+        return _Shape(*counts, layout.max_query_len, length, None if draws is None else shape_of(draws, counts[2]))
 
     def _is_worth_recording(self, shape: _Shape) -> bool:
         """Whether it came before, and fits the inputs."""
-        if self._has_given_up or shape.num_tokens > self._limits.max_num_batched_tokens:
+        most_tokens, most_seqs = self._most
+        if self._has_given_up or shape.num_tokens > most_tokens or shape.num_seqs > most_seqs:
             return False
         if shape in self._seen:
             del self._seen[shape]
@@ -149,7 +213,15 @@ class ForwardGraphs:
             del self._seen[next(iter(self._seen))]
         return False
 
-    def _record(self, shape: _Shape, layout: Layout, forward: Forward) -> _Recorded | None:
+    @property
+    def _most(self) -> tuple[int, int]:
+        """Tokens and sequences that the inputs have room for."""
+        limits = self._limits
+        return max(limits.max_num_batched_tokens, _WIDTHS[-1] * limits.max_num_seqs), 2 * limits.max_num_seqs
+
+    def _record(
+        self, shape: _Shape, layout: Layout, forward: Forward, draws: SamplingArrays | None
+    ) -> _Recorded | None:
         """None where it fails: then nothing but pages that the step writes anyway has changed. Ranks agree before the
         work first runs, in which they meet, and on what came of it."""
         placed = self._tried(lambda: self._place(shape))
@@ -157,22 +229,28 @@ class ForwardGraphs:
             self._has_given_up = self._has_given_up or self._agree is not alone
             return None
         assert placed is not None
-        inputs, batch, size_bytes = placed
-        self._send(inputs, layout, size_bytes)
+        kept, batch, fields = placed
+        self._send(kept, layout, draws)
+
+        def run() -> Computed:
+            hidden, logits = forward(batch)
+            if shape.draws is None or logits is None:
+                return Computed(hidden, logits, None)
+            drawn = Tensor.empty((2 * shape.draws.num_draws + 1,), int32, self._gpu.device)
+            ops.draw(logits, fields, drawn, has_penalties=shape.draws.has_penalties)
+            return Computed(hidden, logits, drawn)
 
         def capture() -> Graph:
             if self._pool is None:
                 self._pool = GraphPool(self._gpu)
-            return Graph.capture(self._gpu, partial(forward, batch), pool=self._pool, is_chained=True)
+            return Graph.capture(self._gpu, run, pool=self._pool, is_chained=True)
 
-        graph = self._tried(capture)
-        if not self._agree(graph is not None):
-            if graph is not None:
-                graph.release()
+        kept.graph = self._tried(capture)
+        if not self._agree(kept.graph is not None):
+            kept.release()
             self._has_given_up = self._has_given_up or self._agree is not alone
             return None
-        assert graph is not None
-        return _Recorded(graph, inputs, size_bytes)
+        return kept
 
     def _tried(self, work: Callable[[], T]) -> T | None:
         """What it makes; None where it fails for a reason that is not the device's end."""
@@ -193,13 +271,16 @@ class ForwardGraphs:
         self._has_given_up = True
         logger.warning("%s, %d recordings hold %s bytes: %s", why, len(self._kept), f"{self.size_bytes:,}", error)
 
-    def _place(self, shape: _Shape) -> tuple[Layout, Batch, int]:
-        """A shape's inputs on the host and on the device, one array behind another, and the bytes that they take."""
+    def _place(self, shape: _Shape) -> tuple[_Recorded, Batch, list[Tensor]]:
+        """A shape's inputs on the host and on the device, one array behind another. What is recorded is still to
+        come."""
         device, groups = self._gpu.device, self._num_groups
         if self._device is None:
-            most = self._limits.max_num_batched_tokens
-            largest = _Shape(most, self._limits.max_num_seqs, most, most, self._limits.max_model_len)
-            size = sum(_padded(array) for array in self._arrays_of(largest, lambda dtype, size: np.empty(size, dtype)))
+            most, most_seqs = self._most
+            draws = DrawShape(most, _MOST_LISTED, True)
+            largest = _Shape(most, most_seqs, most, most, self._limits.max_model_len, draws)
+            every = self._arrays_of(largest, lambda dtype, size: np.empty(size, dtype))
+            size = sum(_aligned(array) for array in every)
             self._device, self._host = Storage.allocate(device, size), np.zeros(size, np.uint8)
         storage, host, offset = self._device, cast(NDArray[np.uint8], self._host), 0
         tensors: list[Tensor] = []
@@ -211,10 +292,10 @@ class ForwardGraphs:
             element = dtype_of_array(array)
             strides = contiguous_strides(sizes)
             tensors.append(Tensor(storage, element, sizes, strides, offset // element.itemsize))
-            offset += _padded(array)
+            offset += _aligned(array)
             return array
 
-        ids, positions, query_start, seq_lens, indices, slots, tables = self._arrays_of(shape, take)
+        ids, positions, query_start, seq_lens, indices, slots, tables, *draw_fields = self._arrays_of(shape, take)
         inputs = Layout(
             ids, positions, query_start, seq_lens, slots, tables, indices, shape.max_query_len, shape.max_seq_len
         )
@@ -230,7 +311,7 @@ class ForwardGraphs:
             max_seq_len=shape.max_seq_len,
             exact=self._limits.exact,
         )
-        return inputs, batch, offset
+        return _Recorded(None, inputs, draw_fields, offset), batch, tensors[7:]
 
     def _arrays_of(
         self, shape: _Shape, take: Callable[[Any, tuple[int, ...]], NDArray[Any]]
@@ -241,18 +322,22 @@ class ForwardGraphs:
         return [
             *(take(np.int32, (size,)) for size in (tokens, tokens, seqs + 1, seqs, shape.num_logits)),
             take(np.int64, (groups, tokens)), take(np.int32, (groups, seqs, width)),
+            *(draw_arrays(shape.draws, take) if shape.draws is not None else ()),
         ]  # fmt: skip
 
-    def _send(self, inputs: Layout, layout: Layout, size_bytes: int) -> None:
+    def _send(self, kept: _Recorded, layout: Layout, draws: SamplingArrays | None) -> None:
         """Queue the copy of a batch to where its recording reads it, behind pages that are on their way."""
+        inputs = kept.inputs
+        if draws is not None:
+            write_draws(kept.draws, draws)
         for target, given in zip(inputs.shaped, layout.shaped):
             target[...] = given
         width = min(layout.block_tables.shape[2], inputs.block_tables.shape[2])
         inputs.block_tables[:, :, :width] = layout.block_tables[:, :, :width]
         inputs.block_tables[:, :, width:] = 0
         self._kv_cache.wait_for_arrivals()
-        self._gpu.write(cast(Storage, self._device).address, cast(NDArray[np.uint8], self._host)[:size_bytes])
+        self._gpu.write(cast(Storage, self._device).address, cast(NDArray[np.uint8], self._host)[: kept.size_bytes])
 
 
-def _padded(array: NDArray[Any]) -> int:
+def _aligned(array: NDArray[Any]) -> int:
     return -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -24,6 +24,7 @@ from runtime.communicator import RankCommunicator
 from runtime.engine.config import EngineLimits
 from runtime.engine.messages import TokenLogprobs
 from runtime.engine.steps.decode_graphs import DecodeGraphs, DecodeRun, GraphKey
+from runtime.engine.steps.draw_inputs import Computed, read_drawn
 from runtime.engine.steps.executor import DrawMasks, Drawn, GraphStats, Model, UnsupportedStepError
 from runtime.engine.steps.pictures import PictureModel, PictureStore
 from runtime.engine.steps.ragged import Layout, largest, lay_out
@@ -260,14 +261,15 @@ class LocalExecutor:
             rows.sampling.write_outputs(draws.rows, draws.positions, draws.proposals)
         arrays, broken = rows.sampling.gather_sound(draws.rows, draws.positions)
         compute = partial(self._draw, step, draws, arrays, broken, masks)
-        forward = partial(self._forward, layout, step)
-        run = partial(self._ended, step, lambda: compute(*forward()))
+        is_drawn = masks is None and arrays.allowed_mask is None  # with the forward pass, where that is recorded
+        forward = partial(self._forward, layout, step, arrays if is_drawn else None)
+        run = partial(self._ended, step, lambda: compute(forward()))
         if self._worker is not None:
             return _Run(self._worker.submit(run).result)
         if not self.overlaps:
             return _Run(run)
-        hidden, logits = forward()
-        return _Run(partial(self._ended, step, lambda: compute(hidden, logits)))
+        computed = forward()
+        return _Run(partial(self._ended, step, lambda: compute(computed)))
 
     def _ended(self, step: StepInput, compute: Callable[[], Drawn]) -> Drawn:
         drawn = compute()
@@ -298,17 +300,17 @@ class LocalExecutor:
             proposals = np.append(step.token_ids, np.int32(0))[tokens + 1]
         return _Draws(rows, tokens, positions, counts, proposals, self.rows.version)
 
-    def _forward(self, layout: Layout, step: StepInput) -> tuple[Tensor, Tensor | None]:
-        """``hidden [num_tokens, hidden_size]`` and ``logits [num_draws, vocab_size]``; on a GPU both on their way."""
+    def _forward(self, layout: Layout, step: StepInput, draws: SamplingArrays | None) -> Computed:
+        """What the model makes of the step; on a GPU it is on its way."""
         if self.graphs is not None and step.mode != "eager" and not step.has_pictures:
-            found = self.graphs.run_forward(layout, self._run_model, may_record=step.mode == "record")
+            found = self.graphs.run_forward(layout, self._run_model, draws, may_record=step.mode == "record")
             if found is not None:
                 return found
         batch = layout.batch(self.model.device, exact=self.limits.exact)
         if step.has_pictures:
             assert self.pictures is not None, "the step was checked"
             self.pictures.complete(batch, step)
-        return self._run_model(batch)
+        return Computed(*self._run_model(batch), None)
 
     def _run_model(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         if self.communicator is not None:
@@ -325,10 +327,10 @@ class LocalExecutor:
         arrays: SamplingArrays,
         broken: list[int],
         masks: DrawMasks | None,
-        hidden: Tensor,
-        logits: Tensor | None,
+        computed: Computed,
     ) -> Drawn:
-        prompt_logprobs = [self._prompt_logprobs(hidden, wanted) for wanted in step.prompt_logprobs]
+        logits = computed.logits
+        prompt_logprobs = [self._prompt_logprobs(computed.hidden, wanted) for wanted in step.prompt_logprobs]
         if logits is None:
             return Drawn(prompt_logprobs=prompt_logprobs)
         failed: list[int] = []
@@ -336,7 +338,10 @@ class LocalExecutor:
             places, words, failed = masks.wait()
             assert arrays.allowed_mask is not None, "rows with masks were loaded so"
             arrays.allowed_mask[places] &= words[:, : arrays.allowed_mask.shape[1]]
-        token_ids, is_valid = ops.sample(logits, arrays)
+        if computed.drawn is not None:
+            token_ids, is_valid = read_drawn(computed.drawn, len(draws.rows))
+        else:
+            token_ids, is_valid = ops.sample(logits, arrays)
         if failed or broken:
             is_valid[[*failed, *broken]] = False
         logprobs = self._logprobs(draws.rows, token_ids, is_valid, logits)

@@ -1,4 +1,5 @@
-"""Forward passes on the cpu that are recorded when a batch of their shape comes for the first time, and then replayed.
+"""Forward passes on the cpu, with the draws behind them, that are recorded when a batch of their shape comes for the
+first time, and then replayed.
 
 What Python does to note down the operations of a model's layers takes milliseconds, in which the processors wait. While
 a long prompt is computed in chunks beside decodes, step after step has the same number of tokens and sequences: such a
@@ -9,20 +10,28 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from numba_kernels.cpu.running.arena import Arena
 from numba_kernels.cpu.running.recording import NotRecordableError, Recording, record
+from runtime import ops
 from runtime.device.device import CPU
-from runtime.dtype import float32
+from runtime.dtype import dtype_of_array, float32, int32
 from runtime.engine.config import EngineLimits
 from runtime.engine.steps.decode_device import Forward
+from runtime.engine.steps.draw_inputs import Computed, DrawShape, draw_arrays, room_for, write_draws
 from runtime.engine.steps.ragged import Layout
+from runtime.sampling_arrays import SAMPLING_FIELDS, SamplingArrays
 from runtime.tensor.tensor import Tensor
 
-NUM_KEPT = 32
+NUM_KEPT = 64
 """Recordings, about 100 KB each; the one that was used longest ago goes first."""
+
+_ROOM = 1 << 17
+"""Ids that each list of draws may have: of penalties, and of biases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +42,17 @@ class _Shape:
     num_seqs: int
     num_logits: int
     max_seq_len: int
+    draws: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """``inputs``: what the recording reads. ``hidden`` and ``logits``: what each replay leaves behind."""
+    """``inputs``, ``draws``: what the recording reads. ``left``: what each replay leaves behind."""
 
     recording: Recording
     inputs: Layout
-    hidden: Tensor
-    logits: Tensor | None
+    draws: list[NDArray[Any]] | None
+    left: Computed
 
 
 class RecordedForwards:
@@ -67,6 +77,8 @@ class RecordedForwards:
         self._slot_mappings = np.zeros((num_groups, tokens), np.int64)
         self._query_start, self._seq_lens = np.zeros((2, seqs + 1), np.int32)
         self._logits_indices = np.zeros(tokens, np.int32)
+        self._draws = draw_arrays(DrawShape(tokens, _ROOM, True), lambda dtype, size: np.zeros(size, dtype))
+        self._drawn = np.zeros(2 * tokens + 1, np.int32)
         self._tables = np.zeros((num_groups, seqs * -(-limits.max_model_len // limits.block_size)), np.int32)
 
     @property
@@ -78,14 +90,18 @@ class RecordedForwards:
         """Bytes of memory for results, and of recordings."""
         return self._arena.size_bytes + sum(kept.recording.size_bytes for kept in list(self._kept.values()))
 
-    def run(self, layout: Layout, forward: Forward, *, may_record: bool) -> tuple[Tensor, Tensor | None] | None:
-        """What ``forward``, always the same function, makes of the batch; until the next run. None, before anything was
-        done: there is no recording of this shape, and none may be made.
+    def run(
+        self, layout: Layout, forward: Forward, draws: SamplingArrays | None = None, *, may_record: bool
+    ) -> Computed | None:
+        """What ``forward``, always the same function, makes of the batch, and what is drawn of it; until the next run.
+        None, before anything was done: there is no recording of this shape, and none may be made.
 
         Raises NotRecordableError, before anything was done, and what its kernels find wrong.
         """
         longest = self._lengths[bisect_left(self._lengths, layout.max_seq_len)]
-        shape = _Shape(len(layout.token_ids), len(layout.seq_lens), len(layout.logits_indices), longest)
+        num_logits = len(layout.logits_indices)
+        is_drawn = draws is not None and num_logits > 0 and room_for(draws) <= _ROOM
+        shape = _Shape(len(layout.token_ids), len(layout.seq_lens), num_logits, longest, is_drawn)
         kept = self._kept.pop(shape, None)
         if kept is None:
             if not may_record:
@@ -99,9 +115,11 @@ class RecordedForwards:
         recorded_tables, tables = kept.inputs.block_tables, layout.block_tables
         width = min(tables.shape[2], recorded_tables.shape[2])
         recorded_tables[:, :, :width] = tables[:, :, :width]  # all that the sequences have
+        if kept.draws is not None and draws is not None:
+            write_draws(kept.draws, draws)
         kept.recording.replay()
         self.num_steps += 1
-        return kept.hidden, kept.logits
+        return kept.left
 
     def clear(self) -> None:
         """Give the memory back; nothing is run any more."""
@@ -123,11 +141,20 @@ class RecordedForwards:
             max_seq_len=shape.max_seq_len,
         )
         batch = inputs.batch(CPU, exact=self._limits.exact)
+        draws, drawn, fields = None, None, []
+        if shape.draws:
+            arrays = zip(self._draws, SAMPLING_FIELDS, strict=True)
+            draws = [array[: shape.num_logits] if size == "n" else array for array, (_, _, size) in arrays]
+            fields = [Tensor.over(array, dtype_of_array(array)) for array in draws]
+            drawn = Tensor.over(self._drawn[: 2 * shape.num_logits + 1], int32)
         with record(self._arena) as recording:
             hidden, logits = forward(batch)
+            if drawn is not None and logits is not None:
+                ops.draw(logits, fields, drawn, has_penalties=True)  # where there are none, the kernel sees it
         try:
             kept = [self._arena.borrowed(tensor.array) for tensor in (hidden, logits) if tensor is not None]
         except ValueError as error:
             raise NotRecordableError("a forward pass returns what no kernel has made") from error
         results = [Tensor.over(array, float32) for array in kept]
-        return _Recorded(recording, inputs, results[0], results[1] if logits is not None else None)
+        left = Computed(results[0], results[1] if logits is not None else None, drawn)
+        return _Recorded(recording, inputs, draws, left)

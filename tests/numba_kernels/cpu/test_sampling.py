@@ -9,9 +9,8 @@ import pytest
 
 from numba_kernels.cpu.sampling import FIELDS
 from runtime import ops
-from runtime.backends.sampling_checks import SAMPLING_FIELDS
 from runtime.errors import InvalidArgumentError
-from runtime.sampling_arrays import SamplingArrays
+from runtime.sampling_arrays import SAMPLING_FIELDS, SamplingArrays
 from tests.numba_kernels.cpu.cases import normal, tensor
 from tests.oracles import sampling as oracle
 

@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 
 from runtime import ops
-from runtime.backends.sampling_checks import SAMPLING_FIELDS
 from runtime.device.gpu import Gpu
 from runtime.device.graph import Graph
 from runtime.dtype import int32
 from runtime.errors import InvalidArgumentError
-from runtime.sampling_arrays import SamplingArrays
+from runtime.sampling_arrays import SAMPLING_FIELDS, SamplingArrays
 from runtime.tensor.tensor import Tensor
 
 DEVICE = "emulated:sm_80"

@@ -1,0 +1,91 @@
+"""The parameters of a step's draws where a recorded step reads them, so that it draws, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime import ops
+from runtime.sampling_arrays import SAMPLING_FIELDS, SamplingArrays
+from runtime.sampling_table import COLUMNS, PENALTIES
+from runtime.tensor.tensor import Tensor
+
+Take: TypeAlias = Callable[[Any, tuple[int, ...]], NDArray[Any]]
+"""Gives an array of a type and shape."""
+
+_SEED = next(dtype for name, dtype, _ in SAMPLING_FIELDS if name == "seed")
+
+
+class Computed(NamedTuple):
+    """What a recorded step leaves behind.
+
+    hidden  [num_tokens, hidden_size]
+    logits  [num_draws, vocab_size]; None: none are wanted
+    drawn   [2 n + 1] int32, as `ops.draw` writes it, n at least the step's draws; None: they were not drawn from
+    """
+
+    hidden: Tensor
+    logits: Tensor | None
+    drawn: Tensor | None
+
+
+class DrawShape(NamedTuple):
+    """What a recording of draws does not read from memory.
+
+    num_draws      that it makes
+    room           ids that each list may have
+    has_penalties  of some draw
+    """
+
+    num_draws: int
+    room: int
+    has_penalties: bool
+
+
+def room_for(draws: SamplingArrays) -> int:
+    """Ids that the longest of its lists has."""
+    return max(len(draws.prompt_ids), len(draws.output_ids), len(draws.bias_ids))
+
+
+def shape_of(draws: SamplingArrays, num_draws: int) -> DrawShape:
+    """For at least ``num_draws``; there is room for a power of two of ids."""
+    longest = room_for(draws)
+    has_penalties = any((getattr(draws, name) != neutral).any() for name, neutral in PENALTIES.items())
+    return DrawShape(num_draws, 1 << max(0, longest - 1).bit_length(), has_penalties)
+
+
+def draw_arrays(shape: DrawShape, take: Take) -> list[NDArray[Any]]:
+    """Arrays for such draws, in the order of the fields. Seeds are int64, as tensors have no other."""
+    return [
+        take(np.int64 if dtype is _SEED else dtype, (shape.num_draws if size == "n" else shape.room,))
+        for _, dtype, size in SAMPLING_FIELDS
+    ]
+
+
+def write_draws(arrays: list[NDArray[Any]], draws: SamplingArrays) -> None:
+    """What is behind the given draws is for nobody: greedy, without anything else."""
+    count, num_draws = draws.num_rows, len(arrays[0])
+    for array, (name, dtype, size) in zip(arrays, SAMPLING_FIELDS):
+        given = getattr(draws, name)
+        if size == "n":
+            array[:count] = given if dtype is not _SEED else given.view(np.int64)
+            if num_draws > count:
+                array[count:] = COLUMNS[name].neutral if name in COLUMNS else 0
+        elif len(given):
+            array[: len(given)] = given
+
+
+def read_drawn(drawn: Tensor, count: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
+    """The ids of the first ``count`` draws, and whether there is one. Waits for the device. Raises LaunchError where it
+    failed, InvalidArgumentError where an id was outside the vocabulary."""
+    num_draws = drawn.shape[0] // 2
+    if drawn.device.kind == "cpu":  # its kernels check ids where they are
+        results = drawn.array
+    else:
+        results = drawn.to("cpu").array
+        if results[2 * num_draws]:
+            ops.check_ids(drawn.device)
+    return results[:count].copy(), results[num_draws : num_draws + count] == 0
