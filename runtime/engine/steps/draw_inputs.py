@@ -51,10 +51,11 @@ def room_for(draws: SamplingArrays) -> int:
 
 
 def shape_of(draws: SamplingArrays, num_draws: int) -> DrawShape:
-    """For at least ``num_draws``; there is room for a power of two of ids."""
+    """For at least ``num_draws``; where there are ids there is room for a power of two of them, at least 256."""
     longest = room_for(draws)
+    room = max(256, 1 << (longest - 1).bit_length()) if longest else 1
     has_penalties = any((getattr(draws, name) != neutral).any() for name, neutral in PENALTIES.items())
-    return DrawShape(num_draws, 1 << max(0, longest - 1).bit_length(), has_penalties)
+    return DrawShape(num_draws, room, has_penalties)
 
 
 def draw_arrays(shape: DrawShape, take: Take) -> list[NDArray[Any]]:
