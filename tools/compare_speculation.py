@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 import tempfile
@@ -149,7 +150,7 @@ def compare(
         chosen = [*drafters, None]
         for drafter in [chosen[number % len(chosen)]] if takes_turns else chosen:
             name = "predictions" if drafter is None else drafter.name
-            speculator = Speculator(drafter, rng.choice((1, 3, 7)), vocab_size, fixed=True)
+            speculator = Speculator(drafter, rng.choice((1, 3, 7)), vocab_size, fixed=True, hang_s=math.inf)
             asked = predicted if drafter is None else requests
             answers, engine = _run(model, folder, config, speculator, asked, arrivals, cancels, tokenizer)
             cancelled = set(cancels.values())

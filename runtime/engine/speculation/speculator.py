@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -37,6 +38,15 @@ FADING = 0.95
 FORGETTING = 0.99
 """What is left of a count after a step that did not try: what did not work may work now."""
 
+ALLOWANCE = 0.01
+"""Of the time of steps without proposals that trying may cost: what it gains pays for more."""
+
+MOST_STEPS = 2.0
+"""Steps with the most proposals whose time may be lost when what did pay does so no more."""
+
+CREDIT_STEPS = 2.0
+"""Steps without proposals whose time may be lost at first, before the allowance has grown."""
+
 TRIAL_STEPS = 64
 """Steps that overlap with the next between two that do not, to see whether proposals would pay."""
 
@@ -44,7 +54,6 @@ TRIAL_STEPS_PREDICTED = 4
 """The same while a request has a prediction, which is short."""
 
 HANG_S = 1.0
-"""A drafter that takes so long for one sequence is turned off."""
 
 
 @dataclass(slots=True)
@@ -90,9 +99,14 @@ class Speculator:
     most      proposals for a sequence in a step
     fixed     try as many as there are, whether or not it pays: to measure with
     counters  of what was tried
+    hang_s    a drafter that takes so long for one sequence is turned off
+    clock     seconds
     """
 
-    def __init__(self, drafter: Drafter | None, most: int, vocab_size: int, *, fixed: bool = False) -> None:
+    def __init__(
+        self, drafter: Drafter | None, most: int, vocab_size: int, *, fixed: bool = False,
+        hang_s: float = HANG_S, clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
         self.counters = SpeculationCounters(accepted_by_position=[0] * most)
         self.times = StepTimes()
         self._drafter: Drafter | None = drafter
@@ -112,6 +126,9 @@ class Speculator:
         self._last_end: tuple[int, int, float] | None = None  # of the step before: number, sequences, when
         self._num_asked = 0
         self._is_held = False
+        self._hang_s = hang_s
+        self._clock = clock
+        self._balance_s: float | None = None  # what trying may cost; None: no step without is known
 
     @property
     def is_on(self) -> bool:
@@ -152,7 +169,10 @@ class Speculator:
             counts = {sequence: len(ids) for sequence, (ids, _) in found.items()}
         else:
             curve = self.times.curve(len(decodes))
-            counts = _best({s: (chances[s], len(ids)) for s, (ids, _) in found.items()}, len(decodes), curve)
+            if self._balance_s is None:
+                self._balance_s = CREDIT_STEPS * curve[0]
+            promised = {s: (chances[s], len(ids)) for s, (ids, _) in found.items()}
+            counts = _best(promised, len(decodes), curve, self._balance_s)
             self._share = SHARE_PAYING if counts else SHARE_IDLE
         drafts = {}
         for sequence, (ids, sureness) in found.items():
@@ -169,7 +189,7 @@ class Speculator:
     def observe(self, number: int, drafted: dict[Sequence, int], kept: dict[Sequence, int], is_pure: bool) -> None:
         """The step ``number`` is over. ``drafted``: how many proposals of each sequence it took, ``kept``: how many
         tokens each that drew keeps. ``is_pure``: it computed nothing else."""
-        now = time.monotonic()
+        now = self._clock()
         counters = self.counters
         for sequence, count in drafted.items():
             one = self._tried.get(sequence)
@@ -196,6 +216,22 @@ class Speculator:
         follows = last is not None and is_pure and last[:2] == (number - 1, len(kept))
         if last is not None and follows and (total or not self._is_held):  # a held one without is no plain one
             self.times.observe(len(kept), total, now - last[2])
+            self._account(len(kept), total, sum(kept.values()))
+
+    def _account(self, num_sequences: int, num_drafts: int, num_kept: int) -> None:
+        """Steps without proposals earn a little, steps with them what they were faster than as many tokens without. By
+        the times that such steps mostly take: one may have been disturbed, or recorded."""
+        curve = self.times.curve(num_sequences)
+        if self._balance_s is None or not curve:
+            return
+        plain = curve[0]
+        if num_drafts:
+            width = bisect_left(WIDTHS, num_drafts)
+            gained = num_kept / num_sequences * plain - curve[min(width, len(WIDTHS) - 1) + 1]
+        else:
+            gained = ALLOWANCE * plain
+        limit = MOST_STEPS * max(curve)
+        self._balance_s = min(max(self._balance_s + gained, -limit), limit)
 
     def end(self, sequence: Sequence) -> None:
         """The sequence has ended."""
@@ -252,8 +288,8 @@ class Speculator:
             self._turn_off(drafter, "failed", with_trace=True)
             return
         has_new = any(sequence not in self._by_sequence for sequence, _ in wanted)  # whose prompt it computes
-        if not has_new and time.perf_counter() - begun > HANG_S * len(wanted):
-            self._turn_off(drafter, f"took more than {HANG_S:g} s for each of {len(wanted)} sequences")
+        if not has_new and time.perf_counter() - begun > self._hang_s * len(wanted):
+            self._turn_off(drafter, f"took more than {self._hang_s:g} s for each of {len(wanted)} sequences")
 
     def _ask(self, sequence: Sequence, most: int) -> tuple[Ids, int]:
         """What follows in the request's prediction, else what the drafter says."""
@@ -279,8 +315,8 @@ class Speculator:
         except Exception:
             self._turn_off(drafter, "failed", with_trace=True)
             return NOTHING, 0
-        if time.perf_counter() - begun > HANG_S:
-            self._turn_off(drafter, f"took more than {HANG_S:g} s for one sequence")
+        if time.perf_counter() - begun > self._hang_s:
+            self._turn_off(drafter, f"took more than {self._hang_s:g} s for one sequence")
             return NOTHING, 0
         return ids, sureness
 
@@ -308,8 +344,11 @@ def _within(matcher: GrammarMatcher, ids: Ids, sureness: int, most: int) -> tupl
     return np.array(matcher.forced()[:most], np.int32), SUREST
 
 
-def _best(found: dict[Sequence, tuple[float, int]], num_decodes: int, curve: list[float]) -> dict[Sequence, int]:
-    """How many proposals of each to try, given the chance of each next one and how many there are."""
+def _best(
+    found: dict[Sequence, tuple[float, int]], num_decodes: int, curve: list[float], balance_s: float
+) -> dict[Sequence, int]:
+    """How many proposals of each to try, given the chance of each next one and how many there are. If half of what they
+    promise comes true, the balance has to pay for the rest."""
     chances: list[tuple[float, int, Sequence]] = []
     for sequence, (chance, count) in found.items():
         together = 1.0
@@ -325,7 +364,8 @@ def _best(found: dict[Sequence, tuple[float, int]], num_decodes: int, curve: lis
         while taken < width:
             expected += chances[taken][0]
             taken += 1
-        if expected / seconds > best_rate:
+        comes_true = (num_decodes + 0.5 * (expected - num_decodes)) / num_decodes * curve[0]
+        if expected / seconds > best_rate and seconds - comes_true <= balance_s:
             best_rate, best_width = expected / seconds, width
     counts: dict[Sequence, int] = {}
     for _, place, sequence in chances[:best_width]:

@@ -13,8 +13,12 @@ _STALE_STEPS = 512
 """After so many steps without a measurement a time is forgotten: contexts have grown."""
 
 _GUESS = 0.01
-"""Share of a plain step that a token is guessed to cost while nothing is known, and half of what tokens cost so far
-beyond what is known: less than it does, so that it is tried where it promises something."""
+"""Share of a plain step that a token is guessed to cost while less than two steps with proposals are known, and half of
+what tokens cost between two beyond them: less than it does, so that it is tried where it promises something."""
+
+_DOUBT = 0.5
+"""Of what a step costs more than a plain one: after one measurement, which may have been disturbed. After two, half of
+that. So a step is tried again that seemed slow once."""
 
 WIDTHS = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8), *range(80, 257, 16))
 """How many proposals a step may have in all. Steps of the same shape run from one recording."""
@@ -72,14 +76,16 @@ class StepTimes:
         for tokens in sorted(self._tried):
             seconds = self._known(self._tried, tokens)
             if tokens > num_sequences and seconds is not None:
-                points.append((tokens, max(seconds, plain)))
+                doubt = _DOUBT ** len(self._tried[tokens].seen)
+                points.append((tokens, plain + max(0.0, seconds - plain) * (1.0 - doubt)))
         curve, places = [plain], [tokens for tokens, _ in points]
         for width in WIDTHS:
             tokens = num_sequences + width
             place = bisect_left(places, tokens)
             if place == len(points):
                 last, seconds = points[-1]
-                slope = 0.5 * (seconds - plain) / max(1, last - num_sequences)
+                before, earlier = points[-2] if len(points) > 2 else points[-1]  # trying may cost something by itself
+                slope = 0.5 * (seconds - earlier) / max(1, last - before)
                 curve.append(seconds + (tokens - last) * max(_GUESS * plain, slope))
             else:
                 (below, first), (above, second) = points[place - 1], points[place]

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from runtime.engine.scheduling.sequence import Sequence
-from runtime.engine.speculation import speculator as module
 from runtime.engine.speculation.drafter import Ids
 from runtime.engine.speculation.ngram import NgramDrafter
 from runtime.engine.speculation.speculator import Speculator
@@ -119,8 +118,20 @@ def test_times_between_and_beyond() -> None:
         times.observe(2, drafts, seconds)
     curve = times.curve(2)
     assert curve[0] == 1.0
-    assert [curve[1 + WIDTHS.index(width)] for width in (2, 4, 6, 8)] == [1.5, 2.0, 2.5, 3.0]
-    assert curve[1 + WIDTHS.index(16)] == 3.0 + 8 * 0.125, "half of what the eight before cost"
+    places = [1 + WIDTHS.index(width) for width in (2, 4, 6, 8)]
+    assert [curve[at] for at in places] == [1.25, 1.5, 1.75, 2.0], "half of it is in doubt"
+    assert curve[1 + WIDTHS.index(16)] == 2.0 + 8 * 0.0625, "half of what the four before cost"
+    for drafts, seconds in ((4, 2.0), (8, 3.0)) * 20:
+        times.observe(2, drafts, seconds)
+    assert [times.curve(2)[at] for at in places] == pytest.approx([1.5, 2.0, 2.5, 3.0], abs=0.02)
+
+
+def test_what_trying_costs_by_itself_is_no_cost_of_tokens() -> None:
+    """Any proposal makes a step twice as long, and more of them hardly longer."""
+    times = StepTimes()
+    for drafts, seconds in ((0, 1.0), (2, 2.1), (4, 2.2)) * 20:
+        times.observe(4, drafts, seconds)
+    assert times.curve(4)[1 + WIDTHS.index(28)] == pytest.approx(2.2 + 24 * 0.025, abs=0.02)
 
 
 @pytest.mark.parametrize(
@@ -148,11 +159,9 @@ def test_a_bad_drafter_is_turned_off_once_and_changes_nothing(
     rubbish: Callable[[Sequence, int], Any],
     said: str,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "HANG_S", 0.4)
     plain, engine = make_engine(), make_engine()
-    one = Speculator(Scripted(rubbish), 7, VOCAB_SIZE, fixed=True)
+    one = Speculator(Scripted(rubbish), 7, VOCAB_SIZE, fixed=True, hang_s=0.4)
     engine.use(one)
     answers = []
     for each in (plain, engine):
@@ -171,10 +180,9 @@ def test_a_bad_drafter_is_turned_off_once_and_changes_nothing(
     [("prepare fails", "failed"), ("prepare hangs", "took more than"), ("end fails", "failed")],
 )
 def test_a_bad_drafter_of_batches_is_turned_off_once_and_changes_nothing(
-    fault: str, said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    fault: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its first call is sound, and computes the prompts for as long as it likes."""
-    monkeypatch.setattr(module, "HANG_S", 0.3)
 
     class Bad(Scripted):
         num_calls = 0
@@ -192,7 +200,7 @@ def test_a_bad_drafter_of_batches_is_turned_off_once_and_changes_nothing(
 
     plain, engine = make_engine(), make_engine()
     drafter = Bad(sevens)
-    one = Speculator(drafter, 7, VOCAB_SIZE, fixed=True)
+    one = Speculator(drafter, 7, VOCAB_SIZE, fixed=True, hang_s=0.3)
     engine.use(one)
     answers = []
     for each in (plain, engine):
