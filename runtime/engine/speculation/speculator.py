@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -216,20 +215,19 @@ class Speculator:
         follows = last is not None and is_pure and last[:2] == (number - 1, len(kept))
         if last is not None and follows and (total or not self._is_held):  # a held one without is no plain one
             self.times.observe(len(kept), total, now - last[2])
-            self._account(len(kept), total, sum(kept.values()))
+            self._account(len(kept), total, sum(kept.values()), now - last[2])
 
-    def _account(self, num_sequences: int, num_drafts: int, num_kept: int) -> None:
-        """Steps without proposals earn a little, steps with them what they were faster than as many tokens without. By
-        the times that such steps mostly take: one may have been disturbed, or recorded."""
+    def _account(self, num_sequences: int, num_drafts: int, num_kept: int, seconds: float) -> None:
+        """Steps without proposals earn a little, steps with them what they were faster than as many tokens without. A
+        step is not taken to be slower than its tokens would be one by one: it was recorded, or disturbed."""
         curve = self.times.curve(num_sequences)
         if self._balance_s is None or not curve:
             return
         plain = curve[0]
+        gained = ALLOWANCE * plain
         if num_drafts:
-            width = bisect_left(WIDTHS, num_drafts)
-            gained = num_kept / num_sequences * plain - curve[min(width, len(WIDTHS) - 1) + 1]
-        else:
-            gained = ALLOWANCE * plain
+            seconds = self.times.tried(num_sequences + num_drafts) or seconds
+            gained = num_kept / num_sequences * plain - min(seconds, plain * (1 + num_drafts / num_sequences))
         limit = MOST_STEPS * max(curve)
         self._balance_s = min(max(self._balance_s + gained, -limit), limit)
 

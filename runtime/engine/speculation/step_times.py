@@ -66,6 +66,10 @@ class StepTimes:
         """Of a step without proposals; None: not known."""
         return self._known(self._plain, num_sequences)
 
+    def tried(self, num_tokens: int) -> float | None:
+        """Of a step with proposals, by all its tokens; None: not known."""
+        return self._known(self._tried, num_tokens)
+
     def curve(self, num_sequences: int) -> list[float]:
         """Of a step without proposals, then with each of ``WIDTHS``; empty while that without is not known. Between
         two that are known by a straight line; beyond them by a guess that is too low."""
