@@ -251,11 +251,12 @@ def speculation(
         )
     modes = list(report["rows"][0]["tokens_per_s"])
     titles = "".join(f"{mode:>10}" for mode in modes)
-    lines = [f"{'sequences':>9}{'rate':>6}{titles}{'speed-up':>10}{'of best':>9}"]
+    lines = [f"{'sequences':>9}{'rate':>6}{titles}{'speed-up':>10}{'of best':>9}{'of curve':>10}"]
     for row in report["rows"]:
         speeds = "".join(f"{row['tokens_per_s'][mode]:>10,.1f}" for mode in modes)
         lines.append(
             f"{row['num_sequences']:>9}{row['rate']:>6.2f}{speeds}{row['speedup']:>10.2f}{row['of_best_fixed']:>9.2f}"
+            f"{row['of_curve']:>10.2f}"
         )
     lines.append(f"tokens per second of all sequences; medians of {num_rounds} rounds")
     output.deliver(report, "\n".join(lines))

@@ -181,9 +181,10 @@ def test_speculation(folder: Path) -> None:
     for row in report["rows"]:
         speeds = row["tokens_per_s"]
         assert set(speeds) == {"off", "chosen", "1 fixed", "3 fixed", "7 fixed"}
-        assert row["speedup"] == pytest.approx(speeds["chosen"] / speeds["off"])
-        best = max(speeds[name] for name in speeds if name != "chosen")
-        assert row["of_best_fixed"] == pytest.approx(speeds["chosen"] / best)
+        assert row["speedup"] == row["speedups"]["chosen"] > 0.0
+        assert row["speedups"]["off"] == 1.0
+        assert row["of_best_fixed"] > 0.0
+        assert 0.0 < row["of_curve"] <= row["speedup"]
         assert row["rate"] < 1.0 or row["num_accepted_tokens"] == row["num_draft_tokens"]
 
 
