@@ -38,9 +38,9 @@ from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 
 __all__ = [
-    "LinearWeight", "RopeTable", "add_embedding", "add_partials", "add_scaled", "attention", "check_ids", "draw",
-    "embedding", "expert_linear", "experts", "gather_rows", "gelu", "glu", "latent_attention", "latent_prepare",
-    "layer_norm", "linear", "linear_glu", "linear_partial",
+    "LinearWeight", "RopeTable", "add_embedding", "add_partials", "add_scaled", "attention", "check_ids",
+    "distributions", "draw", "embedding", "expert_linear", "experts", "gather_rows", "gelu", "glu", "keep_proposals",
+    "latent_attention", "latent_prepare", "layer_norm", "linear", "linear_glu", "linear_partial",
     "log_softmax_topk", "logits_linear", "normed_route", "place", "prepare_linear", "qkv_prepare", "rms_norm", "route",
     "sample", "silu", "take_decode_inputs",
 ]  # fmt: skip
@@ -594,6 +594,38 @@ def draw(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penal
         check(op, f"fields.{name}", field, device, wanted, (rows if shape == "n" else None,))
     check(op, "results", results, device, int32, (2 * rows + 1,))
     backend.draw(logits, fields, results, has_penalties=has_penalties)
+
+
+def distributions(logits: Tensor, params: SamplingArrays) -> NDArray:
+    """The probabilities that `sample` draws each row by, float32 ``[n, V]`` on the host, computed there: what is not
+    kept has 0, a greedy row one 1, a row with nothing to draw zeros alone. Waits for the device."""
+    _sampling_backend("distributions", logits)
+    check_sampling("distributions", logits.shape[0], logits.shape[1], params)
+    return cpu_sampling.distributions(logits if logits.device.kind == "cpu" else logits.to("cpu"), params)
+
+
+def keep_proposals(
+    wanted: NDArray, proposed: NDArray, drafts: Int32Array, counts: Int32Array, seeds: NDArray, choices: Int32Array,
+    positions: Int32Array,
+) -> tuple[Int32Array, Int32Array]:  # fmt: skip
+    """Rejection sampling of proposals, on the host. ``counts``, ``seeds``, ``choices [s]`` are of sequences; the
+    others' rows of their proposals, one behind another: ``drafts`` were drawn from ``proposed [r, V]``, and shall come
+    as from ``wanted [r, V]``, float32 probabilities; ``positions`` of the output. How many of each are kept, and the
+    token that comes instead of the first that is not; -1: all are kept, or nothing can be drawn there."""
+    op, (rows, vocab), num = "keep_proposals", wanted.shape, len(counts)
+    for name, array, dtype, shape in (
+        ("wanted", wanted, np.float32, (rows, vocab)), ("proposed", proposed, np.float32, (rows, vocab)),
+        ("drafts", drafts, np.int32, (rows,)), ("positions", positions, np.int32, (rows,)),
+        ("counts", counts, np.int32, (num,)), ("seeds", seeds, np.uint64, (num,)),
+        ("choices", choices, np.int32, (num,)),
+    ):  # fmt: skip
+        if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
+            raise fail(op, name, f"is {array.dtype} {array.shape}, must be contiguous {np.dtype(dtype)} {shape}")
+    if counts.min(initial=0) < 0 or counts.sum() != rows:
+        raise fail(op, "counts", f"add up to {counts.sum()}, must be the {rows} rows")
+    if rows and (drafts.min() < 0 or drafts.max() >= vocab):
+        raise fail(op, "drafts", f"hold {drafts.min()} to {drafts.max()}, must lie in 0 to {vocab - 1}")
+    return cpu_sampling.keep_proposals(wanted, proposed, drafts, counts, seeds, choices, positions)
 
 
 def check_ids(device: Device) -> None:

@@ -47,6 +47,15 @@ class SamplingArrays(_Numbers):  # type: ignore[misc]
         """Rows of logits that these parameters belong to."""
         return len(self.seed)
 
+    def at(self, rows: NDArray[np.int64]) -> SamplingArrays:
+        """The parameters of some of the rows, which share their lists."""
+        numbers: dict[str, Any] = {}
+        for name, _, size in SAMPLING_FIELDS:
+            value = getattr(self, name)
+            numbers[name] = value[rows] if size == "n" else value
+        mask = self.allowed_mask
+        return SamplingArrays(**numbers, allowed_mask=None if mask is None else mask[rows])
+
     @classmethod
     def neutral(cls, num_rows: int) -> SamplingArrays:
         """Greedy rows with every other parameter off, for the caller to fill in."""

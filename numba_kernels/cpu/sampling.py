@@ -118,13 +118,18 @@ def _first_equal(logits, value):
 
 
 @njit(nogil=True)
-def _draw(a, row):
-    """The token of a row, _NOTHING, or _OUT_OF_RANGE for an id outside the vocabulary."""
+def _weigh(a, row):
+    """A row's logits as they are drawn from, the weight of each, and the (logit, id) of the last that is kept. Before
+    these the token, where no draw is needed: then there are no weights; or _NOTHING, or _OUT_OF_RANGE for an id outside
+    the vocabulary."""
     vocab, num_rows = a.vocab, a.num_rows
     raw = a.logits + row * vocab * 4
     largest = largest_of(raw, vocab)
+    logits = float32_at(raw, vocab)
+    weights = np.empty(0, np.float32)
+    threshold, last_id = _MINUS_INFINITY, np.int64(-1)  # a token of -inf is never kept
     if np.isnan(largest) or largest == _MINUS_INFINITY:
-        return _NOTHING
+        return _NOTHING, logits, weights, threshold, last_id
 
     temperature = float32_at(a.temperature, num_rows)[row]
     repetition = float32_at(a.repetition_penalty, num_rows)[row]
@@ -132,9 +137,8 @@ def _draw(a, row):
     frequency = float32_at(a.frequency_penalty, num_rows)[row]
     first_bias, num_bias = _range_of(a.bias_start, a.bias_end, num_rows, row)
     penalised = repetition != 1.0 or presence != 0.0 or frequency != 0.0
-    logits = float32_at(raw, vocab)
     if temperature < GREEDY_BELOW and num_bias == 0 and a.allowed == 0 and not penalised:
-        return _first_equal(logits, largest)
+        return _first_equal(logits, largest), logits, weights, threshold, last_id
 
     logits = logits.copy()
     if a.allowed != 0:
@@ -146,7 +150,7 @@ def _draw(a, row):
     bias_values = float32_at(a.bias_values + first_bias * 4, num_bias)
     for i in range(num_bias):
         if bias_ids[i] < 0 or bias_ids[i] >= vocab:
-            return _OUT_OF_RANGE
+            return _OUT_OF_RANGE, logits, weights, threshold, last_id
         logits[bias_ids[i]] += bias_values[i]
     if penalised:
         first, count = _range_of(a.prompt_start, a.prompt_end, num_rows, row)
@@ -154,15 +158,15 @@ def _draw(a, row):
         first, count = _range_of(a.output_start, a.output_end, num_rows, row)
         output_ids = int32_at(a.output_ids + first * 4, count)
         if not _penalise(logits, prompt_ids, output_ids, repetition, presence, frequency):
-            return _OUT_OF_RANGE
+            return _OUT_OF_RANGE, logits, weights, threshold, last_id
     if temperature >= GREEDY_BELOW:
         for token in range(vocab):
             logits[token] = logits[token] / temperature
     largest = largest_of(address(logits), vocab)
     if np.isnan(largest) or largest == _MINUS_INFINITY:
-        return _NOTHING
+        return _NOTHING, logits, weights, threshold, last_id
     if temperature < GREEDY_BELOW:
-        return _first_equal(logits, largest)
+        return _first_equal(logits, largest), logits, weights, threshold, last_id
 
     weights = np.empty(vocab, np.float32)
     exponentials(address(logits), largest, vocab, address(weights))
@@ -173,9 +177,18 @@ def _draw(a, row):
                 logits[token] = _MINUS_INFINITY
     top_k = np.int64(int32_at(a.top_k, num_rows)[row])
     top_p = np.float64(float32_at(a.top_p, num_rows)[row])
-    threshold, last_id = _MINUS_INFINITY, np.int64(-1)  # a token of -inf is never kept
     if 0 < top_k < vocab or top_p < 1.0:
         threshold, last_id = last_kept(logits, weights, largest, top_k, top_p)
+    return _NOTHING, logits, weights, threshold, last_id
+
+
+@njit(nogil=True)
+def _draw(a, row):
+    """The token of a row, _NOTHING, or _OUT_OF_RANGE for an id outside the vocabulary."""
+    token, logits, weights, threshold, last_id = _weigh(a, row)
+    if weights.shape[0] == 0:
+        return token
+    num_rows = a.num_rows
     seed = np.uint64(int64_at(a.seed, num_rows)[row])
     choice = np.uint32(int32_at(a.choice_index, num_rows)[row])
     position = np.uint32(int32_at(a.position, num_rows)[row])
@@ -198,3 +211,33 @@ def sampling_kernel() -> Kernel:
             int32_at(a.statuses, a.num_rows)[ticket] = 1 if token < 0 else 0
 
     return Kernel(sampling, FIELDS)
+
+
+@functools.cache
+def distributions_kernel() -> Kernel:
+    """What `sampling_kernel` draws from: in ``token_ids``, an address of float32 ``[num_rows, vocab]``, each token's
+    probability. A ticket is one row; one with nothing to draw is all zeros. ``statuses`` is not read."""
+
+    def distributions(arguments, ticket):
+        a = carray(arguments, 1)[0]
+        vocab = a.vocab
+        out = float32_at(a.token_ids + ticket * vocab * 4, vocab)
+        token, logits, weights, threshold, last_id = _weigh(a, ticket)
+        if token == _OUT_OF_RANGE:
+            a.status = BAD_ID
+        if weights.shape[0] == 0:
+            out[:] = np.float32(0.0)
+            if token >= 0:
+                out[token] = np.float32(1.0)
+            return
+        total = 0.0
+        for i in range(vocab):
+            if logits[i] > threshold or (logits[i] == threshold and i <= last_id):
+                total += np.float64(weights[i])
+        for i in range(vocab):
+            if logits[i] > threshold or (logits[i] == threshold and i <= last_id):
+                out[i] = np.float32(np.float64(weights[i]) / total)
+            else:
+                out[i] = np.float32(0.0)
+
+    return Kernel(distributions, FIELDS)

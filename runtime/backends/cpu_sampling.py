@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from numba_kernels.cpu import logprobs as _logprobs
+from numba_kernels.cpu import rejection as _rejection
 from numba_kernels.cpu import sampling as _sampling
-from numba_kernels.cpu.running.launch import address_of
+from numba_kernels.cpu.running.launch import Kernel, address_of
 from runtime.backends.checks import fail
 from runtime.backends.cpu import SERIAL_ELEMENTS, num_workers
 from runtime.sampling_arrays import SAMPLING_FIELDS, Int32Array, SampledTokens, SamplingArrays, TopLogprobs
@@ -31,7 +33,32 @@ def draw(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penal
     _launch("draw", logits, [field.address for field in fields], 0, out, out + 4 * logits.shape[0])
 
 
-def _launch(op: str, logits: Tensor, fields: list[int], mask: int, token_ids: int, statuses: int) -> None:
+def distributions(logits: Tensor, params: SamplingArrays) -> NDArray[np.float32]:
+    """See `ops.distributions`."""
+    found = np.empty(logits.shape, np.float32)
+    fields = [address_of(getattr(params, name)) for name, _, _ in SAMPLING_FIELDS]
+    mask = 0 if params.allowed_mask is None else address_of(params.allowed_mask)
+    _launch("distributions", logits, fields, mask, address_of(found), 0, _sampling.distributions_kernel())
+    return found
+
+
+def keep_proposals(
+    wanted: NDArray[np.float32], proposed: NDArray[np.float32], drafts: Int32Array, counts: Int32Array,
+    seeds: NDArray[np.uint64], choices: Int32Array, positions: Int32Array,
+) -> tuple[Int32Array, Int32Array]:  # fmt: skip
+    """See `ops.keep_proposals`."""
+    rows, vocab = wanted.shape
+    first = (np.cumsum(counts) - counts).astype(np.int64)
+    kept, replacements = np.empty(len(counts), np.int32), np.empty(len(counts), np.int32)
+    arrays = wanted, proposed, drafts, first, counts, seeds, choices, positions, kept, replacements
+    workers = 1 if rows * vocab < SERIAL_ELEMENTS else num_workers()
+    _rejection.rejection_kernel()(len(counts), workers, *map(address_of, arrays), len(counts), rows, vocab)
+    return kept, replacements
+
+
+def _launch(
+    op: str, logits: Tensor, fields: list[int], mask: int, token_ids: int, statuses: int, kernel: Kernel | None = None
+) -> None:
     """All but the logits as addresses, 0 for none."""
     rows, vocab = logits.shape
 
@@ -39,7 +66,7 @@ def _launch(op: str, logits: Tensor, fields: list[int], mask: int, token_ids: in
         return fail(op, "params", f"name a token id outside the vocabulary of {vocab}")
 
     workers = 1 if rows * vocab < SERIAL_ELEMENTS else num_workers()
-    _sampling.sampling_kernel()(
+    (kernel or _sampling.sampling_kernel())(
         rows, workers, logits.address, *fields, mask, token_ids, statuses, rows, vocab, -(-vocab // 32), explain=explain
     )
 

@@ -26,6 +26,7 @@ from runtime.engine.config import (
     Preemption,
     Quantization,
     RoutingPolicy,
+    SpeculationAcceptance,
     Victim,
 )
 from runtime.engine.errors import RequestError
@@ -159,6 +160,10 @@ class EngineOptions:
     num_speculative_tokens: Annotated[
         int, typer.Option(help="Most proposals for a sequence in a step; fewer where they do not pay.")
     ] = _CONFIG.num_speculative_tokens
+    speculation_acceptance: Annotated[
+        SpeculationAcceptance,
+        typer.Option(help="Keep proposals that change no token, or more of a draft model's by rejection sampling."),
+    ] = _CONFIG.speculation_acceptance
     tensor_parallel_size: Annotated[
         int, typer.Option(help="Ranks that the model is split over: processes with a GPU, or a share of the cores.")
     ] = _CONFIG.tensor_parallel_size

@@ -13,6 +13,7 @@ logger = logging.getLogger("xserv.commands")
 
 _METHODS = {"ngram": "ngram", "[ngram]": "ngram", "ngram_gpu": "ngram", "suffix": "suffix"}
 _NOT_BUILT = ("eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash")
+_SAMPLE_METHODS = {"rejection_sample_method": ("standard",), "draft_sample_method": ("greedy", "probabilistic")}
 _WITHOUT_EFFECT = {
     "prompt_lookup_max": "the longest agreement is looked for",
     "prompt_lookup_min": "two tokens have to agree",
@@ -51,9 +52,27 @@ def options_of(text: str) -> dict[str, Any]:
     return _with_most({"speculation": _METHODS[method]}, given)
 
 
+def _acceptance_of(given: dict[str, Any]) -> dict[str, Any]:
+    """Takes the keys that say how proposals are drawn and kept. Drawn from their distribution, they are kept by
+    rejection sampling; the most probable are certain, and then both ways of keeping them are the same."""
+    values = {}
+    for name, known in _SAMPLE_METHODS.items():
+        values[name] = value = given.pop(name, None)
+        if value is not None and value not in known:
+            raise RequestError(
+                f"--speculative-config: {name} must be one of {', '.join(known)}, got {value!r:.80}",
+                param="speculative_config",
+            )
+    draws, keeps = values["draft_sample_method"], values["rejection_sample_method"]
+    if draws == "probabilistic" or (keeps == "standard" and draws is None):
+        return {"speculation_acceptance": "rejection"}
+    return {}
+
+
 def _with_most(options: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """With the number of proposals, and without what is left in ``given``."""
     param = "speculative_config"
+    options |= _acceptance_of(given)
     most = given.pop("num_speculative_tokens", None)
     if most is not None:
         if type(most) is not int or most < 1:
@@ -62,7 +81,7 @@ def _with_most(options: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]
         options["num_speculative_tokens"] = most
     for name in given:
         if name not in _WITHOUT_EFFECT:
-            known = ", ".join(("method", "num_speculative_tokens", *_WITHOUT_EFFECT))
+            known = ", ".join(("method", "num_speculative_tokens", *_SAMPLE_METHODS, *_WITHOUT_EFFECT))
             raise RequestError(f"--speculative-config: no key {name!r:.80}; there are {known}", param=param)
         logger.warning("--speculative-config: %s has no effect: %s", name, _WITHOUT_EFFECT[name])
     return options

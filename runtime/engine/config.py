@@ -38,6 +38,7 @@ Victim = Literal["latest", "least-recently-used", "shortest-remaining"]
 Overlap = Literal["auto", "on", "off"]
 DecodeGraphsMode = Literal["auto", "on", "off"]
 DecodeKernels = Literal["layers", "megakernel"]
+SpeculationAcceptance = Literal["exact", "rejection"]
 Quantization = Literal["none", "int8", "int4", "mxfp4", "fp8"]
 KVCacheDtype = Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"]
 SPECULATIONS = ("auto", "off", "ngram", "suffix")
@@ -85,6 +86,7 @@ class EngineSettings(TypedDict, total=False):
     kv_cache_dtype_skip_layers: str
     speculation: str
     num_speculative_tokens: int
+    speculation_acceptance: SpeculationAcceptance
     tensor_parallel_size: int
     data_parallel_size: int
     routing_policy: RoutingPolicy
@@ -154,6 +156,9 @@ class EngineConfig:
                             of the same tenant), "draft:FOLDER" (a small model), "off" (nobody); tokens are as without
                             (docs/speculation.md)
     num_speculative_tokens  most proposals for a sequence in a step; fewer, or none, where they do not pay
+    speculation_acceptance  which proposals are kept: "exact" (those that equal the draw that would have come anyway: no
+                            token changes), "rejection" (of a draft model's draws more: other answers, of the same
+                            distribution; docs/speculation.md)
     tensor_parallel_size    ranks that the model is split over, each a process with a GPU, or with its share of the
                             processors; which numbers a model can be split by, docs/parallel.md tells
     data_parallel_size      engines that share the requests, each a process with the whole model; those of a machine
@@ -198,6 +203,7 @@ class EngineConfig:
     kv_cache_dtype_skip_layers: str = ""
     speculation: str = "auto"
     num_speculative_tokens: int = 7
+    speculation_acceptance: SpeculationAcceptance = "exact"
     tensor_parallel_size: int = 1
     data_parallel_size: int = 1
     routing_policy: RoutingPolicy = "prefix-aware"
@@ -242,6 +248,14 @@ class EngineConfig:
             raise RequestError(
                 f"num_speculative_tokens must be at most {MOST_SPECULATIVE_TOKENS}, got {self.num_speculative_tokens}",
                 param="num_speculative_tokens",
+            )
+        check_one_of("speculation_acceptance", self.speculation_acceptance, get_args(SpeculationAcceptance))
+        if self.speculation_acceptance == "rejection" and (self.exact or self.tensor_parallel_size > 1):
+            cause = "exact" if self.exact else f"tensor_parallel_size {self.tensor_parallel_size}"
+            why = "answers depend on what was proposed" if self.exact else "its ranks are not sent distributions"
+            raise RequestError(
+                f"speculation_acceptance is 'rejection', which does not go with {cause}: {why}",
+                param="speculation_acceptance",
             )
         if self.decode == "megakernel" and (self.exact or self.decode_graphs == "off"):
             raise RequestError(

@@ -481,7 +481,12 @@ class Engine:
             made.swap_out, made.swap_in, made.copies = step.swap_out, step.swap_in, step.copies
             self._count_transfers(step, record)
         drafts = {chunk.sequence: chunk.draft_ids for chunk in step.chunks if chunk.draft_ids}
-        computation = self.executor.start(made, self._masks.start(assembled.drawing, made.num_draws, drafts))
+        masks = self._masks.start(assembled.drawing, made.num_draws, drafts)
+        proposed = self.speculator.distributions(drafts) if self.speculator is not None and drafts else {}
+        if proposed:
+            computation = self.executor.start(made, masks, [proposed.get(sequence) for sequence in assembled.drawing])
+        else:
+            computation = self.executor.start(made, masks)
         self.assembler.sent(made)
         if step.chunks or self.executor.depth > 1:
             opened.computation = computation

@@ -246,7 +246,10 @@ def speculator_of(
     if draft is not None:
         num_groups = len(draft.kv_cache_spec(config.block_size).group_windows)
         num_blocks = limits.num_blocks * num_groups
-        drafter = DraftModelDrafter(draft, draft.max_positions, draft.rotary_switch, limits, num_blocks)
+        rejects = config.speculation_acceptance == "rejection"
+        drafter = DraftModelDrafter(
+            draft, draft.max_positions, draft.rotary_switch, limits, num_blocks, rejects=rejects
+        )
     elif config.speculation != "auto":
         drafter = NgramDrafter() if config.speculation == "ngram" else SuffixDrafter()
     return Speculator(drafter, config.num_speculative_tokens, vocab_size)

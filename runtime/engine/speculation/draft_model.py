@@ -2,7 +2,8 @@
 
 It runs between two steps, for all sequences of the next one in batch: first over the tokens that it has not seen, then
 token by token. It draws as the larger model will, with the same noise of seed, choice and position, so that equal
-distributions give equal tokens at any temperature. It has pages of its own; where there are too few, the sequence that
+distributions give equal tokens at any temperature; for rejection sampling with noise of its own, and then it keeps what
+it drew from. It has pages of its own; where there are too few, the sequence that
 has not been asked for longest loses its pages, which are computed again if it is asked for later.
 """
 
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from numba_kernels.cpu.sampling import GREEDY_BELOW
 from runtime import ops
 from runtime.engine.config import EngineLimits
 from runtime.engine.scheduling.sequence import Sequence
@@ -27,6 +29,10 @@ from runtime.tensor.tensor import Tensor
 
 _DRAWN_BY = [name for name, column in COLUMNS.items() if not column.is_penalty]
 """The parameters that the draft model's draws follow; penalties and biases it does without."""
+
+
+_OWN_NOISE = np.uint64(0x9E3779B97F4A7C15)
+"""Makes another key of a seed, whose noise is independent of the seed's own."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,12 +58,13 @@ class DraftModelDrafter:
     model          the draft model, on the engine's device
     num_positions  tokens that a sequence may have for it to be asked
     num_blocks     of its pages
+    rejects        whether proposals are kept by rejection sampling, where they are drawn and no grammar may cut them
     """
 
     name = "draft"
 
     def __init__(self, model: Model, num_positions: int, rotary_switch: int | None, limits: EngineLimits,
-                 num_blocks: int) -> None:  # fmt: skip
+                 num_blocks: int, *, rejects: bool = False) -> None:  # fmt: skip
         spec = model.kv_cache_spec(limits.block_size)
         self._model = model
         self._limits = limits
@@ -71,6 +78,8 @@ class DraftModelDrafter:
         self._tables = BlockTables(self._num_groups, limits.max_num_seqs, max_blocks, limits.block_size)
         self._seen: dict[Sequence, _Seen] = {}  # the one that was asked for last is the last
         self._proposed: dict[Sequence, list[int]] = {}
+        self._rejects = rejects
+        self._distributions: dict[Sequence, list[NDArray[np.float32]]] = {}  # of these proposals
         self.num_blocks = num_blocks
 
     @property
@@ -79,7 +88,7 @@ class DraftModelDrafter:
 
     def prepare(self, asked: list[tuple[Sequence, int]]) -> None:
         """See `BatchDrafter`. Of a long prompt it computes as much as a step may hold, and proposes at its end."""
-        self._proposed = {}
+        self._proposed, self._distributions = {}, {}
         room, keep = self._limits.max_num_batched_tokens, {sequence for sequence, _ in asked}
         ready: list[tuple[Sequence, _Seen, int]] = []  # with how many to propose
         chunks: dict[_Seen, Ids] = {}
@@ -126,8 +135,14 @@ class DraftModelDrafter:
         ids = self._proposed.get(sequence)
         return (np.array(ids[:most], np.int32), 0) if ids else (NOTHING, 0)
 
+    def distributions(self, sequence: Sequence, count: int) -> NDArray[np.float32] | None:
+        """See `DistributionDrafter`."""
+        known = self._distributions.get(sequence)
+        return None if known is None else np.stack(known[:count])
+
     def end(self, sequence: Sequence) -> None:
         self._proposed.pop(sequence, None)
+        self._distributions.pop(sequence, None)
         seen = self._seen.pop(sequence, None)
         if seen is not None:
             for blocks in seen.blocks:
@@ -206,5 +221,18 @@ class DraftModelDrafter:
         arrays.seed[:] = [sequence.request.seed for sequence in sequences]
         arrays.choice_index[:] = [sequence.index for sequence in sequences]
         arrays.position[:] = [s.num_output_tokens + len(self._proposed[s]) for s in sequences]
+        apart = [i for i, sequence in enumerate(sequences) if self._rejects and _is_drawn(sequence)]
+        arrays.seed[apart] ^= _OWN_NOISE
         token_ids: list[int] = ops.sample(logits, arrays).token_ids.tolist()
+        if apart:
+            rows = Tensor.from_numpy(np.array(apart, np.int32)).to(logits.device)
+            found = ops.distributions(ops.gather_rows(logits, rows), arrays.at(np.array(apart)))
+            for i, probabilities in zip(apart, found):
+                if token_ids[i] >= 0:
+                    self._distributions.setdefault(sequences[i], []).append(probabilities)
         return token_ids
+
+
+def _is_drawn(sequence: Sequence) -> bool:
+    """Whether its tokens are drawn, and no grammar has a say in which proposals are tried."""
+    return sequence.request.params.temperature >= GREEDY_BELOW and sequence.matcher is None

@@ -69,4 +69,14 @@ class BatchDrafter(Drafter, Protocol):
         ...
 
 
+@runtime_checkable
+class DistributionDrafter(Drafter, Protocol):
+    """A drafter that knows what it drew its proposals from."""
+
+    def distributions(self, sequence: Sequence, count: int) -> NDArray[np.float32] | None:
+        """The probabilities ``[count, vocab_size]`` by which the first ``count`` of its latest proposals were drawn,
+        with noise of their own. None: each equals what would be drawn if the drafter were right."""
+        ...
+
+
 SUREST = 15

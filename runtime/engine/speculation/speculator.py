@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from runtime.engine.grammar.matcher import GrammarMatcher
 from runtime.engine.scheduling.sequence import Request, Sequence
-from runtime.engine.speculation.drafter import NOTHING, SUREST, BatchDrafter, Drafter, Ids
+from runtime.engine.speculation.drafter import NOTHING, SUREST, BatchDrafter, DistributionDrafter, Drafter, Ids
 from runtime.engine.speculation.prediction import PredictionDrafter
 from runtime.engine.speculation.step_times import WIDTHS, StepTimes
 
@@ -109,6 +110,7 @@ class Speculator:
         self.counters = SpeculationCounters(accepted_by_position=[0] * most)
         self.times = StepTimes()
         self._drafter: Drafter | None = drafter
+        self._distribution_drafter = drafter if isinstance(drafter, DistributionDrafter) else None  # the same
         self._batch_drafter = drafter if isinstance(drafter, BatchDrafter) else None  # the same
         self._predictions: Drafter | None = PredictionDrafter()
         self._num_predicted = 0  # sequences with predictions that have not ended
@@ -184,6 +186,18 @@ class Speculator:
                 self._by_sequence[sequence].forget()
                 self._chances[sureness].forget()
         return drafts
+
+    def distributions(self, drafts: dict[Sequence, list[int]]) -> dict[Sequence, NDArray[np.float32]]:
+        """What those of a step's proposals were drawn from that rejection sampling shall keep, ``[proposals,
+        vocab_size]``; the others are kept where they equal a draw."""
+        drafter, found = self._distribution_drafter, {}
+        for sequence, ids in drafts.items() if drafter is not None else ():
+            if sequence not in self._predicted:
+                known = drafter.distributions(sequence, len(ids))  # type: ignore[union-attr]
+                if known is not None:
+                    assert known.shape == (len(ids), self._vocab_size), "one for each proposal"
+                    found[sequence] = known
+        return found
 
     def observe(self, number: int, drafted: dict[Sequence, int], kept: dict[Sequence, int], is_pure: bool) -> None:
         """The step ``number`` is over. ``drafted``: how many proposals of each sequence it took, ``kept``: how many
@@ -321,7 +335,7 @@ class Speculator:
     def _turn_off(self, drafter: Drafter, why: str, *, with_trace: bool = False) -> None:
         logger.error("the drafter %s %s: it is off", drafter.name, why, exc_info=with_trace)
         if drafter is self._drafter:
-            self._drafter = self._batch_drafter = None
+            self._drafter = self._batch_drafter = self._distribution_drafter = None
         else:
             self._predictions = None
 

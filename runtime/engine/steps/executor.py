@@ -127,10 +127,15 @@ class Executor(Protocol):
     @property
     def num_groups(self) -> int: ...
 
-    def start(self, step: StepInput, masks: DrawMasks | None = None) -> Computation:
+    def start(
+        self, step: StepInput, masks: DrawMasks | None = None,
+        proposed: Sequence[NDArray[np.float32] | None] | None = None,
+    ) -> Computation:  # fmt: skip
         """Move blocks, write rows, and begin the computation. Raises UnsupportedStepError before anything was
         done, and where blocks could not be moved: pages are in doubt then. What else fails, the computation's result
-        raises. An executor of several ranks raises ExecutorLostError, here as elsewhere, when one of them fails."""
+        raises. An executor of several ranks raises ExecutorLostError, here as elsewhere, when one of them fails.
+        ``proposed``: of each chunk that draws, the probabilities ``[proposals, vocab_size]`` that its proposals were
+        drawn by, where rejection sampling shall keep them; one of ranks takes none."""
         ...
 
     def can_lead(self, step: StepInput) -> bool:

@@ -28,6 +28,7 @@ from runtime.engine.steps.draw_inputs import Computed, read_drawn
 from runtime.engine.steps.executor import DrawMasks, Drawn, GraphStats, Model, UnsupportedStepError
 from runtime.engine.steps.pictures import PictureModel, PictureStore
 from runtime.engine.steps.ragged import Layout, largest, lay_out
+from runtime.engine.steps.rejection import reject
 from runtime.engine.steps.rows import Rows
 from runtime.engine.steps.sampler import token_logprobs
 from runtime.engine.steps.side_pass import PagedSidePass, logits_in_slices
@@ -108,7 +109,10 @@ class LocalExecutor:
         if limits.decode_graphs != "off":
             self.graphs = DecodeGraphs(model, kv_cache, limits, self.rows, communicator)
 
-    def start(self, step: StepInput, masks: DrawMasks | None = None) -> _Run:
+    def start(
+        self, step: StepInput, masks: DrawMasks | None = None,
+        proposed: Sequence[NDArray[np.float32] | None] | None = None,
+    ) -> _Run:  # fmt: skip
         """See `Executor`. The step before is over, unless this one `can_lead`. Raises UnsupportedStepError."""
         if step.loads or step.hidden_layers or step.features or step.uncut_spans or step.rotary_positions is not None:
             self._check(step)
@@ -117,7 +121,7 @@ class LocalExecutor:
         if not step.num_seqs:
             return _Run(Drawn)
         try:
-            return self._start(step, masks)
+            return self._start(step, masks, proposed)
         except Exception as error:  # as if it had come a moment later
             return _Run(partial(_raise, error))
 
@@ -240,7 +244,9 @@ class LocalExecutor:
                         f"uncut_spans: the {span.count} tokens from {span.first_token} on are not of one chunk"
                     )
 
-    def _start(self, step: StepInput, masks: DrawMasks | None) -> _Run:
+    def _start(
+        self, step: StepInput, masks: DrawMasks | None, proposed: Sequence[NDArray[np.float32] | None] | None
+    ) -> _Run:
         graphs, rows = self.graphs, self.rows
         if graphs is not None:
             graphs.apply(step)
@@ -260,7 +266,7 @@ class LocalExecutor:
         if draws.proposals is not None:
             rows.sampling.write_outputs(draws.rows, draws.positions, draws.proposals)
         arrays, broken = rows.sampling.gather_sound(draws.rows, draws.positions)
-        compute = partial(self._draw, step, draws, arrays, broken, masks)
+        compute = partial(self._draw, step, draws, arrays, broken, masks, proposed)
         is_drawn = masks is None and arrays.allowed_mask is None  # with the forward pass, where that is recorded
         forward = partial(self._forward, layout, step, arrays if is_drawn else None)
         run = partial(self._ended, step, lambda: compute(forward()))
@@ -327,6 +333,7 @@ class LocalExecutor:
         arrays: SamplingArrays,
         broken: list[int],
         masks: DrawMasks | None,
+        proposed: Sequence[NDArray[np.float32] | None] | None,
         computed: Computed,
     ) -> Drawn:
         logits = computed.logits
@@ -342,6 +349,9 @@ class LocalExecutor:
             token_ids, is_valid = read_drawn(computed.drawn, len(draws.rows))
         else:
             token_ids, is_valid = ops.sample(logits, arrays)
+        if proposed is not None and draws.proposals is not None and draws.counts is not None:
+            token_ids, is_valid = token_ids.copy(), is_valid.copy()
+            reject(logits, arrays, draws.counts, draws.proposals, proposed, token_ids, is_valid)
         if failed or broken:
             is_valid[[*failed, *broken]] = False
         logprobs = self._logprobs(draws.rows, token_ids, is_valid, logits)

@@ -19,6 +19,15 @@ from runtime.engine.errors import RequestError
         ('{"method": "ngram", "num_speculative_tokens": 5}', {"speculation": "ngram", "num_speculative_tokens": 5}),
         ('{"method": "suffix"}', {"speculation": "suffix"}),
         ('{"model": "x", "num_speculative_tokens": 4}', {"speculation": "draft:x", "num_speculative_tokens": 4}),
+        (
+            '{"model": "x", "draft_sample_method": "probabilistic"}',
+            {"speculation": "draft:x", "speculation_acceptance": "rejection"},
+        ),
+        (
+            '{"model": "x", "rejection_sample_method": "standard"}',
+            {"speculation": "draft:x", "speculation_acceptance": "rejection"},
+        ),
+        ('{"model": "x", "draft_sample_method": "greedy"}', {"speculation": "draft:x"}),
         ('{"model": "[ngram]", "num_speculative_tokens": 3}', {"speculation": "ngram", "num_speculative_tokens": 3}),
     ],
 )
@@ -50,6 +59,8 @@ def test_keys_without_effect_are_named(caplog: pytest.LogCaptureFixture) -> None
         ('{"method": "ngram", "num_speculative_tokens": "5"}', "got '5'"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "got 0"),
         ('{"method": "ngram", "ngram_size": 3}', "no key 'ngram_size'"),
+        ('{"model": "x", "rejection_sample_method": "block"}', "must be one of standard, got 'block'"),
+        ('{"model": "x", "draft_sample_method": 1}', "greedy, probabilistic, got 1"),
     ],
 )
 def test_others_are_refused(text: str, problem: str) -> None:
