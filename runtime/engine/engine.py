@@ -537,7 +537,7 @@ class Engine:
                 accepted = dict(zip(opened.assembled.drawing, drawn.counts, strict=True))
             self.scheduler.commit(step, accepted)
             if drawn is not None and opened.assembled is not None:
-                if self.speculator is not None and self.speculator.is_asked:
+                if self.speculator is not None and self.speculator.is_asked and self.speculator.observes:
                     self._note_proposals(self.speculator, opened.assembled, step, accepted)
                 self.opened.append(opened.assembled, drawn, ended, outputs)
                 num_tokens = opened.assembled.input.num_tokens

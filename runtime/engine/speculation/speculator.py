@@ -44,6 +44,9 @@ ALLOWANCE = 0.01
 MOST_STEPS = 2.0
 """Steps with the most proposals whose time may be lost when what did pay does so no more."""
 
+MOST_REST = 64
+"""Steps at most between two looks where nothing pays and steps are so short that even this costs something."""
+
 CREDIT_STEPS = 2.0
 """Steps without proposals whose time may be lost at first, before the allowance has grown."""
 
@@ -130,6 +133,17 @@ class Speculator:
         self._hang_s = hang_s
         self._clock = clock
         self._balance_s: float | None = None  # what trying may cost; None: no step without is known
+        self._plain_s = 0.0  # of a step of as many sequences as decode
+        self._limit_s = 0.0  # of the balance
+        self._cost_s = 0.0  # of a call of `propose` of which nothing comes
+        self._num_resting = 0  # steps for which nothing is done
+        self._num_awake = 0  # steps since
+        self._is_resting = False
+
+    @property
+    def observes(self) -> bool:
+        """Whether it wants to know of the step that it was asked about last."""
+        return not self._is_resting
 
     @property
     def is_on(self) -> bool:
@@ -157,9 +171,32 @@ class Speculator:
     def propose(self, running: Iterable[Sequence]) -> dict[Sequence, list[int]]:
         """Proposals that are worth trying in the next step, for sequences that wait for nothing but their next token.
         All of a sequence's tokens have to be known."""
-        self._tried = {}
+        if self._tried:
+            self._tried = {}
+        self._is_resting = self._num_resting > 0 and not self._num_predicted
+        if self._is_resting:
+            self._num_resting -= 1
+            self._last_end = None
+            return {}
+        begun = time.perf_counter()
+        drafts = self._propose(running)
+        if not drafts and not self._fixed:
+            self._rest(time.perf_counter() - begun)
+        return drafts
+
+    def _rest(self, spent_s: float) -> None:
+        """A look costs twice what is seen of it here. So many are left out that looking takes its share of the time;
+        three steps in a row are looked at, since a step's time is known if the one before it was, too."""
+        self._cost_s = min(spent_s, 1.1 * self._cost_s) if self._cost_s else spent_s
+        self._num_awake += 1
+        if self._num_awake >= 3 and self._plain_s > 0.0:
+            self._num_awake = 0
+            self._num_resting = min(MOST_REST, max(0, int(6 * self._cost_s / (SHARE_IDLE * self._plain_s)) - 3))
+
+    def _propose(self, running: Iterable[Sequence]) -> dict[Sequence, list[int]]:
         decodes = [s for s in running if s.num_tokens + s.num_pending - s.num_computed == 1 and not s.is_drawing_last]
         plain = self.times.plain(len(decodes))
+        self._plain_s = plain or 0.0
         if not decodes or (plain is None and not self._fixed):
             return {}
         found = self._look(decodes, 0.0 if plain is None or self._fixed else plain)
@@ -170,6 +207,7 @@ class Speculator:
             counts = {sequence: len(ids) for sequence, (ids, _) in found.items()}
         else:
             curve = self.times.curve(len(decodes))
+            self._limit_s = MOST_STEPS * max(curve)
             if self._balance_s is None:
                 self._balance_s = CREDIT_STEPS * curve[0]
             promised = {s: (chances[s], len(ids)) for s, (ids, _) in found.items()}
@@ -234,16 +272,14 @@ class Speculator:
     def _account(self, num_sequences: int, num_drafts: int, num_kept: int, seconds: float) -> None:
         """Steps without proposals earn a little, steps with them what they were faster than as many tokens without. A
         step is not taken to be slower than its tokens would be one by one: it was recorded, or disturbed."""
-        curve = self.times.curve(num_sequences)
-        if self._balance_s is None or not curve:
+        plain = self.times.plain(num_sequences)
+        if self._balance_s is None or plain is None:
             return
-        plain = curve[0]
         gained = ALLOWANCE * plain
         if num_drafts:
             seconds = self.times.tried(num_sequences + num_drafts) or seconds
             gained = num_kept / num_sequences * plain - min(seconds, plain * (1 + num_drafts / num_sequences))
-        limit = MOST_STEPS * max(curve)
-        self._balance_s = min(max(self._balance_s + gained, -limit), limit)
+        self._balance_s = min(max(self._balance_s + gained, -self._limit_s), self._limit_s)
 
     def end(self, sequence: Sequence) -> None:
         """The sequence has ended."""

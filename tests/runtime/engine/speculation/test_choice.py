@@ -1,0 +1,103 @@
+"""How many proposals are tried, in virtual time: what it gains, and what it may cost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from runtime.engine.scheduling.sequence import Sequence
+from runtime.engine.speculation.drafter import Ids
+from runtime.engine.speculation.speculator import Speculator
+from tests.runtime.engine.fakes import VOCAB_SIZE
+from tests.runtime.engine.speculation.test_ngram import grow, sequence
+
+LENGTH = 128
+"""Tokens of each answer; another sequence follows."""
+
+CURVES: dict[str, Callable[[int, int], float]] = {
+    "eight rows cost little more than one": lambda n, d: 10 + 0.3 * (n + d - 1) + 2.4 * ((n + d - 1) // 8),
+    "each token costs a third of the first": lambda n, d: 2 + 0.6 * (n + d - 1),
+    "any proposal doubles a step": lambda n, d: (2 if d else 1) + 0.05 * (n + d - 1),
+}
+"""Seconds of a step of n sequences with d proposals."""
+
+
+class Sevens:
+    name = "sevens"
+
+    def propose(self, sequence: Sequence, most: int) -> tuple[Ids, int]:
+        return np.full(most, 7, np.int32), 0
+
+    def end(self, sequence: Sequence) -> None:
+        """Nothing is kept."""
+
+
+def speed(curve: Callable[[int, int], float], num: int, rate: float, num_steps: int, fixed: int | None = None) -> float:
+    """Tokens per second of ``num`` sequences whose proposals are right at this rate."""
+    now = 0.0
+    one = Speculator(Sevens(), fixed or 7, VOCAB_SIZE, fixed=fixed is not None, clock=lambda: now)
+    rng = random.Random(3)
+    left: dict[Sequence, int] = {}
+    tokens = number = 0
+    while tokens < num_steps * num:
+        while len(left) < num:
+            fresh = sequence([1, 2, 3])
+            grow(fresh, [4])
+            fresh.num_computed = 3
+            left[fresh] = LENGTH
+        drafts = one.propose(left)
+        now += curve(num, sum(map(len, drafts.values())))
+        kept = {}
+        for each in left:
+            wrong = (at for at in range(len(drafts.get(each, ()))) if rng.random() >= rate)
+            kept[each] = min(left[each], 1 + next(wrong, len(drafts.get(each, ()))))
+            left[each] -= kept[each]
+        tokens += sum(kept.values())
+        number += 1
+        one.observe(number, {each: len(ids) for each, ids in drafts.items()}, kept, is_pure=True)
+        for each in [each for each in left if not left[each]]:
+            del left[each]
+            one.end(each)
+    return tokens / now
+
+
+@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize("num", [1, 4])
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.7, 0.9])
+def test_it_is_hardly_ever_slower(name: str, num: int, rate: float) -> None:
+    """From the first step on, when nothing is known yet."""
+    curve = CURVES[name]
+    assert speed(curve, num, rate, 300) >= 0.97 * num / curve(num, 0)
+
+
+@pytest.mark.parametrize(("num", "rate"), [(1, 0.8), (1, 0.3), (4, 0.8)])
+def test_it_is_near_the_best_fixed_number(num: int, rate: float) -> None:
+    curve = CURVES["eight rows cost little more than one"]
+    best = max(speed(curve, num, rate, 200, fixed=most) for most in (1, 2, 3, 5, 7))
+    assert speed(curve, num, rate, 500) >= 0.9 * best
+
+
+def test_speedup_of_a_memory_bound_model() -> None:
+    """Eight rows cost 1.24 of one: 2.5 times as fast with four of five proposals right."""
+    assert speed(lambda n, d: 1 + 0.24 / 7 * (n + d - 1), 1, 0.8, 500) >= 2.5
+
+
+def test_it_falls_to_none_when_proposals_are_right_no_more() -> None:
+    one = Speculator(Sevens(), 7, VOCAB_SIZE, clock=lambda: now)
+    now, tried = 0.0, []
+    running = sequence([1, 2, 3])
+    grow(running, [4])
+    running.num_computed = 3
+    for step in range(400):
+        drafts = one.propose([running])
+        count = len(drafts.get(running, ()))
+        tried.append(count)
+        now += 1.0 + 0.1 * count
+        is_right = step < 200
+        one.observe(step, {running: count}, {running: 1 + (count if is_right else 0)}, is_pure=True)
+    assert min(tried[50:200]) == 7
+    assert sum(tried[200:]) < 120, "a tenth of a step each: less than 6 % of 200 steps"
+    assert sum(tried[300:]) * 0.1 < 0.02 * 100
