@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,9 +51,11 @@ def keep_proposals(
     rows, vocab = wanted.shape
     first = (np.cumsum(counts) - counts).astype(np.int64)
     kept, replacements = np.empty(len(counts), np.int32), np.empty(len(counts), np.int32)
-    arrays = wanted, proposed, drafts, first, counts, seeds, choices, positions, kept, replacements
+    arrays: list[NDArray[Any]] = [wanted, proposed, drafts, first, counts, seeds, choices, positions]
+    arrays += [kept, replacements]
     workers = 1 if rows * vocab < SERIAL_ELEMENTS else num_workers()
-    _rejection.rejection_kernel()(len(counts), workers, *map(address_of, arrays), len(counts), rows, vocab)
+    addresses = (address_of(array) for array in arrays)
+    _rejection.rejection_kernel()(len(counts), workers, *addresses, len(counts), rows, vocab)
     return kept, replacements
 
 

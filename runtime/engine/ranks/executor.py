@@ -51,7 +51,12 @@ class ParallelExecutor:
         self.num_groups = local.num_groups
         self._opened: _Shared | None = None
 
-    def start(self, step: StepInput, masks: DrawMasks | None = None) -> Computation:
+    def start(
+        self, step: StepInput, masks: DrawMasks | None = None,
+        proposed: Sequence[NDArray[np.float32] | None] | None = None,
+    ) -> Computation:  # fmt: skip
+        if proposed is not None:
+            raise UnsupportedStepError("proposed: ranks are not sent the distributions of proposals")
         self._tell(RunStep(step, masks is not None))
         if masks is not None:
             masks = _SharedMasks(masks, self.ranks)

@@ -235,4 +235,4 @@ class DraftModelDrafter:
 
 def _is_drawn(sequence: Sequence) -> bool:
     """Whether its tokens are drawn, and no grammar has a say in which proposals are tried."""
-    return sequence.request.params.temperature >= GREEDY_BELOW and sequence.matcher is None
+    return bool(sequence.request.params.temperature >= GREEDY_BELOW) and sequence.matcher is None
