@@ -134,7 +134,8 @@ ELSEWHERE = {
         "python -m tools.eval_demo_model --num 200 [--quantization int8]", "python -m tools.quality",
         "python tools/kernel_report.py --markdown docs/kernels_report.md --plots docs/kernels_report.svg",
         "xserv kernels build",
-        "python -m tools.kernel_costs.packed_products", "python tools/compare_speculation.py",
+        "python -m tools.kernel_costs.packed_products", "python -m tools.kernel_costs.expert_products",
+        "python tools/compare_speculation.py",
     ),
     "it runs these tests, or undoes what they need": ("make test", "make test-all", "xserv kernels clear"),
     "it writes into the checkout, or the user's home": (
