@@ -34,7 +34,7 @@ def _case(tokens: int, tower: dict[str, Any], text: dict[str, Any], is_tied: boo
 CASES: dict[str, dict[str, Any]] = {
     # 9 tokens, of which the last sees 7 in the layers with a window.
     "gemma3_window": _case(
-        9, {"image_size": 24},
+        9, {"image_size": 24, "hidden_size": 36, "num_attention_heads": 3},
         {
             "num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
             "sliding_window": 7, "query_pre_attn_scalar": 24,
