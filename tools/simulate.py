@@ -67,6 +67,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         trace = trace.head(options.num_requests)
     if (options.rate, options.length) != (1.0, 1.0):
         trace = trace.scaled(rate=options.rate, length=options.length)
+    if options.copies > 1:
+        trace = trace.multiplied(options.copies)
     model, layer_windows, positions = _step_model(options)
     limits = _limits(options, trace, model, layer_windows, positions or trace.longest)
     start, start_processor = time.perf_counter(), time.process_time()
@@ -187,6 +189,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("trace", type=Path, help="a trace: .csv (Azure) or .jsonl (Mooncake)")
     parser.add_argument("--num-requests", type=int, help="only the first")
     parser.add_argument("--rate", type=float, default=1.0, help="arrivals this many times as dense")
+    parser.add_argument("--copies", type=int, default=1, help="the users so often, with other prompts")
     parser.add_argument("--length", type=float, default=1.0, help="prompts and answers this many times as long")
     parser.add_argument("--step-model", type=Path, help="JSON of a fitted step-time model")
     parser.add_argument(

@@ -79,6 +79,25 @@ class Trace:
             hash_block_len=max(1, round(self.hash_block_len * length)),
         )
 
+    def multiplied(self, copies: int, spread_s: float = 60.0) -> Trace:
+        """So many times the same users side by side, none of whose prompts begin as those of another copy do; each copy
+        comes a little after the one before, the last within ``spread_s``."""
+        if copies < 1 or not 0.0 <= spread_s < np.inf:
+            raise TraceError(f"{copies} copies of a trace within {spread_s} s: at least 1 is needed, within a time")
+        stride = 1 + max((hash_id for request in self.requests for hash_id in request.hash_ids), default=0)
+        if copies * stride > 1 << 31:
+            raise TraceError(f"{copies} copies of a trace of {stride} hash ids are too many")
+        found = [
+            replace(
+                request,
+                arrival_s=request.arrival_s + copy * spread_s / copies,
+                hash_ids=tuple(copy * stride + hash_id for hash_id in request.hash_ids),
+            )
+            for copy in range(copies)
+            for request in self.requests
+        ]
+        return replace(self, requests=tuple(sorted(found, key=lambda request: request.arrival_s)))
+
     def prompt_ids(self, index: int, fill: Callable[[int, NDArray[np.int32]], None]) -> NDArray[np.int32]:
         """Request ``index``'s prompt, ``[input_len]`` int32; ``fill(hash_id, out)`` writes each block's tokens."""
         request = self.requests[index]

@@ -1,0 +1,51 @@
+"""`xserv bench routing`: several engines under each routing policy."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from runtime.commands.options import EngineOptions
+from runtime.commands.report import ReportOptions
+
+
+def routing(
+    engine: EngineOptions,
+    output: ReportOptions,
+    num_engines: Annotated[int, typer.Option(help="Engines.", min=2)] = 2,
+    cached_prefixes: Annotated[int, typer.Option(help="Beginnings that an engine's cache holds.", min=2)] = 6,
+    share: Annotated[float, typer.Option(help="All beginnings, as a share of what all caches hold.", min=0.01)] = 0.8,
+    prefix_len: Annotated[int, typer.Option(help="Tokens of a beginning.", min=1)] = 2000,
+    own_len: Annotated[int, typer.Option(help="Further tokens of a prompt.", min=1)] = 100,
+    output_len: Annotated[int, typer.Option(help="Tokens of an answer.", min=1)] = 16,
+    num_requests: Annotated[int, typer.Option(help="Requests of a run.", min=4)] = 64,
+    concurrency: Annotated[int, typer.Option(help="Open requests, of all engines.", min=1)] = 8,
+    num_rounds: Annotated[int, typer.Option(help="Rounds, in turns; medians are reported.", min=1)] = 3,
+) -> None:
+    """Round-robin, least-load and prefix-aware on shared and skewed prefixes; without --model, on small shapes."""
+    from contextlib import nullcontext
+
+    from runtime.bench.scheduling.routing import bench_routing, small_model
+
+    given = engine.arguments()
+    for name in ("data_parallel_size", "routing_policy", "max_num_seqs", "max_model_len", "kv_cache_bytes"):
+        given.pop(name, None)
+    with nullcontext({}) if engine.model is not None else small_model() as shapes:
+        report = bench_routing(
+            {**given, **shapes}, num_engines=num_engines, cached_prefixes=cached_prefixes, share=share,
+            prefix_len=prefix_len, own_len=own_len, output_len=output_len, num_requests=num_requests,
+            concurrency=concurrency, num_rounds=num_rounds,
+        )  # fmt: skip
+    lines = [f"{'requests/s':<12}{'round-robin':>14}{'least-load':>14}{'prefix-aware':>14}{'ratio':>8}   hits"]
+    for name, rates in report["requests_per_s"].items():
+        cells = "".join(f"{sorted(rates[policy])[len(rates[policy]) // 2]:>14.2f}" for policy in rates)
+        hits = ", ".join(f"{100 * rate:.0f} %" for rate in report["hit_rates"][name].values())
+        lines.append(f"{name:<12}{cells}{report['ratios'][name]:>8.2f}   {hits}")
+    death = report["death"]
+    ended = ", ".join(f"{count} {reason}" for reason, count in death["ended"].items())
+    lines.append(f"an engine killed in the middle: {ended}; {death['lost']} lost")
+    output.deliver(report, "\n".join(lines))
+
+
+COMMANDS = (routing,)
