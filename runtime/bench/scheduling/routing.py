@@ -63,9 +63,11 @@ def bench_routing(
     num_requests: int,
     concurrency: int,
     num_rounds: int,
+    policies: Sequence[RoutingPolicy] = get_args(RoutingPolicy),
 ) -> dict[str, Any]:
-    """The report. Each engine's cache holds ``cached_prefixes`` beginnings, and what runs; there are ``share`` times as
-    many as all caches hold. Raises ``BenchmarkError``, and what starting engines raises."""
+    """The report. Throughput is requests a second, and a second of processor time of the busiest engine: what the first
+    would be if nobody else used the machine. Each engine's cache holds ``cached_prefixes`` beginnings; there are
+    ``share`` times as many as all caches hold. Raises ``BenchmarkError``, and what starting engines raises."""
     length = prefix_len + own_len + output_len
     block_size = arguments.get("block_size", 16)
     num_prefixes = max(1, int(share * num_engines * cached_prefixes))
@@ -86,17 +88,20 @@ def bench_routing(
         _run(fleet, traces["shared"].head(2 * num_engines), concurrency, seed=0)  # compiles and records
         rates: dict[str, dict[str, list[float]]] = {name: {} for name in traces}
         hits: dict[str, dict[str, list[float]]] = {name: {} for name in traces}
+        busiest: dict[str, dict[str, list[float]]] = {name: {} for name in traces}
         for number in range(num_rounds):
             for name, trace in traces.items():
-                for policy in get_args(RoutingPolicy):
+                for policy in policies:
                     _forget(fleet)
                     fleet.router.policy = policy
-                    before = _cache_counts(fleet)
+                    before, begun = _cache_counts(fleet), _processor_seconds(fleet)
                     seconds, reasons = _run(fleet, trace, concurrency, seed=number + 1)
                     if set(reasons) != {"length"}:
                         ended = sorted(set(map(str, reasons)))
                         raise BenchmarkError(f"{policy} on {name}: requests ended with {ended}")
                     queried, hit = (after - old for after, old in zip(_cache_counts(fleet), before))
+                    spent = max(end - start for start, end in zip(begun, _processor_seconds(fleet)))
+                    busiest[name].setdefault(policy, []).append(len(reasons) / spent)
                     rates[name].setdefault(policy, []).append(len(reasons) / seconds)
                     hits[name].setdefault(policy, []).append(hit / queried)
         fleet.router.policy = "prefix-aware"
@@ -107,9 +112,11 @@ def bench_routing(
             "prefix_len": prefix_len, "own_len": own_len, "output_len": output_len, "concurrency": concurrency,
             "num_requests": num_requests, "num_rounds": num_rounds,
             "requests_per_s": rates,
+            "requests_per_processor_s": busiest,
             "hit_rates": {name: {policy: statistics.median(each) for policy, each in found.items()}
                           for name, found in hits.items()},
             "ratios": {name: _ratio(found) for name, found in rates.items()},
+            "processor_ratios": {name: _ratio(found) for name, found in busiest.items()},
             "death": death,
         }  # fmt: skip
     finally:
@@ -181,6 +188,15 @@ def _forget(fleet: Fleet) -> None:
         if time.monotonic() > deadline:
             raise BenchmarkError("the engines did not forget their prefixes")
         time.sleep(0.01)
+
+
+def _processor_seconds(fleet: Fleet) -> list[float]:
+    """Of each engine's process so far."""
+    found = []
+    for client in fleet.engines:
+        fields = Path(f"/proc/{client.pid}/stat").read_text().rpartition(")")[2].split()
+        found.append((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+    return found
 
 
 def _cache_counts(fleet: Fleet) -> Sequence[int]:
