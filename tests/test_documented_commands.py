@@ -47,6 +47,11 @@ SLOW = {
     "xserv bench overhead": "host (ms a step)",
     "xserv bench nccl --device emulated:sm_90a --sizes 1024,65536": "reduce_scatter",
     "xserv bench latency": "",
+    "xserv bench routing": "",
+    "xserv bench routing --device cpu --num-requests 120 --cached-prefixes 6 --num-rounds 1 "
+    "--policies round-robin,prefix-aware": "lost",
+    "python -m tools.simulate --shared-prefixes 1000,64,2000,100,16,0 --config qwen3-8b --gpu h200 --num-blocks 2500 "
+    "--max-concurrency 64 --replicas 4": "hit_rate",
     "xserv bench throughput": "",
     "xserv bench streaming": "",
     "xserv bench memory": "",
@@ -69,6 +74,7 @@ ELSEWHERE = {
         "xserv serve MODEL --tensor-parallel-size 2",
         "xserv serve MODEL --device emulated:sm_90a --tensor-parallel-size 2",
         "xserv serve MODEL --data-parallel-size 4 --ray-address auto",
+        "xserv serve --data-parallel-size N --ray-address …",
         "xserv deploy ray", "xserv serve --ray-address",
         "xserv deploy ray --model MODEL --min-replicas 1 --max-replicas 4",
         "xserv serve MODEL --data-parallel-size 2", "xserv serve /path/to/folder --data-parallel-size 2",

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any, get_args
 
-from runtime.bench.load.traces import Trace, read_trace
+from runtime.bench.load.traces import Trace, read_trace, shared_prefixes
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.scheduling.presets import PRESETS, find_config
 from runtime.bench.scheduling.simulation import simulate
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """The report for these options."""
-    trace = read_trace(options.trace)
+    trace = _trace(options)
     if options.num_requests is not None:
         trace = trace.head(options.num_requests)
     if (options.rate, options.length) != (1.0, 1.0):
@@ -100,6 +100,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         "wall_s": wall_s,
         "processor_s": processor_s,
     }
+
+
+def _trace(options: argparse.Namespace) -> Trace:
+    """The one that is named, or the one that is made up."""
+    if (options.trace is None) == (options.shared_prefixes is None):
+        raise BenchmarkError("give a trace, or --shared-prefixes")
+    if options.trace is not None:
+        return read_trace(options.trace)
+    requests, prefixes, prefix_len, own_len, output_len, hot_share = options.shared_prefixes
+    return shared_prefixes(
+        num_requests=int(requests), num_prefixes=int(prefixes), prefix_len=int(prefix_len), own_len=int(own_len),
+        output_len=int(output_len), hot_share=hot_share,
+    )  # fmt: skip
 
 
 def _step_model(options: argparse.Namespace) -> tuple[StepModel, tuple[int | None, ...], int | None]:
@@ -165,6 +178,13 @@ def _limits(
     )
 
 
+def _numbers(text: str) -> tuple[float, ...]:
+    values = tuple(map(float, text.split(",")))
+    if len(values) != 6:
+        raise argparse.ArgumentTypeError(f"six numbers are needed, got {len(values)}")
+    return values
+
+
 def _stages(text: str) -> tuple[int, int, int, int]:
     high, low, stages, over_tokens = map(int, text.split(","))
     return high, low, stages, over_tokens
@@ -186,7 +206,13 @@ def _as_text(report: dict[str, Any]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="simulate", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("trace", type=Path, help="a trace: .csv (Azure) or .jsonl (Mooncake)")
+    parser.add_argument("trace", nargs="?", type=Path, help="a trace: .csv (Azure) or .jsonl (Mooncake)")
+    parser.add_argument(
+        "--shared-prefixes",
+        type=_numbers,
+        metavar="REQUESTS,PREFIXES,PREFIX,OWN,OUTPUT,HOT",
+        help="instead of a trace: requests at once, each with one of the beginnings; a share HOT of them has the first",
+    )
     parser.add_argument("--num-requests", type=int, help="only the first")
     parser.add_argument("--rate", type=float, default=1.0, help="arrivals this many times as dense")
     parser.add_argument("--copies", type=int, default=1, help="the users so often, with other prompts")

@@ -17,6 +17,7 @@ from runtime.bench.load.traces import (
     numbered,
     random_tokens,
     read_trace,
+    shared_prefixes,
 )
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -133,3 +134,28 @@ def test_the_recorded_traces(name: str, count: int) -> None:
     trace = read_trace(DATA / name)
     assert len(trace.requests) == count
     assert 3000 < trace.requests[-1].arrival_s < 4000
+
+
+def test_a_multiplied_trace_has_other_users_beside_its_own() -> None:
+    trace = Trace("t", (TraceRequest(0.0, 600, 2, (1, 2)), TraceRequest(3.0, 600, 2, (1, 3))))
+    twice = trace.multiplied(2, spread_s=4.0)
+    assert [request.arrival_s for request in twice.requests] == [0.0, 2.0, 3.0, 5.0]
+    ids = [request.hash_ids for request in twice.requests]
+    assert (ids[0], ids[2]) == ((1, 2), (1, 3))
+    assert ids[1][0] == ids[3][0]
+    assert not {*ids[1], *ids[3]} & {1, 2, 3}
+    for copies, spread_s in ((0, 1.0), (2, -1.0), (1 << 30, 1.0)):
+        with pytest.raises(TraceError):
+            trace.multiplied(copies, spread_s)
+
+
+def test_shared_prefixes_begin_alike_and_end_otherwise() -> None:
+    made = shared_prefixes(num_requests=50, num_prefixes=3, prefix_len=20, own_len=8, output_len=2)
+    prompts = [made.prompt_ids(index, numbered).tolist() for index in range(50)]
+    assert {len(prompt) for prompt in prompts} == {28}
+    assert len({tuple(prompt[:20]) for prompt in prompts}) == 3
+    assert len({tuple(prompt[20:]) for prompt in prompts}) == 50
+    hot = shared_prefixes(num_requests=50, num_prefixes=3, prefix_len=20, own_len=8, output_len=2, hot_share=1.0)
+    assert len({request.hash_ids[:5] for request in hot.requests}) == 1
+    with pytest.raises(TraceError):
+        shared_prefixes(num_requests=1, num_prefixes=0, prefix_len=1, own_len=1, output_len=1)

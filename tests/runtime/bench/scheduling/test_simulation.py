@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runtime.bench.load.traces import Trace, TraceRequest
+from runtime.bench.load.traces import Trace, TraceRequest, shared_prefixes
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.scheduling.simulation import simulate
 from runtime.bench.scheduling.step_model import StepFeatures
@@ -124,3 +124,31 @@ def test_swapped_blocks_take_their_time() -> None:
     )
     assert quick["num_swaps"] == slow["num_swaps"] >= 1
     assert slow["duration_s"] > quick["duration_s"] + 200.0
+
+
+def test_the_router_of_a_fleet_keeps_prefixes_together_and_shares_a_skewed_load_out() -> None:
+    """Prefixes that fill 0.8 of two caches: in turns half of them are computed again and again."""
+    config = limits(num_blocks=100, max_num_batched_tokens=64, max_model_len=60)
+    ratios = {}
+    for hot_share in (0.0, 0.9, 1.0):
+        requests = shared_prefixes(
+            num_requests=600, num_prefixes=13, prefix_len=40, own_len=4, output_len=4, hot_share=hot_share
+        )
+        rates = {}
+        for policy in ("round-robin", "prefix-aware"):
+            run = simulate(
+                requests, config, TokenBound(), num_replicas=2, routing_policy=policy, max_concurrency=8  # type: ignore[arg-type]
+            )
+            assert sum(run.router.num_routed) == 600
+            assert run.router.loads() == [0, 0]
+            rates[policy] = run.report()["request_throughput"]
+        ratios[hot_share] = rates["prefix-aware"] / rates["round-robin"]
+    assert ratios[0.0] >= 2.0
+    assert min(ratios.values()) >= 0.95
+
+
+class TokenBound:
+    """A step takes 0.01 s, and 0.1 s a token."""
+
+    def seconds(self, features: StepFeatures) -> float:
+        return 0.01 + 0.1 * features.tokens
