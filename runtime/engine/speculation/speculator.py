@@ -44,7 +44,7 @@ ALLOWANCE = 0.01
 MOST_STEPS = 2.0
 """Steps with the most proposals whose time may be lost when what did pay does so no more."""
 
-MOST_REST = 64
+MOST_REST = 256
 """Steps at most between two looks where nothing pays and steps are so short that even this costs something."""
 
 CREDIT_STEPS = 2.0
@@ -80,9 +80,9 @@ class _Chance:
         self.kept = FADING * self.kept + kept
         self.lost = FADING * self.lost + is_lost
 
-    def forget(self) -> None:
-        self.kept *= FORGETTING
-        self.lost *= FORGETTING
+    def forget(self, num_steps: int = 1) -> None:
+        self.kept *= FORGETTING**num_steps
+        self.lost *= FORGETTING**num_steps
 
     def of(self, prior: float) -> float:
         return (self.kept + PRIOR_WEIGHT * prior) / (self.kept + self.lost + PRIOR_WEIGHT)
@@ -192,6 +192,11 @@ class Speculator:
         if self._num_awake >= 3 and self._plain_s > 0.0:
             self._num_awake = 0
             self._num_resting = min(MOST_REST, max(0, int(6 * self._cost_s / (SHARE_IDLE * self._plain_s)) - 3))
+            for one in (*self._chances, *self._by_sequence.values()):
+                one.forget(self._num_resting)
+            if self._balance_s is not None:  # they pay in, too
+                earned = ALLOWANCE * self._plain_s * self._num_resting
+                self._balance_s = min(self._balance_s + earned, self._limit_s)
 
     def _propose(self, running: Iterable[Sequence]) -> dict[Sequence, list[int]]:
         decodes = [s for s in running if s.num_tokens + s.num_pending - s.num_computed == 1 and not s.is_drawing_last]
