@@ -14,12 +14,16 @@ from numba_kernels.cuda import integer_matmul as _integer_matmul
 from numba_kernels.cuda import reduce as _reduce
 from numba_kernels.cuda.intrinsics.storage import CODES
 from runtime.backends.cuda_tensor import alignment, upload, upload_together
+from runtime.device.device import Device
 from runtime.device.gpu import Gpu
 from runtime.dtype import DType, bool_, float32, int32, int64
 from runtime.tensor import views
+from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 from runtime.tensor.views import Shape
 
+MOST_LAYOUTS = 1 << 14
+"""That a device keeps, of a few hundred bytes each; none is ever let go, since recordings read them."""
 _DTYPES = {"f32": "float32", "s64": "int64", "s32": "int32"}
 
 
@@ -68,8 +72,19 @@ def write_elementwise(op: str, operands: Sequence[Tensor], target: Tensor, compu
             write_elementwise(op, [operand[index] for operand in expanded_operands], target[index], compute)
         return
     columns = [*range(len(values)), *([2] if condition else []), 3]
-    table = upload(_elementwise.pack_layout(shape, dict(zip(columns, merged))), target.device)
+    table = _layout(gpu, _elementwise.pack_layout(shape, dict(zip(columns, merged))), target.device)
     gpu.launch(launch, *addresses, target.address, table.address, *common, 0, 0, 0, 0)
+
+
+def _layout(gpu: Gpu, packed: NDArray, device: Device) -> Tensor:
+    """A layout on the device. Layouts are kept, so that what has run once can be recorded into a graph."""
+    key = gpu.stream, packed.tobytes()
+    found: Tensor | None = gpu.layouts.get(key)
+    if found is None:
+        found = upload(packed, device)
+        if len(gpu.layouts) < MOST_LAYOUTS:
+            gpu.layouts[key] = found
+    return found
 
 
 def merge_axes(shape: Shape, strides: Sequence[Shape]) -> tuple[Shape, list[Shape]]:

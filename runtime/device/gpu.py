@@ -51,6 +51,7 @@ class Gpu:
         allocator: its memory.
         pinned: pinned host memory.
         kernel_cache: compiled kernels on disk.
+        layouts: strides of operands that were sent there, by stream and content; the backend's.
     """
 
     def __init__(self, device: Device, driver: Driver, *, kernel_cache: KernelCache | None = None) -> None:
@@ -71,6 +72,7 @@ class Gpu:
         self._lock = threading.Lock()  # of the kernels
         self._bound = _BoundOfThread()
         self._tensor_maps: dict[tuple[int, TensorMapLayout], bytes] = {}
+        self.layouts: dict[tuple[Stream, bytes], Any] = {}
 
     @staticmethod
     def of(device: Device | str) -> Gpu:

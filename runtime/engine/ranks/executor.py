@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.device.errors import LaunchError
-from runtime.engine.ranks.group import RankGroup
+from runtime.engine.ranks.group import END_S, RankGroup
 from runtime.engine.ranks.messages import (
     DropEncoded,
     Encode,
@@ -100,6 +100,9 @@ class ParallelExecutor:
         return self.local.graph_stats()
 
     def close(self) -> None:
+        self.ranks.expect_end()
+        if not self.ranks.communicator.is_aborted:
+            self.local.wait_for_queued(END_S)  # else an abort would end what is under way, and the device's context
         self.ranks.communicator.abort("was closed")  # for ranks that wait for this one
         try:
             with suppress(LaunchError):  # of a GPU whose collectives have ended so

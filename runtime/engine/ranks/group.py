@@ -119,6 +119,11 @@ class RankGroup:
         """Of the processes, in the order of ranks from 1 on."""
         return [rank.process.pid for rank in self._ranks]
 
+    def expect_end(self) -> None:
+        """From now on the end of a rank is nothing to tell of."""
+        for rank in self._ranks:
+            rank.expect_end()
+
     def close(self) -> None:
         """Ends the processes, whatever they do."""
         for rank in self._ranks:
@@ -182,6 +187,9 @@ class _Rank:
         assert isinstance(answer, kind), answer
         return answer
 
+    def expect_end(self) -> None:
+        self._is_closed = True
+
     def close(self) -> None:
         self._is_closed = True
         with suppress(OSError):
@@ -205,7 +213,8 @@ class _Rank:
                     answer = ANSWERS.decode(data)
                     if isinstance(answer, Failed):
                         reason = f"failed: {answer.problem.message}"
-                        logger.error("rank %d %s", self._rank, reason)
+                        if not self._is_closed:
+                            logger.error("rank %d %s", self._rank, reason)
                     with self._condition:
                         self._answers.append(answer)
                         self._condition.notify_all()

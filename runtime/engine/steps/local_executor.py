@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Never, TypeVar
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 from runtime import ops
 from runtime.batch import Batch
 from runtime.communicator import RankCommunicator
+from runtime.device.errors import LaunchError
 from runtime.engine.config import EngineLimits
 from runtime.engine.messages import TokenLogprobs
 from runtime.engine.steps.decode_graphs import DecodeGraphs, DecodeRun, GraphKey
@@ -164,6 +166,17 @@ class LocalExecutor:
             from runtime.device.gpu import Gpu  # brings the driver, which the cpu does without
 
             Gpu.of(self.model.device).synchronize()
+
+    def wait_for_queued(self, seconds: float) -> None:
+        """The same, but not for longer, and whatever comes of it."""
+        if self.model.device.kind == "cpu":
+            return
+        from runtime.device.gpu import Gpu
+
+        stream, until = Gpu.of(self.model.device).stream, time.monotonic() + seconds
+        with suppress(LaunchError):
+            while not stream.is_done() and time.monotonic() < until:
+                time.sleep(0.001)
 
     def start_encoding(self, slot: int, patches: NDArray[np.uint8], grid: tuple[int, int]) -> None:
         pictures = self._picture_store()

@@ -6,8 +6,8 @@ import os
 import time
 from typing import Any
 
-from models.decoder import Attention
 from runtime.engine.ranks import main as rank
+from runtime.engine.ranks.messages import Load
 from runtime.errors import OutOfMemoryError
 
 CALLS_BEFORE = 9
@@ -15,6 +15,8 @@ CALLS_BEFORE = 9
 
 
 def _plant(fault: str) -> None:
+    from models.decoder import Attention  # once the number of threads is settled
+
     whole, seen = Attention.__call__, [0]
 
     def call(self: Attention, *arguments: Any, **keywords: Any) -> Any:
@@ -36,6 +38,14 @@ def _plant(fault: str) -> None:
         Attention.__call__ = call  # type: ignore[method-assign]
 
 
-if __name__ == "__main__":
+_settle = rank._settle
+
+
+def _settle_and_plant(load: Load) -> None:
+    _settle(load)
     _plant(os.environ["XSERV_TEST_FAULT"])
+
+
+if __name__ == "__main__":
+    rank._settle = _settle_and_plant
     rank.main()

@@ -32,10 +32,15 @@ def engine_of(folder: Path | None, num_ranks: int, **settings: Any) -> Engine:
 
 
 def greedy(folder: Path, ids: list[int], count: int, num_ranks: int, **settings: Any) -> list[int]:
+    """Of one prompt of two, so that decode graphs have two rows."""
     engine = engine_of(folder, num_ranks, dtype="float32", **settings)
     try:
-        engine.add(request_of("a", ids, SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)))
-        return [token for output in run(engine) for token in output.new_token_ids]
+        for name in ("a", "b"):
+            engine.add(request_of(name, ids, SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)))
+        outputs = run(engine)
+        stats = engine.executor.graph_stats()
+        assert (stats.num_failed, stats.num_steps > 0) == (0, True), stats
+        return [token for output in outputs if output.request_id == "b" for token in output.new_token_ids]
     finally:
         engine.close()
 
