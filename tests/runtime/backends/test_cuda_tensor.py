@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from runtime import ops
+from runtime.device.gpu import Gpu
+from runtime.device.graph import Graph
 from runtime.dtype import ALL_DTYPES, DType, bfloat16, bool_, float32, int32, int64
 from runtime.errors import DeviceError, InvalidArgumentError
 from runtime.tensor.tensor import Tensor
@@ -228,3 +230,21 @@ def test_between_devices() -> None:
         assert np.array_equal(x.to(device).to("cpu").array, array)
     assert np.array_equal(x.transpose(0, 1).to("cpu").array, array.T)
     assert x.to(DEVICE) is x
+
+
+def test_strided_copies_can_be_recorded() -> None:
+    """What has run once: their layouts are on the device by then."""
+    gpu = Gpu.of(DEVICE)
+    source = Tensor.from_numpy(np.arange(24, dtype=np.float32).reshape(2, 3, 4)).to(DEVICE)
+
+    def work() -> Tensor:
+        result = Tensor.empty((3, 7), float32, source.device)
+        for part in range(2):
+            first, end = part * 4, min(part * 4 + 4, 7)
+            result[:, first:end] = source[part][:, : end - first]
+        return result
+
+    graph = Graph.capture(gpu, work)
+    graph.replay()
+    expected = np.arange(24, dtype=np.float32).reshape(2, 3, 4).transpose(1, 0, 2).reshape(3, 8)[:, :7]
+    assert np.array_equal(graph.result.to("cpu").array, expected)
