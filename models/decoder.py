@@ -105,8 +105,10 @@ class Decoder(Model):
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         x = ops.embedding(batch.token_ids, self.embed_tokens, scale=self.embedding_scale)
-        for layer in self.layers:
+        batch.keep(0, x)
+        for number, layer in enumerate(self.layers, 1):
             x = layer(x, batch, kv_cache)
+            batch.keep(number, x)
         return ops.rms_norm(x, self.norm, self.config.norm_eps)
 
     def attention(self, index: int, maker: Maker, *, input_norm: str = "", **choices: Any) -> Attention:
@@ -144,14 +146,16 @@ class Attention:
         rope: RopeTable | None,
         *,
         qkv: str | tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
+        inputs: int | None = None,
         input_norm: RmsNorm | None = None,
         norm: NormKind = "none",
         norm_offset: float = 0.0,
         softcap: float | None = None,
         has_sinks: bool = False,
     ) -> None:
-        """`qkv` names the projections, or the one of all three. `norm`: queries and keys are normalised by head, or all
-        heads together. `softcap` bounds scores. With `has_sinks` each head has a logit more, `sinks`."""
+        """`qkv` names the projections, or the one of all three, of so many `inputs` (None: `hidden_size`). `norm`:
+        queries and keys are normalised by head, or all heads together. `softcap` bounds scores. With `has_sinks` each
+        head has a logit more, `sinks`."""
         hidden, head_dim = config.hidden_size, config.head_dim
         q_heads, kv_heads = config.share("num_heads"), config.share("num_kv_heads")
         q_size, kv_size = q_heads.times(head_dim), kv_heads.times(head_dim)
@@ -160,8 +164,8 @@ class Attention:
         self.window, self.scale = config.layer_windows[index], config.attention_scales[index]
         self.norm_eps = config.norm_eps
         self.qkv_proj = maker.linear(
-            qkv, outputs=(q_size, kv_size, kv_size), inputs=hidden, has_bias=config.attention_bias, split="outputs",
-            norm=input_norm,
+            qkv, outputs=(q_size, kv_size, kv_size), inputs=inputs or hidden, has_bias=config.attention_bias,
+            split="outputs", norm=input_norm,
         )  # fmt: skip
         self.q_norm: Tensor | None = None
         self.k_norm: Tensor | None = None

@@ -36,6 +36,7 @@ class PictureDecoder(Decoder):
         x = ops.embedding(batch.token_ids, self.embed_tokens, scale=self.embedding_scale)
         for each in batch.encoded:
             x[each.first_token : each.first_token + each.rows[0].shape[0]] = each.rows[0]
+        batch.keep(0, x)
         for index, layer in enumerate(self.layers):
             x = layer(x, batch, kv_cache)
             for each in batch.encoded:
@@ -43,6 +44,7 @@ class PictureDecoder(Decoder):
                     rows = slice(each.first_token, each.first_token + each.rows[0].shape[0])
                     x[rows] = x[rows] + each.rows[index + 1]
                     x.row_squares = None  # were those of the rows before
+            batch.keep(index + 1, x)
         return ops.rms_norm(x, self.norm, self.config.norm_eps)
 
 

@@ -30,8 +30,9 @@ class EncodedTokens:
 class Batch:
     """What one forward pass needs. Every Tensor lies on the model's device and is C-contiguous.
 
-    The runner sets every field, once, before ``Model.forward``; nobody changes one afterwards. ``slot_mappings`` and
-    ``block_tables`` hold one entry for each KV cache group (full attention, sliding window); most models have one.
+    The runner sets every field, once, before ``Model.forward``; nobody changes one afterwards, but for ``kept``.
+    ``slot_mappings`` and ``block_tables`` hold one entry for each KV cache group (full attention, sliding window); most
+    models have one.
     """
 
     token_ids: Tensor  # [num_tokens] int32
@@ -47,7 +48,14 @@ class Batch:
     rope: RopeTable | None = None  # the step's own rotations, a row a position; None: the model's
     encoded: tuple[EncodedTokens, ...] = ()  # what stands for the embeddings of some tokens
     sees_until: Tensor | None = None  # [num_tokens] int32: the position behind the last that each sees; None: its own
+    kept_layers: tuple[int, ...] = ()  # behind which layers hidden states are kept, counted from 1; 0: the embeddings
+    kept: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)  # by layer: what stands there
     plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # what ops derived, for all layers
+
+    def keep(self, layer: int, x: Tensor) -> None:
+        """Note ``x [num_tokens, hidden_size]``, which stands behind a layer and is not written to any more."""
+        if layer in self.kept_layers:
+            self.kept[layer] = x
 
     @property
     def num_tokens(self) -> int:

@@ -259,6 +259,18 @@ def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     return backend.gather_rows(x, indices)  # type: ignore[no-any-return]
 
 
+def join_columns(parts: Sequence[Tensor]) -> Tensor:
+    """``[T, W1]``, ``[T, W2]`` ... side by side -> ``[T, W1 + W2 + ...]``."""
+    if not parts:
+        raise fail("join_columns", "parts", "are none, must be at least one")
+    op, first = "join_columns", parts[0]
+    backend = _backend(op, "parts", first)
+    for number, each in enumerate(parts):
+        check(op, f"parts[{number}]", each, first.device, backend.ACTIVATIONS, (first.shape[0], None))
+        check(op, f"parts[{number}]", each, first.device, first.dtype, each.shape)
+    return backend.join_columns(parts)  # type: ignore[no-any-return]
+
+
 # ------------------------------------------------------------------------------------------ norms, activations
 
 

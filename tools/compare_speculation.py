@@ -27,8 +27,9 @@ import msgspec
 import numpy as np
 
 from models.base import Model
+from models.eagle3 import Eagle3Drafter, load_eagle3
 from models.hub import resolve_model
-from runtime.engine.config import EngineConfig
+from runtime.engine.config import OWN_DRAFTER, EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.make_engine import engine_over, limits_of, loaded_model
 from runtime.engine.messages import EngineRequest
@@ -36,6 +37,7 @@ from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.speculation.draft_model import DraftModelDrafter
 from runtime.engine.speculation.drafter import Drafter, Ids
+from runtime.engine.speculation.eagle3 import Eagle3Proposer
 from runtime.engine.speculation.ngram import NgramDrafter, SuffixDrafter
 from runtime.engine.speculation.speculator import Speculator
 from runtime.kv.groups import blocks_of_sequence
@@ -117,7 +119,7 @@ class Comparison:
 
 def compare(
     model: Model, folder: Path, num_requests: int, seed: int, *, found: Comparison | None = None,
-    takes_turns: bool = False, **settings: Any,
+    eagle3: Eagle3Drafter | None = None, takes_turns: bool = False, **settings: Any,
 ) -> Comparison:  # fmt: skip
     """Runs so many requests in rounds of ``ROUND``, and adds what it finds to ``found``. A round has all drafters, or
     one where they take turns."""
@@ -146,6 +148,9 @@ def compare(
         drafted = DraftModelDrafter(model, model.max_positions, model.rotary_switch, limits, limits.num_blocks)
         if number % 2 == 0 or takes_turns:  # it takes as long as all the others
             drafters.append(drafted)
+        if eagle3 is not None:
+            num_blocks = max(2, int(limits.num_blocks * rng.choice((0.3, 1, 2))))
+            drafters.append(Eagle3Proposer(eagle3, limits, num_blocks, 7))
         predicted = [_with_prediction(rng, request, plain, vocab_size) for request in requests]
         chosen = [*drafters, None]
         for drafter in [chosen[number % len(chosen)]] if takes_turns else chosen:
@@ -164,6 +169,8 @@ def compare(
             found.num_preemptions += engine.stats().num_preemptions
             if drafter is drafted and drafted.num_free_blocks != drafted.num_blocks:
                 found.differences.append(f"round {number}: the draft model's pages leaked")
+            if isinstance(drafter, Eagle3Proposer):
+                drafter.pool.check_invariants([])
             if drafter is not None and not speculator.is_on:
                 found.differences.append(f"round {number}: the drafter {name} was turned off")
     return found
@@ -312,7 +319,10 @@ def main() -> int:
         while done < options.requests:
             model, folder = models[done // PIECE % len(models)]
             count = min(PIECE, options.requests - done)
-            compare(model, folder, count, options.seed + done // PIECE, found=found, **settings)
+            own, eagle3 = folder / OWN_DRAFTER, None
+            if own.is_dir():
+                eagle3 = load_eagle3(own, model, device=options.device, exact=settings["exact"], max_model_len=96)
+            compare(model, folder, count, options.seed + done // PIECE, found=found, eagle3=eagle3, **settings)
             done += count
             print(f"-- {done:,} requests, the latest of {folder.name}")
             found.tell()

@@ -1,4 +1,5 @@
-"""Columns of rows in another order: what a weight whose columns are stored reordered is multiplied with."""
+"""Columns of matrices in other places: in another order, as a weight whose columns are stored reordered is multiplied
+with; and side by side."""
 
 from __future__ import annotations
 
@@ -24,3 +25,20 @@ def take_columns_kernel() -> Kernel:
                 out[i] = x[order[i]]
 
     return Kernel(take_columns, Fields("*x *order *out num_rows depth rows_a_ticket"))
+
+
+@functools.cache
+def put_columns_kernel() -> Kernel:
+    """``out [R, total]`` gets ``x [R, width]`` from column ``first`` on; a ticket is some rows."""
+
+    def put_columns(arguments, ticket):
+        a = carray(arguments, 1)[0]
+        width = a.width
+        start = ticket * a.rows_a_ticket
+        for row in range(start, min(a.num_rows, start + a.rows_a_ticket)):
+            x = float32_at(a.x + row * width * 4, width)
+            out = float32_at(a.out + (row * a.total + a.first) * 4, width)
+            for i in range(width):
+                out[i] = x[i]
+
+    return Kernel(put_columns, Fields("*x *out num_rows width total first rows_a_ticket"))

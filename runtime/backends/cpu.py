@@ -8,7 +8,7 @@ depend on the other rows of a batch, nor on the number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numba
@@ -219,6 +219,20 @@ def add_embedding(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     """See `ops.gather_rows`."""
     return _add_rows("gather_rows", "indices", indices, x, None)
+
+
+def join_columns(parts: Sequence[Tensor]) -> Tensor:
+    """See `ops.join_columns`."""
+    rows, total, first = parts[0].shape[0], sum(each.shape[1] for each in parts), 0
+    result = _new((rows, total))
+    for each in parts:
+        width = each.shape[1]
+        tickets, workers, rows_a_ticket = _share(rows, width)
+        _columns.put_columns_kernel()(
+            tickets, workers, each.address, result.address, rows, width, total, first, rows_a_ticket
+        )
+        first += width
+    return result
 
 
 # ------------------------------------------------------------------------------------------ norms, activations

@@ -8,6 +8,8 @@ device's current stream; none waits. A `plan` of the kernel's family chooses spe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from numba_kernels.cuda import activation as _activation
@@ -34,8 +36,8 @@ from runtime.tensor.tensor import Tensor
 __all__ = [
     "ACTIVATIONS", "LATENT_ROW_MULTIPLE", "NORM_WEIGHTS", "TABLE", "WEIGHT", "activate", "add_embedding",
     "add_partials", "add_scaled", "attention", "embedding", "expert_linear", "experts", "gather_rows", "glu",
-    "latent_attention", "latent_prepare", "layer_norm", "linear", "linear_glu", "linear_partial", "normed_route",
-    "page_shape", "qkv_prepare", "rms_norm", "route", "scale_logits",
+    "join_columns", "latent_attention", "latent_prepare", "layer_norm", "linear", "linear_glu", "linear_partial",
+    "normed_route", "page_shape", "qkv_prepare", "rms_norm", "route", "scale_logits",
 ]  # fmt: skip
 
 ACTIVATIONS = (float32, float16, bfloat16)
@@ -102,6 +104,17 @@ def add_embedding(x: Tensor, positions: Tensor, table: Tensor) -> Tensor:
 def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
     """See `ops.gather_rows`."""
     return _gather("gather_rows", indices, x, None)
+
+
+def join_columns(parts: Sequence[Tensor]) -> Tensor:
+    """See `ops.join_columns`."""
+    total, first = sum(each.shape[1] for each in parts), 0
+    result = Tensor.empty((parts[0].shape[0], total), parts[0].dtype, parts[0].device)
+    for each in parts:
+        end = first + each.shape[1]
+        result[:, first:end] = each
+        first = end
+    return result
 
 
 # ------------------------------------------------------------------------------------------ norms, activations

@@ -6,14 +6,15 @@ import json
 import logging
 from typing import Any
 
-from runtime.engine.config import DRAFT_PREFIX
+from runtime.engine.config import DRAFT_PREFIX, EAGLE3_PREFIX
 from runtime.engine.errors import RequestError
 
 logger = logging.getLogger("xserv.commands")
 
 _METHODS = {"ngram": "ngram", "[ngram]": "ngram", "ngram_gpu": "ngram", "suffix": "suffix"}
-_NOT_BUILT = ("eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "dflash")
+_NOT_BUILT = ("eagle", "mtp", "medusa", "mlp_speculator", "dflash")
 _SAMPLE_METHODS = {"rejection_sample_method": ("standard",), "draft_sample_method": ("greedy", "probabilistic")}
+_WITH_FOLDERS = {"draft_model": (DRAFT_PREFIX, "a draft model"), "eagle3": (EAGLE3_PREFIX, "an EAGLE-3 drafter")}
 _WITHOUT_EFFECT = {
     "prompt_lookup_max": "the longest agreement is looked for",
     "prompt_lookup_min": "two tokens have to agree",
@@ -41,13 +42,14 @@ def options_of(text: str) -> dict[str, Any]:
         method = "draft_model" if str(given["model"]) not in _METHODS else given.pop("model")
     if method in _NOT_BUILT:
         raise RequestError(f"--speculative-config: the method {method!r} is not built", param=param)
-    if method == "draft_model":
+    if isinstance(method, str) and method in _WITH_FOLDERS:
+        prefix, what = _WITH_FOLDERS[method]
         folder = given.pop("model", None)
         if not isinstance(folder, str) or not folder:
-            raise RequestError(f"--speculative-config: model must be a draft model, got {folder!r:.80}", param=param)
-        return _with_most({"speculation": DRAFT_PREFIX + folder}, given)
+            raise RequestError(f"--speculative-config: model must be {what}, got {folder!r:.80}", param=param)
+        return _with_most({"speculation": prefix + folder}, given)
     if not isinstance(method, str) or method not in _METHODS:
-        known = ", ".join(("draft_model", *(name for name in _METHODS if name.isalpha())))
+        known = ", ".join((*_WITH_FOLDERS, *(name for name in _METHODS if name.isalpha())))
         raise RequestError(f"--speculative-config: method must be one of {known}, got {method!r:.80}", param=param)
     return _with_most({"speculation": _METHODS[method]}, given)
 

@@ -41,8 +41,11 @@ DecodeKernels = Literal["layers", "megakernel"]
 SpeculationAcceptance = Literal["exact", "rejection"]
 Quantization = Literal["none", "int8", "int4", "mxfp4", "fp8"]
 KVCacheDtype = Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"]
-SPECULATIONS = ("auto", "off", "ngram", "suffix")
-DRAFT_PREFIX = "draft:"
+SPECULATIONS = ("auto", "off", "ngram", "suffix", "eagle3")
+DRAFT_PREFIX, EAGLE3_PREFIX = "draft:", "eagle3:"
+OWN_DRAFTER = "drafter"
+"""The folder in a model's that has a drafter for it."""
+
 MOST_SPECULATIVE_TOKENS = 64
 MOST_RANKS = 64
 MOST_ENGINES = 64
@@ -153,8 +156,9 @@ class EngineConfig:
                             layers whose pages stay in the weights' type: numbers and "sliding_window", by commas
     speculation             who proposes tokens for decodes to try: "auto" (a request's prediction, where it has one),
                             "ngram" (beside it, what prompt and output said before), "suffix" (and the answers of others
-                            of the same tenant), "draft:FOLDER" (a small model), "off" (nobody); tokens are as without
-                            (docs/speculation.md)
+                            of the same tenant), "draft:FOLDER" (a small model), "eagle3:FOLDER" (a drafter that reads
+                            the model's hidden states), "eagle3" (the one in the model's folder), "off" (nobody); tokens
+                            are as without (docs/speculation.md)
     num_speculative_tokens  most proposals for a sequence in a step; fewer, or none, where they do not pay
     speculation_acceptance  which proposals are kept: "exact" (those that equal the draw that would have come anyway: no
                             token changes), "rejection" (of a draft model's draws more: other answers, of the same
@@ -235,14 +239,25 @@ class EngineConfig:
         check_one_of("overlap", self.overlap, ("auto", "on", "off"))
         check_one_of("decode_graphs", self.decode_graphs, ("auto", "on", "off"))
         check_one_of("decode", self.decode, get_args(DecodeKernels))
-        if not isinstance(self.speculation, str) or not self.speculation.removeprefix(DRAFT_PREFIX):
-            raise RequestError(f"speculation: draft: needs a model's folder, got {self.speculation!r:.80}",
+        prefixes = DRAFT_PREFIX, EAGLE3_PREFIX
+        if not isinstance(self.speculation, str) or self.speculation in ("", *prefixes):
+            raise RequestError(f"speculation: draft: and eagle3: need a folder, got {self.speculation!r:.80}",
                                param="speculation")  # fmt: skip
-        if self.draft_model is None and self.speculation not in SPECULATIONS:
+        if self.speculation not in SPECULATIONS and not self.speculation.startswith(prefixes):
             raise RequestError(
-                f"speculation must be one of {', '.join(SPECULATIONS)}, {DRAFT_PREFIX}FOLDER, "
+                f"speculation must be one of {', '.join(SPECULATIONS)}, {DRAFT_PREFIX}FOLDER, {EAGLE3_PREFIX}FOLDER, "
                 f"got {self.speculation!r:.80}",
                 param="speculation",
+            )
+        if self.has_eagle3 and self.tensor_parallel_size > 1:
+            raise RequestError(
+                f"speculation is {self.speculation!r:.80}: hidden states are not kept of a model that is split over"
+                f" {self.tensor_parallel_size} ranks; leave out tensor_parallel_size or name another speculation",
+                param="speculation",
+            )
+        if self.has_eagle3 and self.decode == "megakernel":
+            raise RequestError(
+                "decode is 'megakernel', which keeps no hidden states for speculation 'eagle3'", param="decode"
             )
         if self.num_speculative_tokens > MOST_SPECULATIVE_TOKENS:
             raise RequestError(
@@ -312,6 +327,11 @@ class EngineConfig:
     def draft_model(self) -> str | None:
         """The folder of the model that proposes tokens, if one does."""
         return self.speculation[len(DRAFT_PREFIX) :] if self.speculation.startswith(DRAFT_PREFIX) else None
+
+    @property
+    def has_eagle3(self) -> bool:
+        """Whether an EAGLE-3 drafter proposes tokens."""
+        return self.speculation == "eagle3" or self.speculation.startswith(EAGLE3_PREFIX)
 
     @property
     def scheduling(self) -> SchedulingConfig:

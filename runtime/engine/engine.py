@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,10 +40,11 @@ from runtime.engine.scheduling.host_pool import HostPool
 from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.sequence import Request, Sequence
 from runtime.engine.scheduling.step import Step
+from runtime.engine.speculation.drafter import LeftChunk
 from runtime.engine.speculation.speculator import SpeculationCounters, Speculator
 from runtime.engine.steps.assemble import Assembled, Assembler
 from runtime.engine.steps.embedder import Embedder
-from runtime.engine.steps.executor import Computation, Drawn, Executor, ExecutorLostError
+from runtime.engine.steps.executor import Computation, Drawn, Executor, ExecutorLostError, KeptRows
 from runtime.engine.steps.step_input import Mode, RowLoad
 from runtime.engine.timeline import TIMELINE_STEPS, ChunkKey, StepRecord, Timeline
 
@@ -143,6 +145,8 @@ class Engine:
         """Let it propose tokens from the next step on. Raises ``RequestError`` where several steps are open at once."""
         if self.executor.depth > 1:
             raise RequestError("speculation needs steps that follow one another", param="speculation")
+        if speculator.wanted is not None:
+            self.executor.keep_layers(*speculator.wanted)
         self.speculator = speculator
         self.opened.on_end = speculator.end
         for request in self.requests.values():
@@ -503,6 +507,13 @@ class Engine:
         drafted = {chunk.sequence: len(chunk.draft_ids) for chunk in step.chunks if chunk.draft_ids}
         speculator.observe(step.number, drafted, kept, is_pure=made.num_draws.sum() == made.num_tokens)
 
+    def _show_states(self, speculator: Speculator, assembled: Assembled) -> None:
+        """Tell the drafter what the step that is just over left of hidden states."""
+        kept, made = self.executor.kept_rows, assembled.input
+        if kept is None or kept.number != made.number:
+            return
+        speculator.follow(kept, partial(_left_chunks, assembled, kept))
+
     def _count_transfers(self, step: Step, record: StepRecord) -> None:
         record.swapped_out, record.swapped_in = len(step.swap_out), len(step.swap_in)
         record.copied = len(step.copies)
@@ -540,6 +551,8 @@ class Engine:
                 if self.speculator is not None and self.speculator.is_asked and self.speculator.observes:
                     self._note_proposals(self.speculator, opened.assembled, step, accepted)
                 self.opened.append(opened.assembled, drawn, ended, outputs)
+                if self.speculator is not None and self.speculator.reads_states and following is None:
+                    self._show_states(self.speculator, opened.assembled)
                 num_tokens = opened.assembled.input.num_tokens
                 if num_tokens:
                     self.scheduler.observe(num_tokens, record.run_s)
@@ -554,3 +567,15 @@ class Engine:
             following.started_s, following.record.start_s = ended, record.end_s
         if opened.computation is not None or step.has_transfers:
             self.timeline.append(record)
+
+
+def _left_chunks(assembled: Assembled, kept: KeptRows) -> list[LeftChunk]:
+    """Whose hidden states a step left, as far as the tokens behind them are known."""
+    made = assembled.input
+    places = zip(assembled.sequences, kept.first.tolist(), made.starts.tolist(), made.counts.tolist(), strict=True)
+    chunks = [
+        LeftChunk(sequence, first, start, min(count, sequence.num_tokens - 1 - start))
+        for sequence, first, start, count in places
+        if not sequence.is_finished and sequence.request.pictures is None
+    ]
+    return [chunk for chunk in chunks if chunk.num_tokens > 0]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from models.base import Model
+from models.eagle3 import Eagle3Drafter, load_eagle3
 from models.generation_config import load_generation_config
 from models.hub import model_name, resolve_model
 from models.preprocessing import read_patch_rule
@@ -19,6 +20,8 @@ from runtime.communicator import Communicator, DeclaredRank, RankCommunicator
 from runtime.device.device import Device
 from runtime.device.errors import InvalidDeviceError
 from runtime.engine.config import (
+    EAGLE3_PREFIX,
+    OWN_DRAFTER,
     EngineConfig,
     EngineLimits,
     EngineSettings,
@@ -31,6 +34,7 @@ from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.messages import CacheGroupInfo, EngineInfo, ImageSupport
 from runtime.engine.speculation.draft_model import DraftModelDrafter
 from runtime.engine.speculation.drafter import Drafter
+from runtime.engine.speculation.eagle3 import Eagle3Proposer
 from runtime.engine.speculation.ngram import NgramDrafter, SuffixDrafter
 from runtime.engine.speculation.speculator import Speculator
 from runtime.engine.steps.executor import Executor
@@ -162,7 +166,7 @@ def engine_over(
     Whether products are exact and weights quantised was settled when the model was loaded. Raises ``RequestError``,
     ``OutOfMemoryError``, what a rank raises, and ``CommunicatorError``.
     """
-    draft = None if config.draft_model is None else loaded_draft(config, loaded, folder)
+    draft = drafter_of(config, loaded, folder)
     others: list[Loaded] = [] if ranks is None else ranks.wait_loaded()
     num_bytes = loaded.weight_bytes + sum(rank.weight_bytes for rank in others)
     limits = limits_of(loaded, config, draft=draft, free_bytes=[rank.free_bytes for rank in others])
@@ -192,6 +196,42 @@ def executor_over(
     if isinstance(loaded, PictureModel):
         loaded.patch_rule = read_patch_rule(folder, loaded.patch_rule)
     return LocalExecutor(loaded, KVCache(spec, limits.num_blocks), limits, vocab_size, communicator)
+
+
+Draft = Model | Eagle3Drafter
+"""What has weights and pages of its own, and proposes tokens."""
+
+
+def drafter_of(config: EngineConfig, target: Model, folder: Path, *, declares: bool = False) -> Draft | None:
+    """What the configuration says that proposes tokens, loaded or declared, if that has weights. Raises as `load_model`
+    and `load_eagle3`, and ``RequestError`` for what does not fit the target of that folder."""
+    if config.draft_model is not None:
+        return declared_draft(config, target, folder) if declares else loaded_draft(config, target, folder)
+    if not config.has_eagle3:
+        return None
+    if config.speculation != "eagle3":
+        drafter = resolve_model(config.speculation.removeprefix(EAGLE3_PREFIX))
+    elif not (drafter := folder / OWN_DRAFTER).is_dir():
+        raise RequestError(
+            f"speculation is 'eagle3', but {folder} has no folder {OWN_DRAFTER!r}: name one, {EAGLE3_PREFIX}FOLDER",
+            param="speculation",
+        )
+    settings = load_settings(config)
+    settings["quantization"], settings["kv_cache_dtype"], settings["kv_cache_dtype_skip_layers"] = "none", "auto", ""
+    return load_eagle3(
+        drafter, target, max_model_len=config.max_model_len, load_format=config.load_format, seed=config.seed or 0,
+        declares=declares, **settings,
+    )  # fmt: skip
+
+
+def declared_draft(config: EngineConfig, target: Model, folder: Path) -> Model:
+    """`loaded_draft` without its numbers."""
+    draft_folder = resolve_model(config.draft_model)
+    draft = declare_model(
+        draft_folder, load_format=config.load_format, max_model_len=None, **load_settings(config)
+    )
+    check_draft(draft, draft_folder, target, folder)
+    return draft
 
 
 def loaded_draft(config: EngineConfig, target: Model, folder: Path) -> Model:
@@ -228,7 +268,7 @@ def check_draft(draft: Model, draft_folder: Path, target: Model, folder: Path) -
         )
 
 
-def _draft_bytes_per_block(draft: Model | None, config: EngineConfig) -> int:
+def _draft_bytes_per_block(draft: Draft | None, config: EngineConfig) -> int:
     """A draft model has as many pages as the target in each of its cache groups."""
     if draft is None:
         return 0
@@ -237,13 +277,15 @@ def _draft_bytes_per_block(draft: Model | None, config: EngineConfig) -> int:
 
 
 def speculator_of(
-    config: EngineConfig, vocab_size: int, limits: EngineLimits, draft: Model | None
+    config: EngineConfig, vocab_size: int, limits: EngineLimits, draft: Draft | None
 ) -> Speculator | None:
     """What proposes tokens, as the configuration says; None: nothing does."""
     if config.speculation == "off":
         return None
     drafter: Drafter | None = None
-    if draft is not None:
+    if isinstance(draft, Eagle3Drafter):
+        drafter = Eagle3Proposer(draft, limits, limits.num_blocks, config.num_speculative_tokens)
+    elif draft is not None:
         num_groups = len(draft.kv_cache_spec(config.block_size).group_windows)
         num_blocks = limits.num_blocks * num_groups
         rejects = config.speculation_acceptance == "rejection"
@@ -264,21 +306,16 @@ def describe_engine(model: str | Path | None, config: EngineConfig) -> EngineInf
     declared = declare_model(
         folder, load_format=config.load_format, max_model_len=config.max_model_len, **settings
     )
-    num_bytes, draft = declared.weight_bytes * config.tensor_parallel_size, None
+    num_bytes = declared.weight_bytes * config.tensor_parallel_size
     to_load = declared.weight_bytes if declared.device.kind == "cuda" else num_bytes  # on the first device
-    if config.draft_model is not None:
-        draft_folder = resolve_model(config.draft_model)
-        draft = declare_model(
-            draft_folder, load_format=config.load_format, max_model_len=None, **load_settings(config)
-        )
-        check_draft(draft, draft_folder, declared, folder)
+    draft = drafter_of(config, declared, folder, declares=True)
     draft_bytes = 0 if draft is None else draft.weight_bytes
     limits = limits_of(declared, config, num_bytes_to_load=to_load + draft_bytes, draft=draft)
     return _info(declared, folder, config, limits, model_name(model), draft, num_bytes)
 
 
 def _info(
-    model: Model, folder: Path, config: EngineConfig, limits: EngineLimits, name: str, draft: Model | None,
+    model: Model, folder: Path, config: EngineConfig, limits: EngineLimits, name: str, draft: Draft | None,
     num_bytes: int,
 ) -> EngineInfo:  # fmt: skip
     spec = model.kv_cache_spec(config.block_size)
@@ -327,7 +364,7 @@ def _image_support(model: Model, folder: Path, limits: EngineLimits) -> ImageSup
 
 
 def limits_of(
-    model: Model, config: EngineConfig, *, num_bytes_to_load: int = 0, draft: Model | None = None,
+    model: Model, config: EngineConfig, *, num_bytes_to_load: int = 0, draft: Draft | None = None,
     free_bytes: Sequence[int] = (),
 ) -> EngineLimits:  # fmt: skip
     """What an engine over the model runs with, by the memory that is free now, less what is still to be loaded;

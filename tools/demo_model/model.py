@@ -3,6 +3,7 @@ parameter, so that Muon's iteration is one batched product."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -67,9 +68,11 @@ class DemoModel(nn.Module):
         tokens = token_ids.shape[1]
         return self.decode(F.embedding(token_ids, self.embedding), self.cos[:tokens], self.sin[:tokens], [])
 
-    def decode(self, x: Tensor, cos: Tensor, sin: Tensor, added: list[Tensor]) -> Tensor:
+    def decode(
+        self, x: Tensor, cos: Tensor, sin: Tensor, added: list[Tensor], kept: list[Tensor] | None = None
+    ) -> Tensor:
         """`x` [rows, tokens, hidden_size], rotated by `cos` and `sin` [..., tokens, head_dim]; behind the first layers
-        `added`, of the shape of `x`, is added."""
+        `added`, of the shape of `x`, is added. `kept` gets what stands behind each layer."""
         shape, (rows, tokens, _) = self.shape, x.shape
         groups = shape.num_attention_heads // shape.num_key_value_heads
         norms = self.query_norm, self.key_norm, self.attention_norm, self.mlp_norm
@@ -89,6 +92,8 @@ class DemoModel(nn.Module):
             x = x + F.linear(F.silu(gate) * up, down)
             if index < len(added):
                 x = x + added[index]
+            if kept is not None:
+                kept.append(x)
         return self._norm(x, self.final_norm)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -115,6 +120,30 @@ class DemoModel(nn.Module):
                 }.items()
             }
         return {name: weight.detach().to(torch.bfloat16).contiguous().clone() for name, weight in state.items()}
+
+    def load(self, tensors: Mapping[str, Tensor], root: str = "model") -> None:
+        """Take the weights of a `checkpoint`."""
+
+        def stacked(name: str) -> Tensor:
+            layers = range(self.shape.num_hidden_layers)
+            return torch.stack([tensors[f"{root}.layers.{layer}.{name}.weight"] for layer in layers]).float()
+
+        attention, mlp = "self_attn", "mlp"
+        found = {
+            self.embedding: tensors[f"{root}.embed_tokens.weight"],
+            self.final_norm: tensors[f"{root}.norm.weight"],
+            self.query: stacked(f"{attention}.q_proj"),
+            self.key_value: torch.stack([stacked(f"{attention}.{name}_proj") for name in "kv"], 1),
+            self.output: stacked(f"{attention}.o_proj"),
+            self.query_norm: stacked(f"{attention}.q_norm"),
+            self.key_norm: stacked(f"{attention}.k_norm"),
+            self.gate_up: torch.stack([stacked(f"{mlp}.{name}_proj") for name in ("gate", "up")], 1),
+            self.down: stacked(f"{mlp}.down_proj"),
+            self.attention_norm: stacked("input_layernorm"),
+            self.mlp_norm: stacked("post_attention_layernorm"),
+        }
+        for parameter, value in found.items():
+            parameter.data = value.float()
 
     def round_to_bf16(self) -> None:
         """Make the weights those that are saved."""

@@ -57,7 +57,7 @@ def train(
             )
             losses.clear()
         if (step + 1) % args.eval_every == 0:
-            print("  " + "  ".join(f"{task} {percent:.0f}" for task, percent in evaluate().items()), flush=True)
+            print("  " + "  ".join(f"{task} {percent:.2f}" for task, percent in evaluate().items()), flush=True)
             saved = [optimizer.state_dict() for optimizer in optimizers]
             partial = args.checkpoint.with_suffix(".partial")
             torch.save({"model": model.state_dict(), "optimizers": saved, "step": step + 1}, partial)

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.device.errors import LaunchError
+from runtime.dtype import DType
 from runtime.engine.ranks.group import END_S, RankGroup
 from runtime.engine.ranks.messages import (
     DropEncoded,
@@ -29,6 +30,7 @@ from runtime.engine.steps.executor import (
     Drawn,
     ExecutorLostError,
     GraphStats,
+    KeptRows,
     SidePass,
     UnsupportedStepError,
 )
@@ -71,6 +73,11 @@ class ParallelExecutor:
 
     def can_lead(self, step: StepInput) -> bool:
         return self.local.can_lead(step)
+
+    def keep_layers(self, layers: tuple[int, ...], width: int, dtype: DType) -> None:
+        raise UnsupportedStepError("hidden states are not kept of a model that is split over ranks")
+
+    kept_rows: KeptRows | None = None
 
     def record(self) -> None:
         if self.local.lacks_recording:

@@ -19,17 +19,12 @@ from runtime import ops
 from runtime.engine.config import EngineLimits
 from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.speculation.drafter import NOTHING, Ids
+from runtime.engine.speculation.draws import arrays_ahead
 from runtime.engine.steps.block_tables import BlockTables
 from runtime.engine.steps.executor import Model
 from runtime.engine.steps.ragged import lay_out
 from runtime.kv.cache import KVCache
-from runtime.sampling_arrays import SamplingArrays
-from runtime.sampling_table import COLUMNS
 from runtime.tensor.tensor import Tensor
-
-_DRAWN_BY = [name for name, column in COLUMNS.items() if not column.is_penalty]
-"""The parameters that the draft model's draws follow; penalties and biases it does without."""
-
 
 _OWN_NOISE = np.uint64(0x9E3779B97F4A7C15)
 """Makes another key of a seed, whose noise is independent of the seed's own."""
@@ -214,13 +209,7 @@ class DraftModelDrafter:
 
     def _draw(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
         """The next token of each, with the noise that the larger model's draw there will have; -1: there is none."""
-        arrays = SamplingArrays.neutral(len(sequences))
-        for name in _DRAWN_BY:
-            values: NDArray[np.float32] | NDArray[np.int32] = getattr(arrays, name)
-            values[:] = [getattr(sequence.request.params, name) for sequence in sequences]
-        arrays.seed[:] = [sequence.request.seed for sequence in sequences]
-        arrays.choice_index[:] = [sequence.index for sequence in sequences]
-        arrays.position[:] = [s.num_output_tokens + len(self._proposed[s]) for s in sequences]
+        arrays = arrays_ahead(sequences, [len(self._proposed[sequence]) for sequence in sequences])
         apart = [i for i, sequence in enumerate(sequences) if self._rejects and _is_drawn(sequence)]
         arrays.seed[apart] ^= _OWN_NOISE
         token_ids: list[int] = ops.sample(logits, arrays).token_ids.tolist()

@@ -19,9 +19,19 @@ from numpy.typing import NDArray
 
 from runtime.engine.grammar.matcher import GrammarMatcher
 from runtime.engine.scheduling.sequence import Request, Sequence
-from runtime.engine.speculation.drafter import NOTHING, SUREST, BatchDrafter, DistributionDrafter, Drafter, Ids
+from runtime.engine.speculation.drafter import (
+    NOTHING,
+    SUREST,
+    BatchDrafter,
+    DistributionDrafter,
+    Drafter,
+    Ids,
+    LeftChunk,
+    StateDrafter,
+)
 from runtime.engine.speculation.prediction import PredictionDrafter
 from runtime.engine.speculation.step_times import WIDTHS, StepTimes
+from runtime.engine.steps.executor import KeptRows
 
 logger = logging.getLogger("xserv.engine")
 
@@ -104,6 +114,7 @@ class Speculator:
     counters  of what was tried
     hang_s    a drafter that takes so long for one sequence is turned off
     clock     seconds
+    wanted    the hidden states that the drafter reads; None: none
     """
 
     def __init__(
@@ -117,6 +128,8 @@ class Speculator:
         self._batch_drafter = drafter if isinstance(drafter, BatchDrafter) else None  # the same
         self._predictions: Drafter | None = PredictionDrafter()
         self._num_predicted = 0  # sequences with predictions that have not ended
+        self._follower = drafter if isinstance(drafter, StateDrafter) else None  # protocols are slow to look at
+        self.wanted = None if self._follower is None else self._follower.wanted
         self._most = most
         self._vocab_size = vocab_size
         self._fixed = fixed
@@ -154,6 +167,10 @@ class Speculator:
     def is_asked(self) -> bool:
         """Whether anything can be proposed now."""
         return self._drafter is not None or self._num_predicted > 0
+
+    def tries_all(self) -> None:
+        """From now on try as many proposals as there are."""
+        self._fixed = True
 
     def expect(self, request: Request) -> None:
         """The request has come."""
@@ -286,6 +303,21 @@ class Speculator:
             gained = num_kept / num_sequences * plain - min(seconds, plain * (1 + num_drafts / num_sequences))
         self._balance_s = min(max(self._balance_s + gained, -self._limit_s), self._limit_s)
 
+    @property
+    def reads_states(self) -> bool:
+        """Whether `follow` is to be called."""
+        return self._follower is not None
+
+    def follow(self, kept: KeptRows, chunks: Callable[[], list[LeftChunk]]) -> None:
+        """A step is over, and left hidden states. See `StateDrafter`."""
+        drafter = self._follower
+        if drafter is not None:
+            try:
+                drafter.follow(kept, chunks, pays=self._fixed or self._share == SHARE_PAYING)
+            except Exception:
+                assert self._drafter is not None
+                self._turn_off(self._drafter, "failed", with_trace=True)
+
     def end(self, sequence: Sequence) -> None:
         """The sequence has ended."""
         if len(sequence.request.prediction) and sequence.request.speculates:
@@ -376,7 +408,7 @@ class Speculator:
     def _turn_off(self, drafter: Drafter, why: str, *, with_trace: bool = False) -> None:
         logger.error("the drafter %s %s: it is off", drafter.name, why, exc_info=with_trace)
         if drafter is self._drafter:
-            self._drafter = self._batch_drafter = self._distribution_drafter = None
+            self._drafter = self._follower = self._batch_drafter = self._distribution_drafter = None
         else:
             self._predictions = None
 

@@ -29,11 +29,13 @@ _IS_LAST = attrgetter("is_last")
 class Assembled:
     """A step's value, and whose rows these are.
 
-    drawing          the sequence of each chunk that draws
+    sequences        the sequence of each chunk, in the order of the input's rows
+    drawing          those of chunks that draw
     prompt_requests  the request of each of the input's ``prompt_logprobs``
     """
 
     input: StepInput
+    sequences: list[Sequence]
     drawing: list[Sequence]
     prompt_requests: list[Request]
 
@@ -96,7 +98,7 @@ class Assembler:
         )
         if self._has_pictures:
             _add_pictures(made, self._sequences)
-        return Assembled(made, drawing, prompt_requests)
+        return Assembled(made, self._sequences, drawing, prompt_requests)
 
     def sent(self, step: StepInput) -> None:
         """The executor has started this step."""

@@ -15,7 +15,7 @@ from numba_kernels.cpu.attention.kernel import SEGMENT_TOKENS
 from numba_kernels.cpu.running.arena import Arena
 from numba_kernels.cpu.running.recording import NotRecordableError, Recording, record
 from runtime.device.errors import CaptureError
-from runtime.dtype import float32
+from runtime.dtype import DType, float32
 from runtime.engine.config import EngineLimits
 from runtime.engine.steps.decode_device import Forward, StepBuffers, StepGraph
 from runtime.engine.steps.draw_inputs import Computed
@@ -119,6 +119,13 @@ class CpuDecodes:
             buffers.results[:num_results] = results.array[:num_results]
 
         cast(HostBuffers, buffers).pending = run
+
+    def make_room(self, count: int, shape: tuple[int, int], dtype: DType) -> None:
+        """They stay where they are."""
+
+    def hold(self, kept: list[Tensor]) -> list[Tensor]:
+        """Views that keep the arena, and not the arrays' places in it."""
+        return [Tensor.over(self._arena.borrowed(each.array), float32) for each in kept]
 
     def run_forward(
         self, layout: Layout, forward: Forward, draws: SamplingArrays | None = None, *, may_record: bool

@@ -9,13 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.batch import Batch
+from runtime.dtype import DType
 from runtime.engine.steps.draw_inputs import Computed
 from runtime.engine.steps.ragged import Layout
 from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor.tensor import Tensor
 
-Forward: TypeAlias = Callable[[Batch], tuple[Tensor, Tensor | None]]
-"""A model's forward pass: the hidden states of all tokens, and the logits that are wanted, if any."""
+Forward: TypeAlias = Callable[[Batch], Computed]
+"""A model's forward pass."""
 
 Agree: TypeAlias = Callable[[bool], bool]
 """Whether what is so here is so on all ranks."""
@@ -118,6 +119,15 @@ class DecodeDevice(Protocol):
 
     def launch(self, graph: StepGraph, results: Tensor, num_results: int, buffers: StepBuffers) -> None:
         """Queue a run of the graph, and the copy of the first of ``results`` to ``buffers.results``."""
+        ...
+
+    def make_room(self, count: int, shape: tuple[int, int], dtype: DType) -> None:
+        """`hold` will be given so many tensors, at most of this shape. Raises OutOfMemoryError."""
+        ...
+
+    def hold(self, kept: list[Tensor]) -> list[Tensor]:
+        """Called in what is captured, with results of a row a place, which are referred to until that is over: where
+        they are behind each run, until the next graph's."""
         ...
 
     def run_forward(

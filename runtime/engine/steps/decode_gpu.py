@@ -12,7 +12,7 @@ from numba_kernels.cuda.attention.parts import MIN_PART_KEYS
 from runtime.device.device import Device
 from runtime.device.gpu import Gpu
 from runtime.device.graph import Graph, GraphPool
-from runtime.dtype import float32
+from runtime.dtype import DType, float32
 from runtime.engine.config import EngineLimits
 from runtime.engine.steps.decode_device import Agree, Forward, StepBuffers, StepGraph, alone
 from runtime.engine.steps.draw_inputs import Computed
@@ -56,10 +56,11 @@ class GpuDecodes:
         self._vocab_size = vocab_size
         self._pool: GraphPool | None = None  # with the first graph
         self._kept_logits: dict[int, Tensor] = {}  # by the number of rows, a power of two
+        self._held: list[Tensor] = []
 
     @property
     def graph_bytes(self) -> int:
-        kept = sum(tensor.size_bytes for tensor in self._kept_logits.values())
+        kept = sum(tensor.size_bytes for tensor in (*self._kept_logits.values(), *self._held))
         return kept + self.forwards.size_bytes + (0 if self._pool is None else self._pool.reserved_bytes)
 
     @staticmethod
@@ -104,6 +105,18 @@ class GpuDecodes:
         pinned.event.record(self._gpu.stream)
         pinned.is_under_way = True
 
+    def make_room(self, count: int, shape: tuple[int, int], dtype: DType) -> None:
+        self._held = [Tensor.empty(shape, dtype, self._device) for _ in range(count)]
+
+    def hold(self, kept: list[Tensor]) -> list[Tensor]:
+        """Copies: another graph's intermediate results may lie where these are."""
+        held = []
+        for number, each in enumerate(kept):
+            place = self._held[number][: each.shape[0]]
+            self._gpu.copy(place.address, each.address, place.size_bytes)
+            held.append(place)
+        return held
+
     def run_forward(
         self, layout: Layout, forward: Forward, draws: SamplingArrays | None = None, *, may_record: bool
     ) -> Computed | None:
@@ -112,6 +125,7 @@ class GpuDecodes:
     def release(self) -> None:
         self.forwards.release()
         self._kept_logits.clear()
+        self._held = []
         self._pool = None
 
     def _kept(self, num_rows: int) -> Tensor:

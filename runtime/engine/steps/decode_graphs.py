@@ -25,6 +25,7 @@ from runtime import ops
 from runtime.communicator import RankCommunicator
 from runtime.device.device import Device
 from runtime.device.errors import CaptureError, LaunchError
+from runtime.dtype import DType
 from runtime.engine.config import EngineLimits
 from runtime.engine.steps.decode_arrays import TAIL_WORDS, DecodeArrays, Placement
 from runtime.engine.steps.decode_device import Agree, DecodeDevice, Forward, StepBuffers, StepGraph, alone
@@ -78,6 +79,7 @@ class DecodeRun:
         placement: Placement,
         buffers: StepBuffers,
         logits: Tensor | None,
+        kept: list[Tensor],
         *,
         number: int,
         keeps_outputs: bool,
@@ -85,6 +87,8 @@ class DecodeRun:
         self.places = placement.places
         self.logits = logits
         """``[num_places, vocab_size]``, where they are kept: until the next graph is launched."""
+        self.kept = kept
+        """Hidden states behind the layers that are kept, a row a place: until the next graph is launched."""
         self.number = number
         self.keeps_outputs = keeps_outputs
         self._graphs = graphs
@@ -148,6 +152,8 @@ class DecodeGraphs:
         self._sizes = runs_on.batch_sizes(limits.max_num_seqs)
         self._lengths = runs_on.sequence_lengths(limits.max_model_len, exact=limits.exact)
         self._graphs: dict[GraphKey, StepGraph] = {}
+        self._kept_layers: tuple[int, ...] = ()
+        self._kept: dict[GraphKey, list[Tensor]] = {}  # what each graph leaves of them
         self._wanted: GraphKey | None = None
         self._has_given_up = False  # of graphs of decodes
         self._cannot_record = False  # anything
@@ -172,6 +178,12 @@ class DecodeGraphs:
         arrays, whole = self._arrays, self._megakernel
         shared = (0 if arrays is None else arrays.size_bytes) + (0 if whole is None else whole.size_bytes)
         return self._runs_on.graph_bytes + shared
+
+    def keep(self, layers: tuple[int, ...], width: int, dtype: DType) -> None:
+        """From now on each step's hidden states ``[num_places, width]`` behind these layers are kept."""
+        assert not self._graphs, "graphs were recorded without"
+        self._runs_on.make_room(len(layers), (self._limits.max_num_seqs, width), dtype)
+        self._kept_layers = layers
 
     def apply(self, step: StepInput) -> None:
         """Forget what the step changes in the rows; to be called before it is written to them."""
@@ -264,8 +276,9 @@ class DecodeGraphs:
             self._drawn_at[rows], self._drawn_by[rows] = placement.places, step.number
         assert self._members is not None
         self._running = DecodeRun(
-            self, placement, buffers, graph.result, number=step.number, keeps_outputs=self._members.keeps_outputs
-        )
+            self, placement, buffers, graph.result, self._kept.get(key, []), number=step.number,
+            keeps_outputs=self._members.keeps_outputs,
+        )  # fmt: skip
         self.num_steps += 1
         return self._running
 
@@ -330,6 +343,7 @@ class DecodeGraphs:
         for graph in self._graphs.values():
             graph.release()
         self._graphs.clear()
+        self._kept.clear()
 
     def release(self) -> None:
         """Give the memory back; no step is started any more."""
@@ -368,9 +382,12 @@ class DecodeGraphs:
             self._communicator.begin_pass()
         arrays.take_inputs(key.num_places)
         batch = arrays.batch(key.num_places, key.max_seq_len)
+        batch.kept_layers = self._kept_layers
         if self._megakernel is not None and key.num_places == 1:
             logits = self._megakernel.logits(batch)
         else:
             logits = self._model.compute_logits(self._model.forward(batch, self._kv_cache))
         arrays.draw(logits, has_penalties=key.has_penalties)
+        if self._kept_layers:
+            self._kept[key] = self._runs_on.hold([batch.kept[layer] for layer in self._kept_layers])
         return logits

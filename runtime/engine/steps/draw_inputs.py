@@ -20,16 +20,18 @@ _SEED = next(dtype for name, dtype, _ in SAMPLING_FIELDS if name == "seed")
 
 
 class Computed(NamedTuple):
-    """What a recorded step leaves behind.
+    """What a model's forward pass leaves behind, and what a recorded step draws.
 
     hidden  [num_tokens, hidden_size]
     logits  [num_draws, vocab_size]; None: none are wanted
     drawn   [2 n + 1] int32, as `ops.draw` writes it, n at least the step's draws; None: they were not drawn from
+    kept    [num_tokens, hidden_size] behind each layer that is kept
     """
 
     hidden: Tensor
     logits: Tensor | None
-    drawn: Tensor | None
+    drawn: Tensor | None = None
+    kept: tuple[Tensor, ...] = ()
 
 
 class DrawShape(NamedTuple):

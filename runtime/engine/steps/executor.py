@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from runtime.batch import Batch
 from runtime.device.device import Device
+from runtime.dtype import DType
 from runtime.engine.messages import TokenLogprobs
 from runtime.engine.steps.step_input import StepInput
 from runtime.errors import XservError
@@ -71,6 +72,20 @@ class Drawn(msgspec.Struct, kw_only=True):
     logprobs: list[TokenLogprobs | None] | None = None
     prompt_logprobs: list[list[TokenLogprobs]] = []
     broken: list[int] = []
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRows:
+    """Hidden states that a step left: until the next step is started.
+
+    number   of the step
+    tensors  of each layer that is kept, ``[rows, hidden_size]``
+    first    [n]: the row of each chunk's first token; its others follow
+    """
+
+    number: int
+    tensors: tuple[Tensor, ...]
+    first: NDArray[np.int64] | NDArray[np.intp]
 
 
 class DrawMasks(Protocol):
@@ -140,6 +155,17 @@ class Executor(Protocol):
 
     def can_lead(self, step: StepInput) -> bool:
         """Whether the step may be started while the one before it runs, though both have the same rows."""
+        ...
+
+    def keep_layers(self, layers: tuple[int, ...], width: int, dtype: DType) -> None:
+        """Keep the hidden states ``[num_tokens, width]`` of each step's tokens behind these layers, counted from 1 (0:
+        the embeddings), which are of this type. To be called before the first step. Raises UnsupportedStepError where
+        the model's layers are not told apart."""
+        ...
+
+    @property
+    def kept_rows(self) -> KeptRows | None:
+        """What the step that was over last left of them; None: nothing."""
         ...
 
     def record(self) -> None:

@@ -160,7 +160,7 @@ class ForwardGraphs:
         left = cast(Computed, kept.graph.result)
         if left.logits is None or left.logits.shape[0] == num_logits:
             return left
-        return Computed(left.hidden, left.logits[:num_logits], left.drawn)
+        return left._replace(logits=left.logits[:num_logits])
 
     def release(self) -> None:
         """Give the memory back; nothing is run any more."""
@@ -233,12 +233,12 @@ class ForwardGraphs:
         self._send(kept, layout, draws)
 
         def run() -> Computed:
-            hidden, logits = forward(batch)
-            if shape.draws is None or logits is None:
-                return Computed(hidden, logits, None)
+            computed = forward(batch)
+            if shape.draws is None or computed.logits is None:
+                return computed
             drawn = Tensor.empty((2 * shape.draws.num_draws + 1,), int32, self._gpu.device)
-            ops.draw(logits, fields, drawn, has_penalties=shape.draws.has_penalties)
-            return Computed(hidden, logits, drawn)
+            ops.draw(computed.logits, fields, drawn, has_penalties=shape.draws.has_penalties)
+            return computed._replace(drawn=drawn)
 
         def capture() -> Graph:
             if self._pool is None:

@@ -23,11 +23,19 @@ from runtime import ops
 from runtime.batch import Batch
 from runtime.communicator import RankCommunicator
 from runtime.device.errors import LaunchError
+from runtime.dtype import DType
 from runtime.engine.config import EngineLimits
 from runtime.engine.messages import TokenLogprobs
 from runtime.engine.steps.decode_graphs import DecodeGraphs, DecodeRun, GraphKey
 from runtime.engine.steps.draw_inputs import Computed, read_drawn
-from runtime.engine.steps.executor import DrawMasks, Drawn, GraphStats, Model, UnsupportedStepError
+from runtime.engine.steps.executor import (
+    DrawMasks,
+    Drawn,
+    GraphStats,
+    KeptRows,
+    Model,
+    UnsupportedStepError,
+)
 from runtime.engine.steps.pictures import PictureModel, PictureStore
 from runtime.engine.steps.ragged import Layout, largest, lay_out
 from runtime.engine.steps.rejection import reject
@@ -40,7 +48,7 @@ from runtime.kv.transfer import KVTransfer
 from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor.tensor import Tensor
 
-_UNSUPPORTED = ("hidden_layers", "rotary_positions", "features")
+_UNSUPPORTED = ("rotary_positions", "features")
 """Fields of a step that models take not at all, or only if they read pictures."""
 
 _OF_PICTURES = ("rotary_positions", "features")
@@ -107,6 +115,8 @@ class LocalExecutor:
         if self.overlaps and is_cpu:
             self._worker = ThreadPoolExecutor(1, "xserv-step")
         self.pictures = PictureStore(model) if isinstance(model, PictureModel) else None
+        self._kept_layers: tuple[int, ...] = ()
+        self.kept_rows: KeptRows | None = None
         self.graphs: DecodeGraphs | None = None
         if limits.decode_graphs != "off":
             self.graphs = DecodeGraphs(model, kv_cache, limits, self.rows, communicator)
@@ -116,7 +126,7 @@ class LocalExecutor:
         proposed: Sequence[NDArray[np.float32] | None] | None = None,
     ) -> _Run:  # fmt: skip
         """See `Executor`. The step before is over, unless this one `can_lead`. Raises UnsupportedStepError."""
-        if step.loads or step.hidden_layers or step.features or step.uncut_spans or step.rotary_positions is not None:
+        if step.loads or step.features or step.uncut_spans or step.rotary_positions is not None:
             self._check(step)
         if step.has_transfers:
             self.transfer.run(step.swap_out, step.swap_in, step.copies)
@@ -139,6 +149,11 @@ class LocalExecutor:
     def may_be_led(self) -> bool:
         """Whether a graph runs behind which another step may be queued."""
         return self.graphs is not None and self.graphs.may_be_led
+
+    def keep_layers(self, layers: tuple[int, ...], width: int, dtype: DType) -> None:
+        if self.graphs is not None:
+            self.graphs.keep(layers, width, dtype)
+        self._kept_layers = layers
 
     def record(self) -> None:
         if self.graphs is not None:
@@ -329,15 +344,16 @@ class LocalExecutor:
         if step.has_pictures:
             assert self.pictures is not None, "the step was checked"
             self.pictures.complete(batch, step)
-        return Computed(*self._run_model(batch), None)
+        return self._run_model(batch)
 
-    def _run_model(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+    def _run_model(self, batch: Batch) -> Computed:
         if self.communicator is not None:
             self.communicator.begin_pass()
-        hidden = self.model.forward(batch, self.kv_cache)
-        if not batch.logits_indices.shape[0]:
-            return hidden, None
-        return hidden, self.model.compute_logits(ops.gather_rows(hidden, batch.logits_indices))
+        batch.kept_layers = self._kept_layers
+        hidden, logits = self.model.forward(batch, self.kv_cache), None
+        if batch.logits_indices.shape[0]:
+            logits = self.model.compute_logits(ops.gather_rows(hidden, batch.logits_indices))
+        return Computed(hidden, logits, kept=tuple(batch.kept[layer] for layer in self._kept_layers))
 
     def _draw(
         self,
@@ -350,6 +366,8 @@ class LocalExecutor:
         computed: Computed,
     ) -> Drawn:
         logits = computed.logits
+        if computed.kept:
+            self.kept_rows = KeptRows(step.number, computed.kept, np.cumsum(step.counts) - step.counts)
         prompt_logprobs = [self._prompt_logprobs(computed.hidden, wanted) for wanted in step.prompt_logprobs]
         if logits is None:
             return Drawn(prompt_logprobs=prompt_logprobs)
@@ -388,6 +406,8 @@ class LocalExecutor:
     def _drawn_by_graph(self, step: StepInput, run: DecodeRun, version: int) -> Drawn:
         token_ids, is_valid = run.wait()
         rows = self.rows
+        if run.kept:
+            self.kept_rows = KeptRows(step.number, tuple(run.kept), run.places)
         rows.note(step.rows, token_ids)
         if run.keeps_outputs:
             positions = step.starts + 1 - rows.sampling.num_prompt_tokens[step.rows]

@@ -148,13 +148,16 @@ class RecordedForwards:
             fields = [Tensor.over(array, dtype_of_array(array)) for array in draws]
             drawn = Tensor.over(self._drawn[: 2 * shape.num_logits + 1], int32)
         with record(self._arena) as recording:
-            hidden, logits = forward(batch)
-            if drawn is not None and logits is not None:
-                ops.draw(logits, fields, drawn, has_penalties=True)  # where there are none, the kernel sees it
+            computed = forward(batch)
+            if drawn is not None and computed.logits is not None:
+                ops.draw(computed.logits, fields, drawn, has_penalties=True)  # where there are none, the kernel sees it
+
+        def borrowed(tensor: Tensor) -> Tensor:
+            return Tensor.over(self._arena.borrowed(tensor.array), float32)
+
         try:
-            kept = [self._arena.borrowed(tensor.array) for tensor in (hidden, logits) if tensor is not None]
+            logits = None if computed.logits is None else borrowed(computed.logits)
+            left = Computed(borrowed(computed.hidden), logits, drawn, tuple(map(borrowed, computed.kept)))
         except ValueError as error:
             raise NotRecordableError("a forward pass returns what no kernel has made") from error
-        results = [Tensor.over(array, float32) for array in kept]
-        left = Computed(results[0], results[1] if logits is not None else None, drawn)
         return _Recorded(recording, inputs, draws, left)

@@ -110,7 +110,6 @@ class StepInput(msgspec.Struct, kw_only=True):
     swap_in       (host slot, block)
     copies        (source block, target block)
     prompt_logprobs  what is wanted of prompts
-    hidden_layers layers whose hidden states are wanted
     rotary_positions  [3, num_tokens] int32; None: the KV positions and each row's offset
     features      embeddings that come from an encoder
     uncut_spans   tokens that attend to each other
@@ -129,7 +128,6 @@ class StepInput(msgspec.Struct, kw_only=True):
     swap_in: list[tuple[int, int]] = []
     copies: list[tuple[int, int]] = []
     prompt_logprobs: list[PromptLogprobs] = []
-    hidden_layers: list[int] = []
     rotary_positions: NDArray[np.int32] | None = None
     features: list[FeatureSpan] = []
     uncut_spans: list[UncutSpan] = []

@@ -28,6 +28,7 @@ from runtime.engine.errors import RequestError
             {"speculation": "draft:x", "speculation_acceptance": "rejection"},
         ),
         ('{"model": "x", "draft_sample_method": "greedy"}', {"speculation": "draft:x"}),
+        ('{"method": "eagle3", "model": "x"}', {"speculation": "eagle3:x"}),
         ('{"model": "[ngram]", "num_speculative_tokens": 3}', {"speculation": "ngram", "num_speculative_tokens": 3}),
     ],
 )
@@ -51,10 +52,11 @@ def test_keys_without_effect_are_named(caplog: pytest.LogCaptureFixture) -> None
     [
         ("{", "no JSON"),
         ("[1]", "JSON object"),
-        ("{}", "method must be one of draft_model, ngram, suffix, got None"),
+        ("{}", "method must be one of draft_model, eagle3, ngram, suffix, got None"),
         ('{"method": 3}', "got 3"),
         ('{"method": "magic"}', "got 'magic'"),
-        ('{"method": "eagle3", "model": "x"}', "'eagle3' is not built"),
+        ('{"method": "eagle", "model": "x"}', "'eagle' is not built"),
+        ('{"method": "eagle3"}', "model must be an EAGLE-3 drafter, got None"),
         ('{"method": "draft_model"}', "model must be a draft model, got None"),
         ('{"method": "ngram", "num_speculative_tokens": "5"}', "got '5'"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "got 0"),

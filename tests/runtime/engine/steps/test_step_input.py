@@ -50,7 +50,7 @@ def test_round_trip_of_every_field() -> None:
         bad_words=[[1, 2]], bias_ids=[1], bias_values=[-2.5], logprobs=0, has_masks=True,
     )  # fmt: skip
     step = step_of(
-        mode="record", loads=[load], swap_out=[(1, 2)], copies=[(3, 4)], hidden_layers=[1],
+        mode="record", loads=[load], swap_out=[(1, 2)], copies=[(3, 4)],
         prompt_logprobs=[PromptLogprobs(1, np.array([5], np.int32), 3)], features=[FeatureSpan(0, 1, 2, 3)],
         rotary_positions=np.arange(15, dtype=np.int32).reshape(3, 5), uncut_spans=[UncutSpan(0, 2)],
     )  # fmt: skip
@@ -103,7 +103,6 @@ def test_steps_that_were_sent_run_the_same() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"hidden_layers": [0, 2]}, "hidden_layers: FakeModel takes none, got 2"),
         ({"rotary_positions": np.zeros((3, 5), np.int32)}, "rotary_positions: FakeModel takes none"),
         ({"features": [FeatureSpan(0, 0, 0, 2)]}, "features: FakeModel takes none, got 1"),
         ({"uncut_spans": [UncutSpan(2, 3)]}, "uncut_spans: the 3 tokens from 2 on are not of one chunk"),

@@ -1,0 +1,329 @@
+"""EAGLE-3 drafters (arXiv 2503.01840): a small decoder that reads a model's hidden states and says what comes next.
+
+    f = fc(x_a, x_b, x_c)                     what the model has behind three of its layers, at token i
+    h = layer(norm(embed(token i + 1)), norm(f))      the first layer's projections read both, side by side
+    token i + 2 ~ head(norm(h));  h takes the place of f one token further
+
+Two layouts of checkpoints are read: that of `speculators`, whose config wraps the layer's, and the plain one, whose
+layer is called `midlayer`. A checkpoint without a token table or head has the model's. The head may know fewer tokens
+than the model: `d2t` is what is added to each of its ids.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.base import Model
+from models.checkpoint import Checkpoint
+from models.decoder import Attention, Decoder, GatedMlp, NormKind
+from models.dummy import DummyCheckpoint
+from models.errors import ConfigError, ModelLoadError, WeightsError
+from models.families.llama import LlamaConfig, read_llama, read_qwen3
+from models.harmless_fields import is_harmless
+from models.json_fields import Fields
+from models.maker import DeclaringMaker, LoadingMaker, Maker, TensorSource
+from models.model_files import open_model
+from runtime import ops
+from runtime.batch import Batch
+from runtime.dtype import float32
+from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.linear.linear import Linear
+from runtime.linear.options import LoadOptions, LoadSettings
+from runtime.tensor.tensor import Tensor
+
+_LAYERS = MappingProxyType({"llama": read_llama, "qwen3": read_qwen3})
+_ARCHITECTURES = (
+    "LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel",
+)  # fmt: skip
+_HARMLESS = re.compile(r"d2t|t2d|verifier_(norm|lm_head)\.weight|layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+_RENAMES = MappingProxyType({
+    "model.midlayer.": "layers.0.", "midlayer.": "layers.0.", "model.": "",
+})  # fmt: skip
+_WITHOUT_EFFECT = {"embed_requires_grad", "has_no_defaults_at_init", "speculators_version", "ttt_steps", "tie_weights"}
+"""Fields of `speculators` that tell how a drafter was trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Config:
+    """What `config.json` says of a drafter.
+
+    Attributes:
+        decoder: of its layers.
+        draft_vocab_size: tokens that its head knows.
+        target_hidden_size: width of the model's hidden states.
+        layers: of the model, behind which it reads them, counted from 1; 0: the embeddings.
+        norm_before_residual: the first layer's residual is normalised.
+        norm_before_fc, norm_each: the hidden states are normalised, side by side or each for itself.
+        norm_output: what a step is given by the one before is normalised.
+    """
+
+    decoder: LlamaConfig
+    draft_vocab_size: int
+    target_hidden_size: int
+    layers: tuple[int, ...]
+    norm_before_residual: bool
+    norm_before_fc: bool
+    norm_each: bool
+    norm_output: bool
+
+
+def read_eagle3(fields: Fields, num_target_layers: int) -> Eagle3Config:
+    """Raises `ConfigError` for a field that is missing, out of range, or known to nobody."""
+    names = fields.strings("architectures")
+    if names and not set(names) & set(_ARCHITECTURES):
+        known = ", ".join(_ARCHITECTURES)
+        raise fields.error("architectures", f"{', '.join(names)!r:.200} is no EAGLE-3 drafter; those are {known}")
+    fields.owner = "EAGLE-3 drafters"
+    inner = fields
+    if fields.has("speculators_model_type"):
+        if (kind := fields.string("speculators_model_type")) != "eagle3":
+            raise fields.error("speculators_model_type", f"{kind!r:.80} must be eagle3")
+        inner = fields.object("transformer_layer_config")
+        fields.expect("tie_word_embeddings", False)
+        for name in ("speculators_config", "dtype", "torch_dtype"):  # how it is used, and the layer's type again
+            fields.raw(name)
+    for name in _WITHOUT_EFFECT:
+        fields.raw(name)
+    kind = inner.string("model_type", "llama" if inner is fields else "qwen3")
+    if kind not in _LAYERS:
+        raise inner.error("model_type", f"{kind!r:.80} must be one of {', '.join(_LAYERS)}")
+    decoder = _LAYERS[kind](inner)
+    config = Eagle3Config(
+        decoder=decoder,
+        draft_vocab_size=fields.integer("draft_vocab_size", decoder.vocab_size, most=decoder.vocab_size),
+        target_hidden_size=fields.integer("target_hidden_size", decoder.hidden_size),
+        layers=_read_layers(fields, num_target_layers),
+        norm_before_residual=fields.boolean("norm_before_residual", False),
+        norm_before_fc=fields.boolean("norm_before_fc", False),
+        norm_each=fields.boolean("fc_norm", False),
+        norm_output=fields.boolean("norm_output", False),
+    )
+    if config.norm_before_fc and config.norm_each:
+        raise fields.error("fc_norm", "and norm_before_fc exclude each other")
+    fields.refuse_unread(is_harmless)
+    return config
+
+
+def _read_layers(fields: Fields, num_target_layers: int) -> tuple[int, ...]:
+    """Those that the file names, itself or in `eagle_config`; else an early, a middle and a late one."""
+    name, place = "eagle_aux_hidden_state_layer_ids", fields
+    if fields.has("eagle_config"):
+        inner = fields.object("eagle_config")
+        inner.expect("use_aux_hidden_state", True)
+        place = fields if fields.has(name) else inner
+        inner.raw(name)
+    given = place.integers(name)
+    if not given:
+        if num_target_layers < 4:
+            raise place.error(name, f"is missing, and a model of {num_target_layers} layers has no usual ones")
+        given = (2, num_target_layers // 2, num_target_layers - 3)
+    if max(given) > num_target_layers:
+        raise place.error(name, f"= {list(given)}: the model has {num_target_layers} layers")
+    return given
+
+
+class Eagle3Drafter:
+    """A drafter over the model that it was trained for, whose device, and table and head where it has none, it shares.
+
+    Attributes:
+        config: what its `config.json` says.
+        device, dtype: where its weights lie, and as what.
+        max_positions: tokens that a sequence may have.
+        weight_bytes: of its own weights.
+        token_ids: `[draft_vocab_size]` int32, the model's id of each that the head knows; None: they are the same.
+    """
+
+    rotary_switch: int | None = None
+    weight_bytes: int
+
+    def __init__(
+        self, config: Eagle3Config, maker: Maker, target: Decoder, *, has_table: bool, has_head: bool
+    ) -> None:
+        decoder, hidden = config.decoder, config.decoder.hidden_size
+        eps, width = decoder.norm_eps, config.target_hidden_size * len(config.layers)
+        self.config, self.target = config, target
+        self.device, self.dtype, self.max_positions = maker.options.device, maker.dtype, maker.max_positions
+        self.token_ids: NDArray[np.int32] | None = None
+        self._places: Tensor | None = None  # [vocab_size]: of each of the model's ids among the head's, or behind them
+        self._eps = eps
+        self._table = maker.table("embed_tokens.weight", decoder.vocab_size, hidden) if has_table else None
+        self._head: Linear | None = None
+        if has_head:
+            self._head = maker.linear("lm_head", outputs=config.draft_vocab_size, inputs=hidden)
+        self._input_norm = maker.vector("input_norm.weight", width) if config.norm_before_fc else None
+        self._input_norms = [
+            maker.vector(f"fc_norm.{number}.weight", config.target_hidden_size)
+            for number in range(len(config.layers) if config.norm_each else 0)
+        ]
+        self._fc = maker.linear("fc", outputs=hidden, inputs=width)
+        rope = decoder.layer_ropes[0]
+        assert rope is not None, "of this family"
+        if rope.switch(maker.max_positions) is not None:
+            raise ConfigError("rope_scaling: a drafter's rotations may not depend on the length (longrope)")
+        table = maker.rope(rope)
+        norm: NormKind = "head" if decoder.qk_norm else "none"
+        first = maker.under("layers.0")
+        self._embed_norm = first.vector("input_layernorm.weight", hidden)
+        self._hidden_norm = first.vector("hidden_norm.weight", hidden)
+        self._layers = []
+        for index in range(decoder.num_layers):
+            each = maker.under(f"layers.{index}")
+            input_norm = each.rms_norm("input_layernorm.weight", hidden, eps) if index else None
+            attention = Attention(
+                decoder, index, each.under("self_attn"), table, norm=norm, input_norm=input_norm,
+                inputs=None if index else 2 * hidden,
+            )  # fmt: skip
+            mlp_norm = each.rms_norm("post_attention_layernorm.weight", hidden, eps)
+            self._layers.append((attention, GatedMlp(decoder, each.under("mlp"), input_norm=mlp_norm)))
+        self._norm = maker.vector("norm.weight", hidden)
+
+    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
+        """Its pages, all of one group."""
+        decoder = self.config.decoder
+        return KVCacheSpec(
+            decoder.num_layers, decoder.num_kv_heads, decoder.head_dim, block_size, self.dtype, self.device
+        )
+
+    def fuse(self, states: Sequence[Tensor]) -> Tensor:
+        """The model's hidden states of some tokens, behind each of `config.layers`, `[n, target_hidden_size]` ->
+        `[n, hidden_size]`."""
+        if self._input_norms:
+            states = [ops.rms_norm(x, norm, self._eps) for x, norm in zip(states, self._input_norms, strict=True)]
+        x = ops.join_columns(states)
+        if self._input_norm is not None:
+            x = ops.rms_norm(x, self._input_norm, self._eps)
+        return self._fc(x)
+
+    def forward(self, batch: Batch, hidden: Tensor, pages: KVCache) -> tuple[Tensor, Tensor]:
+        """`hidden [num_tokens, hidden_size]` is that of the token before each of the batch's. What `logits` reads, and
+        what takes the place of `hidden` one token further."""
+        table = self.target.embed_tokens if self._table is None else self._table
+        embedded = ops.rms_norm(ops.embedding(batch.token_ids, table), self._embed_norm, self._eps)
+        normed = ops.rms_norm(hidden, self._hidden_norm, self._eps)
+        x = ops.join_columns([embedded, normed])
+        residual = normed if self.config.norm_before_residual else hidden
+        for attention, mlp in self._layers:
+            residual = attention(x, batch, pages, residual=residual)
+            x = residual = mlp(residual, residual=residual)
+        normed = ops.rms_norm(x, self._norm, self._eps)
+        return normed, normed if self.config.norm_output else x
+
+    def know(self, token_ids: NDArray[np.int32] | None) -> None:
+        """The model's id of each token of the head."""
+        self.token_ids = token_ids
+        if token_ids is not None:
+            places = np.full(self.config.decoder.vocab_size, len(token_ids), np.int32)
+            places[token_ids] = np.arange(len(token_ids), dtype=np.int32)
+            self._places = Tensor.from_numpy(places).to(self.device)
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """`[n, hidden_size]` -> `[n, vocab_size]` float32; -inf for tokens that the head does not know."""
+        logits = self.target.compute_logits(normed) if self._head is None else self._head.logits(normed)
+        if self._places is None:
+            return logits
+        count, known = logits.shape
+        columns = Tensor.full((known + 1, count), -np.inf, float32, self.device)  # the last is unknown tokens'
+        columns[:known] = logits.transpose(0, 1)
+        return ops.gather_rows(columns, self._places).transpose(0, 1).contiguous()
+
+
+def load_eagle3(
+    folder: Path, target: Model, *, max_model_len: int | None = None, load_format: str = "auto", seed: int = 0,
+    declares: bool = False, **settings: Unpack[LoadSettings],
+) -> Eagle3Drafter:  # fmt: skip
+    """The drafter in a folder, for a model that it shares the device and the types with. Of a declared model it may be
+    declared, too: then it cannot run.
+
+    Raises `ModelLoadError`, naming file, field or tensor, and value.
+    """
+    if not isinstance(target, Decoder):
+        raise ModelLoadError(
+            f"{folder}: {target.config.architecture} gives no hidden states of its layers, which EAGLE-3 reads"
+        )
+    files = open_model(folder)
+    fields = files.config()
+    config = read_eagle3(fields, target.config.num_layers)
+    _check_fit(fields, config, target)
+    options = LoadOptions.parse(**settings)
+    if options.device.kind != "cpu":
+        options = LoadOptions(device=options.device, dtype=target.dtype, exact=options.exact)
+    positions = min(config.decoder.max_position_embeddings, max_model_len or target.max_positions)
+    checkpoint = None if load_format == "dummy" else files.checkpoint()
+    stored = {} if checkpoint is None else {name.removeprefix("model."): name for name in checkpoint.names()}
+    has = {"has_table": "embed_tokens.weight" in stored, "has_head": "lm_head.weight" in stored}
+    token_ids = _token_ids(checkpoint, config)
+    if not has["has_head"] and config.draft_vocab_size != target.config.vocab_size:
+        if checkpoint is not None:
+            raise WeightsError(
+                f"{folder}: tensor 'lm_head.weight' is missing, and the model's head knows {target.config.vocab_size}"
+                f" tokens, draft_vocab_size is {config.draft_vocab_size}"
+            )
+        has["has_head"] = True
+    if not has["has_table"] and config.decoder.hidden_size != target.config.hidden_size:
+        raise WeightsError(
+            f"{folder}: tensor 'embed_tokens.weight' is missing, and the model's table is {target.config.hidden_size}"
+            f" wide, hidden_size is {config.decoder.hidden_size}"
+        )
+    declared = DeclaringMaker(LoadOptions(), 1)
+    Eagle3Drafter(config, declared, target, **has)
+    layout = declared.layout("", _HARMLESS, _RENAMES)
+    source: TensorSource
+    if checkpoint is None:
+        source = DummyCheckpoint(layout, seed, options.dtype or config.decoder.dtype or float32)
+    else:
+        checkpoint.fit(layout)
+        source = checkpoint
+    maker: Maker = DeclaringMaker(options, positions, source)
+    if not declares:
+        maker = LoadingMaker(options, positions, source)
+    drafter = Eagle3Drafter(config, maker, target, **has)
+    drafter.weight_bytes = maker.size_bytes
+    drafter.know(token_ids)
+    return drafter
+
+
+def _check_fit(fields: Fields, config: Eagle3Config, target: Model) -> None:
+    """Raises `ConfigError` where it was trained for another model."""
+    pairs: Mapping[str, tuple[int, int]] = {
+        "vocab_size": (config.decoder.vocab_size, target.config.vocab_size),
+        "target_hidden_size": (config.target_hidden_size, target.config.hidden_size),
+    }
+    for name, (own, wanted) in pairs.items():
+        if own != wanted:
+            raise fields.error(name, f"= {own}, but the model has {wanted}")
+
+
+def _token_ids(checkpoint: Checkpoint | None, config: Eagle3Config) -> NDArray[np.int32] | None:
+    """The model's id of each token of the head, by `d2t`, or the first where there is no checkpoint; None: they are
+    the same."""
+    count, vocab_size = config.draft_vocab_size, config.decoder.vocab_size
+    if checkpoint is None:
+        return None if count == vocab_size else np.arange(count, dtype=np.int32)
+    stored = checkpoint.tensors.get("d2t", checkpoint.tensors.get("model.d2t"))
+    if stored is None:
+        if count == vocab_size:
+            return None
+        raise WeightsError(
+            f"{checkpoint.place}: tensor 'd2t' [{count}] is missing: draft_vocab_size is {count} of {vocab_size} tokens"
+        )
+    where = f"{checkpoint.place}: tensor {stored.name!r}"
+    if stored.shape != (count,) or stored.type_name not in ("I64", "I32"):
+        shape = list(stored.shape)
+        raise WeightsError(f"{where} is {stored.type_name} {shape}, must be I64 or I32 [{count}]")
+    offsets: NDArray[Any] = stored.array().astype(np.int64)
+    ids = np.arange(count) + offsets
+    wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size) | (np.abs(offsets) > vocab_size))
+    if wrong.size:
+        place = int(wrong[0])
+        raise WeightsError(f"{where}[{place}] is {offsets[place]}: there is no token {ids[place]} of {vocab_size}")
+    if np.unique(ids).size < count:
+        raise WeightsError(f"{where} names a token twice")
+    return None if count == vocab_size and not offsets.any() else ids.astype(np.int32)

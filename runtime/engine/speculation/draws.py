@@ -1,0 +1,35 @@
+"""Draws of a small model, with the noise that the larger one's at the same place will have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequences
+from typing import Any
+
+from numpy.typing import NDArray
+
+from runtime import ops
+from runtime.engine.scheduling.sequence import Sequence
+from runtime.sampling_arrays import SamplingArrays
+from runtime.sampling_table import COLUMNS
+from runtime.tensor.tensor import Tensor
+
+DRAWN_BY = [name for name, column in COLUMNS.items() if not column.is_penalty]
+"""The parameters that a small model's draws follow; penalties and biases it does without."""
+
+
+def arrays_ahead(sequences: Sequences[Sequence], num_ahead: Sequences[int]) -> SamplingArrays:
+    """The parameters of each one's draw behind so many proposals."""
+    arrays = SamplingArrays.neutral(len(sequences))
+    for name in DRAWN_BY:
+        values: NDArray[Any] = getattr(arrays, name)
+        values[:] = [getattr(sequence.request.params, name) for sequence in sequences]
+    arrays.seed[:] = [sequence.request.seed for sequence in sequences]
+    arrays.choice_index[:] = [sequence.index for sequence in sequences]
+    arrays.position[:] = [s.num_output_tokens + ahead for s, ahead in zip(sequences, num_ahead, strict=True)]
+    return arrays
+
+
+def draw_ahead(logits: Tensor, sequences: Sequences[Sequence], num_ahead: Sequences[int]) -> list[int]:
+    """The token of each that comes behind so many proposals; -1: there is none. ``logits [n, vocab_size]``."""
+    token_ids: list[int] = ops.sample(logits, arrays_ahead(sequences, num_ahead)).token_ids.tolist()
+    return token_ids

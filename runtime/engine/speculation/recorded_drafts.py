@@ -1,0 +1,194 @@
+"""A drafter's pass over pairs and all of its steps behind, as one recording on the cpu: one compiled call.
+
+What Python does to launch the operations of a small layer takes longer than these do. A recording is for a number of
+pairs, of sequences and of steps, and for sequences up to a length; it is made when it is missing. Pairs are made up to
+a round number by those of a sequence that is nobody's, which write nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.eagle3 import Eagle3Drafter
+from numba_kernels.cpu.running.arena import Arena
+from numba_kernels.cpu.running.recording import NotRecordableError, Recording, record
+from runtime import ops
+from runtime.device.device import CPU
+from runtime.dtype import float32
+from runtime.engine.config import EngineLimits
+from runtime.engine.scheduling.sequence import Sequence
+from runtime.engine.speculation.draws import DRAWN_BY
+from runtime.engine.steps.block_tables import BlockTables
+from runtime.engine.steps.decode_cpu import CpuDecodes
+from runtime.engine.steps.ragged import Layout
+from runtime.kv.cache import KVCache
+from runtime.sampling_table import COLUMNS
+from runtime.tensor.tensor import Tensor
+
+_SIZES = (*range(2, 10), 17, 33, 65)
+"""Pairs that there are recordings for, those that are nobody's included: at least one."""
+
+MOST_PAIRS, MOST_SEQUENCES = _SIZES[-1] - 1, 16
+"""Of one recording; more are computed operation by operation."""
+
+NUM_KEPT = 64
+"""Recordings; the one that was used longest ago goes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    num_pairs: int
+    num_seqs: int
+    num_steps: int
+    max_seq_len: int
+
+
+class RecordedDrafts:
+    """Recordings of one drafter over its pages. Belongs to the engine's loop."""
+
+    def __init__(
+        self, drafter: Eagle3Drafter, pages: KVCache, tables: BlockTables, limits: EngineLimits, most_steps: int
+    ) -> None:
+        self._drafter, self._pages, self._tables, self._limits = drafter, pages, tables, limits
+        self._lengths = CpuDecodes.sequence_lengths(limits.max_model_len, exact=limits.exact)
+        self._most_steps = most_steps
+        self._arena = Arena()
+        self._kept: dict[_Shape, Recording] = {}  # the one used last comes last
+        seqs, width = MOST_SEQUENCES, drafter.config.target_hidden_size
+        self._states = [np.zeros((MOST_PAIRS + 1, width), np.float32) for _ in drafter.config.layers]
+        self._given = [Tensor.over(each, float32) for each in self._states]
+        # The arrays of the pass over pairs, then those of each step behind it.
+        self._token_ids, self._positions = np.zeros((2, MOST_PAIRS + 1), np.int32)
+        self._slots = np.zeros((1, MOST_PAIRS + 1), np.int64)
+        self._query_start, self._seq_lens = np.zeros((2, seqs + 2), np.int32)
+        self._last = np.zeros(seqs, np.int32)
+        self._tables_of = np.zeros((seqs + 1) * -(-limits.max_model_len // limits.block_size), np.int32)
+        self._step_positions, self._step_lens, self._draw_positions = np.zeros((3, most_steps, seqs), np.int32)
+        self._step_slots = np.zeros((most_steps, seqs), np.int64)
+        self._results = np.zeros((most_steps, 2 * seqs + 1), np.int32)
+        self._columns: dict[str, NDArray[Any]] = {
+            name: np.full(seqs, column.neutral, column.dtype) for name, column in COLUMNS.items()
+        }
+        self._seeds, self._choices = np.zeros(seqs, np.int64), np.zeros(seqs, np.int32)
+        self._nothing, self._no_values = np.zeros(seqs, np.int32), np.zeros(seqs, np.float32)
+        self._no_logits = np.empty(0, np.int32)
+        with contextlib.suppress(NotRecordableError):  # its kernels are there before the first request
+            self._record(_Shape(_SIZES[0], 1, most_steps, self._lengths[0]))
+
+    def run(
+        self, states: tuple[Tensor, ...], state_rows: NDArray[np.int32], token_ids: NDArray[np.int32],
+        rows: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64],
+        drawing: list[tuple[Sequence, int]],
+    ) -> list[list[int]] | None:  # fmt: skip
+        """What is proposed for each of ``drawing``, at most so many, whose chunks of pairs begin at ``starts`` of their
+        ``rows``, which ascend. ``state_rows``: of each pair in ``states``. None, before anything was done: there are
+        too many, or the drafter's operations cannot be recorded."""
+        num_pairs, num_seqs = len(token_ids), len(rows)
+        steps = max(most for _, most in drawing)
+        if num_pairs > MOST_PAIRS or num_seqs > MOST_SEQUENCES or steps > self._most_steps:
+            return None
+        most_slots = starts + counts + np.array([most - 1 for _, most in drawing])
+        longest = self._lengths[bisect_left(self._lengths, int(most_slots.max()))]
+        shape = _Shape(_SIZES[bisect_left(_SIZES, num_pairs + 1)], num_seqs, steps, longest)
+        self._write(states, state_rows, token_ids, rows, starts, counts, drawing, shape)
+        kept = self._kept.pop(shape, None)
+        if kept is None:
+            try:
+                kept = self._record(shape)
+            except NotRecordableError:
+                return None
+        self._kept[shape] = kept
+        if len(self._kept) > NUM_KEPT:
+            del self._kept[next(iter(self._kept))]
+        kept.replay()
+        ids, failed = self._results[:steps, :num_seqs], self._results[:steps, num_seqs : 2 * num_seqs] != 0
+        found = []
+        for i, (_, most) in enumerate(drawing):
+            bad = failed[:most, i].nonzero()[0]
+            found.append(ids[: int(bad[0]) if bad.size else most, i].tolist())
+        return found
+
+    def _write(
+        self, states: tuple[Tensor, ...], state_rows: NDArray[np.int32], token_ids: NDArray[np.int32],
+        rows: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64],
+        drawing: list[tuple[Sequence, int]], shape: _Shape,
+    ) -> None:  # fmt: skip
+        pairs, seqs = len(token_ids), shape.num_seqs
+        for target, given in zip(self._states, states, strict=True):
+            np.take(given.array, state_rows, 0, target[:pairs])
+        ends, first = starts + counts, np.cumsum(counts) - counts
+        positions = np.arange(pairs) + np.repeat(starts - first, counts)
+        entries = self._tables.first_entries(rows)
+        self._token_ids[:pairs] = token_ids
+        self._positions[:pairs] = positions
+        self._slots[0, :pairs] = self._tables.slots(np.repeat(entries, counts), positions)[0]
+        self._slots[0, pairs : shape.num_pairs] = -1
+        self._positions[pairs : shape.num_pairs] = 0
+        self._token_ids[pairs : shape.num_pairs] = 0
+        self._query_start[1 : seqs + 1] = first + counts
+        self._query_start[seqs + 1] = shape.num_pairs
+        self._seq_lens[:seqs] = ends
+        self._seq_lens[seqs] = shape.num_pairs - pairs
+        self._last[:seqs] = first + counts - 1
+        width = -(-shape.max_seq_len // self._limits.block_size)
+        tables = self._tables.of(rows)[0]
+        target = self._tables_of[: (seqs + 1) * width].reshape(seqs + 1, width)
+        used = min(width, tables.shape[1])
+        target[:seqs, :used] = tables[:, :used]
+        target[seqs] = 0
+        steps = shape.num_steps
+        ahead = np.arange(steps - 1)[:, None]
+        most = np.array([each for _, each in drawing])
+        is_own = ahead + 1 < most  # those behind its own are nobody's, and write nothing
+        places = np.where(is_own, ends + ahead, ends - 1)
+        self._step_positions[: steps - 1, :seqs] = places
+        self._step_lens[: steps - 1, :seqs] = places + 1
+        slots = self._tables.slots(np.tile(entries, max(0, steps - 1)), places.reshape(-1))[0]
+        self._step_slots[: steps - 1, :seqs] = np.where(is_own, slots.reshape(places.shape), -1)
+        for name in DRAWN_BY:
+            self._columns[name][:seqs] = [getattr(sequence.request.params, name) for sequence, _ in drawing]
+        self._seeds[:seqs] = np.array([sequence.request.seed for sequence, _ in drawing], np.uint64).view(np.int64)
+        self._choices[:seqs] = [sequence.index for sequence, _ in drawing]
+        outputs = np.array([sequence.num_output_tokens for sequence, _ in drawing])
+        self._draw_positions[:steps, :seqs] = outputs + np.arange(steps)[:, None]
+
+    def _record(self, shape: _Shape) -> Recording:
+        pairs, seqs, longest, exact = shape.num_pairs, shape.num_seqs, shape.max_seq_len, self._limits.exact
+        width = -(-longest // self._limits.block_size)
+        tables = self._tables_of[: (seqs + 1) * width].reshape(1, seqs + 1, width)
+        starts = np.arange(seqs + 1, dtype=np.int32)
+        batches = [
+            Layout(
+                self._token_ids[:pairs], self._positions[:pairs], self._query_start[: seqs + 2],
+                self._seq_lens[: seqs + 1], self._slots[:, :pairs], tables, self._no_logits, pairs - seqs, longest,
+            ).batch(CPU, exact=exact)
+        ]  # fmt: skip
+        results = [Tensor.from_numpy(self._results[step, : 2 * seqs + 1]) for step in range(shape.num_steps)]
+        for step in range(shape.num_steps - 1):
+            batch = Layout(
+                self._results[step, :seqs], self._step_positions[step, :seqs], starts, self._step_lens[step, :seqs],
+                self._step_slots[step : step + 1, :seqs], tables[:, :seqs], self._no_logits, 1, longest,
+            ).batch(CPU, exact=exact)  # fmt: skip
+            batches.append(batch)
+        columns = [*(self._columns[name] for name in COLUMNS), self._seeds, self._choices]
+        fields = [Tensor.from_numpy(each[:seqs]) for each in columns]
+        positions = [Tensor.from_numpy(each[:seqs]) for each in self._draw_positions[: shape.num_steps]]
+        none, values = Tensor.from_numpy(self._nothing[:seqs]), Tensor.from_numpy(self._no_values[:seqs])
+        lists = [none] * 7 + [values] + [none] * 2
+        given, last = [each[:pairs] for each in self._given], Tensor.from_numpy(self._last[:seqs])
+        drafter = self._drafter
+        with record(self._arena) as recording:
+            normed, hidden = drafter.forward(batches[0], drafter.fuse(given), self._pages)
+            normed, hidden = ops.gather_rows(normed, last), ops.gather_rows(hidden, last)
+            for step in range(shape.num_steps):
+                drawn = [*fields, positions[step], *lists]
+                ops.draw(drafter.logits(normed), drawn, results[step], has_penalties=False)
+                if step + 1 < shape.num_steps:
+                    normed, hidden = drafter.forward(batches[step + 1], hidden, self._pages)
+        return recording

@@ -1,0 +1,200 @@
+"""Train an EAGLE-3 drafter for the bundled demo model, so that `--speculation eagle3` has one.
+
+    python -m tools.train_drafter        # writes models/demo/drafter: under an hour on one core
+
+The model runs over the conversations that it was trained on (`demo_model/tasks.py`), with what stands behind some of
+its layers kept; the drafter (`demo_model/drafter.py`) learns to say what the model would: the loss is the cross entropy
+to the model's own distribution, at the tokens of answers alone, over several steps ahead of each.
+
+A mean accepted length is the tokens that a step keeps, the one that comes without proposals included: over all steps
+but prompts' of held-out questions, each asked alone, decoded greedily. Needs the `reference` extra (torch).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from tools.demo_model import tasks, training
+from tools.demo_model import tokenizer as demo_tokenizer
+from tools.demo_model.drafter import Drafter, DrafterShape
+from tools.demo_model.model import DemoModel, Shape
+from tools.train_demo_model import ROW_LENGTHS, make_batch
+
+MODEL = Path("models/demo")
+
+
+def answer_tokens(token_ids: Tensor, assistant_id: int, end_id: int) -> Tensor:
+    """True for tokens of answers, their end tokens included. [rows, tokens]"""
+    is_end, is_begin = (token_ids == end_id).int(), (token_ids == assistant_id).int()
+    return is_begin.cumsum(-1) - (is_end.cumsum(-1) - is_end) - is_begin == 1
+
+
+def columns_of(is_answer: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns that are drafted from, those in front of an answer's token behind which another comes, row by row:
+    `[rows, most]`, and which of them are there."""
+    here = is_answer[:, 1:-1] & is_answer[:, 2:]  # column i: tokens i + 1 and i + 2
+    most = max(1, int(here.sum(-1).max()))
+    order = here.int().argsort(dim=-1, descending=True, stable=True)[:, :most]
+    return order, here.gather(1, order)
+
+
+@torch.no_grad()
+def run_model(model: DemoModel, token_ids: Tensor, layers: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
+    """What stands behind `layers`, and the final hidden states."""
+    tokens = token_ids.shape[1]
+    kept: list[Tensor] = []
+    x = F.embedding(token_ids, model.embedding)
+    final = model.decode(x, model.cos[:tokens], model.sin[:tokens], [], kept)
+    return [kept[layer - 1] for layer in layers], final
+
+
+class Trial:
+    """A model, its drafter, and how many steps ahead it is trained."""
+
+    def __init__(self, model: DemoModel, drafter: Drafter, tokenizer: Tokenizer, num_steps: int, decay: float) -> None:
+        self.model, self.drafter, self.tokenizer = model, drafter, tokenizer
+        self.num_steps, self.decay = num_steps, decay
+        self.assistant_id = cast(int, tokenizer.token_to_id(demo_tokenizer.ASSISTANT))
+        self.end_id = cast(int, tokenizer.token_to_id(demo_tokenizer.END))
+
+    def loss(self, token_ids: Tensor) -> Tensor:
+        """`token_ids` [rows, tokens]"""
+        is_answer = answer_tokens(token_ids, self.assistant_id, self.end_id)
+        columns, is_there = columns_of(is_answer)
+        kept, final = run_model(self.model, token_ids, self.drafter.shape.layers)
+        total, last = torch.zeros(()), token_ids.shape[1] - 1
+        steps = self.drafter.steps(token_ids, kept, self.model.embedding, columns, self.num_steps)
+        for step, hidden in enumerate(steps):
+            drawn_at = columns + 2 + step
+            is_there = is_there & (drawn_at <= last) & is_answer.gather(1, drawn_at.clamp(max=last))
+            if not is_there.any():
+                break
+            behind = (drawn_at - 1).clamp(max=last).unsqueeze(-1).expand(-1, -1, final.shape[-1])
+            with torch.no_grad():
+                wanted = self.model.logits(final.gather(1, behind)[is_there]).softmax(-1)
+            given = self.model.logits(hidden[is_there])
+            total = total + self.decay**step * F.cross_entropy(given, wanted)
+        return total
+
+    @torch.no_grad()
+    def accepted(self, turns: list[tasks.Turn], most: int) -> dict[str, tuple[int, int]]:
+        """By task: tokens of the greedy answers behind their first, and the steps that gave them, with `most`
+        proposals a step. Answers that the model gets wrong are left out."""
+        found: dict[str, tuple[int, int]] = {}
+        for turn in turns:
+            text = demo_tokenizer.render(tasks.to_messages(None, [turn]))
+            ids = torch.tensor([self.tokenizer.encode(text).ids])
+            is_answer = answer_tokens(ids, self.assistant_id, self.end_id)
+            kept, final = run_model(self.model, ids, self.drafter.shape.layers)
+            said = self.model.logits(final).argmax(-1)[0]  # behind each token
+            places = is_answer[0].nonzero()[:, 0].tolist()
+            if said[places[0] - 1 : -1].tolist() != ids[0, places[0] :].tolist():
+                continue
+            columns = torch.tensor([[place - 1 for place in places[:-1]]])
+            if not columns.numel():
+                continue
+            right = []
+            for step, hidden in enumerate(
+                self.drafter.steps(ids, kept, self.model.embedding, columns, most)
+            ):
+                guessed = self.model.logits(hidden).argmax(-1)[0]
+                ahead = columns[0] + 2 + step
+                right.append((ahead < ids.shape[1]) & (guessed == ids[0, ahead.clamp(max=ids.shape[1] - 1)]))
+            lengths = torch.stack(right).int().cumprod(0).sum(0).tolist()
+            tokens, steps = found.get(turn.task, (0, 0))
+            known = 1
+            while known < len(places):
+                kept_now = min(lengths[known - 1] + 1, len(places) - known)
+                tokens, steps, known = tokens + kept_now, steps + 1, known + kept_now
+            found[turn.task] = tokens, steps
+        return found
+
+
+def mean_lengths(found: dict[str, tuple[int, int]]) -> dict[str, float]:
+    """By task, and over all."""
+    total = [sum(each) for each in zip(*found.values(), strict=True)]
+    return {task: tokens / steps for task, (tokens, steps) in found.items()} | {"all": total[0] / total[1]}
+
+
+def save(drafter: Drafter, out: Path) -> None:
+    """A folder in the plain layout of EAGLE-3 checkpoints: the model's token table and head are not in it."""
+    shape = drafter.shape
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        **{name: getattr(shape, name) for name in shape.__slots__ if name != "layers"},
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "draft_vocab_size": shape.vocab_size,
+        "target_hidden_size": shape.hidden_size,
+        "norm_before_residual": False,
+        "eagle_aux_hidden_state_layer_ids": list(shape.layers),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    save_file(drafter.checkpoint(), out / "model.safetensors", metadata={"format": "pt"})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=MODEL / "drafter")
+    parser.add_argument("--checkpoint", type=Path, default=Path("scratch/drafter_checkpoint.pt"))
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--batch-tokens", type=int, default=4096)
+    parser.add_argument("--unrolled", type=int, default=7, help="tokens ahead that are trained")
+    parser.add_argument("--step-decay", type=float, default=0.9, help="weight of each further token")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--muon-lr", type=float, default=0.02)
+    parser.add_argument("--adam-lr", type=float, default=3e-3)
+    parser.add_argument("--weight-decay", type=float, default=0.01)
+    parser.add_argument("--warmup", type=float, default=0.02)
+    parser.add_argument("--decay", type=float, default=0.5)
+    parser.add_argument("--log-every", type=int, default=20)
+    parser.add_argument("--eval-every", type=int, default=100)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    model = DemoModel(Shape())
+    model.load(load_file(MODEL / "model.safetensors"))
+    model.requires_grad_(False)
+    drafter = Drafter(DrafterShape())
+    print(f"{sum(parameter.numel() for parameter in drafter.parameters()):,} parameters", flush=True)
+    trial = Trial(model, drafter, Tokenizer.from_file(str(MODEL / "tokenizer.json")), args.unrolled, args.step_decay)
+
+    def loss_of(step: int) -> tuple[Tensor, Tensor]:
+        rng = random.Random(f"drafter/{args.seed}/{step}")
+        tokens = rng.choices(list(ROW_LENGTHS), weights=list(ROW_LENGTHS.values()))[0]
+        loss = trial.loss(make_batch(trial.tokenizer, rng, args.batch_tokens // tokens, tokens - 1))
+        return loss, loss
+
+    def lengths(num: int, seed: int) -> dict[str, float]:
+        turns = [turn for task in tasks.TASKS for turn in tasks.held_out_questions(task, num, seed)]
+        return mean_lengths(trial.accepted(turns, 7))
+
+    training.train(drafter, drafter.matrices(), loss_of, lambda: lengths(10, 1), args)
+    for parameter in drafter.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16).float()
+    save(drafter, args.out)
+    print(f"saved to {args.out}")
+    for task, length in lengths(100, 0).items():
+        print(f"{task}: {length:.2f} tokens a step")
+
+
+if __name__ == "__main__":
+    main()
