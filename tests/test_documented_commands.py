@@ -59,6 +59,7 @@ SLOW = {
     "xserv bench chunked --num-rounds 4 --output-json chunked.json": "",
     "python tools/bench_events.py --streams 200 --tokens 400": "",
     "python -m tools.eval_demo_model --num 200 --check": "",
+    "python -m tools.eval_demo_model --vision --num 200 --check": "",
     "python -m tools.measure_kv_groups": "21.3%",
 }
 """What takes a minute or more."""
