@@ -29,7 +29,7 @@ def routing(
     ] = ",".join(get_args(RoutingPolicy)),
 ) -> None:
     """Round-robin, least-load and prefix-aware on shared and skewed prefixes; without --model, on small shapes."""
-    from contextlib import nullcontext
+    from contextlib import ExitStack
 
     from runtime.bench.scheduling.routing import bench_routing, small_model
 
@@ -37,9 +37,12 @@ def routing(
     if not {"round-robin", "prefix-aware"} <= set(chosen) <= set(get_args(RoutingPolicy)):
         raise typer.BadParameter(f"policies must be of {', '.join(get_args(RoutingPolicy))}, got {policies!r}")
     given = engine.arguments()
+    usual = EngineOptions().arguments()
     for name in ("data_parallel_size", "routing_policy", "max_num_seqs", "max_model_len", "kv_cache_bytes"):
-        given.pop(name, None)
-    with nullcontext({}) if engine.model is not None else small_model() as shapes:
+        if given.pop(name, None) != usual.get(name):
+            raise typer.BadParameter(f"--{name.replace('_', '-')} is this benchmark's own business")
+    with ExitStack() as stack:
+        shapes = {} if engine.model is not None else stack.enter_context(small_model())
         report = bench_routing(
             {**given, **shapes}, num_engines=num_engines, cached_prefixes=cached_prefixes, share=share,
             prefix_len=prefix_len, own_len=own_len, output_len=output_len, num_requests=num_requests,
