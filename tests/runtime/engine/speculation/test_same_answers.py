@@ -57,7 +57,7 @@ def test_on_other_families(name: str, tmp_path: Path) -> None:
     eagle3 = None
     if isinstance(model, Decoder):
         eagle3 = load_eagle3(untrained(tmp_path / "drafter", model), model, device="cpu", load_format="dummy")
-    found = compare(model, folder, 25, 3, eagle3, device="cpu", max_model_len=48)
+    found = compare(model, folder, 25, 3, eagle3=eagle3, device="cpu", max_model_len=48)
     check(found, has_eagle3=eagle3 is not None, is_trained=False)
 
 
@@ -67,4 +67,4 @@ def test_on_an_emulated_gpu(arch: str) -> None:
     folder, settings = Path("models/demo").resolve(), {"device": f"emulated:{arch}", "exact": True}
     model = loaded_model(folder, EngineConfig(max_model_len=96, **settings))  # type: ignore[arg-type]
     drafter = load_eagle3(folder / "drafter", model, **settings)  # type: ignore[arg-type]
-    check(compare(model, folder, 25, 11, drafter, **settings), has_eagle3=True)
+    check(compare(model, folder, 25, 11, eagle3=drafter, **settings), has_eagle3=True)
