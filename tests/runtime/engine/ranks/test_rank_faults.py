@@ -64,9 +64,10 @@ def test_a_fault_of_one_rank_is_everybodys_and_named(
     pids = pids_of(engine)
     try:
         engine.add(request_of("a", [5, 6, 7], SamplingParams(max_tokens=50, ignore_eos=True)))
-        begun = time.monotonic()
-        with pytest.raises(ExecutorLostError, match=words):
-            run(engine)
+        with pytest.raises(ExecutorLostError, match=words):  # noqa: PT012
+            while True:
+                begun = time.monotonic()  # of the step that fails: the first one compiles kernels
+                engine.step()
         assert device != "cpu" or time.monotonic() - begun < MOST_S
     finally:
         engine.close()
