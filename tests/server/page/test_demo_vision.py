@@ -24,6 +24,7 @@ GIVE = """([event, target, base64]) => {
 
 
 @needs_browser
+@pytest.mark.exhaustive  # pictures on the page with a tiny random model are tested each time
 def test_it_reads_what_is_dropped_and_what_is_pasted(browser: Browser) -> None:
     file = base64.b64encode(CHART.read_bytes()).decode()
     with serving_real(FOLDER, **OPTIONS) as real, opened(browser, real.url) as page:
