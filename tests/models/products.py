@@ -12,7 +12,7 @@ import pytest
 
 from runtime import ops
 from runtime.linear.weight import JoinedWeight
-from runtime.ops import LinearWeight, experts, linear
+from runtime.ops import LinearWeight, expert_linear, experts, linear
 from runtime.tensor.tensor import Tensor
 from tests.models.driver import relative_error
 from tests.oracles.tiles import as_multiplied
@@ -57,8 +57,23 @@ def compared_products() -> Iterator[list[float]]:
         assert relative_error(experts(*arguments, **rest).numpy(), alike) <= 1e-6
         return experts_by(partial(compared, linear), *arguments, **rest)
 
+    def heads_compared(x: Tensor, routing: Any, weight: Any) -> Tensor:
+        """So are heads, whose weights are 1."""
+        ids = routing.ids.numpy()[:, 0]
+
+        def by(multiply: Callable[[Tensor, LinearWeight], Tensor]) -> Any:
+            found = np.zeros((len(ids), weight.shape[1]), np.float32)
+            for number in np.unique(ids):
+                rows = np.nonzero(ids == number)[0]
+                found[rows] = multiply(Tensor.from_numpy(x.numpy()[rows]), weight.experts[number]).numpy()
+            return found
+
+        assert relative_error(expert_linear(x, routing, weight).numpy(), by(linear)) <= 1e-6
+        return Tensor.from_numpy(by(partial(compared, linear)))
+
     with products_by(compared), pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "experts", experts_compared)
+        patch.setattr(ops, "expert_linear", heads_compared)
         yield errors
 
 
