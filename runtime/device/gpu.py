@@ -90,6 +90,20 @@ class Gpu:
         with _opening:
             _opened[self.device.type] = self
 
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """`install`, until the block ends: then the device is again whatever it was, which may be not yet opened."""
+        before = _opened.get(self.device.type)
+        self.install()
+        try:
+            yield
+        finally:
+            with _opening:
+                if before is None:
+                    del _opened[self.device.type]
+                else:
+                    _opened[self.device.type] = before
+
     @property
     def stream(self) -> Stream:
         """Where work goes when no stream is named."""

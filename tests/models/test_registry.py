@@ -277,7 +277,7 @@ BAD_FOLDERS: list[tuple[str, Callable[[Path], Any], type[ModelLoadError], str]] 
         "unknown_architecture",
         lambda f: change_config(f, architectures=["BloomForCausalLM"], model_type="bloom"),
         ConfigError,
-        "config.json: architectures 'BloomForCausalLM' is not supported; supported are GPT2LMHeadModel",
+        "config.json: architectures 'BloomForCausalLM' is not supported; supported are .*LlamaForCausalLM, ",
     ),
     ("truncated", truncate, WeightsError, "model.safetensors: tensor .* the file is truncated"),
     (

@@ -64,19 +64,19 @@ def context_of(config: Mapping[str, Any], draw_instructions: float, *, num_seqs:
 def draw_instructions(vocabulary: int, arch: str = "sm_90a") -> float:
     """Warp instructions that a greedy draw from one row of logits takes, counted by the emulator.
 
-    The process's device of that architecture is another from then on. Raises ValueError where the kernel was renamed.
+    Raises ValueError where the kernel was renamed.
     """
     from runtime import ops
     from runtime.sampling_arrays import SamplingArrays
     from runtime.tensor.tensor import Tensor
 
     bench = Bench(arch)
-    bench.gpu.install()
     logits = np.random.default_rng(0).standard_normal((1, vocabulary), dtype=np.float32)
-    row = Tensor.from_numpy(logits).to(bench.gpu.device)
-    bench.emulator.counters.clear()
-    bench.emulator.is_counting = True
-    ops.sample(row, SamplingArrays.neutral(1))
+    with bench.gpu.installed():
+        row = Tensor.from_numpy(logits).to(bench.gpu.device)
+        bench.emulator.counters.clear()
+        bench.emulator.is_counting = True
+        ops.sample(row, SamplingArrays.neutral(1))
     counted = bench.emulator.counters.items()
     found = sum(each.warp_instructions for name, each in counted if name.startswith("sampling"))
     if not found:

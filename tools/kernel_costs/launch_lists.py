@@ -161,7 +161,7 @@ def decode_step(
 ) -> Step:  # fmt: skip
     """The launches of a step that decodes so many sequences of a model, by its config.json, in bf16.
 
-    The process's device of that architecture does nothing from then on. `facts_of` gives registers and whether a kernel
+    Meanwhile the process's device of that architecture does nothing. `facts_of` gives registers and whether a kernel
     can be launched dependently; without it all can, and registers are unknown.
     """
     from runtime.bench.scheduling.engines import local
@@ -169,11 +169,11 @@ def decode_step(
     from runtime.engine.steps.decode_graphs import GraphKey
 
     gpu = _NotingGpu(arch)
-    gpu.install()
     num_layers = int(config["num_hidden_layers"])
     is_mxfp4 = (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
     weights = type("_Weights", (_Zeros,), {"has_mxfp4": is_mxfp4})
-    with tempfile.TemporaryDirectory() as folder, patch.object(models.registry, "DummyCheckpoint", weights):
+    dummy_weights = patch.object(models.registry, "DummyCheckpoint", weights)
+    with gpu.installed(), tempfile.TemporaryDirectory() as folder, dummy_weights:
         shallow = {**config, "num_hidden_layers": min(NUM_LAYERS, num_layers)}
         if "layer_types" in config:
             shallow["layer_types"] = config["layer_types"][: shallow["num_hidden_layers"]]

@@ -118,8 +118,9 @@ class _Arguments:
         """The argument's value, which goes up to the first of the ends. `is_padded`: a line's end in front of it and
         one behind it are none of its own."""
         answer = self._answer
+        line_end = "\n"
         if is_padded:
-            yield from answer.accept("\n", "\r\n")
+            line_end = (yield from answer.accept("\n", "\r\n")) or line_end
             answer.layout()
         types = types_of(property_schema(self._schema, key), self._schema)
         is_text = types == {"string"}
@@ -133,7 +134,7 @@ class _Arguments:
             end = answer.safe_end(ends, searched) if found is None else found[0]
             length = end
             if is_padded and not (answer.has_ended and found is None):
-                length = len(_without_line_end(answer.held[:end]))
+                length -= _line_end_length(answer.held[:end], line_end, may_go_on=found is None)
             if is_text:
                 answer.at = length
                 self._say(json.dumps(answer.held[:length], ensure_ascii=False)[1:-1])
@@ -163,8 +164,10 @@ class _Arguments:
             self._before = ""
 
 
-def _without_line_end(text: str) -> str:
-    return text[:-2] if text.endswith("\r\n") else text.removesuffix("\n")
+def _line_end_length(text: str, line_end: str, *, may_go_on: bool) -> int:
+    """How much of its end is a line's end: as the one in front of the value, or a plain one."""
+    begun = line_end[:-1] if may_go_on else ""
+    return next((len(each) for each in (line_end, "\n", begun) if each and text.endswith(each)), 0)
 
 
 def _json_of(text: str, types: frozenset[str]) -> str:

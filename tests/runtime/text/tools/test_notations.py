@@ -129,6 +129,20 @@ READ: list[tuple[Notation, str, str, list[tuple[str, Any]]]] = [
         "!",
         [("get_weather", {"city": " a\n", "ok": True, "either": None, "days": "many", "other": [1]})],
     ),
+    (  # line ends are as the first one; another is the value's own
+        QWEN3_CODER,
+        "<tool_call>\n<function=get_weather>\n<parameter=city>\n\r\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "",
+        [("get_weather", {"city": "\r", "days": 2})],
+    ),
+    (
+        QWEN3_CODER,
+        "<tool_call>\r\n<function=get_weather>\r\n<parameter=city>\r\nRome\r\n</parameter>\r\n<parameter=days>\r\n2"
+        "\r\n</parameter>\r\n</function>\r\n</tool_call>",
+        "",
+        ROME,
+    ),
     (QWEN3_CODER, "<tool_call>\n<function=f g>", "<tool_call>\n<function=f g>", []),
     # GLM-4.5 to 4.7, with line ends and without
     (
