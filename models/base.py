@@ -12,7 +12,8 @@ from typing import ClassVar
 from models.config import ModelConfig
 from models.maker import Maker
 from runtime.batch import Batch
-from runtime.dtype import STORED, DType
+from runtime.communicator import is_first, is_last
+from runtime.dtype import STORED, DType, float32
 from runtime.errors import InvalidArgumentError
 from runtime.kv.cache import KVCache, KVCacheSpec
 from runtime.linear.linear import Linear
@@ -33,7 +34,12 @@ class Model(ABC):
         kv_dtype: the type that the user asks of the KV cache; None: that of the weights.
         device: where weights and activations lie.
         weight_bytes: bytes of all weights as they are kept; set by whoever made the model.
+        layer_bytes: those of each layer.
+        least_first_layers: layers that the first of several stages has to have.
         logits_scale, logits_softcap: what `compute_logits` multiplies logits by and bounds them with, by a tanh.
+        pipeline: the stage of the model that this is; None: it is whole.
+        stages: the numbers of the layers that each stage has; empty: it is whole.
+        own_layers: of those that it has.
         max_positions: tokens that a sequence may have, at most `config.max_position_embeddings`.
         rotary_switch: sequences of more tokens than this have all of them rotated otherwise: as if at positions that
             are greater by this number. None: positions are places in the sequence.
@@ -44,6 +50,8 @@ class Model(ABC):
     renames: ClassVar[Mapping[str, str]] = MappingProxyType({})
     lm_head: Linear  # [vocab_size, hidden_size]
     weight_bytes: int
+    layer_bytes: list[int]
+    least_first_layers = 1
     logits_scale: float = 1.0
     logits_softcap: float | None = None
     rotary_switch: int | None = None
@@ -55,6 +63,8 @@ class Model(ABC):
         self.kv_dtype = maker.options.kv_dtype
         self.kv_skip_layers = maker.options.kv_skip_layers
         self.device = maker.options.device
+        self.pipeline, self.stages = maker.options.pipeline, maker.options.stages
+        self.own_layers = maker.own_layers(config.num_layers)
         self.max_positions = maker.max_positions
         if self.device.kind != "cpu" and self.kv_dtype in STORED and self.kv_dtype is not self.dtype:
             raise InvalidArgumentError(
@@ -68,13 +78,44 @@ class Model(ABC):
         """Stored tensors whose names match are passed over: the model computes them, or does without."""
         return cls.harmless
 
-    @abstractmethod
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """One step over all tokens of a ragged batch, to just before the output head.
 
         Returns `[num_tokens, hidden_size]` in the activations' type, after the final norm. Writes the keys
         and values of the batch's tokens into `kv_cache`, each layer by the batch's entry for its group.
+
+        A stage begins with what the one before it hands over, and hands over what stands behind its last layer, which
+        it returns, too.
         """
+        pipeline = self.pipeline
+        if is_first(pipeline):
+            x = self.embed(batch)
+        else:
+            assert pipeline is not None, "a model in one piece begins here"
+            x = pipeline.receive((batch.num_tokens, self.config.hidden_size), self.activations)
+        x = self.run_layers(x, batch, kv_cache)
+        if is_last(pipeline):
+            return self.finish(x)
+        assert pipeline is not None, "a model in one piece ends here"
+        pipeline.send(x)
+        return x
+
+    @abstractmethod
+    def embed(self, batch: Batch) -> Tensor:
+        """The residual stream in front of the first layer, `[num_tokens, hidden_size]`."""
+
+    @abstractmethod
+    def run_layers(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
+        """The residual stream behind this stage's layers."""
+
+    @abstractmethod
+    def finish(self, x: Tensor) -> Tensor:
+        """What stands between the last layer and the output head."""
+
+    @property
+    def activations(self) -> DType:
+        """The type of the residual stream."""
+        return float32 if self.device.kind == "cpu" else self.dtype
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Rows of `forward`'s result into the scores of every token id.
@@ -113,6 +154,7 @@ class Model(ABC):
             layer_windows=self.config.layer_windows,
             layer_dtypes=self._layer_dtypes(dtype or self.kv_dtype or self.dtype),
             latent_values=self.config.latent_values,
+            own_layers=None if self.pipeline is None else self.own_layers,
         )
         if not self.kv_skip_layers:
             return spec

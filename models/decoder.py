@@ -89,10 +89,9 @@ class Decoder(Model):
         switches = {rope.switch(self.max_positions) for rope in self._ropes}
         assert len(switches) < 2, "layers that are rotated by tables of different rows"
         self.rotary_switch = next(iter(switches), None)
-        self.layers = [
-            self.make_layer(index, maker.under(f"{self.root}.layers.{index}")) for index in range(config.num_layers)
-        ]
-        self.norm = maker.vector(f"{self.root}.norm.weight", config.hidden_size, add=self.norm_offset)
+        self.layers = maker.layers(f"{self.root}.layers", config.num_layers, self.make_layer)
+        if maker.is_last:
+            self.norm = maker.vector(f"{self.root}.norm.weight", config.hidden_size, add=self.norm_offset)
 
     @abstractmethod
     def make_layer(self, index: int, maker: Maker) -> Layer:
@@ -103,12 +102,18 @@ class Decoder(Model):
         rope = self.config.layer_ropes[index]
         return None if rope is None else self._ropes[rope]
 
-    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
+    def embed(self, batch: Batch) -> Tensor:
         x = ops.embedding(batch.token_ids, self.embed_tokens, scale=self.embedding_scale)
         batch.keep(0, x)
-        for number, layer in enumerate(self.layers, 1):
+        return x
+
+    def run_layers(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
+        for number, layer in enumerate(self.layers, self.own_layers.start + 1):
             x = layer(x, batch, kv_cache)
             batch.keep(number, x)
+        return x
+
+    def finish(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.norm, self.config.norm_eps)
 
     def attention(self, index: int, maker: Maker, *, input_norm: str = "", **choices: Any) -> Attention:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from models.shares import Share, equal_share
 from models.stacked import Order, Stack
 from numba_kernels.cuda.packing import Packing, packing_of
 from runtime import ops
+from runtime.communicator import is_first, is_last
 from runtime.dtype import DType, float16, float32
 from runtime.linear.experts import ExpertsWeight, can_stay_packed
 from runtime.linear.format import GGML_FORMATS, WeightFormat, packed_format
@@ -53,6 +54,7 @@ from runtime.tensor.tensor import Tensor
 
 Array = np.ndarray[Any, Any]
 Width = int | Share
+T = TypeVar("T")
 
 _FLOAT16_INFINITY = 0x7C00  # its bits; NaN's are greater
 
@@ -157,13 +159,14 @@ class LinearDeclaration:
 
 
 class Maker(ABC):
-    """Makes the pieces of a model.
+    """Makes the pieces of a model, or of a stage of it.
 
     Attributes:
         options: where weights go, and as what. On a GPU, where the activations have the weights' type, all matrices are
             of one: `dtype` is never None there, but the checkpoint's main type.
         dtype: the type of the weights, or of most of them where each keeps its own.
         max_positions: tokens that a sequence may have, for position tables.
+        layer_bytes: bytes of each layer that `layers` has made.
     """
 
     def __init__(self, options: LoadOptions, max_positions: int, main_dtype: DType) -> None:
@@ -175,6 +178,7 @@ class Maker(ABC):
         self._prefix = ""
         self._source: TensorSource | None = None
         self._sizes: list[int] = []  # shared with the makers below, as is what follows
+        self.layer_bytes: list[int] = []
         self.tables: set[str] = set()  # names of the token table and the output head
         self.heads: set[str] = set()  # of the head alone, or of what is both
         self._is_quantisable = True
@@ -194,6 +198,36 @@ class Maker(ABC):
     def size_bytes(self) -> int:
         """Bytes of all that was made, as it is kept."""
         return sum(self._sizes)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the model begins in this stage."""
+        return is_first(self.options.pipeline)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the model ends in this stage."""
+        return is_last(self.options.pipeline)
+
+    def own_layers(self, count: int) -> range:
+        """The numbers of this stage's layers, of so many."""
+        pipeline = self.options.pipeline
+        return range(count) if pipeline is None else self.options.stages[pipeline.stage]
+
+    def in_first(self, make: Callable[[], T]) -> T:
+        """What is made, in the first stage; in others None, and nobody uses it there."""
+        nothing: Any = None
+        return make() if self.is_first else nothing
+
+    def layers(self, name: str, count: int, make: Callable[[int, Maker], T]) -> list[T]:
+        """This stage's layers, of the `count` that stand under `name.0`, `name.1` and so on; `make` is given a number
+        and what makes the layer's pieces."""
+        made = []
+        for index in self.own_layers(count):
+            before = self.size_bytes
+            made.append(make(index, self.under(f"{name}.{index}")))
+            self.layer_bytes.append(self.size_bytes - before)
+        return made
 
     def linear(
         self,
@@ -371,22 +405,28 @@ class Maker(ABC):
         """The table `name.weight [rows, columns]` and the output head `head.weight` of the same shape.
 
         With `is_tied` they are one matrix, kept once, and a checkpoint may store either or both. Ranks share out the
-        columns of the one and the rows of the other, but one matrix lies whole in each.
+        columns of the one and the rows of the other, but one matrix lies whole in each. Of several stages the first
+        has the table and the last the head; what a stage has not is None, and nobody uses it there.
         """
+        nothing: Any = None
         self.tables |= {f"{self._prefix}{each}.weight" for each in (name, head)}
         self.heads.add(f"{self._prefix}{name if is_tied else head}.weight")
         inner = copy.copy(self)
         inner._keeps_order = False  # rows of a table are read as they are
         if not is_tied:
             table: Tensor | LinearWeight | SharedTable
-            if inner._kept_format(f"{self._prefix}{name}.weight", Share(columns, 0, columns)):
+            if not self.is_first:
+                table = nothing
+            elif inner._kept_format(f"{self._prefix}{name}.weight", Share(columns, 0, columns)):
                 table = inner.linear(name, outputs=rows, inputs=columns).weight
             else:
                 table = self._shared_table(f"{name}.weight", rows, columns)
-            return table, self._shared_head(head, rows, columns)
+            return table, self._shared_head(head, rows, columns) if self.is_last else nothing
         self._copies[f"{self._prefix}{head}.weight"] = f"{self._prefix}{name}.weight"
+        if not (self.is_first or self.is_last):
+            return nothing, nothing
         tied = inner.linear(name, outputs=rows, inputs=columns)
-        return tied.weight, self._shared_out(tied)
+        return tied.weight, self._shared_out(tied) if self.is_last else nothing
 
     def _shared_out(self, head: Linear) -> Linear:
         """The output head, of which each rank multiplies its share where there are several."""

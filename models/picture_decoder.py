@@ -14,6 +14,8 @@ from runtime.tensor.tensor import Tensor
 class PictureDecoder(Decoder):
     """What a model that reads pictures has besides its tower and its `patch_rule`.
 
+    Of several stages the first one has the tower, and the layers behind which rows of it are added.
+
     Attributes:
         image_token_id: the token that stands for a picture's tokens.
         num_deep_rows: layers behind which rows of the tower are added.
@@ -32,20 +34,23 @@ class PictureDecoder(Decoder):
         itemsize = 4 if self.device.kind == "cpu" else self.dtype.itemsize
         return itemsize * self.config.hidden_size * (1 + self.num_deep_rows)
 
-    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
+    def embed(self, batch: Batch) -> Tensor:
         x = ops.embedding(batch.token_ids, self.embed_tokens, scale=self.embedding_scale)
         for each in batch.encoded:
             x[each.first_token : each.first_token + each.rows[0].shape[0]] = each.rows[0]
         batch.keep(0, x)
-        for index, layer in enumerate(self.layers):
+        return x
+
+    def run_layers(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
+        for number, layer in enumerate(self.layers, self.own_layers.start + 1):
             x = layer(x, batch, kv_cache)
             for each in batch.encoded:
-                if index + 1 < len(each.rows):
+                if number < len(each.rows):
                     rows = slice(each.first_token, each.first_token + each.rows[0].shape[0])
-                    x[rows] = x[rows] + each.rows[index + 1]
+                    x[rows] = x[rows] + each.rows[number]
                     x.row_squares = None  # were those of the rows before
-            batch.keep(index + 1, x)
-        return ops.rms_norm(x, self.norm, self.config.norm_eps)
+            batch.keep(number, x)
+        return x
 
 
 class AxesDecoder(PictureDecoder):

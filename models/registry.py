@@ -22,6 +22,7 @@ from models.model_files import open_model
 from models.quantized.on_load import RoundedSource
 from models.quantized.scheme import read_quantization
 from models.stacked import take_apart
+from models.stages import balanced
 from runtime.dtype import float32
 from runtime.errors import InvalidArgumentError
 from runtime.linear.kept import kept_format
@@ -97,7 +98,7 @@ def load_model(
         max_model_len: tokens that a sequence will have at most, to keep position tables small; None: the config's
             `max_position_embeddings`, which is also the limit.
         reporter: shows how many bytes of weights are there.
-        settings: `LoadOptions.parse`'s: device, dtype, quantization, gemm, exact, communicator.
+        settings: `LoadOptions.parse`'s: device, dtype, quantization, gemm, exact, communicator, pipeline, stages.
 
     Raises:
         ModelLoadError: naming the file, the tensor or field, and the value at fault.
@@ -135,6 +136,18 @@ def declare_model(
     return _built(config, DeclaringMaker(options, positions, source))
 
 
+def stages_of(
+    folder: str | Path, num_stages: int, *, load_format: LoadFormat = "auto", **settings: Unpack[LoadSettings]
+) -> tuple[range, ...]:
+    """The layers that each of so many stages has. Raises `ConfigError` where there are not enough, and as
+    `declare_model`."""
+    whole = declare_model(folder, load_format=load_format, **settings)
+    return balanced(
+        whole.layer_bytes, num_stages, last_bytes=whole.lm_head.weight.size_bytes,
+        least_first=whole.least_first_layers, name=whole.config.architecture,
+    )  # fmt: skip
+
+
 def tensor_layout(config: ModelConfig) -> TensorLayout:
     """The tensors that a checkpoint of this config must store."""
     model_class = known_architectures()[config.architecture].model_class
@@ -165,7 +178,7 @@ def _built(config: ModelConfig, maker: Maker) -> Model:
     options = maker.options
     config = config.of_a_rank(options.rank, options.num_ranks, exact=options.exact)
     model = known_architectures()[config.architecture].model_class(config, maker)
-    model.weight_bytes = maker.size_bytes
+    model.weight_bytes, model.layer_bytes = maker.size_bytes, maker.layer_bytes
     return model
 
 

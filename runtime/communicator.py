@@ -46,23 +46,59 @@ class Communicator(Protocol):
         ...
 
 
-class RankCommunicator(Communicator, Protocol):
-    """What whoever runs a rank's steps needs beside that."""
+class Pipeline(Protocol):
+    """One stage of several that have a model's layers one after another. The ranks of a stage, if there are several,
+    share its layers; the r-th of them speaks with the r-th ones of its neighbours.
+
+    Attributes:
+        stage: this one's number, from 0.
+        num_stages: how many there are.
+    """
+
+    stage: int
+    num_stages: int
+
+    def send(self, x: Tensor) -> None:
+        """Hands a contiguous tensor to the next stage, behind what was handed over before; the last one's goes to the
+        first."""
+        ...
+
+    def receive(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
+        """What the stage before hands over next; both say the same of its size."""
+        ...
+
+
+def is_first(pipeline: Pipeline | None) -> bool:
+    """Whether a model begins here; without stages it does."""
+    return pipeline is None or pipeline.stage == 0
+
+
+def is_last(pipeline: Pipeline | None) -> bool:
+    """Whether a model ends here; without stages it does."""
+    return pipeline is None or pipeline.stage == pipeline.num_stages - 1
+
+
+class RankCommunicator(Communicator, Pipeline, Protocol):
+    """What whoever runs a rank's steps needs beside that. Ranks and stages together are numbered stage by stage."""
+
+    def begin_step(self, number: int) -> None:
+        """What is handed from stage to stage from now on belongs to this step."""
+        ...
 
     def begin_pass(self) -> None:
         """The model is run from its beginning: none of its earlier sums is needed any more."""
         ...
 
     def agree(self, is_so: bool) -> bool:
-        """Whether it is so on all ranks. Not to be recorded."""
+        """Whether it is so on all ranks of all stages. Not to be recorded."""
         ...
 
     def end_step(self, number: int) -> None:
-        """All collectives of a step have been called; ranks that had fewer or more are found."""
+        """All collectives of a step have been called; ranks of this stage that had fewer or more are found."""
         ...
 
     def abort(self, reason: str) -> None:
-        """Ends all collectives of all ranks, which name the reason. On any thread."""
+        """Ends all that ranks of any stage call, which name the reason. On any thread."""
         ...
 
     def abort_for(self, rank: int, reason: str) -> None:
@@ -96,4 +132,18 @@ class DeclaredRank:
         raise CommunicatorError("a declared model cannot run")
 
     def sum_buffer(self, shape: tuple[int, ...], dtype: DType) -> Never:
+        raise CommunicatorError("a declared model cannot run")
+
+
+@dataclass(slots=True)
+class DeclaredStage:
+    """The same of a stage."""
+
+    stage: int
+    num_stages: int
+
+    def send(self, x: Tensor) -> Never:
+        raise CommunicatorError("a declared model cannot run")
+
+    def receive(self, shape: tuple[int, ...], dtype: DType) -> Never:
         raise CommunicatorError("a declared model cannot run")

@@ -3,6 +3,9 @@
 Sums that are small, as a decode step's, lie in a window, memory of NCCL's at the same offsets on all ranks, so that
 NCCL takes its fastest way. A pass of the model takes the window's slots by turns from the first on, whatever came
 before it: so all ranks take the same ones, in recordings, too.
+
+Where there are stages, the ranks of each have a communicator of their own, and what stages hand to each other goes
+through one of all ranks.
 """
 
 from __future__ import annotations
@@ -32,23 +35,32 @@ NUM_SLOTS = 8
 class NcclCommunicator:
     """See `RankCommunicator`. The first error of any rank is the end of all."""
 
-    def __init__(self, gpu: Gpu, comm: NcclComm, notices: Notices) -> None:
-        """Every rank makes its own at the same time, since it registers the window."""
-        self.rank, self.num_ranks = comm.rank, comm.num_ranks
-        self._gpu, self._comm, self._notices = gpu, comm, notices
+    def __init__(
+        self, gpu: Gpu, comm: NcclComm | None, notices: Notices, everyone: NcclComm, stage: int = 0, num_stages: int = 1
+    ) -> None:
+        """Every rank makes its own at the same time, since it registers the window. `comm`: among the ranks of a stage;
+        None: there is one. `everyone`: among all; where there are no stages it is the same."""
+        self.rank, self.num_ranks = (0, 1) if comm is None else (comm.rank, comm.num_ranks)
+        self.stage, self.num_stages = stage, num_stages
+        self._gpu, self._comm, self._everyone, self._notices = gpu, comm, everyone, notices
         self._device: Device = gpu.device
-        self._window: Window = comm.new_window(NUM_SLOTS * WINDOW_SLOT_BYTES)
+        self._window: Window | None = None if comm is None else comm.new_window(NUM_SLOTS * WINDOW_SLOT_BYTES)
         self._held: list[weakref.ref[Storage] | None] = [None] * NUM_SLOTS
         self._turn = 0
 
+    @property
+    def _own(self) -> NcclComm:
+        assert self._comm is not None, "the stage has one rank"
+        return self._comm
+
     def all_reduce(self, tensor: Tensor) -> None:
         with self._named("all_reduce"):
-            self._comm.all_reduce(tensor.address, tensor.address, tensor.size, tensor.dtype)
+            self._own.all_reduce(tensor.address, tensor.address, tensor.size, tensor.dtype)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         result = Tensor.empty((self.num_ranks, *tensor.shape), tensor.dtype, self._device)
         with self._named("all_gather"):
-            self._comm.all_gather(tensor.address, result.address, tensor.size, tensor.dtype)
+            self._own.all_gather(tensor.address, result.address, tensor.size, tensor.dtype)
         return result
 
     def all_gather_columns(self, tensor: Tensor, share: int, columns: int) -> Tensor:
@@ -76,7 +88,7 @@ class NcclCommunicator:
 
     def sum_buffer(self, shape: tuple[int, ...], dtype: DType) -> Tensor | None:
         size = dtype.itemsize * int(np.prod(shape))
-        if not 0 < size <= WINDOW_SLOT_BYTES:
+        if self._window is None or not 0 < size <= WINDOW_SLOT_BYTES:
             return None
         slot, self._turn = self._turn, (self._turn + 1) % NUM_SLOTS
         held = self._held[slot]
@@ -92,24 +104,47 @@ class NcclCommunicator:
         self._turn = 0
 
     def agree(self, is_so: bool) -> bool:
-        if self._comm.nccl.is_dry:
+        if self._everyone.nccl.is_dry:
             return is_so
         votes = Tensor.from_numpy(np.array([is_so], np.float32)).to(self._device)
-        self.all_reduce(votes)
-        return float(votes.to("cpu").array[0]) == self.num_ranks
+        with self._named("agree"):
+            self._everyone.all_reduce(votes.address, votes.address, 1, votes.dtype)
+        return float(votes.to("cpu").array[0]) == self._everyone.num_ranks
+
+    def send(self, x: Tensor) -> None:
+        with self._named("send"):
+            self._everyone.send(x.address, x.size, x.dtype, self._number_at(self.stage + 1))
+
+    def receive(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
+        result = Tensor.empty(shape, dtype, self._device)
+        with self._named("receive"):
+            self._everyone.receive(result.address, result.size, dtype, self._number_at(self.stage - 1))
+        return result
+
+    def _number_at(self, stage: int) -> int:
+        """Among all, of the rank of that stage that this one speaks with."""
+        return stage % self.num_stages * self.num_ranks + self.rank
+
+    def begin_step(self, number: int) -> None:
+        """See `RankCommunicator`. NCCL pairs messages by their order."""
 
     def end_step(self, number: int) -> None:
         with self._named("end_step"):
-            self._comm.end_step(number)
+            if self._comm is not None:
+                self._comm.end_step(number)
+            if self._comm is not self._everyone:
+                self._everyone.check()
 
     def abort(self, reason: str) -> None:
-        self.abort_for(self.rank, reason)
+        self.abort_for(self._number_at(self.stage), reason)
 
     def abort_for(self, rank: int, reason: str) -> None:
         self._notices.say(rank, reason)
         self._notices.give_up(rank)
-        with contextlib.suppress(NcclError):
-            self._comm.abort()
+        for comm in (self._comm, self._everyone):
+            if comm is not None:
+                with contextlib.suppress(NcclError):
+                    comm.abort()
 
     @property
     def is_aborted(self) -> bool:

@@ -1,12 +1,18 @@
-"""Ranks that are processes of one machine and compute on its processors: collectives through memory that they share.
+"""Ranks that are processes of one machine and compute on its processors: collectives, and what stages hand to each
+other, through memory that they share.
 
-Collectives are kernels of the cpu (`numba_kernels.cpu.collectives`), so that a recorded step has them as an eager one
-does. Each says what it is, and all are compared: an error names every rank's call where they differ.
+Collectives are kernels of the cpu (`numba_kernels.cpu.collectives`), and so are sending and receiving
+(`numba_kernels.cpu.pipes`), so that a recorded step has them as an eager one does. Each says what it is, and all are
+compared: an error names every rank's call where they differ.
+
+The memory has a region for all ranks of all stages, behind it one for the ranks of each stage, if there are several,
+and a pipe from each rank to its next stage's.
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 from typing import Literal, get_args
 
 import numpy as np
@@ -21,7 +27,8 @@ from numba_kernels.cpu.collectives import (
     meet_kernel,
     publish_kernel,
 )
-from numba_kernels.cpu.running.launch import address_of, hold, new_array
+from numba_kernels.cpu.pipes import PIPE_BYTES, SLOT_BYTES, SLOTS, receive_kernel, send_kernel
+from numba_kernels.cpu.running.launch import Kernel, address_of, hold, new_array
 from numba_kernels.cpu.running.pool import NUM_THREADS
 from runtime.call_sites import calling_line, line_name
 from runtime.communicator import CommunicatorError
@@ -35,12 +42,18 @@ _KINDS: tuple[Kind, ...] = get_args(Kind)
 _SLOT_BYTES = 1 << 19
 
 
-def shared_file(num_ranks: int) -> int:
-    """The memory that so many ranks map: its descriptor, which they inherit."""
-    return shared_memory(_file_bytes(num_ranks))
+def shared_file(num_ranks: int, num_stages: int = 1) -> int:
+    """The memory that so many ranks of each stage map: its descriptor, which they inherit."""
+    return shared_memory(_file_bytes(num_ranks, num_stages))
 
 
-def _file_bytes(num_ranks: int) -> int:
+def _file_bytes(num_ranks: int, num_stages: int) -> int:
+    if num_stages == 1:
+        return _region_bytes(num_ranks)
+    return _pipes_at(num_ranks, num_stages) + num_ranks * num_stages * PIPE_BYTES
+
+
+def _region_bytes(num_ranks: int) -> int:
     return _slots_at(num_ranks) + 2 * num_ranks * _SLOT_BYTES
 
 
@@ -49,22 +62,55 @@ def _slots_at(num_ranks: int) -> int:
     return -(-(header_bytes(num_ranks) + num_ranks * TEXT_BYTES) // page) * page
 
 
-class SharedCommunicator:
-    """See `Communicator`. One a process, whose kernels run one after another.
+def _pipes_at(num_ranks: int, num_stages: int) -> int:
+    return _region_bytes(num_ranks * num_stages) + num_stages * _region_bytes(num_ranks)
+
+
+class _Region:
+    """The memory in which some ranks meet, as one of them sees it.
 
     Attributes:
-        rank: this one's number, from 0.
-        num_ranks: how many there are.
+        rank, num_ranks: which of how many it is.
+        shared: where the region begins.
+        counter: memory of this rank's own, whose first number is that of its collectives.
+        counted: where that lies.
+        slots: bytes before the region's slots.
     """
 
-    def __init__(self, descriptor: int, rank: int, num_ranks: int) -> None:
-        self.rank, self.num_ranks = rank, num_ranks
-        self._memory = np.frombuffer(mmap.mmap(descriptor, _file_bytes(num_ranks)), np.uint8)
-        self._counter = np.zeros(LINE_BYTES // 8, np.int64)
-        self._shared, self._counted = address_of(self._memory), address_of(self._counter)
-        self._slots = _slots_at(num_ranks)
-        texts = self._memory[header_bytes(num_ranks) :][: num_ranks * TEXT_BYTES].reshape(num_ranks, TEXT_BYTES)
-        self._notices = Notices(self._memory[:8].view(np.int64), texts, rank)
+    def __init__(self, shared: int, rank: int, num_ranks: int) -> None:
+        self.rank, self.num_ranks, self.shared = rank, num_ranks, shared
+        self.counter = np.zeros(LINE_BYTES // 8, np.int64)
+        self.counted = address_of(self.counter)
+        self.slots = _slots_at(num_ranks)
+
+
+class SharedCommunicator:
+    """See `RankCommunicator`. One a process, whose kernels run one after another.
+
+    Attributes:
+        rank: this one's number among those of its stage, from 0.
+        num_ranks: how many a stage has.
+        stage: its number, from 0.
+        num_stages: how many there are.
+    """
+
+    def __init__(self, descriptor: int, rank: int, num_ranks: int, stage: int = 0, num_stages: int = 1) -> None:
+        self.rank, self.num_ranks, self.stage, self.num_stages = rank, num_ranks, stage, num_stages
+        self._number, count = stage * num_ranks + rank, num_stages * num_ranks  # of all
+        # Another length is a mistake of who made it; reading beyond its end would be a signal.
+        size = _file_bytes(num_ranks, num_stages)
+        assert os.fstat(descriptor).st_size >= size, "the memory is of fewer ranks"
+        self._memory = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+        self._flag = begin = address_of(self._memory)
+        self._all = self._stage = _Region(begin, self._number, count)
+        if num_stages > 1:
+            self._stage = _Region(
+                begin + _region_bytes(count) + stage * _region_bytes(num_ranks), rank, num_ranks
+            )
+        self._step = np.zeros(LINE_BYTES // 8, np.int64)
+        self._stepped = address_of(self._step)
+        texts = self._memory[header_bytes(count) :][: count * TEXT_BYTES].reshape(count, TEXT_BYTES)
+        self._notices = Notices(self._memory[:8].view(np.int64), texts, self._number)
         self._places: dict[tuple[str, int], int] = {}
         self._place_names: list[str] = []
 
@@ -100,7 +146,7 @@ class SharedCommunicator:
         """Rows of ``whole`` bytes, of which each rank but the last has ``share``."""
         if not share:
             return
-        mine, place = min(share, whole - self.rank * share), self._place()
+        mine, place, region = min(share, whole - self.rank * share), self._place(), self._stage
         rows_at_once, most = max(1, _SLOT_BYTES // share), min(share, _SLOT_BYTES)
         for row in range(0, rows, rows_at_once):
             count = min(rows_at_once, rows - row)
@@ -109,21 +155,58 @@ class SharedCommunicator:
                 self._publish(tensor.address + row * mine + first, count * size)
                 self._meet(kind, count * min(most, share - first), place)
                 gather_kernel()(
-                    count, _workers(count), self._shared, self._counted, result.address + row * whole, self._slots,
+                    count, _workers(count), region.shared, region.counted, result.address + row * whole, region.slots,
                     _SLOT_BYTES, self.num_ranks, first, most, share, whole,
                 )  # fmt: skip
 
     def agree(self, is_so: bool) -> bool:
         """Whether it is so on all ranks. Not to be recorded."""
-        votes = Tensor.from_numpy(np.array([is_so], np.float32))
-        self._publish(votes.address, 4)
-        self._meet("agree", 4, self._place())
-        self._add(votes.address, 4)
-        return float(votes.array[0]) == self.num_ranks
+        votes, everyone = Tensor.from_numpy(np.array([is_so], np.float32)), self._all
+        self._publish(votes.address, 4, everyone)
+        self._meet("agree", 4, self._place(), everyone)
+        self._add(votes.address, 4, everyone)
+        return float(votes.array[0]) == everyone.num_ranks
+
+    def send(self, x: Tensor) -> None:
+        """See `Pipeline`. It waits only where the next stage is many megabytes behind."""
+        self._hand_over("send", send_kernel(), self._number, x)
+
+    def receive(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
+        result = Tensor.over(new_array(shape, dtype.numpy), dtype)
+        count = self.num_stages * self.num_ranks
+        self._hand_over("receive", receive_kernel(), (self._number - self.num_ranks) % count, result)
+        return result
+
+    def _hand_over(self, kind: str, kernel: Kernel, sender: int, x: Tensor) -> None:
+        assert self.num_stages > 1, "there is no other stage"
+        hold(self._memory, self._step)
+        pipe = self._flag + _pipes_at(self.num_ranks, self.num_stages) + sender * PIPE_BYTES
+        total, place = x.size_bytes, self._place()
+        for first in range(0, total, SLOT_BYTES):
+            kernel(
+                1, 1, pipe, self._flag, self._stepped, x.address + first, min(SLOT_BYTES, total - first), total,
+                explain=lambda status: self._explain(status, self._described_message(kind, total, place, pipe)),
+            )  # fmt: skip
+
+    def _described_message(self, kind: str, size: int, place: int, pipe: int) -> str:
+        """A rank's call, and, of one that receives, what it was sent."""
+        call = f"{kind} of {size:,} bytes of step {self._step[0]} at {self._place_names[place]}"
+        if kind == "send":
+            return call
+        words = self._memory[pipe - self._flag :].view(np.int64)
+        put, taken = words[0], words[LINE_BYTES // 8]
+        if put <= taken:
+            return f"{call}, but nothing was sent"
+        step, sent = words[(2 + taken % SLOTS) * LINE_BYTES // 8 :][:2]
+        return f"{call}, but was sent {sent:,} bytes of step {step}"
+
+    def begin_step(self, number: int) -> None:
+        self._step[0] = number
 
     def end_step(self, number: int) -> None:
         """Meets the others at the end of a step, so that a rank that had fewer collectives in it is found."""
-        self._meet("end of step", number, 0)
+        if self.num_ranks > 1:
+            self._meet("end of step", number, 0)
 
     def sum_buffer(self, shape: tuple[int, ...], dtype: DType) -> None:
         """See `Communicator`: any memory serves."""
@@ -134,7 +217,7 @@ class SharedCommunicator:
     def abort(self, reason: str) -> None:
         """Ends all collectives of all ranks, which name the reason. May be called on any thread, and for the others by
         who starts them."""
-        self.abort_for(self.rank, reason)
+        self.abort_for(self._number, reason)
 
     def abort_for(self, rank: int, reason: str) -> None:
         """The same for a rank that cannot say so itself."""
@@ -150,29 +233,37 @@ class SharedCommunicator:
         """What each rank has said of it."""
         return self._notices.last_words()
 
-    def _publish(self, source: int, size: int) -> None:
+    def _publish(self, source: int, size: int, region: _Region | None = None) -> None:
         tickets = -(-size // CHUNK_BYTES)
         if not tickets:
             return
-        hold(self._memory, self._counter)
+        region = region or self._stage
+        hold(self._memory, region.counter)
         publish_kernel()(
-            tickets, _workers(tickets), self._shared, self._counted, source, self._slots, _SLOT_BYTES, self.rank,
-            self.num_ranks, size,
+            tickets, _workers(tickets), region.shared, region.counted, source, region.slots, _SLOT_BYTES, region.rank,
+            region.num_ranks, size,
         )  # fmt: skip
 
-    def _meet(self, kind: Kind, size: int, place: int) -> None:
-        hold(self._memory, self._counter)
+    def _meet(self, kind: Kind, size: int, place: int, region: _Region | None = None) -> None:
+        region = where = region or self._stage
+        hold(self._memory, region.counter)
         description = size * len(_KINDS) + _KINDS.index(kind)
+
+        def explain(status: int) -> CommunicatorError:
+            count = int(where.counter[0])
+            call = f"{kind} {self._described(kind, size, place)} as its collective {count}"
+            return self._explain(status, call)
+
         meet_kernel()(
-            1, 1, self._shared, self._counted, self.rank, self.num_ranks, description, place,
-            explain=lambda status: self._explain(status, f"{kind} {self._described(kind, size, place)}"),
+            1, 1, region.shared, region.counted, self._flag, region.rank, region.num_ranks, description, place,
+            explain=explain,
         )  # fmt: skip
 
-    def _add(self, target: int, size: int) -> None:
-        tickets = -(-size // CHUNK_BYTES)
+    def _add(self, target: int, size: int, region: _Region | None = None) -> None:
+        tickets, region = -(-size // CHUNK_BYTES), region or self._stage
         add_kernel()(
-            tickets, _workers(tickets), self._shared, self._counted, target, self._slots, _SLOT_BYTES, self.num_ranks,
-            size,
+            tickets, _workers(tickets), region.shared, region.counted, target, region.slots, _SLOT_BYTES,
+            region.num_ranks, size,
         )  # fmt: skip
 
     def _place(self) -> int:
@@ -191,10 +282,9 @@ class SharedCommunicator:
 
     def _explain(self, status: int, call: str) -> CommunicatorError:
         """What went wrong, with every rank's words."""
-        count = int(self._counter[0])
-        self._notices.say(self.rank, f"called {call} as its collective {count}")
+        self._notices.say(self._number, f"called {call}")
         if status != HAS_ABORTED:
-            self._notices.give_up(self.rank)
+            self._notices.give_up(self._number)
         self._notices.wait_for_all()
         return CommunicatorError(f"ranks do not do the same: {self.last_words()}")
 

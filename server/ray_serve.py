@@ -99,7 +99,7 @@ def application(deployment: Deployment) -> Any:
     options = dict(deployment.engine_options)
     config = EngineConfig(**options)
     check_files(deployment.config)
-    num_engines = config.data_parallel_size * config.tensor_parallel_size
+    num_engines = config.data_parallel_size * config.num_ranks
     device = config.device
     has_gpus = device.startswith("cuda") or (device == "auto" and _cluster_gpus() > 0)
     actor: dict[str, Any] = {"num_cpus": deployment.num_cpus}

@@ -67,7 +67,7 @@ class Gemma3VisionModel(PictureDecoder, GemmaModel):
     def __init__(self, config: Gemma3VisionConfig, maker: Maker) -> None:
         super().__init__(config, maker)
         tower = config.tower
-        self.tower = Gemma3Tower(config, maker)
+        self.tower = maker.in_first(lambda: Gemma3Tower(config, maker))
         self.image_token_id, self.frame = config.image_token_id, config.frame
         self.whole_picture_tokens = config.tokens_side**2
         self.patch_rule = FixedRule(

@@ -43,16 +43,22 @@ class GPT2Model(Model):
             is_tied=config.tie_word_embeddings,
         )
         inner = maker.under("transformer")
-        self.wpe = inner.table("wpe.weight", config.max_position_embeddings, config.hidden_size)
-        self.layers = [Block(config, index, inner.under(f"h.{index}")) for index in range(config.num_layers)]
-        self.ln_f = LayerNorm(config, inner.under("ln_f"))
+        if maker.is_first:
+            self.wpe = inner.table("wpe.weight", config.max_position_embeddings, config.hidden_size)
+        self.layers = inner.layers("h", config.num_layers, lambda index, maker: Block(config, index, maker))
+        if maker.is_last:
+            self.ln_f = LayerNorm(config, inner.under("ln_f"))
 
-    def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
-        # The residual stream, [num_tokens, hidden_size] throughout.
+    def embed(self, batch: Batch) -> Tensor:
         x = ops.embedding(batch.token_ids, self.wte)
-        x = ops.add_embedding(x, batch.positions, self.wpe)
-        for index, layer in enumerate(self.layers):
+        return ops.add_embedding(x, batch.positions, self.wpe)
+
+    def run_layers(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
+        for index, layer in zip(self.own_layers, self.layers, strict=True):
             x = layer(x, batch, *kv_cache.layer(index))
+        return x
+
+    def finish(self, x: Tensor) -> Tensor:
         return self.ln_f(x)
 
 

@@ -71,7 +71,8 @@ class LlavaModel(PictureDecoder, LlamaModel):
     def __init__(self, config: LlavaConfig, maker: Maker) -> None:
         super().__init__(config, maker)
         tower = config.tower
-        self.image_token_id, self.tower = config.image_token_id, LlavaTower(config, maker)
+        self.image_token_id = config.image_token_id
+        self.tower = maker.in_first(lambda: LlavaTower(config, maker))
         self.patch_rule = FixedRule(
             height=tower.image_size, width=tower.image_size, patch_size=tower.patch_size,
             num_tokens=config.num_picture_tokens, shortest_edge=tower.image_size if tower.has_class else None,

@@ -46,7 +46,7 @@ class Qwen25VLModel(AxesDecoder, LlamaModel):
         super().__init__(config, maker)
         tower = config.tower
         self.image_token_id, self.axes = config.image_token_id, parted_axes(config.sections)
-        self.tower = WindowedTower(tower, maker.under("model.visual"))
+        self.tower = maker.in_first(lambda: WindowedTower(tower, maker.under("model.visual")))
         self.patch_rule = PatchRule(
             patch_size=tower.patch_size, merge_size=tower.merge_size, num_frames=tower.num_frames,
             min_pixels=56 * 56, max_pixels=12_845_056,

@@ -54,8 +54,9 @@ class Qwen3VLDecoder(AxesDecoder):
         super().__init__(config, maker)
         tower = config.vision.tower
         self.image_token_id, self.num_deep_rows = config.vision.image_token_id, len(tower.deepstack_layers)
+        self.least_first_layers = max(1, self.num_deep_rows)
         self.axes = interleaved_axes(config.vision.sections, config.head_dim // 2)
-        self.tower = Tower(tower, maker.under("model.visual"))
+        self.tower = maker.in_first(lambda: Tower(tower, maker.under("model.visual")))
         self.patch_rule = PatchRule(
             patch_size=tower.patch_size, merge_size=tower.merge_size, num_frames=tower.num_frames,
             min_pixels=65536, max_pixels=16777216, mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5),

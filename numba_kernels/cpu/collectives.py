@@ -4,7 +4,7 @@ The memory, in cache lines of 64 bytes, for R ranks:
 
 | lines | what |
 |---|---|
-| 0 | 0, or 1 + the rank that has given up |
+| 0 | 0, or 1 + the rank that has given up; where there are several such memories, that of the first counts |
 | 1 … R | how many collectives each rank has met the others at |
 | R + 1 … 3 R | twice, by turns: what each rank's collective is, and the place in the model that called it |
 
@@ -38,7 +38,7 @@ _YIELDS = 2_000  # times that it is left before the thread sleeps for a moment
 _NAP_US = 50
 
 PUBLISH = Fields("*shared *counter *source slots slot_bytes rank ranks num_bytes")
-MEET = Fields("*shared *counter rank ranks description place")
+MEET = Fields("*shared *counter *flag rank ranks description place")
 ADD = Fields("*shared *counter *target slots slot_bytes ranks num_bytes")
 GATHER = Fields("*shared *counter *target slots slot_bytes ranks first_byte most_bytes share_bytes row_bytes")
 
@@ -70,6 +70,17 @@ _usleep = _called("usleep", 1)
 
 
 @njit(nogil=True)
+def wait_a_moment(looks):
+    """What somebody does who has looked so often, before the next look."""
+    if looks < _SPINS:
+        atomic.pause()
+    elif looks < _SPINS + _YIELDS:
+        _sched_yield(0)
+    else:
+        _usleep(_NAP_US)
+
+
+@njit(nogil=True)
 def _slot(a, counter, rank):
     """Where a rank's slot of a collective lies."""
     return a.shared + a.slots + ((counter & 1) * a.ranks + rank) * a.slot_bytes
@@ -95,19 +106,14 @@ def meet_kernel() -> Kernel:
 
     @njit(nogil=True)
     @name_by_content
-    def wait_for(shared, line, count):
+    def wait_for(shared, flag, line, count):
         """Whether the rank has come; no: one has given up."""
         looks = 0
         while atomic.load(shared + line * LINE_BYTES) < count:
-            if atomic.load(shared) != 0:
+            if atomic.load(flag) != 0:
                 return False
             looks += 1
-            if looks < _SPINS:
-                atomic.pause()
-            elif looks < _SPINS + _YIELDS:
-                _sched_yield(0)
-            else:
-                _usleep(_NAP_US)
+            wait_a_moment(looks)
         return True
 
     def meet(arguments, ticket):
@@ -120,7 +126,7 @@ def meet_kernel() -> Kernel:
         atomic.store(a.shared + (1 + a.rank) * LINE_BYTES, count)
         counter[0] = count
         for rank in range(a.ranks):
-            if not wait_for(a.shared, 1 + rank, count):
+            if not wait_for(a.shared, a.flag, 1 + rank, count):
                 a.status = HAS_ABORTED
                 return
             if int64_at(described + rank * LINE_BYTES, 2)[0] != a.description:

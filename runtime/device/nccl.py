@@ -179,6 +179,11 @@ class Nccl:
         """What ranks of a new communicator have in common; one of them makes it and tells the others."""
         return bytes(self.call("ncclGetUniqueId"))
 
+    def forget(self, unique_ids: list[bytes]) -> None:
+        """Nobody joins by these any more, which were made here. A real NCCL keeps nothing of them."""
+        if self.is_emulated and not self.is_dry:
+            self.api.forget(unique_ids)
+
     @contextmanager
     def group(self) -> Iterator[None]:
         """The calls of this thread until the block ends are one: for send and receive of each other, and for several

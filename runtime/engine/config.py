@@ -91,6 +91,7 @@ class EngineSettings(TypedDict, total=False):
     num_speculative_tokens: int
     speculation_acceptance: SpeculationAcceptance
     tensor_parallel_size: int
+    pipeline_parallel_size: int
     data_parallel_size: int
     routing_policy: RoutingPolicy
     distributed_executor_backend: ExecutorBackend
@@ -165,6 +166,8 @@ class EngineConfig:
                             distribution; docs/speculation.md)
     tensor_parallel_size    ranks that the model is split over, each a process with a GPU, or with its share of the
                             processors; which numbers a model can be split by, docs/parallel.md tells
+    pipeline_parallel_size  stages that have the model's layers one after another, each of ``tensor_parallel_size`` ranks;
+                            as many steps are under way at once (docs/parallel.md)
     data_parallel_size      engines that share the requests, each a process with the whole model; those of a machine
                             share its processors and its memory
     routing_policy          which of them gets a request: the next one ("round-robin"), the one with the least to do
@@ -209,6 +212,7 @@ class EngineConfig:
     num_speculative_tokens: int = 7
     speculation_acceptance: SpeculationAcceptance = "exact"
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     routing_policy: RoutingPolicy = "prefix-aware"
     distributed_executor_backend: ExecutorBackend = "mp"
@@ -217,12 +221,21 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in (
             "max_num_seqs", "block_size", "max_waiting", "max_waiting_tokens", "num_speculative_tokens",
-            "tensor_parallel_size", "data_parallel_size",
+            "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
         ):  # fmt: skip
             check_positive(name, getattr(self, name))
-        for name, most in (("tensor_parallel_size", MOST_RANKS), ("data_parallel_size", MOST_ENGINES)):
+        for name, most in (
+            ("tensor_parallel_size", MOST_RANKS), ("pipeline_parallel_size", MOST_RANKS),
+            ("data_parallel_size", MOST_ENGINES),
+        ):  # fmt: skip
             if getattr(self, name) > most:
                 raise RequestError(f"{name} must be at most {most}, got {getattr(self, name)}", param=name)
+        if self.num_ranks > MOST_RANKS:
+            raise RequestError(
+                f"pipeline_parallel_size is {self.pipeline_parallel_size} of {self.tensor_parallel_size} ranks each: "
+                f"all together must be at most {MOST_RANKS}",
+                param="pipeline_parallel_size",
+            )
         check_one_of("routing_policy", self.routing_policy, get_args(RoutingPolicy))
         check_one_of("distributed_executor_backend", self.distributed_executor_backend, get_args(ExecutorBackend))
         for name in ("max_num_batched_tokens", "max_model_len", "num_blocks", "kv_cache_bytes", "prefill_chunk"):
@@ -249,10 +262,10 @@ class EngineConfig:
                 f"got {self.speculation!r:.80}",
                 param="speculation",
             )
-        if self.has_eagle3 and self.tensor_parallel_size > 1:
+        if self.has_eagle3 and self.num_ranks > 1:
             raise RequestError(
                 f"speculation is {self.speculation!r:.80}: hidden states are not kept of a model that is split over"
-                f" {self.tensor_parallel_size} ranks; leave out tensor_parallel_size or name another speculation",
+                f" {self.num_ranks} ranks; leave out {self._split_by} or name another speculation",
                 param="speculation",
             )
         if self.has_eagle3 and self.decode == "megakernel":
@@ -265,8 +278,8 @@ class EngineConfig:
                 param="num_speculative_tokens",
             )
         check_one_of("speculation_acceptance", self.speculation_acceptance, get_args(SpeculationAcceptance))
-        if self.speculation_acceptance == "rejection" and (self.exact or self.tensor_parallel_size > 1):
-            cause = "exact" if self.exact else f"tensor_parallel_size {self.tensor_parallel_size}"
+        if self.speculation_acceptance == "rejection" and (self.exact or self.num_ranks > 1):
+            cause = "exact" if self.exact else f"{self._split_by} {getattr(self, self._split_by)}"
             why = "answers depend on what was proposed" if self.exact else "its ranks are not sent distributions"
             raise RequestError(
                 f"speculation_acceptance is 'rejection', which does not go with {cause}: {why}",
@@ -276,6 +289,12 @@ class EngineConfig:
             raise RequestError(
                 "decode is 'megakernel': it adds up in an order of its own and runs in decode graphs, so that neither "
                 "exact nor decode_graphs 'off' go with it",
+                param="decode",
+            )
+        if self.decode == "megakernel" and self.pipeline_parallel_size > 1:
+            raise RequestError(
+                "decode is 'megakernel', which computes all layers: pipeline_parallel_size must be 1, not"
+                f" {self.pipeline_parallel_size}",
                 param="decode",
             )
         check_one_of("quantization", self.quantization, get_args(Quantization))
@@ -322,6 +341,21 @@ class EngineConfig:
                 f"prefill_chunk_stages: high={high} and low={low} must be multiples of 32, low not above high",
                 param="prefill_chunk_stages",
             )
+
+    @property
+    def num_ranks(self) -> int:
+        """Of all stages together."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def _split_by(self) -> str:
+        return "tensor_parallel_size" if self.tensor_parallel_size > 1 else "pipeline_parallel_size"
+
+    @property
+    def most_open_steps(self) -> int:
+        """Steps that are open at once: one a stage. Where tokens are proposed, which takes the step before, one."""
+        proposes = self.speculation not in ("auto", "off")
+        return 1 if proposes else self.pipeline_parallel_size
 
     @property
     def draft_model(self) -> str | None:

@@ -556,6 +556,10 @@ class Engine:
                 num_tokens = opened.assembled.input.num_tokens
                 if num_tokens:
                     self.scheduler.observe(num_tokens, record.run_s)
+                    if self.executor.depth > 1:
+                        made = opened.assembled.input
+                        num_pairs = int((made.counts * (2 * made.starts + made.counts)).sum())
+                        self.scheduler.observe_prompts(num_tokens, num_pairs, record.run_s)
                     self._counters.count_tokens(num_tokens)
             num_blocks, seconds = self.executor.take_timed()
             if num_blocks:

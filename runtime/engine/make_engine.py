@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
@@ -15,8 +16,8 @@ from models.eagle3 import Eagle3Drafter, load_eagle3
 from models.generation_config import load_generation_config
 from models.hub import model_name, resolve_model
 from models.preprocessing import read_patch_rule
-from models.registry import declare_model, load_model
-from runtime.communicator import Communicator, DeclaredRank, RankCommunicator
+from models.registry import declare_model, load_model, stages_of
+from runtime.communicator import Communicator, DeclaredRank, DeclaredStage, Pipeline, RankCommunicator
 from runtime.device.device import Device
 from runtime.device.errors import InvalidDeviceError
 from runtime.engine.config import (
@@ -31,7 +32,7 @@ from runtime.engine.config import (
 from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.vocabulary import LazyVocabulary
-from runtime.engine.messages import CacheGroupInfo, EngineInfo, ImageSupport
+from runtime.engine.messages import CacheGroupInfo, EngineInfo, ImageSupport, RankInfo
 from runtime.engine.speculation.draft_model import DraftModelDrafter
 from runtime.engine.speculation.drafter import Drafter
 from runtime.engine.speculation.eagle3 import Eagle3Proposer
@@ -75,14 +76,14 @@ def engine_of(model: str | Path | None, config: EngineConfig, reporter: Reporter
 
     Raises ``ModelLoadError``, ``DeviceError``, ``RequestError``, ``OutOfMemoryError``.
     """
-    LoadOptions.parse(**load_settings(config, declared_rank(config)))  # raises before a model is downloaded
+    LoadOptions.parse(**load_settings(config, *declared_rank(config)))  # raises before a model is downloaded
     folder = resolve_model(None if model is None else str(model), reporter)
-    if config.tensor_parallel_size == 1:
+    if config.num_ranks == 1:
         return engine_over(loaded_model(folder, config, reporter), folder, config, model_name(model))
     from runtime.engine.ranks.group import RankGroup
 
-    declare_model(folder, load_format="dummy", max_model_len=None, **load_settings(config, declared_rank(config)))
-    ranks = RankGroup(folder, config, config.tensor_parallel_size)
+    declare_model(folder, load_format="dummy", max_model_len=None, **declared_settings(folder, config))
+    ranks = RankGroup(folder, config)
     try:
         loaded = loaded_model(folder, config, reporter, ranks.communicator)
         return engine_over(loaded, folder, config, model_name(model), ranks)
@@ -94,55 +95,91 @@ def engine_of(model: str | Path | None, config: EngineConfig, reporter: Reporter
 def lone_rank(folder: Path, config: EngineConfig) -> Engine:
     """An engine over rank 0's part of a model in a folder, on a device that does nothing, whose other ranks there are
     not. Raises as `engine_of`."""
-    from runtime.engine.ranks.joining import join, new_memory
+    from runtime.engine.ranks.joining import Shape, join, new_memory
 
-    device, num_ranks = Device.parse(config.device), config.tensor_parallel_size
-    memory = new_memory(device, num_ranks)
+    device, shape = Device.parse(config.device), Shape(config.tensor_parallel_size)
+    memory = new_memory(device, shape)
     try:
-        communicator = join(device, memory, bytes(128), 0, num_ranks)
+        communicator = join(device, memory, [bytes(128)], 0, shape)
     finally:
         os.close(memory)
     loaded = loaded_model(folder, config, communicator=communicator)
     limits = limits_of(loaded, config)
-    info = _info(loaded, folder, config, limits, folder.name, None, loaded.weight_bytes)
+    info = _info(loaded, folder, config, limits, folder.name, None, [loaded.weight_bytes] * config.num_ranks)
     vocabulary = LazyVocabulary(partial(load_tokenizer, folder), info.vocab_size, info.eos_token_ids)
     executor = executor_over(loaded, folder, config, limits, info.vocab_size, communicator)
     return Engine(executor, limits, info, config.seed, vocabulary, None)
 
 
-def declared_rank(config: EngineConfig) -> Communicator | None:
-    """Which rank a model is declared for, where it is split; all have as many bytes. Raises ``RequestError``."""
-    num_ranks = config.tensor_parallel_size
-    if num_ranks == 1:
-        return None
-    if (device := Device.parse(config.device)).kind == "cuda":
+def declared_rank(config: EngineConfig) -> tuple[Communicator | None, Pipeline | None]:
+    """Which rank and stage a model is declared for, where it is split: the first ones; all ranks of a stage have as
+    many bytes. Raises ``RequestError``."""
+    num_ranks, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    if config.num_ranks > 1 and (device := Device.parse(config.device)).kind == "cuda":
         from runtime.engine.ranks.joining import device_of_rank
 
+        name = "tensor_parallel_size" if num_ranks > 1 else "pipeline_parallel_size"
         try:
-            device_of_rank(device, num_ranks - 1).require()
+            device_of_rank(device, config.num_ranks - 1).require()
         except InvalidDeviceError as error:
-            raise RequestError(
-                f"tensor_parallel_size is {num_ranks} from {device} on: {error}", param="tensor_parallel_size"
-            ) from None
-    return DeclaredRank(0, num_ranks)
+            sizes = f"{name} is {getattr(config, name)}"
+            if num_ranks > 1 and num_stages > 1:
+                sizes += f" and pipeline_parallel_size {num_stages}"
+            raise RequestError(f"{sizes} from {device} on: {error}", param=name) from None
+    return (
+        DeclaredRank(0, num_ranks) if num_ranks > 1 else None,
+        DeclaredStage(0, num_stages) if num_stages > 1 else None,
+    )
 
 
-def load_settings(config: EngineConfig, communicator: Communicator | None = None) -> LoadSettings:
-    """The part of a config that says where weights go, and as what; the communicator, which rank has them."""
+def load_settings(
+    config: EngineConfig, communicator: Communicator | None = None, pipeline: Pipeline | None = None,
+    stages: tuple[range, ...] = (),
+) -> LoadSettings:  # fmt: skip
+    """The part of a config that says where weights go, and as what; the others, which rank and stage has them, and
+    which layers each stage has."""
     return LoadSettings(
         device=Device.parse(config.device), dtype=config.dtype, quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
         kv_cache_dtype_skip_layers=config.kv_cache_dtype_skip_layers, gemm=config.gemm, exact=config.exact,
-        communicator=communicator,
+        communicator=communicator, pipeline=pipeline, stages=stages,
     )  # fmt: skip
 
 
+def layers_of_stages(folder: Path, config: EngineConfig) -> tuple[range, ...]:
+    """The layers of each stage of the model in a folder, by its files' headers; where there is one stage, nothing.
+    Raises ``ConfigError`` where there are not enough layers."""
+    if config.pipeline_parallel_size == 1:
+        return ()
+    rank, _ = declared_rank(config)
+    return stages_of(
+        folder, config.pipeline_parallel_size, load_format=config.load_format, **load_settings(config, rank)
+    )
+
+
+def declared_settings(folder: Path, config: EngineConfig, stage: int = 0) -> LoadSettings:
+    """`load_settings` of the first rank of a stage that is declared. Raises as `layers_of_stages`."""
+    rank, pipeline = declared_rank(config)
+    if pipeline is None:
+        return load_settings(config, rank)
+    return load_settings(
+        config, rank, DeclaredStage(stage, pipeline.num_stages), layers_of_stages(folder, config)
+    )
+
+
 def loaded_model(
-    folder: Path, config: EngineConfig, reporter: Reporter = SILENT, communicator: Communicator | None = None
+    folder: Path, config: EngineConfig, reporter: Reporter = SILENT, communicator: RankCommunicator | None = None
 ) -> Model:
     """The model in a folder, or a rank's part of it. The config's seed is that of dummy weights, too (None: 0). Raises
     as `load_model`."""
-    settings = load_settings(config, communicator)
+    if communicator is None:
+        settings = load_settings(config)
+    else:
+        is_staged = communicator.num_stages > 1
+        settings = load_settings(
+            config, communicator if communicator.num_ranks > 1 else None, communicator if is_staged else None,
+            layers_of_stages(folder, config),
+        )  # fmt: skip
     logger.info("loading %s on %s", folder, settings["device"])
     # Tables of positions are as long as the longest sequence that could ever be served, in the smallest KV type.
     smallest = LoadSettings(**{**settings, "dtype": "bfloat16" if config.dtype == "auto" else config.dtype})
@@ -168,9 +205,9 @@ def engine_over(
     """
     draft = drafter_of(config, loaded, folder)
     others: list[Loaded] = [] if ranks is None else ranks.wait_loaded()
-    num_bytes = loaded.weight_bytes + sum(rank.weight_bytes for rank in others)
+    of_ranks = [loaded.weight_bytes, *(rank.weight_bytes for rank in others)]
     limits = limits_of(loaded, config, draft=draft, free_bytes=[rank.free_bytes for rank in others])
-    info = _info(loaded, folder, config, limits, name, draft, num_bytes)
+    info = _info(loaded, folder, config, limits, name, draft, of_ranks)
     vocabulary = LazyVocabulary(partial(load_tokenizer, folder), info.vocab_size, info.eos_token_ids)
     executor: Executor
     if ranks is None:
@@ -180,8 +217,9 @@ def engine_over(
 
         ranks.allocate(limits, info.vocab_size)
         local = executor_over(loaded, folder, config, limits, info.vocab_size, ranks.communicator)
-        executor = ParallelExecutor(local, ranks)
-    speculator = speculator_of(config, info.vocab_size, limits, draft)
+        executor = ParallelExecutor(local, ranks, config.most_open_steps)
+    # Of requests' own predictions nothing is tried where several steps are open.
+    speculator = None if executor.depth > 1 else speculator_of(config, info.vocab_size, limits, draft)
     return Engine(executor, limits, info, config.seed, vocabulary, speculator)
 
 
@@ -300,26 +338,33 @@ def speculator_of(
 def describe_engine(model: str | Path | None, config: EngineConfig) -> EngineInfo:
     """What the engine of this config would say of itself. Nothing is loaded: the headers of the model's files tell its
     bytes. Raises as `engine_of`."""
-    settings = load_settings(config, declared_rank(config))
-    LoadOptions.parse(**settings)
+    LoadOptions.parse(**load_settings(config, *declared_rank(config)))
     folder = resolve_model(None if model is None else str(model))
-    declared = declare_model(
-        folder, load_format=config.load_format, max_model_len=config.max_model_len, **settings
-    )
-    num_bytes = declared.weight_bytes * config.tensor_parallel_size
-    to_load = declared.weight_bytes if declared.device.kind == "cuda" else num_bytes  # on the first device
+    stages = [
+        declare_model(
+            folder, load_format=config.load_format, max_model_len=config.max_model_len,
+            **declared_settings(folder, config, stage),
+        )
+        for stage in range(config.pipeline_parallel_size)
+    ]  # fmt: skip
+    declared = stages[0]
+    weight_bytes = [stage.weight_bytes for stage in stages]
+    num_bytes = sum(weight_bytes) * config.tensor_parallel_size
+    to_load = max(weight_bytes) if declared.device.kind == "cuda" else num_bytes  # on the fullest device
     draft = drafter_of(config, declared, folder, declares=True)
     draft_bytes = 0 if draft is None else draft.weight_bytes
     limits = limits_of(declared, config, num_bytes_to_load=to_load + draft_bytes, draft=draft)
-    return _info(declared, folder, config, limits, model_name(model), draft, num_bytes)
+    of_ranks = [size for size in weight_bytes for _ in range(config.tensor_parallel_size)]
+    return _info(declared, folder, config, limits, model_name(model), draft, of_ranks)
 
 
 def _info(
     model: Model, folder: Path, config: EngineConfig, limits: EngineLimits, name: str, draft: Draft | None,
-    num_bytes: int,
+    of_ranks: Sequence[int],
 ) -> EngineInfo:  # fmt: skip
+    """`of_ranks`: bytes of the weights of each."""
     spec = model.kv_cache_spec(config.block_size)
-    bytes_per_block = spec.bytes_per_block * config.tensor_parallel_size + _draft_bytes_per_block(draft, config)
+    bytes_per_block = sum(_bytes_of_ranks(model, config)) + _draft_bytes_per_block(draft, config)
     return EngineInfo(
         model_name=name,
         model_path=str(folder),
@@ -338,14 +383,39 @@ def _info(
         block_size=limits.block_size,
         num_blocks=limits.num_blocks,
         kv_cache_bytes=limits.num_blocks * bytes_per_block,
-        weight_bytes=num_bytes + (0 if draft is None else draft.weight_bytes),
+        weight_bytes=sum(of_ranks) + (0 if draft is None else draft.weight_bytes),
         scheduling_policy=config.scheduling_policy,
         cache_groups=tuple(
-            CacheGroupInfo(group.window, len(group.layers), group.num_padding) for group in spec.groups
+            CacheGroupInfo(group.window, len(group.layers), group.num_padding)
+            for group in replace(spec, own_layers=None).groups
         ),
         images=_image_support(model, folder, limits),
         rotary_switch=limits.rotary_switch,
+        ranks=_ranks(model, config, limits, of_ranks),
     )
+
+
+def _ranks(
+    model: Model, config: EngineConfig, limits: EngineLimits, of_ranks: Sequence[int]
+) -> tuple[RankInfo, ...]:
+    """What each of several ranks holds."""
+    if config.num_ranks == 1:
+        return ()
+    stages = model.stages or (model.own_layers,)
+    places = [(stage, own) for stage, own in enumerate(stages) for _ in range(config.tensor_parallel_size)]
+    return tuple(
+        RankInfo(number, stage, own.start, own.stop, weight_bytes, limits.num_blocks * size)
+        for number, ((stage, own), weight_bytes, size) in enumerate(
+            zip(places, of_ranks, _bytes_of_ranks(model, config), strict=True)
+        )
+    )
+
+
+def _bytes_of_ranks(model: Model, config: EngineConfig) -> list[int]:
+    """Of one block in the memory of each rank; the model is of any stage."""
+    spec = model.kv_cache_spec(config.block_size)
+    of_stages = [replace(spec, own_layers=own).bytes_per_block for own in model.stages] or [spec.bytes_per_block]
+    return [size for size in of_stages for _ in range(config.tensor_parallel_size)]
 
 
 def _image_support(model: Model, folder: Path, limits: EngineLimits) -> ImageSupport | None:
@@ -368,21 +438,26 @@ def limits_of(
     free_bytes: Sequence[int] = (),
 ) -> EngineLimits:  # fmt: skip
     """What an engine over the model runs with, by the memory that is free now, less what is still to be loaded;
-    ``free_bytes`` of other ranks' GPUs. Raises ``RequestError``."""
+    ``free_bytes`` of other ranks' GPUs. Raises ``RequestError``.
+
+    Ranks that share a memory have one block in it each; of GPUs the one that has the least for its pages counts.
+    """
     spec, has_own_memory = model.kv_cache_spec(config.block_size), model.device.kind == "cuda"
-    free = free_memory_bytes(model.device)
+    of_ranks = _bytes_of_ranks(model, config)
+    free = max(0, free_memory_bytes(model.device) - num_bytes_to_load)
+    bytes_per_block = max(of_ranks) if has_own_memory else sum(of_ranks)
     if has_own_memory:
-        free = min(free, *free_bytes) if free_bytes else free
-    sharing = 1 if has_own_memory else config.tensor_parallel_size  # ranks that have this memory together
+        each = [free, *(free_bytes or [free] * (len(of_ranks) - 1))]
+        free = min(mine * bytes_per_block // own for mine, own in zip(each, of_ranks, strict=True))
     return resolve(
         config,
         max_position_embeddings=model.max_positions,
-        bytes_per_block=spec.bytes_per_block * sharing,
+        bytes_per_block=bytes_per_block,
         draft_bytes_per_block=_draft_bytes_per_block(draft, config),
         group_windows=spec.group_windows,
         rotary_switch=model.rotary_switch,
         whole_tokens=model.whole_picture_tokens if isinstance(model, PictureModel) else None,
-        available_bytes=max(0, free - num_bytes_to_load),
+        available_bytes=free,
         is_gpu=model.device.kind != "cpu",
         has_own_memory=has_own_memory,
     )

@@ -232,6 +232,18 @@ class CacheGroupInfo(msgspec.Struct, frozen=True):
     num_padding: int
 
 
+class RankInfo(msgspec.Struct, frozen=True):
+    """What one of several ranks holds: in its stage the layers from ``first_layer`` to before ``end_layer``, of these
+    its part of the weights and of the KV cache."""
+
+    number: int
+    stage: int
+    first_layer: int
+    end_layer: int
+    weight_bytes: int
+    kv_cache_bytes: int
+
+
 class ImageSupport(msgspec.Struct, frozen=True):
     """How a model reads pictures.
 
@@ -270,6 +282,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cache_groups    of the layers, in the order of the block tables; a block is a page of one of them
     images          None: the model reads none
     rotary_switch   prompts of more tokens are rotated otherwise, and share no prefixes with shorter ones
+    ranks           that the model is split over; empty: it is in one piece
     """
 
     model_name: str
@@ -294,6 +307,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cache_groups: tuple[CacheGroupInfo, ...] = (CacheGroupInfo(None, 0, 0),)
     images: ImageSupport | None = None
     rotary_switch: int | None = None
+    ranks: tuple[RankInfo, ...] = ()
 
 
 class ChunkView(msgspec.Struct, frozen=True, gc=False):

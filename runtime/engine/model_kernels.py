@@ -40,7 +40,7 @@ SAMPLED = tuple(
 
 def kernels_of_model(folder: Path, arch: str, config: EngineConfig) -> list[Specialisation]:
     """Those that prompts of many lengths and batches of many sizes launch on a device of that architecture, by an
-    engine of that config, whose device, memory and weights are no matter.
+    engine of that config, whose device, memory, weights and stages are no matter.
 
     The process's emulated device of that architecture does nothing from then on. Raises what `engine_of` raises.
     """
@@ -58,7 +58,7 @@ def kernels_of_model(folder: Path, arch: str, config: EngineConfig) -> list[Spec
     Gpu(device, driver, kernel_cache=found).install()
     config = replace(
         config, device=device.type, load_format="dummy", num_blocks=None, kv_cache_bytes=None, swap_space_bytes=0,
-        preemption="auto",
+        preemption="auto", pipeline_parallel_size=1,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         copy = shallow_copy(folder, Path(scratch))

@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from runtime.device.device import CPU, Device
 from runtime.dtype import PAGES, STORED, DType, float32
 from runtime.errors import InvalidArgumentError, OutOfMemoryError
-from runtime.kv.groups import CacheGroup, cut_layers
+from runtime.kv.groups import CacheGroup, cut_layers, of_layers
 from runtime.tensor.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -75,12 +75,13 @@ class KVCacheSpec:
         layer_windows: tokens that a query of each layer sees, its own included, None for all; empty: all see all.
         layer_dtypes: the type of each layer's pages; empty: all have `dtype`.
         latent_values: of latent pages, the length of a value; 0: keys and values are of their own.
-        groups: of the layers, made of the windows.
+        own_layers: those of this stage, which alone have pages; None: all.
+        groups: of the layers, made of the windows of all.
         planes: of one block of one storage, of each storage.
 
-    Raises InvalidArgumentError for a size that is not positive, windows of another number of layers, a ``block_size``
-    that is no multiple of 8 (on a GPU: not 8, 16 or 32), or a dtype other than float32, float16, bfloat16, int8
-    and float8_e4m3, of which the last two are not for latent pages.
+    Raises InvalidArgumentError for a size that is not positive, windows of another number of layers, own layers that
+    there are not, a ``block_size`` that is no multiple of 8 (on a GPU: not 8, 16 or 32), or a dtype other than float32,
+    float16, bfloat16, int8 and float8_e4m3, of which the last two are not for latent pages.
     """
 
     num_layers: int
@@ -92,6 +93,7 @@ class KVCacheSpec:
     layer_windows: tuple[int | None, ...] = ()
     layer_dtypes: tuple[DType, ...] = ()
     latent_values: int = 0
+    own_layers: range | None = None
     groups: tuple[CacheGroup, ...] = field(init=False, repr=False, compare=False)
     planes: tuple[tuple[Plane, ...], ...] = field(init=False, repr=False, compare=False)
 
@@ -128,7 +130,12 @@ class KVCacheSpec:
                 "layers",
                 param="layer_windows",
             )
-        object.__setattr__(self, "groups", cut_layers(windows))
+        own = range(self.num_layers) if self.own_layers is None else self.own_layers
+        if not 0 <= own.start < own.stop <= self.num_layers or own.step != 1:
+            raise InvalidArgumentError(
+                f"KVCacheSpec: own_layers is {own}, must be some of {self.num_layers} layers", param="own_layers"
+            )
+        object.__setattr__(self, "groups", of_layers(cut_layers(windows), own))
         planes = tuple(
             tuple(plane for dtype in self.dtypes_of(storage) for plane in self._make_planes(dtype))
             for storage in range(self.num_storages)

@@ -64,6 +64,15 @@ def cut_layers(layer_windows: tuple[int | None, ...]) -> tuple[CacheGroup, ...]:
     return tuple(groups)
 
 
+def of_layers(groups: tuple[CacheGroup, ...], layers: range) -> tuple[CacheGroup, ...]:
+    """The same groups with these layers alone, those of a pipeline's stage: block tables are the whole model's."""
+    own = [tuple(layer for layer in group.layers if layer in layers) for group in groups]
+    size = max(map(len, own))
+    return tuple(
+        CacheGroup(group.window, chosen, size - len(chosen)) for group, chosen in zip(groups, own, strict=True)
+    )
+
+
 def first_page(num_tokens: int, window: int | None, block_size: int) -> int:
     """The first page that the token after ``num_tokens``, or any later one, can see."""
     return 0 if window is None or num_tokens < window else (num_tokens - window + 1) // block_size

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict, Unpack
 
 from numba_kernels.segments import SEGMENTS
-from runtime.communicator import Communicator
+from runtime.communicator import Communicator, Pipeline
 from runtime.device.device import CPU, Device
 from runtime.dtype import KV_DTYPES, STORED, DType
 from runtime.errors import InvalidArgumentError
@@ -30,6 +30,8 @@ class LoadSettings(TypedDict, total=False):
     gemm: str
     exact: bool
     communicator: Communicator | None
+    pipeline: Pipeline | None
+    stages: tuple[range, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,8 @@ class LoadOptions:
         exact: whether a row of a product has the same bits alone and among others, and on 1, 2, 4 and 8 ranks. On the
             cpu the former always holds.
         communicator: the rank that this is, of several that the model is split over; None: there is one alone.
+        pipeline: the stage that this is, of several that have its layers; None: one has all.
+        stages: the layers that each stage has; where there are no stages, nothing.
 
     Raises:
         InvalidArgumentError: for a dtype that is none of the three float types, a format, kernel or type of pages that
@@ -63,6 +67,8 @@ class LoadOptions:
     gemm: str = "auto"
     exact: bool = False
     communicator: Communicator | None = None
+    pipeline: Pipeline | None = None
+    stages: tuple[range, ...] = ()
 
     def __post_init__(self) -> None:
         if self.dtype is not None and self.dtype not in STORED:
@@ -103,6 +109,8 @@ class LoadOptions:
             gemm=settings.get("gemm", "auto"),
             exact=settings.get("exact", False),
             communicator=settings.get("communicator"),
+            pipeline=settings.get("pipeline"),
+            stages=settings.get("stages", ()),
         )
 
     @property

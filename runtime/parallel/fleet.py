@@ -92,7 +92,7 @@ class Fleet:
             for engine in range(count):
                 values: Any = dict(settings)
                 if places is None:
-                    values["device"] = device_of(engine, count, config.device, config.tensor_parallel_size)
+                    values["device"] = device_of(engine, count, config.device, config.num_ranks)
                 membership = Membership(**memberships[engine])
                 self._clients.append(
                     ProcessEngineClient(model, supervision=supervision, membership=membership, waits=False, **values)
@@ -344,7 +344,7 @@ def _memberships(config: EngineConfig, places: RayEngines | None) -> list[dict[s
     count = config.data_parallel_size
     if places is not None:
         return [{"launch": partial(places.launch, engine)} for engine in range(count)]
-    if count == 1 or device_of(0, count, config.device, config.tensor_parallel_size).startswith("cuda"):
+    if count == 1 or device_of(0, count, config.device, config.num_ranks).startswith("cuda"):
         return [{} for _ in range(count)]
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return [{"cores": cores_of(engine, count, cores)} if cores else {} for engine in range(count)]

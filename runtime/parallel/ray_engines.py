@@ -213,7 +213,7 @@ def _shifted(times: RequestTimes, offset_s: float) -> RequestTimes:
 
 def _bundle(config: EngineConfig, has_gpus: bool) -> dict[str, float]:
     """What an engine with all of its ranks asks a node for."""
-    num_ranks = config.tensor_parallel_size
+    num_ranks = config.num_ranks
     return {"CPU": 1, "GPU": num_ranks} if has_gpus else {"CPU": num_ranks}
 
 

@@ -17,6 +17,7 @@ from runtime.engine.ranks.messages import (
     Encode,
     Logits,
     Masks,
+    Note,
     Record,
     RunPass,
     RunStep,
@@ -43,12 +44,16 @@ T = TypeVar("T")
 
 class ParallelExecutor:
     """See `Executor`. All ranks are told what to do, do it at the same time and draw the same; who they are told by is
-    one of them. The first error of any of them is the end of all: `ExecutorLostError`."""
+    one of them. The first error of any of them is the end of all: `ExecutorLostError`.
 
-    depth = 1
+    Of several stages this process is one of the first. It has done its part of a step, or queued it, before it starts
+    the next, while the others do theirs; the last stage draws and tells. So as many steps are open as there are stages.
+    """
 
-    def __init__(self, local: LocalExecutor, ranks: RankGroup) -> None:
-        self.local, self.ranks = local, ranks
+    def __init__(self, local: LocalExecutor, ranks: RankGroup, depth: int = 1) -> None:
+        """`depth`: see `Executor`."""
+        self.local, self.ranks, self.depth = local, ranks, depth
+        self._is_staged = ranks.shape.num_stages > 1
         self.overlaps = local.overlaps
         self.num_groups = local.num_groups
         self._opened: _Shared | None = None
@@ -59,17 +64,41 @@ class ParallelExecutor:
     ) -> Computation:  # fmt: skip
         if proposed is not None:
             raise UnsupportedStepError("proposed: ranks are not sent the distributions of proposals")
+        if self._opened is not None and self._is_staged:
+            self._opened.finish()
         self._tell(RunStep(step, masks is not None))
-        if masks is not None:
-            masks = _SharedMasks(masks, self.ranks)
+        shared = None if masks is None or self._is_staged else _SharedMasks(masks, self.ranks)
         try:
-            computation = self.local.start(step, masks)
+            computation = self.local.start(step, shared)
+            if masks is not None and self._is_staged:
+                self.ranks.send_to_last_stage(Masks(*masks.wait()))
         except UnsupportedStepError:
             raise
         except Exception as error:
             raise self.lost(error) from error
-        self._opened = _Shared(computation, self)
-        return self._opened
+        if not self._is_staged or not step.num_seqs:
+            self._opened = _Shared(computation, self)
+            return self._opened
+        staged = _Staged(computation, self, step)
+        self._opened = staged.own
+        if not self.overlaps:
+            staged.own.finish()
+        return staged
+
+    def finish_own(self) -> None:
+        """Wait for this stage's part of all that was started."""
+        if self._opened is not None:
+            self._opened.finish()
+
+    def drawn_by_last_stage(self, step: StepInput) -> Drawn:
+        """What the last stage has drawn, of which the others are told."""
+        drawn = self.ranks.wait_drawn(step.number)
+        if drawn.token_ids:
+            note = Note(step.number, *_places_of(step, drawn, self.local.rows.sampling.num_prompt_tokens),
+                        np.array(drawn.token_ids, np.int32))  # fmt: skip
+            self.ranks.send_to_earlier_stages(note)
+            self.local.note_drawn(note.number, note.rows, note.positions, note.token_ids)
+        return drawn
 
     def can_lead(self, step: StepInput) -> bool:
         return self.local.can_lead(step)
@@ -162,6 +191,37 @@ class _Shared:
                 self._drawn = self._computation.result()
             except Exception as error:
                 self._drawn = error
+
+
+class _Staged:
+    """A computation of which this process does the first stage's part."""
+
+    def __init__(self, computation: Computation, executor: ParallelExecutor, step: StepInput) -> None:
+        self.started_s = computation.started_s
+        self.own = _Shared(computation, executor)
+        self._executor, self._step = executor, step
+
+    def result(self) -> Drawn:
+        self._executor.finish_own()
+        self.own.result()
+        try:
+            return self._executor.drawn_by_last_stage(self._step)
+        except Exception as error:
+            raise self._executor.lost(error) from error
+
+
+def _places_of(
+    step: StepInput, drawn: Drawn, num_prompt_tokens: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The row of each token that was drawn, and its place in the row's output."""
+    chunks = step.num_draws.nonzero()[0]
+    rows, ends, draws = step.rows[chunks], (step.starts + step.counts)[chunks], step.num_draws[chunks]
+    first = ends - draws + 1 - num_prompt_tokens[rows]
+    if drawn.counts is None:
+        return rows, first
+    counts = np.array(drawn.counts)
+    behind = np.concatenate([np.arange(count) for count in drawn.counts])
+    return np.repeat(rows, counts), np.repeat(first, counts) + behind
 
 
 class _SharedMasks:

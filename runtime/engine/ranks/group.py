@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +22,20 @@ from runtime.device.device import Device
 from runtime.engine.config import EngineConfig, EngineLimits
 from runtime.engine.process.wire import SOCKET_BUFFER_BYTES, FrameReader, WaitingWriter
 from runtime.engine.process.wire_errors import error_of
-from runtime.engine.ranks.joining import device_of_rank, join, new_memory, new_unique_id
-from runtime.engine.ranks.messages import ANSWERS, Allocate, Allocated, Failed, FromRank, Load, Loaded, ToRank, frame
+from runtime.engine.ranks.joining import Shape, device_of_rank, forget_unique_ids, join, new_memory, new_unique_ids
+from runtime.engine.ranks.messages import (
+    ANSWERS,
+    Allocate,
+    Allocated,
+    Drew,
+    Failed,
+    FromRank,
+    Load,
+    Loaded,
+    ToRank,
+    frame,
+)
+from runtime.engine.steps.executor import Drawn
 from runtime.own_packages import python_module
 
 logger = logging.getLogger("xserv.engine")
@@ -33,7 +46,10 @@ COMMAND = python_module("runtime.engine.ranks.main")
 END_S = 2.0
 """How long processes may take to end when they are told to; then they are killed."""
 
-Answer = TypeVar("Answer", Loaded, Allocated)
+LOOK_S = 0.1
+"""How often who waits for a rank looks whether another has given up."""
+
+Answer = TypeVar("Answer", Loaded, Allocated, Drew)
 
 
 class RankGroup:
@@ -44,15 +60,17 @@ class RankGroup:
     communicator  rank 0's
     """
 
-    def __init__(self, folder: Path, config: EngineConfig, num_ranks: int) -> None:
+    def __init__(self, folder: Path, config: EngineConfig) -> None:
         """Starts the processes and waits until all have joined. Raises CommunicatorError, and what a rank raised."""
-        self.num_ranks = num_ranks
+        self.shape = Shape(config.tensor_parallel_size, config.pipeline_parallel_size)
+        num_ranks = self.shape.count
         device = Device.parse(config.device)
         has_cores = device.kind != "cuda" and hasattr(os, "sched_getaffinity")
         cores = sorted(os.sched_getaffinity(0)) if has_cores else []
         threads = max(1, pool.NUM_THREADS // num_ranks)
-        unique_id = new_unique_id(device)
-        memory = new_memory(device, num_ranks)
+        unique_ids = new_unique_ids(device, self.shape)
+        memory = new_memory(device, self.shape)
+        self._joining = device, unique_ids
         self._ranks: list[_Rank] = []
         try:
             pool.limit_threads(threads)
@@ -63,13 +81,14 @@ class RankGroup:
                     frame(
                         Load(
                             folder=str(folder), config=replace(config, device=device_of_rank(device, rank).type),
-                            rank=rank, num_ranks=num_ranks, unique_id=unique_id, cores=mine, threads=threads,
+                            number=rank, num_ranks=self.shape.num_ranks, num_stages=self.shape.num_stages,
+                            unique_ids=unique_ids, cores=mine, threads=threads,
                             log_level=logger.getEffectiveLevel(),
                             dies_with_thread=threading.current_thread() is threading.main_thread(),
                         )
                     )
                 )  # fmt: skip
-            self.communicator = self._joined(device, memory, unique_id)
+            self.communicator = self._joined(device, memory, unique_ids)
             for each in self._ranks:
                 each.tell_its_end_to(self.communicator)
         except BaseException:
@@ -78,13 +97,13 @@ class RankGroup:
         finally:
             os.close(memory)
 
-    def _joined(self, device: Device, memory: int, unique_id: bytes) -> RankCommunicator:
+    def _joined(self, device: Device, memory: int, unique_ids: list[bytes]) -> RankCommunicator:
         """Rank 0's communicator, once all have joined, on a thread: NCCL would wait for a rank that has ended."""
         found: list[RankCommunicator | BaseException] = []
 
         def work() -> None:
             try:
-                found.append(join(device, memory, unique_id, 0, self.num_ranks))
+                found.append(join(device, memory, unique_ids, 0, self.shape))
             except BaseException as error:
                 found.append(error)
 
@@ -100,7 +119,9 @@ class RankGroup:
 
     def wait_loaded(self) -> list[Loaded]:
         """Waits until all have their weights. Raises what a rank raised, and CommunicatorError."""
-        return [rank.wait_for(Loaded) for rank in self._ranks]
+        loaded = [rank.wait_for(Loaded) for rank in self._ranks]
+        forget_unique_ids(*self._joining)
+        return loaded
 
     def allocate(self, limits: EngineLimits, vocab_size: int) -> None:
         """Has all make their pages, and waits for it. Raises as `wait_loaded`."""
@@ -110,9 +131,28 @@ class RankGroup:
 
     def send(self, message: ToRank) -> None:
         """The same to all. A rank that has ended gets nothing: the next collective tells."""
+        self._send_to(self._ranks, message)
+
+    def send_to_last_stage(self, message: ToRank) -> None:
+        """To those that draw; of several stages."""
+        self._send_to(self._ranks[-self.shape.num_ranks :], message)
+
+    def send_to_earlier_stages(self, message: ToRank) -> None:
+        """To those that draw nothing; of several stages."""
+        self._send_to(self._ranks[: -self.shape.num_ranks], message)
+
+    @staticmethod
+    def _send_to(ranks: Sequence[_Rank], message: ToRank) -> None:
         data = frame(message)
-        for rank in self._ranks:
+        for rank in ranks:
             rank.send(data)
+
+    def wait_drawn(self, number: int) -> Drawn:
+        """What the last stage has drawn in this step, the next of those that draw. Raises CommunicatorError, with what
+        each rank says where one has given up."""
+        drew = self._ranks[-self.shape.num_ranks].wait_for(Drew)
+        assert drew.number == number, f"step {drew.number} came instead of step {number}"
+        return drew.drawn
 
     @property
     def pids(self) -> list[int]:
@@ -178,9 +218,14 @@ class _Rank:
 
     def wait_for(self, kind: type[Answer]) -> Answer:
         with self._condition:
-            self._condition.wait_for(lambda: self._answers or self._has_ended)
+            while not self._answers and not self._has_ended:
+                self._condition.wait(LOOK_S)
+                communicator = self._communicator
+                is_lost = kind is Drew and communicator is not None and communicator.is_aborted
+                if not self._answers and communicator is not None and is_lost:
+                    raise CommunicatorError(f"the ranks have given up: {communicator.last_words()}")
             if not self._answers:
-                raise CommunicatorError(f"rank {self._rank} ended before it was ready")
+                raise CommunicatorError(f"rank {self._rank} ended{'' if kind is Drew else ' before it was ready'}")
             answer = self._answers.pop(0)
         if isinstance(answer, Failed):
             raise error_of(answer.problem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from runtime.device.device import Device
@@ -17,35 +18,71 @@ def device_of_rank(device: Device, rank: int) -> Device:
     return Device(f"cuda:{device.index + rank}") if device.kind == "cuda" else device
 
 
-def new_memory(device: Device, num_ranks: int) -> int:
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a model is split: stages, each of so many ranks. All together are numbered stage by stage."""
+
+    num_ranks: int
+    num_stages: int = 1
+
+    @property
+    def count(self) -> int:
+        """Of processes."""
+        return self.num_ranks * self.num_stages
+
+    def place_of(self, number: int) -> tuple[int, int]:
+        """The stage of one of all, and its rank in that."""
+        return divmod(number, self.num_ranks)
+
+
+def new_memory(device: Device, shape: Shape) -> int:
     """What the ranks share: its descriptor, which they inherit."""
     if device.kind != "cpu":
-        return shared_memory(notices_bytes(num_ranks))
+        return shared_memory(notices_bytes(shape.count))
     from runtime.shared_communicator import shared_file
 
-    return shared_file(num_ranks)
+    return shared_file(shape.num_ranks, shape.num_stages)
 
 
-def new_unique_id(device: Device) -> bytes:
-    """Of a new communicator, on GPUs. Raises NoNcclError, NcclError."""
+def new_unique_ids(device: Device, shape: Shape) -> list[bytes]:
+    """Of new communicators, on GPUs: that of all, and, where there are stages of several ranks, that of each stage.
+    Raises NoNcclError, NcclError."""
     if device.kind == "cpu":
-        return b""
+        return []
     from runtime.device.gpu import Gpu
     from runtime.device.nccl import open_nccl
 
-    return open_nccl(Gpu.of(device).driver).unique_id()
+    nccl = open_nccl(Gpu.of(device).driver)
+    has_both = shape.num_stages > 1 and shape.num_ranks > 1
+    return [nccl.unique_id() for _ in range(1 + shape.num_stages * has_both)]
 
 
-def join(device: Device, memory: int, unique_id: bytes, rank: int, num_ranks: int) -> RankCommunicator:
-    """This rank's communicator, on its own device; on GPUs it waits for the others. Raises NoNcclError, NcclError."""
+def forget_unique_ids(device: Device, unique_ids: list[bytes]) -> None:
+    """All ranks have joined."""
+    if unique_ids:
+        from runtime.device.gpu import Gpu
+        from runtime.device.nccl import open_nccl
+
+        open_nccl(Gpu.of(device).driver).forget(unique_ids)
+
+
+def join(device: Device, memory: int, unique_ids: list[bytes], number: int, shape: Shape) -> RankCommunicator:
+    """The communicator of one of all, on its own device; on GPUs it waits for the others. Raises NoNcclError,
+    NcclError."""
+    stage, rank = shape.place_of(number)
     if device.kind == "cpu":
         from runtime.shared_communicator import SharedCommunicator
 
-        return SharedCommunicator(memory, rank, num_ranks)
+        return SharedCommunicator(memory, rank, shape.num_ranks, stage, shape.num_stages)
     from runtime.device.gpu import Gpu
     from runtime.device.nccl import NcclComm, open_nccl
     from runtime.nccl_communicator import NcclCommunicator
 
     gpu = Gpu.of(device)
-    comm = NcclComm(gpu, open_nccl(gpu.driver), unique_id, rank, num_ranks)
-    return NcclCommunicator(gpu, comm, Notices.open(memory, rank, num_ranks))
+    nccl = open_nccl(gpu.driver)
+    everyone = NcclComm(gpu, nccl, unique_ids[0], number, shape.count)
+    own: NcclComm | None = everyone if shape.num_stages == 1 else None
+    if shape.num_stages > 1 and shape.num_ranks > 1:
+        own = NcclComm(gpu, nccl, unique_ids[1 + stage], rank, shape.num_ranks)
+    notices = Notices.open(memory, number, shape.count)
+    return NcclCommunicator(gpu, own, notices, everyone, stage, shape.num_stages)

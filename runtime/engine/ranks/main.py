@@ -28,6 +28,7 @@ from runtime.engine.ranks.messages import (
     DECODER,
     Allocate,
     Allocated,
+    Drew,
     DropEncoded,
     Encode,
     Failed,
@@ -35,6 +36,7 @@ from runtime.engine.ranks.messages import (
     Loaded,
     Logits,
     Masks,
+    Note,
     Record,
     RunPass,
     RunStep,
@@ -112,6 +114,8 @@ class RankProcess:
                     if running is not None:
                         running.result()
                     running = started
+                case Note(number, rows, positions, token_ids):
+                    executor.note_drawn(number, rows, positions, token_ids)
                 case Record():
                     executor.record_together()
                 case StartEncoding(slot, patches, grid):
@@ -143,10 +147,10 @@ class RankProcess:
 
         from runtime.device.device import Device
         from runtime.engine.make_engine import executor_over, free_memory_bytes, loaded_model
-        from runtime.engine.ranks.joining import join
+        from runtime.engine.ranks.joining import Shape, join
 
-        device = Device.parse(load.config.device)
-        communicator = join(device, self._memory, load.unique_id, load.rank, load.num_ranks)
+        device, shape = Device.parse(load.config.device), Shape(load.num_ranks, load.num_stages)
+        communicator = join(device, self._memory, load.unique_ids, load.number, shape)
         self._communicator = communicator
         folder = Path(load.folder)
         model = loaded_model(folder, load.config, communicator=communicator)
@@ -168,8 +172,17 @@ class RankProcess:
         if executor.may_be_led:
             return computation
         if step.num_seqs:
-            computation.result()
+            drawn = computation.result()
+            if self._tells_draws:
+                self._writer.send(frame(Drew(step.number, drawn)))
         return None
+
+    @property
+    def _tells_draws(self) -> bool:
+        """Whether this is the first rank of the last of several stages."""
+        ranks = self._communicator
+        assert ranks is not None, "it has joined"
+        return ranks.num_stages > 1 and ranks.stage == ranks.num_stages - 1 and ranks.rank == 0
 
 
 class _SentMasks:
@@ -193,7 +206,7 @@ def _settle(load: Load) -> None:
     if load.cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, load.cores)
     os.environ["NUMBA_NUM_THREADS"] = str(load.threads)
-    logging.basicConfig(format=f"rank {load.rank}: %(message)s", level=load.log_level)
+    logging.basicConfig(format=f"rank {load.number}: %(message)s", level=load.log_level)
 
 
 def main() -> NoReturn:

@@ -1,6 +1,7 @@
 """What the driver of a split model tells its other ranks, which are processes, and what they answer.
 
-Frames are `runtime.engine.process.wire`'s. Whoever computes needs no answer: the ranks meet in their collectives.
+Frames are `runtime.engine.process.wire`'s. Whoever computes needs no answer: the ranks meet in their collectives. But what the
+last of several stages draws it tells.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from runtime.engine.config import EngineConfig, EngineLimits
 from runtime.engine.process import wire
 from runtime.engine.process.wire import Problem
+from runtime.engine.steps.executor import Drawn
 from runtime.engine.steps.step_input import StepInput, from_array, to_array
 
 # To a rank
@@ -21,7 +23,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The first message: load this rank's part of the model in a folder.
 
     config   of this rank, whose device is its own
-    unique_id  of the communicator, on GPUs (`runtime.device.nccl`); on the cpu there is none
+    number   of this rank among those of all stages
+    num_ranks, num_stages  ranks of a stage, and stages
+    unique_ids  of the communicators, on GPUs (`runtime.device.nccl`); on the cpu there are none
     cores    processors that the rank keeps to; none: all
     threads  that compute
     dies_with_thread  whether the thread that started the process lives as long as the driver does
@@ -29,9 +33,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     folder: str
     config: EngineConfig
-    rank: int
+    number: int
     num_ranks: int
-    unique_id: bytes
+    num_stages: int
+    unique_ids: list[bytes]
     cores: list[int]
     threads: int
     dies_with_thread: bool
@@ -58,6 +63,15 @@ class Masks(msgspec.Struct, frozen=True, tag=True):
     places: NDArray[np.intp]
     words: NDArray[np.uint32]
     failed: list[int]
+
+
+class Note(msgspec.Struct, frozen=True, tag=True):
+    """See ``LocalExecutor.note_drawn``; to the ranks of the stages before the last."""
+
+    number: int
+    rows: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    token_ids: NDArray[np.int32]
 
 
 class Record(msgspec.Struct, frozen=True, tag=True):
@@ -105,7 +119,8 @@ class Logits(msgspec.Struct, frozen=True, tag=True):
 
 
 ToRank = (
-    Load | Allocate | RunStep | Masks | Record | StartEncoding | Encode | DropEncoded | StartPass | RunPass | Logits
+    Load | Allocate | RunStep | Masks | Note | Record | StartEncoding | Encode | DropEncoded | StartPass | RunPass
+    | Logits
 )
 
 # From a rank
@@ -122,13 +137,20 @@ class Allocated(msgspec.Struct, frozen=True, tag=True):
     """Its pages do."""
 
 
+class Drew(msgspec.Struct, frozen=True, tag=True):
+    """What the last stage has drawn in a step; of its ranks the first one tells."""
+
+    number: int
+    drawn: Drawn
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """The last message of a rank that cannot go on."""
 
     problem: Problem
 
 
-FromRank = Loaded | Allocated | Failed
+FromRank = Loaded | Allocated | Drew | Failed
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=from_array)
 DECODER: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank, dec_hook=to_array)

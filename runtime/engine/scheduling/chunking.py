@@ -12,6 +12,7 @@ from typing import Protocol
 
 from runtime.engine.config import SchedulingConfig
 from runtime.engine.scheduling.pictures import Pictures
+from runtime.engine.scheduling.prompt_times import PromptTimes
 from runtime.engine.scheduling.step import Step
 
 CHUNK_MULTIPLE = 32
@@ -47,15 +48,34 @@ class StagedChunks:
         return self.sizes[min(num_computed // self.tokens_per_stage, len(self.sizes) - 1)]
 
 
+class EqualChunks:
+    """Chunks that take as long as the first ``size`` tokens of a prompt, by measured times, in multiples of 32: where
+    several steps are open, one behind the other in a model's stages."""
+
+    def __init__(self, size: int, times: PromptTimes) -> None:
+        self.size, self.times = size, times
+
+    def most(self, num_computed: int) -> int:
+        if not num_computed:
+            return self.size
+        return min(self.size, round_up(self.times.as_long_as(self.size, num_computed)))
+
+
 def round_up(size: float) -> int:
     """The smallest multiple of 32 that is not less."""
     return -int(-size // CHUNK_MULTIPLE) * CHUNK_MULTIPLE
 
 
-def chunking_of(config: SchedulingConfig, max_num_batched_tokens: int) -> Chunking:
-    """The chunking that the configuration names; without one a step's budget is the only limit."""
+def chunking_of(
+    config: SchedulingConfig, max_num_batched_tokens: int, depth: int, times: PromptTimes
+) -> Chunking:
+    """The chunking that the configuration names; without one a step's budget is the only limit, or, where ``depth``
+    steps are open, all of them share it and take as long as each other."""
     if config.prefill_chunk_stages is not None:
         return StagedChunks(*config.prefill_chunk_stages)
+    if depth > 1 and config.prefill_chunk is None:
+        size = max(CHUNK_MULTIPLE, round_up(max_num_batched_tokens / depth))
+        return EqualChunks(min(size, max_num_batched_tokens), times)
     return FixedChunks(config.prefill_chunk or max_num_batched_tokens)
 
 

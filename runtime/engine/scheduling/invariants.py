@@ -84,9 +84,13 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert sequence.num_computed < end, "a running sequence has nothing to compute"
     assert len(scheduler.open_steps) <= max(2, scheduler.depth), "too many steps are open"
     if scheduler.depth > 1:
-        members = [chunk.sequence for step in scheduler.open_steps for chunk in step.chunks]
-        members = [sequence for sequence in members if not sequence.is_finished]
-        assert len(set(members)) == len(members), "a sequence is in two open steps"
+        drawing: set[Sequence] = set()
+        for step in scheduler.open_steps:
+            for chunk in step.chunks:
+                if not chunk.sequence.is_finished:
+                    assert chunk.sequence not in drawing, "a sequence is in an open step behind one that draws for it"
+                    if chunk.is_last:
+                        drawing.add(chunk.sequence)
     assert not pool.offloads, "evicted blocks are in no step"
     holds = [[source] for step in scheduler.open_steps for source, _ in step.held_blocks]
     pool.check_invariants([*(sequence.held_blocks for sequence in scheduler.running), *holds])

@@ -32,6 +32,7 @@ from runtime.engine.scheduling.invariants import check_scheduler, check_step
 from runtime.engine.scheduling.placement import Placement
 from runtime.engine.scheduling.policy import Order, policy_of
 from runtime.engine.scheduling.preemption import VICTIM_RULES, CostModel
+from runtime.engine.scheduling.prompt_times import PromptTimes
 from runtime.engine.scheduling.rotation import choose_rotation, is_at_switch, within_switch
 from runtime.engine.scheduling.sequence import Request, Sequence, State
 from runtime.engine.scheduling.step import PreemptionWay, Step
@@ -41,9 +42,11 @@ from runtime.engine.scheduling.windowed_pages import WindowedPages
 class Scheduler:
     """The waiting and the running sequences, and their blocks. Not thread-safe: it belongs to the engine's loop.
 
-    depth       steps that may run at once, each of sequences of its own; with 1 a second one may be planned ahead
+    depth       steps that may run at once, with 1 a second one may be planned ahead. Each draws for sequences of its
+                own, with as many decodes as the others; chunks of a prompt may lie in several
     open_steps  planned and neither committed nor abandoned
     costs       what steps and transfers take, as far as ``observe`` was told
+    prompt_times  what chunks of prompts take, as far as ``observe_prompts`` was told
     drafts      proposals for the tokens behind the last of running sequences, for the next step that decodes them
     paused      requests whose sequences are held from the next step on, until they are added again
     """
@@ -64,7 +67,8 @@ class Scheduler:
         self.paused: set[Request] = set()
         self.policy = policy_of(config, self.costs.compute_s)
         self._batching = BATCHING_STYLES[config.batching]()
-        chunking = chunking_of(config, limits.max_num_batched_tokens)
+        self.prompt_times = PromptTimes()
+        chunking = chunking_of(config, limits.max_num_batched_tokens, depth, self.prompt_times)
         self._chunks = PromptChunks(chunking, self._batching.cuts_prompts)
         self._victim_of = VICTIM_RULES[config.victim]
         self._preemption = config.preemption
@@ -161,6 +165,10 @@ class Scheduler:
         """A step of so many tokens took this long."""
         self.costs.observe_step(num_tokens, seconds)
 
+    def observe_prompts(self, num_tokens: int, num_pairs: int, seconds: float) -> None:
+        """See ``PromptTimes.observe``."""
+        self.prompt_times.observe(num_tokens, num_pairs, seconds)
+
     def observe_transfer(self, num_blocks: int, seconds: float) -> None:
         """Moving so many blocks between device and host took this long."""
         self.costs.observe_transfer(num_blocks, seconds)
@@ -175,6 +183,7 @@ class Scheduler:
         has_windows = bool(self._windowed.groups)
         decodes: list[Sequence] = []
         wanting: list[Sequence] = []  # those whose next token has no slot
+        most = self._most_decodes()
         for sequence in self._idle():
             pending, computed = sequence.num_pending, sequence.num_computed
             if (
@@ -186,6 +195,8 @@ class Scheduler:
                 if sequence.least_end > len(sequence.blocks[shortest]) * block_size:
                     wanting.append(sequence)
                 continue
+            if len(decodes) == most:
+                continue  # others' turn
             decodes.append(sequence)
             if computed >= len(sequence.blocks[shortest]) * block_size:
                 wanting.append(sequence)
@@ -207,7 +218,9 @@ class Scheduler:
 
     def prefill(self, step: Step) -> None:
         """Add chunks of the running sequences whose tokens are not all computed."""
-        for sequence in self._idle():
+        for sequence in self.running:
+            if sequence.num_pending and self.depth > 1 and self._is_open(sequence):
+                continue
             remaining = sequence.num_tokens - sequence.num_computed
             if remaining > 1:
                 start = sequence.num_computed
@@ -240,6 +253,13 @@ class Scheduler:
         if self.depth == 1 or not self.open_steps:
             return self.running
         return [sequence for sequence in self.running if not self._is_open(sequence)]
+
+    def _most_decodes(self) -> int:
+        """Decodes of one step: where several are open they share them out."""
+        if self.depth == 1:
+            return len(self.running)
+        decoding = sum(each.num_tokens + each.num_pending - each.num_computed == 1 for each in self.running)
+        return -(-decoding // self.depth)
 
     def _is_open(self, sequence: Sequence) -> bool:
         return any(sequence.last_step == step.number for step in self.open_steps)

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime import ops
-from runtime.communicator import RankCommunicator
+from runtime.communicator import RankCommunicator, is_last
 from runtime.device.device import Device
 from runtime.device.errors import CaptureError, LaunchError
 from runtime.dtype import DType
@@ -96,13 +96,15 @@ class DecodeRun:
         self._buffers = buffers
 
     def wait(self) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """The drawn id of each row, and whether there is one. Raises LaunchError where the device failed,
+        """The drawn id of each row, and whether there is one; none where a later stage draws. Raises LaunchError where the device failed,
         InvalidArgumentError where a token was outside the vocabulary."""
         try:
             self._buffers.wait()
         finally:
             self._graphs.ended(self)
         count, results = self._num_places, self._buffers.results
+        if not self._graphs.draws:
+            return results[:0], results[:0] == 0
         if self._graphs.device.kind != "cpu" and results[2 * count]:  # the cpu's kernels check ids where they are
             ops.check_ids(self._graphs.device)
         return results[self.places], results[count:][self.places] == 0
@@ -131,6 +133,7 @@ class DecodeGraphs:
     num_steps   that graphs have run
     num_failed  recordings that failed: each is tried once more, then no more graphs are made
     forwards    recordings of steps that graphs hold no place for
+    draws       whether the model ends here; a stage before the last one draws nothing
     """
 
     def __init__(
@@ -140,6 +143,7 @@ class DecodeGraphs:
         self._communicator = communicator
         self._agree = alone if communicator is None else communicator.agree
         self.device = model.device
+        self.draws = is_last(communicator)
         self.num_steps = self.num_failed = 0
         self._model = model
         self._kv_cache = kv_cache
@@ -372,10 +376,11 @@ class DecodeGraphs:
             self._arrays = DecodeArrays(self.device, self._runs_on, self._limits, self._rows)
         self._kv_cache.wait_for_arrivals()
         self._arrays.clear()
-        return self._runs_on.capture(partial(self._run, key), num_rows=key.num_places, keeps_logits=key.keeps_logits)
+        keeps_logits = key.keeps_logits and self.draws
+        return self._runs_on.capture(partial(self._run, key), num_rows=key.num_places, keeps_logits=keeps_logits)
 
     def _run(self, key: GraphKey) -> Tensor:
-        """What is recorded. Its result is the logits."""
+        """What is recorded. Its result is the logits, or what a stage hands over."""
         arrays = self._arrays
         assert arrays is not None
         if self._communicator is not None:
@@ -383,6 +388,8 @@ class DecodeGraphs:
         arrays.take_inputs(key.num_places)
         batch = arrays.batch(key.num_places, key.max_seq_len)
         batch.kept_layers = self._kept_layers
+        if not self.draws:
+            return self._model.forward(batch, self._kv_cache)
         if self._megakernel is not None and key.num_places == 1:
             logits = self._megakernel.logits(batch)
         else:

@@ -21,9 +21,9 @@ from numpy.typing import NDArray
 
 from runtime import ops
 from runtime.batch import Batch
-from runtime.communicator import RankCommunicator
+from runtime.communicator import RankCommunicator, is_first, is_last
 from runtime.device.errors import LaunchError
-from runtime.dtype import DType
+from runtime.dtype import DType, float32
 from runtime.engine.config import EngineLimits
 from runtime.engine.messages import TokenLogprobs
 from runtime.engine.steps.decode_graphs import DecodeGraphs, DecodeRun, GraphKey
@@ -34,6 +34,7 @@ from runtime.engine.steps.executor import (
     GraphStats,
     KeptRows,
     Model,
+    SidePass,
     UnsupportedStepError,
 )
 from runtime.engine.steps.pictures import PictureModel, PictureStore
@@ -41,7 +42,7 @@ from runtime.engine.steps.ragged import Layout, largest, lay_out
 from runtime.engine.steps.rejection import reject
 from runtime.engine.steps.rows import Rows
 from runtime.engine.steps.sampler import token_logprobs
-from runtime.engine.steps.side_pass import PagedSidePass, logits_in_slices
+from runtime.engine.steps.side_pass import PagedSidePass, slices
 from runtime.engine.steps.step_input import PromptLogprobs, StepInput
 from runtime.kv.cache import HostPages, KVCache
 from runtime.kv.transfer import KVTransfer
@@ -52,6 +53,9 @@ _UNSUPPORTED = ("rotary_positions", "features")
 """Fields of a step that models take not at all, or only if they read pictures."""
 
 _OF_PICTURES = ("rotary_positions", "features")
+
+BESIDE_STEPS = -1
+"""What a pass beside the steps says is its step's number."""
 
 
 T = TypeVar("T")
@@ -86,7 +90,8 @@ class _Draws:
 
 class LocalExecutor:
     """See `Executor`. Runs steps of a model, or of a rank's part of it, against one KV cache. With a communicator it
-    meets the other ranks at the end of each step.
+    meets the other ranks at the end of each step. Of several stages the last one draws; the others are told what
+    (`note_drawn`), and give nothing of their steps.
 
     Where it overlaps, a step runs on the cpu in a thread of the executor's own, on a GPU in its stream.
 
@@ -101,6 +106,9 @@ class LocalExecutor:
     ) -> None:  # fmt: skip
         self.model = model
         self.communicator = communicator
+        self.is_first, self.draws = is_first(communicator), is_last(communicator)
+        self._is_staged = communicator is not None and communicator.num_stages > 1
+        self._versions: dict[int, int] = {}  # of the rows when a step began whose draws are not known here yet
         self.kv_cache = kv_cache
         self.limits = limits
         self.vocab_size = vocab_size
@@ -114,7 +122,7 @@ class LocalExecutor:
         self._worker: ThreadPoolExecutor | None = None
         if self.overlaps and is_cpu:
             self._worker = ThreadPoolExecutor(1, "xserv-step")
-        self.pictures = PictureStore(model) if isinstance(model, PictureModel) else None
+        self.pictures = PictureStore(model, has_tower=self.is_first) if isinstance(model, PictureModel) else None
         self._kept_layers: tuple[int, ...] = ()
         self.kept_rows: KeptRows | None = None
         self.graphs: DecodeGraphs | None = None
@@ -138,7 +146,7 @@ class LocalExecutor:
             return _Run(partial(_raise, error))
 
     def can_lead(self, step: StepInput) -> bool:
-        if self.graphs is None or step.mode == "eager" or not step.are_decodes or step.has_transfers or step.loads:
+        if self._is_staged or self.graphs is None or step.mode == "eager" or not step.are_decodes or step.has_transfers or step.loads:
             return False
         if step.has_pictures:
             return False
@@ -148,7 +156,7 @@ class LocalExecutor:
     @property
     def may_be_led(self) -> bool:
         """Whether a graph runs behind which another step may be queued."""
-        return self.graphs is not None and self.graphs.may_be_led
+        return not self._is_staged and self.graphs is not None and self.graphs.may_be_led
 
     def keep_layers(self, layers: tuple[int, ...], width: int, dtype: DType) -> None:
         if self.graphs is not None:
@@ -193,17 +201,32 @@ class LocalExecutor:
             while not stream.is_done() and time.monotonic() < until:
                 time.sleep(0.001)
 
+    def note_drawn(
+        self, number: int, rows: NDArray[np.int64], positions: NDArray[np.int64], token_ids: NDArray[np.int32]
+    ) -> None:
+        """What the last stage has drawn in a step: tokens at these places of the rows' outputs. A row that was loaded
+        since the step began is another sequence's."""
+        version = self._versions.pop(number)
+        is_same = self.rows.versions[rows] <= version
+        rows, positions, token_ids = rows[is_same], positions[is_same], token_ids[is_same]
+        self.rows.note(rows, token_ids)
+        if np.count_nonzero(self.rows.sampling.keeps_outputs[rows]):
+            self.rows.note_outputs(rows, positions, token_ids, version)
+
     def start_encoding(self, slot: int, patches: NDArray[np.uint8], grid: tuple[int, int]) -> None:
         pictures = self._picture_store()
+        if not self.is_first:
+            return
         self._beside_steps(lambda: pictures.start(slot, patches, grid))
 
     def encode(self, slot: int, num_layers: int) -> bool:
         pictures = self._picture_store()
-        return self._beside_steps(lambda: pictures.advance(slot, num_layers))
+        return not self.is_first or self._beside_steps(lambda: pictures.advance(slot, num_layers))
 
     def drop_encoded(self, slot: int) -> None:
         pictures = self._picture_store()
-        self._beside_steps(lambda: pictures.drop(slot))
+        if self.is_first:
+            self._beside_steps(lambda: pictures.drop(slot))
 
     def _picture_store(self) -> PictureStore:
         if self.pictures is None:
@@ -214,22 +237,39 @@ class LocalExecutor:
         """Behind the step that runs, on the thread that runs steps."""
         return work() if self._worker is None else self._worker.submit(work).result()
 
-    def side_pass(self, lengths: Sequence[int]) -> PagedSidePass:
-        return PagedSidePass(self.model, self.limits, lengths, self._before_pass)
+    def side_pass(self, lengths: Sequence[int]) -> SidePass:
+        made = PagedSidePass(self.model, self.limits, lengths, self._before_pass)
+        return made if not self._is_staged else _StagedPass(made, self)
 
     def _before_pass(self) -> None:
         self.synchronize()
         if self.communicator is not None:
+            self.communicator.begin_step(BESIDE_STEPS)
             self.communicator.begin_pass()
 
+    def brought_back(self, made: Callable[[], Tensor], shape: tuple[int, ...], dtype: DType) -> Tensor | None:
+        """What the last stage makes, at the first stage, to which it is handed over; None elsewhere."""
+        communicator = self.communicator
+        if communicator is None or communicator.num_stages == 1:
+            return made()
+        if self.draws:
+            communicator.send(made())
+        return communicator.receive(shape, dtype) if self.is_first else None
+
     def logits(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        side_pass, most = self.side_pass([len(token_ids)]), self.limits.max_num_batched_tokens
-        result = np.empty((len(token_ids), self.vocab_size), np.float32)
+        """See `Executor`; numbers of the first stage."""
+        most = self.limits.max_num_batched_tokens
+        side_pass = PagedSidePass(self.model, self.limits, [len(token_ids)], self._before_pass)
+        result = np.empty((len(token_ids) if self.is_first else 0, self.vocab_size), np.float32)
         for start in range(0, len(token_ids), most):
             ids = token_ids[start : start + most]
             hidden = side_pass.run([ids], [start])
-            for first, logits in logits_in_slices(self.model, self.vocab_size, hidden, 0, len(ids)):
-                result[start + first : start + first + logits.shape[0]] = logits.to("cpu").array
+            for first, end in slices(self.vocab_size, 0, len(ids)):
+                made = partial(self.model.compute_logits, hidden[first:end])
+                logits = self.brought_back(made, (end - first, self.vocab_size), float32)
+                if logits is not None:
+                    result[start + first : start + end] = logits.to("cpu").array
+            self.finish_queued()
         return result
 
     def take_timed(self) -> tuple[int, float]:
@@ -286,6 +326,8 @@ class LocalExecutor:
             if key is not None and step.mode == "record":
                 graphs.want(key)
         draws = self._draws_of(step)
+        if not self.draws and len(draws.rows):
+            self._versions[step.number] = draws.version
         token_ids = rows.tokens_of(step.token_ids, np.repeat(step.rows, step.counts))
         indices = draws.tokens.astype(np.int32)
         has_offsets = self.limits.rotary_switch is not None or self.pictures is not None
@@ -306,12 +348,16 @@ class LocalExecutor:
         return _Run(partial(self._ended, step, lambda: compute(computed)))
 
     def _ended(self, step: StepInput, compute: Callable[[], Drawn]) -> Drawn:
+        if self.communicator is not None:
+            self.communicator.begin_step(step.number)
         drawn = compute()
         if self.communicator is not None:
             self.communicator.end_step(step.number)
         return drawn
 
     def _start_graph(self, graphs: DecodeGraphs, step: StepInput, key: GraphKey) -> _Run:
+        if not self.draws:
+            self._versions[step.number] = self.rows.version
         draw = partial(self._drawn_by_graph, step, graphs.start(step, key), self.rows.version)
         if not graphs.leads:  # it runs when it is waited for
             draw = partial(self._ended, step, draw)
@@ -351,7 +397,7 @@ class LocalExecutor:
             self.communicator.begin_pass()
         batch.kept_layers = self._kept_layers
         hidden, logits = self.model.forward(batch, self.kv_cache), None
-        if batch.logits_indices.shape[0]:
+        if self.draws and batch.logits_indices.shape[0]:
             logits = self.model.compute_logits(ops.gather_rows(hidden, batch.logits_indices))
         return Computed(hidden, logits, kept=tuple(batch.kept[layer] for layer in self._kept_layers))
 
@@ -365,6 +411,9 @@ class LocalExecutor:
         proposed: Sequence[NDArray[np.float32] | None] | None,
         computed: Computed,
     ) -> Drawn:
+        if not self.draws:
+            self._wait_for_stage()
+            return Drawn()
         logits = computed.logits
         if computed.kept:
             self.kept_rows = KeptRows(step.number, computed.kept, np.cumsum(step.counts) - step.counts)
@@ -403,8 +452,14 @@ class LocalExecutor:
             self.rows.note_outputs(rows, positions, token_ids, draws.version)
         return drawn
 
+    def _wait_for_stage(self) -> None:
+        """Until the device has come past what was queued; on the cpu it is done."""
+        self.finish_queued()
+
     def _drawn_by_graph(self, step: StepInput, run: DecodeRun, version: int) -> Drawn:
         token_ids, is_valid = run.wait()
+        if not self.draws:
+            return Drawn()
         rows = self.rows
         if run.kept:
             self.kept_rows = KeptRows(step.number, tuple(run.kept), run.places)
@@ -442,13 +497,25 @@ class LocalExecutor:
         return logprobs
 
     def _prompt_logprobs(self, hidden: Tensor, wanted: PromptLogprobs) -> list[TokenLogprobs]:
-        entries, first = [], wanted.first
-        end = first + len(wanted.targets)
-        for row, logits in logits_in_slices(self.model, self.vocab_size, hidden, first, end):
-            count = logits.shape[0]
-            targets = wanted.targets[row - first : row - first + count]
-            entries += token_logprobs(logits, targets, [wanted.num_alternatives] * count)
+        entries, begin = [], wanted.first
+        for first, end in slices(self.vocab_size, begin, begin + len(wanted.targets)):
+            logits = self.model.compute_logits(hidden[first:end])
+            targets = wanted.targets[first - begin : end - begin]
+            entries += token_logprobs(logits, targets, [wanted.num_alternatives] * (end - first))
         return entries
+
+
+class _StagedPass:
+    """See `SidePass`: hidden states come from the last stage to the first; other stages give what they handed over."""
+
+    def __init__(self, side_pass: PagedSidePass, executor: LocalExecutor) -> None:
+        self._side_pass, self._executor = side_pass, executor
+
+    def run(self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int]) -> Tensor:
+        hidden, executor = self._side_pass.run(token_ids, starts), self._executor
+        found = executor.brought_back(lambda: hidden, hidden.shape, hidden.dtype)
+        executor.finish_queued()
+        return hidden if found is None else found
 
 
 def _accepted(drawn: Drawn, proposals: list[int]) -> tuple[Drawn, list[int]]:

@@ -64,8 +64,9 @@ class RotatingModel(Protocol):
 class PictureStore:
     """The embeddings of pictures by slot, and the pictures that are being encoded."""
 
-    def __init__(self, model: PictureModel) -> None:
-        self._model = model
+    def __init__(self, model: PictureModel, *, has_tower: bool = True) -> None:
+        """`has_tower`: the model does not begin in an earlier stage."""
+        self._model, self._has_tower = model, has_tower
         self._encodings: dict[int, Encoding] = {}
         self._made: dict[int, tuple[Tensor, ...]] = {}
 
@@ -101,6 +102,7 @@ class PictureStore:
         batch.encoded = tuple(
             EncodedTokens(span.first_token, self._rows(self._made[span.slot], span.first_row, span.count))
             for span in step.features
+            if self._has_tower
         )
         if step.uncut_spans:
             until = np.concatenate([

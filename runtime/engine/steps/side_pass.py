@@ -55,10 +55,8 @@ class PagedSidePass:
         return self._model.forward(layout.batch(self._model.device, exact=self._limits.exact), self._pages)
 
 
-def logits_in_slices(
-    model: Model, vocab_size: int, hidden: Tensor, first: int, end: int
-) -> Iterator[tuple[int, Tensor]]:
-    """The logits of ``hidden[first:end]``, a bounded number of rows at a time, each with its first row."""
+def slices(vocab_size: int, first: int, end: int) -> Iterator[tuple[int, int]]:
+    """Rows from ``first`` to ``end`` in parts whose logits, each a bounded number of them, are held at once."""
     num_rows = max(1, LOGITS_SLICE_ELEMENTS // vocab_size)
     for row in range(first, end, num_rows):
-        yield row, model.compute_logits(hidden[row : min(row + num_rows, end)])
+        yield row, min(row + num_rows, end)

@@ -117,6 +117,12 @@ class EmulatedNccl:
         self._memory[unique_id] = descriptor  # who joins opens it by this number
         return _SUCCESS, unique_id
 
+    def forget(self, unique_ids: list[bytes]) -> None:
+        """Closes what is still open of communicators that others have joined, and this process does not."""
+        for unique_id in unique_ids:
+            if (descriptor := self._memory.pop(unique_id, None)) is not None:
+                os.close(descriptor)
+
     @_function
     def ncclCommInitRank(self, nranks: int, comm_id: bytes, rank: int) -> int:
         try:

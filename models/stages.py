@@ -1,0 +1,56 @@
+"""Which layers of a model each stage of a pipeline has: neighbours, so that the stages read as many bytes in a step.
+
+A step reads each layer's weights, and those of the output head in the last stage; of the table of embeddings it looks up
+a few rows, so that the table does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from models.errors import ConfigError
+
+
+def balanced(
+    layer_bytes: Sequence[int], num_stages: int, *, first_bytes: int = 0, last_bytes: int = 0, least_first: int = 1,
+    name: str = "",
+) -> tuple[range, ...]:  # fmt: skip
+    """The layers of each stage, at least one, of layers that have so many bytes: the largest stage is as small as can
+    be, and of those ways it is the one whose stages are most alike.
+
+    `first_bytes` and `last_bytes` are what the first and the last stage read besides; the first has at least
+    `least_first` layers. Raises `ConfigError` where there are fewer layers than stages; `name` is the model's in it.
+    """
+    count = len(layer_bytes)
+    if count < num_stages + least_first - 1:
+        first = f", of which the first has at least {least_first}" if least_first > 1 else ""
+        raise ConfigError(f"{name}: {count} layers cannot be split over {num_stages} stages{first}")
+    sums = [0, *accumulate(layer_bytes)]
+
+    def size(stage: int, first: int, end: int) -> int:
+        more = (first_bytes if stage == 0 else 0) + (last_bytes if stage == num_stages - 1 else 0)
+        return sums[end] - sums[first] + more
+
+    def best(limit: int | None) -> tuple[int, list[int]]:
+        """Ends of the stages with the smallest largest stage; with a limit to it, with the smallest squares."""
+        # By the number of layers that the stages so far have: what they cost, and where each ends.
+        found: dict[int, tuple[int, list[int]]] = {0: (0, [])}
+        for stage in range(num_stages):
+            left = num_stages - 1 - stage
+            following: dict[int, tuple[int, list[int]]] = {}
+            for first, (cost, ends) in found.items():
+                least = first + (least_first if stage == 0 else 1)
+                for end in range(least, count - left + 1) if left else (count,):
+                    own = size(stage, first, end)
+                    if limit is not None and own > limit:
+                        continue
+                    whole = max(cost, own) if limit is None else cost + own * own
+                    if end not in following or whole < following[end][0]:
+                        following[end] = whole, [*ends, end]
+            found = following
+        return found[count]
+
+    largest, _ = best(None)
+    _, ends = best(largest)
+    return tuple(range(first, end) for first, end in zip((0, *ends), ends))

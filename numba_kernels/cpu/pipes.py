@@ -1,0 +1,98 @@
+"""What one stage of a model hands to the next, where both are processes of one machine: kernels over memory that both
+map.
+
+A pipe's memory, in cache lines of 64 bytes:
+
+| lines | what |
+|---|---|
+| 0 | how many pieces the sender has put there |
+| 1 | how many the receiver has taken |
+| 2 … 1 + SLOTS | of the piece in each slot: the step that it belongs to, and the bytes of its message |
+
+and the slots. A sender goes on as soon as its piece lies in a slot, and waits only where all are full: who receives may
+still be busy with what came before. As all kernels do these run in recordings; the step is read from memory of the
+process's own.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from numba import carray, njit
+
+from numba_kernels.closure_cache import name_by_content
+from numba_kernels.cpu.collectives import DIFFER, HAS_ABORTED, LINE_BYTES, wait_a_moment
+from numba_kernels.cpu.intrinsics import atomic
+from numba_kernels.cpu.running.launch import Fields, Kernel, int8_at, int64_at
+
+SLOTS = 16
+SLOT_BYTES = 1 << 21
+"""Of a piece; memory that nobody has written costs nothing."""
+PIPE_BYTES = 4096 + SLOTS * SLOT_BYTES
+
+HAND_OVER = Fields("*pipe *flag *step *numbers num_bytes message_bytes")
+
+
+@njit(nogil=True)
+def _slot(pipe, number):
+    """Where a piece lies."""
+    return pipe + 4096 + (number % SLOTS) * SLOT_BYTES
+
+
+@functools.cache
+def _wait_above():
+    @njit(nogil=True)
+    @name_by_content
+    def wait_above(flag, address, count):
+        """Whether a counter has risen above `count`; no: a rank has given up."""
+        looks = 0
+        while atomic.load(address) <= count:
+            if atomic.load(flag) != 0:
+                return False
+            wait_a_moment(looks)
+            looks += 1
+        return True
+
+    return wait_above
+
+
+@functools.cache
+def send_kernel() -> Kernel:
+    """Puts a piece of a message into the pipe; one ticket."""
+    wait_above = _wait_above()
+
+    def send(arguments, ticket):
+        a = carray(arguments, 1)[0]
+        number = atomic.load(a.pipe)
+        if not wait_above(a.flag, a.pipe + LINE_BYTES, number - SLOTS):
+            a.status = HAS_ABORTED
+            return
+        said = int64_at(a.pipe + (2 + number % SLOTS) * LINE_BYTES, 2)
+        said[0], said[1] = int64_at(a.step, 1)[0], a.message_bytes
+        int8_at(_slot(a.pipe, number), a.num_bytes)[:] = int8_at(a.numbers, a.num_bytes)
+        atomic.store(a.pipe, number + 1)
+
+    return Kernel(send, HAND_OVER)
+
+
+@functools.cache
+def receive_kernel() -> Kernel:
+    """Takes a piece of a message out of the pipe, which has to be of this step and of a message of this size; one
+    ticket."""
+    wait_above = _wait_above()
+
+    def receive(arguments, ticket):
+        a = carray(arguments, 1)[0]
+        taken = a.pipe + LINE_BYTES
+        number = atomic.load(taken)
+        if not wait_above(a.flag, a.pipe, number):
+            a.status = HAS_ABORTED
+            return
+        said = int64_at(a.pipe + (2 + number % SLOTS) * LINE_BYTES, 2)
+        if said[0] != int64_at(a.step, 1)[0] or said[1] != a.message_bytes:
+            a.status = DIFFER
+            return
+        int8_at(a.numbers, a.num_bytes)[:] = int8_at(_slot(a.pipe, number), a.num_bytes)
+        atomic.store(taken, number + 1)
+
+    return Kernel(receive, HAND_OVER)
