@@ -12,7 +12,7 @@ from typing import ClassVar
 from models.config import ModelConfig
 from models.maker import Maker
 from runtime.batch import Batch
-from runtime.communicator import is_first, is_last
+from runtime.communicator import begins_here, ends_here
 from runtime.dtype import STORED, DType, float32
 from runtime.errors import InvalidArgumentError
 from runtime.kv.cache import KVCache, KVCacheSpec
@@ -88,13 +88,13 @@ class Model(ABC):
         it returns, too.
         """
         pipeline = self.pipeline
-        if is_first(pipeline):
+        if begins_here(pipeline):
             x = self.embed(batch)
         else:
             assert pipeline is not None, "a model in one piece begins here"
             x = pipeline.receive((batch.num_tokens, self.config.hidden_size), self.activations)
         x = self.run_layers(x, batch, kv_cache)
-        if is_last(pipeline):
+        if ends_here(pipeline):
             return self.finish(x)
         assert pipeline is not None, "a model in one piece ends here"
         pipeline.send(x)

@@ -26,7 +26,7 @@ from models.shares import Share, equal_share
 from models.stacked import Order, Stack
 from numba_kernels.cuda.packing import Packing, packing_of
 from runtime import ops
-from runtime.communicator import is_first, is_last
+from runtime.communicator import begins_here, ends_here
 from runtime.dtype import DType, float16, float32
 from runtime.linear.experts import ExpertsWeight, can_stay_packed
 from runtime.linear.format import GGML_FORMATS, WeightFormat, packed_format
@@ -202,12 +202,12 @@ class Maker(ABC):
     @property
     def is_first(self) -> bool:
         """Whether the model begins in this stage."""
-        return is_first(self.options.pipeline)
+        return begins_here(self.options.pipeline)
 
     @property
     def is_last(self) -> bool:
         """Whether the model ends in this stage."""
-        return is_last(self.options.pipeline)
+        return ends_here(self.options.pipeline)
 
     def own_layers(self, count: int) -> range:
         """The numbers of this stage's layers, of so many."""

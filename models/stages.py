@@ -1,7 +1,7 @@
 """Which layers of a model each stage of a pipeline has: neighbours, so that the stages read as many bytes in a step.
 
-A step reads each layer's weights, and those of the output head in the last stage; of the table of embeddings it looks up
-a few rows, so that the table does not count.
+A step reads each layer's weights, and those of the output head in the last stage. Of the table of embeddings it looks
+up a few rows, so that the table does not count.
 """
 
 from __future__ import annotations

@@ -68,12 +68,12 @@ class Pipeline(Protocol):
         ...
 
 
-def is_first(pipeline: Pipeline | None) -> bool:
+def begins_here(pipeline: Pipeline | None) -> bool:
     """Whether a model begins here; without stages it does."""
     return pipeline is None or pipeline.stage == 0
 
 
-def is_last(pipeline: Pipeline | None) -> bool:
+def ends_here(pipeline: Pipeline | None) -> bool:
     """Whether a model ends here; without stages it does."""
     return pipeline is None or pipeline.stage == pipeline.num_stages - 1
 

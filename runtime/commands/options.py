@@ -168,7 +168,7 @@ class EngineOptions:
         int, typer.Option(help="Ranks that the model is split over: processes with a GPU, or a share of the cores.")
     ] = _CONFIG.tensor_parallel_size
     pipeline_parallel_size: Annotated[
-        int, typer.Option(help="Stages that have the layers one after another, each of as many ranks as tensor parallel.")
+        int, typer.Option(help="Stages that have the layers one after another; each has the ranks of tensor parallel.")
     ] = _CONFIG.pipeline_parallel_size
     data_parallel_size: Annotated[
         int, typer.Option(help="Engines that share the requests, each a process with the whole model.")

@@ -166,8 +166,8 @@ class EngineConfig:
                             distribution; docs/speculation.md)
     tensor_parallel_size    ranks that the model is split over, each a process with a GPU, or with its share of the
                             processors; which numbers a model can be split by, docs/parallel.md tells
-    pipeline_parallel_size  stages that have the model's layers one after another, each of ``tensor_parallel_size`` ranks;
-                            as many steps are under way at once (docs/parallel.md)
+    pipeline_parallel_size  stages that have the model's layers one after another, each of ``tensor_parallel_size``
+                            ranks; as many steps are under way at once (docs/parallel.md)
     data_parallel_size      engines that share the requests, each a process with the whole model; those of a machine
                             share its processors and its memory
     routing_policy          which of them gets a request: the next one ("round-robin"), the one with the least to do

@@ -1,7 +1,7 @@
 """What the driver of a split model tells its other ranks, which are processes, and what they answer.
 
-Frames are `runtime.engine.process.wire`'s. Whoever computes needs no answer: the ranks meet in their collectives. But what the
-last of several stages draws it tells.
+Frames are `runtime.engine.process.wire`'s. Whoever computes needs no answer: the ranks meet in their collectives. What
+the last of several stages draws it tells.
 """
 
 from __future__ import annotations

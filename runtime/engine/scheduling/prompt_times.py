@@ -3,9 +3,9 @@ long as another.
 
     t = c + b x + a (2 L x + x²)
 
-for x tokens behind L: a constant, a share for each token, and one for each pair of tokens that attention looks at. Where
-a model's stages compute steps one behind the other, each step should take as long as the next (chunked pipelines,
-https://lmsys.org/blog/2026-01-15-chunked-pipeline): a stage that is done sooner waits.
+for x tokens behind L: a constant, a share for each token, and one for each pair of tokens that attention looks at. A
+model's stages compute steps one behind the other, and a stage that is done sooner waits: so each step should take as
+long as the next. SGLang's chunked pipelines (2026) fit the same.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime import ops
-from runtime.communicator import RankCommunicator, is_last
+from runtime.communicator import RankCommunicator, ends_here
 from runtime.device.device import Device
 from runtime.device.errors import CaptureError, LaunchError
 from runtime.dtype import DType
@@ -96,8 +96,8 @@ class DecodeRun:
         self._buffers = buffers
 
     def wait(self) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """The drawn id of each row, and whether there is one; none where a later stage draws. Raises LaunchError where the device failed,
-        InvalidArgumentError where a token was outside the vocabulary."""
+        """The drawn id of each row, and whether there is one; nothing where a later stage draws. Raises LaunchError
+        where the device failed, InvalidArgumentError where a token was outside the vocabulary."""
         try:
             self._buffers.wait()
         finally:
@@ -143,7 +143,7 @@ class DecodeGraphs:
         self._communicator = communicator
         self._agree = alone if communicator is None else communicator.agree
         self.device = model.device
-        self.draws = is_last(communicator)
+        self.draws = ends_here(communicator)
         self.num_steps = self.num_failed = 0
         self._model = model
         self._kv_cache = kv_cache

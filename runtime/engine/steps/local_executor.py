@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from runtime import ops
 from runtime.batch import Batch
-from runtime.communicator import RankCommunicator, is_first, is_last
+from runtime.communicator import RankCommunicator, begins_here, ends_here
 from runtime.device.errors import LaunchError
 from runtime.dtype import DType, float32
 from runtime.engine.config import EngineLimits
@@ -106,7 +106,7 @@ class LocalExecutor:
     ) -> None:  # fmt: skip
         self.model = model
         self.communicator = communicator
-        self.is_first, self.draws = is_first(communicator), is_last(communicator)
+        self.is_first, self.draws = begins_here(communicator), ends_here(communicator)
         self._is_staged = communicator is not None and communicator.num_stages > 1
         self._versions: dict[int, int] = {}  # of the rows when a step began whose draws are not known here yet
         self.kv_cache = kv_cache
@@ -146,9 +146,9 @@ class LocalExecutor:
             return _Run(partial(_raise, error))
 
     def can_lead(self, step: StepInput) -> bool:
-        if self._is_staged or self.graphs is None or step.mode == "eager" or not step.are_decodes or step.has_transfers or step.loads:
+        if self.graphs is None or step.mode == "eager" or not step.are_decodes or step.has_transfers or step.loads:
             return False
-        if step.has_pictures:
+        if step.has_pictures or self._is_staged:
             return False
         key = self.graphs.key_of(step)
         return key is not None and self.graphs.can_lead(key)

@@ -28,7 +28,7 @@ class DeepExecutor(LocalExecutor):
         opened = [decode(each) for each in self.waiting]
         rows = {row for each in opened for row in each.rows[each.num_draws > 0].tolist()}
         fresh = {load.row for load in step.loads}
-        assert not rows.intersection(set(step.rows.tolist()) - fresh), "a step lies behind one that draws for its sequence"
+        assert not rows.intersection(set(step.rows.tolist()) - fresh), "a step is behind one that draws for its row"
         sent = encode(step)
         self.waiting.append(sent)
         self.most = max(self.most, len(self.waiting))
