@@ -7,6 +7,7 @@ from typing import Never, Protocol
 
 from runtime.dtype import DType
 from runtime.errors import XservError
+from runtime.rank_notices import Tally
 from runtime.tensor.tensor import Tensor
 
 
@@ -95,6 +96,10 @@ class RankCommunicator(Communicator, Pipeline, Protocol):
 
     def end_step(self, number: int) -> None:
         """All collectives of a step have been called; ranks of this stage that had fewer or more are found."""
+        ...
+
+    def tallies(self) -> list[Tally]:
+        """What each rank of each stage has done so far, as far as that is known. On any thread."""
         ...
 
     def abort(self, reason: str) -> None:

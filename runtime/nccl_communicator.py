@@ -21,7 +21,7 @@ from runtime.device.device import Device
 from runtime.device.gpu import Gpu
 from runtime.device.nccl import NcclComm, NcclError, Window
 from runtime.dtype import DType
-from runtime.rank_notices import Notices
+from runtime.rank_notices import Notices, Tally
 from runtime.tensor.storage import Storage
 from runtime.tensor.tensor import Tensor
 from runtime.tensor.views import contiguous_strides
@@ -128,7 +128,12 @@ class NcclCommunicator:
     def begin_step(self, number: int) -> None:
         """See `RankCommunicator`. NCCL pairs messages by their order."""
 
+    def tallies(self) -> list[Tally]:
+        """See `RankCommunicator`. How long the GPU computes and waits is not known here."""
+        return self._notices.tallies()
+
     def end_step(self, number: int) -> None:
+        self._notices.count(0, 0)
         with self._named("end_step"):
             if self._comm is not None:
                 self._comm.end_step(number)

@@ -1,4 +1,5 @@
-"""What ranks that are processes tell each other when they cannot go on: shared memory with a flag and last words."""
+"""What ranks that are processes tell each other beside their work: shared memory with a flag and last words, for when
+they cannot go on, and how long each has computed."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import mmap
 import os
 import tempfile
 import time
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +17,8 @@ TEXT_BYTES = 2048
 LAST_WORDS_S = 0.5
 """How long an error waits for what the other ranks say of it."""
 _FLAG_BYTES = 64
+TALLY_BYTES = 64
+"""Of each rank's counts."""
 
 
 def shared_memory(size_bytes: int) -> int:
@@ -31,7 +35,15 @@ def shared_memory(size_bytes: int) -> int:
 
 def notices_bytes(num_ranks: int) -> int:
     """Of the memory that `Notices.open` maps."""
-    return _FLAG_BYTES + num_ranks * TEXT_BYTES
+    return _FLAG_BYTES + num_ranks * (TEXT_BYTES + TALLY_BYTES)
+
+
+class Tally(NamedTuple):
+    """What a rank has done: steps, and the nanoseconds that they took, of which it waited for another stage."""
+
+    num_steps: int
+    step_ns: int
+    waited_ns: int
 
 
 class Notices:
@@ -42,17 +54,30 @@ class Notices:
         num_ranks: how many there are.
     """
 
-    def __init__(self, flag: NDArray[np.int64], texts: NDArray[np.uint8], rank: int) -> None:
-        """`flag`: one number, 0 or 1 + the rank that gave up. `texts`: `[num_ranks, TEXT_BYTES]`, zeros at first."""
+    def __init__(
+        self, flag: NDArray[np.int64], texts: NDArray[np.uint8], tallies: NDArray[np.uint8], rank: int
+    ) -> None:
+        """`flag`: one number, 0 or 1 + the rank that gave up. `texts`: `[num_ranks, TEXT_BYTES]`, zeros at first, as
+        are `tallies`, `[num_ranks, TALLY_BYTES]`."""
         self.rank, self.num_ranks = rank, len(texts)
-        self._flag, self._texts = flag, texts
+        self._flag, self._texts, self._tallies = flag, texts, tallies.view(np.int64)
 
     @staticmethod
     def open(descriptor: int, rank: int, num_ranks: int) -> Notices:
         """Over memory that holds nothing else."""
         memory = np.frombuffer(mmap.mmap(descriptor, notices_bytes(num_ranks)), np.uint8)
-        texts = memory[_FLAG_BYTES:].reshape(num_ranks, TEXT_BYTES)
-        return Notices(memory[:8].view(np.int64), texts, rank)
+        texts_end = _FLAG_BYTES + num_ranks * TEXT_BYTES
+        texts = memory[_FLAG_BYTES:texts_end].reshape(num_ranks, TEXT_BYTES)
+        tallies = memory[texts_end:].reshape(num_ranks, TALLY_BYTES)
+        return Notices(memory[:8].view(np.int64), texts, tallies, rank)
+
+    def count(self, step_ns: int, waited_ns: int) -> None:
+        """This rank has done a step."""
+        self._tallies[self.rank, :3] += (1, step_ns, waited_ns)
+
+    def tallies(self) -> list[Tally]:
+        """Of all ranks, as far as they are now."""
+        return [Tally(*map(int, row[:3])) for row in self._tallies]
 
     @property
     def has_given_up(self) -> bool:

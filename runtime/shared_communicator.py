@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import time
 from typing import Literal, get_args
 
 import numpy as np
@@ -33,7 +34,7 @@ from numba_kernels.cpu.running.pool import NUM_THREADS
 from runtime.call_sites import calling_line, line_name
 from runtime.communicator import CommunicatorError
 from runtime.dtype import DType, float32
-from runtime.rank_notices import TEXT_BYTES, Notices, shared_memory
+from runtime.rank_notices import TALLY_BYTES, TEXT_BYTES, Notices, Tally, shared_memory
 from runtime.tensor.tensor import Tensor
 
 Kind = Literal["all_reduce", "all_gather", "all_gather_columns", "agree", "end of step"]
@@ -59,7 +60,7 @@ def _region_bytes(num_ranks: int) -> int:
 
 def _slots_at(num_ranks: int) -> int:
     page = 4096
-    return -(-(header_bytes(num_ranks) + num_ranks * TEXT_BYTES) // page) * page
+    return -(-(header_bytes(num_ranks) + num_ranks * (TEXT_BYTES + TALLY_BYTES)) // page) * page
 
 
 def _pipes_at(num_ranks: int, num_stages: int) -> int:
@@ -108,9 +109,12 @@ class SharedCommunicator:
                 begin + _region_bytes(count) + stage * _region_bytes(num_ranks), rank, num_ranks
             )
         self._step = np.zeros(LINE_BYTES // 8, np.int64)
-        self._stepped = address_of(self._step)
-        texts = self._memory[header_bytes(count) :][: count * TEXT_BYTES].reshape(count, TEXT_BYTES)
-        self._notices = Notices(self._memory[:8].view(np.int64), texts, self._number)
+        self._stepped, self._begun_ns = address_of(self._step), 0
+        texts, tallies = self._memory[header_bytes(count) :], self._memory[header_bytes(count) + count * TEXT_BYTES :]
+        self._notices = Notices(
+            self._memory[:8].view(np.int64), texts[: count * TEXT_BYTES].reshape(count, TEXT_BYTES),
+            tallies[: count * TALLY_BYTES].reshape(count, TALLY_BYTES), self._number,
+        )  # fmt: skip
         self._places: dict[tuple[str, int], int] = {}
         self._place_names: list[str] = []
 
@@ -201,12 +205,17 @@ class SharedCommunicator:
         return f"{call}, but was sent {sent:,} bytes of step {step}"
 
     def begin_step(self, number: int) -> None:
-        self._step[0] = number
+        self._step[:2] = number, 0
+        self._begun_ns = time.perf_counter_ns()
 
     def end_step(self, number: int) -> None:
         """Meets the others at the end of a step, so that a rank that had fewer collectives in it is found."""
         if self.num_ranks > 1:
             self._meet("end of step", number, 0)
+        self._notices.count(time.perf_counter_ns() - self._begun_ns, int(self._step[1]))
+
+    def tallies(self) -> list[Tally]:
+        return self._notices.tallies()
 
     def sum_buffer(self, shape: tuple[int, ...], dtype: DType) -> None:
         """See `Communicator`: any memory serves."""

@@ -72,7 +72,8 @@ ELSEWHERE = {
     ),
     "a server that runs until it is stopped": (
         "make serve", "xserv serve", "xserv serve MODEL", "xserv serve MODEL --device cpu --tensor-parallel-size 2",
-        "xserv serve MODEL --tensor-parallel-size 2",
+        "xserv serve MODEL --tensor-parallel-size 2", "xserv serve MODEL --pipeline-parallel-size 2",
+        "xserv serve MODEL --pipeline-parallel-size 2 --tensor-parallel-size 2",
         "xserv serve MODEL --device emulated:sm_90a --tensor-parallel-size 2",
         "xserv serve MODEL --data-parallel-size 4 --ray-address auto",
         "xserv serve --data-parallel-size N --ray-address …",

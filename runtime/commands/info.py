@@ -23,6 +23,8 @@ def info(
 
     The numbers are those that `serve` would have with the given flags; of the model's files only headers are read.
     """
+    import msgspec
+
     from models.model_files import open_model
     from runtime.engine.config import EngineConfig
     from runtime.engine.make_engine import describe_engine
@@ -43,6 +45,7 @@ def info(
             "max_model_len": facts.max_model_len,
         },
         "memory": memory(facts),
+        "ranks": [msgspec.structs.asdict(rank) for rank in facts.ranks],
     }
     if engine.load_format != "dummy":
         report["stored_bytes"] = open_model(facts.model_path).checkpoint().bytes_by_format()
@@ -181,6 +184,14 @@ def as_text(report: dict[str, Any]) -> str:
             f"{size(memory['full_bytes_per_sequence'])}, which they would take without windows",
             f"  in its prompt   {size(memory['prompt_bytes_per_sequence']):>12}   with the tokens of a step beside the "
             "windows",
+        ]
+    if report.get("ranks"):
+        lines += ["", "ranks"]
+        lines += [
+            f"  {rank['number']:<5}stage {rank['stage']:<3}"
+            f"layers {rank['first_layer']:>3} to {rank['end_layer'] - 1:<4}"
+            f"{size(rank['weight_bytes']):>12} weights {size(rank['kv_cache_bytes']):>12} KV cache"
+            for rank in report["ranks"]
         ]
     return "\n".join(lines)
 

@@ -292,7 +292,7 @@ class Engine:
         """A snapshot of plain numbers. Thread-safe."""
         num_blocks, num_free = self.pool.num_blocks, self.pool.num_free
         cache, counters, requests = self.pool.counters, self._counters, self.opened.counters
-        graphs = self.executor.graph_stats()
+        graphs, tallies = self.executor.graph_stats(), self.executor.tallies()
         num_pictures = 0 if self.pictures is None else len(self.pictures)
         drafts = SpeculationCounters() if self.speculator is None else self.speculator.counters
         return EngineStats(
@@ -332,6 +332,8 @@ class Engine:
             num_draft_tokens=drafts.num_draft_tokens,
             num_accepted_tokens=drafts.num_accepted_tokens,
             accepted_by_position=tuple(drafts.accepted_by_position),
+            rank_step_s=tuple(tally.step_ns / 1e9 for tally in tallies),
+            rank_waited_s=tuple(tally.waited_ns / 1e9 for tally in tallies),
         )
 
     def check_invariants(self) -> None:

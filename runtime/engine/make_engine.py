@@ -71,8 +71,12 @@ def build_engine(
     return engine_of(model, config)
 
 
-def engine_of(model: str | Path | None, config: EngineConfig, reporter: Reporter = SILENT) -> Engine:
+def engine_of(
+    model: str | Path | None, config: EngineConfig, reporter: Reporter = SILENT, *, most_open_steps: int | None = None
+) -> Engine:
     """Resolve the model (None: the bundled one), load it, size and allocate its KV cache; the reporter shows it.
+
+    ``most_open_steps`` of a model in stages; None: `EngineConfig.most_open_steps`.
 
     Raises ``ModelLoadError``, ``DeviceError``, ``RequestError``, ``OutOfMemoryError``.
     """
@@ -86,7 +90,9 @@ def engine_of(model: str | Path | None, config: EngineConfig, reporter: Reporter
     ranks = RankGroup(folder, config)
     try:
         loaded = loaded_model(folder, config, reporter, ranks.communicator)
-        return engine_over(loaded, folder, config, model_name(model), ranks)
+        return engine_over(
+            loaded, folder, config, model_name(model), ranks, most_open_steps or config.most_open_steps
+        )
     except BaseException:
         ranks.close()
         raise
@@ -195,8 +201,9 @@ def loaded_model(
 
 
 def engine_over(
-    loaded: Model, folder: Path, config: EngineConfig, name: str, ranks: RankGroup | None = None
-) -> Engine:
+    loaded: Model, folder: Path, config: EngineConfig, name: str, ranks: RankGroup | None = None,
+    most_open_steps: int = 1,
+) -> Engine:  # fmt: skip
     """An engine over a model that is loaded from ``folder``, with a KV cache of its own; or over rank 0's part of it,
     and the other ranks, which load theirs.
 
@@ -217,7 +224,7 @@ def engine_over(
 
         ranks.allocate(limits, info.vocab_size)
         local = executor_over(loaded, folder, config, limits, info.vocab_size, ranks.communicator)
-        executor = ParallelExecutor(local, ranks, config.most_open_steps)
+        executor = ParallelExecutor(local, ranks, most_open_steps)
     # Of requests' own predictions nothing is tried where several steps are open.
     speculator = None if executor.depth > 1 else speculator_of(config, info.vocab_size, limits, draft)
     return Engine(executor, limits, info, config.seed, vocabulary, speculator)

@@ -287,6 +287,30 @@ class Metrics(Collector):
             ("failed_decode_graphs", "Recordings of steps that failed.", "num_failed_graphs"),
         ):
             yield self._counters_by_engine(f"xserv:{name}", help_text, _values(found, field))
+        if any(info.ranks for _, info in found.values()):
+            yield from self._rank_families(found)
+
+    def _rank_families(self, found: _Found) -> Iterator[Metric]:
+        labels = ["model_name", "engine", "rank", "stage"]
+        for name, help_text, field in (
+            ("rank_weight_bytes", "Bytes of the rank's part of the weights.", "weight_bytes"),
+            ("rank_kv_cache_bytes", "Bytes of the rank's part of the KV cache.", "kv_cache_bytes"),
+        ):
+            held = GaugeMetricFamily(f"xserv:{name}", help_text, labels=labels)
+            for engine, (_, info) in found.items():
+                for rank in info.ranks:
+                    own = [self._model_name, engine, str(rank.number), str(rank.stage)]
+                    held.add_metric(own, getattr(rank, field))
+            yield held
+        for name, help_text, field in (
+            ("rank_step_seconds", "Time that the rank was in steps (on the cpu).", "rank_step_s"),
+            ("rank_waited_seconds", "The part of it in which it waited for another stage.", "rank_waited_s"),
+        ):
+            spent = CounterMetricFamily(f"xserv:{name}", help_text, labels=labels)
+            for engine, (stats, info) in found.items():
+                for rank, seconds in zip(info.ranks, getattr(stats, field)):
+                    spent.add_metric([self._model_name, engine, str(rank.number), str(rank.stage)], seconds)
+            yield spent
 
     def _routing_families(self, routing: RoutingStats) -> Iterator[Metric]:
         routed = {str(number): float(count) for number, count in enumerate(routing.num_requests)}

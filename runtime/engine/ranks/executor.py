@@ -37,6 +37,7 @@ from runtime.engine.steps.executor import (
 )
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.engine.steps.step_input import StepInput
+from runtime.rank_notices import Tally
 from runtime.tensor.tensor import Tensor
 
 T = TypeVar("T")
@@ -134,6 +135,9 @@ class ParallelExecutor:
 
     def graph_stats(self) -> GraphStats:
         return self.local.graph_stats()
+
+    def tallies(self) -> list[Tally]:
+        return self.ranks.communicator.tallies()
 
     def close(self) -> None:
         self.ranks.expect_end()

@@ -17,6 +17,7 @@ from runtime.engine.messages import TokenLogprobs
 from runtime.engine.steps.step_input import StepInput
 from runtime.errors import XservError
 from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.rank_notices import Tally
 from runtime.tensor.tensor import Tensor
 
 
@@ -199,6 +200,10 @@ class Executor(Protocol):
 
     def graph_stats(self) -> GraphStats:
         """Thread-safe."""
+        ...
+
+    def tallies(self) -> list[Tally]:
+        """What each of several ranks has done. Thread-safe."""
         ...
 
     def close(self) -> None:

@@ -46,6 +46,7 @@ from runtime.engine.steps.side_pass import PagedSidePass, slices
 from runtime.engine.steps.step_input import PromptLogprobs, StepInput
 from runtime.kv.cache import HostPages, KVCache
 from runtime.kv.transfer import KVTransfer
+from runtime.rank_notices import Tally
 from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor.tensor import Tensor
 
@@ -283,6 +284,9 @@ class LocalExecutor:
             graphs.num_graphs, graphs.reserved_bytes, graphs.num_steps, graphs.num_failed + forwards.num_failed,
             forwards.num_recorded, forwards.num_steps,
         )  # fmt: skip
+
+    def tallies(self) -> list[Tally]:
+        return []
 
     def close(self) -> None:
         if self._worker is not None:
