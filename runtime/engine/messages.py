@@ -159,8 +159,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_failed_graphs               recordings of either kind that failed
     num_paused                      requests that hold still until their outputs are read
     num_waiting_tokens              prompt tokens of the requests of which nothing was scheduled yet
-    rank_step_s, rank_waited_s      of each of several ranks: seconds in steps, and of these those in which it waited for
-                                    another stage; on GPUs nobody measures them
+    rank_step_s, rank_waited_s      of each of several ranks: seconds in steps, and of these those in which it waited
+                                    for another stage; on GPUs nobody measures them
     num_drafts, num_draft_tokens, num_accepted_tokens  of speculation: proposals of one sequence in one step, their
                                     tokens, and those that the draws agreed with; accepted_by_position: of the first
                                     proposed token, the second, ...; empty where nothing is proposed

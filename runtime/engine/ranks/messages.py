@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from runtime.engine.config import EngineConfig, EngineLimits
 from runtime.engine.process import wire
 from runtime.engine.process.wire import Problem
-from runtime.engine.steps.executor import Drawn
+from runtime.engine.steps.drawn import Drawn
 from runtime.engine.steps.step_input import StepInput, from_array, to_array
 
 # To a rank

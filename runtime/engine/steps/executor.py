@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.batch import Batch
 from runtime.device.device import Device
 from runtime.dtype import DType
-from runtime.engine.messages import TokenLogprobs
+from runtime.engine.steps.drawn import Drawn as Drawn
 from runtime.engine.steps.step_input import StepInput
 from runtime.errors import XservError
 from runtime.kv.cache import KVCache, KVCacheSpec
@@ -54,25 +53,6 @@ class SidePass(Protocol):
         """The hidden states ``[num_tokens, hidden_size]`` of the tokens at ``starts`` of each prompt, all before which
         were computed. Waits until no step runs."""
         ...
-
-
-class Drawn(msgspec.Struct, kw_only=True):
-    """What a step drew, token by token in the order of its chunks.
-
-    counts           tokens of each chunk that draws: at least 1, at most its draws; None: one each
-    is_valid         False where the logits held NaN or allowed no token, or the row's parameters failed. With several
-                     draws a chunk's last one may be so.
-    broken           tokens of the latter
-    logprobs         an entry a token, None where its row asked for none; None: no row asked
-    prompt_logprobs  entries for each of the step's ``prompt_logprobs``
-    """
-
-    token_ids: list[int] = []
-    is_valid: list[bool] = []
-    counts: list[int] | None = None
-    logprobs: list[TokenLogprobs | None] | None = None
-    prompt_logprobs: list[list[TokenLogprobs]] = []
-    broken: list[int] = []
 
 
 @dataclass(frozen=True, slots=True)
