@@ -113,7 +113,8 @@ def _engine(arguments: Mapping[str, Any], layout: Layout, num_decodes: int) -> E
     from runtime.engine.config import EngineConfig
     from runtime.engine.make_engine import engine_of
 
-    settings = {"max_num_seqs": max(16, num_decodes), "enable_prefix_caching": False, **arguments, "seed": 0}
+    own = {"max_num_seqs": max(16, num_decodes), "enable_prefix_caching": False, "seed": 0}
+    settings = {**arguments, **own}
     model = settings.pop("model", None)
     config = EngineConfig(
         **settings, pipeline_parallel_size=layout.num_stages, tensor_parallel_size=layout.num_ranks

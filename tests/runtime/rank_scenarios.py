@@ -1,4 +1,4 @@
-"""What a rank does in `test_shared_communicator`: run as a process, `SCENARIO FD RANK RANKS`; it prints its error."""
+"""What a rank does in `test_shared_communicator`: run as a process, `SCENARIO FD NUMBER RANKS STAGES`; it prints its error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numba_kernels.cpu.running.arena import Arena
 from numba_kernels.cpu.running.recording import record
 from runtime import ops
 from runtime.communicator import CommunicatorError
-from runtime.dtype import bfloat16
+from runtime.dtype import bfloat16, float32
 from runtime.shared_communicator import SharedCommunicator
 from runtime.tensor.tensor import Tensor
 
@@ -90,9 +90,64 @@ def gives_up(ranks: SharedCommunicator) -> None:
         ranks.all_reduce(_numbers(0, 16))
 
 
+def hands_over(stages: SharedCommunicator) -> None:
+    """Messages of many sizes round all stages, eager and recorded; those that fill the pipe wait for who takes them."""
+    sizes = (1, 1000, 524_288, 2_000_001, 9_000_000)
+    for number, size in enumerate(sizes):
+        stages.begin_step(number)
+        if stages.stage == 0:
+            stages.send(_numbers(number, size))
+        found = stages.receive((size,), float32)
+        assert np.array_equal(found.array, _numbers(number, size).array), size
+        if stages.stage:
+            stages.send(found)
+    with record(Arena()) as recording:
+        if stages.stage == 0:
+            x = ops.add_scaled(_ONES, _ONES, 1.0)
+            stages.send(x)
+        y = stages.receive((4, 256), float32)
+        if stages.stage:
+            stages.send(ops.add_scaled(y, _ONES, 1.0))
+    for number in range(5):
+        stages.begin_step(100 + number)
+        recording.replay()
+        count = stages.stage + 1 if stages.stage else stages.num_stages + 1
+        assert np.array_equal(y.array, np.full((4, 256), count, np.float32))
+    assert stages.agree(True)
+    assert not stages.agree(stages.stage == 0)
+    assert stages.num_stages * stages.num_ranks == len(stages.tallies())
+
+
+_ONES = Tensor.from_numpy(np.ones((4, 256), np.float32))
+
+
+def other_size(stages: SharedCommunicator) -> None:
+    stages.begin_step(3)
+    if stages.stage == 0:
+        stages.send(_numbers(0, 16))
+    elif stages.stage == 1:
+        stages.receive((17,), float32)
+
+
+def other_step(stages: SharedCommunicator) -> None:
+    stages.begin_step(7 + stages.stage)
+    if stages.stage == 0:
+        stages.send(_numbers(0, 16))
+    elif stages.stage == 1:
+        stages.receive((16,), float32)
+
+
+def sender_gives_up(stages: SharedCommunicator) -> None:
+    if stages.stage == 0:
+        time.sleep(0.1)
+        stages.abort("failed: no more paper")
+    else:
+        stages.receive((16,), float32)
+
+
 if __name__ == "__main__":
-    scenario, descriptor, rank, count = sys.argv[1], *map(int, sys.argv[2:5])
-    communicator = SharedCommunicator(descriptor, rank, count)
+    scenario, descriptor, rank, count, num_stages = sys.argv[1], *map(int, sys.argv[2:6])
+    communicator = SharedCommunicator(descriptor, rank % count, count, rank // count, num_stages)
     try:
         globals()[scenario](communicator)
     except CommunicatorError as error:

@@ -12,17 +12,17 @@ import pytest
 from runtime.shared_communicator import shared_file
 
 
-def run(scenario: str, num_ranks: int = 2) -> list[str]:
-    """What each rank printed."""
-    memory = shared_file(num_ranks)
+def run(scenario: str, num_ranks: int = 2, num_stages: int = 1) -> list[str]:
+    """What each rank of each stage printed."""
+    memory = shared_file(num_ranks, num_stages)
     environment, module = {**os.environ, "NUMBA_NUM_THREADS": "1"}, "tests.runtime.rank_scenarios"
     try:
         processes = [
             subprocess.Popen(
-                [sys.executable, "-m", module, scenario, str(memory), str(rank), str(num_ranks)],
+                [sys.executable, "-m", module, scenario, *map(str, (memory, rank, num_ranks, num_stages))],
                 pass_fds=(memory,), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )
-            for rank in range(num_ranks)
+            for rank in range(num_ranks * num_stages)
         ]  # fmt: skip
         said = [process.communicate(timeout=120) for process in processes]
     finally:
@@ -63,3 +63,36 @@ def test_a_rank_that_gives_up_is_not_waited_for() -> None:
     assert "rank 1 failed: no more paper" in first
     assert second == ""
     assert time.monotonic() - begun < 60
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_stages"),
+    [(1, 2), *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in [(1, 4), (2, 3)])],
+)
+def test_what_stages_hand_over(num_ranks: int, num_stages: int) -> None:
+    assert run("hands_over", num_ranks, num_stages) == [""] * (num_ranks * num_stages)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "call"),
+    [
+        ("other_size", "rank 1 called receive of 68 bytes of step 3 at runtime/rank_scenarios.py:"),
+        pytest.param(
+            "other_step", "rank 1 called receive of 64 bytes of step 8 at runtime/rank_scenarios.py:",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_stages_that_do_not_do_the_same_are_named(scenario: str, call: str) -> None:
+    first, second = run(scenario, 1, 2)
+    assert first == ""  # it has handed over, and goes on
+    assert call in second
+    sent = "64 bytes of step 3" if scenario == "other_size" else "64 bytes of step 7"
+    assert f"but was sent {sent}" in second
+
+
+@pytest.mark.exhaustive
+def test_a_stage_that_gives_up_is_not_waited_for() -> None:
+    first, second = run("sender_gives_up", 1, 2)
+    assert first == ""
+    assert "rank 0 failed: no more paper" in second

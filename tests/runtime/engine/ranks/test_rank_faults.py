@@ -22,18 +22,21 @@ from tests.models.folders import load_golden, write_model
 from tests.runtime.engine.ranks.test_tensor_parallel import request_of, run
 
 MOST_S = 5.0
+TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+STAGES = pytest.param(PIPELINE, marks=pytest.mark.exhaustive)
 DEVICES = ["cpu", pytest.param("emulated:sm_90a", marks=[pytest.mark.emulator, pytest.mark.exhaustive])]
 
 
-def engine_with(fault: str, device: str, folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Engine:
-    """Two ranks, of which the second has the fault."""
+def engine_with(
+    fault: str, device: str, split: dict[str, int], folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> Engine:
+    """Two ranks, or stages, of which the second has the fault."""
     monkeypatch.setattr(group, "COMMAND", python_module("tests.runtime.engine.ranks.faulty_rank"))
     monkeypatch.setenv("XSERV_TEST_FAULT", fault)
     folder.mkdir(exist_ok=True)
     model = write_model(folder, load_golden("qwen2_tied"))
     return build_engine(
-        model, device=device, tensor_parallel_size=2, max_model_len=64, num_blocks=16, seed=0, decode_graphs="off",
-        **settings,
+        model, device=device, max_model_len=64, num_blocks=16, seed=0, decode_graphs="off", **split, **settings,
     )  # fmt: skip
 
 
@@ -49,6 +52,7 @@ def assert_gone(pids: list[int]) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("split", [TENSOR, STAGES], ids=str)
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -58,9 +62,9 @@ def assert_gone(pids: list[int]) -> None:
     ],
 )
 def test_a_fault_of_one_rank_is_everybodys_and_named(
-    device: str, fault: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, split: dict[str, int], fault: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = engine_with(fault, device, tmp_path, monkeypatch)
+    engine = engine_with(fault, device, split, tmp_path, monkeypatch)
     pids = pids_of(engine)
     try:
         engine.add(request_of("a", [5, 6, 7], SamplingParams(max_tokens=50, ignore_eos=True)))
@@ -76,24 +80,28 @@ def test_a_fault_of_one_rank_is_everybodys_and_named(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("device", ["cpu", "emulated:sm_90a"])
-def test_a_rank_may_come_late_but_must_come(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_with("late", device, tmp_path, monkeypatch)
+@pytest.mark.parametrize("split", [TENSOR, PIPELINE], ids=str)
+def test_a_rank_may_come_late_but_must_come(
+    device: str, split: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_with("late", device, split, tmp_path, monkeypatch)
     try:
         engine.add(request_of("a", [5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True)))
         assert sum(len(output.new_token_ids) for output in run(engine)) == 3
     finally:
         engine.close()
     with pytest.raises(CommunicatorError, match="rank 1 ended before it was ready"):
-        engine_with("unloadable", device, tmp_path / "other", monkeypatch)
+        engine_with("unloadable", device, split, tmp_path / "other", monkeypatch)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("device", ["cpu", "emulated:sm_90a"])
+@pytest.mark.parametrize("split", [TENSOR, PIPELINE], ids=str)
 def test_a_stopped_rank_is_ended_with_the_others(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: str, split: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """That it is stopped an engine's process finds by its hang timeout; here nobody waits for it any more."""
-    engine = engine_with("", device, tmp_path, monkeypatch)
+    engine = engine_with("", device, split, tmp_path, monkeypatch)
     pids = pids_of(engine)
     engine.add(request_of("a", [5, 6, 7], SamplingParams(max_tokens=50, ignore_eos=True)))
     engine.step()
