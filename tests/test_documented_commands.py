@@ -46,6 +46,8 @@ SLOW = {
     "make chat DEVICE=emulated": "42",
     "xserv bench overhead": "host (ms a step)",
     "xserv bench nccl --device emulated:sm_90a --sizes 1024,65536": "reduce_scatter",
+    "xserv bench parallel --device cpu": "idle, by rank",
+    "xserv info --device cpu --pipeline-parallel-size 2": "stage 1",
     "xserv bench latency": "",
     "xserv bench routing": "",
     "xserv bench routing --device cpu --num-requests 120 --cached-prefixes 6 --num-rounds 1 "

@@ -1,4 +1,4 @@
-"""What a rank does in `test_shared_communicator`: run as a process, `SCENARIO FD NUMBER RANKS STAGES`; it prints its error."""
+"""What a rank does in `test_shared_communicator`, run as `SCENARIO FD NUMBER RANKS STAGES`; it prints its error."""
 
 from __future__ import annotations
 
