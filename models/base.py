@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from models.config import ModelConfig
 from models.maker import Maker
+from runtime import ops
 from runtime.batch import Batch
 from runtime.communicator import begins_here, ends_here
 from runtime.dtype import STORED, DType, float32
@@ -63,6 +64,8 @@ class Model(ABC):
         self.kv_dtype = maker.options.kv_dtype
         self.kv_skip_layers = maker.options.kv_skip_layers
         self.device = maker.options.device
+        # A GPU's products scale rows by sums that the product in front has left: to be added up as in one piece.
+        self._hands_over_squares = maker.options.exact and maker.options.device.kind != "cpu"
         self.pipeline, self.stages = maker.options.pipeline, maker.options.stages
         self.own_layers = maker.own_layers(config.num_layers)
         self.max_positions = maker.max_positions
@@ -93,12 +96,21 @@ class Model(ABC):
         else:
             assert pipeline is not None, "a model in one piece begins here"
             x = pipeline.receive((batch.num_tokens, self.config.hidden_size), self.activations)
+            if self._hands_over_squares:
+                x.row_squares = pipeline.receive((batch.num_tokens, self._square_parts), float32)
         x = self.run_layers(x, batch, kv_cache)
         if ends_here(pipeline):
             return self.finish(x)
         assert pipeline is not None, "a model in one piece ends here"
         pipeline.send(x)
+        if self._hands_over_squares:
+            pipeline.send(ops.row_squares(x, self._square_parts))
         return x
+
+    @property
+    def _square_parts(self) -> int:
+        """Numbers of a row's squares as stages hand them over: as many as any product leaves at most."""
+        return -(-self.config.hidden_size // 16) * 4
 
     @abstractmethod
     def embed(self, batch: Batch) -> Tensor:

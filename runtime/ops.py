@@ -274,6 +274,17 @@ def join_columns(parts: Sequence[Tensor]) -> Tensor:
 # ------------------------------------------------------------------------------------------ norms, activations
 
 
+def row_squares(x: Tensor, parts: int) -> Tensor:
+    """float32 ``[T, parts]`` whose rows add up to the sums of squares of the rows of ``x [T, H]``, on a GPU: what a
+    product has left beside them (`Tensor.row_squares`), else computed as a product that needs them would; and behind
+    that zeros, which change no sum."""
+    op, backend = "row_squares", _backend("row_squares", "x", x)
+    if x.device == CPU:
+        raise fail(op, "x", "is on the cpu, which normalises rows before it multiplies them")
+    check(op, "x", x, x.device, backend.ACTIVATIONS, (None, None))
+    return backend.row_squares(x, parts)  # type: ignore[no-any-return]
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, residual: Tensor | None = None) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight + residual`` over rows ``[T, H]``; weight ``[H]``; rounded once."""
     op, backend = "rms_norm", _backend("rms_norm", "x", x)

@@ -104,13 +104,32 @@ def _normalising(gpu: Gpu, x: Tensor, norm_eps: float | None) -> tuple[int, int,
     """Where the squares of x's rows are, how many parts they have, and eps, as products take them."""
     if norm_eps is None:
         return _gemm.NO_SQUARES[:3]
+    squares = _row_squares(x)
+    return squares.address, squares.shape[1], norm_eps
+
+
+def row_squares(x: Tensor, parts: int) -> Tensor:
+    """See `ops.row_squares`."""
+    squares = _row_squares(x)
+    rows, count = squares.shape
+    assert count <= parts, f"{count} parts of rows' squares do not fit into {parts}"
+    if count == parts:
+        return squares
+    padded = Tensor.empty((rows, parts), float32, x.device)
+    Gpu.of(x.device).fill(padded.address, 0, padded.size_bytes)
+    padded[:, :count] = squares
+    return padded
+
+
+def _row_squares(x: Tensor) -> Tensor:
+    """What was left beside x's rows, or else is now."""
     squares = x.row_squares
     if squares is None:
         rows, depth = x.shape
         squares = x.row_squares = Tensor.empty((rows, _norm.SQUARE_PARTS), float32, x.device)
         launch = _norm.plan_row_squares(rows, depth, x.dtype.ptx, alignment=alignment(x.address))
-        gpu.launch(launch, x.address, squares.address, depth)
-    return squares.address, squares.shape[1], norm_eps
+        Gpu.of(x.device).launch(launch, x.address, squares.address, depth)
+    return squares
 
 
 def _product(
