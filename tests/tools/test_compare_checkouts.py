@@ -31,6 +31,7 @@ def test_each_workload_is_measured_on_both_sides() -> None:
     assert len(table(rows).splitlines()) == 2 + len(rows)
 
 
+@pytest.mark.exhaustive
 def test_a_side_that_fails_is_named() -> None:
     longer = (Workload("x", "x", 1, TINY.max_positions, 2, "decode"),)
     with pytest.raises(BenchmarkError, match="after failed at 'run'"):

@@ -91,6 +91,8 @@ def comparable(config: Any, has_factors: bool) -> Any:
 
 QUANTISED = [Ggml.Q8_0, Ggml.Q4_0, Ggml.Q4_1, Ggml.Q5_0, Ggml.Q5_1, Ggml.Q2_K, Ggml.Q3_K, Ggml.Q4_K, Ggml.Q5_K]
 QUANTISED += [Ggml.Q6_K, Ggml.IQ4_NL, Ggml.IQ4_XS, Ggml.MXFP4]
+RARELY = [Ggml.Q4_1, Ggml.Q5_0, Ggml.Q5_1, Ggml.Q5_K, Ggml.IQ4_NL]
+"""Their kernels take seconds to compile."""
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 256, "intermediate_size": 512,
@@ -124,7 +126,10 @@ def quantised_tensors(type_of: Any, seed: int = 0) -> tuple[dict[str, Array], di
     return {**floats, **blocks}, floats
 
 
-@pytest.mark.parametrize("ggml", QUANTISED, ids=lambda ggml: ggml.name)
+@pytest.mark.parametrize(
+    "ggml",
+    [pytest.param(each, marks=[pytest.mark.exhaustive] * (each in RARELY), id=each.name) for each in QUANTISED],
+)
 def test_quantised_is_its_dequantised_twin(tmp_path: Path, ggml: Ggml) -> None:
     blocks, floats = quantised_tensors(lambda name: ggml)
     path = write_gguf(tmp_path / "model.gguf", CONFIG, blocks, type_of=lambda name: ggml)

@@ -24,6 +24,8 @@ from tests.models.folders import change_config, write_safetensors
 
 FIXTURES = Path(__file__).parent / "fixtures"
 CASES = sorted(path.name for path in FIXTURES.iterdir() if (path / "config.json").exists())
+RARELY = ("ct_mixed", "ct_int8_asymmetric", "gptq_w8_reordered")
+"""Their kernels take ten seconds to compile."""
 LAYER = "model.layers.0."
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 
@@ -100,7 +102,9 @@ def twin(case: str, folder: Path, dtype: DType) -> Path:
     return change_config(folder, quantization_config=...)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.exhaustive] * (case in RARELY)) for case in CASES]
+)
 def test_logits_of_the_dequantised_twin(tmp_path: Path, case: str) -> None:
     folder = FIXTURES / case
     kept = load_model(folder)

@@ -16,12 +16,13 @@ UNITS = {"bf16": 2.0**-8, "f16": 2.0**-11}
 DEFAULT = [
     ("u8", "bf16", (3, 70, 264), "emulated:sm_90a"), ("u4_g128", "bf16", (16, 100, 520), "emulated:sm_80"),
     ("u4_g128_zeros", "f16", (1, 33, 648), "emulated:sm_90a"),
-    ("e2m1_g16_e4m3", "bf16", (2, 40, 328), "emulated:sm_90a"), ("u4_g128", "bf16", (70, 40, 264), "emulated:sm_90a"),
-    ("u4_g128_zeros", "bf16", (70, 40, 264), "emulated:sm_120a"),  # in blocks of 32 rows
-    ("u4_g32", "bf16", (1, 100, 1304), "emulated:sm_90a"), ("u8", "bf16", (1, 6200, 72), "emulated:sm_90a"),
-    ("e4m3_g128", "bf16", (1, 33, 264), "emulated:sm_80"),
+    ("e2m1_g16_e4m3", "bf16", (2, 40, 328), "emulated:sm_90a"), ("u8", "bf16", (1, 6200, 72), "emulated:sm_90a"),
 ]  # fmt: skip
 SWEEP = [
+    ("u4_g128_zeros", "bf16", (70, 40, 264), "emulated:sm_120a"),  # in blocks of 32 rows
+    ("u4_g128", "bf16", (70, 40, 264), "emulated:sm_90a"), ("u4_g32", "bf16", (1, 100, 1304), "emulated:sm_90a"),
+    ("e4m3_g128", "bf16", (1, 33, 264), "emulated:sm_80"),
+] + [
     (name, dtype, shape, arch)
     for name in (*PACKINGS, "u4_g64", "u8_g32_zeros", "u8_g128", "u4_g32_zeros")
     for dtype, arch in (("bf16", "emulated:sm_90a"), ("f16", "emulated:sm_80"), ("bf16", "emulated:sm_89"))

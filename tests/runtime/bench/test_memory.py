@@ -92,6 +92,7 @@ def test_a_model_is_served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert math.isfinite(json.loads(out.read_text())["results"][0]["above_bytes"])
 
 
+@pytest.mark.exhaustive
 def test_failed_requests_are_no_measurement() -> None:
     with pytest.raises(BenchmarkError):
         bench_memory(

@@ -16,7 +16,7 @@ from runtime.engine.config import BATCHING, POLICIES, VICTIMS
 from tests.runtime.engine.scheduler_driver import GROUP_WINDOWS, Driver, add_random_request, random_limits
 
 NUM_SCENARIOS = 10_000
-EACH_TIME = 3_000  # of them, in `make test`
+EACH_TIME = 1_000  # of them, in `make test`
 SCENARIOS_PER_TEST = 1_000
 STEPS_PER_SCENARIO = 16
 STEPS_PER_STYLE = 4_000

@@ -49,7 +49,10 @@ def untrained(folder: Path, model: Model) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["gemma3_odd", "qwen3_moe_odd", "gpt2_gelu_new"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_moe_odd", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("gemma3_odd", "gpt2_gelu_new"))],
+)
 def test_on_other_families(name: str, tmp_path: Path) -> None:
     """Windows in groups of pages, experts, absolute positions."""
     folder = write_model(tmp_path, load_golden(name))
