@@ -26,6 +26,9 @@ exhaustive = pytest.mark.exhaustive
 GPU = pytest.param("emulated:sm_90a", marks=[pytest.mark.emulator, exhaustive])
 
 
+LONGER = SamplingParams(max_tokens=40, temperature=0.8, seed=3, logprobs=2, ignore_eos=True)
+
+
 def engine_of(folder: Path | None, num_stages: int, num_ranks: int = 1, **settings: Any) -> Engine:
     settings = {"device": "cpu", "seed": 0, **settings}
     return build_engine(folder, pipeline_parallel_size=num_stages, tensor_parallel_size=num_ranks, **settings)
@@ -58,8 +61,8 @@ def answers(num_stages: int, num_ranks: int, params: SamplingParams, prompts: An
         *(
             pytest.param(each, marks=exhaustive)
             for each in (
-                {"num_blocks": 12, "max_num_seqs": 4, "swap_space_bytes": 1 << 20},
-                {"num_blocks": 12, "max_num_seqs": 4, "preemption": "recompute"},
+                {"num_blocks": 8, "max_num_seqs": 4, "swap_space_bytes": 1 << 20},
+                {"num_blocks": 8, "max_num_seqs": 4, "preemption": "recompute"},
                 {"overlap": "on", "max_num_batched_tokens": 16, "max_num_seqs": 4},
                 {"speculation": "ngram"},
                 {"speculation": "ngram", "overlap": "on"},
@@ -71,10 +74,11 @@ def answers(num_stages: int, num_ranks: int, params: SamplingParams, prompts: An
     ids=str,
 )
 def test_stages_change_no_bit(device: str, settings: dict[str, Any]) -> None:
-    settings = {"exact": True, "max_model_len": 64, "device": device, **settings}
-    alone, _ = answers(1, 1, SAMPLED, **settings)
+    settings = {"exact": True, "max_model_len": 96, "device": device, **settings}
+    params = LONGER if "num_blocks" in settings else SAMPLED
+    alone, _ = answers(1, 1, params, **settings)
     for num_stages, num_ranks in ((2, 1), (4, 1), (2, 2)) if len(settings) > 3 else ((2, 1),):
-        staged, most = answers(num_stages, num_ranks, SAMPLED, **settings)
+        staged, most = answers(num_stages, num_ranks, params, **settings)
         assert staged == alone, (num_stages, num_ranks)
         assert most == num_stages or "speculation" in settings
 
