@@ -20,7 +20,8 @@ from models.families.gemma import GemmaConfig, GemmaModel, read_gemma3
 from models.json_fields import Fields
 from models.maker import Maker
 from models.picture_decoder import PictureDecoder
-from models.towers.plain_vit import Array, PlainVit, PlainVitConfig, VitEncoding, read_plain_vit
+from models.towers.encoding import PatchRows, Pieces, PictureTower
+from models.towers.plain_vit import PlainVit, PlainVitConfig, read_plain_vit
 from runtime import ops
 from runtime.dtype import float32
 from runtime.images.patches import FixedRule
@@ -76,11 +77,13 @@ class Gemma3VisionModel(PictureDecoder, GemmaModel):
         )  # fmt: skip
 
 
-class Gemma3Tower:
-    """Makes a picture's embeddings: the tower, its last norm, and the projector behind it."""
+class Gemma3Tower(PictureTower):
+    """See `PictureTower`: the layers, their last norm, and the projector. The embeddings are
+    `[num_tokens, hidden_size]`."""
 
     def __init__(self, config: Gemma3VisionConfig, maker: Maker) -> None:
         tower, norm = config.tower, maker.under("model.vision_tower.post_layernorm")
+        self.dtype, self.device = maker.dtype, maker.options.device
         self.config, self.width = tower, tower.hidden_size
         self.tokens_side = config.tokens_side
         self.vit = PlainVit(tower, (tower.num_layers,), maker.under("model.vision_tower"))
@@ -90,31 +93,25 @@ class Gemma3Tower:
             _PROJECTION, outputs=config.hidden_size, inputs=self.width, is_transposed=True
         )
 
-    def start(self, patches: Array, grid: tuple[int, int]) -> Gemma3Encoding:
-        """Begin with a picture's patches, `[side**2, 3 * patch_size**2]` float32, normalised."""
-        return Gemma3Encoding(self, self.vit.start(patches))
+    def pieces(self, patches: PatchRows, grid: tuple[int, int]) -> Pieces:
+        (x,) = yield from self.vit.kept_rows(self, patches)
+        tokens, kernel = self.tokens_side, self.config.side // self.tokens_side
+        made = self.buffer(tokens**2, self.projection.weight.shape[0])
+        for lines in self.slices(tokens, kernel * self.config.side):
+            made[lines.start * tokens : lines.stop * tokens] = self.project(x, lines)
+            yield (lines.stop - lines.start) * kernel * self.config.side
+        return (made,)
 
-    def project(self, x: Tensor) -> Tensor:
-        """What the last layer left, `[side**2, width]` -> `[tokens_side**2, hidden_size]`."""
+    def project(self, x: Tensor, lines: slice) -> Tensor:
+        """What the last layer left, `[side**2, width]` -> some lines of tokens, `[n * tokens_side, hidden_size]`."""
         side, tokens, width = self.config.side, self.tokens_side, self.width
-        kernel = side // tokens
-        x = ops.layer_norm(x, *self.norm, self.config.norm_eps)
-        kept = x.view(side, side, width)[: tokens * kernel, : tokens * kernel].to(float32).contiguous()
-        squares = kept.view(tokens, kernel, tokens, kernel, width).transpose(1, 2).contiguous()
-        pooled = squares.view(tokens**2, kernel**2, width).mean(axis=1).to(x.dtype)
+        kernel, count = side // tokens, lines.stop - lines.start
+        rows = x[lines.start * kernel * side : lines.stop * kernel * side]
+        rows = ops.layer_norm(rows, *self.norm, self.config.norm_eps)
+        kept = rows.view(count * kernel, side, width)[:, : tokens * kernel].to(float32).contiguous()
+        squares = kept.view(count, kernel, tokens, kernel, width).transpose(1, 2).contiguous()
+        pooled = squares.view(count * tokens, kernel**2, width).mean(axis=1).to(x.dtype)
         return self.projection(ops.rms_norm(pooled, self.soft_norm, self.config.norm_eps))
-
-
-class Gemma3Encoding:
-    """A picture on its way, which can stop between any two layers of the tower."""
-
-    def __init__(self, tower: Gemma3Tower, inner: VitEncoding) -> None:
-        self._tower, self._inner = tower, inner
-
-    def advance(self, num_layers: int) -> tuple[Tensor, ...] | None:
-        """Compute so many layers more. Behind the last: the embeddings `[num_tokens, hidden_size]`."""
-        left = self._inner.advance(num_layers)
-        return None if left is None else (self._tower.project(left[0]),)
 
 
 def read_gemma3_vision(fields: Fields) -> Gemma3VisionConfig:

@@ -21,10 +21,10 @@ from models.families.llama import LlamaConfig, LlamaModel, read_llama, read_mist
 from models.json_fields import Fields
 from models.maker import Maker
 from models.picture_decoder import PictureDecoder
-from models.towers.plain_vit import Array, PlainVit, PlainVitConfig, VitEncoding, read_plain_vit
+from models.towers.encoding import PatchRows, Pieces, PictureTower
+from models.towers.plain_vit import PlainVit, PlainVitConfig, read_plain_vit
 from runtime import ops
 from runtime.images.patches import FixedRule
-from runtime.tensor.tensor import Tensor
 
 _TEXT: Mapping[str, Callable[[Fields], LlamaConfig]] = {
     "llama": read_llama, "mistral": read_mistral, "qwen2": read_qwen2,
@@ -80,10 +80,11 @@ class LlavaModel(PictureDecoder, LlamaModel):
         )  # fmt: skip
 
 
-class LlavaTower:
-    """Makes a picture's embeddings: the tower, and the projector behind it."""
+class LlavaTower(PictureTower):
+    """See `PictureTower`: the layers, and the projector behind them. The embeddings are `[num_tokens, hidden_size]`."""
 
     def __init__(self, config: LlavaConfig, maker: Maker) -> None:
+        self.dtype, self.device = maker.dtype, maker.options.device
         self.vit = PlainVit(config.tower, config.kept, maker.under("model.vision_tower"))
         self.skips_first, self.activation = config.skips_first, config.projector_activation
         inner = maker.under("model.multi_modal_projector")
@@ -92,30 +93,16 @@ class LlavaTower:
         self.up = inner.linear("linear_1", outputs=width, inputs=inputs, has_bias=has_bias)
         self.down = inner.linear("linear_2", outputs=width, inputs=width, has_bias=has_bias)
 
-    def start(self, patches: Array, grid: tuple[int, int]) -> LlavaEncoding:
-        """Begin with a picture's patches, `[side**2, 3 * patch_size**2]` float32, normalised."""
-        return LlavaEncoding(self, self.vit.start(patches))
-
-    def project(self, kept: list[Tensor]) -> Tensor:
-        """What the kept layers left -> `[num_tokens, hidden_size]`."""
-        count, width = kept[0].shape
-        x = Tensor.zeros((count, width * len(kept)), kept[0].dtype, kept[0].device)
-        for index, each in enumerate(kept):
-            x[:, index * width : (index + 1) * width] = each
-        h = self.up(x[int(self.skips_first) :].contiguous())
-        return self.down(ops.gelu(h, self.activation, out=h))
-
-
-class LlavaEncoding:
-    """A picture on its way, which can stop between any two layers of the tower."""
-
-    def __init__(self, tower: LlavaTower, inner: VitEncoding) -> None:
-        self._tower, self._inner = tower, inner
-
-    def advance(self, num_layers: int) -> tuple[Tensor, ...] | None:
-        """Compute so many layers more. Behind the last: the embeddings `[num_tokens, hidden_size]`."""
-        kept = self._inner.advance(num_layers)
-        return None if kept is None else (self._tower.project(kept),)
+    def pieces(self, patches: PatchRows, grid: tuple[int, int]) -> Pieces:
+        kept = yield from self.vit.kept_rows(self, patches)
+        first = int(self.skips_first)
+        made = self.buffer(kept[0].shape[0] - first, self.up.weight.shape[0])
+        for piece in self.slices(made.shape[0]):
+            rows = slice(first + piece.start, first + piece.stop)
+            h = self.up(ops.join_columns([each[rows] for each in kept]))
+            made[piece] = self.down(ops.gelu(h, self.activation, out=h))
+            yield piece.stop - piece.start
+        return (made,)
 
 
 def read_llava(fields: Fields) -> LlavaConfig:

@@ -1,15 +1,16 @@
 """Attention among all patches of a picture, or of each of its windows, in both directions, by the paged causal kernels.
 
-A query that stands last in its sequence sees all keys, so that nothing is masked: a block of `QUERIES` patches becomes
-one token of as many query heads, which share a KV head. So the keys of a picture are read once for a whole block, and
+A query that stands last in its sequence sees all keys, so that nothing is masked: a block of patches becomes one token
+of as many query heads, which share a KV head. So the keys of a picture are read once for a whole block, and
 no device needs another kernel. A picture's bits depend on no other picture.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from runtime import ops
 from runtime.batch import Batch
@@ -19,75 +20,127 @@ from runtime.kv.cache import KVCache, KVCacheSpec
 from runtime.ops import RopeTable
 from runtime.tensor.tensor import Tensor
 
-QUERIES = 32
+CPU_QUERIES = 32
 """Patches that share a read of the keys: the rows of a group of the cpu's kernel."""
+
+GPU_QUERIES = (64, 128)
+"""On a GPU: the rows of its tiles, of which windows take the smaller one."""
 
 _PAGE_TOKENS = 16
 
 
 class FullAttention:
-    """Attention over one picture, whose keys and values lie in pages of its own.
+    """Attention over one picture, whose keys and values lie in pages of its own, a layer after the other.
 
     `lengths` are those of its windows, which lie one behind the other: a patch sees those of its own. `rope` has a row
-    for each patch; None: nothing is rotated.
+    for each patch; None: nothing is rotated. First all of a layer's rows are added, some at a time; then tiles of
+    queries attend.
     """
 
     def __init__(
         self, lengths: Sequence[int], num_heads: int, head_dim: int, rope: RopeTable | None, dtype: DType,
         device: Device,
     ) -> None:  # fmt: skip
-        self._num_patches, self._num_heads, self._head_dim, self._rope = sum(lengths), num_heads, head_dim, rope
+        self._num_heads, self._head_dim, self._rope = num_heads, head_dim, rope
         spec = KVCacheSpec(
             num_layers=1, num_kv_heads=num_heads, head_dim=head_dim, block_size=_PAGE_TOKENS, dtype=dtype, device=device
         )
         counts = np.array(lengths, np.int64)
-        num_pages, num_blocks = -(-counts // _PAGE_TOKENS), -(-counts // QUERIES)  # of each window
-        first_pages, total = np.cumsum(num_pages) - num_pages, int(num_blocks.sum())
+        num_patches, self._longest = int(counts.sum()), max(lengths)
+        self._queries_of_block = queries = _queries(device, self._longest)
+        num_pages, num_blocks = -(-counts // _PAGE_TOKENS), -(-counts // queries)  # of each window
+        first_pages, first_blocks = np.cumsum(num_pages) - num_pages, np.cumsum(num_blocks) - num_blocks
+        total = int(num_blocks.sum())
         self._pages = KVCache(spec, int(num_pages.sum()))
         inside = np.concatenate([np.arange(count) for count in lengths])
+        self._blocks = np.repeat(first_blocks, counts) + inside // queries  # of each patch
+        self._num_blocks = total
         table = np.minimum(np.arange(num_pages.max()), num_pages[:, None] - 1) + first_pages[:, None]
         arrays = (
-            np.arange(self._num_patches, dtype=np.int32),
+            np.arange(num_patches, dtype=np.int32),
             np.repeat(first_pages, counts) * _PAGE_TOKENS + inside,
             np.arange(total + 1, dtype=np.int32),
             np.repeat(counts, num_blocks).astype(np.int32),
             np.ascontiguousarray(np.repeat(table, num_blocks, axis=0).astype(np.int32)),
             np.zeros(0, np.int32),
         )
-        positions, slots, query_start, seq_lens, tables, nothing = ops.place(arrays, device)
-        self._positions, self._slots = positions, slots
-        self._batch = Batch(
-            token_ids=query_start[:total], positions=query_start[:total], query_start=query_start,
-            seq_lens=seq_lens, slot_mappings=(slots,), block_tables=(tables,), logits_indices=nothing,
-            max_query_len=1, max_seq_len=max(lengths), exact=True,
-        )  # fmt: skip
-        self._spread: tuple[Tensor, Tensor] | None = None
-        if (counts[:-1] % QUERIES).any():  # blocks that are not full, between others
-            places = np.repeat((np.cumsum(num_blocks) - num_blocks) * QUERIES, counts) + inside
-            sources = np.zeros(total * QUERIES, np.int32)
-            sources[places] = np.arange(self._num_patches, dtype=np.int32)
-            spread, back = ops.place((sources, places.astype(np.int32)), device)
-            self._spread = spread, back
+        self._positions, self._slots, self._starts, self._seq_lens, self._tables, self._nothing = ops.place(
+            arrays, device
+        )
+        self._spread: tuple[Tensor, NDArray[np.int64]] | None = None
+        if (counts[:-1] % queries).any():  # blocks that are not full, between others
+            places = self._blocks * queries + inside % queries
+            sources = np.zeros(total * queries, np.int32)
+            sources[places] = np.arange(num_patches, dtype=np.int32)
+            (spread,) = ops.place((sources,), device)
+            self._spread = spread, places
+        # A layer's queries, where they lie spread out if that is what all blocks but the last have.
+        num_rows = total * queries if self._spread is None else num_patches
+        self._queries = Tensor.zeros((num_rows, num_heads * head_dim), dtype, device)
+        self._batches: dict[int, tuple[Batch, Tensor | None]] = {}
 
-    def __call__(self, qkv: Tensor) -> Tensor:
-        """`[num_patches, 3 * num_heads * head_dim]` -> `[num_patches, num_heads * head_dim]`."""
-        heads, head_dim, count = self._num_heads, self._head_dim, self._num_patches
+    def add(self, rows: slice, qkv: Tensor) -> None:
+        """Some rows' `[n, 3 * num_heads * head_dim]`."""
+        heads, head_dim = self._num_heads, self._head_dim
         k_cache, v_cache = self._pages.layer(0)
         q = ops.qkv_prepare(
-            qkv, self._positions, num_q_heads=heads, num_kv_heads=heads, head_dim=head_dim, rope=self._rope,
-            q_norm=None, k_norm=None, norm_eps=0.0, k_cache=k_cache, v_cache=v_cache, slot_mapping=self._slots,
+            qkv, self._positions[rows], num_q_heads=heads, num_kv_heads=heads, head_dim=head_dim, rope=self._rope,
+            q_norm=None, k_norm=None, norm_eps=0.0, k_cache=k_cache, v_cache=v_cache, slot_mapping=self._slots[rows],
         )  # fmt: skip
-        num_blocks = self._batch.num_seqs
+        self._queries[rows] = q.view(q.shape[0], heads * head_dim)
+
+    def tiles(self, num_rows: int) -> Iterator[slice]:
+        """Blocks that attend together: of so many rows at most, but one at least."""
+        size = max(1, num_rows // self._queries_of_block)
+        return (slice(first, min(first + size, self._num_blocks)) for first in range(0, self._num_blocks, size))
+
+    def rows_of(self, blocks: slice) -> slice:
+        """The patches of a tile, which lie one behind the other."""
+        first, end = np.searchsorted(self._blocks, (blocks.start, blocks.stop))
+        return slice(int(first), int(end))
+
+    def attend(self, blocks: slice) -> Tensor:
+        """What a tile's patches see, `[n, num_heads * head_dim]`; all rows of the layer have been added."""
+        heads, head_dim, count = self._num_heads, self._head_dim, blocks.stop - blocks.start
+        queries = self._queries_of_block
+        batch, back = self._batch(blocks)
+        places = slice(blocks.start * queries, blocks.stop * queries)
         if self._spread is None:
-            padded = Tensor.zeros((num_blocks * QUERIES, heads, head_dim), q.dtype, q.device)
-            padded[:count] = q
+            padded = self._queries[places]
         else:
-            padded = ops.gather_rows(q.view(count, heads * head_dim), self._spread[0])
-        by_head = padded.view(num_blocks, QUERIES, heads, head_dim).transpose(1, 2).contiguous()
+            padded = ops.gather_rows(self._queries, self._spread[0][places])
+        by_head = padded.view(count, queries, heads, head_dim).transpose(1, 2).contiguous()
         attended = ops.attention(
-            by_head.view(num_blocks, heads * QUERIES, head_dim), k_cache, v_cache, self._batch, 0,
-            scale=head_dim**-0.5,
-        )  # fmt: skip
-        by_patch = attended.view(num_blocks, heads, QUERIES, head_dim).transpose(1, 2).contiguous()
-        rows = by_patch.view(num_blocks * QUERIES, heads * head_dim)
-        return rows[:count].contiguous() if self._spread is None else ops.gather_rows(rows, self._spread[1])
+            by_head.view(count, heads * queries, head_dim), *self._pages.layer(0), batch, 0, scale=head_dim**-0.5
+        )
+        by_patch = attended.view(count, heads, queries, head_dim).transpose(1, 2).contiguous()
+        rows = by_patch.view(count * queries, heads * head_dim)
+        if back is not None:
+            return ops.gather_rows(rows, back)
+        patches = self.rows_of(blocks)
+        return rows[: patches.stop - patches.start]
+
+    def _batch(self, blocks: slice) -> tuple[Batch, Tensor | None]:
+        """A tile as a batch of decodes, and where its patches stand among its queries, where that has to be told."""
+        found = self._batches.get(blocks.start)
+        if found is None:
+            count = blocks.stop - blocks.start
+            starts = self._starts[: count + 1]
+            batch = Batch(
+                token_ids=starts[:count], positions=starts[:count], query_start=starts,
+                seq_lens=self._seq_lens[blocks], slot_mappings=(self._slots,), block_tables=(self._tables[blocks],),
+                logits_indices=self._nothing, max_query_len=1, max_seq_len=self._longest, exact=True,
+            )  # fmt: skip
+            back = None
+            if self._spread is not None:
+                places = self._spread[1][self.rows_of(blocks)] - blocks.start * self._queries_of_block
+                (back,) = ops.place([places.astype(np.int32)], self._starts.device)
+            found = self._batches[blocks.start] = batch, back
+        return found
+
+
+def _queries(device: Device, longest: int) -> int:
+    """Patches of a block, where the longest window has so many."""
+    if device.kind == "cpu":
+        return CPU_QUERIES
+    return GPU_QUERIES[longest > GPU_QUERIES[0]]

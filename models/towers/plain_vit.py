@@ -8,6 +8,7 @@ They end where a family says: it reads what chosen layers leave, before any last
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -16,6 +17,7 @@ import numpy as np
 from models.config import GELU_NAMES, read_choice
 from models.json_fields import Fields
 from models.maker import Maker
+from models.towers.encoding import PatchRows, PictureTower, through
 from models.towers.full_attention import FullAttention
 from runtime import ops
 from runtime.tensor.tensor import Tensor
@@ -82,7 +84,7 @@ def read_plain_vit(fields: Fields) -> PlainVitConfig:
 
 
 class PlainVit:
-    """The tower up to the last of the layers that are `kept`: numbers of layers computed before, ascending or not."""
+    """The layers of a tower up to the last of the layers that are `kept`: numbers of layers computed before, ascending or not."""
 
     def __init__(self, config: PlainVitConfig, kept: tuple[int, ...], maker: Maker) -> None:
         width = config.hidden_size
@@ -100,47 +102,29 @@ class PlainVit:
             self.first_norm = maker.vector("pre_layrnorm.weight", width), maker.vector("pre_layrnorm.bias", width)
         self.layers = [VitLayer(config, maker.under(f"encoder.layers.{index}")) for index in range(self.num_layers)]
 
-    def start(self, patches: Array) -> VitEncoding:
-        """Begin with a picture's patches, `[side**2, 3 * patch_size**2]` float32, normalised."""
-        return VitEncoding(self, patches)
-
-
-class VitEncoding:
-    """A picture on its way through the tower, which can stop between any two layers."""
-
-    def __init__(self, tower: PlainVit, patches: Array) -> None:
-        config, device = tower.config, tower.device
+    def kept_rows(self, tower: PictureTower, patches: PatchRows) -> Generator[int, None, list[Tensor]]:
+        """What the kept layers leave of a picture, each `[num_rows, hidden_size]`; yields the rows of each piece."""
+        config, first = self.config, int(self.config.has_class)
         assert len(patches) == config.side**2, f"{len(patches)} patches, must be {config.side**2}"
-        pixels = Tensor.from_numpy(np.ascontiguousarray(patches, np.float32)).to(device)
-        if device.kind != "cpu":
-            pixels = pixels.to(tower.dtype)
-        (ids,) = ops.place([np.arange(config.num_rows, dtype=np.int32)], device)
-        x = ops.embedding(ids, tower.positions)  # [num_rows, hidden_size]
-        if tower.class_row is None:
-            x = tower.patch_embed(pixels, residual=x)
-        else:
-            x[1:] = tower.patch_embed(pixels, residual=x[1:].contiguous())
-            x[:1] = x[:1] + tower.class_row.to(x.dtype).unsqueeze(0)
-        if tower.first_norm is not None:
-            x = ops.layer_norm(x, *tower.first_norm, config.norm_eps)
+        (ids,) = ops.place([np.arange(config.num_rows, dtype=np.int32)], self.device)
+        x = tower.buffer(config.num_rows, config.hidden_size)
+        for piece in tower.slices(config.side**2):
+            rows = slice(first + piece.start, first + piece.stop)
+            places = ops.embedding(ids[rows], self.positions)
+            x[rows] = self.patch_embed(tower.pixels(patches, piece), residual=places)
+            yield piece.stop - piece.start
+        if self.class_row is not None:
+            x[:1] = ops.embedding(ids[:1], self.positions) + self.class_row.to(x.dtype).unsqueeze(0)
+        if self.first_norm is not None:
+            x = ops.layer_norm(x, *self.first_norm, config.norm_eps)
         head_dim = config.hidden_size // config.num_heads
-        self._attention = FullAttention([config.num_rows], config.num_heads, head_dim, None, x.dtype, device)
-        self._tower, self._x, self._next = tower, x, 0
-        self._kept: dict[int, Tensor] = {}
-        self._keep()
-
-    def _keep(self) -> None:
-        if self._next in self._tower.kept:
-            self._kept[self._next] = self._x
-
-    def advance(self, num_layers: int) -> list[Tensor] | None:
-        """Compute so many layers more. Behind the last: what the kept ones left, each `[num_rows, hidden_size]`."""
-        tower = self._tower
-        for _ in range(min(num_layers, tower.num_layers - self._next)):
-            self._x = tower.layers[self._next](self._x, self._attention)
-            self._next += 1
-            self._keep()
-        return None if self._next < tower.num_layers else [self._kept[layer] for layer in tower.kept]
+        attention = FullAttention([config.num_rows], config.num_heads, head_dim, None, x.dtype, self.device)
+        kept = {0: x.clone()} if 0 in self.kept else {}
+        for index, layer in enumerate(self.layers):
+            yield from through(tower, layer, x, attention)
+            if index + 1 in self.kept:
+                kept[index + 1] = x.clone() if index + 1 < self.num_layers else x
+        return [kept[layer] for layer in self.kept]
 
 
 class VitLayer:
@@ -157,8 +141,10 @@ class VitLayer:
         self.up = maker.linear("mlp.fc1", outputs=config.inner_size, inputs=width, has_bias=True)
         self.down = maker.linear("mlp.fc2", outputs=width, inputs=config.inner_size, has_bias=True)
 
-    def __call__(self, x: Tensor, attention: FullAttention) -> Tensor:
-        h = ops.layer_norm(x, *self.norms[0], self.eps)
-        x = self.proj(attention(self.qkv(h)), residual=x)
+    def qkv_of(self, x: Tensor) -> Tensor:
+        return self.qkv(ops.layer_norm(x, *self.norms[0], self.eps))
+
+    def rest(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = self.proj(attended, residual=x)
         h = self.up(ops.layer_norm(x, *self.norms[1], self.eps))
         return self.down(ops.gelu(h, self.activation, out=h), residual=x)

@@ -18,6 +18,7 @@ import numpy as np
 from models.config import SILU_NAMES, read_choice
 from models.json_fields import Fields
 from models.maker import Maker
+from models.towers.encoding import PatchRows, Pieces, PictureTower, through
 from models.towers.full_attention import FullAttention
 from models.towers.qwen3_vl import axial_rope, patch_places
 from runtime import ops
@@ -84,8 +85,8 @@ def read_windowed_tower(fields: Fields, hidden_size: int) -> WindowedTowerConfig
     )
 
 
-class WindowedTower:
-    """Makes a picture's embeddings."""
+class WindowedTower(PictureTower):
+    """See `PictureTower`. The embeddings are `[num_tokens, out_size]`."""
 
     def __init__(self, config: WindowedTowerConfig, maker: Maker) -> None:
         width, inputs = config.hidden_size, config.hidden_size * config.merge_size**2
@@ -98,57 +99,32 @@ class WindowedTower:
         self.up = merger.linear("mlp.0", outputs=inputs, inputs=inputs, has_bias=True)
         self.down = merger.linear("mlp.2", outputs=config.out_size, inputs=inputs, has_bias=True)
 
-    def start(self, patches: Array, grid: tuple[int, int]) -> WindowedEncoding:
-        """Begin with a picture of `grid` patches, `[rows * columns, 3 * num_frames * patch_size**2]` float32,
-        normalised, those of a token together."""
-        return WindowedEncoding(self, patches, grid)
-
-    def __call__(self, patches: Array, grid: tuple[int, int]) -> tuple[Tensor, ...]:
-        """All of it at once: see `WindowedEncoding.advance`."""
-        made = self.start(patches, grid).advance(self.config.num_layers)
-        assert made is not None
-        return made
-
-
-class WindowedEncoding:
-    """A picture on its way through the tower, which can stop between any two layers."""
-
-    def __init__(self, tower: WindowedTower, patches: Array, grid: tuple[int, int]) -> None:
-        config, device = tower.config, tower.device
-        rows, columns = patch_places(grid, config.merge_size)
-        assert len(patches) == len(rows), f"{len(patches)} patches, but the grid is {grid}"
-        merge = config.merge_size
+    def pieces(self, patches: PatchRows, grid: tuple[int, int]) -> Pieces:
+        config, merge = self.config, self.config.merge_size
+        rows, columns = patch_places(grid, merge)
+        count, unit = len(rows), merge**2
+        assert len(patches) == count, f"{len(patches)} patches, but the grid is {grid}"
         order, lengths = windows_of(grid[0] // merge, grid[1] // merge, config.window_tokens)
-        unit = merge**2
         ordered = (order[:, None] * unit + np.arange(unit)).ravel()  # patches, window by window
-        pixels = Tensor.from_numpy(np.ascontiguousarray(patches[ordered], np.float32)).to(device)
-        if device.kind != "cpu":
-            pixels = pixels.to(tower.dtype)
-        self._tower, self._next = tower, 0
-        self._x = tower.patch_embed(pixels)
-        (self._back,) = ops.place([np.argsort(order).astype(np.int32)], device)
-        rope = axial_rope(config.head_dim, config.theta, rows[ordered], columns[ordered], device)
-        self._full, self._windowed = (
-            FullAttention(each, config.num_heads, config.head_dim, rope, self._x.dtype, device)
-            for each in ([len(rows)], [count * unit for count in lengths])
+        x = self.buffer(count, config.hidden_size)
+        for piece in self.slices(count):
+            x[piece] = self.patch_embed(self.pixels(patches, ordered[piece]))
+            yield piece.stop - piece.start
+        rope = axial_rope(config.head_dim, config.theta, rows[ordered], columns[ordered], self.device)
+        full, windowed = (
+            FullAttention(each, config.num_heads, config.head_dim, rope, x.dtype, self.device)
+            for each in ([count], [each * unit for each in lengths])
         )
-
-    @property
-    def num_layers_left(self) -> int:
-        return self._tower.config.num_layers - self._next
-
-    def advance(self, num_layers: int) -> tuple[Tensor, ...] | None:
-        """Compute so many layers more. Behind the last: the embeddings `[num_tokens, out_size]`."""
-        tower = self._tower
-        for _ in range(min(num_layers, self.num_layers_left)):
-            attention = self._full if self._next in tower.config.full_layers else self._windowed
-            self._x = tower.layers[self._next](self._x, attention)
-            self._next += 1
-        if self.num_layers_left:
-            return None
-        x = ops.rms_norm(self._x, tower.norm, _NORM_EPS)
-        h = tower.up(x.view(-1, tower.up.weight.shape[1]))
-        return (ops.gather_rows(tower.down(ops.gelu(h, "erf", out=h)), self._back),)
+        for index, layer in enumerate(self.layers):
+            yield from through(self, layer, x, full if index in config.full_layers else windowed)
+        made = self.buffer(count // unit, config.out_size)
+        for piece in self.slices(made.shape[0], unit):
+            merged = ops.rms_norm(x[piece.start * unit : piece.stop * unit], self.norm, _NORM_EPS)
+            h = self.up(merged.view(-1, self.up.weight.shape[1]))
+            made[piece] = self.down(ops.gelu(h, "erf", out=h))
+            yield (piece.stop - piece.start) * unit
+        (back,) = ops.place([np.argsort(order).astype(np.int32)], self.device)
+        return (ops.gather_rows(made, back),)
 
 
 class _TowerLayer:
@@ -161,9 +137,11 @@ class _TowerLayer:
         self.gate_up = maker.linear(names, outputs=(inner, inner), inputs=width, has_bias=True)
         self.down = maker.linear("mlp.down_proj", outputs=width, inputs=inner, has_bias=True)
 
-    def __call__(self, x: Tensor, attention: FullAttention) -> Tensor:
-        h = ops.rms_norm(x, self.norms[0], _NORM_EPS)
-        x = self.proj(attention(self.qkv(h)), residual=x)
+    def qkv_of(self, x: Tensor) -> Tensor:
+        return self.qkv(ops.rms_norm(x, self.norms[0], _NORM_EPS))
+
+    def rest(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = self.proj(attended, residual=x)
         h = ops.rms_norm(x, self.norms[1], _NORM_EPS)
         return self.down(self.gate_up.glu(h, "silu"), residual=x)
 

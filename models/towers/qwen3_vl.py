@@ -10,7 +10,7 @@ mergers of their own: the language model adds them behind its first layers (deep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -19,6 +19,7 @@ import numpy as np
 from models.config import GELU_NAMES, read_choice
 from models.json_fields import Fields
 from models.maker import Maker
+from models.towers.encoding import PatchRows, Pieces, PictureTower, through
 from models.towers.full_attention import FullAttention
 from runtime import ops
 from runtime.device.device import Device
@@ -88,8 +89,9 @@ def read_tower(fields: Fields, hidden_size: int) -> TowerConfig:
     )
 
 
-class Tower:
-    """Makes a picture's embeddings."""
+class Tower(PictureTower):
+    """See `PictureTower`. The embeddings are `[num_tokens, out_size]`; what is added behind the language model's first
+    layers has the same shape."""
 
     def __init__(self, config: TowerConfig, maker: Maker) -> None:
         width = config.hidden_size
@@ -104,49 +106,32 @@ class Tower:
             for index in range(len(config.deepstack_layers))
         ]
 
-    def start(self, patches: Array, grid: tuple[int, int]) -> Encoding:
-        """Begin with a picture of `grid` patches, `[rows * columns, 3 * num_frames * patch_size**2]` float32,
-        normalised, those of a token together."""
-        return Encoding(self, patches, grid)
-
-    def __call__(self, patches: Array, grid: tuple[int, int]) -> tuple[Tensor, ...]:
-        """All of it at once: see `Encoding.advance`."""
-        made = self.start(patches, grid).advance(self.config.num_layers)
-        assert made is not None
-        return made
-
-
-class Encoding:
-    """A picture on its way through the tower, which can stop between any two layers."""
-
-    def __init__(self, tower: Tower, patches: Array, grid: tuple[int, int]) -> None:
-        config, device = tower.config, tower.device
+    def pieces(self, patches: PatchRows, grid: tuple[int, int]) -> Pieces:
+        config = self.config
         rows, columns = patch_places(grid, config.merge_size)
-        assert len(patches) == len(rows), f"{len(patches)} patches, but the grid is {grid}"
-        self._tower, self._next = tower, 0
-        self._deep: list[Tensor] = []
-        pixels = Tensor.from_numpy(np.ascontiguousarray(patches, np.float32)).to(device)
-        if device.kind != "cpu":
-            pixels = pixels.to(tower.dtype)
-        self._x = tower.patch_embed(pixels, residual=_interpolated(tower, rows, columns, grid))
-        rope = axial_rope(config.head_dim, config.theta, rows, columns, device)
-        pages = self._x.dtype
-        self._attention = FullAttention([len(rows)], config.num_heads, config.head_dim, rope, pages, device)
+        count = len(rows)
+        assert len(patches) == count, f"{len(patches)} patches, but the grid is {grid}"
+        places = _Interpolated(self, rows, columns, grid)
+        x = self.buffer(count, config.hidden_size)
+        for piece in self.slices(count):
+            x[piece] = self.patch_embed(self.pixels(patches, piece), residual=places.of(piece))
+            yield piece.stop - piece.start
+        rope = axial_rope(config.head_dim, config.theta, rows, columns, self.device)
+        attention = FullAttention([count], config.num_heads, config.head_dim, rope, x.dtype, self.device)
+        deep = []
+        for index, layer in enumerate(self.layers):
+            yield from through(self, layer, x, attention)
+            if index in config.deepstack_layers:
+                deep.append((yield from self._merged(self.deepstack[len(deep)], x)))
+        return (yield from self._merged(self.merger, x)), *deep
 
-    @property
-    def num_layers_left(self) -> int:
-        return self._tower.config.num_layers - self._next
-
-    def advance(self, num_layers: int) -> tuple[Tensor, ...] | None:
-        """Compute so many layers more. Behind the last: the embeddings `[num_tokens, out_size]`, and what is added
-        behind the language model's first layers, each of the same shape."""
-        tower = self._tower
-        for _ in range(min(num_layers, self.num_layers_left)):
-            self._x = tower.layers[self._next](self._x, self._attention)
-            if self._next in tower.config.deepstack_layers:
-                self._deep.append(tower.deepstack[len(self._deep)](self._x))
-            self._next += 1
-        return None if self.num_layers_left else (tower.merger(self._x), *self._deep)
+    def _merged(self, merger: Merger, x: Tensor) -> Generator[int, None, Tensor]:
+        unit = self.config.merge_size**2
+        made = self.buffer(x.shape[0] // unit, self.config.out_size)
+        for piece in self.slices(made.shape[0], unit):
+            made[piece] = merger(x[piece.start * unit : piece.stop * unit])
+            yield (piece.stop - piece.start) * unit
+        return made
 
 
 class TowerLayer:
@@ -161,9 +146,11 @@ class TowerLayer:
         self.up = maker.linear("mlp.linear_fc1", outputs=config.inner_size, inputs=width, has_bias=True)
         self.down = maker.linear("mlp.linear_fc2", outputs=width, inputs=config.inner_size, has_bias=True)
 
-    def __call__(self, x: Tensor, attention: FullAttention) -> Tensor:
-        h = ops.layer_norm(x, *self.norms[0], _NORM_EPS)
-        x = self.proj(attention(self.qkv(h)), residual=x)
+    def qkv_of(self, x: Tensor) -> Tensor:
+        return self.qkv(ops.layer_norm(x, *self.norms[0], _NORM_EPS))
+
+    def rest(self, x: Tensor, attended: Tensor) -> Tensor:
+        x = self.proj(attended, residual=x)
         h = self.up(ops.layer_norm(x, *self.norms[1], _NORM_EPS))
         return self.down(ops.gelu(h, self.activation, out=h), residual=x)
 
@@ -193,23 +180,30 @@ def patch_places(grid: tuple[int, int], merge_size: int) -> tuple[Array, Array]:
     return in_order[0], in_order[1]
 
 
-def _interpolated(tower: Tower, rows: Array, columns: Array, grid: tuple[int, int]) -> Tensor:
-    """The learned positions of a picture's patches, `[num_patches, hidden_size]`: the grid of the table is stretched
-    over the picture, corner to corner, and read bilinearly."""
-    side = tower.config.positions_side
-    taps = [_taps(places, count, side) for places, count in ((rows, grid[0]), (columns, grid[1]))]
-    total: Tensor | None = None
-    for line, line_weight in taps[0]:
-        for column, column_weight in taps[1]:
-            ids, weights = ops.place(
-                [(line * side + column).astype(np.int32), (line_weight * column_weight).astype(np.float32)],
-                tower.device,
-            )
-            part = ops.embedding(ids, tower.positions)
-            part = part * weights.to(part.dtype).unsqueeze(1)
+class _Interpolated:
+    """The learned positions of a picture's patches: the grid of the table is stretched over the picture, corner to
+    corner, and read bilinearly."""
+
+    def __init__(self, tower: Tower, rows: Array, columns: Array, grid: tuple[int, int]) -> None:
+        side = tower.config.positions_side
+        self._tower = tower
+        lines, places = (_taps(each, count, side) for each, count in ((rows, grid[0]), (columns, grid[1])))
+        self._taps = [
+            ((line * side + column).astype(np.int32), (line_weight * column_weight).astype(np.float32))
+            for line, line_weight in lines
+            for column, column_weight in places
+        ]
+
+    def of(self, piece: slice) -> Tensor:
+        """Some patches' `[n, hidden_size]`."""
+        total: Tensor | None = None
+        for ids, weights in self._taps:
+            rows, factors = ops.place([ids[piece], weights[piece]], self._tower.device)
+            part = ops.embedding(rows, self._tower.positions)
+            part = part * factors.to(part.dtype).unsqueeze(1)
             total = part if total is None else total + part
-    assert total is not None
-    return total
+        assert total is not None
+        return total
 
 
 def _taps(places: Array, count: int, side: int) -> Sequence[tuple[Array, Array]]:

@@ -33,6 +33,7 @@ from runtime.engine.grammar.matcher import MaskComputer
 from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.messages import ITERATION_TOKEN_BOUNDS, EngineInfo, EngineOutput, EngineRequest, EngineStats
 from runtime.engine.open_requests import OpenRequests
+from runtime.engine.encoding_budget import EncodingBudget
 from runtime.engine.picture_queue import PictureQueue
 from runtime.engine.scheduling.block_events import BlockChanges, BlockEvents, SharedDigest
 from runtime.engine.scheduling.block_pool import BlockPool
@@ -49,6 +50,10 @@ from runtime.engine.steps.step_input import Mode, RowLoad
 from runtime.engine.timeline import TIMELINE_STEPS, ChunkKey, StepRecord, Timeline
 
 logger = logging.getLogger("xserv.engine")
+
+GPU_ROWS_PER_TOKEN = 16
+"""Rows of pictures that a GPU encodes between two steps, for each token that a step may have: an eighth of a picture of
+1,024 tokens by Qwen3-VL-8B's tower, where steps may have 2,048."""
 
 GRAMMAR_WAIT_S = 1e-3
 """How long a step without work waits for a grammar, before it returns so that others are heard."""
@@ -129,7 +134,8 @@ class Engine:
         self.grammars = GrammarQueue()
         self.pictures: PictureQueue | None = None
         if info.images is not None:
-            self.pictures = PictureQueue(executor, info.images, limits.max_num_batched_tokens)
+            rows = None if info.device == "cpu" else GPU_ROWS_PER_TOKEN * limits.max_num_batched_tokens
+            self.pictures = PictureQueue(executor, info.images, EncodingBudget(rows))
             self.opened.on_request_end = self.pictures.release
         self.timeline: Timeline = deque(maxlen=TIMELINE_STEPS)
         self._block_events: BlockEvents | None = None
@@ -357,7 +363,7 @@ class Engine:
         def fail(request: Request) -> None:
             outputs.extend(self.opened.end(request, "error", "the pictures could not be encoded"))
 
-        pictures.advance(self.opened.start_with_pictures, fail)
+        pictures.advance(self.opened.start_with_pictures, fail, is_idle=not (self._open or self.scheduler.has_work))
 
     def _start_compiled(self, outputs: list[EngineOutput]) -> bool:
         """Let the requests queue whose grammars are compiled; False when there is nothing else to do yet."""
@@ -556,6 +562,8 @@ class Engine:
                 if self.speculator is not None and self.speculator.reads_states and following is None:
                     self._show_states(self.speculator, opened.assembled)
                 num_tokens = opened.assembled.input.num_tokens
+                if self.pictures is not None and opened.assembled.input.are_decodes:
+                    self.pictures.budget.observe(record.run_s)
                 if num_tokens:
                     self.scheduler.observe(num_tokens, record.run_s)
                     if self.executor.depth > 1:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -12,16 +14,23 @@ from typing import TYPE_CHECKING
 from models.model_files import open_model
 from runtime.device.kernel_list import KernelList
 from runtime.engine.config import EngineConfig
-from runtime.engine.messages import EngineOutput, EngineRequest
+from runtime.engine.messages import EngineOutput, EngineRequest, ImageItem, ImageSupport
 from runtime.engine.process.client import ThreadEngineClient
 from runtime.engine.sampling_params import SamplingParams
 from runtime.errors import XservError
+from runtime.images.patches import FixedRule
 
 if TYPE_CHECKING:
     from numba_kernels.cuda.specialisation import Specialisation
 
 MOST_LAYERS = 2
 """Layers beyond these launch what those before them do, where all are of one kind."""
+
+KINDS_OF_LAYERS = ("layer_types", "sliding_window_pattern")
+"""Fields of a config that make layers differ; Gemma's text models have the last one by default."""
+
+TOKEN_GRIDS = ((1, 1), (1, 2), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32), (34, 60))
+"""Of pictures that keep their shape: lines and columns of tokens; the last is one of 1,920 x 1,080 pixels."""
 
 NUM_PROMPTS = (1, 2, 3, 4, 5, 8, 12, 16, 17, 32, 48, 64, 65, 96, 128, 192, 256)
 PROMPT_LENGTHS = (1, 5, 16, 17, 33, 64, 65, 129, 300, 513, 1025, 2000)
@@ -78,16 +87,18 @@ def shallow_copy(model: Path, folder: Path) -> Path:
     if "quantization_config" in fields:
         for file in model.glob("*.safetensors*"):
             (folder / file.name).symlink_to(file.resolve())
-    if "layer_types" not in fields:
+    for inner in (fields, fields.get("text_config")):  # the latter of models that read pictures
+        if inner is None or any(name in inner for name in KINDS_OF_LAYERS) or inner.get("model_type") == "gemma3_text":
+            continue
         for name in ("num_hidden_layers", "n_layer"):
-            if name in fields:
-                fields[name] = min(fields[name], MOST_LAYERS)
+            if name in inner:
+                inner[name] = min(inner[name], MOST_LAYERS)
     (folder / "config.json").write_text(json.dumps(fields))
     return folder
 
 
 def run_batches(client: ThreadEngineClient) -> None:
-    """Prompts of each length alone, batches of each size, and each kind of sampling."""
+    """Prompts of each length alone, batches of each size, each kind of sampling, and pictures of many sizes."""
     most = max(1, client.info.max_model_len - 3)
     for length in PROMPT_LENGTHS:
         _run(client, 1, min(length, most), GREEDY)
@@ -95,13 +106,49 @@ def run_batches(client: ThreadEngineClient) -> None:
         _run(client, min(count, client.info.max_waiting), min(4, most), GREEDY)
     for params in SAMPLED:
         _run(client, min(3, client.info.max_waiting), min(4, most), params)
+    if client.info.images is not None:
+        run_pictures(client, client.info.images, most)
+
+
+def run_pictures(client: ThreadEngineClient, support: ImageSupport, most: int) -> None:
+    """A picture of each size that fits, in a prompt of `most` tokens at most, and a prompt that has several."""
+    rule = support.rule
+    grids = [rule.grid] if isinstance(rule, FixedRule) else [
+        (lines * rule.merge_size, columns * rule.merge_size)
+        for lines, columns in TOKEN_GRIDS
+        if lines * columns * rule.factor**2 <= rule.most_pixels
+    ]  # fmt: skip
+    for number, grid in enumerate(grids):
+        for count in (1, 3):
+            ids: list[int] = []
+            items: list[ImageItem] = []
+            for index in range(count):
+                lines, across = rule.token_grid(*grid)
+                digest = hashlib.sha256(f"{number} {count} {index}".encode()).digest()
+                patches = bytes(grid[0] * grid[1] * support.patch_bytes)
+                first = len(ids) + 1
+                ids += [1, *[support.token_id] * (lines * across), 1]
+                items.append(
+                    ImageItem(digest=digest, first_token=first, rows=grid[0], columns=grid[1], patches=patches)
+                )
+            num_tokens = len(ids) - 2 * count
+            if len(ids) <= most and num_tokens <= support.max_tokens:
+                _submit(client, [EngineRequest(request_id="0", prompt_token_ids=ids, params=GREEDY, images=(*items,))])
 
 
 def _run(client: ThreadEngineClient, num_prompts: int, length: int, params: SamplingParams) -> None:
+    _submit(client, [
+        EngineRequest(request_id=str(number), prompt_token_ids=[1] * length, params=params)
+        for number in range(num_prompts)
+    ])  # fmt: skip
+
+
+def _submit(client: ThreadEngineClient, requests: Sequence[EngineRequest]) -> None:
+    """All at once; returns when they have ended."""
     outputs: SimpleQueue[EngineOutput] = SimpleQueue()
-    for number in range(num_prompts):
-        client.submit(EngineRequest(request_id=str(number), prompt_token_ids=[1] * length, params=params), outputs.put)
-    num_open = num_prompts
+    for request in requests:
+        client.submit(request, outputs.put)
+    num_open = len(requests)
     while num_open:
         output = outputs.get()
         if output.finish_reason == "error":

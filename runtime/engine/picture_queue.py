@@ -1,4 +1,4 @@
-"""Pictures of requests: encoded between steps, a few layers at a time, and kept for the next request that has them.
+"""Pictures of requests: encoded between steps, piece by piece, and kept for the next request that has them.
 
 A request queues when all of its pictures are encoded, and holds them until it ends: a preempted sequence computes its
 prompt again. What nobody holds is kept, the latest longest, within a bound of tokens. Requests are served in order; one
@@ -12,6 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from runtime.engine.encoding_budget import EncodingBudget
 from runtime.engine.messages import ImageSupport
 from runtime.engine.scheduling.pictures import Picture, PictureKeys
 from runtime.engine.scheduling.sequence import Request
@@ -36,13 +37,13 @@ class _Entry:
 class PictureQueue:
     """Belongs to the engine's loop.
 
-    budget  patches times layers between two steps; one layer is always computed
+    budget  how much is encoded between two steps
     """
 
-    def __init__(self, executor: Executor, support: ImageSupport, budget: int) -> None:
+    def __init__(self, executor: Executor, support: ImageSupport, budget: EncodingBudget) -> None:
         self._executor = executor
         self._support = support
-        self._budget = budget
+        self.budget = budget
         self.keys = PictureKeys()
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()  # the one that was let go last comes last
         self._waiting: deque[Request] = deque()
@@ -73,16 +74,18 @@ class PictureQueue:
                 self._entries.move_to_end(key)
         self._waiting = deque(each for each in self._waiting if each is not request)
 
-    def advance(self, start: Callable[[Request], None], fail: Callable[[Request], None]) -> None:
+    def advance(
+        self, start: Callable[[Request], None], fail: Callable[[Request], None], *, is_idle: bool
+    ) -> None:
         """Encode for a while. ``start`` is told of requests whose pictures are all there, ``fail`` of those whose
-        pictures could not be encoded."""
-        spent = 0
-        while self._waiting and spent < self._budget:
+        pictures could not be encoded. ``is_idle``: nothing else is there to do."""
+        self.budget.begin(is_idle=is_idle)
+        while self._waiting and self.budget.next_rows():
             request = self._waiting[0]
             if not self._hold(request):
                 return  # until others have ended
             try:
-                spent += self._encode_some(request)
+                self._encode_some(request)
             except Exception:
                 logger.exception("the pictures of request %s could not be encoded", request.request_id)
                 fail(request)  # which ends it, and so releases it
@@ -120,8 +123,8 @@ class PictureQueue:
             self._entries[key].holders.add(request)
         return True
 
-    def _encode_some(self, request: Request) -> int:
-        """Compute a layer, or a few of a small picture; returns patches times layers."""
+    def _encode_some(self, request: Request) -> None:
+        """Compute a piece of a picture, or several."""
         pictures = request.pictures
         assert pictures is not None
         for item, patches, grid in zip(pictures.items, pictures.patches, pictures.grids, strict=True):
@@ -133,12 +136,12 @@ class PictureQueue:
                 self._current = key
                 self._executor.drop_encoded(entry.slot)  # begun for a request that has ended meanwhile
                 self._executor.start_encoding(entry.slot, patches, grid)
-            num_layers = max(1, self._budget // len(patches))
-            entry.is_made = self._executor.encode(entry.slot, num_layers)
+            done = self._executor.encode(entry.slot, self.budget.next_rows())
+            self.budget.spend(done.num_rows, done.seconds)
+            entry.is_made = done.is_made
             if entry.is_made:
                 self._current = None
-            return num_layers * len(patches)
-        return 0
+            return
 
     def _forget_unmade(self) -> None:
         """Only the first request that waits holds pictures that are not made, and it has ended."""

@@ -1,13 +1,14 @@
-"""The last step from a picture to its patches: its lines resized to a height, and cut, in one pass over its pixels.
+"""The last steps from a picture to its patches: resized bicubically, columns first, and cut.
 
-Where the columns are right already (1920 of them are, for Qwen3-VL), this is Pillow's resizing to the bit
-(`Resample.c`, 8 bits a channel): taps in fixed point, one sum, one shift; in an eighth of its time. Else Pillow has
-resized the picture, and it is only cut.
+This is Pillow's resizing to the bit (`Resample.c`, 8 bits a channel): taps in fixed point, one sum, one shift, and bytes
+between the two passes; in a fraction of its time. Lines are resized, split into channels and cut in one pass over the
+picture. Where Pillow's lines come before its columns (`columns_come_first`), Pillow resizes and the picture is only cut.
 """
 
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,20 +24,33 @@ Array = np.ndarray[Any, Any]
 _BITS = 22
 """Of a tap behind its point."""
 
+_HALF = 1 << (_BITS - 1)
+
+_ROWS = 8
+"""Lines whose columns are resized together: 32 bytes of a column, a vector."""
+
+_GROUP = 4
+"""Taps that are summed at once."""
+
+_BICUBIC = 3
+"""Pillow's number of the filter."""
+
 _SUPPORT = 2.0
 """Lines beside a bicubic's centre that it reads, where the picture is not made smaller."""
 
 
-def cut(image: Image, height: int, patch_size: int, merge_size: int, out: NDArray[np.uint8]) -> None:
-    """Resizes an RGB picture bicubically to so many lines, and writes its patches to `out`, flat, as `Patches.pixels`
-    has them. What is left of a patch at the right and below is dropped."""
-    pixels, channels, owner = _pixels_of(image)
+def cut(image: Image, height: int, width: int, patch_size: int, merge_size: int, out: NDArray[np.uint8]) -> None:
+    """Resizes an RGB picture bicubically to so many lines and columns, and writes its patches to `out`, flat, as
+    `Patches.pixels` has them. What is left of a patch at the right and below is dropped."""
+    if image.width != width and not columns_come_first(image.height, image.width, height, width):
+        image = image.resize((width, height), _BICUBIC)
+    resized, channels, owner = _columns_resized(image, width)
     if height == image.height:
         first, taps = np.arange(height), np.full((height, 1), 1 << _BITS, np.int32)
     else:
         first, taps = line_taps(image.height, height)
-    rows, columns = height // patch_size, image.width // patch_size
-    _cut(pixels, image.width, channels, first, taps, rows, columns, patch_size, merge_size, out)
+    rows, columns = height // patch_size, width // patch_size
+    _cut(resized, width, channels, first, taps, rows, columns, patch_size, merge_size, out)
     del owner  # until here it kept the pixels
 
 
@@ -44,6 +58,46 @@ def prepare() -> None:
     """Compiles, or reads from disk, what `cut` needs, before a process may write no files."""
     out = np.zeros(12, np.uint8)
     _cut(out, 2, 3, np.arange(2), np.zeros((2, 1), np.int32), 1, 1, 2, 1, out)
+    is_known_pillow()
+
+
+def columns_come_first(old_height: int, old_width: int, height: int, width: int) -> bool:
+    """Whether the Pillow that is installed resizes a picture's columns before its lines. From 13 on it does not where
+    the height shrinks by more than twice as many pixels as the width; what later ones do is found out."""
+    return not old_height - height > max(0, 2 * (old_width - width)) and is_known_pillow()
+
+
+@cache
+def is_known_pillow() -> bool:
+    """Whether Pillow resizes a picture, of which both sides shrink alike, as we do."""
+    from PIL import Image
+
+    pixels = np.random.RandomState(0).randint(0, 2, (23, 37, 3)).astype(np.uint8) * 255
+    image = Image.fromarray(pixels)
+    wanted = np.asarray(image.resize((16, 9), _BICUBIC))
+    found = np.empty(wanted.size, np.uint8)
+    resized, channels, owner = _columns_resized(image, 16)
+    _cut(resized, 16, channels, *line_taps(23, 9), 9, 16, 1, 1, found)
+    del owner
+    return bool((found.reshape(wanted.shape) == wanted).all())
+
+
+def _columns_resized(image: Image, width: int) -> tuple[NDArray[np.uint8], int, Any]:
+    """The picture's pixels with so many columns: see `_pixels_of`."""
+    pixels, channels, owner = _pixels_of(image)
+    if image.width == width:
+        return pixels, channels, owner
+    if channels == 3:
+        packed = np.empty((image.height * image.width, 4), np.uint8)
+        packed[:, :3] = pixels.reshape(-1, 3)
+        pixels = packed.ravel()
+    first, taps = line_taps(image.width, width)
+    padded = np.zeros((width, -(-taps.shape[1] // _GROUP) * _GROUP), np.int32)
+    padded[:, : taps.shape[1]] = taps
+    resized = np.empty(image.height * width, np.uint32)
+    _resize_columns(pixels.view(np.uint32), image.height, image.width, first, padded, resized)
+    del owner
+    return resized.view(np.uint8), 4, None
 
 
 def line_taps(size: int, new_size: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
@@ -102,6 +156,70 @@ _CAPSULE_POINTER.restype, _CAPSULE_POINTER.argtypes = ctypes.c_void_p, [ctypes.p
 
 
 @njit
+def _resize_columns(pixels: Array, height: int, width: int, first: Array, taps: Array, out: Array) -> None:
+    """Pixels of four bytes, line by line; column x becomes the sum of columns from `first[x]` on."""
+    new_width, num_taps = taps.shape
+    strip = np.zeros((width + num_taps) * _ROWS, np.uint32)  # some lines, column by column
+    made = np.empty(new_width * _ROWS, np.uint32)
+    source, target = strip.view(np.uint8), made.view(np.uint8)
+    for top in range(0, height, _ROWS):
+        count = min(_ROWS, height - top)
+        for left in range(0, width, 16):
+            right = min(left + 16, width)
+            for row in range(count):
+                line = pixels[(top + row) * width :]
+                for x in range(left, right):
+                    strip[x * _ROWS + row] = line[x]
+        for x in range(new_width):
+            at = source[4 * _ROWS * first[x] :]
+            if num_taps == 4:
+                _sum_four(at, taps[x], target[4 * _ROWS * x :])
+            elif num_taps == 8:
+                _sum_eight(at, taps[x], target[4 * _ROWS * x :])
+            else:
+                _sum_many(at, taps[x], target[4 * _ROWS * x :])
+        for left in range(0, new_width, 16):
+            right = min(left + 16, new_width)
+            for row in range(count):
+                line = out[(top + row) * new_width :]
+                for x in range(left, right):
+                    line[x] = made[x * _ROWS + row]
+
+
+@njit
+def _sum_four(at: Array, taps: Array, out: Array) -> None:
+    a, b, c, d = taps[0], taps[1], taps[2], taps[3]
+    for i in range(32):
+        total = np.int32(at[i]) * a + np.int32(at[i + 32]) * b + np.int32(at[i + 64]) * c + np.int32(at[i + 96]) * d
+        out[i] = _byte(total + np.int32(_HALF))
+
+
+@njit
+def _sum_eight(at: Array, taps: Array, out: Array) -> None:
+    a, b, c, d, e, f, g, h = taps[0], taps[1], taps[2], taps[3], taps[4], taps[5], taps[6], taps[7]
+    for i in range(32):
+        total = np.int32(at[i]) * a + np.int32(at[i + 32]) * b + np.int32(at[i + 64]) * c + np.int32(at[i + 96]) * d
+        total += np.int32(at[i + 128]) * e + np.int32(at[i + 160]) * f
+        total += np.int32(at[i + 192]) * g + np.int32(at[i + 224]) * h
+        out[i] = _byte(total + np.int32(_HALF))
+
+
+@njit
+def _sum_many(at: Array, taps: Array, out: Array) -> None:
+    sums = np.full(32, _HALF, np.int32)
+    for tap in range(0, taps.shape[0], 4):
+        here = at[32 * tap :]
+        _add_four(sums, here, here[32:], here[64:], here[96:], taps[tap : tap + 4])
+    for i in range(32):
+        out[i] = _byte(sums[i])
+
+
+@njit
+def _byte(total: int) -> int:
+    return np.uint8(min(max(total >> _BITS, 0), 255))
+
+
+@njit
 def _cut(
     pixels: Array, width: int, channels: int, first: Array, taps: Array, rows: int, columns: int, size: int,
     merge: int, out: Array,
@@ -125,6 +243,8 @@ def _cut(
             offset = channel * square + inside * size
             if size % 8 == 0:  # eight bytes at once
                 _spread(plane.view(np.uint64), targets, offset, size // 8, 8, out.view(np.uint64))
+            elif size == 14:
+                _spread_seven(plane.view(np.uint16), targets, offset, out.view(np.uint16))
             else:
                 _spread(plane, targets, offset, size, 1, out)
 
@@ -135,6 +255,15 @@ def _spread(plane: Array, targets: Array, offset: int, size: int, width: int, ou
     for column in range(targets.shape[0]):
         source, target = plane[column * size :], out[(targets[column] + offset) // width :]
         for x in range(size):
+            target[x] = source[x]
+
+
+@njit
+def _spread_seven(plane: Array, targets: Array, offset: int, out: Array) -> None:
+    """The same for patches of 14 bytes a line, two at once."""
+    for column in range(targets.shape[0]):
+        source, target = plane[column * 7 :], out[(targets[column] + offset) // 2 :]
+        for x in range(7):
             target[x] = source[x]
 
 
@@ -151,7 +280,7 @@ def _blend(lines: Array, stride: int, taps: Array, line: Array) -> None:
     sums = np.empty(1024, np.int32)
     for begin in range(0, count, 1024):
         size = min(1024, count - begin)
-        sums[:size] = np.int32(1 << (_BITS - 1))
+        sums[:size] = np.int32(_HALF)
         tap = 0
         while tap + 4 <= num_taps:
             at = lines[tap * stride + begin :]
@@ -164,7 +293,7 @@ def _blend(lines: Array, stride: int, taps: Array, line: Array) -> None:
             tap += 1
         target = line[begin:]
         for i in range(size):
-            target[i] = np.uint8(min(max(sums[i] >> _BITS, 0), 255))
+            target[i] = _byte(sums[i])
 
 
 @njit

@@ -81,13 +81,9 @@ class PatchRule(msgspec.Struct, frozen=True, tag=True):
         """Of a resized picture."""
         return max(self.min_pixels, self.max_pixels)
 
-    def fitted(self, image: Image) -> tuple[Image, int]:
-        """An RGB picture of the right width, and the height that it has, or is still to get, bicubically. Raises
-        ImageError."""
-        tall, wide = self.resized(image.height, image.width)
-        if image.width != wide:  # Pillow does both at once: which comes first depends on its version
-            image = image.resize((wide, tall), _filter("bicubic"))
-        return image, tall
+    def fitted(self, image: Image) -> tuple[Image, tuple[int, int]]:
+        """An RGB picture, and the height and width that it is still to get, bicubically. Raises ImageError."""
+        return image, self.resized(image.height, image.width)
 
     def token_grid(self, rows: int, columns: int) -> tuple[int, int]:
         """Lines and columns of tokens of a picture of so many patches. Raises ImageError for a grid that no picture
@@ -138,18 +134,18 @@ class FixedRule(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         """Of a resized picture."""
         return self.height * self.width
 
-    def fitted(self, image: Image) -> tuple[Image, int]:
-        """An RGB picture, resized and cut, and its height. Raises ImageError for one that is too narrow."""
+    def fitted(self, image: Image) -> tuple[Image, tuple[int, int]]:
+        """An RGB picture, resized and cut, and its height and width. Raises ImageError for one that is too narrow."""
         height, width = image.height, image.width
         check_aspect(height, width)
         if self.shortest_edge is None:
-            return image.resize((self.width, self.height), _filter(self.resample)), self.height
+            return image.resize((self.width, self.height), _filter(self.resample)), (self.height, self.width)
         edge = self.shortest_edge
         long = int(edge * max(height, width) / min(height, width))
         wide, tall = (edge, long) if width <= height else (long, edge)
         left, top = (wide - self.width) // 2, (tall - self.height) // 2
         resized = image.resize((wide, tall), _filter(self.resample))
-        return resized.crop((left, top, left + self.width, top + self.height)), self.height
+        return resized.crop((left, top, left + self.width, top + self.height)), (self.height, self.width)
 
     def token_grid(self, rows: int, columns: int) -> tuple[int, int]:
         """A picture's tokens are one line. Raises ImageError for another grid than the rule's."""
@@ -196,12 +192,12 @@ def make_patches(image: NDArray[np.uint8] | Image, rule: Rule, out: memoryview |
 
     from runtime.images.cutting import cut
 
-    fitted, height = rule.fitted(Image.fromarray(image) if isinstance(image, np.ndarray) else image)
+    fitted, (height, width) = rule.fitted(Image.fromarray(image) if isinstance(image, np.ndarray) else image)
     size = rule.patch_size
-    rows, columns = height // size, fitted.width // size
+    rows, columns = height // size, width // size
     count = 3 * rows * columns * size**2
     pixels = np.empty(count, np.uint8) if out is None else np.frombuffer(out, np.uint8, count)
-    cut(fitted, height, size, rule.merge_size, pixels)
+    cut(fitted, height, width, size, rule.merge_size, pixels)
     return Patches(pixels.reshape(rows * columns, 3 * size * size), rows, columns)
 
 
@@ -211,6 +207,21 @@ def normalised(pixels: NDArray[np.uint8], rule: Rule) -> NDArray[np.float32]:
     square = rule.patch_size**2
     scale = np.array([1.0 / (_WHITE * each) for each in rule.std])
     shift = np.array([-mean / std for mean, std in zip(rule.mean, rule.std)])
-    values = pixels.reshape(-1, 3, 1, square) * scale[:, None, None] + shift[:, None, None]
-    frames = np.broadcast_to(values, (len(pixels), 3, rule.num_frames, square))
-    return np.ascontiguousarray(frames, np.float32).reshape(len(pixels), -1)
+    values = (np.arange(256) * scale[:, None] + shift[:, None]).astype(np.float32)  # of each channel's bytes
+    made = np.empty((len(pixels), 3, rule.num_frames, square), np.float32)
+    for channel, plane in enumerate(pixels.reshape(-1, 3, square).transpose(1, 0, 2)):
+        made[:, channel] = values[channel].take(plane)[:, None]
+    return made.reshape(len(pixels), -1)
+
+
+class NormalisedPatches:
+    """`normalised`, of the rows that are asked for."""
+
+    def __init__(self, pixels: NDArray[np.uint8], rule: Rule) -> None:
+        self._pixels, self._rule = pixels, rule
+
+    def __len__(self) -> int:
+        return len(self._pixels)
+
+    def __getitem__(self, rows: slice | NDArray[np.int64], /) -> NDArray[np.float32]:
+        return normalised(self._pixels[rows], self._rule)

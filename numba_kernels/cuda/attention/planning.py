@@ -205,7 +205,7 @@ def _wanted(num_tiles: int, num_kv_heads: int, num_sms: int) -> int:
 
 def specialisations() -> Iterator[Specialisation]:
     """Every tier for the usual head dims, pages of 16 tokens; with windows, sinks and caps, what gpt-oss and Gemma 2
-    take."""
+    take; what towers of pictures take, and Gemma 3 for pictures whose tokens see each other."""
     for dtype in DTYPES:
         for head_dim in (32, 64, 128):
             yield from _kernels(dtype, head_dim, Variant())
@@ -218,6 +218,18 @@ def specialisations() -> Iterator[Specialisation]:
         for head_dim in (64, 128, 256):
             yield from _kernels("bf16", head_dim, Variant(pages=pages))
         yield from _kernels("f16", 128, Variant(pages=pages))
+    for dtype in ("f16", "bf16"):
+        for head_dim in (64, 72, 80):
+            yield from _flash(dtype, head_dim, Variant(), (64, 128))
+    for head_dim in (128, 256):
+        for has_window in (False, True):
+            yield from _flash("bf16", head_dim, Variant(has_window, has_spans=True), (64, 128))
+
+
+def _flash(dtype: str, head_dim: int, variant: Variant, num_rows: tuple[int, ...]) -> Iterator[Specialisation]:
+    """The flash tier for 16 bits, for so many rows of a sequence and KV head."""
+    for tile_rows in sorted({flash_tensor_core.num_rows(head_dim, rows) for rows in num_rows}):
+        yield flash_tensor_core.flash_tensor_core(dtype, head_dim, 16, tile_rows, variant)
 
 
 def _kernels(dtype: str, head_dim: int, variant: Variant) -> Iterator[Specialisation]:
@@ -226,8 +238,7 @@ def _kernels(dtype: str, head_dim: int, variant: Variant) -> Iterator[Specialisa
         yield flash_float32.flash_float32(head_dim, 16, False, variant)
         yield flash_float32.flash_float32(head_dim, 16, True, variant)
     else:
-        for tile_rows in sorted({flash_tensor_core.num_rows(head_dim, rows) for rows in (64, 128)}):
-            yield flash_tensor_core.flash_tensor_core(dtype, head_dim, 16, tile_rows, variant)
+        yield from _flash(dtype, head_dim, variant, (64, 128))
         if dtype == "bf16" and head_dim >= 64 and not variant.pages:
             yield flash_hopper.flash_hopper(dtype, head_dim, 16, variant)
         for num_rows in (8, 16):

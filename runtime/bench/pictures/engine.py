@@ -6,6 +6,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -14,8 +16,12 @@ import numpy as np
 
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.pictures.shapes import IMAGE_TOKEN
+from runtime.engine.messages import StepView
 from runtime.engine.sampling_params import SamplingParams
 from runtime.llm import LLM
+
+MOST_TOKENS = 3000
+"""Of a text beside which others are asked."""
 
 ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
@@ -82,53 +88,107 @@ def bench_reuse(llm: LLM, side: int, num_rounds: int) -> dict[str, Any]:
 def bench_gaps(llm: LLM, side: int, num_tokens: int, num_rounds: int) -> dict[str, Any]:
     """Seconds between a text's tokens, in turns: alone; beside one prompt after the other of as many tokens as a
     picture has, which is what others' requests usually cost it; and beside one picture after the other. Prompts and
-    pictures end with their first token."""
+    pictures end with their first token. A text has `num_tokens` at least, and goes on until two of the others are
+    answered.
+
+    `while_encoding_ms` are the gaps beside pictures in which no step computed a prompt: what encoding costs."""
     asker = Asker(llm, side)
-    gaps: dict[str, list[float]] = {"alone": [], "beside_prompts": [], "beside_pictures": []}
+    gaps: dict[str, list[_Gap]] = {"alone": [], "beside_prompts": [], "beside_pictures": []}
     asked = dict.fromkeys(gaps, 0)
-    _gaps(llm, num_tokens)
+    _gaps(llm, num_tokens, _ANSWERED)
+    for way in ("beside_prompts", "beside_pictures"):  # shapes are recorded when they come for the first time
+        _gaps_beside(asker, way, 2)
     for _ in range(num_rounds):
         for way, found in gaps.items():
             made, count = _gaps_beside(asker, way, num_tokens)
             found += made
             asked[way] += count
-    p99 = {way: float(np.quantile(found, 0.99)) for way, found in gaps.items()}
+    seconds = {way: [gap.seconds for gap in found] for way, found in gaps.items()}
+    seconds["while_encoding"] = [gap.seconds for gap in gaps["beside_pictures"] if not gap.has_prompt]
+    p99 = {way: float(np.quantile(found, 0.99)) for way, found in seconds.items()}
     return {
         "num_prompts": asked["beside_prompts"],
         "num_pictures": asked["beside_pictures"],
-        **{f"{way}_ms": _in_ms(found) for way, found in gaps.items()},
+        "num_gaps": {way: len(found) for way, found in seconds.items()},
+        **{f"{way}_ms": _in_ms(found) for way, found in seconds.items()},
         "p99_times_of_prompts": round(p99["beside_pictures"] / p99["beside_prompts"], 2),
         "p99_times_of_alone": round(p99["beside_pictures"] / p99["alone"], 2),
+        "p99_encoding_times_of_alone": round(p99["while_encoding"] / p99["alone"], 2),
     }
 
 
-def _gaps_beside(asker: Asker, way: str, num_tokens: int) -> tuple[list[float], int]:
+@dataclass(frozen=True)
+class _Gap:
+    """Between two tokens. `has_prompt`: a step within it computed tokens of a prompt."""
+
+    seconds: float
+    has_prompt: bool
+
+
+_ANSWERED = threading.Event()
+_ANSWERED.set()
+"""Nobody else is waited for."""
+
+
+def _gaps_beside(asker: Asker, way: str, num_tokens: int) -> tuple[list[_Gap], int]:
     """Gaps, and how many others were answered meanwhile."""
     if way == "alone":
-        return _gaps(asker.llm, num_tokens), 0
-    is_over, num_asked = threading.Event(), 0
+        return _gaps(asker.llm, num_tokens, _ANSWERED), 0
+    is_over, are_answered, num_asked = threading.Event(), threading.Event(), 0
+    failures: list[BaseException] = []
 
     def ask() -> None:
         nonlocal num_asked
-        while not is_over.is_set():
-            is_text = way == "beside_prompts"
-            asker.ttft_s(asker.text() if is_text else asker.prompt(asker.picture(), first=asker.new_first()))
-            num_asked += 1
+        try:
+            while not is_over.is_set():
+                is_text = way == "beside_prompts"
+                asker.ttft_s(asker.text() if is_text else asker.prompt(asker.picture(), first=asker.new_first()))
+                num_asked += 1
+                if num_asked == 2:
+                    are_answered.set()
+        except BaseException as error:
+            failures.append(error)
+            are_answered.set()
 
     thread = threading.Thread(target=ask)
     thread.start()
     try:
-        return _gaps(asker.llm, num_tokens), num_asked
+        found = _gaps(asker.llm, num_tokens, are_answered), num_asked
     finally:
         is_over.set()
         thread.join()
+    if failures:
+        raise BenchmarkError(f"what was asked beside the text failed: {failures[0]}") from failures[0]
+    return found
 
 
-def _gaps(llm: LLM, num_tokens: int) -> list[float]:
+def _gaps(llm: LLM, num_tokens: int, are_answered: threading.Event) -> list[_Gap]:
     """Of one greedy text."""
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    times = [time.perf_counter() for _ in llm.stream({"prompt_token_ids": [3, 4, 5]}, params)]
-    return [later - earlier for earlier, later in pairwise(times)]
+    most = min(MOST_TOKENS, llm.client.info.max_model_len - 8)
+    params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
+    prompts: list[float] = []  # ends of steps that computed one
+
+    def look(view: StepView) -> None:
+        if any(chunk.count > 1 or chunk.start + 1 < chunk.num_prompt_tokens for chunk in view.chunks):
+            prompts.append(view.start_s + view.duration_s)
+
+    forget = llm.client.watch(look)
+    times: list[float] = []
+    try:
+        with closing(llm.stream({"prompt_token_ids": [3, 4, 5]}, params)) as deltas:
+            for _ in deltas:
+                times.append(time.monotonic())
+                if len(times) > num_tokens and are_answered.is_set():
+                    break
+        time.sleep(0.1)  # views come behind the tokens
+    finally:
+        forget()
+    if len(times) <= num_tokens:
+        raise BenchmarkError(f"a text ended after {len(times)} tokens")
+    ends = np.array(prompts)
+    return [
+        _Gap(later - earlier, bool(((ends > earlier) & (ends <= later)).any())) for earlier, later in pairwise(times)
+    ]
 
 
 def _in_ms(gaps: Sequence[float]) -> dict[str, float]:

@@ -29,6 +29,7 @@ from runtime.engine.steps.executor import (
     Computation,
     DrawMasks,
     Drawn,
+    Encoded,
     ExecutorLostError,
     GraphStats,
     KeptRows,
@@ -117,8 +118,8 @@ class ParallelExecutor:
         message = StartEncoding(slot, np.ascontiguousarray(patches), grid)
         self.together(message, lambda: self.local.start_encoding(slot, patches, grid))
 
-    def encode(self, slot: int, num_layers: int) -> bool:
-        return self.together(Encode(slot, num_layers), lambda: self.local.encode(slot, num_layers))
+    def encode(self, slot: int, num_rows: int) -> Encoded:
+        return self.together(Encode(slot, num_rows), lambda: self.local.encode(slot, num_rows))
 
     def drop_encoded(self, slot: int) -> None:
         self.together(DropEncoded(slot), lambda: self.local.drop_encoded(slot))

@@ -120,8 +120,8 @@ class RankProcess:
                     executor.record_together()
                 case StartEncoding(slot, patches, grid):
                     executor.start_encoding(slot, patches, grid)
-                case Encode(slot, num_layers):
-                    executor.encode(slot, num_layers)
+                case Encode(slot, num_rows):
+                    executor.encode(slot, num_rows)
                 case DropEncoded(slot):
                     executor.drop_encoded(slot)
                 case StartPass(lengths):

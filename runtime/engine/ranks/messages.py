@@ -90,7 +90,7 @@ class Encode(msgspec.Struct, frozen=True, tag=True):
     """See ``Executor.encode``."""
 
     slot: int
-    num_layers: int
+    num_rows: int
 
 
 class DropEncoded(msgspec.Struct, frozen=True, tag=True):

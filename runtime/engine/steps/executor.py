@@ -93,6 +93,20 @@ class Computation(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Encoded:
+    """What was done of a picture.
+
+    is_made   that was all of it: steps may name its slot
+    num_rows  that were computed
+    seconds   that the host was busy
+    """
+
+    is_made: bool
+    num_rows: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class GraphStats:
     """Decode graphs that are recorded, the device's memory that all recordings hold, steps that decode graphs have run,
     and recordings that failed; recorded passes of other steps, and those steps."""
@@ -158,8 +172,9 @@ class Executor(Protocol):
         slot that is free. Raises UnsupportedStepError where the model reads none, and what the model raises."""
         ...
 
-    def encode(self, slot: int, num_layers: int) -> bool:
-        """Compute so many layers more of the picture; whether that was all: then steps may name the slot."""
+    def encode(self, slot: int, num_rows: int) -> Encoded:
+        """Compute pieces of the picture that have so many rows together, at least one; a row counts twice in each
+        layer."""
         ...
 
     def drop_encoded(self, slot: int) -> None:

@@ -31,6 +31,7 @@ from runtime.engine.steps.draw_inputs import Computed, read_drawn
 from runtime.engine.steps.executor import (
     DrawMasks,
     Drawn,
+    Encoded,
     GraphStats,
     KeptRows,
     Model,
@@ -220,9 +221,17 @@ class LocalExecutor:
             return
         self._beside_steps(lambda: pictures.start(slot, patches, grid))
 
-    def encode(self, slot: int, num_layers: int) -> bool:
+    def encode(self, slot: int, num_rows: int) -> Encoded:
         pictures = self._picture_store()
-        return not self.is_first or self._beside_steps(lambda: pictures.advance(slot, num_layers))
+        if not self.is_first:
+            return Encoded(True, num_rows, 0.0)
+
+        def encode() -> Encoded:
+            begin = time.monotonic()
+            is_made, computed = pictures.advance(slot, num_rows)
+            return Encoded(is_made, computed, time.monotonic() - begin)
+
+        return self._beside_steps(encode)
 
     def drop_encoded(self, slot: int) -> None:
         pictures = self._picture_store()

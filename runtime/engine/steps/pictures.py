@@ -1,4 +1,4 @@
-"""Pictures on an executor's device: encoded a few layers at a time, kept by slot, put into the batches of steps."""
+"""Pictures on an executor's device: encoded piece by piece, kept by slot, put into the batches of steps."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from numpy.typing import NDArray
 from runtime import ops
 from runtime.batch import Batch, EncodedTokens
 from runtime.engine.steps.step_input import StepInput
-from runtime.images.patches import Rule, normalised
+from runtime.images.patches import NormalisedPatches, Rule
 from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
 
 
 class Encoding(Protocol):
-    """A picture on its way through a tower."""
+    """A picture on its way through a tower. ``num_rows``: that have been computed; each counts twice in each layer."""
 
-    def advance(self, num_layers: int) -> tuple[Tensor, ...] | None: ...
+    @property
+    def num_rows(self) -> int: ...
+
+    def advance(self, num_rows: int) -> tuple[Tensor, ...] | None: ...
 
 
 class Tower(Protocol):
     """What makes a picture's embeddings."""
 
-    def start(self, patches: NDArray[Any], grid: tuple[int, int]) -> Encoding: ...
+    def start(self, patches: NormalisedPatches, grid: tuple[int, int]) -> Encoding: ...
 
 
 @runtime_checkable
@@ -78,16 +81,17 @@ class PictureStore:
     def start(self, slot: int, patches: NDArray[np.uint8], grid: tuple[int, int]) -> None:
         """Begin to encode ``patches [rows * columns, patch_bytes]`` into a free slot."""
         assert slot not in self._made, "a slot is encoded twice"
-        self._encodings[slot] = self._model.tower.start(normalised(patches, self._model.patch_rule), grid)
+        self._encodings[slot] = self._model.tower.start(NormalisedPatches(patches, self._model.patch_rule), grid)
 
-    def advance(self, slot: int, num_layers: int) -> bool:
-        """Compute so many layers more; whether that was all."""
-        made = self._encodings[slot].advance(num_layers)
-        if made is None:
-            return False
-        del self._encodings[slot]
-        self._made[slot] = made
-        return True
+    def advance(self, slot: int, num_rows: int) -> tuple[bool, int]:
+        """Compute so many rows more; whether that was all, and how many they were."""
+        encoding = self._encodings[slot]
+        before = encoding.num_rows
+        made = encoding.advance(num_rows)
+        if made is not None:
+            del self._encodings[slot]
+            self._made[slot] = made
+        return made is not None, encoding.num_rows - before
 
     def drop(self, slot: int) -> None:
         self._encodings.pop(slot, None)

@@ -35,7 +35,7 @@ def loaded(folder: Path, case: str, **options: Any) -> Gemma3VisionModel:
 
 
 def encoded(model: Gemma3VisionModel, case: str) -> list[tuple[Tensor, ...]]:
-    """The pictures' embeddings, a layer at a time."""
+    """The pictures' embeddings, a piece at a time."""
     made, side, patch = [], side_of(case), model.config.tower.patch_size
     for picture in pixels_of(case):
         cut = picture[:, : side * patch, : side * patch].reshape(3, side, patch, side, patch)
@@ -115,7 +115,7 @@ def test_on_emulated_gpus(tmp_path: Path, case: str, device: str, dtype: str) ->
     ids, _ = asked(case)
     first = 3 * prompt_of(case)[2] + 4
     error = relative_error(run(model, case, ids, [first, len(ids) - first]), golden["logits"])
-    rough = max(2e-2, 2 * golden["bfloat16_error"].item())  # beside what transformers itself loses
+    rough = max(2e-2, golden["bfloat16_error"].item())  # ours may be as large as transformers' own
     assert error < (1e-4 if dtype == "float32" else rough)
 
 

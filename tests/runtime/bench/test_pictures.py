@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,9 @@ def test_decoding_reports_each_part_and_refuses_other_patches(monkeypatch: pytes
 def test_a_tower_and_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a tiny model, whose picture has as many pixels as the rule takes."""
     folder = str(write_chat_model(tmp_path / "vl"))
+    config = json.loads((tmp_path / "vl" / "config.json").read_text())
+    config["text_config"]["max_position_embeddings"] = 1024
+    (tmp_path / "vl" / "config.json").write_text(json.dumps(config))
     found = bench_tower(folder, 8, 3)
     assert found["num_tokens"] == 16
     assert found["share"] > 0
@@ -50,12 +54,13 @@ def test_a_tower_and_an_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert found["gflop_of_products"] == round(flops / 1e9, 1)
     monkeypatch.setattr("runtime.bench.pictures.engine.IMAGE_TOKEN", 90)
     monkeypatch.setattr("runtime.bench.pictures.engine.Asker.new_first", lambda self: int(self._rng.integers(8, 80)))
-    options: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4, "max_model_len": 128, "compile_ahead": False}
+    options: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4, "max_model_len": 1024, "compile_ahead": False}
     with LLM(folder, use_tqdm_on_load=False, **options) as llm:
         reuse = bench_reuse(llm, 64, 2)
         assert reuse["cold_s"] > 0
         gaps = bench_gaps(llm, 64, 30, 1)
-        assert gaps["num_pictures"] >= 1
+        assert gaps["num_pictures"] >= 2
+        assert 0 < gaps["num_gaps"]["while_encoding"] < gaps["num_gaps"]["beside_pictures"]
         assert gaps["alone_ms"]["p99"] >= gaps["alone_ms"]["p50"] > 0
 
 

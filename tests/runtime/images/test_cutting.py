@@ -1,4 +1,4 @@
-"""Lines resized and cut in one pass: equal to Pillow's own resizing, and to numpy's cutting, to the byte."""
+"""Pictures resized and cut: equal to Pillow's own resizing, and to numpy's cutting, to the byte."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ def picture(rng: Any, height: int, width: int) -> Image.Image:
     return Image.fromarray(np.where(rng.random() < 0.5, pixels, pixels // 128 * 255).astype(np.uint8))
 
 
-def expected(image: Image.Image, height: int, size: int, merge: int) -> Any:
-    rows, columns = height // size, image.width // size
-    resized = np.asarray(image.resize((image.width, height), Image.Resampling.BICUBIC))
+def expected(image: Image.Image, height: int, width: int, size: int, merge: int) -> Any:
+    rows, columns = height // size, width // size
+    resized = np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
     blocks = resized[: rows * size, : columns * size].reshape(
         rows // merge, merge, size, columns // merge, merge, size, 3
     )
     return blocks.transpose(0, 3, 1, 4, 6, 2, 5).ravel()
 
 
-def check(image: Image.Image, height: int, size: int, merge: int) -> None:
-    out = np.full(3 * (height // size) * (image.width // size) * size**2 + 64, 77, np.uint8)
-    cut(image, height, size, merge, out[:-64])
-    assert np.array_equal(out[:-64], expected(image, height, size, merge)), (image.size, height, size, merge)
+def check(image: Image.Image, height: int, size: int, merge: int, width: int | None = None) -> None:
+    width = width or image.width
+    out = np.full(3 * (height // size) * (width // size) * size**2 + 64, 77, np.uint8)
+    cut(image, height, width, size, merge, out[:-64])
+    wanted = expected(image, height, width, size, merge)
+    assert np.array_equal(out[:-64], wanted), (image.size, height, width, size, merge)
     assert (out[-64:] == 77).all()
 
 
@@ -51,12 +53,23 @@ def test_cut(size: int, is_packed: bool, monkeypatch: pytest.MonkeyPatch) -> Non
         before = int(rng.choice([1, 2, height, height + 1, max(1, height - 1), 7 * height, int(rng.integers(1, 500))]))
         check(picture(rng, before, width), height, size, merge)
         check(picture(rng, height, width), height, size, merge)
+        wide = int(rng.choice([1, width + 1, max(1, width - 1), 7 * width, int(rng.integers(1, 500))]))
+        check(picture(rng, before, wide), height, size, merge, width)
+
+
+def test_this_pillow_resizes_as_we_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it is asked to, which is slow; and then gives the same."""
+    assert cutting.is_known_pillow()
+    monkeypatch.setattr(cutting, "is_known_pillow", lambda: False)
+    check(picture(np.random.default_rng(3), 70, 90), 32, 16, 2, 64)
 
 
 def test_extreme_heights() -> None:
     rng = np.random.default_rng(0)
     for before, height in ((5000, 4), (1, 640), (2, 1000), (3, 4), (4000, 3996), (999, 1000)):
         check(picture(rng, before, 8), height, 2, 2)
+        check(picture(rng, 8, before), 8, 2, 2, height)
+        check(picture(rng, 11, before), 4, 2, 2, height)
 
 
 def test_what_is_left_of_a_patch_is_dropped() -> None:
@@ -64,8 +77,8 @@ def test_what_is_left_of_a_patch_is_dropped() -> None:
     for height, width in ((33, 47), (30, 31), (29, 28)):
         image = picture(rng, height, width)
         out = np.empty(3 * (height // 14) * (width // 14) * 14**2, np.uint8)
-        cut(image, height, 14, 1, out)
-        assert np.array_equal(out, expected(image, height, 14, 1))
+        cut(image, height, width, 14, 1, out)
+        assert np.array_equal(out, expected(image, height, width, 14, 1))
 
 
 def test_a_picture_in_several_blocks() -> None:
@@ -74,6 +87,7 @@ def test_a_picture_in_several_blocks() -> None:
         image.__arrow_c_array__()
     check(image, 2112, 16, 2)
     check(image, 2080, 16, 2)
+    check(image, 1056, 16, 2, 1024)
 
 
 def test_pillows_pixels_are_read_where_they_lie() -> None:

@@ -1,0 +1,57 @@
+"""Towers stop within their layers: however a picture is shared out between steps, its bits are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.registry import load_model
+from models.towers import encoding as encoding_module
+from tests.models.golden_weights import golden_tensor
+from tests.models.vision import cases, gemma3_cases, llava_cases
+from tests.models.vision.test_llava import write_llava
+
+
+def _write_qwen(folder: Path, case: str) -> Path:
+    return cases.write_model(folder, case, cases.load_golden(case).shapes)
+
+
+FAMILIES: dict[str, Callable[[Path, str], Path]] = {
+    "qwen3_vl": _write_qwen,
+    "qwen2_5_vl": _write_qwen,
+    "gemma3_rest": gemma3_cases.write_gemma3,
+    "llava_clip_mistral": write_llava,
+}
+
+
+def _pictures(model: Any, case: str) -> list[tuple[np.ndarray[Any, Any], tuple[int, int]]]:
+    """Two that may have different sizes: a large one, and another."""
+    if case in cases.CASES:
+        return [(cases.patches_of(case, index), cases.GRIDS[index]) for index in (2, 0)]
+    config = model.config.tower
+    shape = (config.side**2, 3 * config.patch_size**2)
+    return [(golden_tensor(f"picture.{index}.weight", shape, 21) * 20, (config.side,) * 2) for index in range(2)]
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_pieces_change_no_bit(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does what is computed between two of them, nor, on the cpu, how large they are."""
+    model: Any = load_model(FAMILIES[case](tmp_path, case))
+    picture, another = _pictures(model, case)
+    whole = model.tower(*picture)
+    for size in (1, 50, 96):
+        monkeypatch.setattr(encoding_module, "CPU_ROWS", size)
+        encoding, other = model.tower.start(*picture), model.tower.start(*another)
+        made, num_calls, other_made = None, 0, None
+        while made is None:
+            other_made = other_made or other.advance(1)
+            before = encoding.num_rows
+            made = encoding.advance(1 + 20 * (num_calls % 2))
+            assert made is not None or 1 <= encoding.num_rows - before < 21 + max(size, 32)
+            num_calls += 1
+        for part, wanted in zip(made, whole, strict=True):
+            assert part.numpy().tobytes() == wanted.numpy().tobytes()
