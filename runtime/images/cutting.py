@@ -26,8 +26,11 @@ _BITS = 22
 
 _HALF = 1 << (_BITS - 1)
 
-_ROWS = 8
-"""Lines whose columns are resized together: 32 bytes of a column, a vector."""
+_ROWS = 16
+"""Lines whose columns are resized together."""
+
+_WIDE = 4 * _ROWS
+"""Bytes of a column of these."""
 
 _GROUP = 4
 """Taps that are summed at once."""
@@ -171,13 +174,13 @@ def _resize_columns(pixels: Array, height: int, width: int, first: Array, taps: 
                 for x in range(left, right):
                     strip[x * _ROWS + row] = line[x]
         for x in range(new_width):
-            at = source[4 * _ROWS * first[x] :]
+            at = source[_WIDE * first[x] :]
             if num_taps == 4:
-                _sum_four(at, taps[x], target[4 * _ROWS * x :])
+                _sum_four(at, taps[x], target[_WIDE * x :])
             elif num_taps == 8:
-                _sum_eight(at, taps[x], target[4 * _ROWS * x :])
+                _sum_eight(at, taps[x], target[_WIDE * x :])
             else:
-                _sum_many(at, taps[x], target[4 * _ROWS * x :])
+                _sum_many(at, taps[x], target[_WIDE * x :])
         for left in range(0, new_width, 16):
             right = min(left + 16, new_width)
             for row in range(count):
@@ -189,34 +192,36 @@ def _resize_columns(pixels: Array, height: int, width: int, first: Array, taps: 
 @njit
 def _sum_four(at: Array, taps: Array, out: Array) -> None:
     a, b, c, d = taps[0], taps[1], taps[2], taps[3]
-    for i in range(32):
-        total = np.int32(at[i]) * a + np.int32(at[i + 32]) * b + np.int32(at[i + 64]) * c + np.int32(at[i + 96]) * d
-        out[i] = _byte(total + np.int32(_HALF))
+    for i in range(_WIDE):
+        total = np.int32(at[i]) * a + np.int32(at[i + _WIDE]) * b
+        total += np.int32(at[i + 2 * _WIDE]) * c + np.int32(at[i + 3 * _WIDE]) * d
+        out[i] = _byte(np.int32(total + _HALF))  # not wider: 32 bits are enough, and twice as fast
 
 
 @njit
 def _sum_eight(at: Array, taps: Array, out: Array) -> None:
     a, b, c, d, e, f, g, h = taps[0], taps[1], taps[2], taps[3], taps[4], taps[5], taps[6], taps[7]
-    for i in range(32):
-        total = np.int32(at[i]) * a + np.int32(at[i + 32]) * b + np.int32(at[i + 64]) * c + np.int32(at[i + 96]) * d
-        total += np.int32(at[i + 128]) * e + np.int32(at[i + 160]) * f
-        total += np.int32(at[i + 192]) * g + np.int32(at[i + 224]) * h
-        out[i] = _byte(total + np.int32(_HALF))
+    for i in range(_WIDE):
+        total = np.int32(at[i]) * a + np.int32(at[i + _WIDE]) * b
+        total += np.int32(at[i + 2 * _WIDE]) * c + np.int32(at[i + 3 * _WIDE]) * d
+        total += np.int32(at[i + 4 * _WIDE]) * e + np.int32(at[i + 5 * _WIDE]) * f
+        total += np.int32(at[i + 6 * _WIDE]) * g + np.int32(at[i + 7 * _WIDE]) * h
+        out[i] = _byte(np.int32(total + _HALF))  # not wider: 32 bits are enough, and twice as fast
 
 
 @njit
 def _sum_many(at: Array, taps: Array, out: Array) -> None:
-    sums = np.full(32, _HALF, np.int32)
+    sums = np.full(_WIDE, _HALF, np.int32)
     for tap in range(0, taps.shape[0], 4):
-        here = at[32 * tap :]
-        _add_four(sums, here, here[32:], here[64:], here[96:], taps[tap : tap + 4])
-    for i in range(32):
+        here = at[_WIDE * tap :]
+        _add_four(sums, here, here[_WIDE:], here[2 * _WIDE :], here[3 * _WIDE :], taps[tap : tap + 4])
+    for i in range(_WIDE):
         out[i] = _byte(sums[i])
 
 
 @njit
 def _byte(total: int) -> int:
-    return np.uint8(min(max(total >> _BITS, 0), 255))
+    return np.uint8(min(max(np.int32(total >> _BITS), np.int32(0)), np.int32(255)))
 
 
 @njit

@@ -116,6 +116,11 @@ def attention(options: Options) -> Iterator[Case]:
         )
     ))  # fmt: skip
     yield from _bench_cases(gpu, (make("flash", "bf16", 1, 0, 777, *heads) for heads in (qwen3_8b, gpt2)))
+    towers = ((4, 1023, 128, 72), (2, 2000, 128, 64), (9, 63, 64, 80))  # blocks of a picture's patches, each one token
+    yield from _bench_cases(gpu, (
+        make("flash", "bf16", blocks, context, 1, 16 * queries, 16, head_dim)
+        for blocks, context, queries, head_dim in towers
+    ))  # fmt: skip
     yield from _bench_cases(gpu, (make("flash", "f16", 1, 0, 300, 8, 2, 128), make("flash", "f32", 1, 0, 300, *gpt2)))
     yield from _bench_cases(gpu, [make("naive", "bf16", 1, 0, 128, *qwen3_small)])
 

@@ -89,7 +89,7 @@ def bench_gaps(llm: LLM, side: int, num_tokens: int, num_rounds: int) -> dict[st
     """Seconds between a text's tokens, in turns: alone; beside one prompt after the other of as many tokens as a
     picture has, which is what others' requests usually cost it; and beside one picture after the other. Prompts and
     pictures end with their first token. A text has `num_tokens` at least, and goes on until two of the others are
-    answered.
+    answered; beside prompts, each of which takes a step, a fifth of that.
 
     `while_encoding_ms` are the gaps beside pictures in which no step computed a prompt: what encoding costs."""
     asker = Asker(llm, side)
@@ -100,7 +100,7 @@ def bench_gaps(llm: LLM, side: int, num_tokens: int, num_rounds: int) -> dict[st
         _gaps_beside(asker, way, 2)
     for _ in range(num_rounds):
         for way, found in gaps.items():
-            made, count = _gaps_beside(asker, way, num_tokens)
+            made, count = _gaps_beside(asker, way, num_tokens // 5 if way == "beside_prompts" else num_tokens)
             found += made
             asked[way] += count
     seconds = {way: [gap.seconds for gap in found] for way, found in gaps.items()}
