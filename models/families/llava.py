@@ -21,7 +21,7 @@ from models.families.llama import LlamaConfig, LlamaModel, read_llama, read_mist
 from models.json_fields import Fields
 from models.maker import Maker
 from models.picture_decoder import PictureDecoder
-from models.towers.encoding import PatchRows, Pieces, PictureTower
+from models.towers.encoding import PatchRows, PictureTower, Pieces
 from models.towers.plain_vit import PlainVit, PlainVitConfig, read_plain_vit
 from runtime import ops
 from runtime.images.patches import FixedRule

@@ -1,4 +1,4 @@
-"""What all towers share: a picture goes through one piece by piece, so that no step of the engine waits for much of it.
+"""What all towers share: a picture goes through piece by piece, so that no step of the engine waits for much of it.
 
 A layer is two passes over a picture's rows. The first makes queries, keys and values of each; in the second each tile of
 queries sees all keys, and goes through the rest of the layer. Both stop behind any piece. The pieces depend on nothing

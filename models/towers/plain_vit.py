@@ -84,7 +84,7 @@ def read_plain_vit(fields: Fields) -> PlainVitConfig:
 
 
 class PlainVit:
-    """The layers of a tower up to the last of the layers that are `kept`: numbers of layers computed before, ascending or not."""
+    """A tower up to the last of the layers that are `kept`: numbers of layers computed before, ascending or not."""
 
     def __init__(self, config: PlainVitConfig, kept: tuple[int, ...], maker: Maker) -> None:
         width = config.hidden_size

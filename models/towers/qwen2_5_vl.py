@@ -18,7 +18,7 @@ import numpy as np
 from models.config import SILU_NAMES, read_choice
 from models.json_fields import Fields
 from models.maker import Maker
-from models.towers.encoding import PatchRows, Pieces, PictureTower, through
+from models.towers.encoding import PatchRows, PictureTower, Pieces, through
 from models.towers.full_attention import FullAttention
 from models.towers.qwen3_vl import axial_rope, patch_places
 from runtime import ops

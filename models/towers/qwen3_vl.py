@@ -19,7 +19,7 @@ import numpy as np
 from models.config import GELU_NAMES, read_choice
 from models.json_fields import Fields
 from models.maker import Maker
-from models.towers.encoding import PatchRows, Pieces, PictureTower, through
+from models.towers.encoding import PatchRows, PictureTower, Pieces, through
 from models.towers.full_attention import FullAttention
 from runtime import ops
 from runtime.device.device import Device

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from runtime.engine.admission import as_token_ids, prepare
 from runtime.engine.config import EngineLimits
+from runtime.engine.encoding_budget import EncodingBudget
 from runtime.engine.errors import ContextLengthExceededError, RequestError
 from runtime.engine.grammar.compile_queue import GrammarQueue
 from runtime.engine.grammar.grammar import grammar_error
@@ -33,7 +34,6 @@ from runtime.engine.grammar.matcher import MaskComputer
 from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.messages import ITERATION_TOKEN_BOUNDS, EngineInfo, EngineOutput, EngineRequest, EngineStats
 from runtime.engine.open_requests import OpenRequests
-from runtime.engine.encoding_budget import EncodingBudget
 from runtime.engine.picture_queue import PictureQueue
 from runtime.engine.scheduling.block_events import BlockChanges, BlockEvents, SharedDigest
 from runtime.engine.scheduling.block_pool import BlockPool

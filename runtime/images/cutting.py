@@ -1,8 +1,9 @@
 """The last steps from a picture to its patches: resized bicubically, columns first, and cut.
 
-This is Pillow's resizing to the bit (`Resample.c`, 8 bits a channel): taps in fixed point, one sum, one shift, and bytes
-between the two passes; in a fraction of its time. Lines are resized, split into channels and cut in one pass over the
-picture. Where Pillow's lines come before its columns (`columns_come_first`), Pillow resizes and the picture is only cut.
+This is Pillow's resizing to the bit (`Resample.c`, 8 bits a channel): taps in fixed point, one sum, one shift, and
+bytes between the two passes; in a fraction of its time. Lines are resized, split into channels and cut in one pass over
+the picture. Where Pillow's lines come before its columns (`columns_come_first`), Pillow resizes and the picture is only
+cut.
 """
 
 from __future__ import annotations

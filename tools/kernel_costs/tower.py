@@ -2,9 +2,9 @@
 
     python -m tools.kernel_costs.tower
 
-The products run by the Hopper tiles that are planned for them. Attention runs in the flash tier, by tiles of 128 queries
-that see all keys: its products by `mma.sync`, of which Hopper does fewer than by wgmma, and with padded heads; the
-machine instructions of its main loop are those that were counted for sm_80, from the same source.
+The products run by the Hopper tiles that are planned for them. Attention runs in the flash tier, by tiles of 128
+queries that see all keys: its products by `mma.sync`, of which Hopper does fewer than by wgmma, and with padded heads;
+the machine instructions of its main loop are those that were counted for sm_80, from the same source.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 from models.registry import load_model
 from models.towers import encoding as encoding_module
 from tests.models.golden_weights import golden_tensor
-from tests.models.vision import cases, gemma3_cases, llava_cases
+from tests.models.vision import cases, gemma3_cases
 from tests.models.vision.test_llava import write_llava
 
 
