@@ -1,7 +1,7 @@
 """What all towers share: a picture goes through piece by piece, so that no step of the engine waits for much of it.
 
 A layer is two passes over a picture's rows. The first makes queries, keys and values of each; in the second each tile
-of queries sees all keys, and goes through the rest of the layer. Both stop behind any piece. The pieces depend on nothing
+of queries sees all keys, and goes through the rest of the layer. Both stop behind any piece. Pieces depend on nothing
 but the picture's shape, so that its bits are the same however they are shared out between steps.
 """
 
