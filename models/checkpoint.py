@@ -122,6 +122,10 @@ class Checkpoint:
         """How a matrix is quantised; None if it is not, or in ggml's blocks."""
         return self.tensors[name].quantized
 
+    def order(self, name: str) -> np.ndarray[Any, Any] | None:
+        """The order of a `quantized` matrix's columns, as `QuantizedMatrix` has it; the matrix itself is not read."""
+        return self.tensors[name].order()
+
     def matrix(self, name: str) -> QuantizedMatrix:
         """A matrix that is `quantized`."""
         return self.tensors[name].matrix()
@@ -207,6 +211,10 @@ class SafetensorsTensor:
     def blocks(self) -> np.ndarray[Any, Any]:
         """There are none."""
         raise AssertionError(f"{self.name} is not stored in blocks")
+
+    def order(self) -> np.ndarray[Any, Any] | None:
+        """There is none."""
+        return None
 
     def matrix(self) -> QuantizedMatrix:
         """There is none."""

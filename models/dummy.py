@@ -66,13 +66,18 @@ class DummyCheckpoint:
         """How a matrix is quantised, in a model whose own are; None: its elements are floats."""
         return self._quantized.get(name)
 
+    def order(self, name: str) -> np.ndarray[Any, Any] | None:
+        """As `matrix` has it."""
+        layout = self._quantized[name]
+        return np.arange(layout.shape[1], dtype=np.int32) if layout.has_order else None
+
     def matrix(self, name: str) -> QuantizedMatrix:
         """A matrix of zeros, whose columns are in order."""
         layout = self._quantized[name]
         nothing = 0 if layout.has_zeros or layout.kind in ("fp8", "fp4") else 0x88 if layout.kind == "int4" else 0x80
         codes = np.full(layout.code_shape, nothing, np.uint8)
         zeros = np.zeros(layout.scale_shape, np.uint8) if layout.has_zeros else None
-        order = np.arange(layout.shape[1], dtype=np.int32) if layout.has_order else None
+        order = self.order(name)
         scales = np.ones(layout.scale_shape, np.float32).astype(layout.scale)
         return QuantizedMatrix(layout, codes, scales, zeros, order)
 

@@ -74,6 +74,8 @@ class TensorSource(Protocol):
 
     def quantized(self, name: str) -> QuantizedLayout | None: ...
 
+    def order(self, name: str) -> Array | None: ...
+
     def matrix(self, name: str) -> QuantizedMatrix: ...
 
     def release(self, name: str) -> None: ...
@@ -529,8 +531,13 @@ class Maker(ABC):
         found = set()
         for name in declaration.names:
             layout = None if declaration.is_transposed else self._source.quantized(f"{name}.weight")
-            found.add(None if layout is None else packing_for(layout))
-        packing = found.pop() if len(found) == 1 else None
+            packing = None if layout is None else packing_for(layout)
+            if layout is not None and layout.has_order and not self._can_reorder(declaration):
+                packing = None
+            found.add((packing, layout is not None and layout.has_order))
+        packing, has_order = found.pop() if len(found) == 1 else (None, False)
+        if packing is not None and has_order and not self._has_one_order(declaration):
+            packing = None
         if packing is not None and declaration.is_cut:
             blocks = (self._source.quantized(f"{name}.weight") for name in declaration.names)
             sizes = [max(1, packing.group), *(layout.block[1] for layout in blocks if layout is not None)]
@@ -539,6 +546,16 @@ class Maker(ABC):
         if packing is None or not self._is_expert:
             return packing
         return packing if self._can_stay(packing, declaration.outputs, declaration.inputs) else None
+
+    def _has_one_order(self, declaration: LinearDeclaration) -> bool:
+        """Whether the columns of all parts are stored in the same order, as those of maps of one input mostly are."""
+        assert self._source is not None
+        orders = [self._source.order(f"{name}.weight") for name in declaration.names]
+        return all(each is not None and np.array_equal(each, orders[0]) for each in orders)  # type: ignore[arg-type]
+
+    def _can_reorder(self, declaration: LinearDeclaration) -> bool:
+        """Whether a GPU's map takes x's columns in another order. Ranks cannot, and exact mode has one's bits."""
+        return self._keeps_order and not declaration.is_cut and not declaration.is_segmented
 
     def _keeps_format(self, outputs: int | Sequence[int], inputs: int) -> bool:
         """Whether experts are kept in the format that the user asked for."""
@@ -618,7 +635,9 @@ class DeclaringMaker(Maker):
             has_order = format is not None and layout is not None and layout.has_order
             kept.append(KeptRows(count, format or self.options.format_of(stored[f"{name}.weight"]), has_order))
         if (packing := self._packing(declaration)) is not None:
-            kept = [KeptRows(sum(declaration.outputs), packed_format(packing))]
+            layout = self._source and self._source.quantized(f"{declaration.names[0]}.weight")
+            has_order = layout is not None and layout.has_order
+            kept = [KeptRows(sum(declaration.outputs), packed_format(packing), has_order)]
         device = self.options.device
         size_bytes = packed_bytes(
             kept, declaration.inputs, device, has_bias=declaration.adds_bias, activations=self.dtype

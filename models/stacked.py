@@ -108,6 +108,10 @@ class StackedTensor:
         """There are none."""
         raise AssertionError(f"{self.name} is not stored in blocks")
 
+    def order(self) -> Array | None:
+        """The stack's."""
+        return self._stack.order()
+
     def matrix(self) -> QuantizedMatrix:
         """Views of the stack's arrays."""
         return self._stack.matrix().cut(self._rows)

@@ -41,6 +41,9 @@ class StoredTensor(Protocol):
     def blocks(self) -> Array:
         """The bytes of the rows, `[rows, row bytes]`, of a matrix in a `block_format`."""
 
+    def order(self) -> Array | None:
+        """The order of a `quantized` matrix's columns, as `QuantizedMatrix` has it; the matrix itself is not read."""
+
     def matrix(self) -> QuantizedMatrix:
         """A matrix that is `quantized`."""
 

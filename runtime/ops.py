@@ -91,18 +91,18 @@ def place(arrays: Sequence[NDArray], device: Device) -> list[Tensor]:
 
 def linear(
     x: Tensor, weight: LinearWeight, *, residual: Tensor | None = None, out: Tensor | None = None,
-    norm_eps: float | None = None,
+    norm: RmsNorm | None = None,
 ) -> Tensor:  # fmt: skip
     """``x [T, K] . weight^T + bias + residual [T, N]`` -> ``[T, N]``. ``out`` may be ``residual``, but not ``x``.
 
-    A weight that a norm's weights are multiplied into needs ``norm_eps``: rows of x are first divided by
-    ``sqrt(mean(x^2) + norm_eps)``.
+    With ``norm`` rows of x are normalised first. A weight that a norm's weights are multiplied into needs it; one that
+    rounds rows may have it, so that a launch does both; others take normalised rows.
     """
     backend = _check_factors("linear", x, weight)
-    scaled = _check_norm("linear", weight, norm_eps)
+    normed = _check_norm("linear", x, weight, norm)
     if residual is not None or out is not None:
         _check_addends("linear", (x.shape[0], weight.shape[0]), "x", x, weight, residual, out)
-    return backend.linear(x, weight, residual, out, x.dtype, *scaled)  # type: ignore[no-any-return]
+    return backend.linear(x, weight, residual, out, x.dtype, *normed)  # type: ignore[no-any-return]
 
 
 def _check_addends(
@@ -152,16 +152,16 @@ def _check_segments(op: str, weight: LinearWeight) -> None:
 
 
 def linear_glu(
-    x: Tensor, weight: LinearWeight, activation: GluActivation, *, norm_eps: float | None = None
+    x: Tensor, weight: LinearWeight, activation: GluActivation, *, norm: RmsNorm | None = None
 ) -> Tensor:
-    """``glu(linear(x, weight), activation)``, gate's rows first in ``weight [2 I, K]`` -> ``[T, I]``.
+    """``glu(linear(x, weight, norm=norm), activation)``, gate's rows first in ``weight [2 I, K]`` -> ``[T, I]``.
 
     One launch where a kernel can, and then rounded once.
     """
     backend = _check_factors("linear_glu", x, weight)
-    scaled = _check_norm("linear_glu", weight, norm_eps)
+    normed = _check_norm("linear_glu", x, weight, norm)
     _check_glu("linear_glu", "weight", weight.shape[0], activation, backend)
-    return backend.linear_glu(x, weight, activation, *scaled)  # type: ignore[no-any-return]
+    return backend.linear_glu(x, weight, activation, *normed)  # type: ignore[no-any-return]
 
 
 def logits_linear(
@@ -172,7 +172,7 @@ def logits_linear(
     With ``softcap`` c a logit l becomes ``c tanh(l / c)``.
     """
     backend = _check_factors("logits_linear", x, weight)
-    _check_norm("logits_linear", weight, None)
+    _check_norm("logits_linear", x, weight, None)
     _check_softcap("logits_linear", softcap)
     logits = backend.linear(x, weight, None, None, float32)
     if (scale != 1.0 or softcap is not None) and logits.size:
@@ -192,12 +192,16 @@ def _check_factors(op: str, x: Tensor, weight: LinearWeight) -> ModuleType:
     return backend
 
 
-def _check_norm(op: str, weight: LinearWeight, norm_eps: float | None) -> tuple[float, ...]:
+def _check_norm(op: str, x: Tensor, weight: LinearWeight, norm: RmsNorm | None) -> tuple[RmsNorm, ...]:
     """What a product takes of the norm in front of it."""
-    if (norm_eps is not None) != weight.is_normed:
-        words = "a norm's weights are multiplied into the weight" if weight.is_normed else "the weight has no norm's"
-        raise fail(op, "norm_eps", f"is {norm_eps}, but {words}")
-    return () if norm_eps is None else (norm_eps,)
+    if norm is None:
+        if weight.is_normed:
+            raise fail(op, "norm", "is None, but a norm's weights are multiplied into the weight")
+        return ()
+    if not (weight.is_normed or weight.rounds_rows):
+        raise fail(op, "norm", "is given, but the weight neither has a norm's weights nor rounds rows")
+    check(op, "norm.weight", norm.weight, x.device, float32, (x.shape[1],))
+    return (norm,)
 
 
 def _check_written(

@@ -133,6 +133,10 @@ class GgufWeight:
         """See `StoredTensor`."""
         return self._in_halves(self._file.blocks(self.name, self._index))
 
+    def order(self) -> Array | None:
+        """There is none."""
+        return None
+
     def matrix(self) -> QuantizedMatrix:
         """There is none."""
         raise AssertionError(f"{self.name} is in ggml's blocks")

@@ -62,6 +62,9 @@ class RoundedSource:
     def quantized(self, name: str) -> QuantizedLayout | None:
         return self._layouts.get(name)
 
+    def order(self, name: str) -> Array | None:
+        return None
+
     def matrix(self, name: str) -> QuantizedMatrix:
         """The tensor, rounded anew at each call. Raises `WeightsError` for a number that is not finite."""
         array = self._source.array(name)

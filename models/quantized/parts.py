@@ -128,12 +128,17 @@ class QuantizedTensor:
         self.quantized: QuantizedLayout | None = parts.layout
         self._dtype, self._parts, self._tensors = dtype, parts, tensors
 
+    def order(self) -> Array | None:
+        """Which of the matrix's columns stands where, int32 ``[K]``; None: they are in order."""
+        if self._parts.order is None:
+            return None
+        return np.argsort(self._parts.order.array(), kind="stable").astype(np.int32)
+
     def matrix(self) -> QuantizedMatrix:
         """The matrix, its arrays views of the mapped file where they are stored so."""
         parts = self._parts
-        codes, order = parts.codes.array(), None
-        if parts.order is not None:
-            order = np.argsort(parts.order.array(), kind="stable").astype(np.int32)
+        codes, order = parts.codes.array(), self.order()
+        if order is not None:
             codes = _in_order(codes, order, parts.layout)
         return QuantizedMatrix(
             parts.layout,

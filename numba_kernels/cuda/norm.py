@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 from numba import cuda, float32, types, uint32, uint64
 
@@ -41,10 +42,55 @@ SQUARE_PARTS = 4  # in which `plan_row_squares` adds up a row: warps of a block
 
 
 @functools.cache
+def weights_keeper(width: int) -> Any:
+    """A device function ``(weights, weight, first, step, size)``: RMSNorm's weights of what a thread keeps of a row."""
+    resident, load_weight = RESIDENT["rms_norm"], floats_loader(width)
+
+    @device_function
+    def keep_weights(weights, weight, first, step, size):
+        for i in range(resident):
+            index = first + uint32(i) * step
+            if index < size:
+                loaded = load_weight(weight + uint64(index) * uint64(4))
+                for lane in range(width):
+                    weights[i, lane] = loaded[lane]
+
+    return keep_weights
+
+
+@functools.cache
+def squares_adder(dtype: str, width: int) -> Any:
+    """A device function ``(row, x, first, step, size) -> sum of squares`` of a thread's numbers of a row for RMSNorm;
+    it leaves what is kept of them in `row`."""
+    item_bytes, resident, load = uint64(ITEM_BYTES[dtype]), RESIDENT["rms_norm"], elements_loader(dtype, width)
+
+    @device_function
+    def add_squares(row, x, first, step, size):
+        squares = float32(0)
+        for i in range(resident):
+            index = first + uint32(i) * step
+            if index < size:
+                loaded = load(x + uint64(index) * item_bytes)
+                for lane in range(width):
+                    row[i, lane] = loaded[lane]
+                    squares += loaded[lane] * loaded[lane]
+        index = first + uint32(resident) * step
+        while index < size:
+            loaded = load(x + uint64(index) * item_bytes)
+            for lane in range(width):
+                squares += loaded[lane] * loaded[lane]
+            index += step
+        return squares
+
+    return add_squares
+
+
+@functools.cache
 def _rms_norm(dtype: str, width: int, has_residual: bool) -> Specialisation:
     """Arguments: x, residual (0 without), weight, out addresses; H; 1 / H; eps."""
     item_bytes, resident = uint64(ITEM_BYTES[dtype]), RESIDENT["rms_norm"]
     load, store, load_weight = elements_loader(dtype, width), elements_storer(dtype, width), floats_loader(width)
+    keep_weights, add_squares = weights_keeper(width), squares_adder(dtype, width)
 
     @device_function
     def finish(residual, out, at, loaded, weights, scale, values):
@@ -70,29 +116,10 @@ def _rms_norm(dtype: str, width: int, has_residual: bool) -> Specialisation:
         rest = first + uint32(resident) * step
         if has_residual:
             residual += row_bytes
-        for i in range(resident):
-            index = first + uint32(i) * step
-            if index < size:
-                loaded_weights = load_weight(weight + uint64(index) * uint64(4))
-                for lane in range(width):
-                    weights[i, lane] = loaded_weights[lane]
+        keep_weights(weights, weight, first, step, size)
         wait_for_previous_grid()  # the weight is immutable; x may be the output of the grid in front
         launch_dependents()
-        squares = float32(0)
-        for i in range(resident):
-            index = first + uint32(i) * step
-            if index < size:
-                loaded = load(x + uint64(index) * item_bytes)
-                for lane in range(width):
-                    row[i, lane] = loaded[lane]
-                    squares += loaded[lane] * loaded[lane]
-        index = rest
-        while index < size:
-            loaded = load(x + uint64(index) * item_bytes)
-            for lane in range(width):
-                squares += loaded[lane] * loaded[lane]
-            index += step
-        squares = block_sum(squares, partials)
+        squares = block_sum(add_squares(row, x, first, step, size), partials)
         scale = reciprocal_sqrt(squares * reciprocal_size + eps)
         for i in range(resident):
             index = first + uint32(i) * step
@@ -256,11 +283,15 @@ def _specialisation(family: str, variant: str, kernel: object, dtype: str, width
     return Specialisation(name, kernel, argument_types, MAX_THREADS[family], constants=constants)
 
 
-def _row_launch(family: str, specialisation: Specialisation, num_rows: int, size: int, width: int) -> Launch:
-    """Up to 256 threads have a vector each; beyond, threads hold as many as they can, for fewer barriers."""
+def row_threads(family: str, size: int, width: int) -> int:
+    """Of a block. Up to 256 have a vector each; beyond, threads hold as many as they can, for fewer barriers."""
     vectors = -(-size // width)
     threads = min(MAX_THREADS[family], max(min(vectors, 256), -(-vectors // RESIDENT[family])))
-    return Launch(specialisation, (num_rows, 1, 1), (-(-threads // 32) * 32, 1, 1))
+    return -(-threads // 32) * 32
+
+
+def _row_launch(family: str, specialisation: Specialisation, num_rows: int, size: int, width: int) -> Launch:
+    return Launch(specialisation, (num_rows, 1, 1), (row_threads(family, size, width), 1, 1))
 
 
 def plan_rms_norm(num_rows: int, size: int, dtype: str, *, has_residual: bool = False, alignment: int = 16) -> Launch:

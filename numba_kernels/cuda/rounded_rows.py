@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 from numba import cuda, types
 
 from numba_kernels.cuda.intrinsics import convert, memory
@@ -67,11 +69,49 @@ def _e4m3_word(a, b, c, d):
 
 
 @functools.cache
+def factor_finder(element: str) -> Any:
+    """A device function ``largest magnitude's bits -> (what numbers are multiplied by, their scale)``. Numbers that are
+    too small for the former become zeros."""
+    largest_code = _LARGEST[element]
+    least = int(np.float32(largest_code * 2.0**-127).view(np.uint32))  # its factor is finite
+
+    @device_function
+    def find_factor(largest):
+        magnitude, factor = convert.f32_from_bits(largest), float32(0.0)
+        if largest > uint32(least):
+            factor = float32(largest_code) * reciprocal(magnitude)
+        return factor, magnitude * float32(1 / largest_code)
+
+    return find_factor
+
+
+@functools.cache
+def chunk_storer(element: str, *, is_clamped: bool = False) -> Any:
+    """A device function ``(row, chunk, values, factor)``: 8 neighbours of a row, times the factor, as codes. `row` is
+    where the codes of its first chunk lie."""
+    if element == "s8":
+        word_of = _clamped_word if is_clamped else _integer_word
+    else:
+        word_of = _e4m3_word
+    a, b, c, d = _BYTE_ORDER
+
+    @device_function
+    def store_chunk(row, chunk, values, factor):
+        low = word_of(values[a] * factor, values[b] * factor, values[c] * factor, values[d] * factor)
+        high = word_of(values[4 + a] * factor, values[4 + b] * factor, values[4 + c] * factor, values[4 + d] * factor)
+        slot, inside = chunk >> uint32(3), chunk & uint32(7)
+        at = uint64(slot) * uint64(TILE_BYTES)
+        at += uint64(((inside & uint32(3)) << uint32(4)) + ((inside >> uint32(2)) << uint32(3)))
+        memory.store_2xb32(row + at, (low, high))
+
+    return store_chunk
+
+
+@functools.cache
 def _kernel(dtype: str, element: str) -> Specialisation:
     """Arguments: x, codes, scales addresses; m, k."""
     load, bits_of = vector_loader(dtype), convert.bits_from_f32
-    word_of = _integer_word if element == "s8" else _e4m3_word
-    (a, b, c, d), largest_code, is_integer = _BYTE_ORDER, _LARGEST[element], element == "s8"
+    find_factor, store_chunk, is_integer = factor_finder(element), chunk_storer(element), element == "s8"
 
     def round_rows(x, codes, scales, m, k):
         wait_for_previous_grid()
@@ -88,31 +128,22 @@ def _kernel(dtype: str, element: str) -> Specialisation:
                 for i in range(8):
                     largest = max(largest, bits_of(values[i]) & uint32(0x7FFFFFFF))
                 column = uint32(column + uint32(256))
-        largest = maximum_u32_of_warp(largest)
-        magnitude = convert.f32_from_bits(largest)
-        factor = float32(0.0)
-        if largest > uint32(0):
-            factor = float32(largest_code) * reciprocal(magnitude)
+        factor, scale = find_factor(maximum_u32_of_warp(largest))
         if lane == uint32(0):
-            memory.store_f32(scales + uint64(row) * uint64(4), magnitude * float32(1 / largest_code))
+            memory.store_f32(scales + uint64(row) * uint64(4), scale)
         slots = uint32(k + uint32(SLOT - 1)) // uint32(SLOT)
         target = codes + uint64(tile) * uint64(slots) * uint64(TILE_BYTES) + uint64(g * uint32(64))
         chunk = lane
-        words = cuda.local.array(2, uint32)
+        values = cuda.local.array(8, float32)
         while chunk < slots * uint32(8):
-            words[0], words[1] = uint32(0), uint32(0)
-            column = uint32(chunk * uint32(8))
+            column, used = uint32(chunk * uint32(8)), float32(0.0)
+            for i in range(8):
+                values[i] = float32(0.0)
             if row < m and column < k:
-                values = load(source + uint64(column) * uint64(2))
-                for w in range(2):
-                    words[w] = word_of(
-                        values[4 * w + a] * factor, values[4 * w + b] * factor, values[4 * w + c] * factor,
-                        values[4 * w + d] * factor,
-                    )  # fmt: skip
-            slot, inside = chunk >> uint32(3), chunk & uint32(7)
-            at = uint64(slot) * uint64(TILE_BYTES)
-            at += uint64(((inside & uint32(3)) << uint32(4)) + ((inside >> uint32(2)) << uint32(3)))
-            memory.store_2xb32(target + at, (words[0], words[1]))
+                loaded, used = load(source + uint64(column) * uint64(2)), factor
+                for i in range(8):
+                    values[i] = loaded[i]
+            store_chunk(target, chunk, values, used)
             chunk = uint32(chunk + uint32(32))
 
     return Specialisation(
@@ -129,8 +160,7 @@ def _kernel(dtype: str, element: str) -> Specialisation:
 def _static_kernel(dtype: str, element: str) -> Specialisation:
     """Arguments: x, codes, scales addresses; m, k; the scale, and one over it."""
     load, bits_of = vector_loader(dtype), convert.bits_from_f32
-    word_of = _clamped_word if element == "s8" else _e4m3_word
-    (a, b, c, d), is_integer = _BYTE_ORDER, element == "s8"
+    store_chunk, is_integer = chunk_storer(element, is_clamped=True), element == "s8"
 
     def round_rows(x, codes, scales, m, k, scale, factor):
         wait_for_previous_grid()
@@ -142,23 +172,17 @@ def _static_kernel(dtype: str, element: str) -> Specialisation:
         slots = uint32(k + uint32(SLOT - 1)) // uint32(SLOT)
         target = codes + uint64(tile) * uint64(slots) * uint64(TILE_BYTES) + uint64(g * uint32(64))
         chunk, largest = lane, uint32(0)  # as bits, which order magnitudes, NaN above all
-        words = cuda.local.array(2, uint32)
+        values = cuda.local.array(8, float32)
         while chunk < slots * uint32(8):
-            words[0], words[1] = uint32(0), uint32(0)
             column = uint32(chunk * uint32(8))
+            for i in range(8):
+                values[i] = float32(0.0)
             if row < m and column < k:
-                values = load(source + uint64(column) * uint64(2))
+                loaded = load(source + uint64(column) * uint64(2))
                 for i in range(8):
+                    values[i] = loaded[i]
                     largest = max(largest, bits_of(values[i]) & uint32(0x7FFFFFFF))
-                for w in range(2):
-                    words[w] = word_of(
-                        values[4 * w + a] * factor, values[4 * w + b] * factor, values[4 * w + c] * factor,
-                        values[4 * w + d] * factor,
-                    )  # fmt: skip
-            slot, inside = chunk >> uint32(3), chunk & uint32(7)
-            at = uint64(slot) * uint64(TILE_BYTES)
-            at += uint64(((inside & uint32(3)) << uint32(4)) + ((inside >> uint32(2)) << uint32(3)))
-            memory.store_2xb32(target + at, (words[0], words[1]))
+            store_chunk(target, chunk, values, factor)
             chunk = uint32(chunk + uint32(32))
         largest = maximum_u32_of_warp(largest)
         if lane == uint32(0):
@@ -180,7 +204,7 @@ def _static_kernel(dtype: str, element: str) -> Specialisation:
 def _grouped_kernel(dtype: str) -> Specialisation:
     """To e4m3, with a scale for each 128 of K. Arguments: x, codes, scales addresses; m, k."""
     load, bits_of = vector_loader(dtype), convert.bits_from_f32
-    (a, b, c, d), largest_code = _BYTE_ORDER, _LARGEST["e4m3"]
+    find_factor, store_chunk = factor_finder("e4m3"), chunk_storer("e4m3")
 
     def round_rows(x, codes, scales, m, k):
         wait_for_previous_grid()
@@ -192,7 +216,7 @@ def _grouped_kernel(dtype: str) -> Specialisation:
         slots = uint32(k + uint32(SLOT - 1)) // uint32(SLOT)
         padded_rows = uint64(uint32(cuda.gridDim.x) * uint32(TILE_ROWS))
         target = codes + uint64(tile) * uint64(slots) * uint64(TILE_BYTES) + uint64(g * uint32(64))
-        words, values = cuda.local.array(2, uint32), cuda.local.array(8, float32)
+        values = cuda.local.array(8, float32)
         first = uint32(0)  # chunk of 8 of the warp's 256 elements
         while first < slots * uint32(8):
             chunk = uint32(first + lane)
@@ -207,23 +231,12 @@ def _grouped_kernel(dtype: str) -> Specialisation:
                     largest = max(largest, bits_of(values[i]) & uint32(0x7FFFFFFF))
             for i in range(4):  # 16 lanes have a group
                 largest = max(largest, shuffle_xor_b32(largest, uint32(1 << i)))
-            magnitude = convert.f32_from_bits(largest)
-            factor = float32(0.0)
-            if largest > uint32(0):
-                factor = float32(largest_code) * reciprocal(magnitude)
+            factor, scale = find_factor(largest)
             if (lane & uint32(15)) == uint32(0) and column < k:
                 at = uint64(column // uint32(GROUP)) * padded_rows + uint64(row)
-                memory.store_f32(scales + at * uint64(4), magnitude * float32(1 / largest_code))
+                memory.store_f32(scales + at * uint64(4), scale)
             if chunk < slots * uint32(8):
-                for w in range(2):
-                    words[w] = _e4m3_word(
-                        values[4 * w + a] * factor, values[4 * w + b] * factor, values[4 * w + c] * factor,
-                        values[4 * w + d] * factor,
-                    )  # fmt: skip
-                slot, inside = chunk >> uint32(3), chunk & uint32(7)
-                at = uint64(slot) * uint64(TILE_BYTES)
-                at += uint64(((inside & uint32(3)) << uint32(4)) + ((inside >> uint32(2)) << uint32(3)))
-                memory.store_2xb32(target + at, (words[0], words[1]))
+                store_chunk(target, chunk, values, factor)
             first = uint32(first + uint32(32))
 
     return Specialisation(

@@ -24,7 +24,7 @@ from runtime.backends import cuda_packed
 from runtime.backends.checks import check, fail
 from runtime.backends.cuda_experts import expert_linear, experts, normed_route, route
 from runtime.backends.cuda_latent import LATENT_ROW_MULTIPLE, latent_attention, latent_prepare
-from runtime.backends.cuda_linear import add_partials, glu, linear, linear_glu, linear_partial
+from runtime.backends.cuda_linear import add_partials, glu, linear, linear_glu, linear_partial, rms_norm
 from runtime.backends.cuda_tensor import alignment, id_flag, upload, zeros
 from runtime.batch import Batch
 from runtime.device.gpu import Gpu
@@ -118,19 +118,6 @@ def join_columns(parts: Sequence[Tensor]) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------ norms, activations
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> Tensor:
-    """See `ops.rms_norm`."""
-    rows, width = x.shape
-    result = Tensor.empty(x.shape, x.dtype, x.device)
-    if rows and width:
-        addresses = x.address, 0 if residual is None else residual.address, weight.address, result.address
-        launch = _norm.plan_rms_norm(
-            rows, width, x.dtype.ptx, has_residual=residual is not None, alignment=alignment(*addresses)
-        )
-        Gpu.of(x.device).launch(launch, *addresses, width, 1.0 / width, eps)
-    return result
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

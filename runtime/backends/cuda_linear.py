@@ -2,28 +2,36 @@
 
 A weight that a norm's weights are multiplied into (`RowWeight.is_normed`) takes rows as they are: its kernel scales the
 sums by what it finds in `Tensor.row_squares`. A product with a residual leaves these for the next one. Where nobody has
-left them, one launch adds them up. Packed weights have their norm in front, as a launch.
+left them, one launch adds them up. Packed weights have their norm in front, as a launch, which leaves many rows as
+bytes where the product takes them so.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from numba_kernels.cuda import activation as _activation
 from numba_kernels.cuda import gemm as _gemm
 from numba_kernels.cuda import norm as _norm
+from numba_kernels.cuda import reordered as _reordered
 from runtime.backends import cuda_cublas, cuda_segments
-from runtime.backends.cuda_packed import Planned, matrix_of, plan_product, rows_of
+from runtime.backends.cuda_packed import FEW_ROWS, Planned, matrix_of, plan_product, rows_of
 from runtime.backends.cuda_tensor import alignment
 from runtime.device.gpu import Gpu
 from runtime.dtype import DType, float32
-from runtime.linear.weight import GpuWeight, RowWeight
+from runtime.linear.norm import RmsNorm
+from runtime.linear.weight import GpuWeight, PackedWeight, RowWeight
 from runtime.tensor.tensor import Tensor
 
 
 def linear(
     x: Tensor, weight: GpuWeight, residual: Tensor | None, out: Tensor | None, dtype: DType,
-    norm_eps: float | None = None,
+    norm: RmsNorm | None = None,
 ) -> Tensor:  # fmt: skip
-    """See `ops.linear`; `dtype` is that of the result."""
+    """See `ops.linear`; `dtype` is that of the result. A norm is left to it only where the weight is normed or rounds
+    rows."""
+    x, norm = _normalised_apart(x, weight, norm)
+    x = _in_order(x, weight)
     gpu, rows, (width, depth) = Gpu.of(x.device), x.shape[0], weight.shape
     result = Tensor.empty((rows, width), dtype, x.device) if out is None else out
     result.row_squares = None
@@ -35,17 +43,20 @@ def linear(
         cuda_segments.product(gpu, x, weight, weight.bias_address, added, result)
     elif rows and width:
         bias, added = weight.bias_address, 0 if residual is None else residual.address
-        key = rows, dtype, added != 0, (x.address | weight.address) & 15, (result.address | added | bias) & 15
+        key = (
+            rows, dtype, added != 0, (x.address | weight.address) & 15, (result.address | added | bias) & 15,
+            norm is not None,
+        )  # fmt: skip
         planned = weight.plans.get(key)
         if planned is None:
             epilogue = _gemm.Epilogue(has_residual=key[2], is_aligned=key[4] == 0)
-            planned = plan_product(gpu, weight, _product(weight, rows, width, dtype, epilogue, is_aligned=key[3] == 0))
+            product = _product(weight, rows, width, dtype, epilogue, is_aligned=key[3] == 0)
+            planned = plan_product(gpu, weight, product, has_norm=norm is not None)
             weight.keep_plan(key, planned)
         launch = planned.launch
         assert launch is not None
         matrix, memory = matrix_of(gpu, weight, planned)
-        source, scales, rounded = rows_of(gpu, x, planned)
-        normalising = (scales, 0, 0.0) if scales else _normalising(gpu, x, norm_eps)
+        source, normalising, rounded = _rows(gpu, x, weight, planned, norm)
         columns = _gemm.square_columns(launch, width) if added and not key[4] else 0
         if columns:
             result.row_squares = Tensor.empty((rows, width // columns), float32, x.device)
@@ -74,24 +85,25 @@ def add_partials(partials: Tensor, weight: GpuWeight, residual: Tensor | None, o
     return result
 
 
-def linear_glu(x: Tensor, weight: GpuWeight, activation: str, norm_eps: float | None = None) -> Tensor:
-    """See `ops.linear_glu`."""
+def linear_glu(x: Tensor, weight: GpuWeight, activation: str, norm: RmsNorm | None = None) -> Tensor:
+    """See `ops.linear_glu`; as `linear`."""
+    x, norm = _normalised_apart(x, weight, norm)
+    given, x = x, _in_order(x, weight)
     gpu, rows, (both, depth) = Gpu.of(x.device), x.shape[0], weight.shape
-    key = rows, activation, (x.address | weight.address) & 15
+    key = rows, activation, (x.address | weight.address) & 15, norm is not None
     if key not in weight.plans:
         planned = Planned(None)
         if weight.bias is None and weight.tier != "cublas" and not weight.num_segments:
             epilogue = _gemm.Epilogue(has_residual=False, is_aligned=True, activation=activation)
             product = _product(weight, rows, both // 2, x.dtype, epilogue, is_aligned=key[2] == 0)
-            planned = plan_product(gpu, weight, product)
+            planned = plan_product(gpu, weight, product, has_norm=norm is not None)
         weight.keep_plan(key, planned)
     planned = weight.plans[key]
     if planned.launch is None:
-        return glu(linear(x, weight, None, None, x.dtype, norm_eps), activation)
+        return glu(linear(given, weight, None, None, x.dtype, norm), activation)
     result = Tensor.empty((rows, both // 2), x.dtype, x.device)
     matrix, memory = matrix_of(gpu, weight, planned)
-    source, scales, rounded = rows_of(gpu, x, planned)
-    normalising = (scales, 0, 0.0) if scales else _normalising(gpu, x, norm_eps)
+    source, normalising, rounded = _rows(gpu, x, weight, planned, norm)
     gpu.launch(
         planned.launch, source, matrix, 0, 0, result.address, rows, both // 2, depth, 0, *normalising,
         matrix if planned.takes_weight_twice else 0,
@@ -100,12 +112,57 @@ def linear_glu(x: Tensor, weight: GpuWeight, activation: str, norm_eps: float | 
     return result
 
 
-def _normalising(gpu: Gpu, x: Tensor, norm_eps: float | None) -> tuple[int, int, float]:
+def _normalised_apart(x: Tensor, weight: GpuWeight, norm: RmsNorm | None) -> tuple[Tensor, RmsNorm | None]:
+    """x, and the norm that products still have to see to: as few rows, and those on odd bounds, are never rounded, they
+    are normalised here."""
+    if norm is None or weight.is_normed or (x.shape[0] > FEW_ROWS and x.address & 15 == 0 and not weight.exact):
+        return x, norm
+    return rms_norm(x, norm.weight, norm.eps, None), None
+
+
+def _in_order(x: Tensor, weight: GpuWeight) -> Tensor:
+    """x, its columns in the order in which the weight has its own."""
+    if not isinstance(weight, PackedWeight) or weight.order is None or not x.size:
+        return x
+    (rows, depth), result = x.shape, Tensor.empty(x.shape, x.dtype, x.device)
+    addresses = x.address, weight.order.address, result.address
+    launch, accesses = _reordered.plan(rows, depth, x.dtype.ptx, alignment=alignment(*addresses))
+    Gpu.of(x.device).launch(launch, *addresses, rows, depth, accesses)
+    return result
+
+
+def _rows(
+    gpu: Gpu, x: Tensor, weight: GpuWeight, planned: Planned, norm: RmsNorm | None
+) -> tuple[int, tuple[int, int, float], Any]:
+    """The address that the product's launch takes for x, the arguments that say how its rows are scaled, and what holds
+    that memory."""
+    if planned.rounding is not None:
+        source, scales, memory = rows_of(gpu, x, planned, norm)
+        return source, (scales, 0, 0.0), memory
+    if norm is not None and not weight.is_normed:
+        x, norm = rms_norm(x, norm.weight, norm.eps, None), None
+    return x.address, _normalising(x, weight, norm), x
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> Tensor:
+    """See `ops.rms_norm`."""
+    rows, width = x.shape
+    result = Tensor.empty(x.shape, x.dtype, x.device)
+    if rows and width:
+        addresses = x.address, 0 if residual is None else residual.address, weight.address, result.address
+        launch = _norm.plan_rms_norm(
+            rows, width, x.dtype.ptx, has_residual=residual is not None, alignment=alignment(*addresses)
+        )
+        Gpu.of(x.device).launch(launch, *addresses, width, 1.0 / width, eps)
+    return result
+
+
+def _normalising(x: Tensor, weight: GpuWeight, norm: RmsNorm | None) -> tuple[int, int, float]:
     """Where the squares of x's rows are, how many parts they have, and eps, as products take them."""
-    if norm_eps is None:
+    if norm is None or not weight.is_normed:
         return _gemm.NO_SQUARES[:3]
     squares = _row_squares(x)
-    return squares.address, squares.shape[1], norm_eps
+    return squares.address, squares.shape[1], norm.eps
 
 
 def row_squares(x: Tensor, parts: int) -> Tensor:

@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from numba_kernels.cuda import dequantize, gemm, rounded_rows
+from numba_kernels.cuda import dequantize, gemm, rounded_norm, rounded_rows
 from numba_kernels.cuda.gemm.few_rows import MAX_ROWS as FEW_ROWS
 from numba_kernels.cuda.packing import packing_of
 from numba_kernels.cuda.specialisation import Launch
 from runtime.backends.cuda_tensor import alignment, id_flag
 from runtime.device.gpu import Gpu
+from runtime.linear.norm import RmsNorm
 from runtime.linear.weight import GpuWeight, PackedWeight
 from runtime.tensor.tensor import Tensor
 
@@ -27,7 +28,7 @@ class Planned:
     Attributes:
         launch: of the product; None where no launch does what its epilogue asks for.
         dequantization: that writes the packed weight out in front of it; None: it reads the weight as it lies.
-        rounding: that rounds x's rows to bytes in front of it; None: it reads x as it is.
+        rounding: that rounds x's rows to bytes in front of it, normalised if they are to be; None: it reads x as it is.
         input_scale: the static scale by which it does; 0: by each row's, or 128 of K's, own.
         takes_weight_twice: whether the launch's last argument is the weight's address, too (`gemm/hopper_bytes.py`).
     """
@@ -39,14 +40,14 @@ class Planned:
     takes_weight_twice: bool = False
 
 
-def plan_product(gpu: Gpu, weight: GpuWeight, product: gemm.Product) -> Planned:
-    """Chooses the kernels of a product; see `gemm.plan`."""
+def plan_product(gpu: Gpu, weight: GpuWeight, product: gemm.Product, *, has_norm: bool = False) -> Planned:
+    """Chooses the kernels of a product; see `gemm.plan`. With a norm, the launch in front of it can round, too."""
     machine = gemm.machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
     if not isinstance(weight, PackedWeight):
         return Planned(gemm.plan(product, machine, weight.tier))
     plain = replace(product, weight=product.x)
-    if _is_faster_rounded(weight, product, plain, machine):
-        return _plan_rounded(weight, product, machine)
+    if _is_faster_rounded(weight, product, plain, machine, has_norm=has_norm):
+        return _plan_rounded(weight, product, machine, has_norm=has_norm)
     if gemm.can_read(product, machine, weight.tier) and (
         product.exact or product.m <= FEW_ROWS or _is_faster_packed(weight, product, plain, machine)
     ):
@@ -64,11 +65,13 @@ def can_round(weight: PackedWeight, product: gemm.Product, machine: gemm.Machine
     return not (gemm.hopper_bytes.why_not(product, machine) and gemm.byte_tiles.why_not(product, machine))
 
 
-def _plan_rounded(weight: PackedWeight, product: gemm.Product, machine: gemm.Machine) -> Planned:
+def _plan_rounded(
+    weight: PackedWeight, product: gemm.Product, machine: gemm.Machine, *, has_norm: bool
+) -> Planned:
     packing = packing_of(product.weight)
     assert packing is not None
     element = "s8" if packing.element == "u8" else packing.element
-    rounding = rounded_rows.plan(
+    rounding = (rounded_norm if has_norm else rounded_rows).plan(
         product.m, product.k, product.x, element, is_grouped=packing.group > 0, is_static=weight.input_scale > 0
     )
     is_by_bytes = gemm.hopper_bytes.why_not(product, machine) != ""
@@ -88,13 +91,13 @@ def _is_faster_packed(
 
 
 def _is_faster_rounded(
-    weight: PackedWeight, product: gemm.Product, plain: gemm.Product, machine: gemm.Machine
+    weight: PackedWeight, product: gemm.Product, plain: gemm.Product, machine: gemm.Machine, *, has_norm: bool
 ) -> bool:
     """Whether x may be rounded to bytes, and the models say that many rows are faster so. Few rows stay as they are:
-    the weight's bytes are what takes time."""
+    the weight's bytes are what takes time. Where a norm's launch is there anyway, rounding costs nothing more."""
     if weight.tier != "auto" or product.m <= FEW_ROWS or not can_round(weight, product, machine):
         return False
-    rounding = rounded_rows.seconds(product.m, product.k, machine.memory_bytes)
+    rounding = 0.0 if has_norm else rounded_rows.seconds(product.m, product.k, machine.memory_bytes)
     tier = gemm.byte_tiles if gemm.hopper_bytes.why_not(product, machine) else gemm.hopper_bytes
     made = dequantize.seconds(weight.packing, *weight.shape, product.x, machine.memory_bytes)
     others = min(gemm.modelled_s(product, machine), made + gemm.modelled_s(plain, machine))
@@ -102,17 +105,23 @@ def _is_faster_rounded(
     return rounding + multiplying < others
 
 
-def rows_of(gpu: Gpu, x: Tensor, planned: Planned) -> tuple[int, int, Any]:
-    """The addresses that the product's launch takes for x and, where it is rounded, for its rows' scales (else 0), and
-    what holds that memory."""
-    if planned.rounding is None:
-        return x.address, 0, x
+def rows_of(gpu: Gpu, x: Tensor, planned: Planned, norm: RmsNorm | None) -> tuple[int, int, Any]:
+    """The addresses that the launch of a product with rounded rows takes for x and for its rows' scales, and what holds
+    that memory. With `norm` it was planned so that x is normalised while it is rounded."""
+    assert planned.rounding is not None
     rows, depth = x.shape
-    is_grouped = "group" in planned.rounding.specialisation.constants
+    is_grouped = planned.rounding.specialisation.constants.get("group", 0) != 0
     codes, both = rounded_rows.sections(rows, depth, is_grouped=is_grouped)
     memory = gpu.allocate(both)
+    scales = memory.address + codes
     given = (planned.input_scale, 1.0 / planned.input_scale) if planned.input_scale else ()
-    gpu.launch(planned.rounding, x.address, memory.address, memory.address + codes, rows, depth, *given)
+    if norm is None:
+        gpu.launch(planned.rounding, x.address, memory.address, scales, rows, depth, *given)
+    else:
+        gpu.launch(
+            planned.rounding, x.address, norm.weight.address, memory.address, scales, rows, depth, 1.0 / depth,
+            norm.eps, *(given or (0.0, 0.0)),
+        )  # fmt: skip
     return memory.address, memory.address + codes, memory
 
 

@@ -45,8 +45,8 @@ class Linear:
     def __call__(self, x: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """``x [T, K]`` -> ``[T, N]``, plus the residual; see `ops.linear`."""
         if self.communicator is None:
-            x, norm_eps = self._normalised(x)
-            return ops.linear(x, self.weight, residual=residual, out=out, norm_eps=norm_eps)
+            x, norm = self._normalised(x)
+            return ops.linear(x, self.weight, residual=residual, out=out, norm=norm)
         if self.weight.num_segments:
             partials = self.communicator.all_gather(ops.linear_partial(x, self.weight))
             return ops.add_partials(partials, self.weight, residual=residual, out=out)
@@ -60,13 +60,13 @@ class Linear:
 
     def glu(self, x: Tensor, activation: ops.GluActivation) -> Tensor:
         """``f(gate) * up`` of the map's halves, gate first: ``[T, K]`` -> ``[T, N / 2]``; see `ops.linear_glu`."""
-        x, norm_eps = self._normalised(x)
-        return ops.linear_glu(x, self.weight, activation, norm_eps=norm_eps)
+        x, norm = self._normalised(x)
+        return ops.linear_glu(x, self.weight, activation, norm=norm)
 
-    def _normalised(self, x: Tensor) -> tuple[Tensor, float | None]:
-        """What the product takes: x and what it shall be scaled by, where the weight has the norm's weights in it."""
-        if self.norm is None or self.weight.is_normed:
-            return x, None if self.norm is None else self.norm.eps
+    def _normalised(self, x: Tensor) -> tuple[Tensor, RmsNorm | None]:
+        """What the product takes: x, and the norm if it sees to that itself."""
+        if self.norm is None or self.weight.is_normed or self.weight.rounds_rows:
+            return x, self.norm
         return ops.rms_norm(x, self.norm.weight, self.norm.eps), None
 
     def logits(self, x: Tensor, *, scale: float = 1.0, softcap: float | None = None) -> Tensor:

@@ -8,8 +8,8 @@
 | scales in e4m3, of e2m1 (NVFP4) | a byte each, and the number for all of the matrix in the rows' scales |
 | zeros | an offset for each row and group |
 
-A matrix whose columns lie in another order (`desc_act`), or whose groups have another size, is dequantised while it is
-loaded; so are neighbours that become one map, but differ in this.
+A matrix whose columns lie in another order (`desc_act`) keeps it: products take x's columns so. One whose groups have
+another size is dequantised while it is loaded; so are neighbours that become one map, but differ in any of this.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _EXPONENTS, _E4M3 = np.dtype(ml_dtypes.float8_e8m0fnu), np.dtype(ml_dtypes.float
 def packing_for(layout: QuantizedLayout) -> Packing | None:
     """How a GPU keeps matrices of this layout; None: not at all."""
     element, size = _ELEMENTS[layout.kind], layout.block[1]
-    if layout.has_order or (size not in GROUPS and size % GROUPS[-1]):
+    if size not in GROUPS and size % GROUPS[-1]:
         return None
     if not size:
         return Packing(element, GROUPS[-1], "value", True) if layout.has_zeros else Packing(element)
@@ -84,7 +84,8 @@ def prepare_packed(
     parts: Sequence[MatrixPart], biases: Sequence[Tensor] | None, options: LoadOptions, split: Split | None,
     whole_shape: tuple[int, int] | None = None,
 ) -> PackedWeight:  # fmt: skip
-    """Parts that have one packing, joined over N, with their biases; as `prepare_linear` gives it on a GPU."""
+    """Parts that have one packing and one order of their columns, joined over N, with their biases; as `prepare_linear`
+    gives it on a GPU."""
     packing = packing_for(parts[0].matrix.layout)
     assert packing is not None
     assert options.dtype is not None
@@ -105,6 +106,13 @@ def prepare_packed(
     rounded: RoundedRows = schemes.pop() if len(schemes) == 1 else ""
     # One x for all parts: the largest of their scales clamps nothing that the author's do not.
     input_scale = max(part.matrix.input_scale or 0.0 for part in parts) if rounded == "static" else 0.0
+    order = parts[0].matrix.order
+    if order is not None:
+        for part in parts:
+            assert part.matrix.order is not None, "parts of a map have orders of their own"
+            assert np.array_equal(part.matrix.order, order), "parts of a map have orders of their own"
+        assert shape[1] == len(order), "columns in another order are not cut"
+        rounded, input_scale = "", 0.0
     if rounded == "rows" and split == "inputs" and options.num_ranks > 1:
         rounded = ""  # nobody here has a whole row of x
     settings = GpuSettings(
@@ -112,7 +120,13 @@ def prepare_packed(
         num_segments=options.num_segments(split),
         rounds_rows=rounded, input_scale=input_scale,
     )
-    return PackedWeight(shape, packed_format(packing), memory, options.dtype, bias, options.gemm, **settings)
+    kept_order = None
+    if order is not None:
+        kept_order = Tensor.from_numpy(order).to(options.device)
+        kept_order.storage.freeze()
+    return PackedWeight(
+        shape, packed_format(packing), memory, options.dtype, bias, options.gemm, order=kept_order, **settings
+    )
 
 
 def _scales_of(part: MatrixPart, packing: Packing) -> tuple[NDArray, NDArray, NDArray]:

@@ -93,10 +93,14 @@ class LinearWeight:
         num_segments: in how many segments K is added up (`numba_kernels.segments`); 0: it is not cut.
         is_normed: whether the weights of the norm in front of it are multiplied into its columns: products then scale
             rows alone.
+        rounds_rows: whether its author has x rounded to the weight's own kind of byte, "rows" by their own largest
+            magnitude, "groups" of 128 of K by theirs, or all by a "static" scale: products of many rows on a GPU then
+            may. Else "".
     """
 
     activations: DType
     is_normed = False
+    rounds_rows: RoundedRows = ""
     __slots__ = ("device", "format", "num_segments", "shape", "size_bytes")
 
     def __init__(
@@ -190,9 +194,6 @@ class GpuWeight(LinearWeight):
             "auto".
         exact: whether a row of the product has the same bits however many rows there are.
         whole_shape: (N, K) of the map that this is a rank's part of, by which exact products choose their kernel.
-        rounds_rows: whether its author has x rounded to the weight's own kind of byte, "rows" by their own largest
-            magnitude, "groups" of 128 of K by theirs, or all by a "static" scale: products of many rows then may.
-            Else "".
         input_scale: the static scale, whose multiples rows are rounded to; else 0.
         plans: launches of products with it, by what they depend on.
     """
@@ -273,18 +274,22 @@ class PackedWeight(GpuWeight):
 
     Attributes:
         packing: how.
+        order: int32 ``[K]``, if the matrix's columns are stored in another order: its column j is multiplied with x's
+            column ``order[j]``; else None.
     """
 
-    __slots__ = ("packing",)
+    __slots__ = ("order", "packing")
 
     def __init__(
         self, shape: tuple[int, int], format: WeightFormat, block: Tensor, activations: DType, bias: Tensor | None,
-        tier: str = "auto", **settings: Unpack[GpuSettings],
+        tier: str = "auto", *, order: Tensor | None = None, **settings: Unpack[GpuSettings],
     ) -> None:  # fmt: skip
         found = packing_of(format.packing)
         assert found is not None
         self.packing: Packing = found
+        self.order = order
         super().__init__(shape, format, block, activations, bias, tier, **settings)
+        self.size_bytes += 0 if order is None else order.size_bytes
 
 
 def logits_share(width: int, num_ranks: int) -> int:
@@ -331,7 +336,7 @@ def packed_bytes(
         size_bytes = (
             kept.size_bytes(width, depth) if packing is None else packing.size_bytes(width, depth, activations.ptx)
         )
-        return size_bytes + 4 * width * has_bias
+        return size_bytes + 4 * width * has_bias + 4 * depth * parts[0].has_order
     return sum(
         panel_bytes(*_panel_layout(width, depth, kept), has_scales=kept.is_quantized) + 4 * depth * has_order
         for width, kept, has_order in runs_of(parts)

@@ -25,6 +25,7 @@ from numba_kernels.cuda import (
     qkv,
     reduce,
     rope,
+    rounded_norm,
     rounded_rows,
     sampling,
     softmax,
@@ -333,6 +334,17 @@ def _rows() -> Iterator[Case]:
         bench.launch(rounded_rows.plan(_ROWS, _SIZE, "bf16"), x, memory, memory + codes, _ROWS, _SIZE)
 
     yield Case("rounded_rows s8 bf16", "activation", f"{_ROWS} x {_SIZE}", Work(2 * count, both, 3 * count), round_rows)
+    scales, all_bytes = rounded_rows.sections(_ROWS, _SIZE, is_grouped=True)
+
+    def round_normed(bench: Bench) -> None:
+        x, weight, memory = bench.normal((_ROWS, _SIZE), "bf16"), bench.normal(_SIZE, "f32"), bench.empty(all_bytes)
+        launch = rounded_norm.plan(_ROWS, _SIZE, "bf16", "e4m3", is_grouped=True)
+        bench.launch(
+            launch, x, weight, memory, memory + scales, _ROWS, _SIZE, 1.0 / _SIZE, 1e-5, 0.0, 0.0
+        )  # fmt: skip
+
+    work = Work(2 * count + 4 * _SIZE, all_bytes, 8 * count)
+    yield Case("rounded_norm e4m3_g128 bf16", "activation", f"{_ROWS} x {_SIZE}", work, round_normed)
     for name in ("silu", "gelu_tanh", "gelu_erf"):
         yield Case(
             f"{name} bf16", "activation", f"{count}", Work(2 * count, 2 * count, 4 * count),

@@ -17,8 +17,8 @@ A ladder of tiers, each in its own file, which says what it changes against the 
     packed_tiles  many rows times a packed weight: tensor_core's tiles, unpacked behind shared memory (f16, bf16)
     hopper        wgmma fed by the TMA, warps with roles, clusters (f16, bf16; sm_90a)
 
-Beside them `byte_tiles` and, on Hopper, `hopper_bytes` multiply rows that were rounded to bytes (`rounded_rows.py`) by
-a weight of such.
+Beside them `byte_tiles` and, on Hopper, `hopper_bytes` multiply rows that were rounded to bytes (`rounded_rows.py`,
+`rounded_norm.py`) by a weight of such.
 
 Each launch takes the same arguments, addresses as integers (0 = no bias, no residual):
 

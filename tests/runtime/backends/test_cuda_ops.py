@@ -205,7 +205,7 @@ def test_a_norm_between_products(launched: list[str], exact: bool) -> None:
 
     def run(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         hidden = ops.linear(x.to(device), ours, residual=residual.to(device))
-        return hidden, ops.linear_glu(hidden, behind, "silu", norm_eps=norm.eps)
+        return hidden, ops.linear_glu(hidden, behind, "silu", norm=norm)
 
     launched.clear()
     hidden, gated = run(x, residual)
@@ -216,10 +216,10 @@ def test_a_norm_between_products(launched: list[str], exact: bool) -> None:
         np.testing.assert_array_equal(alone.to("cpu").array, gated.to("cpu").array[3:4])
     launched.clear()
     copied = hidden.to("cpu").to(device)
-    again = ops.linear(copied, behind, norm_eps=norm.eps)
+    again = ops.linear(copied, behind, norm=norm)
     assert launched[0] == "row_squares_bf16_x8"
     assert len(launched) == 2
-    ops.linear(copied, behind, norm_eps=norm.eps)
+    ops.linear(copied, behind, norm=norm)
     assert len(launched) == 3  # they are kept with the rows
     wide = [tensor.to("float32") for tensor in (x, first, second, residual)]
     theirs = ops.rms_norm(ops.linear(wide[0], ops.prepare_linear(wide[1]), residual=wide[3]), weights, norm.eps)

@@ -12,6 +12,7 @@ from runtime import ops
 from runtime.backends import cuda_packed
 from runtime.device.device import Device
 from runtime.dtype import bfloat16, float32
+from runtime.linear.norm import RmsNorm
 from runtime.linear.options import LoadOptions
 from runtime.linear.packed_matrix import MatrixPart, prepare_packed
 from runtime.linear.quantized import ActivationScheme, NumberKind
@@ -27,11 +28,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[cuda_packed.Planned]:
     """Products whose rows were rounded: all that could be."""
     found: list[cuda_packed.Planned] = []
     plan_rounded = cuda_packed._plan_rounded
-    monkeypatch.setattr(cuda_packed, "_is_faster_rounded", lambda weight, product, plain, machine: (
+    monkeypatch.setattr(cuda_packed, "_is_faster_rounded", lambda weight, product, plain, machine, **more: (
         cuda_packed.can_round(weight, product, machine)
     ))  # fmt: skip
     monkeypatch.setattr(
-        cuda_packed, "_plan_rounded", lambda *given: found.append(plan_rounded(*given)) or found[-1]
+        cuda_packed, "_plan_rounded", lambda *given, **more: found.append(plan_rounded(*given, **more)) or found[-1]
     )  # fmt: skip
     return found
 
@@ -90,6 +91,13 @@ def test_products_of_blocks(launched: list[cuda_packed.Planned]) -> None:
     on_gpu = Tensor.from_numpy(x).to(device)
     got = ops.linear(on_gpu, weight, residual=Tensor.from_numpy(residual).to(device)).to("cpu").array
     gated = ops.linear_glu(on_gpu, weight, "silu").to("cpu").array
+    norm = RmsNorm(Tensor.from_numpy(rng.standard_normal(DEPTH).astype(np.float32)).to(device), 1e-5, median=1.0)
+    normed = ops.rms_norm(on_gpu, norm.weight, norm.eps)
+    for at_once, apart in (
+        (ops.linear(on_gpu, weight, norm=norm), ops.linear(normed, weight)),
+        (ops.linear_glu(on_gpu, weight, "silu", norm=norm), ops.linear_glu(normed, weight, "silu")),
+    ):
+        np.testing.assert_array_equal(at_once.to("cpu").array, apart.to("cpu").array)
 
     wide = np.zeros((ROWS, 3, 128), np.float32)
     wide.reshape(ROWS, -1)[:, :DEPTH] = x
@@ -110,6 +118,8 @@ def test_products_of_blocks(launched: list[cuda_packed.Planned]) -> None:
     gate, up = sums[:, :144], sums[:, 144:]
     expected = gate / (1 + np.exp(-gate)) * up
     assert np.abs(gated.astype(np.float64) - expected).max() <= 2e-2 * np.abs(expected).max()
-    assert [each.launch.specialisation.name for each in launched] == [
-        "gemm_hopper_bytes_e4m3_g128_bf16_bf16", "gemm_hopper_bytes_e4m3_g128_bf16_bf16_silu",
-    ]  # fmt: skip
+    plain, gated_too = "gemm_hopper_bytes_e4m3_g128_bf16_bf16", "gemm_hopper_bytes_e4m3_g128_bf16_bf16_silu"
+    roundings = [each.rounding.specialisation.name for each in launched if each.rounding is not None]
+    assert [each.launch.specialisation.name for each in launched] == [plain, gated_too, plain, plain, gated_too]
+    apart, at_once = "rounded_rows_e4m3_g128_bf16", "rounded_norm_e4m3_groups_bf16"
+    assert roundings == [apart, apart, at_once, apart, at_once]
