@@ -38,6 +38,7 @@ class Specialisation:
         min_blocks: blocks a multiprocessor at least (``.minnctapersm``), 0 where it is left to ptxas.
         constants: what the closure fixes, for the reports: ``{"dtype": "bf16", "head_dim": 64}``.
         min_capability: the lowest compute capability that has its instructions, as 80 or 90.
+        replaced_from: the compute capability from which on plans take another kernel in its place; 0: none.
         needs_arch_features: whether it holds instructions of one architecture only (wgmma, setmaxnreg: ``sm_90a``).
         spills_on: architectures on which it has too few registers: plans leave it out there.
         fastmath: whether ptx may use approximate division and square root, and flush subnormals.
@@ -50,6 +51,7 @@ class Specialisation:
     min_blocks: int = 0
     constants: dict[str, Any] = field(default_factory=dict)
     min_capability: int = 80
+    replaced_from: int = 0
     needs_arch_features: bool = False
     spills_on: tuple[str, ...] = ()
     fastmath: bool = False

@@ -269,6 +269,8 @@ def is_meant_for(specialisation: Specialisation, arch: str) -> bool:
         raise InvalidArgumentError(f"arch {arch!r} is not one such as 'sm_80' or 'sm_90a'", param="arch")
     if specialisation.needs_arch_features:
         return arch == needs_of(specialisation)
+    if specialisation.replaced_from and int(match[1]) >= specialisation.replaced_from:
+        return False
     return int(match[1]) >= specialisation.min_capability and arch not in specialisation.spills_on
 
 

@@ -78,6 +78,10 @@ ASSUMPTIONS = {
         "a barrier of all blocks of a grid, from the last one's arrival on", 0.8, 1.1, 1.6, "µs",
         "a release that reaches the second-level cache, and a poll's way there and back",
     ),
+    "cluster": Assumption(
+        "blocks of a cluster meet, and read sums out of each other's shared memory", 0.2, 0.4, 0.8, "µs",
+        "two barriers, and reads of some 180 clocks each (arXiv 2402.13499)",
+    ),
     "cache_bandwidth": Assumption(
         "reads of the second-level cache by all multiprocessors", 7.5, 6.5, 5.5, "TB/s",
         "microbenchmarks of an H100 give 5.5 to 7; `RATES` in numba_kernels/cuda/gemm/product.py has 6.5",

@@ -50,6 +50,7 @@ class Launched:
         num_registers, static_shared_bytes: ptxas's, of a thread and of a block; 0 where the kernel was not compiled.
         product: m, n, k of a matrix product, n being the weight's rows; None of other kernels.
         weight_bytes: of its weight.
+        cluster: blocks that share K.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Launched:
     static_shared_bytes: int = 0
     product: tuple[int, int, int] | None = None
     weight_bytes: int = 0
+    cluster: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +217,7 @@ def launched_of(
         specialisation.name, math.prod(launch.grid), math.prod(launch.block), launch.shared_bytes,
         is_dependent and (facts is None or facts.waits_for_dependency),
         0 if facts is None else facts.num_registers, 0 if facts is None else facts.static_shared_bytes,
-        product, weight_bytes,
+        product, weight_bytes, math.prod(launch.cluster),
     )  # fmt: skip
 
 

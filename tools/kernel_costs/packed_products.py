@@ -31,11 +31,11 @@ def row_of(weight: str, model: GpuModel, size: int = SIZE) -> list[str]:
     for m, loop in zip(ROWS, INSTRUCTIONS[weight], strict=True):
         product = gemm.Product(m, size, size, "bf16", weight)
         tier: ModuleType = packed_row if m == 1 and weight != "bf16" else few_rows
-        launch = tier.plan(product, gemm.machine_of("sm_90a", model.num_sms))
+        launch = tier.plan(product, gemm.machine_of("sm_90a", model.num_sms, model.max_clusters))
         launched = Launched(
             launch.specialisation.name, blocks=launch.grid[0], threads=math.prod(launch.block),
             shared_bytes=launch.shared_bytes, num_registers=REGISTERS, product=(m, size, size),
-            weight_bytes=product.weight_bytes,
+            weight_bytes=product.weight_bytes, cluster=math.prod(launch.cluster),
         )  # fmt: skip
         issued = loop * product.weight_bytes / 4096
         issue_s = issued / (ISSUES * model.num_sms * model.clock_khz * 1e3)

@@ -129,7 +129,9 @@ def streamed(launched: Launched, timing: Timing, num_bytes: float = 0.0) -> Mode
     if launched.product is not None and launched.name.startswith(("gemm_few_rows", "gemm_packed_row")):
         m, _, k = launched.product
         reads = 4.0 if launched.name.startswith("gemm_packed_row") else 2.0  # bytes of each number of x, a block
-        needs["second-level cache"] = (num_bytes + reads * launched.blocks * m * k) / timing.of("cache_bandwidth")
+        x_bytes = reads * launched.blocks / launched.cluster * m * k  # those of a cluster read a part of K each
+        needs["second-level cache"] = (num_bytes + x_bytes) / timing.of("cache_bandwidth")
+        total += timing.of("cluster") if launched.cluster > 1 else 0.0
     return Modelled(needs, total - needs["memory"])
 
 

@@ -25,6 +25,11 @@ Packed weights (`weight_stream.py`) are the same but for what a lane does with i
 the grid's y counts blocks of 64, which read a few bits of the weight again. There K is split no further than filling
 the GPU takes, since more columns of a block spare reads of x; exact products keep the split of few rows.
 
+A packed weight has so few bytes that x, which each block reads from the second-level cache, takes longer from some ten
+rows on. Where blocks form clusters (sm_90 on), those of a cluster share K instead: each has the columns of all of them
+and a part of the streams, reads that part of x alone, and finishes some of the elements, whose sums it adds over the
+blocks. The streams and the order of their sums are the same, and so are the bits.
+
 Threads: x lanes, y streams, z teams of columns.
 """
 
@@ -57,13 +62,13 @@ from numba_kernels.cuda.gemm.weight_stream import (
     unit_of,
     weight_stream,
 )
-from numba_kernels.cuda.intrinsics import memory, mma
+from numba_kernels.cuda.intrinsics import cluster, memory, mma
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element_types import BITS, ITEM_BYTES
 from numba_kernels.cuda.intrinsics.fragments import copy_all, load_all, multiply_all
 from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, sync_named, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32
+from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32, sync_warp
 from numba_kernels.cuda.packing import PACKINGS, packing_of
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
@@ -79,6 +84,8 @@ BLOCK_WARPS = 8
 UNPACKING = {4: 1101, 8: 615}  # machine instructions of a warp for 4 KB of a weight, by the bits of its elements
 _PACKED_EFFICIENCY = 0.7  # of the tensor cores' rate, where rows are many; estimated
 SCALES_BYTES = 4 * MAX_ROWS  # in front of shared memory: of x's rows
+_SUSTAINED = 0.9  # of the bandwidth: no read of x is spared below what the weight takes anyway
+_MEETING_S = 0.4e-6  # of a cluster's blocks, and sums out of each other's shared memory; an estimate
 MANY_COLUMNS = 5120  # from here on, two teams of columns fill a large GPU: x is read half as often
 
 
@@ -93,14 +100,41 @@ def shared_bytes(row_tiles: int, num_streams: int) -> int:
     return SCALES_BYTES + max(staged_x, BLOCK_WARPS * row_tiles * 16 * COLUMNS * 4)
 
 
+@device_function
+def _own_quad(at, block):
+    return memory.shared_load_4xf32(at)
+
+
+@device_function
+def _own_sum(at, block):
+    return memory.shared_load_f32(at)
+
+
+@device_function
+def _quad_of(at, block):
+    return cluster.load_4xf32(cluster.address_in(at, block))
+
+
+@device_function
+def _sum_of(at, block):
+    return cluster.load_f32(cluster.address_in(at, block))
+
+
+_LOADERS, _LOADERS_IN_CLUSTER = (_own_quad, _own_sum), (_quad_of, _sum_of)
+"""``(shared address, block of the cluster)`` -> 4 numbers, or one."""
+
+
 @functools.cache
-def _kernel(dtype: str, weight: str, out_dtype: str, row_tiles: int, activation: str = "") -> Specialisation:
+def _kernel(
+    dtype: str, weight: str, out_dtype: str, row_tiles: int, activation: str = "", has_clusters: bool = False
+) -> Specialisation:
     finish, finish_quad = finisher(dtype, out_dtype), quad_finisher(dtype, out_dtype)
     leave_scales, leaves_early = scales_leaver(2 * row_tiles), row_tiles > 1  # else the weight needs all registers
     is_gated = activation != ""
     gated, gate_quad = (GATED[activation], quad_gater(activation)) if is_gated else (None, None)
     columns = COLUMNS // 2 if is_gated else COLUMNS  # of the output, a warp
-    load_quad, load_sum, store_pair = memory.shared_load_4xf32, memory.shared_load_f32, memory.shared_store_2xf32
+    load_scale, store_pair = memory.shared_load_f32, memory.shared_store_2xf32
+    load_quad_of, load_sum_of = _LOADERS_IN_CLUSTER if has_clusters else _LOADERS
     stream = weight_stream(weight, dtype, row_tiles, is_gated)
     num_slots, steps_a_slot, num_steps = stream.num_slots, stream.steps_a_slot, stream.num_steps
     group, unit = num_steps * STEP, stream.unit
@@ -215,28 +249,30 @@ def _kernel(dtype: str, weight: str, out_dtype: str, row_tiles: int, activation:
     turn_2, turn_3 = (turn_of(2), turn_of(3)) if has_four_slots else (None, None)
 
     @device_function
-    def sum_quads(at, num_streams):
-        """Of 4 neighbours, over the streams."""
-        a, b, c, d = load_quad(at)
-        index = uint32(1)
-        while index < num_streams:
-            at = uint32(at + uint32(sums_bytes))
-            more = load_quad(at)
-            a += more[0]
-            b += more[1]
-            c += more[2]
-            d += more[3]
-            index += uint32(1)
+    def sum_quads(at, num_streams, num_blocks):
+        """Of 4 neighbours, over the streams of all blocks of a cluster."""
+        a, b, c, d = load_quad_of(at, uint32(0))
+        block, index = uint32(0), uint32(1)
+        while block < num_blocks:
+            while index < num_streams:
+                more = load_quad_of(uint32(at + index * uint32(sums_bytes)), block)
+                a += more[0]
+                b += more[1]
+                c += more[2]
+                d += more[3]
+                index += uint32(1)
+            block, index = uint32(block + uint32(1)), uint32(0)
         return a, b, c, d
 
     @device_function
-    def sum_elements(at, num_streams):
-        total = load_sum(at)
-        index = uint32(1)
-        while index < num_streams:
-            at = uint32(at + uint32(sums_bytes))
-            total += load_sum(at)
-            index += uint32(1)
+    def sum_elements(at, num_streams, num_blocks):
+        total = load_sum_of(at, uint32(0))
+        block, index = uint32(0), uint32(1)
+        while block < num_blocks:
+            while index < num_streams:
+                total += load_sum_of(uint32(at + index * uint32(sums_bytes)), block)
+                index += uint32(1)
+            block, index = uint32(block + uint32(1)), uint32(0)
         return total
 
     def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
@@ -244,6 +280,12 @@ def _kernel(dtype: str, weight: str, out_dtype: str, row_tiles: int, activation:
         shared = uint32(scales + uint32(SCALES_BYTES))
         lane, rank, team = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y), uint32(cuda.threadIdx.z)
         num_streams, num_teams = uint32(cuda.blockDim.y), uint32(cuda.blockDim.z)
+        column_block, block, num_blocks, of_all = uint32(cuda.blockIdx.x), uint32(0), uint32(1), rank
+        if has_clusters:
+            block, num_blocks = cluster.rank(), cluster.size()
+            column_block = divide_u32(column_block, num_blocks)
+            of_all = uint32(rank + block * num_streams)
+        all_streams = uint32(num_streams * num_blocks)
         g, t = lane >> uint32(2), lane & uint32(3)
         if has_row_blocks:
             first_row = uint32(uint32(cuda.blockIdx.y) * uint32(block_rows))
@@ -256,13 +298,13 @@ def _kernel(dtype: str, weight: str, out_dtype: str, row_tiles: int, activation:
                 x_squares += uint64(first_row) * uint64(x_parts) * uint64(4)
             if squares != uint64(0):
                 squares += uint64(first_row) * uint64(n >> uint32(5)) * uint64(4)
-        first_column = uint32(uint32(cuda.blockIdx.x) * uint32(num_teams * uint32(columns)))
+        first_column = uint32(column_block * uint32(num_teams * uint32(columns)))
         row_bytes = uint64(k) * uint64(2)
 
         # This stream's part of K: whole units, but for the last one of all.
         num_units = uint32(k + uint32(unit - 1)) // uint32(unit)
-        length = uint32(divide_u32(uint32(num_units + num_streams - uint32(1)), num_streams) * uint32(unit))
-        position = uint32(rank * length)
+        length = uint32(divide_u32(uint32(num_units + all_streams - uint32(1)), all_streams) * uint32(unit))
+        position = uint32(of_all * length)
         end = minimum_u32(uint32(position + length), k)
 
         rows = cuda.local.array(4, uint64)
@@ -345,12 +387,17 @@ def _kernel(dtype: str, weight: str, out_dtype: str, row_tiles: int, activation:
                 for e in range(2):
                     pair = sums[4 * (4 * j + r) + 2 * e], sums[4 * (4 * j + r) + 2 * e + 1]
                     store_pair(uint32(at + uint32((16 * j + 8 * e) * COLUMNS * 4)), pair)
-        sync_block()
+        if has_clusters:
+            cluster.release_shared()
+            cluster.arrive_relaxed()
+            cluster.wait()
+        else:
+            sync_block()
         block_columns = num_teams * uint32(columns)
         in_quads = can_finish_quads(bias, residual, out, n)
         item_columns = uint32(4) if in_quads else uint32(1)
         num_items = divide_u32(m * block_columns, item_columns)
-        first_item = uint32(warp * uint32(32))
+        first_item = uint32(uint32(warp + block * uint32(BLOCK_WARPS)) * uint32(32))
         while first_item < num_items:
             item = uint32(first_item + lane)
             index = uint32(item * item_columns)
@@ -363,20 +410,22 @@ def _kernel(dtype: str, weight: str, out_dtype: str, row_tiles: int, activation:
                 at_up = uint32(at_row + (((place + uint32(columns)) ^ flip) << uint32(2)))
             column, total = uint32(first_column + inside), float32(0.0)
             if item < num_items and column < n:
-                scale = load_sum(uint32(scales + row * uint32(4)))
+                scale = load_scale(uint32(scales + row * uint32(4)))
                 if in_quads:
-                    values = scale_columns(sum_quads(at, num_streams), weight, n, k, column)
+                    values = scale_columns(sum_quads(at, num_streams, num_blocks), weight, n, k, column)
                     if is_gated:
-                        ups = scale_columns(sum_quads(at_up, num_streams), weight, n, k, uint32(column + n))
+                        ups = sum_quads(at_up, num_streams, num_blocks)
+                        ups = scale_columns(ups, weight, n, k, uint32(column + n))
                         values = gate_quad(values, ups, scale)
                     else:
                         values = scale_quad(values, scale)
                     total = finish_quad(bias, bias_is_f32, residual, out, n, row, column, values)
                 else:
-                    value = scale_column(sum_elements(at, num_streams), weight, n, k, column)
+                    value = scale_column(sum_elements(at, num_streams, num_blocks), weight, n, k, column)
                     value = scale_element(value, scale)
                     if is_gated:
-                        up = scale_column(sum_elements(at_up, num_streams), weight, n, k, uint32(column + n))
+                        up = sum_elements(at_up, num_streams, num_blocks)
+                        up = scale_column(up, weight, n, k, uint32(column + n))
                         value = gated(value, scale_element(up, scale))
                     finish(bias, bias_is_f32, residual, out, n, row, column, value)
             if not is_gated and squares != uint64(0):
@@ -385,18 +434,25 @@ def _kernel(dtype: str, weight: str, out_dtype: str, row_tiles: int, activation:
                 if (lane & uint32(7)) == uint32(0) and item < num_items and column < n:
                     part = uint64(row) * uint64(n >> uint32(5)) + uint64(column >> uint32(5))
                     memory.store_f32(squares + part * uint64(4), total)
-            first_item = uint32(first_item + uint32(BLOCK_WARPS * 32))
+            first_item = uint32(first_item + num_blocks * uint32(BLOCK_WARPS * 32))
+        if has_clusters:  # nobody leaves while others read its sums
+            sync_warp()
+            cluster.arrive_relaxed()
+            cluster.wait()
 
     packing = packing_of(weight)
     scale_words = 0 if packing is None else scale_words_of(packing, dtype)
     factors = dtype if packing is None else f"{weight}_{dtype}"
     return Specialisation(
-        name=f"gemm_few_rows_{factors}_{out_dtype}_{16 * row_tiles}{'_' if is_gated else ''}{activation}",
+        name=f"gemm_few_rows_{factors}_{out_dtype}_{16 * row_tiles}{'_c' * has_clusters}"
+        f"{'_' if is_gated else ''}{activation}",
         kernel=cuda.jit(gemm),
         argument_types=ARGUMENT_TYPES,
         max_threads=BLOCK_WARPS * 32,
         min_blocks=2 if row_tiles == 1 and scale_words <= 2 * MANY_SCALE_WORDS else 1,
         spills_on=_SPILLS_ON if (weight, row_tiles) in _SPILLING else (),
+        min_capability=90 if has_clusters else 80,
+        replaced_from=90 if packing is not None and not has_clusters else 0,
         constants={
             "dtype": dtype, "weight": weight, "out_dtype": out_dtype, "row_tiles": row_tiles, "activation": activation,
             "square_columns": 0 if is_gated else COLUMNS,
@@ -427,9 +483,14 @@ def why_not(product: Product, machine: Machine) -> str:
 
 def cache_reads(product: Product, machine: Machine) -> int:
     """Bytes asked of the second-level cache, as the emulator counts them: by each block of rows the weight once, x by
-    each block."""
+    each block, or each cluster of them."""
+    return _reads(product, machine, _streams(product, machine), _cluster_blocks(product, machine))
+
+
+def _reads(product: Product, machine: Machine, num_streams: int, num_blocks: int) -> int:
     x_bytes = product.m * product.k * ITEM_BYTES[product.x]
-    return _row_blocks(product, machine) * product.weight_bytes + _column_blocks(product, machine) * x_bytes
+    columns = _column_blocks(product, machine, num_streams, num_blocks)
+    return _row_blocks(product, machine) * product.weight_bytes + columns * x_bytes
 
 
 def _row_tiles(product: Product, machine: Machine) -> int:
@@ -456,14 +517,36 @@ def _streams(product: Product, machine: Machine) -> int:
     return num_streams
 
 
-def _column_blocks(product: Product, machine: Machine) -> int:
-    num_teams = BLOCK_WARPS // _streams(product, machine)
-    return -(-product.weight_rows // (COLUMNS * num_teams))
+def _cluster_blocks(product: Product, machine: Machine) -> int:
+    """Blocks that share K: as many as the reads of x are worth meeting for. They change no bit."""
+    num_streams = _streams(product, machine)
+    if not _has_clusters(product, machine) or product.m > MAX_ROWS:
+        return 1
+
+    def time_s(num_blocks: int) -> float:
+        read = max(
+            product.weight_bytes / (_SUSTAINED * machine.memory_bytes),
+            _reads(product, machine, num_streams, num_blocks) / machine.cache_bytes,
+        )  # fmt: skip
+        return read + (_MEETING_S if num_blocks > 1 else 0.0)
+
+    return min((count for count in (1, 2, 4, 8) if count <= num_streams), key=time_s)
+
+
+def _has_clusters(product: Product, machine: Machine) -> bool:
+    """Whether blocks of its kernel meet in clusters: those of packed weights, where there are such."""
+    return packing_of(product.weight) is not None and int(machine.arch.rstrip("af")[3:]) >= 90
+
+
+def _column_blocks(product: Product, machine: Machine, num_streams: int, num_blocks: int) -> int:
+    """Each so many blocks' of a cluster, which have so many streams together."""
+    return -(-product.weight_rows // (COLUMNS * BLOCK_WARPS * num_blocks // num_streams))
 
 
 def seconds(product: Product, machine: Machine) -> float:
     """By work, what its blocks read from the second-level cache, and latency."""
-    row_blocks, column_blocks = _row_blocks(product, machine), _column_blocks(product, machine)
+    row_blocks, num_blocks = _row_blocks(product, machine), _cluster_blocks(product, machine)
+    column_blocks = num_blocks * _column_blocks(product, machine, _streams(product, machine), num_blocks)
     rows = -(-product.m // 16) * 16 if row_blocks == 1 else row_blocks * 16 * _row_tiles(product, machine)
     work = 2 * product.weight_rows * product.k * rows / machine.tensor_flops
     at_once, issued = min(column_blocks * row_blocks, machine.num_multiprocessors), 0.0
@@ -474,7 +557,8 @@ def seconds(product: Product, machine: Machine) -> float:
         work, under_way = work / _PACKED_EFFICIENCY if row_blocks > 1 else work, _BYTES_UNDER_WAY // 2
         loop = UNPACKING[BITS[packing.element]]
         issued = unpacking_s(product.weight_bytes * row_blocks, loop, machine.num_multiprocessors)
-    return max(
+    meeting = _MEETING_S if num_blocks > 1 else 0.0
+    return meeting + max(
         work,
         issued,
         cache_reads(product, machine) / machine.cache_bytes,
@@ -484,13 +568,17 @@ def seconds(product: Product, machine: Machine) -> float:
 
 def plan(product: Product, machine: Machine) -> Launch:
     """A launch for a product that it can compute and that is not empty."""
-    row_tiles, num_streams = _row_tiles(product, machine), _streams(product, machine)
+    row_tiles, all_streams = _row_tiles(product, machine), _streams(product, machine)
+    num_blocks = _cluster_blocks(product, machine)
+    columns, num_streams = _column_blocks(product, machine, all_streams, num_blocks), all_streams // num_blocks
+    kernel = _kernel(
+        product.x, product.weight, product.out, row_tiles, product.epilogue.activation,
+        _has_clusters(product, machine),
+    )  # fmt: skip
     return Launch(
-        _kernel(product.x, product.weight, product.out, row_tiles, product.epilogue.activation),
-        (_column_blocks(product, machine), _row_blocks(product, machine), 1),
-        (32, num_streams, BLOCK_WARPS // num_streams),
-        shared_bytes=shared_bytes(row_tiles, num_streams),
-    )
+        kernel, (columns * num_blocks, _row_blocks(product, machine), 1), (32, num_streams, BLOCK_WARPS // num_streams),
+        shared_bytes=shared_bytes(row_tiles, num_streams), cluster=(num_blocks, 1, 1),
+    )  # fmt: skip
 
 
 def specialisations() -> Iterator[Specialisation]:
@@ -503,4 +591,5 @@ def specialisations() -> Iterator[Specialisation]:
     for weight in PACKINGS:
         for row_tiles in ROW_TILES:
             for activation in ("", "silu"):
-                yield _kernel("bf16", weight, "bf16", row_tiles, activation)
+                for has_clusters in (False, True):
+                    yield _kernel("bf16", weight, "bf16", row_tiles, activation, has_clusters)

@@ -12,6 +12,10 @@ other group multiplies. There are two kinds:
 - groups: a scale for 128 of K of a row, of either factor (blocks of 128 x 128 are the same numbers in 128 rows). Those
   of x are float32 [ceil(k / 128), 8 ceil(m / 8)] (`rounded_rows.py`).
 
+Few tiles leave multiprocessors idle. Then a tile is a cluster's, as in `hopper_split.py`: each of its 2 to 8 blocks has
+a part of K, leaves its sums where its stages were, and finishes the rows of some of its warps, with the sums of all
+blocks in their order. A lane of a block finds its own numbers where the same lane of another has left them.
+
 Arguments are those of all products, but for x, the codes' address; x_squares, that of x's scales; and squares, the
 weight's address once more, since its scales are not loaded by the TMA.
 """
@@ -19,6 +23,7 @@ weight's address once more, since its scales are not loaded by the TMA.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,12 +33,18 @@ from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, scale_element
 from numba_kernels.cuda.gemm.hopper_out import row_finisher, tile_storer
 from numba_kernels.cuda.gemm.hopper_ring import GROUP_ROWS, PIECE_BYTES, PIECE_COLUMNS, Tile, ring_starter, tile_order
 from numba_kernels.cuda.gemm.product import Machine, Product
-from numba_kernels.cuda.intrinsics import convert, mbarrier, memory, tma, wgmma
+from numba_kernels.cuda.intrinsics import cluster, convert, mbarrier, memory, tma, wgmma
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element_types import SHIFTS
-from numba_kernels.cuda.intrinsics.integer import minimum_u32
-from numba_kernels.cuda.intrinsics.sync import launch_dependents, set_registers, sync_block, wait_for_previous_grid
-from numba_kernels.cuda.intrinsics.warp import shuffle_index_b32
+from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
+from numba_kernels.cuda.intrinsics.sync import (
+    launch_dependents,
+    set_registers,
+    sync_block,
+    sync_named,
+    wait_for_previous_grid,
+)
+from numba_kernels.cuda.intrinsics.warp import shuffle_index_b32, sync_warp
 from numba_kernels.cuda.packed_sections import sections_of
 from numba_kernels.cuda.packing import TILE_BYTES, TILE_ROWS, packing_of
 from numba_kernels.cuda.specialisation import TENSOR_MAP, Launch, Specialisation, TensorMapLayout
@@ -49,6 +60,8 @@ ROW_TILES = TILE.block_m // TILE_ROWS
 TILE_COLUMNS = 16
 _RATE, _EFFICIENCY = 2.0, 0.7
 _ENDS_S = 1.5e-6
+_SPLIT_ENDS_S = 3e-6  # sums meet in shared memory of others, too; estimates
+_LEAST_STEPS = 4  # of K, that each block has: below, filling the ring takes longer than using it
 
 
 @functools.cache
@@ -58,9 +71,8 @@ def _loader(activation: str) -> Any:
     is_gated, zero = activation != "", uint32(0)
 
     @device_function
-    def load_tile(x, weight, shared, full, empty, stage, phase, row_tile, column_tile, up, slots):
-        slot = uint32(0)
-        while slot < slots:
+    def load_tile(x, weight, shared, full, empty, stage, phase, row_tile, column_tile, up, slot, last_slot):
+        while slot < last_slot:
             mbarrier.wait(uint32(empty + stage * uint32(8)), phase)
             barrier = uint32(full + stage * uint32(8))
             mbarrier.arrive_expecting(barrier, uint32(stage_bytes))
@@ -101,7 +113,22 @@ def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") 
     unshifted = float32(2.0 ** -SHIFTS.get(("e4m3", dtype), 0))
     fewer_registers, more_registers = set_registers(24, is_more=False), set_registers(240, is_more=True)
     scale_bytes = TILE_ROWS * packing.chunk_bytes(dtype)  # of 16 rows and a slot
+    store_four, num_consumer_threads = memory.shared_store_4xf32, 128 * TILE.num_consumers
     load_f32, load_pair, load_words = memory.load_f32, memory.load_2xf32, memory.load_2xb32
+
+    @device_function
+    def add_blocks(sums, mine, blocks):
+        """This lane's sums, of all blocks."""
+        for e in range(num_sums):
+            sums[e] = float32(0.0)
+        block = uint32(0)
+        while block < blocks:
+            theirs = cluster.address_in(mine, block)
+            for q in range(num_sums // 4):
+                more = cluster.load_4xf32(uint32(theirs + uint32(512 * q)))
+                for i in range(4):
+                    sums[4 * q + i] += more[i]
+            block = uint32(block + uint32(1))
 
     def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_scales, x_parts, eps, packed):
         shared = uint32((memory.shared_address(cuda.shared.array(0, uint32)) + uint32(1023)) & uint32(0xFFFFFC00))
@@ -120,7 +147,12 @@ def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") 
         tiles_m = uint32((m + uint32(block_m - 1)) // uint32(block_m))
         tiles_n = uint32((n + uint32(columns - 1)) // uint32(columns))
         num_tiles = uint32(tiles_m * tiles_n)
-        index, step = uint32(cuda.blockIdx.x), uint32(cuda.gridDim.x)
+        rank, blocks = cluster.rank(), cluster.size()
+        index, step = divide_u32(uint32(cuda.blockIdx.x), blocks), divide_u32(uint32(cuda.gridDim.x), blocks)
+        steps = uint32((slots + uint32(STAGE_SLOTS - 1)) // uint32(STAGE_SLOTS))  # of K, this block's of them
+        first_slot = uint32(divide_u32(uint32(steps * rank), blocks) * uint32(STAGE_SLOTS))
+        last_slot = uint32(divide_u32(uint32(steps * (rank + uint32(1))), blocks) * uint32(STAGE_SLOTS))
+        last_slot = minimum_u32(last_slot, slots)
         stage = uint32(0)
         if warp < uint32(4):
             fewer_registers()
@@ -130,10 +162,16 @@ def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") 
                     row_tile, column_tile = place_of(index, tiles_m, tiles_n)
                     stage, phase = load_tile(
                         x, weight, shared, full, empty, stage, phase, uint32(row_tile * uint32(ROW_TILES)),
-                        uint32(column_tile * uint32(columns // TILE_ROWS)), uint32(n // uint32(TILE_ROWS)), slots,
+                        uint32(column_tile * uint32(columns // TILE_ROWS)), uint32(n // uint32(TILE_ROWS)), first_slot,
+                        last_slot,
                     )  # fmt: skip
                     index = uint32(index + step)
                 launch_dependents()
+            if blocks > uint32(1):
+                for _ in range(2):  # sums are there; they have been read
+                    sync_warp()
+                    cluster.arrive_relaxed()
+                    cluster.wait()
         else:
             more_registers()
             warp = uint32(warp - uint32(4))
@@ -153,8 +191,8 @@ def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") 
                 lower_row = minimum_u32(uint32(row + (lane >> uint32(2)) + uint32(8)), uint32(m - uint32(1)))
                 for e in range(num_sums):
                     sums[e] = float32(0.0)
-                slot, upper, lower = uint32(0), float32(1.0), float32(1.0)
-                while slot < slots:
+                slot, upper, lower, is_mine = first_slot, float32(1.0), float32(1.0), True
+                while slot < last_slot:
                     if is_grouped:
                         of_step = x_scales + uint64(slot >> uint32(1)) * x_rows * uint64(4)
                         upper = load_f32(of_step + uint64(upper_row) * uint64(4))
@@ -196,6 +234,18 @@ def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") 
                         stage = uint32(0)
                         phase ^= uint32(1)
                     slot = uint32(slot + uint32(STAGE_SLOTS))
+                if blocks > uint32(1):
+                    sync_named(uint32(1), uint32(num_consumer_threads))  # all have multiplied the last stage
+                    mine = uint32(shared + warp * uint32(128 * num_sums) + lane * uint32(16))
+                    for q in range(num_sums // 4):
+                        four = sums[4 * q], sums[4 * q + 1], sums[4 * q + 2], sums[4 * q + 3]
+                        store_four(uint32(mine + uint32(512 * q)), four)
+                    cluster.release_shared()
+                    cluster.arrive_relaxed()
+                    cluster.wait()
+                    is_mine = (warp & uint32(blocks - uint32(1))) == rank
+                    if is_mine:
+                        add_blocks(sums, mine, blocks)
                 if is_grouped:
                     upper, lower = float32(1.0), float32(1.0)
                 else:
@@ -211,18 +261,23 @@ def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") 
                     for h in range(2):
                         sums[4 * j + 2 * h] = scale_element(sums[4 * j + 2 * h], low)
                         sums[4 * j + 2 * h + 1] = scale_element(sums[4 * j + 2 * h + 1], high)
-                if is_gated:
-                    store_tile(
-                        sums, (upper, lower), piece, uint32(0), uint32(0), lane, bias, bias_is_f32, residual, out,
-                        uint64(0), m, n, row, column,
-                    )  # fmt: skip
-                else:
-                    finish_rows(
-                        sums, (upper, lower), piece, lane, bias, bias_is_f32, residual, out, m, n, row, column
-                    )  # fmt: skip
+                if is_mine:
+                    if is_gated:
+                        store_tile(
+                            sums, (upper, lower), piece, uint32(0), uint32(0), lane, bias, bias_is_f32, residual, out,
+                            uint64(0), m, n, row, column,
+                        )  # fmt: skip
+                    else:
+                        finish_rows(
+                            sums, (upper, lower), piece, lane, bias, bias_is_f32, residual, out, m, n, row, column
+                        )  # fmt: skip
                 index = uint32(index + step)
             if is_gated and lane == uint32(0):
                 wait_until_read()
+            if blocks > uint32(1):  # nobody leaves while others read its sums
+                sync_warp()
+                cluster.arrive_relaxed()
+                cluster.wait()
 
     return Specialisation(
         name=f"gemm_hopper_bytes_{weight_name}_{dtype}_{out_dtype}{'_' if is_gated else ''}{activation}",
@@ -250,12 +305,33 @@ def why_not(product: Product, machine: Machine) -> str:
     return "" if is_whole else f"gates packed weights in tiles of {TILE_COLUMNS} columns, to x's type"
 
 
+def _tiles(product: Product) -> tuple[int, int]:
+    """Of rows, and of the weight's rows."""
+    return -(-product.m // TILE.block_m), -(-product.weight_rows // TILE.block_n)
+
+
+def _work_s(product: Product, machine: Machine, blocks: int) -> float:
+    """Of a tile's multiplications by so many blocks of a cluster, in as many rounds as there are, with their ends."""
+    row_tiles, column_tiles = _tiles(product)
+    at_once = machine.clusters_at_once(blocks) if blocks > 1 else machine.num_multiprocessors
+    rounds = -(-row_tiles * column_tiles // at_once)
+    rate = machine.tensor_flops * _RATE * _EFFICIENCY / machine.num_multiprocessors
+    num_steps, ends = -(-product.k // BLOCK_K), _SPLIT_ENDS_S if blocks > 1 else _ENDS_S
+    steps = -(-num_steps // blocks)
+    return rounds * (2 * steps * BLOCK_K * TILE.block_m * TILE.block_n / rate) + ends
+
+
+def _blocks_of_a_tile(product: Product, machine: Machine) -> int:
+    """How many share K."""
+    most = min(8, -(-product.k // BLOCK_K) // _LEAST_STEPS)
+    return min((count for count in (1, 2, 4, 8) if count <= max(1, most)),
+               key=lambda count: _work_s(product, machine, count))  # fmt: skip
+
+
 def seconds(product: Product, machine: Machine) -> float:
     """By work in whole tiles, by what they read, and by filling the ring; without the rounding of x."""
-    row_tiles, column_tiles = -(-product.m // TILE.block_m), -(-product.weight_rows // TILE.block_n)
-    rounds = -(-row_tiles * column_tiles // machine.num_multiprocessors)
-    rate = machine.tensor_flops * _RATE * _EFFICIENCY / machine.num_multiprocessors
-    work = 2 * product.k * rounds * TILE.block_m * TILE.block_n / rate + _ENDS_S
+    row_tiles, column_tiles = _tiles(product)
+    work = _work_s(product, machine, _blocks_of_a_tile(product, machine))
     cache_reads = row_tiles * product.weight_bytes + column_tiles * product.m * product.k
     return max(work, cache_reads / machine.cache_bytes, product.weight_bytes / machine.memory_bytes)
 
@@ -264,7 +340,7 @@ def plan(product: Product, machine: Machine) -> Launch:
     """A launch for a product that it can compute and that is not empty."""
     m, n, activation = product.m, product.n, product.epilogue.activation
     slots, rows = -(-product.k // 64), product.weight_rows
-    tiles = -(-m // TILE.block_m) * -(-rows // TILE.block_n)
+    tiles, blocks = math.prod(_tiles(product)), _blocks_of_a_tile(product, machine)
     strides, part_tiles = (64, TILE_BYTES, slots * TILE_BYTES), ROW_TILES // (2 if activation else 1)
     x_map = TensorMapLayout("bf16", (32, 8, slots, -(-m // 8)), strides, (32, 8, STAGE_SLOTS, ROW_TILES), 64)
     weight_map = TensorMapLayout(
@@ -275,7 +351,8 @@ def plan(product: Product, machine: Machine) -> Launch:
         maps = (*maps, (4, TensorMapLayout(product.out, (n, m), (n * 2,), (PIECE_COLUMNS, 16), 128)))
     return Launch(
         _kernel(product.weight, product.x, product.out, activation),
-        (min(tiles, machine.num_multiprocessors), 1, 1), (TILE.num_threads, 1, 1), TILE.shared_bytes, maps=maps,
+        (tiles * blocks if blocks > 1 else min(tiles, machine.num_multiprocessors), 1, 1), (TILE.num_threads, 1, 1),
+        TILE.shared_bytes, cluster=(blocks, 1, 1), maps=maps,
     )  # fmt: skip
 
 

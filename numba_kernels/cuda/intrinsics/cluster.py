@@ -17,6 +17,7 @@ release_shared = instruction("fence.release.sync_restrict::shared::cta.cluster;"
 """In front of `arrive_relaxed`: the others see what this thread has written to its own block's shared memory."""
 address_in = instruction("mapa.shared::cluster.u32 $0, $1, $2;", "r", "r r", is_pure=True)
 """``(shared address, rank) -> address`` of the same place in another block's shared memory."""
+load_f32 = instruction("ld.shared::cluster.f32 $0, [$1];", "f", "r")
 load_4xf32 = instruction("ld.shared::cluster.v4.f32 {$0,$1,$2,$3}, [$4];", "ffff", "r")  # at what `address_in` gave
 load_4xb32 = instruction("ld.shared::cluster.v4.b32 {$0,$1,$2,$3}, [$4];", "rrrr", "r")
 load_2xb32 = instruction("ld.shared::cluster.v2.b32 {$0,$1}, [$2];", "rr", "r")

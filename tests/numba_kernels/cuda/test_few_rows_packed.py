@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from numba_kernels.cuda import gemm
+from numba_kernels.cuda.gemm import few_rows
 from numba_kernels.cuda.packing import PACKINGS
 from tests.numba_kernels.cuda.harness import assert_equal, empty, get, numpy_dtype, put
 from tests.numba_kernels.cuda.packed_cases import packed_matrix
@@ -114,6 +115,34 @@ def test_exact_rows_are_the_same_in_any_company(gpu):
         assert_equal(rows(first, last), whole[first:last])
 
 
+CLUSTERS = [("u4_g128", (16, 300, 2056), ""), ("e4m3_g128", (33, 48, 1096), "silu")]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "activation"),
+    [*CLUSTERS, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (
+        ("u8", (64, 1030, 520), ""), ("u4_g32", (2, 17, 4104), ""), ("u4_g128_zeros", (17, 64, 1304), "silu"),
+        ("e2m1_g16_e4m3", (7, 5200, 1024), ""), ("e4m3", (9, 33, 1096), ""),
+    ))],
+)  # fmt: skip
+def test_blocks_that_share_k_change_no_bit(gpu, monkeypatch, name, sizes, activation):
+    """Of 1 to 8 blocks of a cluster, as many as have a stream each."""
+    found, launched = [], []
+    plan = few_rows.plan
+    monkeypatch.setattr(few_rows, "plan", lambda *given: launched.append(plan(*given)) or launched[-1])
+    monkeypatch.setattr(few_rows, "seconds", lambda *_: 0.0)
+    for num_blocks in (1, 2, 4, 8):
+        monkeypatch.setattr(few_rows, "_cluster_blocks", lambda asked, machine, most=num_blocks: min(
+            most, few_rows._streams(asked, machine)
+        ))  # fmt: skip
+        found.append(product(gpu, name, "bf16", sizes, activation=activation, bias=not activation))
+    got, expected, bound = found[0]
+    assert (np.abs(got - expected) <= bound).all()
+    for other, _, _ in found[1:]:
+        assert_equal(other, got)
+    assert len({launch.cluster for launch in launched}) > 1
+
+
 @pytest.mark.parametrize(
     ("arch", "m", "row_blocks", "rows"), [("sm_90a", 70, 2, 64), ("sm_120a", 70, 3, 32), ("sm_100a", 64, 2, 32)]
 )
@@ -121,7 +150,7 @@ def test_blocks_have_fewer_rows_where_a_kernel_spills(arch, m, row_blocks, rows)
     epilogue = gemm.Epilogue(has_residual=False, is_aligned=True)
     launch = gemm.plan(gemm.Product(m, 40, 256, "bf16", "u4_g32", epilogue=epilogue), gemm.machine_of(arch))
     assert launch is not None
-    assert (launch.grid[1], launch.specialisation.name) == (row_blocks, f"gemm_few_rows_u4_g32_bf16_bf16_{rows}")
+    assert (launch.grid[1], launch.specialisation.name) == (row_blocks, f"gemm_few_rows_u4_g32_bf16_bf16_{rows}_c")
 
 
 def test_what_is_refused():

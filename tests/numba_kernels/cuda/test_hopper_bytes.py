@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -16,8 +18,8 @@ pytestmark = pytest.mark.parametrize("gpu", ["emulated:sm_90a"], indirect=True)
 SLOW = pytest.mark.exhaustive
 
 
-def multiply(gpu, matrix: PackedMatrix, x: np.ndarray, activation: str = ""):
-    """(what comes out, x as it was rounded in float64)."""
+def multiply(gpu, matrix: PackedMatrix, x: np.ndarray, activation: str = "", num_blocks: int = 1):
+    """(what comes out, x as it was rounded in float64); so many blocks share K."""
     (m, k), n, name = x.shape, len(matrix.values) // (2 if activation else 1), matrix.packing.name
     is_grouped = name != "e4m3"
     memory, scales_at, codes, scales = rounded_e4m3(gpu, x, is_grouped=is_grouped)
@@ -29,8 +31,10 @@ def multiply(gpu, matrix: PackedMatrix, x: np.ndarray, activation: str = ""):
     machine = gemm.machine_of(gpu.arch, 2)
     assert not hopper_bytes.why_not(asked, machine)
     held, result = put(gpu, matrix.block), empty(gpu, (m, n), asked.out)
+    with patch.object(hopper_bytes, "_blocks_of_a_tile", lambda *_: num_blocks):
+        launch = hopper_bytes.plan(asked, machine)
     gpu.launch(
-        hopper_bytes.plan(asked, machine), memory.address, held.address, 0, 0, result.address, m, n, k, 0, scales_at, 0,
+        launch, memory.address, held.address, 0, 0, result.address, m, n, k, 0, scales_at, 0,
         0.0, held.address,
     )  # fmt: skip
     return get(gpu, result, (m, n), asked.out).astype(np.float64), used
@@ -60,6 +64,45 @@ def test_products(gpu, name, m, n, k, activation):
     assert (np.abs(got - exact) <= bound).all()
 
 
+@pytest.mark.parametrize(
+    ("name", "m", "n", "k", "activation", "num_blocks"),
+    [
+        ("e4m3_g128", 131, 48, 1096, "", 4),
+        *(pytest.param(*each, marks=SLOW) for each in (
+            ("e4m3", 70, 150, 2056, "", 8), ("e4m3_g128", 140, 144, 328, "silu", 2), ("e4m3", 33, 16, 648, "silu", 2),
+        )),
+    ],
+)  # fmt: skip
+def test_blocks_that_share_k(gpu, name, m, n, k, activation, num_blocks):
+    """The sums are added in another order, in float32 all of them."""
+    x = np.random.default_rng([m, n, k]).standard_normal((m, k)).astype(ml_dtypes.bfloat16)
+    matrix = packed_matrix(name, n * (2 if activation else 1), k, "bf16")
+    got, used = multiply(gpu, matrix, x, activation, num_blocks)
+    values = matrix.values
+    exact = used @ values.T
+    bound = 2 * (k + 4) * 2.0**-24 * (np.abs(used) @ np.abs(values).T)
+    if activation:
+        with np.errstate(over="ignore"):
+            exact = exact[:, :n] / (1 + np.exp(-exact[:, :n])) * exact[:, n:]
+        bound = 2.0**-7 * np.abs(exact) + 1e-3
+    assert (np.abs(got - exact) <= bound).all()
+    assert np.abs(exact).max() > 0
+
+
+def test_few_tiles_are_shared(gpu):
+    machine = gemm.machine_of("sm_90a", 132, ((2, 66), (4, 32), (8, 16)))
+
+    def clusters(m, n, k):
+        asked = gemm.Product(m, n, k, "bf16", "e4m3_g128", epilogue=gemm.Epilogue(has_residual=False, is_aligned=True))
+        launch = hopper_bytes.plan(asked, machine)
+        return launch.cluster[0], launch.grid[0]
+
+    assert clusters(128, 8192, 8192) == (2, 128)
+    assert clusters(128, 4096, 4096) == (4, 128)
+    assert clusters(4096, 8192, 8192) == (1, 132)
+    assert clusters(128, 4096, 512) == (1, 32)
+
+
 def test_groups_are_rounded_by_their_largest_magnitude(gpu):
     rng = np.random.default_rng(3)
     x = (rng.standard_normal((11, 328)) * 10.0 ** rng.uniform(-3, 3, (11, 1))).astype(ml_dtypes.bfloat16)
@@ -82,16 +125,48 @@ def test_groups_are_rounded_by_their_largest_magnitude(gpu):
     assert steps.mean() < 1e-2  # ties, by the reciprocal's last bit
 
 
+def long_sums() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(x [9, K], codes and values [16, K]), K = 16,384, all of them positive."""
+    rng, k = np.random.default_rng(7), 16384
+    x = np.abs(rng.standard_normal((9, k))).astype(ml_dtypes.bfloat16)
+    codes = rng.integers(0, 0x7F, (16, k)).astype(np.uint8)
+    return x, codes, codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+
+
+@SLOW
+def test_what_14_bits_would_leave(gpu):
+    """Of the same sums, if tensor cores cut 32 products and the sum to 14 bits from the largest one's first on: what
+    docs/kernels.md says."""
+
+    def added(sums: np.ndarray, products: np.ndarray) -> np.ndarray:
+        both = np.concatenate([products, sums[..., None]], axis=-1)
+        unit = np.ldexp(1.0, np.frexp(np.abs(both).max(axis=-1))[1] - 14)[..., None]
+        return (np.trunc(both / unit) * unit).sum(axis=-1)
+
+    x, _, values = long_sums()
+    wide, k = x.astype(np.float32), x.shape[1]
+    largest = wide.reshape(9, -1, 128).max(axis=-1).repeat(128, axis=1)
+    codes = (wide * (448 / largest)).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    used = codes * (largest / 448)
+    one, two = np.zeros((9, 16)), np.zeros((9, 16), np.float32)
+    for first in range(0, k, 128):
+        sums = np.zeros((9, 16))
+        for at in range(first, first + 128, 32):
+            some = slice(at, at + 32)
+            sums = added(sums, codes[:, None, some] * values[None, :, some])
+            one = added(one, used[:, None, some] * values[None, :, some])
+        two += (sums * (largest[:, first] / 448)[:, None]).astype(np.float32)
+    exact = used @ values.T
+    errors = [np.sqrt(np.mean((found / exact - 1) ** 2)) for found in (two, one)]
+    assert 0.9e-3 < errors[0] < 1.1e-3
+    assert 0.11 < errors[1] < 0.13
+
+
 def test_long_sums_lose_no_more_than_twice_what_float32_does(gpu):
     """Of positive numbers, whose sums grow and are rounded at each addition. The emulated tensor cores add in float32;
-    those of Hopper keep fewer bits, which only the sums of 128 are left to: each group of products starts anew. If they
-    keep 14 bits and cut the rest, sums of 128 alone are off by 1e-4, which is more than twice float32's 8e-6; without
-    groups it would be 1e-2."""
-    k, n = 16384, 16
-    rng = np.random.default_rng(7)
-    x = np.abs(rng.standard_normal((9, k))).astype(ml_dtypes.bfloat16)
-    codes = rng.integers(0, 0x7F, (n, k)).astype(np.uint8)
-    values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    those of Hopper keep fewer bits, which only the sums of 128 are left to: each group of products starts anew."""
+    x, codes, values = long_sums()
+    (n, k) = codes.shape
     packing = Packing("e4m3", 128, "value")
     block = arrange(packing, "bf16", codes, np.ones((n, k // 128), np.float32), None, None)
     got, used = multiply(gpu, PackedMatrix(packing, block, values), x)
