@@ -110,8 +110,9 @@ class FullAttention:
         else:
             padded = ops.gather_rows(self._queries, self._spread[0][places])
         by_head = padded.view(count, queries, heads, head_dim).transpose(1, 2).contiguous()
+        k_cache, v_cache = self._pages.layer(0)
         attended = ops.attention(
-            by_head.view(count, heads * queries, head_dim), *self._pages.layer(0), batch, 0, scale=head_dim**-0.5
+            by_head.view(count, heads * queries, head_dim), k_cache, v_cache, batch, 0, scale=head_dim**-0.5
         )
         by_patch = attended.view(count, heads, queries, head_dim).transpose(1, 2).contiguous()
         rows = by_patch.view(count * queries, heads * head_dim)

@@ -118,7 +118,7 @@ class Tower(PictureTower):
             yield piece.stop - piece.start
         rope = axial_rope(config.head_dim, config.theta, rows, columns, self.device)
         attention = FullAttention([count], config.num_heads, config.head_dim, rope, x.dtype, self.device)
-        deep = []
+        deep: list[Tensor] = []
         for index, layer in enumerate(self.layers):
             yield from through(self, layer, x, attention)
             if index in config.deepstack_layers:

@@ -221,7 +221,7 @@ def _sum_many(at: Array, taps: Array, out: Array) -> None:
 
 
 @njit
-def _byte(total: int) -> int:
+def _byte(total: int) -> np.uint8:
     return np.uint8(min(max(np.int32(total >> _BITS), np.int32(0)), np.int32(255)))
 
 
