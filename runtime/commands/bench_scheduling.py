@@ -233,6 +233,10 @@ def speculation(
     ] = "0.3,0.5,0.7,0.8,0.9",
     output_len: Annotated[int, typer.Option(help="Tokens of each answer.")] = 128,
     num_rounds: Annotated[int, typer.Option(help="Answers with each number of proposals, in turns.")] = 3,
+    num_warm_rounds: Annotated[int, typer.Option(help="The same before them, in which the choice learns.")] = 1,
+    fixed: Annotated[
+        str, typer.Option(metavar="K,K,...", help="Fixed numbers of proposals that run beside; empty: none.")
+    ] = "1,3,7",
 ) -> None:
     """What proposals are worth, by scripted rates of acceptance; without --model, on Qwen3-0.6B's shapes."""
     from runtime.bench.scheduling.engines import model_arguments
@@ -247,17 +251,25 @@ def speculation(
             rates=numbers("rates", rates),
             output_len=output_len,
             num_rounds=num_rounds,
+            num_warm_rounds=num_warm_rounds,
+            fixed=integers("fixed", fixed) if fixed else (),
             seed=engine.seed or 0,
         )
     modes = list(report["rows"][0]["tokens_per_s"])
     titles = "".join(f"{mode:>10}" for mode in modes)
-    lines = [f"{'sequences':>9}{'rate':>6}{titles}{'speed-up':>10}{'of best':>9}{'of curve':>10}"]
+    lines = [
+        f"{'sequences':>9}{'rate':>6}{titles}{'speed-up':>10}{'from start':>12}{'of best':>9}{'allowed':>9}"
+        f"{'of curve':>10}"
+    ]
     for row in report["rows"]:
         speeds = "".join(f"{row['tokens_per_s'][mode]:>10,.1f}" for mode in modes)
         lines.append(
-            f"{row['num_sequences']:>9}{row['rate']:>6.2f}{speeds}{row['speedup']:>10.2f}{row['of_best_fixed']:>9.2f}"
-            f"{row['of_curve']:>10.2f}"
+            f"{row['num_sequences']:>9}{row['rate']:>6.2f}{speeds}{row['speedup']:>10.2f}{row['from_start']:>12.2f}"
+            f"{row['of_best_fixed']:>9.2f}{row['allowed']:>9.2f}{row['of_curve']:>10.2f}"
         )
+    for step in report["steps"]:
+        times = ", ".join(f"{most}: {1e3 * seconds:.4g}" for most, seconds in step["seconds"].items())
+        lines.append(f"steps of {step['num_sequences']} sequences (ms), by proposals of each: {times}")
     lines.append(f"tokens per second of all sequences; medians of {num_rounds} rounds")
     output.deliver(report, "\n".join(lines))
 

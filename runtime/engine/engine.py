@@ -147,8 +147,13 @@ class Engine:
         self._counters = _Counters()
         self._last_step_s = time.monotonic()
 
-    def use(self, speculator: Speculator) -> None:
-        """Let it propose tokens from the next step on. Raises ``RequestError`` where several steps are open at once."""
+    def use(self, speculator: Speculator | None) -> None:
+        """Let it propose tokens from the next step on; None: nobody does. Raises ``RequestError`` where several steps
+        are open at once."""
+        self.scheduler.drafts = {}
+        if speculator is None:
+            self.speculator = self.opened.on_end = None
+            return
         if self.executor.depth > 1:
             raise RequestError("speculation needs steps that follow one another", param="speculation")
         if speculator.wanted is not None:

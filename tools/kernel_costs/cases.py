@@ -88,17 +88,17 @@ _ONE_COLUMN_A_LANE = (
 
 def _gemms() -> Iterator[Case]:
     for tier, dtype in (("naive", "f32"), ("tiled", "f32"), ("naive", "bf16"), ("tiled", "bf16")):
-        yield _gemm(tier, (256, 256, 256), dtype, reason=_ONE_COLUMN_A_LANE if tier == "naive" else "")
+        yield gemm_case(tier, (256, 256, 256), dtype, reason=_ONE_COLUMN_A_LANE if tier == "naive" else "")
     for tier, dtype in (("register", "f32"), ("register", "bf16"), ("tensor_core", "bf16")):
-        yield _gemm(tier, (256, 256, 256), dtype, (64, 64))
+        yield gemm_case(tier, (256, 256, 256), dtype, (64, 64))
     for dtype in ("bf16", "f32"):
-        yield _gemm("gemv", (1, 1024, 1024), dtype, (1, 4))  # a warp reads x by itself
+        yield gemm_case("gemv", (1, 1024, 1024), dtype, (1, 4))  # a warp reads x by itself
     for rows in (1, 16, 64):
-        yield _gemm("few_rows", (rows, 1024, 1024), "bf16", (64, 32))
+        yield gemm_case("few_rows", (rows, 1024, 1024), "bf16", (64, 32))
     # The large tile, of two blocks, as where many multiprocessors are full; the small one; a sum split among four.
-    yield _gemm("hopper", (512, 512, 256), "bf16", (256, 256), num_multiprocessors=2)
-    yield _gemm("hopper", (256, 256, 256), "bf16", (128, 128))
-    yield _gemm("hopper", (128, 256, 1024), "bf16", (64, 128))
+    yield gemm_case("hopper", (512, 512, 256), "bf16", (256, 256), num_multiprocessors=2)
+    yield gemm_case("hopper", (256, 256, 256), "bf16", (128, 128))
+    yield gemm_case("hopper", (128, 256, 1024), "bf16", (64, 128))
     for rows in (1, 128):
         yield _exact_gemm(rows, 1024, 1024)
     for packing in ("u8", "u4_g128", "e4m3_g128", "e2m1_g32_exponents", "e2m1_g16_e4m3"):
@@ -116,7 +116,7 @@ def _gemms() -> Iterator[Case]:
         yield _dequantized(packing, 256, 1024)
 
 
-def _gemm(
+def gemm_case(
     tier: str, sizes: tuple[int, int, int], dtype: str, tile: tuple[int, int] = (0, 0), *, reason: str = "",
     num_multiprocessors: int = 132,
 ) -> Case:  # fmt: skip
@@ -237,26 +237,26 @@ def _attentions() -> Iterator[Case]:
     for tier, dtype in (
         ("naive", "f32"), ("flash", "f32"), ("naive", "bf16"), ("flash", "bf16"), ("flash_hopper", "bf16"),
     ):  # fmt: skip
-        yield _attention(tier, dtype, [(0, 256)])
+        yield attention_case(tier, dtype, [(0, 256)])
     for dtype in ("f32", "bf16"):
-        yield _attention("decode", dtype, [(511, 1)] * 4)
-    yield _attention("decode", "bf16", [(511, 1)] * 4, num_sms=1)
+        yield attention_case("decode", dtype, [(511, 1)] * 4)
+    yield attention_case("decode", "bf16", [(511, 1)] * 4, num_sms=1)
     for chunks, tier in (([(1023, 1)] * 2, "decode"), ([(0, 256)], "flash"), ([(0, 512)], "flash_hopper")):
-        yield _attention(tier, "bf16", chunks, sizes=(8, 2, 128))
+        yield attention_case(tier, "bf16", chunks, sizes=(8, 2, 128))
     for pages in PAGES:
-        yield _attention("decode", "bf16", [(1023, 1)] * 2, sizes=(8, 2, 128), pages=pages)
-    yield _attention("flash", "bf16", [(0, 256)], sizes=(8, 2, 128), pages="e4m3")
+        yield attention_case("decode", "bf16", [(1023, 1)] * 2, sizes=(8, 2, 128), pages=pages)
+    yield attention_case("flash", "bf16", [(0, 256)], sizes=(8, 2, 128), pages="e4m3")
 
 
 _KEY_A_LANE = "the tier's point: a lane has a key of its own, a whole row away from its neighbour's"
 
 
-def _attention(
-    tier: str, dtype: str, chunks: list[tuple[int, int]], *, num_sms: int = 108, sizes: tuple[int, int, int] = _SIZES,
-    pages: str = "",
+def attention_case(
+    tier: str | None, dtype: str, chunks: list[tuple[int, int]], *, num_sms: int = 108,
+    sizes: tuple[int, int, int] = _SIZES, pages: str = "",
 ) -> Case:  # fmt: skip
-    """`chunks`: (context, queries) of each sequence, all alike; `num_sms` 1 keeps decode from splitting them; `sizes`:
-    query heads, KV heads, head dim; `pages`: what they hold where that is a byte a number."""
+    """`tier`: None: as planned. `chunks`: (context, queries) of each sequence, all alike; `num_sms` 1 keeps decode from
+    splitting them; `sizes`: query heads, KV heads, head dim; `pages`: what they hold where that is a byte a number."""
     num_heads, kv_heads, head_dim = sizes
     context, queries = chunks[0]
     length, seqs = context + queries, len(chunks)

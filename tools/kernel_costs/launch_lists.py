@@ -34,6 +34,7 @@ from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 
 if TYPE_CHECKING:
     from numba_kernels.cuda.specialisation import Launch, Specialisation
+    from runtime.engine.steps.local_executor import LocalExecutor
 
 NUM_LAYERS = 3
 FactsOf = Callable[["Specialisation"], CompiledKernel]
@@ -158,10 +159,11 @@ def compiled(arch: str) -> FactsOf:
 
 
 def decode_step(
-    config: Mapping[str, Any], *, num_seqs: int = 1, max_model_len: int = 8192, arch: str = "sm_90a",
-    facts_of: FactsOf | None = None,
+    config: Mapping[str, Any], *, num_seqs: int = 1, num_proposals: int = 0, context: int = 1024,
+    max_model_len: int = 8192, arch: str = "sm_90a", facts_of: FactsOf | None = None,
 ) -> Step:  # fmt: skip
-    """The launches of a step that decodes so many sequences of a model, by its config.json, in bf16.
+    """The launches of a step that decodes so many sequences of a model, by its config.json, in bf16: its decode graph,
+    or, where each sequence has proposals and `context` tokens, the recording of the step that tries them.
 
     Meanwhile the process's device of that architecture does nothing. `facts_of` gives registers and whether a kernel
     can be launched dependently; without it all can, and registers are unknown.
@@ -184,10 +186,14 @@ def decode_step(
             folder, device=gpu.device.type, dtype="bfloat16", load_format="dummy", max_model_len=max_model_len,
             max_num_seqs=num_seqs, kv_cache_bytes=8 << 30,
         )  # fmt: skip
-        graphs = local(engine).graphs
+        executor = local(engine)
+        graphs = executor.graphs
         assert graphs is not None, "decode graphs are on by default"
-        graphs.want(GraphKey(num_seqs, max_model_len, has_penalties=False, keeps_logits=False))
-        graphs.record()
+        if num_proposals:
+            _record_verification(executor, num_seqs, num_proposals, context)
+        else:
+            graphs.want(GraphKey(num_seqs, max_model_len, has_penalties=False, keeps_logits=False))
+            graphs.record()
         noted = [
             Launched("copy") if note.launch is None
             else launched_of(note.launch, note.arguments, is_dependent=note.is_dependent, facts_of=facts_of)
@@ -198,6 +204,35 @@ def decode_step(
     end = first + times * length
     left_out = num_layers - min(NUM_LAYERS, num_layers)
     return Step((*noted[:first], *noted[end:]), tuple(noted[first : first + length]), times + left_out)
+
+
+def _record_verification(executor: LocalExecutor, num_seqs: int, num_proposals: int, context: int) -> None:
+    """Record a step of sequences with so many tokens before it, all of whose tokens are drawn behind. A shape is
+    recorded when it comes for the second time; what runs at once before is not noted."""
+    from runtime.engine.steps.ragged import Layout
+    from runtime.sampling_arrays import SamplingArrays
+
+    graphs, block_size = executor.graphs, executor.limits.block_size
+    assert graphs is not None, "decode graphs are on by default"
+    tokens, width = num_seqs * (1 + num_proposals), -(-(context + 1 + num_proposals) // block_size)
+    places = np.tile(np.arange(context, context + 1 + num_proposals), num_seqs)
+    tables = np.arange(num_seqs * width, dtype=np.int32).reshape(num_seqs, width)
+    slots = tables.repeat(1 + num_proposals, 0)[np.arange(tokens), places // block_size].astype(np.int64)
+    layout = Layout(
+        token_ids=np.zeros(tokens, np.int32),
+        positions=places.astype(np.int32),
+        query_start=np.arange(num_seqs + 1, dtype=np.int32) * np.int32(1 + num_proposals),
+        seq_lens=np.full(num_seqs, context + 1 + num_proposals, np.int32),
+        slot_mappings=np.tile(slots * block_size + places % block_size, (executor.num_groups, 1)),
+        block_tables=np.tile(tables, (executor.num_groups, 1, 1)),
+        logits_indices=np.arange(tokens, dtype=np.int32),
+        max_query_len=1 + num_proposals,
+        max_seq_len=context + 1 + num_proposals,
+    )
+    for _ in range(2):
+        if graphs.run_forward(layout, executor._run_model, SamplingArrays.neutral(tokens), may_record=True) is not None:
+            return
+    raise ValueError(f"a step of {num_seqs} sequences with {num_proposals} proposals was not recorded")
 
 
 def launched_of(

@@ -23,6 +23,7 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 TIERS = ("naive", "flash", "flash_hopper", "decode")
 _DECODE_ROWS = 16  # the largest tile of the decode kernels
+_MOST_VERIFIED = 8  # queries of a sequence that tries proposals
 _DECODE_BLOCKS_PER_SM = 3  # what Hopper's shared memory holds for head dim 128
 _WAVES = 4  # of blocks, where one cannot hold them: then the last, which is not full, is a small part of them
 _HOPPER_ROWS = 64  # with no more, half of a tile or more would be empty
@@ -100,8 +101,9 @@ def plan(
 
     With `exact` a row's bits depend on its query and its keys alone: not on the batch, not on how the sequence was
     cut into chunks, and not on whether its token came as prefill or as decode. All lengths then take the flash tier,
-    which never splits a sequence. Without it short chunks take the decode tier, in as many parts as fill the device,
-    and long ones flash_hopper where the device has it. Either way equal inputs give equal bits.
+    which never splits a sequence. Without it short chunks take the decode tier, in as many parts as fill the device
+    (those of more than a tile's rows only where the flash tier's blocks would not fill it), and long ones flash_hopper
+    where the device has it. Either way equal inputs give equal bits.
 
     ValueError for sizes that no kernel has, naming the field, its value and its limit.
     """
@@ -133,6 +135,9 @@ def plan(
     rows = max_query_len * share  # of a sequence and KV head
     if tier is None:
         is_short = max_query_len == 1 or rows <= _DECODE_ROWS
+        if not is_short and max_query_len <= _MOST_VERIFIED:  # tiles read keys again, from the cache, but share them
+            tile_rows = _flash_rows(dtype, head_dim, rows)
+            is_short = -(-rows // tile_rows) * num_kv_heads * num_seqs <= num_sms
         is_for_hopper = arch == flash_hopper.ARCH and not pages and flash_hopper.has_kernel(dtype, head_dim, share)
         if has_spans:
             tier = "flash"
@@ -165,13 +170,11 @@ def plan(
         )  # fmt: skip
         return AttentionPlan(tier, attend, 0, 1, shape)
     if tier == "flash":
+        tile_rows = _flash_rows(dtype, head_dim, rows)
         if dtype == "f32":
             kernel = flash_float32.flash_float32(head_dim, block_size, False, variant)
-            tile_rows, shared_bytes = (
-                flash_float32.num_rows(head_dim, False), flash_float32.shared_bytes(head_dim, False)
-            )  # fmt: skip
+            shared_bytes = flash_float32.shared_bytes(head_dim, False)
         else:
-            tile_rows = flash_tensor_core.num_rows(head_dim, rows)
             kernel = flash_tensor_core.flash_tensor_core(dtype, head_dim, block_size, tile_rows, variant)
             shared_bytes = flash_tensor_core.shared_bytes(dtype, head_dim, tile_rows, pages)
         grid = -(-rows // tile_rows), num_kv_heads, num_seqs
@@ -194,6 +197,10 @@ def plan(
         return AttentionPlan(tier, attend, 0, 1, shape)
     workspace_bytes = parts.workspace_bytes(head_dim, num_rows, blocks, num_kv_heads)
     return AttentionPlan(tier, attend, workspace_bytes, wanted, shape, blocks * num_kv_heads)
+
+
+def _flash_rows(dtype: str, head_dim: int, rows: int) -> int:
+    return flash_float32.num_rows(head_dim, False) if dtype == "f32" else flash_tensor_core.num_rows(head_dim, rows)
 
 
 def _wanted(num_tiles: int, num_kv_heads: int, num_sms: int) -> int:

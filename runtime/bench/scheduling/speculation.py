@@ -1,7 +1,8 @@
 """`bench speculation`: what proposals are worth, by how often they are right and how many sequences decode.
 
-Others may use the machine. So the engines take turns in short stretches, and what is reported are medians of ratios,
-each between stretches of the same turn.
+Others may use the machine, and two engines differ by some percent in where their memory lies. So one engine does it all,
+with and without proposals in turns and in random order, and what is reported are medians of ratios, each between
+stretches of the same turn.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,11 @@ if TYPE_CHECKING:
 
 FIXED = (1, 3, 7)
 """Proposals a sequence and step that the engine's own choice is held against."""
+
+CURVE = (1, 2, 3, 5, 7)
+"""Proposals a sequence whose steps are timed."""
+
+CURVE_STEPS = 5
 
 PROMPT_LEN = 16
 
@@ -60,12 +67,16 @@ def bench_speculation(
     rates: Sequence[float],
     output_len: int,
     num_rounds: int,
+    num_warm_rounds: int = 1,
+    fixed: Sequence[int] = FIXED,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Tokens per second of decodes without proposals, with as many as the engine chooses, and with fixed numbers, in
     turns. ``rows`` has one for each number of sequences and each rate. Medians of the rounds' ratios: `speedup`, the
-    engine's choice against none; `of_best_fixed`, against the best fixed number, none included; `of_curve`, against
-    what the best number would give by the times of its steps alone.
+    engine's choice against none; `of_best_fixed`, against the best of the ``fixed`` numbers, none included; `of_curve`,
+    against what the best of ``CURVE``, or none, would give by the times of steps alone. `from_start` is the choice's
+    speed over all rounds, the warm ones included, in which it knows nothing at first, against none in the others.
+    ``steps`` has the seconds of steps, by sequences and proposals a sequence.
 
     On a cpu, and with `exact`, all have to give the same tokens. Raises `BenchmarkError`.
     """
@@ -78,46 +89,61 @@ def bench_speculation(
         raise BenchmarkError(f"--rates {list(rates)} must be between 0 and 1")
     if num_rounds < 1:
         raise BenchmarkError(f"--num-rounds {num_rounds} must be at least 1")
+    if num_warm_rounds < 1:
+        raise BenchmarkError(f"--num-warm-rounds {num_warm_rounds} must be at least 1")
+    if not all(1 <= most <= max(CURVE) for most in fixed):
+        raise BenchmarkError(f"--fixed {list(fixed)} must be 1 to {max(CURVE)} proposals")
     if not 2 <= output_len <= limits.max_model_len - PROMPT_LEN:
         raise BenchmarkError(f"--output-len {output_len} must be 2 to {limits.max_model_len - PROMPT_LEN} tokens")
     is_exact = limits.exact or engine.info.device == "cpu"
-    rows = []
+    rows, steps, rng = [], [], random.Random(seed)
+    timed = like(engine, enable_prefix_caching=False)
     for batch in batches:
         prompts = random_prompts(batch, PROMPT_LEN, vocab_size, seed)
-        modes = ["off", "chosen", *(f"{most} fixed" for most in FIXED)]
-        engines = {mode: like(engine, enable_prefix_caching=False) for mode in modes}
-        answers, _ = _run(engines["off"], prompts, output_len)
+        timed.use(None)
+        answers, _, _ = _run(timed, prompts, output_len)
+        step_s = _step_times(timed, prompts, answers, output_len)
+        steps.append({"num_sequences": batch, "seconds": {str(most): each for most, each in step_s.items()}})
         for rate in rates:
-            for mode, each in engines.items():
-                if mode != "off":
-                    most = max(FIXED) if mode == "chosen" else int(mode.split()[0])
-                    each.use(Speculator(Scripted(answers, rate, vocab_size), most, vocab_size, fixed=mode != "chosen"))
+            modes: dict[str, Speculator | None] = {"off": None}
+            modes["chosen"] = chosen = Speculator(Scripted(answers, rate, vocab_size), max(CURVE), vocab_size)
+            for most in fixed:
+                drafter = Scripted(answers, rate, vocab_size)
+                modes[f"{most} fixed"] = Speculator(drafter, most, vocab_size, fixed=True)
             speeds: dict[str, list[float]] = {mode: [] for mode in modes}
-            for number in range(num_rounds + 1):  # the first warms up
-                for mode in modes if number % 2 else reversed(modes):
-                    tokens, speed = _run(engines[mode], prompts, output_len)
-                    if is_exact and tokens != answers:
+            spent = Counter[str]()
+            for number in range(num_warm_rounds + num_rounds):
+                for mode in rng.sample(list(modes), len(modes)):
+                    timed.use(modes[mode])
+                    said, num_tokens, seconds = _run(timed, prompts, output_len)
+                    if is_exact and said != answers:
                         raise BenchmarkError(f"{mode}, {batch} sequences: the tokens are not those without proposals")
-                    if number:
-                        speeds[mode].append(speed)
+                    if mode == "chosen":
+                        spent.update(tokens=num_tokens, seconds=seconds)  # type: ignore[arg-type]
+                    if number >= num_warm_rounds:
+                        speeds[mode].append(num_tokens / seconds)
             medians = {mode: statistics.median(each) for mode, each in speeds.items()}
             ratios = {mode: _median_ratio(speeds[mode], speeds["off"]) for mode in modes}
             best = max((mode for mode in modes if mode != "chosen"), key=lambda mode: ratios[mode])
-            allowed = {mode: _allowed(engines[mode], batch, rate) / medians["off"] for mode in modes[2:]}
-            counters = engines["chosen"].stats()
+            allowed = [step_s[0] / each * sum(rate**at for at in range(most + 1)) for most, each in step_s.items()]
             rows.append(
                 {
                     "num_sequences": batch, "rate": rate, "tokens_per_s": medians,
                     "speedups": ratios, "speedup": ratios["chosen"],
+                    "from_start": spent["tokens"] / spent["seconds"] / medians["off"],
                     "of_best_fixed": _median_ratio(speeds["chosen"], speeds[best]),
-                    "of_curve": ratios["chosen"] / max(1.0, *allowed.values()),
-                    "num_draft_tokens": counters.num_draft_tokens, "num_accepted_tokens": counters.num_accepted_tokens,
+                    "allowed": max(allowed), "of_curve": ratios["chosen"] / max(allowed),
+                    "num_draft_tokens": chosen.counters.num_draft_tokens,
+                    "num_accepted_tokens": chosen.counters.num_accepted_tokens,
                 }
             )  # fmt: skip
+    timed.use(None)
     report = {
         "rows": rows,
+        "steps": steps,
         "output_len": output_len,
         "num_rounds": num_rounds,
+        "num_warm_rounds": num_warm_rounds,
         "environment": describe_engine(engine.info),
     }
     check_finite(report)
@@ -128,16 +154,34 @@ def _median_ratio(speeds: list[float], others: list[float]) -> float:
     return statistics.median(one / other for one, other in zip(speeds, others, strict=True))
 
 
-def _allowed(engine: Engine, batch: int, rate: float) -> float:
-    """Tokens per second that the engine's fixed number of proposals gives, by the times of its steps."""
-    assert engine.speculator is not None
-    most = len(engine.speculator.counters.accepted_by_position)
-    seconds = engine.speculator.times.tried(batch * (1 + most))
-    return batch * sum(rate**place for place in range(most + 1)) / seconds if seconds else 0.0
+def _step_times(
+    engine: Engine, prompts: list[list[int]], answers: dict[str, list[int]], output_len: int
+) -> dict[int, float]:
+    """Seconds from one step's end to the next one's, by proposals a sequence, all of which are right: medians, without
+    the first step, which may be recorded. Numbers that the answers are too short for are left out."""
+    from runtime.engine.speculation.speculator import Speculator
+
+    found: dict[int, list[float]] = {0: []}
+    for _ in range(2):
+        for most in (0, *CURVE):
+            length = min(output_len, (1 + most) * CURVE_STEPS + 1)
+            num_steps = (length - 1) // (1 + most)  # all of them with as many proposals
+            if most:
+                drafter = Scripted(answers, 1.0, engine.info.vocab_size)
+                engine.use(Speculator(drafter, most, engine.info.vocab_size, fixed=True))
+            else:
+                engine.use(None)
+            times: list[float] = []
+            _run(engine, prompts, length, times)
+            found.setdefault(most, []).extend(times[1:num_steps])
+    return {most: statistics.median(times) for most, times in found.items() if times}
 
 
-def _run(engine: Engine, prompts: list[list[int]], output_len: int) -> tuple[dict[str, list[int]], float]:
-    """The answers, and tokens per second from when all have their first token."""
+def _run(
+    engine: Engine, prompts: list[list[int]], output_len: int, times: list[float] | None = None
+) -> tuple[dict[str, list[int]], int, float]:
+    """The answers, and how many tokens came in which time from when all had their first. ``times`` takes the seconds of
+    each step since."""
     from runtime.engine.messages import EngineRequest
     from runtime.engine.sampling_params import SamplingParams
 
@@ -146,12 +190,17 @@ def _run(engine: Engine, prompts: list[list[int]], output_len: int) -> tuple[dic
     for number, prompt in enumerate(prompts):
         answers[str(number)] = []
         engine.add(EngineRequest(request_id=str(number), prompt_token_ids=prompt, params=params))
-    begun, num_before = 0.0, 0
+    begun, last, num_before = 0.0, 0.0, 0
     while engine.has_work:
         for output in engine.step():
             if output.error is not None:
                 raise BenchmarkError(output.error)
             answers[output.request_id] += output.new_token_ids
+        if times is not None:
+            now = time.perf_counter()
+            if begun:
+                times.append(now - last)
+            last = now
         if not begun and all(answers.values()):
             begun, num_before = time.perf_counter(), sum(map(len, answers.values()))
-    return answers, (sum(map(len, answers.values())) - num_before) / (time.perf_counter() - begun)
+    return answers, sum(map(len, answers.values())) - num_before, time.perf_counter() - begun

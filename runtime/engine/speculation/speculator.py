@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from runtime.engine.grammar.matcher import GrammarMatcher
 from runtime.engine.scheduling.sequence import Request, Sequence
+from runtime.engine.speculation.account import TrialAccount
 from runtime.engine.speculation.drafter import (
     NOTHING,
     SUREST,
@@ -29,6 +30,7 @@ from runtime.engine.speculation.drafter import (
     LeftChunk,
     StateDrafter,
 )
+from runtime.engine.speculation.naps import Naps
 from runtime.engine.speculation.prediction import PredictionDrafter
 from runtime.engine.speculation.step_times import WIDTHS, StepTimes
 from runtime.engine.steps.executor import KeptRows
@@ -38,8 +40,8 @@ logger = logging.getLogger("xserv.engine")
 LEAST_GAIN = 1.02
 """What proposals have to promise against none: times are noisy."""
 
-SHARE_IDLE, SHARE_PAYING = 0.005, 0.25
-"""Of a step's time that looking for proposals may take: while they do not pay, and while they do."""
+SHARE_PAYING = 0.25
+"""Of a step's time that looking for proposals may take while they pay; while they do not, see `naps`."""
 
 PRIOR_WEIGHT = 4.0
 FADING = 0.95
@@ -47,18 +49,6 @@ FADING = 0.95
 
 FORGETTING = 0.99
 """What is left of a count after a step that did not try: what did not work may work now."""
-
-ALLOWANCE = 0.01
-"""Of the time of steps without proposals that trying may cost: what it gains pays for more."""
-
-MOST_STEPS = 2.0
-"""Steps with the most proposals whose time may be lost when what did pay does so no more."""
-
-MOST_REST = 256
-"""Steps at most between two looks where nothing pays and steps are so short that even this costs something."""
-
-CREDIT_STEPS = 2.0
-"""Steps without proposals whose time may be lost at first, before the allowance has grown."""
 
 TRIAL_STEPS = 64
 """Steps that overlap with the next between two that do not, to see whether proposals would pay."""
@@ -138,25 +128,21 @@ class Speculator:
         self._tried: dict[Sequence, _Tried] = {}
         self._predicted: set[Sequence] = set()  # whose proposals come from predictions
         self._lookup_s = 0.0  # of one sequence, fading
-        self._share = SHARE_PAYING
+        self._pays = True  # as far as is known
         self._next = 0  # whose turn it is to be looked at first
         self._last_end: tuple[int, int, float] | None = None  # of the step before: number, sequences, when
         self._num_asked = 0
         self._is_held = False
         self._hang_s = hang_s
         self._clock = clock
-        self._balance_s: float | None = None  # what trying may cost; None: no step without is known
+        self._account = TrialAccount()
+        self._naps = Naps()
         self._plain_s = 0.0  # of a step of as many sequences as decode
-        self._limit_s = 0.0  # of the balance
-        self._cost_s = 0.0  # of a call of `propose` of which nothing comes
-        self._num_resting = 0  # steps for which nothing is done
-        self._num_awake = 0  # steps since
-        self._is_resting = False
 
     @property
     def observes(self) -> bool:
         """Whether it wants to know of the step that it was asked about last."""
-        return not self._is_resting
+        return self._naps.is_seen
 
     @property
     def is_on(self) -> bool:
@@ -190,30 +176,18 @@ class Speculator:
         All of a sequence's tokens have to be known."""
         if self._tried:
             self._tried = {}
-        self._is_resting = self._num_resting > 0 and not self._num_predicted
-        if self._is_resting:
-            self._num_resting -= 1
-            self._last_end = None
+        if self._num_predicted or self._is_held:
+            self._naps.end()
+        elif self._naps.sleeps_on():
             return {}
         begun = time.perf_counter()
         drafts = self._propose(running)
-        if not drafts and not self._fixed:
-            self._rest(time.perf_counter() - begun)
+        if not drafts and self._plain_s > 0.0 and not self._fixed:
+            num_steps = self._naps.begin(time.perf_counter() - begun, self._plain_s)
+            for one in (*self._chances, *self._by_sequence.values()) if num_steps else ():
+                one.forget(num_steps)
+            self._account.earn(self._plain_s, num_steps)
         return drafts
-
-    def _rest(self, spent_s: float) -> None:
-        """A look costs twice what is seen of it here. So many are left out that looking takes its share of the time;
-        three steps in a row are looked at, since a step's time is known if the one before it was, too."""
-        self._cost_s = min(spent_s, 1.1 * self._cost_s) if self._cost_s else spent_s
-        self._num_awake += 1
-        if self._num_awake >= 3 and self._plain_s > 0.0:
-            self._num_awake = 0
-            self._num_resting = min(MOST_REST, max(0, int(6 * self._cost_s / (SHARE_IDLE * self._plain_s)) - 3))
-            for one in (*self._chances, *self._by_sequence.values()):
-                one.forget(self._num_resting)
-            if self._balance_s is not None:  # they pay in, too
-                earned = ALLOWANCE * self._plain_s * self._num_resting
-                self._balance_s = min(self._balance_s + earned, self._limit_s)
 
     def _propose(self, running: Iterable[Sequence]) -> dict[Sequence, list[int]]:
         decodes = [s for s in running if s.num_tokens + s.num_pending - s.num_computed == 1 and not s.is_drawing_last]
@@ -229,12 +203,10 @@ class Speculator:
             counts = {sequence: len(ids) for sequence, (ids, _) in found.items()}
         else:
             curve = self.times.curve(len(decodes))
-            self._limit_s = MOST_STEPS * max(curve)
-            if self._balance_s is None:
-                self._balance_s = CREDIT_STEPS * curve[0]
+            self._account.bound(curve[0], max(curve))
             promised = {s: (chances[s], len(ids)) for s, (ids, _) in found.items()}
-            counts = _best(promised, len(decodes), curve, self._balance_s)
-            self._share = SHARE_PAYING if counts else SHARE_IDLE
+            counts = self._best(promised, len(decodes), curve)
+            self._pays = len(counts) > 0
         drafts = {}
         for sequence, (ids, sureness) in found.items():
             count = counts.get(sequence, 0)
@@ -246,6 +218,37 @@ class Speculator:
                 self._by_sequence[sequence].forget()
                 self._chances[sureness].forget()
         return drafts
+
+    def _best(
+        self, found: dict[Sequence, tuple[float, int]], num_decodes: int, curve: list[float]
+    ) -> dict[Sequence, int]:
+        """How many proposals of each to try, given the chance of each next one and how many there are. If half of what
+        they promise comes true, the account has to pay for the rest."""
+        account = self._account
+        chances: list[tuple[float, int, Sequence]] = []
+        for sequence, (chance, count) in found.items():
+            together = 1.0
+            for place in range(count):
+                together *= chance
+                chances.append((together, place, sequence))
+        chances.sort(key=lambda one: (-one[0], one[1]))
+        best_rate, best_width = LEAST_GAIN * num_decodes / curve[0], 0
+        expected, taken = float(num_decodes), 0
+        for width, seconds in zip(WIDTHS, curve[1:]):
+            if width > len(chances):
+                break
+            while taken < width:
+                expected += chances[taken][0]
+                taken += 1
+            comes_true = (num_decodes + 0.5 * (expected - num_decodes)) / num_decodes * curve[0]
+            if expected / seconds <= best_rate or not account.allows(seconds - comes_true):
+                continue
+            if account.allows_setup or self.times.is_known(num_decodes, width):
+                best_rate, best_width = expected / seconds, width
+        counts: dict[Sequence, int] = {}
+        for _, place, sequence in chances[:best_width]:
+            counts[sequence] = max(counts.get(sequence, 0), place + 1)
+        return counts
 
     def distributions(self, drafts: dict[Sequence, list[int]]) -> dict[Sequence, NDArray[np.float32]]:
         """What those of a step's proposals were drawn from that rejection sampling shall keep, ``[proposals,
@@ -285,23 +288,37 @@ class Speculator:
                 counts[2] += count
                 counts[3] += accepted
         total = sum(drafted.values())
-        last, self._last_end = self._last_end, (number, len(kept), now) if is_pure else None
-        follows = last is not None and is_pure and last[:2] == (number - 1, len(kept))
-        if last is not None and follows and (total or not self._is_held):  # a held one without is no plain one
-            self.times.observe(len(kept), total, now - last[2])
-            self._account(len(kept), total, sum(kept.values()), now - last[2])
-
-    def _account(self, num_sequences: int, num_drafts: int, num_kept: int, seconds: float) -> None:
-        """Steps without proposals earn a little, steps with them what they were faster than as many tokens without. A
-        step is not taken to be slower than its tokens would be one by one: it was recorded, or disturbed."""
-        plain = self.times.plain(num_sequences)
-        if self._balance_s is None or plain is None:
+        is_asleep = self._naps.is_asleep
+        last, self._last_end = self._last_end, None
+        if is_pure:
+            self._last_end = number, len(kept), self._clock() if is_asleep else now
+        if last is None or not is_pure or last[:2] != (number - 1, len(kept)):
             return
-        gained = ALLOWANCE * plain
-        if num_drafts:
-            seconds = self.times.tried(num_sequences + num_drafts) or seconds
-            gained = num_kept / num_sequences * plain - min(seconds, plain * (1 + num_drafts / num_sequences))
-        self._balance_s = min(max(self._balance_s + gained, -self._limit_s), self._limit_s)
+        if total:
+            self._settle(len(kept), total, sum(kept.values()), now - last[2])
+        elif not self._is_held:  # a held one is no plain one
+            plain = self.times.plain(len(kept))
+            if is_asleep or plain is None or not self._naps.takes_naps:
+                self.times.observe(len(kept), 0, now - last[2])
+            if not is_asleep and plain is not None:  # naps have paid
+                self._account.earn(plain)
+
+    def _settle(self, num_sequences: int, num_drafts: int, num_kept: int, seconds: float) -> None:
+        """A step with proposals took so long. It is not taken to be slower than its tokens would be one by one: it was
+        disturbed, or recorded, which the first of its shape pays for."""
+        is_first = not self.times.is_known(num_sequences, num_drafts)
+        self.times.observe(num_sequences, num_drafts, seconds)
+        plain = self.times.plain(num_sequences)
+        if plain is None:
+            return
+        most = plain * (1 + num_drafts / num_sequences)
+        if is_first:
+            self._account.set_up(seconds - (self.times.tried(num_sequences + num_drafts) or most))
+        seconds = self.times.tried(num_sequences + num_drafts) or seconds
+        gained = num_kept / num_sequences * plain - min(seconds, most)
+        self._account.settle(gained)
+        if gained > 0.0:
+            self._naps.end()
 
     @property
     def reads_states(self) -> bool:
@@ -313,7 +330,7 @@ class Speculator:
         drafter = self._follower
         if drafter is not None:
             try:
-                drafter.follow(kept, chunks, pays=self._fixed or self._share == SHARE_PAYING)
+                drafter.follow(kept, chunks, pays=self._fixed or self._pays)
             except Exception:
                 assert self._drafter is not None
                 self._turn_off(self._drafter, "failed", with_trace=True)
@@ -333,13 +350,8 @@ class Speculator:
     def _look(self, decodes: list[Sequence], step_s: float) -> dict[Sequence, tuple[Ids, int]]:
         """Proposals of as many sequences as there is time to ask for."""
         num_asked = len(decodes)
-        if step_s > 0.0 and self._lookup_s > 0.0:
-            num_asked = min(num_asked, max(1, int(self._share * step_s / self._lookup_s)))
-            if self._share == SHARE_IDLE and self._lookup_s > self._share * step_s:
-                self._next += 1  # a look costs more than that: not in every step
-                if self._next * self._share * step_s < self._lookup_s:
-                    return {}
-                self._next = 0
+        if step_s > 0.0 and self._lookup_s > 0.0 and self._pays:
+            num_asked = min(num_asked, max(1, int(SHARE_PAYING * step_s / self._lookup_s)))
         first = self._next % len(decodes)
         asked = [*decodes[first:], *decodes[:first]][:num_asked]
         self._next = first + num_asked if num_asked < len(decodes) else 0
@@ -427,32 +439,3 @@ def _within(matcher: GrammarMatcher, ids: Ids, sureness: int, most: int) -> tupl
     if len(ids):
         return ids, sureness
     return np.array(matcher.forced()[:most], np.int32), SUREST
-
-
-def _best(
-    found: dict[Sequence, tuple[float, int]], num_decodes: int, curve: list[float], balance_s: float
-) -> dict[Sequence, int]:
-    """How many proposals of each to try, given the chance of each next one and how many there are. If half of what they
-    promise comes true, the balance has to pay for the rest."""
-    chances: list[tuple[float, int, Sequence]] = []
-    for sequence, (chance, count) in found.items():
-        together = 1.0
-        for place in range(count):
-            together *= chance
-            chances.append((together, place, sequence))
-    chances.sort(key=lambda one: (-one[0], one[1]))
-    best_rate, best_width = LEAST_GAIN * num_decodes / curve[0], 0
-    expected, taken = float(num_decodes), 0
-    for width, seconds in zip(WIDTHS, curve[1:]):
-        if width > len(chances):
-            break
-        while taken < width:
-            expected += chances[taken][0]
-            taken += 1
-        comes_true = (num_decodes + 0.5 * (expected - num_decodes)) / num_decodes * curve[0]
-        if expected / seconds > best_rate and seconds - comes_true <= balance_s:
-            best_rate, best_width = expected / seconds, width
-    counts: dict[Sequence, int] = {}
-    for _, place, sequence in chances[:best_width]:
-        counts[sequence] = max(counts.get(sequence, 0), place + 1)
-    return counts

@@ -50,10 +50,9 @@ class StepTimes:
     def observe(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
         """A step of so many sequences tried so many proposals. The first of its shape may have been recorded, and
         tells nothing."""
+        is_known = self.is_known(num_sequences, num_drafts)
         self._number += 1
-        shape = (num_sequences, num_drafts)
-        is_known = self._number - self._shapes.get(shape, -_STALE_STEPS) < _STALE_STEPS
-        self._shapes[shape] = self._number
+        self._shapes[num_sequences, num_drafts] = self._number
         if is_known:
             kind, key = (self._tried, num_sequences + num_drafts) if num_drafts else (self._plain, num_sequences)
             times = kind.setdefault(key, _Times())
@@ -61,6 +60,10 @@ class StepTimes:
                 times.seen.clear()
             times.seen.append(seconds)
             times.latest = self._number
+
+    def is_known(self, num_sequences: int, num_drafts: int) -> bool:
+        """Whether a step of this shape came before, and not too long ago."""
+        return self._number - self._shapes.get((num_sequences, num_drafts), -_STALE_STEPS) < _STALE_STEPS
 
     def plain(self, num_sequences: int) -> float | None:
         """Of a step without proposals; None: not known."""

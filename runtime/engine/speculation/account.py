@@ -1,0 +1,63 @@
+"""What trying proposals may cost: an account in seconds, and one of what it costs to set a width up."""
+
+from __future__ import annotations
+
+ALLOWANCE = 0.0075
+"""Of the time of steps without proposals that trying may cost: what it gains pays for more."""
+
+SETUP_ALLOWANCE = 0.0025
+"""The same for the first step of a shape, which notes down what later ones replay: for a small model it takes as long
+as dozens of steps."""
+
+MOST_STEPS = 2.0
+"""Steps with the most proposals whose time may be lost when what did pay does so no more."""
+
+CREDIT_STEPS = 2.0
+"""Steps without proposals whose time may be lost at first, before the allowance has grown."""
+
+
+class TrialAccount:
+    """Each step without proposals pays in a share of its time, each with them what it was faster than the same tokens
+    without, or takes out what it was slower. The first step of a shape is paid for apart.
+
+    balance_s  what steps with proposals may be slower; None: no step is known
+    setup_s    what first steps of a shape may take more than the ones after them
+    """
+
+    def __init__(self) -> None:
+        self.balance_s: float | None = None
+        self.setup_s = 0.0
+        self._limit_s = 0.0
+
+    def bound(self, plain_s: float, longest_s: float) -> None:
+        """A step without proposals takes so long, one with the most of them so long."""
+        self._limit_s = MOST_STEPS * longest_s
+        if self.balance_s is None:
+            self.balance_s = self.setup_s = CREDIT_STEPS * plain_s
+
+    def allows(self, loss_s: float) -> bool:
+        """Whether a step may lose so much."""
+        return self.balance_s is not None and loss_s <= self.balance_s
+
+    @property
+    def allows_setup(self) -> bool:
+        """Whether a step may be the first of its shape: what that takes is known afterwards."""
+        return self.setup_s >= 0.0
+
+    def earn(self, plain_s: float, num_steps: int = 1) -> None:
+        """Steps without proposals."""
+        if self.balance_s is not None:
+            self.balance_s = min(self.balance_s + ALLOWANCE * plain_s * num_steps, self._limit_s)
+            self.setup_s = min(self.setup_s + SETUP_ALLOWANCE * plain_s * num_steps, self._limit_s)
+
+    def settle(self, gained_s: float) -> None:
+        """A step with proposals was faster by so much than its tokens without."""
+        if self.balance_s is not None:
+            if gained_s > 0.0:
+                self.setup_s = min(self.setup_s + 0.5 * gained_s, self._limit_s)
+                gained_s *= 0.5
+            self.balance_s = min(max(self.balance_s + gained_s, -self._limit_s), self._limit_s)
+
+    def set_up(self, excess_s: float) -> None:
+        """The first step of a shape took so much longer than it will."""
+        self.setup_s -= max(0.0, excess_s)

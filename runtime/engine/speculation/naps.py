@@ -1,0 +1,63 @@
+"""Steps in which speculation does nothing at all, where steps are so short that even a look costs something."""
+
+from __future__ import annotations
+
+SHARE_LOOKING = 0.004
+"""Of the steps' time that looks may take while nothing comes of them."""
+
+MOST_STEPS = 512
+"""Without a look."""
+
+_LONGER = 4
+"""Times what looking says that a nap may last: each is twice as long as the one before."""
+
+_UNSEEN_S = 5e-5
+"""What a look costs beside what is seen of it: the step is asked about afterwards, by Python that has not run for long
+(40 to 60 microseconds on Zen 3)."""
+
+_NUM_SEEN = 2
+"""At a nap's end, steps whose time is taken: what a step takes that nobody asks. The second is timed, from the first's
+end."""
+
+
+class Naps:
+    """After a look of which nothing came, so many steps are left out that looking takes its share of the time, and more
+    after each, until proposals pay.
+
+    is_asleep   whether the step that was asked for last is left out
+    takes_naps  whether a step that is looked at takes longer than one that is not
+    """
+
+    def __init__(self) -> None:
+        self.is_asleep = False
+        self._left = 0
+        self._length = 0  # of the nap before
+
+    @property
+    def takes_naps(self) -> bool:
+        return self._length > 0
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether the time of the step that was asked for last is taken."""
+        return not self.is_asleep or self._left < _NUM_SEEN
+
+    def sleeps_on(self) -> bool:
+        """Whether the next step is left out."""
+        self.is_asleep = self._left > 0
+        if self.is_asleep:
+            self._left -= 1
+        return self.is_asleep
+
+    def begin(self, spent_s: float, plain_s: float) -> int:
+        """A look took so long, and nothing is tried; a step without proposals takes ``plain_s``. Returns the length of
+        the nap that begins, 0: none does."""
+        least = int((spent_s + _UNSEEN_S) / (SHARE_LOOKING * plain_s))
+        self._length = min(MOST_STEPS, max(least, min(2 * self._length, _LONGER * least))) if least > 2 else 0
+        self._left = self._length
+        return self._length
+
+    def end(self) -> None:
+        """Something came that is worth a look, or proposals paid."""
+        self.is_asleep = False
+        self._left = self._length = 0
