@@ -24,6 +24,7 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 TIERS = ("naive", "flash", "flash_hopper", "decode")
 _DECODE_ROWS = 16  # the largest tile of the decode kernels
 _MOST_VERIFIED = 8  # queries of a sequence that tries proposals
+_SPARSE = 4  # multiprocessors for each block of the flash tier from which on those cannot ask for all the bandwidth
 _DECODE_BLOCKS_PER_SM = 3  # what Hopper's shared memory holds for head dim 128
 _WAVES = 4  # of blocks, where one cannot hold them: then the last, which is not full, is a small part of them
 _HOPPER_ROWS = 64  # with no more, half of a tile or more would be empty
@@ -102,7 +103,7 @@ def plan(
     With `exact` a row's bits depend on its query and its keys alone: not on the batch, not on how the sequence was
     cut into chunks, and not on whether its token came as prefill or as decode. All lengths then take the flash tier,
     which never splits a sequence. Without it short chunks take the decode tier, in as many parts as fill the device
-    (those of more than a tile's rows only where the flash tier's blocks would not fill it), and long ones flash_hopper
+    (those of more than a tile's rows only where the flash tier's blocks would be few), and long ones flash_hopper
     where the device has it. Either way equal inputs give equal bits.
 
     ValueError for sizes that no kernel has, naming the field, its value and its limit.
@@ -137,7 +138,7 @@ def plan(
         is_short = max_query_len == 1 or rows <= _DECODE_ROWS
         if not is_short and max_query_len <= _MOST_VERIFIED:  # tiles read keys again, from the cache, but share them
             tile_rows = _flash_rows(dtype, head_dim, rows)
-            is_short = -(-rows // tile_rows) * num_kv_heads * num_seqs <= num_sms
+            is_short = _SPARSE * -(-rows // tile_rows) * num_kv_heads * num_seqs <= num_sms
         is_for_hopper = arch == flash_hopper.ARCH and not pages and flash_hopper.has_kernel(dtype, head_dim, share)
         if has_spans:
             tier = "flash"

@@ -1,7 +1,7 @@
 """`bench speculation`: what proposals are worth, by how often they are right and how many sequences decode.
 
-Others may use the machine, and two engines differ by some percent in where their memory lies. So one engine does it all,
-with and without proposals in turns and in random order, and what is reported are medians of ratios, each between
+Others may use the machine, and two engines differ by some percent in where their memory lies. So one engine does it
+all, with and without proposals in turns and in random order, and what is reported are medians of ratios, each between
 stretches of the same turn.
 """
 

@@ -12,6 +12,9 @@ as dozens of steps."""
 MOST_STEPS = 2.0
 """Steps with the most proposals whose time may be lost when what did pay does so no more."""
 
+MOST_SETUP_STEPS = 100.0
+"""Steps without proposals that a first step may have taken: the machine may have slept."""
+
 CREDIT_STEPS = 2.0
 """Steps without proposals whose time may be lost at first, before the allowance has grown."""
 
@@ -34,10 +37,16 @@ class TrialAccount:
         self._limit_s = MOST_STEPS * longest_s
         if self.balance_s is None:
             self.balance_s = self.setup_s = CREDIT_STEPS * plain_s
+        self.balance_s = min(max(self.balance_s, -self._limit_s), self._limit_s)  # times were wrong, or others
 
     def allows(self, loss_s: float) -> bool:
         """Whether a step may lose so much."""
         return self.balance_s is not None and loss_s <= self.balance_s
+
+    @property
+    def is_full(self) -> bool:
+        """Whether little of what trying may cost has been spent of late."""
+        return self.balance_s is not None and self.balance_s >= 0.5 * self._limit_s
 
     @property
     def allows_setup(self) -> bool:
@@ -58,6 +67,6 @@ class TrialAccount:
                 gained_s *= 0.5
             self.balance_s = min(max(self.balance_s + gained_s, -self._limit_s), self._limit_s)
 
-    def set_up(self, excess_s: float) -> None:
-        """The first step of a shape took so much longer than it will."""
-        self.setup_s -= max(0.0, excess_s)
+    def set_up(self, excess_s: float, plain_s: float) -> None:
+        """The first step of a shape took so much longer than it will. No more than `MOST_SETUP_STEPS` is believed."""
+        self.setup_s -= min(max(0.0, excess_s), MOST_SETUP_STEPS * plain_s)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -43,12 +44,16 @@ LEAST_GAIN = 1.02
 SHARE_PAYING = 0.25
 """Of a step's time that looking for proposals may take while they pay; while they do not, see `naps`."""
 
-PRIOR_WEIGHT = 4.0
+PRIOR, PRIOR_WEIGHT = 0.6, 4.0
 FADING = 0.95
-"""A sequence's counts begin with the drafter's own, as so many proposals, and fade as new ones come."""
+"""A drafter's counts begin as so many proposals of which this share is kept, a sequence's with the drafter's own as so
+many; they fade as new ones come."""
+
+HOPED = 0.95
+"""What counts begin with instead where nothing promises anything, and the account has plenty left for trials."""
 
 FORGETTING = 0.99
-"""What is left of a count after a step that did not try: what did not work may work now."""
+"""What is left of counts below that share after a step that did not try: what did not work may work now."""
 
 TRIAL_STEPS = 64
 """Steps that overlap with the next between two that do not, to see whether proposals would pay."""
@@ -80,9 +85,11 @@ class _Chance:
         self.kept = FADING * self.kept + kept
         self.lost = FADING * self.lost + is_lost
 
-    def forget(self, num_steps: int = 1) -> None:
-        self.kept *= FORGETTING**num_steps
-        self.lost *= FORGETTING**num_steps
+    def forget(self, num_steps: int = 1, *, hopes: bool = False) -> None:
+        """``hopes``: though more were kept than at first was expected."""
+        if hopes or self.kept * (1.0 - PRIOR) < self.lost * PRIOR:
+            self.kept *= FORGETTING**num_steps
+            self.lost *= FORGETTING**num_steps
 
     def of(self, prior: float) -> float:
         return (self.kept + PRIOR_WEIGHT * prior) / (self.kept + self.lost + PRIOR_WEIGHT)
@@ -185,7 +192,7 @@ class Speculator:
         if not drafts and self._plain_s > 0.0 and not self._fixed:
             num_steps = self._naps.begin(time.perf_counter() - begun, self._plain_s)
             for one in (*self._chances, *self._by_sequence.values()) if num_steps else ():
-                one.forget(num_steps)
+                one.forget(num_steps, hopes=self._account.is_full)
             self._account.earn(self._plain_s, num_steps)
         return drafts
 
@@ -198,14 +205,16 @@ class Speculator:
         found = self._look(decodes, 0.0 if plain is None or self._fixed else plain)
         if not found:
             return {}
-        chances = {sequence: self._chance(sequence, sureness) for sequence, (_, sureness) in found.items()}
         if self._fixed:
             counts = {sequence: len(ids) for sequence, (ids, _) in found.items()}
+            for sequence, (_, sureness) in found.items():
+                self._chance(sequence, sureness)  # is counted
         else:
             curve = self.times.curve(len(decodes))
-            self._account.bound(curve[0], max(curve))
-            promised = {s: (chances[s], len(ids)) for s, (ids, _) in found.items()}
-            counts = self._best(promised, len(decodes), curve)
+            self._account.bound(curve[0], max(curve[: 1 + bisect_right(WIDTHS, len(decodes) * self._most)]))
+            counts = self._best(found, len(decodes), curve)
+            if not counts and self._account.is_full:
+                counts = self._best(found, len(decodes), curve, HOPED)
             self._pays = len(counts) > 0
         drafts = {}
         for sequence, (ids, sureness) in found.items():
@@ -220,15 +229,15 @@ class Speculator:
         return drafts
 
     def _best(
-        self, found: dict[Sequence, tuple[float, int]], num_decodes: int, curve: list[float]
+        self, found: dict[Sequence, tuple[Ids, int]], num_decodes: int, curve: list[float], prior: float = PRIOR
     ) -> dict[Sequence, int]:
-        """How many proposals of each to try, given the chance of each next one and how many there are. If half of what
-        they promise comes true, the account has to pay for the rest."""
+        """How many of each one's proposals to try, by the chance that its next one is kept. If half of what they
+        promise comes true, the account has to pay for the rest."""
         account = self._account
         chances: list[tuple[float, int, Sequence]] = []
-        for sequence, (chance, count) in found.items():
-            together = 1.0
-            for place in range(count):
+        for sequence, (ids, sureness) in found.items():
+            together, chance = 1.0, self._chance(sequence, sureness, prior)
+            for place in range(len(ids)):
                 together *= chance
                 chances.append((together, place, sequence))
         chances.sort(key=lambda one: (-one[0], one[1]))
@@ -313,7 +322,7 @@ class Speculator:
             return
         most = plain * (1 + num_drafts / num_sequences)
         if is_first:
-            self._account.set_up(seconds - (self.times.tried(num_sequences + num_drafts) or most))
+            self._account.set_up(seconds - (self.times.tried(num_sequences + num_drafts) or most), plain)
         seconds = self.times.tried(num_sequences + num_drafts) or seconds
         gained = num_kept / num_sequences * plain - min(seconds, most)
         self._account.settle(gained)
@@ -424,12 +433,12 @@ class Speculator:
         else:
             self._predictions = None
 
-    def _chance(self, sequence: Sequence, sureness: int) -> float:
-        """That a proposal is kept if all before it are."""
+    def _chance(self, sequence: Sequence, sureness: int, prior: float = PRIOR) -> float:
+        """That a proposal is kept if all before it are. ``prior``: what a drafter begins with."""
         own = self._by_sequence.get(sequence)
         if own is None:
             own = self._by_sequence[sequence] = _Chance()
-        return own.of(self._chances[sureness].of(0.6))
+        return own.of(self._chances[sureness].of(prior))
 
 
 def _within(matcher: GrammarMatcher, ids: Ids, sureness: int, most: int) -> tuple[Ids, int]:
