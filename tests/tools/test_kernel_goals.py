@@ -27,6 +27,7 @@ from tools.kernel_costs.latencies import ASSUMPTIONS, Timing
 from tools.kernel_costs.launch_lists import Launched, Step, decode_step, repeated
 from tools.kernel_costs.published import CHECKS, MOST_ERROR, Published
 from tools.kernel_costs.roofline import Band, Modelled, per_operation, prefill, product, step_s
+from tools.kernel_costs.verification import Verified
 from tools.kernel_goals import main
 
 FOUND = {"gemm": Band(0.9, 0.8, 0.7, "tensor cores")}
@@ -129,6 +130,23 @@ def test_a_forecast_lies_above_its_floor() -> None:
     assert found.num_launches == step.num_launches
     whole = megakernel_forecast("qwen3-8b", H200, step, 1e5)
     assert whole.floor_ms == found.floor_ms < whole.tpot_ms.fast < whole.tpot_ms.expected < found.tpot_ms.expected
+
+
+@pytest.mark.emulator
+def test_a_step_with_proposals_is_recorded_as_it_is_served() -> None:
+    """Eight tokens of one sequence: products of eight rows, one launch of attention, a draw behind each."""
+    config = TINY["qwen3-8b"] | {"num_hidden_layers": 3}
+    step, plain = decode_step(config, num_proposals=7, context=100), decode_step(config)
+    assert {each.product[0] for each in step.layer if each.product is not None} == {8}
+    assert sum(each.name.startswith("attention_decode") for each in step.layer) == 1
+    assert step.weight_bytes == plain.weight_bytes
+
+
+def test_the_best_number_of_proposals() -> None:
+    found = Verified(1, 1024, {0: 1.0, 1: 1.1, 3: 2.0})
+    assert found.speedup(0.0) == (1.0, 0)
+    assert found.speedup(0.5) == (pytest.approx(1.5 / 1.1), 1)
+    assert found.speedup(1.0) == (pytest.approx(2.0), 3)
 
 
 def test_the_table_says_what_was_not_measured() -> None:

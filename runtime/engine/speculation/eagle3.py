@@ -262,9 +262,9 @@ class Eagle3Proposer:
     def _compute(self, passes: list[_Pass]) -> tuple[Tensor, Tensor]:
         """Compute pairs, whose sequences' rows ascend or not. Of the last of each what `_forward` gives."""
         passes = sorted(passes, key=lambda one: one.known.row)
-        states = self._drafter.fuse([
-            self._rows_of(each, np.concatenate([one.rows for one in passes])) for each in self._states
-        ])
+        states = self._drafter.fuse(
+            [self._rows_of(each, np.concatenate([one.rows for one in passes])) for each in self._states]
+        )
         counts = np.array([len(one.token_ids) for one in passes])
         normed, hidden = self._forward(
             np.concatenate([one.token_ids for one in passes]),

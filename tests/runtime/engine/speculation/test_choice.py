@@ -101,3 +101,20 @@ def test_it_falls_to_none_when_proposals_are_right_no_more() -> None:
     assert min(tried[50:200]) == 7
     assert sum(tried[200:]) < 120, "a tenth of a step each: less than 6 % of 200 steps"
     assert sum(tried[300:]) * 0.1 < 0.02 * 100
+
+
+def test_short_steps_whose_shapes_take_forty_to_record_lose_little() -> None:
+    """A look costs a quarter of a step, and any proposal triples it."""
+
+    def curve(n: int, d: int) -> float:
+        return 600e-6 + 45e-6 * (n + d) if d else 200e-6
+
+    recorded: set[tuple[int, int]] = set()
+
+    def seconds(n: int, d: int) -> float:
+        first = 0.0 if d == 0 or (n, d) in recorded else 8e-3
+        recorded.add((n, d))
+        return curve(n, d) + first
+
+    assert speed(seconds, 1, 0.5, 4000) >= 0.98 / curve(1, 0)
+    assert len(recorded - {(1, 0)}) <= 2

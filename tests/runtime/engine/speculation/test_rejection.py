@@ -51,9 +51,7 @@ def answers(engine: Engine, count: int, **params: Any) -> np.ndarray:
     [
         (400, {"temperature": 0.8, "top_k": 3}),
         pytest.param(3000, {"temperature": 0.8, "top_k": 4}, marks=pytest.mark.exhaustive),
-        pytest.param(
-            3000, {"temperature": 1.1, "top_k": 3, "frequency_penalty": 0.9}, marks=pytest.mark.exhaustive
-        ),
+        pytest.param(3000, {"temperature": 1.1, "top_k": 3, "frequency_penalty": 0.9}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_tokens_have_the_distribution_that_they_have_without(num_requests: int, params: dict[str, Any]) -> None:

@@ -1,0 +1,45 @@
+"""Steps that are left out, and the account of what trying may cost."""
+
+from __future__ import annotations
+
+from runtime.engine.speculation.account import MOST_SETUP_STEPS, TrialAccount
+from runtime.engine.speculation.naps import MOST_STEPS, Naps
+
+
+def test_naps_are_as_long_as_looks_cost_and_grow() -> None:
+    naps = Naps()
+    assert naps.begin(20e-6, 0.1) == 0, "a look is nothing beside such a step"
+    assert not naps.sleeps_on()
+    assert naps.begin(50e-6, 1e-3) == 25
+    seen = [naps.sleeps_on() and naps.is_seen for _ in range(25)]
+    assert seen == [False] * 23 + [True] * 2, "the last two are timed"
+    assert not naps.sleeps_on()
+    assert [naps.begin(50e-6, 1e-3) for _ in range(3)] == [50, 100, 100]
+    assert naps.takes_naps
+    naps.end()
+    assert not naps.takes_naps
+    assert not naps.sleeps_on()
+    assert naps.begin(1.0, 1e-3) == MOST_STEPS
+
+
+def test_an_account_bounds_what_trials_and_recordings_lose() -> None:
+    account = TrialAccount()
+    assert not account.allows(0.0), "no step is known"
+    account.bound(1.0, 3.0)
+    assert account.allows(2.0)
+    assert not account.allows(2.1)
+    assert account.allows_setup
+    account.set_up(40.0, 1.0)
+    assert not account.allows_setup
+    account.earn(1.0, 15_000)
+    assert not account.allows_setup
+    account.earn(1.0, 400)
+    assert account.allows_setup
+    assert account.is_full
+    for _ in range(10):
+        account.settle(-2.0)
+    assert not account.is_full
+    assert not account.allows(0.0)
+    account.set_up(1e9, 1.0)
+    account.earn(1.0, int(MOST_SETUP_STEPS / 0.0025))
+    assert account.allows_setup, "no more than so many steps are believed"
