@@ -12,12 +12,12 @@ probability and as many are tried as is best: an upper bound, since the engine h
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from runtime.device.emulator.driver.architectures import H100, H200, GpuModel
 from tools.gpu.models import MODELS
-from tools.kernel_costs.cases import attention_case, gemm_case
+from tools.kernel_costs.cases import Case, attention_case, gemm_case
 from tools.kernel_costs.counts import Bench
 from tools.kernel_costs.forecast import draw_instructions
 from tools.kernel_costs.latencies import Timing
@@ -104,11 +104,12 @@ def _counted() -> Iterator[tuple[str, ...]]:
     bench = Bench("sm_90a")
     tokens = [1 + most for most in PROPOSALS]
     sizes = 32, 8, 128
-    for make in (
+    kinds: list[Callable[[int], Case]] = [
         lambda count: gemm_case("auto", (count, 1024, 2048), "bf16"),
         lambda count: attention_case(None, "bf16", [(2048 - count, count)], sizes=sizes, num_sms=H200.num_sms),
         lambda count: attention_case("flash", "bf16", [(2048 - count, count)], sizes=sizes, num_sms=H200.num_sms),
-    ):
+    ]
+    for make in kinds:
         first = 0
         for count in tokens:
             case = make(count)
