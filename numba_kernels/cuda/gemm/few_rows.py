@@ -77,7 +77,8 @@ uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 MAX_ROWS = 64
 _BYTES_UNDER_WAY = 64 << 10  # of the weight, that a block has on its way: 8 warps of 16 loads
 ROW_TILES = (1, 2, 4)  # of 16 rows of x: what kernels are made for
-_SPILLING = {("u4_g128_zeros", 1), ("u4_g128_zeros", 4), ("u4_g32", 4)}  # weights and row tiles: with 2 it has enough
+_SPILLING = {("u4_g128", 4), ("u4_g128_zeros", 1), ("u4_g128_zeros", 4), ("u4_g32", 4)}
+"""Weights and row tiles; with 2 of these all have enough registers."""
 _SPILLS_ON = ("sm_100a", "sm_120a")  # where ptxas finds those two to six registers short
 COLUMNS = 32  # of the output, a warp: so many rows of the weight
 BLOCK_WARPS = 8

@@ -228,7 +228,7 @@ def test_a_norm_between_products(launched: list[str], exact: bool) -> None:
         (again, ops.linear(theirs, ops.prepare_linear(wide[2]))),
     ):
         assert relative_error(actual.to("cpu").to("float32").array, expected.array) <= 2e-2
-    with pytest.raises(InvalidArgumentError, match="norm_eps is None, but a norm's weights are multiplied"):
+    with pytest.raises(InvalidArgumentError, match="norm is None, but a norm's weights are multiplied"):
         ops.linear(hidden, behind)
 
 
