@@ -635,7 +635,7 @@ class DeclaringMaker(Maker):
             has_order = format is not None and layout is not None and layout.has_order
             kept.append(KeptRows(count, format or self.options.format_of(stored[f"{name}.weight"]), has_order))
         if (packing := self._packing(declaration)) is not None:
-            layout = self._source and self._source.quantized(f"{declaration.names[0]}.weight")
+            layout = None if self._source is None else self._source.quantized(f"{declaration.names[0]}.weight")
             has_order = layout is not None and layout.has_order
             kept = [KeptRows(sum(declaration.outputs), packed_format(packing), has_order)]
         device = self.options.device

@@ -14,8 +14,9 @@ from numba_kernels.cuda import activation as _activation
 from numba_kernels.cuda import gemm as _gemm
 from numba_kernels.cuda import norm as _norm
 from numba_kernels.cuda import reordered as _reordered
+from numba_kernels.cuda.gemm.few_rows import MAX_ROWS as FEW_ROWS
 from runtime.backends import cuda_cublas, cuda_segments
-from runtime.backends.cuda_packed import FEW_ROWS, Planned, matrix_of, plan_product, rows_of
+from runtime.backends.cuda_packed import Planned, matrix_of, plan_product, rows_of
 from runtime.backends.cuda_tensor import alignment
 from runtime.device.gpu import Gpu
 from runtime.dtype import DType, float32

@@ -23,6 +23,10 @@ from runtime.tensor.tensor import Tensor
 from tests.models.driver import ModelDriver, relative_error
 from tests.models.vision.cases import CASES, FIRST, GRIDS, IMAGE, PROMPT, Golden, load_golden, patches_of, write_model
 
+BFLOAT16_LOSS = {"qwen3_vl_moe": 0.5423, "qwen2_5_vl": 0.0237}
+"""Error of transformers' own bfloat16 logits beside its float32 logits where it is above 2e-2; ours may be as large. Of
+experts, rounding chooses others for some tokens; half of the rows are within 2e-2."""
+
 SPANS = [(2, 2, 3), (8, 1, 1), (13, 7, 5), (50, 1, 4)]
 
 
@@ -130,7 +134,10 @@ def test_on_emulated_gpus(
     assert relative_error(rows_of(pictures, 0), golden.arrays["embeddings"]) < tolerance
     ids = [*PROMPT, *golden.arrays["greedy"].tolist()[:-1]]
     logits = run(model, pictures, ids, [11, len(ids) - 11])
-    assert relative_error(logits, golden.arrays["logits"]) < tolerance
+    expected = golden.arrays["logits"]
+    loss = BFLOAT16_LOSS.get(case, tolerance) if dtype == "bfloat16" else tolerance
+    assert relative_error(logits, expected) < max(tolerance, loss)
+    assert np.median([relative_error(row, other) for row, other in zip(logits, expected, strict=True)]) < tolerance
 
 
 def _changed(case: str, where: str, **changes: Any) -> dict[str, Any]:
