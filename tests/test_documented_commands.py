@@ -135,6 +135,9 @@ ELSEWHERE = {
         "xserv bench products", "python -m runtime.cli bench products", "xserv bench pictures",
         "xserv bench pictures --parts decoding --num-rounds 6",
         "xserv bench pictures --parts tower,reuse --side 384 --num-rounds 3",
+        "xserv bench pictures --parts decoding,tower,gaps,reuse --side 384 --num-rounds 3",
+        "python -m runtime.cli bench speculation --model FOLDER --batches 1,4,8 --rates 0.3,0.5,0.7,0.8,0.9 "
+        "--output-len 100",
         "xserv bench budget", "xserv bench schedule", "xserv bench stalls", "xserv bench simulation",
         "xserv bench speculation",
         "xserv bench budget --tpot-target-ms 50 --num-decodes 8 --context-len 256 --prompt-len 4096",
@@ -145,7 +148,7 @@ ELSEWHERE = {
         "python tools/kernel_report.py --markdown docs/kernels_report.md --plots docs/kernels_report.svg",
         "xserv kernels build",
         "python -m tools.kernel_costs.packed_products", "python -m tools.kernel_costs.expert_products",
-        "python tools/compare_speculation.py",
+        "python -m tools.kernel_costs.verification", "python tools/compare_speculation.py",
         "python -m tools.train_drafter", "python -m tools.measure_drafter --num 10",
     ),
     "it runs these tests, or undoes what they need": ("make test", "make test-all", "xserv kernels clear"),
