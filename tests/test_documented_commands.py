@@ -133,8 +133,6 @@ ELSEWHERE = {
     ),
     "many minutes of a quiet machine": (
         "xserv bench products", "python -m runtime.cli bench products", "xserv bench pictures",
-        "xserv bench pictures --parts decoding --num-rounds 6",
-        "xserv bench pictures --parts tower,reuse --side 384 --num-rounds 3",
         "xserv bench pictures --parts decoding,tower,gaps,reuse --side 384 --num-rounds 3",
         "python -m runtime.cli bench speculation --model FOLDER --batches 1,4,8 --rates 0.3,0.5,0.7,0.8,0.9 "
         "--output-len 100",
