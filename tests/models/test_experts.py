@@ -83,7 +83,7 @@ COUNTS = [(1, 1), (5, 1), (5, 5), (9, 4)]
         *((*each, "cpu") for each in COUNTS),
         *(
             pytest.param(
-                *each, "emulated:sm_90a", marks=[pytest.mark.emulator, *[pytest.mark.exhaustive] * (each != (5, 1))]
+                *each, "emulated:sm_90a", marks=[pytest.mark.emulator, pytest.mark.exhaustive]
             )
             for each in COUNTS
         ),

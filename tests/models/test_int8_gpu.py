@@ -51,6 +51,7 @@ def test_equals_the_model_whose_weights_lie_on_the_grid(tmp_path: Path, device: 
     assert relative_error(logits_of(model, ids, [len(ids) - 6, *[1] * 6], block_size=8, seed=1), expected) <= tolerance
 
 
+@pytest.mark.exhaustive
 def test_exact_mode_holds(tmp_path: Path) -> None:
     """The same bits in any chunks; nothing lost."""
     golden = load_golden("qwen2_tied")

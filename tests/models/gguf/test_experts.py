@@ -178,6 +178,7 @@ def test_quantised_is_its_dequantised_twin(tmp_path: Path, kind: str, type_of: C
     ("kind", "type_of"),
     [pytest.param("qwen3_moe", all_of(Ggml.Q4_0), marks=pytest.mark.exhaustive), ("gpt_oss", as_published)],
 )
+@pytest.mark.exhaustive
 def test_on_a_gpu_experts_become_floats(tmp_path: Path, kind: str, type_of: Callable[[str], Ggml]) -> None:
     path, folder = write_twins(tmp_path, kind, type_of)
     ids = list(range(3, 12))

@@ -67,6 +67,7 @@ def test_logits_of_the_dequantised_twin(tmp_path: Path, case: str, dtype: str, d
         for case in CASES if case not in DEQUANTISED for arch in ("sm_80", "sm_89", "sm_90a")
     ],
 )  # fmt: skip
+@pytest.mark.exhaustive
 def test_prompts_in_tiles_that_are_unpacked_in_registers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, arch: str
 ) -> None:
@@ -100,6 +101,7 @@ def test_prompts_in_tiles_that_are_unpacked_in_registers(
         ),
     ],
 )
+@pytest.mark.exhaustive
 def test_prompts_rounded_to_bytes_where_the_checkpoint_has_it_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, arch: str
 ) -> None:

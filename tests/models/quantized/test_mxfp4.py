@@ -92,6 +92,7 @@ def test_the_dequantised_twin(tmp_path: Path, is_stacked: bool) -> None:
 
 
 @pytest.mark.emulator
+@pytest.mark.exhaustive
 def test_a_gpu_keeps_experts_whose_columns_are_in_sixteens(tmp_path: Path) -> None:
     device: Any = "emulated:sm_90a"
     layout: Any = declare_model(FOLDER, device=device)

@@ -143,7 +143,7 @@ def _zeros(checkpoint: models.dummy.DummyCheckpoint, name: str) -> np.ndarray:
     return np.zeros(checkpoint._shapes[name], checkpoint._dtype.numpy)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["fast", "exact"])
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["fast", "exact"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Counted, Counted]:
     """The model with one layer and with two."""
     folder = tmp_path_factory.mktemp("qwen3")
@@ -185,7 +185,7 @@ def test_prompts(pair: tuple[Counted, Counted]) -> None:
         assert sum("qkv_prepare" in name for name in layer) == sum("attention" in name for name in layer) == 1
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["fast", "exact"])
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["fast", "exact"])
 def test_decode_steps_with_experts(tmp_path: Path, exact: bool) -> None:
     """As many launches whatever the number of experts."""
     found = []
