@@ -7,6 +7,7 @@ but the picture's shape, so that its bits are the same however they are shared o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
 from typing import Any, Protocol
 
@@ -67,15 +68,15 @@ class Encoding:
         return made
 
 
-class PictureTower:
+class PictureTower(ABC):
     """Makes a picture's embeddings. A tower says how in `pieces`."""
 
     dtype: DType
     device: Device
 
+    @abstractmethod
     def pieces(self, patches: PatchRows, grid: tuple[int, int]) -> Pieces:
         """Of a picture of `grid` patches, those of a token together."""
-        raise NotImplementedError
 
     def start(self, patches: PatchRows, grid: tuple[int, int]) -> Encoding:
         """Begin with a picture; nothing is computed yet."""

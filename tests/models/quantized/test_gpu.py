@@ -63,7 +63,7 @@ def test_logits_of_the_dequantised_twin(tmp_path: Path, case: str, dtype: str, d
 @pytest.mark.parametrize(
     ("case", "arch"),
     [
-        pytest.param(case, arch, marks=[pytest.mark.exhaustive] * ((case, arch) != ("gptq_w4_zeros", "sm_89")))
+        (case, arch)
         for case in CASES if case not in DEQUANTISED for arch in ("sm_80", "sm_89", "sm_90a")
     ],
 )  # fmt: skip
@@ -91,16 +91,11 @@ def test_prompts_in_tiles_that_are_unpacked_in_registers(
 @pytest.mark.parametrize(
     ("case", "arch"),
     [
-        ("ct_fp8_channel", "sm_90a"),
-        *(
-            pytest.param(*each, marks=pytest.mark.exhaustive)
-            for each in (
-                ("ct_int8_channel", "sm_80"), ("ct_int8_channel", "sm_89"), ("ct_int8_channel", "sm_90a"),
-                ("ct_int8_channel", "sm_120a"), ("ct_fp8_channel", "sm_89"), ("ct_fp8_channel", "sm_120a"),
-            )
-        ),
+        ("ct_int8_channel", "sm_80"), ("ct_int8_channel", "sm_89"), ("ct_int8_channel", "sm_90a"),
+        ("ct_int8_channel", "sm_120a"), ("ct_fp8_channel", "sm_89"), ("ct_fp8_channel", "sm_90a"),
+        ("ct_fp8_channel", "sm_120a"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.exhaustive
 def test_prompts_rounded_to_bytes_where_the_checkpoint_has_it_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, arch: str

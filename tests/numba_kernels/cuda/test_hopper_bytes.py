@@ -40,6 +40,22 @@ def multiply(gpu, matrix: PackedMatrix, x: np.ndarray, activation: str = "", num
     return get(gpu, result, (m, n), asked.out).astype(np.float64), used
 
 
+def check(gpu, name: str, n: int, x: np.ndarray, activation: str, num_blocks: int = 1) -> None:
+    """A random matrix of n rows, or of n gates and n others, beside float64."""
+    k = x.shape[1]
+    matrix = packed_matrix(name, n * (2 if activation else 1), k, "bf16")
+    got, used = multiply(gpu, matrix, x, activation, num_blocks)
+    values = matrix.values
+    exact = used @ values.T
+    bound = 2 * (k + 4) * 2.0**-24 * (np.abs(used) @ np.abs(values).T)
+    if activation:
+        with np.errstate(over="ignore"):
+            exact = exact[:, :n] / (1 + np.exp(-exact[:, :n])) * exact[:, n:]
+        bound = 2.0**-7 * np.abs(exact) + 1e-3
+    assert (np.abs(got - exact) <= bound).all()
+    assert np.abs(exact).max() > 0
+
+
 @pytest.mark.parametrize(
     ("name", "m", "n", "k", "activation"),
     [
@@ -52,16 +68,7 @@ def multiply(gpu, matrix: PackedMatrix, x: np.ndarray, activation: str = "", num
 def test_products(gpu, name, m, n, k, activation):
     rng = np.random.default_rng([m, n, k])
     x = rng.standard_normal((m, k)) * 10.0 ** rng.uniform(-2, 2, (m, -(-k // 128))).repeat(128, axis=1)[:, :k]
-    matrix = packed_matrix(name, n * (2 if activation else 1), k, "bf16")
-    got, used = multiply(gpu, matrix, x.astype(ml_dtypes.bfloat16), activation)
-    values = matrix.values
-    exact = used @ values.T
-    bound = 2 * (k + 4) * 2.0**-24 * (np.abs(used) @ np.abs(values).T)
-    if activation:
-        with np.errstate(over="ignore"):
-            exact = exact[:, :n] / (1 + np.exp(-exact[:, :n])) * exact[:, n:]
-        bound = 2.0**-7 * np.abs(exact) + 1e-3
-    assert (np.abs(got - exact) <= bound).all()
+    check(gpu, name, n, x.astype(ml_dtypes.bfloat16), activation)
 
 
 @pytest.mark.parametrize(
@@ -76,17 +83,7 @@ def test_products(gpu, name, m, n, k, activation):
 def test_blocks_that_share_k(gpu, name, m, n, k, activation, num_blocks):
     """The sums are added in another order, in float32 all of them."""
     x = np.random.default_rng([m, n, k]).standard_normal((m, k)).astype(ml_dtypes.bfloat16)
-    matrix = packed_matrix(name, n * (2 if activation else 1), k, "bf16")
-    got, used = multiply(gpu, matrix, x, activation, num_blocks)
-    values = matrix.values
-    exact = used @ values.T
-    bound = 2 * (k + 4) * 2.0**-24 * (np.abs(used) @ np.abs(values).T)
-    if activation:
-        with np.errstate(over="ignore"):
-            exact = exact[:, :n] / (1 + np.exp(-exact[:, :n])) * exact[:, n:]
-        bound = 2.0**-7 * np.abs(exact) + 1e-3
-    assert (np.abs(got - exact) <= bound).all()
-    assert np.abs(exact).max() > 0
+    check(gpu, name, n, x, activation, num_blocks)
 
 
 def test_few_tiles_are_shared(gpu):

@@ -5,20 +5,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
-from runtime.engine.grammar.grammar import Grammar
 from runtime.engine.make_engine import build_engine
-from runtime.engine.messages import EngineOutput
-from runtime.engine.process.client import ThreadEngineClient
 from runtime.engine.sampling_params import SamplingParams
 from tests.models.folders import load_golden, write_model
-from tests.runtime.engine.ranks.test_tensor_parallel import PROMPTS, request_of, run
+from tests.runtime.engine.ranks.test_tensor_parallel import PROMPTS, everything_of, request_of, run
 
 pytestmark = pytest.mark.emulator
 
@@ -106,36 +102,9 @@ def test_exact_mode_has_the_same_bits_on_any_number_of_ranks(settings: dict[str,
 
 
 def _everything(device: str, num_ranks: int) -> list[Any]:
-    """Prompts that begin alike, one after the other; a choice that a grammar allows; an embedding and logits beside."""
-    engine = engine_of(None, num_ranks, device=device, exact=True, max_num_seqs=4, max_num_batched_tokens=64)
-    client, found = ThreadEngineClient(engine), []
-
-    def ask(name: str, ids: list[int], params: SamplingParams) -> list[EngineOutput]:
-        outputs: SimpleQueue[EngineOutput] = SimpleQueue()
-        client.submit(request_of(name, ids, params), outputs.put)
-        given = [outputs.get(timeout=600)]
-        while given[-1].finish_reason is None:
-            given.append(outputs.get(timeout=600))
-        assert given[-1].finish_reason != "error", given[-1].error
-        return given
-
-    try:
-        cached = 0
-        for number in range(2):
-            given = ask(f"p{number}", [7] * 40 + [number], SAMPLED)
-            found += [(output.new_token_ids, repr(output.logprobs)) for output in given]
-            cached += given[0].num_cached_tokens or 0
-        assert cached >= 32
-        grammar = Grammar(kind="regex", text="[0-9]{3}")
-        params = SamplingParams(max_tokens=6, grammar=grammar, seed=1)
-        found += [each.new_token_ids for each in ask("g", [5, 6, 7], params)]
-        found.append(client.embed([5, 9, 2, 44]).result(timeout=600).tobytes())
-        found.append(client.logits([5, 9, 2, 44]).tobytes())
-        found += [each.new_token_ids for each in ask("b", [5, 6, 7], SAMPLED)]
-    finally:
-        client.close()
-        engine.executor.close()
-    return found
+    return everything_of(
+        engine_of(None, num_ranks, device=device, exact=True, max_num_seqs=4, max_num_batched_tokens=64)
+    )
 
 
 @exhaustive

@@ -13,14 +13,20 @@ from models.errors import ConfigError
 from runtime.engine.config import EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
-from runtime.engine.grammar.grammar import Grammar
 from runtime.engine.make_engine import build_engine, describe_engine
 from runtime.engine.messages import EngineOutput
 from runtime.engine.process.client import ThreadEngineClient
 from runtime.engine.ranks.executor import ParallelExecutor
 from runtime.engine.sampling_params import SamplingParams
 from tests.models.folders import CASES, load_golden, write_model
-from tests.runtime.engine.ranks.test_tensor_parallel import PROMPTS, SAMPLED, SPLITTABLE, request_of, run
+from tests.runtime.engine.ranks.test_tensor_parallel import (
+    PROMPTS,
+    SAMPLED,
+    SPLITTABLE,
+    everything_of,
+    request_of,
+    run,
+)
 
 exhaustive = pytest.mark.exhaustive
 GPU = pytest.param("emulated:sm_90a", marks=[pytest.mark.emulator, exhaustive])
@@ -123,41 +129,12 @@ def test_families_in_stages(case: str, device: str, tmp_path: Path) -> None:
 
 
 def _everything(device: str, num_stages: int, num_ranks: int) -> list[Any]:
-    """Prompts that begin alike, one after the other; a choice that a grammar allows; an embedding and logits beside;
-    log probabilities of a prompt."""
-    engine = engine_of(
-        None, num_stages, num_ranks, device=device, exact=True, max_num_seqs=4, max_num_batched_tokens=64,
-        max_model_len=64, num_blocks=16,
+    return everything_of(
+        engine_of(
+            None, num_stages, num_ranks, device=device, exact=True, max_num_seqs=4, max_num_batched_tokens=64,
+            max_model_len=64, num_blocks=16,
+        )
     )  # fmt: skip
-    client, found = ThreadEngineClient(engine), []
-
-    def ask(name: str, ids: list[int], params: SamplingParams) -> list[EngineOutput]:
-        outputs: SimpleQueue[EngineOutput] = SimpleQueue()
-        client.submit(request_of(name, ids, params), outputs.put)
-        given = [outputs.get(timeout=600)]
-        while given[-1].finish_reason is None:
-            given.append(outputs.get(timeout=600))
-        assert given[-1].finish_reason != "error", given[-1].error
-        return given
-
-    try:
-        cached = 0
-        for number in range(2):
-            given = ask(f"p{number}", [7] * 40 + [number], SAMPLED)
-            found += [(output.new_token_ids, repr(output.logprobs)) for output in given]
-            cached += given[0].num_cached_tokens or 0
-        assert cached >= 32
-        grammar = Grammar(kind="regex", text="[0-9]{3}")
-        found += [each.new_token_ids for each in ask("g", [5, 6, 7], SamplingParams(max_tokens=6, grammar=grammar))]
-        found.append(client.embed([5, 9, 2, 44]).result(timeout=600).tobytes())
-        found.append(client.logits([5, 9, 2, 44]).tobytes())
-        params = SamplingParams(max_tokens=2, prompt_logprobs=1, temperature=0.0)
-        found += [repr(each.prompt_logprobs) for each in ask("l", [5, 9, 2, 44, 12], params)]
-        found += [each.new_token_ids for each in ask("b", [5, 6, 7], SAMPLED)]
-    finally:
-        client.close()
-        engine.executor.close()
-    return found
 
 
 @exhaustive

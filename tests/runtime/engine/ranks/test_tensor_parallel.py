@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from models.errors import ModelLoadError
 from runtime.engine.config import EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
+from runtime.engine.grammar.grammar import Grammar
 from runtime.engine.make_engine import build_engine, describe_engine
 from runtime.engine.messages import EngineOutput, EngineRequest
 from runtime.engine.process.client import ThreadEngineClient
@@ -37,6 +39,41 @@ def run(engine: Engine) -> list[EngineOutput]:
     while engine.has_work:
         outputs += engine.step()
     return outputs
+
+
+def everything_of(engine: Engine) -> list[Any]:
+    """Prompts that begin alike, one after the other; a choice that a grammar allows; an embedding and logits beside;
+    log probabilities of a prompt. The engine is closed."""
+    client, found = ThreadEngineClient(engine), []
+
+    def ask(name: str, ids: list[int], params: SamplingParams) -> list[EngineOutput]:
+        outputs: SimpleQueue[EngineOutput] = SimpleQueue()
+        client.submit(request_of(name, ids, params), outputs.put)
+        given = [outputs.get(timeout=600)]
+        while given[-1].finish_reason is None:
+            given.append(outputs.get(timeout=600))
+        assert given[-1].finish_reason != "error", given[-1].error
+        return given
+
+    try:
+        cached = 0
+        for number in range(2):
+            given = ask(f"p{number}", [7] * 40 + [number], SAMPLED)
+            found += [(output.new_token_ids, repr(output.logprobs)) for output in given]
+            cached += given[0].num_cached_tokens or 0
+        assert cached >= 32
+        grammar = Grammar(kind="regex", text="[0-9]{3}")
+        params = SamplingParams(max_tokens=6, grammar=grammar, seed=1)
+        found += [each.new_token_ids for each in ask("g", [5, 6, 7], params)]
+        found.append(client.embed([5, 9, 2, 44]).result(timeout=600).tobytes())
+        found.append(client.logits([5, 9, 2, 44]).tobytes())
+        params = SamplingParams(max_tokens=2, prompt_logprobs=1, temperature=0.0)
+        found += [repr(each.prompt_logprobs) for each in ask("l", [5, 9, 2, 44, 12], params)]
+        found += [each.new_token_ids for each in ask("b", [5, 6, 7], SAMPLED)]
+    finally:
+        client.close()
+        engine.executor.close()
+    return found
 
 
 @contextmanager
