@@ -86,7 +86,8 @@ def engine_of(
         return engine_over(loaded_model(folder, config, reporter), folder, config, model_name(model))
     from runtime.engine.ranks.group import RankGroup
 
-    declare_model(folder, load_format="dummy", max_model_len=None, **declared_settings(folder, config))
+    layers = layers_of_stages(folder, config)
+    declare_model(folder, load_format="dummy", max_model_len=None, **declared_settings(config, layers))
     ranks = RankGroup(folder, config)
     try:
         loaded = loaded_model(folder, config, reporter, ranks.communicator)
@@ -163,14 +164,12 @@ def layers_of_stages(folder: Path, config: EngineConfig) -> tuple[range, ...]:
     )
 
 
-def declared_settings(folder: Path, config: EngineConfig, stage: int = 0) -> LoadSettings:
-    """`load_settings` of the first rank of a stage that is declared. Raises as `layers_of_stages`."""
+def declared_settings(config: EngineConfig, layers: tuple[range, ...], stage: int = 0) -> LoadSettings:
+    """`load_settings` of the first rank of a stage that is declared; `layers` are those of all stages."""
     rank, pipeline = declared_rank(config)
     if pipeline is None:
         return load_settings(config, rank)
-    return load_settings(
-        config, rank, DeclaredStage(stage, pipeline.num_stages), layers_of_stages(folder, config)
-    )
+    return load_settings(config, rank, DeclaredStage(stage, pipeline.num_stages), layers)
 
 
 def loaded_model(
@@ -347,10 +346,11 @@ def describe_engine(model: str | Path | None, config: EngineConfig) -> EngineInf
     bytes. Raises as `engine_of`."""
     LoadOptions.parse(**load_settings(config, *declared_rank(config)))
     folder = resolve_model(None if model is None else str(model))
+    layers = layers_of_stages(folder, config)
     stages = [
         declare_model(
             folder, load_format=config.load_format, max_model_len=config.max_model_len,
-            **declared_settings(folder, config, stage),
+            **declared_settings(config, layers, stage),
         )
         for stage in range(config.pipeline_parallel_size)
     ]  # fmt: skip
