@@ -3,6 +3,7 @@ before them ended.
 
     python -m tools.gpu_check --bundle gpu_bundle --out results                       # cuda:0
     python -m tools.gpu_check --bundle gpu_bundle --out results --earlier results     # goes on; three are enough
+    python -m tools.gpu_check --bundle gpu_bundle --jobs 12    # what times nothing side by side, then the rest
     python -m tools.gpu_check --device emulated:sm_90a --quick                        # tries the check itself
 
 `tools/gpu_bundle.py` makes the bundle beforehand, where there are a compiler and a network: all kernels, and the few
@@ -18,10 +19,12 @@ status is 1 where a case failed, 2 for a wrong command line.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,10 +33,11 @@ if str(ROOT) not in sys.path:
 
 from tools.gpu.report import Report  # noqa: E402
 from tools.gpu.runner import LEAST_S, Launcher, run_section  # noqa: E402
-from tools.gpu.sections import Options, sections  # noqa: E402
+from tools.gpu.sections import Options, Section, sections  # noqa: E402
 from tools.gpu.unpack import prepare  # noqa: E402
 
 BUDGET_S = 540.0
+THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,32 +45,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     asked = parser.parse_args(arguments)
     names = [section.name for section in sections()]
+    if asked.jobs < 1:
+        parser.error(f"--jobs {asked.jobs} is not at least 1")
     if unknown := [name for name in asked.sections or () if name not in names]:
         parser.error(f"--sections {unknown[0]!r} is none of {', '.join(names)}")
     options = Options(asked.device, asked.quick)
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as scratch:
         try:
-            launcher = Launcher(prepare(asked.bundle, Path(scratch)))
+            alone = Launcher(prepare(asked.bundle, Path(scratch)))
+            threads = str(max(1, (os.cpu_count() or 1) // asked.jobs))
+            beside_others = Launcher({**alone.environment, **dict.fromkeys(THREADS, threads)})
             report = Report(asked.out, options, asked.earlier)
         except (OSError, ValueError) as error:
             parser.error(str(error))
         if asked.retry:
             report.forget_errors()
-        for section in sections():
+        wanted = [section for section in sections() if not asked.sections or section.name in asked.sections]
+        wanted = [section for section in wanted if not report.is_done(section.name)]
+
+        def run(section: Section) -> None:
             left_s = asked.budget - (time.monotonic() - began)
-            if (asked.sections and section.name not in asked.sections) or report.is_done(section.name):
-                continue
             if left_s < LEAST_S:
-                print("no time is left: run it again with --earlier", flush=True)
-                break
-            print(f"{section.name} ...", end=" ", flush=True)
+                print(f"{section.name}: no time is left: run it again with --earlier", flush=True)
+                return
+            launcher = alone if section.is_timed or asked.jobs == 1 else beside_others
             earlier = report.outcomes.get(section.name)
             found = run_section(
-                section, options, launcher, left_s, earlier,
-                lambda outcome, name=section.name: report.add(name, outcome),  # type: ignore[misc]
-            )  # fmt: skip
-            report.add(section.name, found)
-            print(f"{found['status']}, {found['seconds']} s  {found.get('why', '')}", flush=True)
+                section, options, launcher, left_s, earlier, lambda outcome: report.add(section.name, outcome)
+            )
+            print(f"{section.name}: {found['status']}, {found['seconds']} s  {found.get('why', '')}", flush=True)
+
+        with ThreadPoolExecutor(asked.jobs) as pool:
+            if asked.jobs > 1:
+                list(pool.map(run, [section for section in wanted if not section.is_timed]))
+                wanted = [section for section in wanted if section.is_timed]
+        for section in wanted:
+            run(section)
     failed = [
         f"{name}, {case}: {found['error'].splitlines()[0]}"
         for name, outcome in report.outcomes.items() for case, found in outcome["cases"].items() if "error" in found
@@ -84,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--earlier", type=Path, metavar="FOLDER", help="results to go on with; may be the same")
     parser.add_argument("--retry", action="store_true", help="run the cases again that failed")
     parser.add_argument("--sections", nargs="+", metavar="NAME", help="only these")
+    parser.add_argument("--jobs", type=int, default=1, help="so many untimed sections at once, then the timed")
     parser.add_argument("--budget", type=float, default=BUDGET_S, metavar="SECONDS", help="for this command")
     return parser
 

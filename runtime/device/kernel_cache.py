@@ -22,7 +22,7 @@ import hashlib
 import re
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -92,8 +92,7 @@ class KernelCache:
             with locked(path):
                 kernel = self._read_kernel(path)  # by another process, which held the lock
                 if kernel is None:
-                    modules = self.llvm_ir(specialisation)
-                    kernel = compile_kernel(specialisation, arch, modules, is_ptx=is_ptx)
+                    kernel = self._compiled(specialisation, arch, is_ptx=is_ptx)
                     self.num_compiled += 1
                     self._write(path, kernel)
                     return kernel
@@ -160,6 +159,14 @@ class KernelCache:
             if not any(folder.iterdir()):
                 folder.rmdir()
         return removed
+
+    def _compiled(self, specialisation: Specialisation, arch: str, *, is_ptx: bool) -> CompiledKernel:
+        """Compiled now; a cubin out of the PTX that an emulated device left, where it did: the text is the same."""
+        if not is_ptx:
+            kept = self._read_kernel(self.path_of(specialisation, arch, is_ptx=True))
+            if kept is not None:
+                return assembled(kept)
+        return compile_kernel(specialisation, arch, self.llvm_ir(specialisation), is_ptx=is_ptx)
 
     def _ir_path(self, specialisation: Specialisation) -> Path:
         return self._path(specialisation, "", IR_SUFFIX, "ir")
@@ -240,24 +247,33 @@ def compile_kernel(
         raise CompileError(f"kernel {specialisation.name}: its PTX has {len(entries)} entries, not one")
     name = identifier(specialisation.name)
     text = text.replace(entries[0], name)  # numba's own name counts the functions that were compiled before
-    registers = spills = shared = 0
-    image = text.encode() + b"\0"
-    if not is_ptx:
-        from runtime.device.assemble import assemble
-
-        code = assemble(text, arch)
-        image, registers, shared = code.cubin, code.num_registers, code.static_shared_bytes
-        spills = code.spill_store_bytes + code.spill_load_bytes
-    return CompiledKernel(
+    kernel = CompiledKernel(
         name=name,
         arch=arch,
-        is_ptx=is_ptx,
+        is_ptx=True,
         argument_format=letters,
         waits_for_dependency="griddepcontrol.wait" in text,
-        num_registers=registers,
-        spill_bytes=spills,
-        static_shared_bytes=shared,
-        image=image,
+        num_registers=0,
+        spill_bytes=0,
+        static_shared_bytes=0,
+        image=text.encode() + b"\0",
+    )
+    return kernel if is_ptx else assembled(kernel)
+
+
+def assembled(kernel: CompiledKernel) -> CompiledKernel:
+    """A kernel that is PTX as a cubin, by nvJitLink. Raises CompileError."""
+    from runtime.device.assemble import assemble
+
+    require_compiler()
+    code = assemble(kernel.image[:-1].decode(), kernel.arch)
+    return replace(
+        kernel,
+        is_ptx=False,
+        num_registers=code.num_registers,
+        spill_bytes=code.spill_store_bytes + code.spill_load_bytes,
+        static_shared_bytes=code.static_shared_bytes,
+        image=code.cubin,
     )
 
 

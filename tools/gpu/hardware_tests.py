@@ -1,5 +1,6 @@
-"""A file of `tests/gpu`, each of its tests a case. All run in one session of pytest in this process, and are reported
-one by one. Warnings fail none: they are mostly those of packages whose versions are others' choice."""
+"""A file of tests, each of its tests a case: of `tests/gpu`, or of those that know emulated devices alone. All run
+in one session of pytest in this process, and are reported one by one. Warnings fail none: they are mostly those of
+packages whose versions are others' choice."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from tools.gpu.sections import ROOT, Options
+from tools.gpu.sections import EMULATED_TESTS, ROOT, Options
 
 
 def session(options: Options, file: str, known: Collection[str], report: Callable[..., None]) -> None:
-    """Runs the tests that are not `known`; see `worker.Lines.write` for `report`."""
+    """Runs the tests of a file below `tests` that are not `known`; see `worker.Lines.write` for `report`."""
     if importlib.util.find_spec("pytest") is None:
         report(begin=file)
         report(end=file, seconds=0.0, result={"skipped": "pytest is not installed"})
@@ -28,10 +29,17 @@ def session(options: Options, file: str, known: Collection[str], report: Callabl
     with tempfile.TemporaryDirectory() as folder:
         settings = Path(folder) / "pytest.ini"
         settings.write_text(_settings())
-        path = ROOT / "tests" / "gpu" / file
+        path = ROOT / "tests" / file
+        plugins: list[object] = [_Reporter(known, report)]
+        marks = "gpu"
+        if file in EMULATED_TESTS:
+            from tools.gpu.stand_in import StandIn
+
+            plugins.append(StandIn(options))
+            marks = "not exhaustive"
         arguments = ["-c", str(settings), "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-q", "--tb=short"]
         arguments += ["--assert=plain"] * options.is_dry  # leaves the modules to `lenient`
-        status = pytest.main([*arguments, "-m", "gpu", str(path)], plugins=[_Reporter(known, report)])
+        status = pytest.main([*arguments, "-m", marks, str(path)], plugins=plugins)
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
         raise AssertionError(f"pytest ended with {status!r}")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ class Report:
         self.folder = folder
         self._head = {"device": options.device, "is_quick": options.is_quick, "is_emulated": not options.is_real}
         self.outcomes: dict[str, Outcome] = {}
+        self._lock = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
         if earlier is not None and (earlier / "report.json").is_file():
             known = json.loads((earlier / "report.json").read_text())
@@ -65,11 +67,12 @@ class Report:
 
     def add(self, name: str, outcome: Outcome) -> None:
         """Takes in what is known of a section, and writes everything."""
-        for case in outcome["cases"].values():
-            self._move_beside(case.get("result"))
-        self.outcomes[name] = outcome
-        self._write("report.json", json.dumps(self.data, indent=1) + "\n")
-        self._write("summary.md", summary(self.data))
+        with self._lock:  # sections may run side by side, each in a thread
+            for case in outcome["cases"].values():
+                self._move_beside(case.get("result"))
+            self.outcomes[name] = {**outcome, "cases": dict(outcome["cases"])}
+            self._write("report.json", json.dumps(self.data, indent=1) + "\n")
+            self._write("summary.md", summary(self.data))
 
     def _move_beside(self, result: Any) -> None:
         """A result's "beside", {file name: value}, becomes files of those names; what does not fit is left out, and

@@ -16,6 +16,31 @@ ROOT = Path(__file__).resolve().parents[2]
 Result = dict[str, Any]
 
 
+EMULATED_TESTS = (
+    *(f"numba_kernels/cuda/test_{name}.py" for name in (
+        "attention", "attention_exact", "attention_hopper", "byte_tiles", "decode_inputs", "dequantize", "embedding",
+        "experts", "few_rows", "few_rows_packed", "gemm", "gemm_choice", "gemm_fused", "gemm_hopper", "gemv",
+        "hopper_bytes", "hopper_intrinsics", "kv_cache", "logprobs", "norm", "packed_tiles", "quantised_pages", "rope",
+        "rounded_norm", "sampling", "segments", "softmax", "activation",
+    )),
+    *(f"runtime/{name}.py" for name in (
+        "backends/test_cuda_ops", "backends/test_cuda_sampling", "backends/test_cuda_tensor", "device/test_graph",
+        "device/test_launch", "device/test_file_upload", "linear/test_segments", "linear/test_rounded_rows",
+        "linear/test_reordered_columns", "kv/test_transfer_gpu", "test_latent_ops", "test_scaling",
+        "engine/test_gpu_engine", "engine/test_kv_cache_dtype", "engine/test_experts", "engine/test_gpu_swapping",
+        "engine/test_pictures", "engine/test_whole_pictures", "engine/test_window_groups", "engine/test_fuzz",
+        "engine/steps/test_decode_arrays", "engine/steps/test_decode_graphs", "engine/steps/test_forward_graphs",
+        "engine/steps/test_kept_layers", "engine/steps/test_megakernel", "engine/steps/test_sampler",
+    )),
+    *(f"models/{name}.py" for name in (
+        "test_eagle3", "test_experts", "test_fuzzed", "test_goldens_gpu", "test_goldens_tiers", "test_int8_gpu",
+        "quantized/test_gpu", "quantized/test_mxfp4", "gguf/test_experts", "vision/test_vision", "vision/test_llava",
+        "vision/test_gemma3",
+    )),
+)  # fmt: skip
+"""Tests whose emulated devices of the GPU's architecture are the GPU itself here (`stand_in`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """What cases are told.
@@ -55,6 +80,7 @@ class Section:
         limit_s: seconds for all of its cases on a GPU, after which the process is ended; a resumed run goes on.
         case_limit_s: seconds after which a case that has not reported hangs.
         needs_hardware: whether an emulated device cannot do it.
+        is_timed: whether it must have the device to itself.
         models: those of `models.MODELS` whose kernels for serving it needs, beside what its cases launch.
         argument: handed to the function where it is not None.
     """
@@ -64,6 +90,7 @@ class Section:
     limit_s: float
     case_limit_s: float = 30.0
     needs_hardware: bool = False
+    is_timed: bool = False
     models: tuple[str, ...] = ()
     argument: str | None = None
 
@@ -82,25 +109,31 @@ def sections() -> Iterator[Section]:
     """All of them, the most telling first."""
     yield Section("environment", "environment:cases", 40, 30)
     yield Section("first launches", "first_launches:cases", 80, 25)
-    yield Section("bandwidth", "speed:bandwidth", 30)
+    yield Section("bandwidth", "speed:bandwidth", 30, is_timed=True)
     yield Section("hopper gemm", "correctness:hopper_gemm", 50, 20)
     yield Section("gemm", "correctness:gemm", 50, 20)
     yield Section("experts", "experts:cases", 45, 30)
     yield Section("attention", "correctness:attention", 50, 20)
     yield Section("rows", "correctness:rows", 30, 20)
     yield Section("sampling", "sampling:correctness", 40, 20)
-    yield Section("qwen3-8b", "models:batch_1", 105, 90, models=("qwen3-8b",), argument="qwen3-8b")
-    yield Section("qwen3-0.6b", "models:batch_1", 60, 50, models=("qwen3-0.6b",), argument="qwen3-0.6b")
-    yield Section("megakernel", "models:megakernel", 50, 40, argument="qwen3-0.6b")
-    yield Section("goals", "speed:goals", 90, 60)
-    yield Section("kernels", "speed:kernels", 85, 30)
-    yield Section("sampling speed", "sampling:speed", 35, 20)
-    yield Section("gemv loads", "gemv_loads:cases", 25, 20)
-    yield Section("qwen3-8b batches", "models:batches", 150, 90, models=("qwen3-8b",), argument="qwen3-8b")
-    yield Section("qwen3-0.6b batches", "models:batches", 60, 50, models=("qwen3-0.6b",), argument="qwen3-0.6b")
+    yield Section("qwen3-8b", "models:batch_1", 105, 90, models=("qwen3-8b",), argument="qwen3-8b", is_timed=True)
+    yield Section("qwen3-0.6b", "models:batch_1", 60, 50, models=("qwen3-0.6b",), argument="qwen3-0.6b", is_timed=True)
+    yield Section("megakernel", "models:megakernel", 50, 40, argument="qwen3-0.6b", is_timed=True)
+    yield Section("goals", "speed:goals", 90, 60, is_timed=True)
+    yield Section("kernels", "speed:kernels", 85, 30, is_timed=True)
+    yield Section("sampling speed", "sampling:speed", 35, 20, is_timed=True)
+    yield Section("gemv loads", "gemv_loads:cases", 25, 20, is_timed=True)
+    yield Section(
+        "qwen3-8b batches", "models:batches", 150, 90, models=("qwen3-8b",), argument="qwen3-8b", is_timed=True
+    )
+    yield Section(
+        "qwen3-0.6b batches", "models:batches", 60, 50, models=("qwen3-0.6b",), argument="qwen3-0.6b", is_timed=True
+    )
     for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
         name = path.stem.removeprefix("test_").removesuffix("_on_hardware")
-        yield Section(f"tests {name}", "hardware_tests:session", 90, 60, argument=path.name)
+        yield Section(f"tests {name}", "hardware_tests:session", 90, 60, argument=f"gpu/{path.name}")
+    for file in EMULATED_TESTS:
+        yield Section(f"emulated {file}", "hardware_tests:session", 90, 60, needs_hardware=True, argument=file)
     for tool in ("memcheck", "racecheck", "synccheck"):
         yield Section(f"sanitizer {tool}", "sanitizer:cases", 60, 60, needs_hardware=True, argument=tool)
 

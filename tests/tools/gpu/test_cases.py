@@ -20,19 +20,21 @@ from tools import gpu_check
 from tools.gpu import graph_timeline, products, worker
 from tools.gpu.first_launches import _copy
 from tools.gpu.products import Wanted, check_product
-from tools.gpu.sections import ROOT, Case, Options, sections
+from tools.gpu.sections import EMULATED_TESTS, ROOT, Case, Options, sections
 
 
 def test_three_commands_are_enough_and_names_are_unique() -> None:
     found = list(sections())
     assert len({section.name for section in found}) == len(found)
     assert gpu_check.BUDGET_S < 600
-    before_tests = [section for section in found if not section.name.startswith(("tests ", "sanitizer "))]
+    tests = ("tests ", "emulated ", "sanitizer ")
+    before_tests = [section for section in found if not section.name.startswith(tests)]
     assert found[: len(before_tests)] == before_tests
     assert sum(section.limit_s for section in before_tests) < 2 * gpu_check.BUDGET_S
     assert all(section.case_limit_s <= section.limit_s < gpu_check.BUDGET_S for section in found)
-    files = {path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
-    assert {section.argument for section in found if section.is_session} == files
+    files = {f"gpu/{path.name}" for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert {section.argument for section in found if section.is_session} == files | set(EMULATED_TESTS)
+    assert all((ROOT / "tests" / file).is_file() for file in EMULATED_TESTS)
 
 
 def test_every_section_names_its_function() -> None:

@@ -1,0 +1,92 @@
+"""The real device in the place of the emulated ones that tests name: what the emulator is given to run every day is run
+here by a GPU. A plugin of pytest.
+
+A device "emulated:sm_90a", and one of a driver that a test makes for itself, is the GPU if that is its architecture.
+Tests of another architecture are left out; those that ask the emulator itself, for what it counted or for a fault that
+only it names, are skipped where they ask.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runtime.device import device as device_module
+from runtime.device import gpu as gpu_module
+from runtime.device.device import Device
+from runtime.device.driver import Driver
+from runtime.device.gpu import Gpu
+from runtime.device.kernel_cache import KernelCache
+from tools.gpu.sections import Options
+
+MEMORY_BYTES = 6 << 30
+"""Of each process's device: many share it."""
+
+
+class StandIn:
+    """From when it is made until the process ends."""
+
+    def __init__(self, options: Options) -> None:
+        gpu = Gpu.of(options.device)
+        self.arch = gpu.arch
+        driver = Driver(_Api(gpu.driver.api, gpu.device.index), gpu.driver.types)
+        driver.c_function = gpu.driver.c_function  # type: ignore[method-assign]
+
+        def open_driver(arch: str | None = None) -> Driver:
+            if arch not in (None, self.arch):
+                pytest.skip(f"needs an emulated device of {arch}")
+            return driver
+
+        def new_gpu(arch: str = self.arch, *, index: int = 0, folder: Path | None = None, **more: Any) -> Gpu:
+            if more:
+                pytest.skip(f"needs an emulated driver with {', '.join(more)}")
+            cache = gpu.kernel_cache if folder is None else KernelCache(folder)
+            return Gpu(Device(f"emulated:{arch}:{index}"), open_driver(arch), kernel_cache=cache)
+
+        for module in (device_module, gpu_module):
+            vars(module)["open_driver"] = open_driver
+        from tests.runtime.device import emulated
+
+        emulated.new_gpu = new_gpu
+        Gpu(Device(f"emulated:{self.arch}"), driver, kernel_cache=gpu.kernel_cache).install()
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Leaves out tests of the cpu alone, and of other architectures."""
+        left_out = [item for item in items if not self._is_meant(item)]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
+
+    def _is_meant(self, item: pytest.Item) -> bool:
+        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        return "cpu" not in parameters and not any(f"sm_{other}" in item.nodeid for other in (80, 86, 89, 100, 120))
+
+
+class _Api:
+    """A real driver's functions, whose one device is all devices, and smaller."""
+
+    def __init__(self, api: Any, index: int) -> None:
+        self._api, self._index = api, index
+
+    def __getattr__(self, name: str) -> Any:
+        if not hasattr(self._api, name):
+            if name.startswith("__") or name in ("last_fault", "last_reason"):
+                raise AttributeError(name)
+            pytest.skip(f"asks the emulator for {name}")
+        return getattr(self._api, name)
+
+    def cuDeviceGet(self, ordinal: int) -> Any:
+        return self._api.cuDeviceGet(self._index)
+
+    def cuDeviceGetCount(self) -> tuple[Any, int]:
+        status, count = self._api.cuDeviceGetCount()
+        return status, 2 * count
+
+    def cuMemGetInfo(self) -> tuple[Any, int, int]:
+        status, free, total = self._api.cuMemGetInfo()
+        return status, min(free, MEMORY_BYTES), min(total, MEMORY_BYTES)
+
+    def cuDeviceTotalMem(self, device: Any) -> tuple[Any, int]:
+        status, total = self._api.cuDeviceTotalMem(device)
+        return status, min(total, MEMORY_BYTES)
