@@ -31,12 +31,12 @@ def session(options: Options, file: str, known: Collection[str], report: Callabl
         settings.write_text(_settings())
         path = ROOT / "tests" / file
         plugins: list[object] = [_Reporter(known, report)]
-        marks = "gpu"
+        marks = "gpu"  # of those of emulated devices, all: a GPU has time for what is exhaustive elsewhere
         if file in EMULATED_TESTS:
             from tools.gpu.stand_in import StandIn
 
             plugins.append(StandIn(options))
-            marks = "not exhaustive"
+            marks = ""
         arguments = ["-c", str(settings), "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-q", "--tb=short"]
         arguments += ["--assert=plain"] * options.is_dry  # leaves the modules to `lenient`
         status = pytest.main([*arguments, "-m", marks, str(path)], plugins=plugins)

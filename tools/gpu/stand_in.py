@@ -1,13 +1,14 @@
 """The real device in the place of the emulated ones that tests name: what the emulator is given to run every day is run
 here by a GPU. A plugin of pytest.
 
-A device "emulated:sm_90a", and one of a driver that a test makes for itself, is the GPU if that is its architecture.
-Tests of another architecture are left out; those that ask the emulator itself, for what it counted or for a fault that
-only it names, are skipped where they ask.
+Whatever emulated device a test names, and one of a driver that it makes for itself, is the GPU, with the GPU's kernels.
+Of a test that is run on emulated devices of several architectures, the GPU's own is taken. Tests that ask the emulator
+itself, for what it counted or for a fault that only it names, are skipped where they ask.
 """
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,33 +35,39 @@ class StandIn:
         driver = Driver(_Api(gpu.driver.api, gpu.device.index), gpu.driver.types)
         driver.c_function = gpu.driver.c_function  # type: ignore[method-assign]
 
-        def open_driver(arch: str | None = None) -> Driver:
-            if arch not in (None, self.arch):
-                pytest.skip(f"needs an emulated device of {arch}")
-            return driver
-
         def new_gpu(arch: str = self.arch, *, index: int = 0, folder: Path | None = None, **more: Any) -> Gpu:
             if more:
                 pytest.skip(f"needs an emulated driver with {', '.join(more)}")
             cache = gpu.kernel_cache if folder is None else KernelCache(folder)
-            return Gpu(Device(f"emulated:{arch}:{index}"), open_driver(arch), kernel_cache=cache)
+            return Gpu(Device(f"emulated:{arch}:{index}"), driver, kernel_cache=cache)
 
+        made = Gpu.__init__
+
+        def make(self: Gpu, *arguments: Any, kernel_cache: KernelCache | None = None) -> None:
+            made(self, *arguments, kernel_cache=kernel_cache or gpu.kernel_cache)
+            self.arch = gpu.arch
+
+        Gpu.__init__ = make  # type: ignore[method-assign]
         for module in (device_module, gpu_module):
-            vars(module)["open_driver"] = open_driver
+            vars(module)["open_driver"] = lambda arch=None: driver
         from tests.runtime.device import emulated
 
         emulated.new_gpu = new_gpu
-        Gpu(Device(f"emulated:{self.arch}"), driver, kernel_cache=gpu.kernel_cache).install()
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leaves out tests of the cpu alone, and of other architectures."""
-        left_out = [item for item in items if not self._is_meant(item)]
+        """Leaves out tests of the cpu alone, and those of other architectures that are run on the GPU's, too."""
+        names = {item.nodeid for item in items}
+        left_out = [
+            item for item in items if self._is_on_cpu(item) or self._of_gpu(item.nodeid) in names - {item.nodeid}
+        ]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
 
-    def _is_meant(self, item: pytest.Item) -> bool:
-        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        return "cpu" not in parameters and not any(f"sm_{other}" in item.nodeid for other in (80, 86, 89, 100, 120))
+    def _of_gpu(self, name: str) -> str:
+        return re.sub(r"sm_\d+[af]?", self.arch, name)
+
+    def _is_on_cpu(self, item: pytest.Item) -> bool:
+        return hasattr(item, "callspec") and "cpu" in item.callspec.params.values()
 
 
 class _Api:
