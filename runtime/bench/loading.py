@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from models.hub import resolve_model
 from runtime.bench.environment import describe_machine
 from runtime.bench.metrics import BenchmarkError, check_finite
 from runtime.device.device import Device
 from runtime.device.file_mapping import FileMapping
-from runtime.device.file_upload import upload_file
 from runtime.device.gpu import Gpu
 from runtime.device.pinned import PinnedBlock
+from runtime.device.upload import upload_pieces
 
 PART_BYTES = 256 << 20
 """As much as a large matrix has is copied at a time."""
@@ -95,7 +96,12 @@ def _read(gpu: Gpu, address: int, file: Path, offset: int, size: int, *, num_rea
         gpu.upload(address + start, piece, stream=gpu.stream)
 
     with file.open("rb") as opened:
-        upload_file(FileMapping(opened.fileno(), str(file)), offset, size, copy, gpu.pinned, gpu.stream, num_readers)
+        mapping = FileMapping(opened.fileno(), str(file))
+
+    def fill(target: NDArray[np.uint8], start: int) -> None:
+        mapping.read_into(target, offset + start)
+
+    upload_pieces(size, fill, copy, gpu.pinned, gpu.stream, num_readers)
 
 
 def _verify(gpu: Gpu, address: int, files: Sequence[Path], way: Way) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from runtime.device import properties, tensor_map
 from runtime.device.allocator import Allocator, DeviceBlock
@@ -18,11 +19,11 @@ from runtime.device.device import Device
 from runtime.device.driver import Driver, open_driver
 from runtime.device.errors import CaptureError, CompileError, LaunchError
 from runtime.device.file_mapping import mapped_part
-from runtime.device.file_upload import LEAST_BYTES, upload_file
 from runtime.device.kernel import Argument, Bound, Kernel, Streams, bind, describe
 from runtime.device.kernel_cache import KernelCache, is_meant_for, needs_of
 from runtime.device.pinned import PinnedBlock, PinnedPool
 from runtime.device.stream import Event, Stream
+from runtime.device.upload import LEAST_BYTES, upload_pieces
 from runtime.errors import DeviceError, InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
 _MOST_TENSOR_MAPS, _MOST_LAUNCHES = 16_384, 4_096
 """That are remembered: the latest, by when they were made."""
 STAGING_BYTES = 8 << 20
-"""Copies from and to memory that is not pinned go through pinned pieces of this size, each copied while the next is
-filled."""
+"""Copies to memory that is not pinned go through pinned pieces of this size, each emptied while the next is filled."""
 
 
 class Gpu:
@@ -190,22 +190,31 @@ class Gpu:
         read.
         """
         stream = self._not_captured("write", stream)
-        mapped = mapped_part(array) if array.nbytes >= LEAST_BYTES else None
-        if mapped is not None:
+
+        def copy(start: int, piece: PinnedBlock) -> None:
+            self.upload(address + start, piece, stream=stream)
+
+        if not array.nbytes:
+            return
+        if array.nbytes < LEAST_BYTES:
+            staging = self.pinned.allocate(array.nbytes)
+            staging.array[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            copy(0, staging)
+            staging.release_after(stream)
+        elif (mapped := mapped_part(array)) is not None:
             mapping, offset = mapped
 
-            def copy(start: int, piece: PinnedBlock) -> None:
-                self.upload(address + start, piece, stream=stream)
+            def read(target: NDArray[np.uint8], start: int) -> None:
+                mapping.read_into(target, offset + start)
 
-            upload_file(mapping, offset, array.nbytes, copy, self.pinned, stream)
-            return
-        source = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        for start in range(0, source.size, STAGING_BYTES):
-            part = source[start : start + STAGING_BYTES]
-            staging = self.pinned.allocate(part.size)
-            staging.array[:] = part
-            self.upload(address + start, staging, stream=stream)
-            staging.release_after(stream)
+            upload_pieces(array.nbytes, read, copy, self.pinned, stream)
+        else:
+            source = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+            def take(target: NDArray[np.uint8], start: int) -> None:
+                target[:] = source[start : start + target.size]
+
+            upload_pieces(array.nbytes, take, copy, self.pinned, stream)
 
     def read(self, address: int, array: np.ndarray[Any, Any], stream: Stream | None = None) -> None:
         """Fills a C-contiguous array from the device, after all that the stream holds, and waits for it.

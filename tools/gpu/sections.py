@@ -25,7 +25,7 @@ EMULATED_TESTS = (
     )),
     *(f"runtime/{name}.py" for name in (
         "backends/test_cuda_ops", "backends/test_cuda_sampling", "backends/test_cuda_tensor", "device/test_graph",
-        "device/test_launch", "device/test_file_upload", "linear/test_segments", "linear/test_rounded_rows",
+        "device/test_launch", "device/test_upload", "linear/test_segments", "linear/test_rounded_rows",
         "linear/test_reordered_columns", "kv/test_transfer_gpu", "test_latent_ops", "test_scaling",
         "engine/test_gpu_engine", "engine/test_kv_cache_dtype", "engine/test_experts", "engine/test_gpu_swapping",
         "engine/test_pictures", "engine/test_whole_pictures", "engine/test_window_groups", "engine/test_fuzz",

@@ -10,7 +10,7 @@ import pytest
 from runtime.bench import loading as bench
 from runtime.bench.metrics import BenchmarkError
 from runtime.device.file_mapping import FileMapping
-from runtime.device.file_upload import PIECE_BYTES
+from runtime.device.upload import PIECE_BYTES
 
 pytestmark = pytest.mark.emulator
 

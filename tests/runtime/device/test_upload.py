@@ -1,4 +1,4 @@
-"""Mapped files: what part of one an array is, and how it comes to a device."""
+"""Mapped files and other arrays: what part of a file one is, and how it comes to a device."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from runtime.device.file_mapping import FileMapping, mapped_part
-from runtime.device.file_upload import LEAST_BYTES, PIECE_BYTES, upload_file
 from runtime.device.gpu import Gpu
 from runtime.device.pinned import PinnedBlock
+from runtime.device.upload import LEAST_BYTES, PIECE_BYTES, upload_pieces
 from runtime.tensor.tensor import Tensor
 
 SIZE = 3 * PIECE_BYTES + 12_345
@@ -67,8 +67,8 @@ def test_a_file_that_has_become_shorter(path: Path) -> None:
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("num_readers", [1, 4])
-def test_a_part_of_a_file_comes_to_the_device(path: Path, num_readers: int) -> None:
+@pytest.mark.parametrize("num_threads", [1, 4])
+def test_a_part_of_a_file_comes_to_the_device(path: Path, num_threads: int) -> None:
     gpu, mapping, offset = Gpu.of("emulated"), mapping_of(path), 77
     block = gpu.allocate(SIZE)
     starts: list[int] = []
@@ -77,9 +77,12 @@ def test_a_part_of_a_file_comes_to_the_device(path: Path, num_readers: int) -> N
         starts.append(start)
         gpu.upload(block.address + start, piece, stream=gpu.stream)
 
+    def fill(target: np.ndarray, start: int) -> None:
+        mapping.read_into(target, offset + start)
+
     gpu.fill(block.address, 0, SIZE)
     size = SIZE - offset - 5
-    upload_file(mapping, offset, size, copy, gpu.pinned, gpu.stream, num_readers)
+    upload_pieces(size, fill, copy, gpu.pinned, gpu.stream, num_threads)
     assert sorted(starts) == list(range(0, size, PIECE_BYTES))
     found = np.empty(SIZE, np.uint8)
     gpu.read(block.address, found)
@@ -117,3 +120,15 @@ def test_what_a_reader_meets_is_raised(path: Path) -> None:
     with pytest.raises(OSError, match="shorter than it was"):
         gpu.write(block.address, array)
     gpu.synchronize()
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("size", [0, 1, LEAST_BYTES - 1, LEAST_BYTES, SIZE])
+def test_arrays_of_all_sizes(size: int) -> None:
+    gpu, array = Gpu.of("emulated"), np.random.default_rng(size).integers(0, 256, size + 1, np.uint8)[1:]
+    block, found = gpu.allocate(size), np.empty(size, np.uint8)
+    gpu.write(block.address, array)
+    array[:] = 0  # may be changed as soon as `write` returns
+    if size:
+        gpu.read(block.address, found)
+    assert np.array_equal(found, np.random.default_rng(size).integers(0, 256, size + 1, np.uint8)[1:])
