@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import statistics
@@ -37,16 +38,53 @@ MODELS: dict[str, dict[str, Any]] = {
         "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
         "num_key_value_heads": 8, "tie_word_embeddings": True,
     },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True, "head_dim": 64,
+        "hidden_act": "silu", "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "num_hidden_layers": 24, "num_experts_per_tok": 4, "num_local_experts": 32,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000, "sliding_window": 128,
+        "swiglu_limit": 7.0, "tie_word_embeddings": False, "vocab_size": 201088,
+        "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+            "rope_type": "yarn", "truncate": False,
+        },
+    },
+    "qwen3-30b-a3b": _QWEN3 | {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "tie_word_embeddings": False,
+    },
 }  # fmt: skip
+for _name in ("int4", "fp8"):
+    MODELS[f"qwen3-8b {_name}"] = MODELS["qwen3-8b"]
+
+STORED: dict[str, dict[str, str]] = {
+    "gpt-oss-20b": {".experts.": "mxfp4"},
+    "qwen3-8b int4": {"_proj.": "int4 g128"},
+    "qwen3-8b fp8": {"_proj.": "fp8 blocks"},
+}
+"""Which matrices of a model are quantised, and how: a part of their names, and one of `packed_layers.FORMATS`."""
 
 _TINY = {"num_hidden_layers": 1, "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
 TINY: dict[str, dict[str, Any]] = {
     "qwen3-8b": MODELS["qwen3-8b"] | _TINY | {"num_attention_heads": 4, "num_key_value_heads": 2},
     "qwen3-0.6b": MODELS["qwen3-0.6b"] | _TINY | {"num_attention_heads": 2, "num_key_value_heads": 1},
-}
+    "gpt-oss-20b": MODELS["gpt-oss-20b"] | _TINY | {
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 5,
+    },
+    "qwen3-30b-a3b": MODELS["qwen3-30b-a3b"] | _TINY | {
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 5, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+} | {name: MODELS[name] | _TINY | {"num_attention_heads": 4, "num_key_value_heads": 2} for name in (
+    "qwen3-8b int4", "qwen3-8b fp8",
+)}  # fmt: skip
 """The same families at sizes that an emulated device can run."""
 
 CONTEXT, OUTPUT = 1024, 64
+QUICK_CONTEXT = 256
+"""Of each of many sequences of the models that are served in a hurry."""
 PREFILLS = (2048, 8192)
 BATCHES = (32, 256)
 
@@ -55,6 +93,13 @@ def config_of(options: Options, name: str) -> dict[str, Any]:
     """A model's config.json."""
     config = (TINY if options.is_quick else MODELS)[name]
     return config | {"num_hidden_layers": 2} if options.is_dry and not options.is_quick else config
+
+
+def stored_quickly(name: str) -> contextlib.AbstractContextManager[None]:
+    """While a model is loaded: its weights cost little, and are quantised as `STORED` says."""
+    from tools.gpu.quick_weights import quick_weights
+
+    return quick_weights(STORED.get(name, {}))
 
 
 class Model:
@@ -78,11 +123,12 @@ class Model:
         sizes: dict[str, Any] = {"kv_cache_bytes": 1 << 22} if self.options.is_quick else {}
         if self.options.is_dry and not self.options.is_quick:
             sizes = {"kv_cache_bytes": 48 << 30}
-        return build_engine(
-            self._folder.name, device=self.options.device, dtype="bfloat16", load_format="dummy", seed=0,
-            max_model_len=64 if self.options.is_quick else max(PREFILLS) + OUTPUT, max_num_seqs=self._max_num_seqs,
-            enable_prefix_caching=False, decode=self._decode, **sizes,
-        )  # fmt: skip
+        with stored_quickly(self.name):
+            return build_engine(
+                self._folder.name, device=self.options.device, dtype="bfloat16", load_format="dummy", seed=0,
+                max_model_len=64 if self.options.is_quick else max(PREFILLS) + OUTPUT, decode=self._decode,
+                max_num_seqs=self._max_num_seqs, enable_prefix_caching=False, **sizes,
+            )  # fmt: skip
 
     @functools.cached_property
     def client(self) -> EngineClient:
@@ -167,6 +213,18 @@ def batches(options: Options, name: str) -> Iterator[Case]:
     model.close()
 
 
+def in_short(options: Options, name: str) -> Iterator[Case]:
+    """Loading, one sequence, several, and a prompt, of a model beside those that are looked at closely."""
+    count = 2 if options.is_quick else 32
+    model = Model(options, name, max_num_seqs=count)
+    yield Case("load", lambda: _load(model))
+    yield Case("batch 1", lambda: _decode(model, 1))
+    yield Case(f"batch {count}", lambda: _decode(model, count, prompt_len=6 if options.is_quick else QUICK_CONTEXT))
+    length = 20 if options.is_quick else PREFILLS[0]
+    yield Case(f"prefill {length}", lambda: _prefill(model, length))
+    model.close()
+
+
 def _load(model: Model) -> Result:
     start = time.perf_counter()
     info = model.engine.info
@@ -179,10 +237,11 @@ def _load(model: Model) -> Result:
     }  # fmt: skip
 
 
-def _decode(model: Model, count: int) -> Result:
+def _decode(model: Model, count: int, *, prompt_len: int | None = None) -> Result:
     """Steps that decode all sequences, after a run that records their graphs. Raises AssertionError where a request
     alone gets other tokens the second time."""
-    prompt_len, output_len = _sizes(model.options)
+    usual, output_len = _sizes(model.options)
+    prompt_len = prompt_len or usual
     prompts = model.prompts(count, prompt_len)
     expected, _ = model.run(prompts, output_len)
     answers, steps = model.run(prompts, output_len)

@@ -1,0 +1,138 @@
+"""Quantised layers of the GPU check are what a checkpoint's would be, and what is wrong with a product is seen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.registry import declare_model, load_model
+from runtime import ops
+from runtime.backends import cuda_packed
+from runtime.bench.kernels.cases import Inputs
+from runtime.device.gpu import Gpu
+from runtime.linear.options import LoadOptions
+from runtime.linear.packed_matrix import MatrixPart, prepare_packed
+from runtime.linear.weight import PackedWeight
+from tools.gpu import packed_layers, quantized, quantized_speed
+from tools.gpu.models import STORED, TINY
+from tools.gpu.packed_layers import FORMATS, packed_layer, random_matrix
+from tools.gpu.quantized import Wanted, check, errors
+from tools.gpu.quick_weights import quick_weights
+from tools.gpu.sections import Options
+
+pytestmark = pytest.mark.emulator
+
+
+def the_gpu() -> Gpu:
+    return Gpu.of("emulated:sm_90a")
+
+
+@pytest.fixture(autouse=True)
+def fresh_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_layers, "MOST_ROWS", 32)
+    packed_layer.cache_clear()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_layer_is_what_its_rows_would_be_prepared_to(name: str) -> None:
+    gpu, (width, depth) = the_gpu(), (144, 264)
+    layer = packed_layer(gpu, name, width, depth)
+    assert isinstance(layer.weight, PackedWeight)
+    assert len(set(layer.rows[::16] // 16)) == 2  # both tiles of the small one come, in an order of their own
+    small = random_matrix(FORMATS[name], 32, depth, 0)
+    rows, layout = layer.rows, replace(small.layout, shape=(width, depth))
+    high = layout.block[0]
+    places: Any = rows // high if high else slice(0, 1)
+    if high > 1:
+        layout = replace(layout, block=(1, layout.block[1]))
+    zeros = None if small.zeros is None else small.zeros[places]
+    whole = replace(small, layout=layout, codes=small.codes[rows], scales=small.scales[places], zeros=zeros)
+    options = LoadOptions.parse(device=str(gpu.device), dtype="bfloat16")
+    expected = prepare_packed([MatrixPart(whole, slice(None), slice(None))], None, options, None)
+    np.testing.assert_array_equal(layer.weight.memory.to("cpu").array, expected.memory.to("cpu").array)
+    assert (layer.weight.size_bytes, layer.weight.rounds_rows) == (expected.size_bytes, expected.rounds_rows)
+    assert layer.weight.input_scale == expected.input_scale
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 3.0])
+def test_a_wrong_element_is_an_error(value: float) -> None:
+    expected = np.random.default_rng(0).standard_normal((4, 300)).astype(np.float32)
+    assert errors(expected, expected) == {"error_share": 0.0, "error_rms": 0.0}
+    found = expected.copy()
+    found[1, 7] = value
+    with pytest.raises(AssertionError, match=r"sampled row 1, column 7"):
+        errors(found, expected)
+
+
+def test_an_element_of_k_too_few_is_an_error() -> None:
+    """Which the largest value alone does not show."""
+    rng = np.random.default_rng(0)
+    x, matrix = rng.standard_normal((16, 4096), np.float32), rng.standard_normal((64, 4096), np.float32)
+    with pytest.raises(AssertionError, match="on the whole"):
+        errors(x[:, 1:] @ matrix[:, 1:].T, x @ matrix.T)
+
+
+@pytest.mark.exhaustive  # translates kernels of bytes
+@pytest.mark.parametrize("name", ["fp8 blocks", "fp8", "w8a8", "fp8 static"])
+@pytest.mark.parametrize("use", ["plain", "normed", "gated"])
+def test_rows_that_are_rounded_are_compared_so(name: str, use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_packed, "_is_faster_rounded", lambda weight, product, plain, machine, has_norm: (
+        cuda_packed.can_round(weight, product, machine)
+    ))  # fmt: skip
+    found = check(the_gpu(), Wanted(name, 80, 128, 328, use))
+    assert found["kernels"][0].startswith("rounded_")
+    real = quantized.rounded_rows
+    monkeypatch.setattr(quantized, "rounded_rows", lambda x, weight: real(x, weight) * 0 + x)
+    monkeypatch.setattr(quantized, "MOST_RMS", 1.0)
+    monkeypatch.setitem(quantized.TOLERANCE, "bf16", 1.0)
+    assert check(the_gpu(), Wanted(name, 80, 128, 328, use))["error_rms"] > 2 * found["error_rms"]
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b int4", "gpt-oss-20b"])
+def test_quick_weights_are_kept_as_declared_each_in_memory_of_its_own(tmp_path: Path, name: str) -> None:
+    config = TINY[name] | {"num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings: Any = {"device": "emulated:sm_90a", "dtype": "bfloat16", "load_format": "dummy"}
+    plain = declare_model(tmp_path, **settings).weight_bytes
+    with quick_weights(STORED[name]):
+        model: Any = load_model(tmp_path, **settings)
+        assert model.weight_bytes == declare_model(tmp_path, **settings).weight_bytes != plain
+        layers = [layer.mlp for layer in model.layers]
+        maps = [each.down for each in layers] if "gpt" in name else [each.down_proj.weight for each in layers]
+        weights = [each for one in maps for each in getattr(one, "experts", [one])]
+        assert {type(each) for each in weights} == {PackedWeight}
+        assert len({each.address for each in weights}) == len(weights) == (10 if "gpt" in name else 2)
+        first, *others = (each.memory.to("cpu").array for each in weights)
+        assert len(np.unique(first)) > 100
+        for other in others:
+            np.testing.assert_array_equal(first, other)
+
+
+def test_recorded_launches_do_it_again_and_nothing_is_missing() -> None:
+    gpu = the_gpu()
+    layer = packed_layer(gpu, "int4 g128", 48, 136)
+    x = quantized.put(gpu, Inputs(gpu, 1).normal((2, 136), "bf16"))
+    recorded = quantized_speed.Recorded(gpu, lambda: ops.linear(x, layer.weight))
+    expected = recorded.result.to("cpu").array.copy()
+    gpu.fill(recorded.result.address, 0xFF, recorded.result.size_bytes)
+    recorded()
+    np.testing.assert_array_equal(recorded.result.to("cpu").array, expected)
+    with pytest.raises(AssertionError, match="copies or fills"):
+        quantized_speed.Recorded(gpu, lambda: gpu.fill(recorded.result.address, 0, 4))
+
+
+@pytest.mark.exhaustive  # translates kernels of experts
+def test_experts_are_verified_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    (case,) = quantized_speed.experts(Options("emulated:sm_90a", is_quick=True))
+    found = case.run()
+    assert found["error_rms"] < 1e-2
+    assert (found["touched"], set(found["times"])) == (4, {"ours", "bf16"})
+    real = quantized_speed._expected
+    monkeypatch.setattr(quantized_speed, "_expected", lambda x, ids, *more: real(x, ids + 1, *more))
+    with pytest.raises(AssertionError, match="off by"):
+        case.run()

@@ -1,0 +1,113 @@
+"""Dummy weights that load in the time of copying them within the device: each matrix of a shape has the same random
+numbers, is made and arranged once, and copied for every other of its shape, to memory of its own.
+
+A step's time depends on where its weights lie and on how many bits of them are random, not on whether two are alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+import models.maker
+import models.registry
+from models.dummy import DummyCheckpoint
+from runtime import ops
+from runtime.bench.kernels.cases import MOST_DRAWN
+from runtime.device.gpu import Gpu
+from runtime.linear.packed_matrix import MatrixPart
+from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
+from runtime.linear.weight import GpuWeight, RowWeight
+from runtime.tensor.tensor import Tensor
+from tools.gpu.packed_layers import FORMATS, random_matrix
+
+_STD = 0.02
+Array = np.ndarray[Any, Any]
+
+
+class QuickWeights(DummyCheckpoint):
+    """Attributes:
+    stored: which matrices are quantised, and how: a part of their names, and one of `FORMATS`.
+    """
+
+    stored: Mapping[str, str]
+    numbers: list[Array]
+    matrices: dict[tuple[str, tuple[int, ...]], QuantizedMatrix]
+
+    def array(self, name: str) -> Array:
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            return super().array(name)
+        if not self.numbers:  # as many as the largest has, whose beginning all others are
+            count = max(math.prod(each) for name, each in self._shapes.items() if self.quantized(name) is None)
+            drawn = np.random.default_rng(self._seed).standard_normal(min(count, MOST_DRAWN), np.float32)
+            drawn *= np.float32(_STD)
+            self.numbers.append(np.resize(drawn.astype(self._dtype.numpy), count))
+        return self.numbers[0][: math.prod(shape)].reshape(shape)
+
+    def quantized(self, name: str) -> QuantizedLayout | None:
+        shape = self._shapes.get(name, ())
+        format = next((format for part, format in self.stored.items() if part in name), None)
+        if format is None or len(shape) != 2:
+            return None
+        return FORMATS[format].layout(*shape)
+
+    def matrix(self, name: str) -> QuantizedMatrix:
+        shape = self._shapes[name]
+        format = next(format for part, format in self.stored.items() if part in name)
+        key = format, shape
+        if key not in self.matrices:
+            self.matrices[key] = random_matrix(FORMATS[format], shape[0], shape[1], self._seed)
+        return self.matrices[key]
+
+
+@contextlib.contextmanager
+def quick_weights(stored: Mapping[str, str]) -> Iterator[None]:
+    """While a model is loaded: its dummy weights are these. `stored`: as `QuickWeights` has it."""
+    attributes: dict[str, Any] = {"stored": stored, "numbers": [], "matrices": {}}
+    made: dict[Any, GpuWeight] = {}
+    prepare_packed, prepare_linear = models.maker.prepare_packed, ops.prepare_linear
+
+    def packed(parts: Any, biases: Any, options: Any, *more: Any) -> Any:
+        key = options, *((part.matrix.layout, str(part.rows), str(part.columns)) for part in parts), bool(biases), more
+        if key in made:
+            return copied(made[key])
+        made[key] = prepare_packed(parts, biases, options, *more)
+        return made[key]
+
+    def rows(weights: Any, biases: Any = None, options: Any = None, **more: Any) -> Any:
+        given = [weights] if isinstance(weights, Tensor) else weights
+        kept = {name: value is not None if name == "norm" else value for name, value in more.items()}
+        key = options, *((each.shape, each.dtype) for each in given), bool(biases), str(kept)
+        if key in made:
+            return copied(made[key])
+        weight = prepare_linear(weights, biases, options, **more)
+        if isinstance(weight, GpuWeight):
+            made[key] = weight
+        return weight
+
+    with (
+        patch.object(models.registry, "DummyCheckpoint", type("Weights", (QuickWeights,), attributes)),
+        patch.object(models.maker, "prepare_packed", packed),
+        patch.object(ops, "prepare_linear", rows),
+        patch.object(MatrixPart, "has_nan", False),  # there is none, and looking for it takes long
+    ):
+        yield
+
+
+def copied(weight: GpuWeight) -> GpuWeight:
+    """The same in memory of its own."""
+    made, memory = copy.copy(weight), weight.memory
+    made.memory = Tensor.empty(memory.shape, memory.dtype, memory.device)
+    Gpu.of(memory.device).copy(made.memory.address, memory.address, memory.size_bytes)
+    made.memory.storage.freeze()
+    made.address, made.plans = made.memory.address, {}
+    if isinstance(made, RowWeight):
+        made.weight = made.memory
+    return made
