@@ -76,7 +76,7 @@ def random_matrix(format: Format, rows: int, depth: int, seed: int) -> Quantized
     codes = np.frombuffer(rng.bytes(int(np.prod(layout.code_shape))), np.uint8).reshape(layout.code_shape).copy()
     if format.kind == "fp8":
         codes[codes & 0x7F == 0x7F] = 0
-    scales = rng.uniform(0.5, 1.5, layout.scale_shape) * _STD / _SIZES[format.kind]
+    scales: Array = rng.uniform(0.5, 1.5, layout.scale_shape) * _STD / _SIZES[format.kind]
     factor = 1.0
     if format.scale == _E8M0:
         scales = 2.0 ** rng.integers(-8, -5, layout.scale_shape)

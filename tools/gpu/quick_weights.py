@@ -21,7 +21,7 @@ from models.dummy import DummyCheckpoint
 from runtime import ops
 from runtime.bench.kernels.cases import MOST_DRAWN
 from runtime.device.gpu import Gpu
-from runtime.linear.packed_matrix import MatrixPart
+from runtime.linear.packed_matrix import MatrixPart, prepare_packed
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 from runtime.linear.weight import GpuWeight, RowWeight
 from runtime.tensor.tensor import Tensor
@@ -72,7 +72,7 @@ def quick_weights(stored: Mapping[str, str]) -> Iterator[None]:
     """While a model is loaded: its dummy weights are these. `stored`: as `QuickWeights` has it."""
     attributes: dict[str, Any] = {"stored": stored, "numbers": [], "matrices": {}}
     made: dict[Any, GpuWeight] = {}
-    prepare_packed, prepare_linear = models.maker.prepare_packed, ops.prepare_linear
+    prepare_linear = ops.prepare_linear
 
     def packed(parts: Any, biases: Any, options: Any, *more: Any) -> Any:
         key = options, *((part.matrix.layout, str(part.rows), str(part.columns)) for part in parts), bool(biases), more

@@ -108,27 +108,32 @@ class Section:
 def sections() -> Iterator[Section]:
     """All of them, the most telling first."""
     yield Section("environment", "environment:cases", 40, 30)
-    yield Section("first launches", "first_launches:cases", 80, 25)
+    yield Section("first launches", "first_launches:cases", 60, 25)
     yield Section("bandwidth", "speed:bandwidth", 30, is_timed=True)
-    yield Section("hopper gemm", "correctness:hopper_gemm", 50, 20)
-    yield Section("gemm", "correctness:gemm", 50, 20)
-    yield Section("experts", "experts:cases", 45, 30)
-    yield Section("attention", "correctness:attention", 50, 20)
+    yield Section("hopper gemm", "correctness:hopper_gemm", 40, 20)
+    yield Section("gemm", "correctness:gemm", 40, 20)
+    yield Section("experts", "experts:cases", 35, 30)
+    yield Section("quantized", "quantized:cases", 40, 20)
+    yield Section("attention", "correctness:attention", 40, 20)
     yield Section("rows", "correctness:rows", 30, 20)
     yield Section("sampling", "sampling:correctness", 40, 20)
-    yield Section("qwen3-8b", "models:batch_1", 105, 90, models=("qwen3-8b",), argument="qwen3-8b", is_timed=True)
-    yield Section("qwen3-0.6b", "models:batch_1", 60, 50, models=("qwen3-0.6b",), argument="qwen3-0.6b", is_timed=True)
-    yield Section("megakernel", "models:megakernel", 50, 40, argument="qwen3-0.6b", is_timed=True)
-    yield Section("goals", "speed:goals", 90, 60, is_timed=True)
-    yield Section("kernels", "speed:kernels", 85, 30, is_timed=True)
+    yield Section("qwen3-8b", "models:batch_1", 50, 45, models=("qwen3-8b",), argument="qwen3-8b", is_timed=True)
+    yield Section("qwen3-0.6b", "models:batch_1", 40, 35, models=("qwen3-0.6b",), argument="qwen3-0.6b", is_timed=True)
+    yield Section("megakernel", "models:megakernel", 35, 30, argument="qwen3-0.6b", is_timed=True)
+    yield Section("goals", "speed:goals", 70, 60, is_timed=True)
+    yield Section("kernels", "speed:kernels", 65, 30, is_timed=True)
+    yield Section("quantized speed", "quantized_speed:linear", 40, 20, is_timed=True)
+    yield Section("experts speed", "quantized_speed:experts", 40, 20, is_timed=True)
     yield Section("sampling speed", "sampling:speed", 35, 20, is_timed=True)
     yield Section("gemv loads", "gemv_loads:cases", 25, 20, is_timed=True)
     yield Section(
-        "qwen3-8b batches", "models:batches", 150, 90, models=("qwen3-8b",), argument="qwen3-8b", is_timed=True
+        "qwen3-8b batches", "models:batches", 80, 60, models=("qwen3-8b",), argument="qwen3-8b", is_timed=True
     )
     yield Section(
-        "qwen3-0.6b batches", "models:batches", 60, 50, models=("qwen3-0.6b",), argument="qwen3-0.6b", is_timed=True
+        "qwen3-0.6b batches", "models:batches", 40, 35, models=("qwen3-0.6b",), argument="qwen3-0.6b", is_timed=True
     )
+    for model in ("gpt-oss-20b", "qwen3-8b int4", "qwen3-8b fp8", "qwen3-30b-a3b"):
+        yield Section(model, "models:in_short", 30, 25, models=(model,), argument=model, is_timed=True)
     for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
         name = path.stem.removeprefix("test_").removesuffix("_on_hardware")
         yield Section(f"tests {name}", "hardware_tests:session", 90, 60, argument=f"gpu/{path.name}")
