@@ -111,6 +111,16 @@ def write(target: Tensor, values: NDArray) -> None:
         Gpu.of(target.device).write(target.address, cast_array(values, target.dtype))
 
 
+def fill(target: Tensor, value: NDArray) -> None:
+    """Writes an array of one element, cast to its type, over a contiguous tensor on a GPU; where all of its bytes are
+    alike, as zero's are, without a copy from the host."""
+    element = cast_array(value, target.dtype).tobytes()
+    if len(set(element)) == 1:
+        Gpu.of(target.device).fill(target.address, element[0], target.size_bytes)
+    else:
+        write(target, np.broadcast_to(value.reshape(()), target.shape))
+
+
 def alignment(*addresses: int) -> int:
     """The largest power of two that divides all addresses (0 does not count), at most 256."""
     bits = 256

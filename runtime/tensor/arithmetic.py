@@ -127,7 +127,10 @@ def _gpu_assign(target: Tensor, source: Tensor) -> Tensor:
     from runtime.backends import cuda_tensor
 
     if source.device.kind == "cpu" and target.is_contiguous:
-        cuda_tensor.write(target, np.broadcast_to(source.array, target.shape))
+        if source.size == 1:
+            cuda_tensor.fill(target, source.array)
+        else:
+            cuda_tensor.write(target, np.broadcast_to(source.array, target.shape))
         return target
     if source.device.kind == "cpu":
         source = source.to(target.device)

@@ -101,11 +101,11 @@ def served(section: Section, options: Options, arch: str) -> list[Specialisation
     """The kernels with which the section's models are served, in batches and prompts of all kinds."""
     from runtime.engine.config import EngineConfig
     from runtime.engine.model_kernels import kernels_of_model
-    from tools.gpu.models import config_of, stored_quickly
+    from tools.gpu.models import config_of, quick_weights_of
 
     found = []
     for name in section.models:
-        with tempfile.TemporaryDirectory() as folder, stored_quickly(name):
+        with tempfile.TemporaryDirectory() as folder, quick_weights_of(name):
             (Path(folder) / "config.json").write_text(json.dumps(config_of(options, name)))
             found += kernels_of_model(Path(folder), arch, EngineConfig(dtype="bfloat16"))
     return found

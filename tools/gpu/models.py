@@ -95,8 +95,8 @@ def config_of(options: Options, name: str) -> dict[str, Any]:
     return config | {"num_hidden_layers": 2} if options.is_dry and not options.is_quick else config
 
 
-def stored_quickly(name: str) -> contextlib.AbstractContextManager[None]:
-    """While a model is loaded: its weights cost little, and are quantised as `STORED` says."""
+def quick_weights_of(name: str) -> contextlib.AbstractContextManager[None]:
+    """While a model is loaded: its weights cost little, and are quantised as `STORED` says of this name."""
     from tools.gpu.quick_weights import quick_weights
 
     return quick_weights(STORED.get(name, {}))
@@ -123,7 +123,7 @@ class Model:
         sizes: dict[str, Any] = {"kv_cache_bytes": 1 << 22} if self.options.is_quick else {}
         if self.options.is_dry and not self.options.is_quick:
             sizes = {"kv_cache_bytes": 48 << 30}
-        with stored_quickly(self.name):
+        with quick_weights_of(self.name):
             return build_engine(
                 self._folder.name, device=self.options.device, dtype="bfloat16", load_format="dummy", seed=0,
                 max_model_len=64 if self.options.is_quick else max(PREFILLS) + OUTPUT, decode=self._decode,
@@ -136,8 +136,11 @@ class Model:
 
         return ThreadEngineClient(self.engine)
 
-    def run(self, prompts: Sequence[Sequence[int]], output_len: int) -> tuple[list[list[int]], list[StepRecord]]:
-        """Greedy answers, and the steps that they took. Raises AssertionError where a request fails."""
+    def run(
+        self, prompts: Sequence[Sequence[int]], output_len: int, predictions: Sequence[Sequence[int]] | None = None
+    ) -> tuple[list[list[int]], list[StepRecord]]:
+        """Greedy answers, and the steps that they took; `predictions` are proposed as answers follow them. Raises
+        AssertionError where a request fails."""
         from runtime.engine.messages import EngineOutput, EngineRequest
         from runtime.engine.sampling_params import SamplingParams
 
@@ -145,9 +148,11 @@ class Model:
         outputs: SimpleQueue[EngineOutput] = SimpleQueue()
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
         answers: dict[str, list[int]] = {}
-        for prompt in prompts:
+        for prompt, predicted in zip(prompts, predictions or [[]] * len(prompts), strict=True):
             self._count += 1
-            request = EngineRequest(request_id=str(self._count), prompt_token_ids=list(prompt), params=params)
+            request = EngineRequest(
+                request_id=str(self._count), prompt_token_ids=list(prompt), params=params, prediction=list(predicted)
+            )
             answers[request.request_id] = []
             client.submit(request, outputs.put)
         open_requests = set(answers)
@@ -213,6 +218,45 @@ def batches(options: Options, name: str) -> Iterator[Case]:
     model.close()
 
 
+def verification(options: Options, name: str) -> Iterator[Case]:
+    """Steps that try a request's prediction, beside steps of one token."""
+    model = Model(options, name, max_num_seqs=2)
+    yield Case("tokens of a step", lambda: _verification(model))
+    model.close()
+
+
+def _verification(model: Model) -> Result:
+    """Steps by how many tokens they computed, once their launches are recorded; and how much of the answer is the same,
+    where bfloat16's rounding decides. Raises AssertionError where none tries several."""
+    prompt_len, output_len = (6, 24) if model.options.is_quick else (CONTEXT, OUTPUT)
+    prompts = model.prompts(1, prompt_len)
+    plain, _ = model.run(prompts, output_len)
+    assert model.engine.speculator is not None
+    model.engine.speculator.tries_all()
+    found: dict[int, list[StepRecord]] = {}
+    same = []
+    for number in range(4):
+        for predicted in (None, plain):
+            answers, steps = model.run(prompts, output_len, predicted)
+            same.append(_num_same(answers[0], plain[0]))
+            for step in steps[1:] if number else []:
+                found.setdefault(sum(chunk.num_tokens for chunk in step.chunks), []).append(step)
+    several = [count for count in found if count > 1]
+    if not several:
+        raise AssertionError(f"no step tried a proposal: steps had {sorted(found)} tokens")
+    steps_by_count: dict[str, Any] = {
+        str(count): {
+            "steps": len(steps), "step_ms": _quartiles_ms([step.end_s - step.start_s for step in steps]),
+            "host_ms": _quartiles_ms([step.host_s for step in steps]),
+        }
+        for count, steps in sorted(found.items())
+    }  # fmt: skip
+    one, most = (steps_by_count[str(count)]["step_ms"][1] for count in (1, max(several)))
+    return {
+        "by_tokens": steps_by_count, "most_to_one": round(most / one, 3) if one else None, "same_at_the_start": same,
+    }  # fmt: skip
+
+
 def in_short(options: Options, name: str) -> Iterator[Case]:
     """Loading, one sequence, several, and a prompt, of a model beside those that are looked at closely."""
     count = 2 if options.is_quick else 32
@@ -268,8 +312,12 @@ def _compare(model: Model, other: Model) -> Result:
     prompts = model.prompts(1, prompt_len)
     (ours,), (theirs,) = model.run(prompts, output_len)[0], other.run(prompts, output_len)[0]
     other.close()
-    same = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), len(ours))
-    return {"tokens": len(ours), "same_at_the_start": same}
+    return {"tokens": len(ours), "same_at_the_start": _num_same(ours, theirs)}
+
+
+def _num_same(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """How many agree before the first that do not."""
+    return next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), len(ours))
 
 
 def _prefill(model: Model, length: int) -> Result:

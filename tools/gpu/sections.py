@@ -116,7 +116,7 @@ def sections() -> Iterator[Section]:
     yield Section("quantized", "quantized:cases", 40, 20)
     yield Section("attention", "correctness:attention", 40, 20)
     yield Section("rows", "correctness:rows", 30, 20)
-    yield Section("sampling", "sampling:correctness", 40, 20)
+    yield Section("sampling", "sampling:correctness", 35, 20)
     yield Section("qwen3-8b", "models:batch_1", 50, 45, models=("qwen3-8b",), argument="qwen3-8b", is_timed=True)
     yield Section("qwen3-0.6b", "models:batch_1", 40, 35, models=("qwen3-0.6b",), argument="qwen3-0.6b", is_timed=True)
     yield Section("megakernel", "models:megakernel", 35, 30, argument="qwen3-0.6b", is_timed=True)
@@ -135,6 +135,8 @@ def sections() -> Iterator[Section]:
     )
     for model in ("gpt-oss-20b", "qwen3-8b int4", "qwen3-8b fp8", "qwen3-30b-a3b"):
         yield Section(model, "models:in_short", 30, 25, models=(model,), argument=model, is_timed=True)
+    yield Section("verification", "models:verification", 25, 20, argument="qwen3-8b", is_timed=True)
+    yield Section("tower", "tower:cases", 20, 15, is_timed=True)
     for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
         name = path.stem.removeprefix("test_").removesuffix("_on_hardware")
         yield Section(f"tests {name}", "hardware_tests:session", 90, 60, argument=f"gpu/{path.name}")

@@ -124,6 +124,49 @@ def _goals(found: dict[str, Any]) -> list[str]:
     return _table(("case", "shape", "µs", "cuBLAS µs", "value", "measure", "must / ahead", ""), rows)
 
 
+def _quantized(found: dict[str, Any]) -> list[str]:
+    read, rows = _read_rate(found), []
+    for row in results(found, "quantized speed").values():
+        rate, (m, n, k) = row.get("gb_per_s"), row["sizes"]
+        ours, floats = (row["times"][name]["median_us"] for name in ("ours", "bf16"))
+        rows.append((
+            row["format"], f"{n} x {k}", m, " + ".join(row["kernels"]), _number(ours), _number(rate),
+            _number(rate / read if rate and read else None), _number(row.get("tflop_per_s")), _number(floats),
+            _number(row.get("times_as_fast_as_bf16")),
+        ))  # fmt: skip
+    heads = ("weight", "sizes", "rows", "kernels", "µs", "GB/s", "of read", "TFLOP/s", "bf16 µs", "times as fast")
+    return _table(heads, rows)
+
+
+def _experts(found: dict[str, Any]) -> list[str]:
+    read, rows = _read_rate(found), []
+    for name, row in results(found, "experts speed").items():
+        rate, ours, dense = row.get("gb_per_s"), row["times"]["ours"], row["times"]["bf16"]
+        rows.append((
+            name, row["touched"], " + ".join(row["kernels"]), _number(ours["median_us"]), _number(rate),
+            _number(rate / read if rate and read else None), _number(row.get("tflop_per_s")),
+            _number(dense["median_us"]), _number(row.get("times_as_fast_as_bf16")),
+        ))  # fmt: skip
+    heads = ("experts", "touched", "kernels", "µs", "GB/s", "of read", "TFLOP/s", "dense bf16 µs", "of the dense rate")
+    return _table(heads, rows)
+
+
+def _steps(found: dict[str, Any]) -> list[str]:
+    rows = []
+    for name, case in results(found, "verification").items():
+        for count, steps in case["by_tokens"].items():
+            rows.append((name, count, steps["steps"], _middle(steps["step_ms"]), _middle(steps["host_ms"])))
+    return _table(("", "tokens of a step", "steps", "step ms", "host ms"), rows)
+
+
+def _tower(found: dict[str, Any]) -> list[str]:
+    rows = (
+        (name, case["layers"], _number(case["whole_ms"]), _number(case["device_ms"]), _number(case["host_ms"]))
+        for name, case in results(found, "tower").items()
+    )
+    return _table(("picture", "layers", "ms", "on the device", "until all was queued"), rows)
+
+
 def _times(section: str) -> Callable[[dict[str, Any]], list[str]]:
     def part(found: dict[str, Any]) -> list[str]:
         rows = []
@@ -141,6 +184,10 @@ _PARTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "A decode step, by kernel": _timelines,
     "Goals": _goals,
     "Kernels": _kernels,
+    "Products of quantised weights": _quantized,
+    "Experts": _experts,
+    "Steps that try proposals": _steps,
+    "A vision tower": _tower,
     "Sampling": _times("sampling speed"),
     "Loads of a product of one row": _times("gemv loads"),
 }

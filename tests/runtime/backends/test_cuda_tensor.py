@@ -103,6 +103,22 @@ def test_floors_and_remainders(op: str) -> None:
         operation(Tensor.arange(3, device=DEVICE), Tensor.zeros(3, "int64", DEVICE))
 
 
+def test_a_number_whose_bytes_are_alike_is_not_copied_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu.of(DEVICE)
+    whole = Tensor.full((5, 3), 7, "int32", DEVICE)
+    written: list[int] = []
+    write = gpu.write
+    monkeypatch.setattr(gpu, "write", lambda address, array: written.append(array.nbytes) or write(address, array))
+    same(Tensor.zeros((3, 5), "bfloat16", DEVICE), Tensor.zeros((3, 5), "bfloat16"))
+    same(Tensor.full(9, -1, "int64", DEVICE), Tensor.full(9, -1, "int64"))
+    whole[1:3] = 0
+    assert written == []
+    same(Tensor.full(4, 1, "int32", DEVICE), Tensor.full(4, 1, "int32"))
+    assert written == [16]
+    assert whole.to("cpu").array.tolist() == [[7] * 3, [0] * 3, [0] * 3, [7] * 3, [7] * 3]
+    assert Tensor.zeros((0, 3), "float32", DEVICE).shape == (0, 3)
+
+
 FUNCTIONS = (("exp", 3.0), ("tanh", 3.0), ("sqrt", 0.0), ("log", 3.0), ("negative", 0.0), ("absolute", 0.0))
 
 

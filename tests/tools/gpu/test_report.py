@@ -81,6 +81,19 @@ SECTIONS = {
             "kernels": {"gemv": [144, 4000.0]},
         }}},
     ),
+    "quantized speed": outcome(one={"result": {
+        "format": "int4 g128", "sizes": [16, 8192, 4096], "kernels": ["rounded", "gemm"], "gb_per_s": 3000.0,
+        "tflop_per_s": 5.0, "times_as_fast_as_bf16": 3.1,
+        "times": {"ours": {"median_us": 6.0}, "bf16": {"median_us": 18.6}},
+    }}),
+    "experts speed": outcome(mixture={"result": {
+        "touched": 4, "kernels": ["gather"], "gb_per_s": 2000.0, "tflop_per_s": 1.5, "times_as_fast_as_bf16": 0.8,
+        "times": {"ours": {"median_us": 5.0}, "bf16": {"median_us": 4.0}},
+    }}),
+    "verification": outcome(steps={"result": {"by_tokens": {
+        "8": {"steps": 7, "step_ms": [5.0, 5.1, 5.2], "host_ms": [1.0, 1.1, 1.2]},
+    }}}),
+    "tower": outcome(square={"result": {"layers": 24, "whole_ms": 9.0, "device_ms": 8.0, "host_ms": 7.0}}),
     "sampling speed": outcome(
         greedy={"result": {"times": {"ours": {"median_us": 9.0, "low_us": 8.0, "high_us": 10.0}}}}
     ),
@@ -97,6 +110,10 @@ def test_the_summary_has_every_table() -> None:
         "| gemm auto | 1 x 9 | 7 | 8 | 0.9 | share | 0.8 / 0.95 | met |",
         "| qwen3-8b | decode | 5 | 4 | 200.0 | 0.2 |  |",
         "| gemv | 144 | 4,000 | 27.8 |",
+        "| int4 g128 | 8192 x 4096 | 16 | rounded + gemm | 6 | 3,000 | 0.75 | 5 | 18.6 | 3.1 |",
+        "| mixture | 4 | gather | 5 | 2,000 | 0.5 | 1.5 | 4 | 0.8 |",
+        "| steps | 8 | 7 | 5.1 | 1.1 |",
+        "| square | 24 | 9 | 8 | 7 |",
         "| greedy | ours | 9 | 8 | 10 |",
     ):
         assert line in text.splitlines(), line

@@ -1,0 +1,68 @@
+"""A picture through a vision tower of Qwen3-VL-2B's widths, on dummy weights."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from models.registry import load_model
+from runtime.bench.pictures.shapes import write_qwen3_vl
+from runtime.device.gpu import Gpu
+from tools.gpu.models import quick_weights_of
+from tools.gpu.sections import Case, Options, Result
+
+SIDES = (64, 32)
+"""Patches of 16 pixels along a side: 1024 and 512 pixels."""
+LAYERS, NUM_RUNS = 24, 10
+
+
+def cases(options: Options) -> Iterator[Case]:
+    """The time from a picture's patches on the host until its embeddings are there, and of the device alone."""
+    for side in (4,) if options.is_quick else SIDES:
+        yield Case(f"{16 * side} x {16 * side} pixels", functools.partial(_picture, options, side))
+
+
+@functools.cache
+def _tower(options: Options) -> Any:
+    with tempfile.TemporaryDirectory() as folder, quick_weights_of(""):
+        write_qwen3_vl(Path(folder), tower_layers=2 if options.is_dry or options.is_quick else LAYERS, text_layers=1)
+        model: Any = load_model(folder, load_format="dummy", device=options.device, dtype="bfloat16")
+    return model.tower
+
+
+def _picture(options: Options, side: int) -> Result:
+    """Raises AssertionError where an embedding is not finite, or another the second time."""
+    gpu, tower = Gpu.of(options.device), _tower(options)
+    rng, config = np.random.default_rng(0), tower.config
+    patches = rng.uniform(-1, 1, (side * side, 3 * config.num_frames * config.patch_size**2)).astype(np.float32)
+    first = [each.to("cpu").array.astype(np.float32) for each in tower(patches, (side, side))]
+    again = [each.to("cpu").array.astype(np.float32) for each in tower(patches, (side, side))]
+    if not options.is_dry:
+        if not all(np.isfinite(each).all() and each.any() for each in first):
+            raise AssertionError("the tower's embeddings are not finite, or zero")
+        if not all(np.array_equal(one, other) for one, other in zip(first, again, strict=True)):
+            raise AssertionError("the tower's embeddings are others the second time")
+    whole, on_device, start, end = [], [], gpu.new_event(is_timed=True), gpu.new_event(is_timed=True)
+    for _ in range(NUM_RUNS if options.is_real and not options.is_dry else 1):
+        begun = time.perf_counter()
+        start.record(gpu.stream)
+        made = tower(patches, (side, side))
+        queued = time.perf_counter()
+        end.record(gpu.stream)
+        end.synchronize()
+        whole.append((1e3 * (time.perf_counter() - begun), 1e3 * (queued - begun)))
+        on_device.append(end.elapsed_ms(start))
+        del made
+    return {
+        "patches": side * side, "layers": config.num_layers,
+        "whole_ms": round(statistics.median(each for each, _ in whole), 3),
+        "host_ms": round(statistics.median(each for _, each in whole), 3),
+        "device_ms": round(statistics.median(on_device), 3),
+    }  # fmt: skip
