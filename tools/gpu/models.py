@@ -49,10 +49,10 @@ MODELS: dict[str, dict[str, Any]] = {
             "rope_type": "yarn", "truncate": False,
         },
     },
-    "qwen3-30b-a3b": _QWEN3 | {
+    "12 layers of qwen3-30b-a3b": _QWEN3 | {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
         "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
-        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_hidden_layers": 48,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_hidden_layers": 12,
         "num_attention_heads": 32, "num_key_value_heads": 4, "tie_word_embeddings": False,
     },
 }  # fmt: skip
@@ -73,7 +73,7 @@ TINY: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": MODELS["gpt-oss-20b"] | _TINY | {
         "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 5,
     },
-    "qwen3-30b-a3b": MODELS["qwen3-30b-a3b"] | _TINY | {
+    "12 layers of qwen3-30b-a3b": MODELS["12 layers of qwen3-30b-a3b"] | _TINY | {
         "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 5, "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
     },

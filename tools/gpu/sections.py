@@ -133,7 +133,7 @@ def sections() -> Iterator[Section]:
     yield Section(
         "qwen3-0.6b batches", "models:batches", 40, 35, models=("qwen3-0.6b",), argument="qwen3-0.6b", is_timed=True
     )
-    for model in ("gpt-oss-20b", "qwen3-8b int4", "qwen3-8b fp8", "qwen3-30b-a3b"):
+    for model in ("gpt-oss-20b", "qwen3-8b int4", "qwen3-8b fp8", "12 layers of qwen3-30b-a3b"):
         yield Section(model, "models:in_short", 30, 25, models=(model,), argument=model, is_timed=True)
     yield Section("verification", "models:verification", 25, 20, argument="qwen3-8b", is_timed=True)
     yield Section("tower", "tower:cases", 20, 15, is_timed=True)
