@@ -1,7 +1,7 @@
 """How fast products with quantised weights and mixtures of experts are, beside bfloat16's at the same sizes.
 
-What is timed was verified just before, on the same input. The launches of an operation are taken down once and then
-repeated, as a graph does in serving: the host's time to plan them does not count.
+Ours is verified just before it is timed, on the same input; bfloat16's products are in "kernels". The launches of an
+operation are taken down once and repeated, as a graph does in serving: the host's time to plan them does not count.
 """
 
 from __future__ import annotations
@@ -140,13 +140,15 @@ def experts(options: Options) -> Iterator[Case]:
 
 
 @functools.lru_cache(maxsize=1)
-def _mixture(gpu: Gpu, mixture: Mixture) -> tuple[list[ExpertsWeight], list[list[Layer]]]:
+def _mixture(
+    gpu: Gpu, format: str, num_experts: int, hidden: int, inner: int
+) -> tuple[list[ExpertsWeight], list[list[Layer]]]:
     """Gate and up, and down; and their layers, of which there are two: every second expert has the same numbers, and
     memory of its own."""
     made, layers = [], []
-    for width, depth in ((2 * mixture.inner, mixture.hidden), (mixture.hidden, mixture.inner)):
-        pair = [_layer(gpu, mixture.format, width, depth, seed) for seed in (0, 1)]
-        weights = [pair[number % 2].weight for number in range(mixture.num_experts)]
+    for width, depth in ((2 * inner, hidden), (hidden, inner)):
+        pair = [_layer(gpu, format, width, depth, seed) for seed in (0, 1)]
+        weights = [pair[number % 2].weight for number in range(num_experts)]
         made.append(ExpertsWeight([each if at < 2 else copied(each) for at, each in enumerate(weights)]))
         layers.append(pair)
     return made, layers
@@ -158,7 +160,8 @@ def _layer(gpu: Gpu, name: str, width: int, depth: int, seed: int) -> Layer:
 
 def _experts(options: Options, stopwatch: Stopwatch, mixture: Mixture) -> Result:
     gpu, rng, tokens = stopwatch.gpu, np.random.default_rng(0), mixture.tokens
-    (gate_up, down), layers = _mixture(gpu, mixture)
+    sizes = mixture.num_experts, mixture.hidden, mixture.inner
+    (gate_up, down), layers = _mixture(gpu, mixture.format, *sizes)  # kept for all numbers of tokens
     x = Inputs(gpu, 1).normal((tokens, mixture.hidden), "bf16")
     ids = np.argsort(rng.random((tokens, mixture.num_experts)), 1)[:, : mixture.top_k].astype(np.int32)
     if mixture.tokens * mixture.top_k % mixture.num_experts == 0:  # each as often
