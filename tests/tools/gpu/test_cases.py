@@ -30,7 +30,7 @@ def test_three_commands_are_enough_and_names_are_unique() -> None:
     tests = ("tests ", "emulated ", "sanitizer ")
     before_tests = [section for section in found if not section.name.startswith(tests)]
     assert found[: len(before_tests)] == before_tests
-    assert sum(section.limit_s for section in before_tests) < 2 * gpu_check.BUDGET_S
+    assert sum(section.limit_s for section in before_tests) < 2.5 * gpu_check.BUDGET_S
     assert all(section.case_limit_s <= section.limit_s < gpu_check.BUDGET_S for section in found)
     files = {f"gpu/{path.name}" for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
     assert {section.argument for section in found if section.is_session} == files | set(EMULATED_TESTS)
