@@ -18,16 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.device import device as device_module
 from runtime.device import gpu as gpu_module
+from runtime.device import nccl as nccl_module
 from runtime.device.compiled_kernel import CompiledKernel, image_kind
 from runtime.device.device import Device
 from runtime.device.driver import Driver, cuda_bindings
 from runtime.device.emulator.driver.dry_driver import DryDriver
+from runtime.device.emulator.nccl.dry_nccl import DryNccl
 from runtime.device.errors import CompileError
 from runtime.device.gpu import Gpu
 from runtime.device.kernel_bundle import write_bundle
 from runtime.device.kernel_cache import KernelCache, is_meant_for
 from runtime.device.kernel_key import kernel_index
 from runtime.device.kernel_list import KernelList
+from runtime.device.nccl import Nccl
 from tools.gpu import lenient
 from tools.gpu.sections import Options, Section, find
 from tools.gpu.worker import outcome
@@ -66,6 +69,7 @@ def dry_device(name: str, arch: str) -> KernelList:
     driver.call("cuInit", 0)
     for module in (device_module, gpu_module):
         vars(module)["open_driver"] = lambda arch=None: driver
+    vars(nccl_module)["load"] = lambda: Nccl(DryNccl(driver.api), is_emulated=True, is_dry=True)
     found = KernelList()
     Gpu(device, driver, kernel_cache=found).install()
     return found

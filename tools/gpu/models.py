@@ -246,8 +246,8 @@ def _verification(model: Model) -> Result:
         raise AssertionError(f"no step tried a proposal: steps had {sorted(found)} tokens")
     steps_by_count: dict[str, Any] = {
         str(count): {
-            "steps": len(steps), "step_ms": _quartiles_ms([step.end_s - step.start_s for step in steps]),
-            "host_ms": _quartiles_ms([step.host_s for step in steps]),
+            "steps": len(steps), "step_ms": quartiles_ms([step.end_s - step.start_s for step in steps]),
+            "host_ms": quartiles_ms([step.host_s for step in steps]),
         }
         for count, steps in sorted(found.items())
     }  # fmt: skip
@@ -296,11 +296,11 @@ def _decode(model: Model, count: int, *, prompt_len: int | None = None) -> Resul
     full = [step for step in decodes if len(step.chunks) == count]
     if not full:
         raise AssertionError(f"no step decoded all {count} sequences: {[len(step.chunks) for step in steps][:50]}")
-    tpot = _quartiles_ms([step.end_s - step.start_s for step in full])
+    tpot = quartiles_ms([step.end_s - step.start_s for step in full])
     return {
         "batch": count, "prompt_len": prompt_len, "output_len": output_len, "steps": len(full), "tpot_ms": tpot,
         "other_tokens_the_second_time": different,
-        "host_ms": _quartiles_ms([step.host_s for step in full]),
+        "host_ms": quartiles_ms([step.host_s for step in full]),
         "tokens_per_s": round(1e3 * count / tpot[1], 1) if tpot[1] else None,
         "prefill_ms": round(1e3 * sum(step.end_s - step.start_s for step in steps if step not in decodes), 2),
         "graph_nodes": sorted(graph.num_nodes for graph in _graphs(model)),
@@ -328,7 +328,7 @@ def _prefill(model: Model, length: int) -> Result:
     for _ in range(1 if model.options.is_quick else 5):
         _, steps = model.run(prompts, 1)
         values.append(sum(step.end_s - step.start_s for step in steps))
-    return {"prompt_len": length, "steps": len(steps), "prefill_ms": _quartiles_ms(values)}
+    return {"prompt_len": length, "steps": len(steps), "prefill_ms": quartiles_ms(values)}
 
 
 def _graphs(model: Model) -> list[Any]:
@@ -346,7 +346,7 @@ def _timeline(model: Model) -> Result:
     return node_timeline(model.options, model.name, lambda: model.run(prompts, output_len), _graphs(model))
 
 
-def _quartiles_ms(seconds: list[float]) -> list[float]:
+def quartiles_ms(seconds: list[float]) -> list[float]:
     """Lower quartile, median and upper quartile."""
     found = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else seconds * 3
     return [round(1e3 * value, 4) for value in found]

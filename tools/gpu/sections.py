@@ -137,6 +137,16 @@ def sections() -> Iterator[Section]:
         yield Section(model, "models:in_short", 30, 25, models=(model,), argument=model, is_timed=True)
     yield Section("verification", "models:verification", 25, 20, argument="qwen3-8b", is_timed=True)
     yield Section("tower", "tower:cases", 20, 15, is_timed=True)
+    yield Section("nccl", "collectives:cases", 90, 50)
+    yield Section("speculation", "speculation:correctness", 60, 40)
+    yield Section("vision", "vision:correctness", 30, 25)
+    for name in ("qwen3-0.6b", "qwen3-8b"):
+        yield Section(
+            f"speculation speed {name}", "speculation:speed", 30, 25, models=(name,), argument=name, is_timed=True
+        )
+        yield Section(
+            f"mixed load {name}", "mixed_load:cases", 45, 30, models=(name,), argument=name, is_timed=True
+        )
     for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
         name = path.stem.removeprefix("test_").removesuffix("_on_hardware")
         yield Section(f"tests {name}", "hardware_tests:session", 90, 60, argument=f"gpu/{path.name}")

@@ -1,0 +1,345 @@
+"""The NCCL that is installed: its calls with one rank, and two ranks, in two processes, that share the GPU.
+
+Two ranks on one GPU need `NCCL_MULTI_RANK_GPU_ENABLE`, which older ones do not know: they refuse, and the case says
+with which words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runtime.bench.kernels.cases import Array, Inputs
+from runtime.device.gpu import Gpu
+from runtime.device.graph import Graph
+from runtime.device.nccl import NcclComm, NcclError, candidates, open_nccl
+from runtime.dtype import DType, float32
+from runtime.own_packages import python_module
+from runtime.rank_notices import Notices, notices_bytes, shared_memory
+from tools.gpu.asking import DEMO, ask, first_difference, ids_of
+from tools.gpu.sections import ROOT, Case, Options, Result
+
+SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_DEBUG": "WARN"}
+TWO_RANKS_S = 30.0
+"""After which two processes that have not ended are ended."""
+QUESTIONS = (
+    "What is 17 plus 25?", "Who are you?", "Sort these words: pear, apple, fig", "Count from 3 to 9",
+    "What is the capital of France?", "Reverse the word stone",
+)  # fmt: skip
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send and receive")
+
+
+def cases(options: Options) -> Iterator[Case]:
+    gpu = Gpu.of(options.device)
+
+    @functools.cache
+    def comm() -> NcclComm:
+        nccl = open_nccl(gpu.driver)
+        return NcclComm(gpu, nccl, nccl.unique_id(), 0, 1)
+
+    @functools.cache
+    def refusal() -> str:
+        return _two_ranks(options, (1024,))[1]
+
+    sizes = (64, 1000) if options.is_quick else (1, 1000, 4096, 1 << 20)
+    yield Case("library", lambda: _library(gpu))
+    yield Case("one rank joins", lambda: {"rank": comm().rank, "ranks": comm().num_ranks})
+    for kind in KINDS:
+        yield Case(kind, functools.partial(_check, comm, kind, sizes))
+    yield Case("window", lambda: _in_window(comm(), options.is_quick))
+    yield Case("graph", lambda: _in_graph(comm()))
+    yield Case("communicator of a model", lambda: _communicator(comm()))
+    yield Case("destroy", lambda: _destroyed(comm()))
+    yield Case("abort", lambda: _aborted(gpu))
+    yield Case("two ranks on one GPU", lambda: _collectives(options))
+    yield Case("a model on two ranks", lambda: _split_model(options, refusal))
+
+
+def _library(gpu: Gpu) -> Result:
+    """Which one is loaded."""
+    nccl = open_nccl(gpu.driver)
+    if len(nccl.unique_id()) != 128:
+        raise AssertionError("a unique id has other than 128 bytes")
+    return {"version": nccl.version(), "is_emulated": nccl.is_emulated, "candidates": list(candidates())}
+
+
+def _numbers(count: int, dtype: DType, seed: int) -> Array:
+    """Small integers: all types hold them and their sums."""
+    return (np.random.default_rng(seed).integers(-7, 8, count)).astype(np.float32).astype(dtype.numpy)
+
+
+def _call(comm: NcclComm, kind: str, source: int, target: int, count: int, dtype: DType) -> None:
+    """A collective among one rank: whichever it is, the target gets what the source has."""
+    if kind == "all_reduce":
+        comm.all_reduce(source, target, count, dtype)
+    elif kind == "all_gather":
+        comm.all_gather(source, target, count, dtype)
+    elif kind == "reduce_scatter":
+        comm.reduce_scatter(source, target, count, dtype)
+    elif kind == "broadcast":
+        comm.broadcast(source, target, count, dtype, 0)
+    else:
+        with comm.nccl.group():
+            comm.send(source, count, dtype, 0)
+            comm.receive(target, count, dtype, 0)
+
+
+def _check(comm: Callable[[], NcclComm], kind: str, sizes: tuple[int, ...]) -> Result:
+    found, gpu = 0, comm().gpu
+    for name in ("float32", "bfloat16"):
+        dtype = DType.parse(name)
+        for number, count in enumerate(sizes):
+            inputs, given = Inputs(gpu, number), _numbers(count, dtype, number)
+            source, target = inputs.put(given), inputs.empty(given.nbytes)
+            gpu.fill(target, 0xFF, given.nbytes)
+            _call(comm(), kind, source, target, count, dtype)
+            _expect(gpu, target, given, f"{kind} of {count} {name}")
+            found += 1
+    comm().check()
+    return {"checked": found}
+
+
+def _expect(gpu: Gpu, address: int, expected: Array, what: str) -> None:
+    found = np.empty_like(expected)
+    gpu.read(address, found)
+    if found.tobytes() != expected.tobytes():
+        wrong = int((found.astype(np.float32) != expected.astype(np.float32)).sum())
+        raise AssertionError(f"{what}: {wrong} of {expected.size} elements are wrong")
+
+
+def _in_window(comm: NcclComm, is_quick: bool) -> Result:
+    """Sums in place in registered memory of NCCL's own, of which others' memory is apart."""
+    gpu, size = comm.gpu, 1 << (16 if is_quick else 22)
+    window = comm.new_window(size)
+    for number, count in enumerate((8, 1000, size // 4)):
+        given = _numbers(count, float32, number)
+        gpu.write(window.address, given)
+        comm.all_reduce(window.address, window.address, count, float32)
+        _expect(gpu, window.address, given, f"a sum of {count} in a window")
+    comm.check()
+    return {"window_bytes": window.size_bytes}
+
+
+def _in_graph(comm: NcclComm) -> Result:
+    """All kinds one behind the other, in and out of a window, replayed with other numbers."""
+    gpu, count = comm.gpu, 2048
+    inputs, window = Inputs(gpu, 0), comm.new_window(4 * count)
+    places = [inputs.empty(4 * count) for _ in range(len(KINDS) + 1)]
+
+    def work() -> None:
+        for number, kind in enumerate(KINDS):
+            _call(comm, kind, places[number], places[number + 1], count, float32)
+        gpu.copy(window.address, places[-1], 4 * count)
+        comm.all_reduce(window.address, window.address, count, float32)
+
+    graph = Graph.capture(gpu, work)
+    for seed in range(3):
+        given = _numbers(count, float32, seed)
+        for place in (*places[1:], window.address):
+            gpu.fill(place, 0xFF, 4 * count)
+        gpu.write(places[0], given)
+        graph.replay()
+        _expect(gpu, window.address, given, f"replay {seed}")
+    nodes = graph.num_nodes
+    graph.release()
+    return {"replays": 3, "nodes": nodes}
+
+
+def _communicator(comm: NcclComm) -> Result:
+    """What models call."""
+    from runtime.nccl_communicator import NUM_SLOTS, NcclCommunicator
+    from runtime.tensor.tensor import Tensor
+
+    memory = shared_memory(notices_bytes(1))
+    try:
+        ours = NcclCommunicator(comm.gpu, comm, Notices.open(memory, 0, 1), comm)
+    finally:
+        os.close(memory)
+    given = np.arange(512, dtype=np.float32).reshape(2, 256)
+    for _ in range(2 * NUM_SLOTS):
+        buffer = ours.sum_buffer((2, 256), float32)
+        if buffer is None:
+            raise AssertionError("a sum of 2 KiB gets no place in the window")
+        comm.gpu.write(buffer.address, given)
+        ours.all_reduce(buffer)
+        _expect(comm.gpu, buffer.address, given, "a sum in a slot")
+        del buffer
+    tensor = Tensor.from_numpy(given).to(comm.gpu.device)
+    _expect(comm.gpu, ours.all_gather(tensor).address, given[None], "all_gather")
+    if not ours.agree(True) or (ours.agree(False) and not comm.nccl.is_dry):
+        raise AssertionError("one rank does not agree with itself")
+    ours.end_step(1)
+    return {"slots": NUM_SLOTS}
+
+
+def _destroyed(comm: NcclComm) -> Result:
+    comm.destroy()
+    comm.destroy()
+    _refuses(comm)
+    return {}
+
+
+def _aborted(gpu: Gpu) -> Result:
+    """A communicator that ends at once; the GPU goes on."""
+    nccl = open_nccl(gpu.driver)
+    comm = NcclComm(gpu, nccl, nccl.unique_id(), 0, 1)
+    inputs, given = Inputs(gpu, 0), _numbers(1000, float32, 0)
+    source, target = inputs.put(given), inputs.empty(given.nbytes)
+    comm.all_reduce(source, target, 1000, float32)
+    gpu.synchronize()
+    start = time.perf_counter()
+    comm.abort()
+    seconds = time.perf_counter() - start
+    comm.abort()
+    _refuses(comm)
+    _expect(gpu, target, given, "a sum before the abort")
+    return {"abort_s": round(seconds, 3)}
+
+
+def _refuses(comm: NcclComm) -> None:
+    try:
+        comm.all_reduce(0, 0, 0, float32)
+    except NcclError:
+        return
+    raise AssertionError("a communicator that was left takes work")
+
+
+def _two_ranks(options: Options, sizes: tuple[int, ...]) -> tuple[list[dict[str, Any]], str]:
+    """Rows of `bench nccl` by two processes on the same device, each verified before it was timed; or what one that
+    failed has said. Raises AssertionError where they do not end."""
+    nccl = open_nccl(Gpu.of(options.device).driver)
+    task = {
+        "num_ranks": 2, "sizes": sizes, "num_calls": 2 if options.is_quick else 20, "device": options.device,
+        "num_rounds": 1 if options.is_quick else 3, "unique_id": nccl.unique_id().hex(),
+        "collectives": ["all_reduce", "all_gather", "reduce_scatter", "broadcast"],
+    }  # fmt: skip
+    environment = {**os.environ, **SHARED_GPU}
+    limit_s = TWO_RANKS_S * (1 if options.is_real else 12)
+    command = [sys.executable, "-P", *python_module("runtime.bench.collective_rank")]
+    processes: list[subprocess.Popen[str]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [(Path(folder) / f"{rank}").open("w+") for rank in range(2)]
+        try:
+            for rank in range(2):
+                processes.append(
+                    subprocess.Popen(
+                        [*command, json.dumps(task | {"rank": rank})], cwd=ROOT, env=environment, text=True,
+                        stdout=logs[rank], stderr=subprocess.STDOUT,
+                    )
+                )  # fmt: skip
+            why = _ended(processes, time.monotonic() + limit_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        said = []
+        for log in logs:
+            log.seek(0)
+            said.append(log.read().strip())
+            log.close()
+    if why is None:
+        found: list[dict[str, Any]] = json.loads(said[0].splitlines()[-1])
+        return found, ""
+    print("\n".join(said)[-6000:])
+    if why == "late":
+        raise AssertionError(f"two ranks were not done after {limit_s:.0f} s: {said[0][-300:]} | {said[1][-300:]}")
+    words = [line for text in said for line in text.splitlines() if "NCCL WARN" in line or "Error" in line]
+    return [], " | ".join(dict.fromkeys(words))[:1500] or "a rank ended without a word"
+
+
+def _ended(processes: list[subprocess.Popen[str]], until: float) -> str | None:
+    """None: both did what they should. "failed": one did not, "late": they still run."""
+    while time.monotonic() < until:
+        statuses = [process.poll() for process in processes]
+        if any(statuses):
+            return "failed"
+        if None not in statuses:
+            return None
+        time.sleep(0.05)
+    return "late"
+
+
+def _collectives(options: Options) -> Result:
+    if options.is_dry:
+        return {"skipped": "nothing runs"}
+    rows, refusal = _two_ranks(options, (1024,) if options.is_quick else (1024, 65536, 1 << 22))
+    if refusal:
+        return {"skipped": f"two ranks on one GPU: {refusal}"}
+    return {
+        "nccl": open_nccl(Gpu.of(options.device).driver).version(),
+        "us": {f"{row['collective']} {row['bytes']} {row['way']}": round(row["us"], 1) for row in rows},
+    }
+
+
+def _split_model(options: Options, refusal: Callable[[], str]) -> Result:
+    """The bundled model's answers by two ranks that share the GPU, in exact mode: those of one, to the bit."""
+    prompts = [ids_of(DEMO, f"<|user|>{question}<|assistant|>") for question in QUESTIONS]
+    prompts, length = (prompts[:1], 3) if options.is_quick else (prompts, 32)
+    with contextlib.ExitStack() as stack:
+        if options.is_dry:
+            split = _answers(options, prompts, length, 2)
+        else:
+            if words := refusal():
+                return {"skipped": f"two ranks on one GPU: {words}"}
+            stack.enter_context(_ranks_on_one_gpu())
+            split = _answers(options, prompts, length, 2)
+    whole = _answers(options, prompts, length, 1)
+    if (difference := first_difference(split, whole)) is not None:
+        raise AssertionError(f"two ranks: {difference}")
+    return {"prompts": len(prompts), "tokens": sum(map(len, whole))}
+
+
+def _answers(options: Options, prompts: list[list[int]], length: int, num_ranks: int) -> list[list[int]]:
+    """Greedily."""
+    from runtime.engine.config import EngineConfig
+    from runtime.engine.make_engine import engine_of, lone_rank
+    from runtime.engine.messages import EngineRequest
+    from runtime.engine.process.client import ThreadEngineClient
+    from runtime.engine.sampling_params import SamplingParams
+
+    config = EngineConfig(
+        device=options.device, tensor_parallel_size=num_ranks, exact=True, num_blocks=64, max_model_len=128,
+        max_num_seqs=8, seed=0,
+    )  # fmt: skip
+    engine = lone_rank(DEMO, config) if options.is_dry and num_ranks > 1 else engine_of(DEMO, config)
+    client = ThreadEngineClient(engine)
+    params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)
+    try:
+        return ask(client, [
+            EngineRequest(request_id=str(number), prompt_token_ids=prompt, params=params)
+            for number, prompt in enumerate(prompts)
+        ])  # fmt: skip
+    finally:
+        client.close()
+
+
+@contextlib.contextmanager
+def _ranks_on_one_gpu() -> Iterator[None]:
+    """Every rank of an engine has the device of the first, and NCCL may know it."""
+    from runtime.engine.ranks import group, joining
+
+    before, environment = joining.device_of_rank, {name: os.environ.get(name) for name in SHARED_GPU}
+    for module in (group, joining):
+        vars(module)["device_of_rank"] = lambda device, rank: device
+    os.environ.update(SHARED_GPU)
+    try:
+        yield
+    finally:
+        for module in (group, joining):
+            vars(module)["device_of_rank"] = before
+        for name, value in environment.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

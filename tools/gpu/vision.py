@@ -1,0 +1,173 @@
+"""Pictures on the device: the bundled model says what it says on the cpu, and how long a tower takes.
+
+    python -m tools.gpu.vision       # writes vision_answers.json anew
+
+That file has the cpu's answers, so that a lent GPU does not wait for the cpu's kernels to be compiled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from runtime.bench.pictures.shapes import write_qwen3_vl
+from runtime.bench.pictures.tower import Products
+from runtime.device.gpu import Gpu
+from tools.gpu.asking import ask, first_difference, ids_of
+from tools.gpu.models import quartiles_ms
+from tools.gpu.sections import ROOT, Case, Options, Result
+
+if TYPE_CHECKING:
+    from models.towers.qwen3_vl import Tower
+
+MODEL = ROOT / "models" / "demo_vision"
+ANSWERS = Path(__file__).with_name("vision_answers.json")
+"""By the cpu in float32: tokens by picture and question."""
+PATCH, SIDE = 8, 80
+"""Pixels of a patch's side and of a picture's: none has to be resized, which needs a package."""
+COLOURS = {"red": (210, 40, 40), "green": (40, 170, 60), "blue": (50, 80, 220), "yellow": (230, 200, 40)}
+QUESTIONS = ("Which bar is the largest?", "How many bars are there?", "Describe the picture.")
+NUM_TOKENS = 20
+
+Array = np.ndarray[Any, Any]
+
+
+def pictures() -> dict[str, Array]:
+    """Charts and shapes, `[80, 80, 3]`."""
+    found = {}
+    names = list(COLOURS)
+    for number, heights in enumerate(((60, 30, 45), (20, 55, 40), (30, 62))):
+        canvas = np.full((SIDE, SIDE, 3), 245, np.uint8)
+        for bar, height in enumerate(heights):
+            left = 8 + 24 * bar
+            canvas[72 - height : 72, left : left + 16] = COLOURS[names[(number + bar) % 4]]
+        found[f"chart {number}"] = canvas
+    lines, columns = np.mgrid[:SIDE, :SIDE]
+    for number, colour in enumerate(("red", "blue")):
+        canvas = np.full((SIDE, SIDE, 3), 235, np.uint8)
+        inside = (lines - 40) ** 2 + (columns - 40) ** 2 < 22**2 if number else abs(lines - 40) + abs(columns - 40) < 40
+        canvas[inside] = COLOURS[colour]
+        found[f"shape {number}"] = canvas
+    return found
+
+
+def patches_of(picture: Array) -> bytes:
+    """As the model reads it: channels, lines, columns of each patch, those of a token together."""
+    count = SIDE // PATCH // 2
+    parts = picture.reshape(count, 2, PATCH, count, 2, PATCH, 3)
+    return bytes(parts.transpose(0, 3, 1, 4, 6, 2, 5).tobytes())
+
+
+def answers(options: Options, dtype: str) -> dict[str, list[int]]:
+    """Tokens by picture and question."""
+    from runtime.engine.make_engine import build_engine
+    from runtime.engine.messages import EngineRequest, ImageItem
+    from runtime.engine.process.client import ThreadEngineClient
+    from runtime.engine.sampling_params import SamplingParams
+
+    most, length = (1, 3) if options.is_quick else (100, NUM_TOKENS)
+    engine = build_engine(
+        MODEL, device=options.device, dtype=dtype, num_blocks=256, max_model_len=128, max_num_seqs=8, seed=0
+    )
+    params = SamplingParams(temperature=0.0, max_tokens=length, detokenize=False)
+    client, requests, side = ThreadEngineClient(engine), [], SIDE // PATCH
+    before, behind = (ids_of(MODEL, part) for part in ("<|user|><|vision_start|>", "<|vision_end|>"))
+    image_token = ids_of(MODEL, "<|image_pad|>")
+    try:
+        for name, picture in pictures().items():
+            patches = patches_of(picture)
+            item = ImageItem(
+                digest=hashlib.sha256(patches).digest(), first_token=len(before), rows=side, columns=side,
+                patches=patches,
+            )  # fmt: skip
+            for question in QUESTIONS:
+                ids = before + image_token * (side // 2) ** 2 + behind + ids_of(MODEL, f"{question}<|assistant|>")
+                requests.append(
+                    EngineRequest(
+                        request_id=f"{name}: {question}", prompt_token_ids=ids, params=params, images=(item,),
+                        eos_token_ids=engine.info.eos_token_ids,
+                    )
+                )  # fmt: skip
+        requests = requests[:most]
+        found = ask(client, requests)
+    finally:
+        client.close()
+    return {request.request_id: answer for request, answer in zip(requests, found)}
+
+
+def correctness(options: Options) -> Iterator[Case]:
+    yield Case("as on the cpu, float32", lambda: _compare(options, "float32"))
+    if not options.is_quick:
+        yield Case("bfloat16", lambda: _compare(options, "bfloat16"))
+
+
+def _compare(options: Options, dtype: str) -> Result:
+    """In float32 they must be the same; in bfloat16, which rounds, how many are is told."""
+    stored: dict[str, list[int]] = json.loads(ANSWERS.read_text())
+    found = answers(options, dtype)
+    expected = {name: stored[name][: len(answer)] for name, answer in found.items()}
+    if dtype == "float32" and (difference := first_difference([*found.values()], [*expected.values()])) is not None:
+        raise AssertionError(difference)
+    same = sum(answer == expected[name] for name, answer in found.items())
+    return {"answers": len(found), "same": same, "tokens": sum(map(len, found.values()))}
+
+
+def speed(options: Options) -> Iterator[Case]:
+    """Qwen3-VL-2B's tower, whose layers are those of the 4B's, on dummy weights: one picture of 1,024 x 1,024."""
+    yield Case("tower", lambda: _tower(options))
+
+
+def _tower(options: Options) -> Result:
+    from models.registry import load_model
+
+    side, layers, runs = (8, 1, 1) if options.is_quick else (64, 24, 10)
+    if options.is_dry:
+        layers, runs = min(layers, 7), 1
+    with tempfile.TemporaryDirectory() as place:
+        folder = str(write_qwen3_vl(Path(place), tower_layers=layers, text_layers=4))
+        model: Any = load_model(folder, load_format="dummy", device=options.device, dtype="bfloat16")
+    tower: Tower = model.tower
+    gpu, count = Gpu.of(options.device), side * side
+    pixels = 3 * tower.config.num_frames * tower.config.patch_size**2
+    patches = np.random.default_rng(0).uniform(-1, 1, (count, pixels)).astype(np.float32)
+    made = tower(patches, (side, side))
+    if not options.is_dry and not all(np.isfinite(each.numpy().astype(np.float32)).all() for each in made):
+        raise AssertionError("the tower's embeddings are not finite")
+    products = Products(tower, count)
+    flops = products.num_flops + 4 * count**2 * tower.config.hidden_size * layers
+    whole, launched, alone = [], [], []
+    for number in range(runs + 2):
+        gpu.synchronize()
+        start = time.perf_counter()
+        made = tower(patches, (side, side))
+        until = time.perf_counter()
+        gpu.synchronize()
+        end = time.perf_counter()
+        products.run()
+        gpu.synchronize()
+        if number > 1:
+            whole.append(end - start)
+            launched.append(until - start)
+            alone.append(time.perf_counter() - end)
+    del made
+    ms, products_ms = quartiles_ms(whole), quartiles_ms(alone)
+    return {
+        "layers": layers, "patches": count, "tokens": count // tower.config.merge_size**2, "ms": ms,
+        "launched_ms": quartiles_ms(launched), "gflop": round(flops / 1e9, 1),
+        "tflop_per_s": round(flops / ms[1] / 1e9, 1) if ms[1] else None,
+        "products_ms": products_ms, "products_gflop": round(products.num_flops / 1e9, 1),
+        "products_tflop_per_s": round(products.num_flops / products_ms[1] / 1e9, 1) if products_ms[1] else None,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    said = answers(Options("cpu"), "float32")
+    lines = [f"{json.dumps(name)}: {json.dumps(answer)}" for name, answer in said.items()]
+    ANSWERS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
