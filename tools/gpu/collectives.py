@@ -49,8 +49,8 @@ def cases(options: Options) -> Iterator[Case]:
         return NcclComm(gpu, nccl, nccl.unique_id(), 0, 1)
 
     @functools.cache
-    def refusal() -> str:
-        return _two_ranks(options, (1024,))[1]
+    def two_ranks() -> tuple[list[dict[str, Any]], str, str]:
+        return _two_ranks(options, (1024,) if options.is_quick else (1024, 65536, 1 << 22))
 
     sizes = (64, 1000) if options.is_quick else (1, 1000, 4096, 1 << 20)
     yield Case("library", lambda: _library(gpu))
@@ -62,8 +62,8 @@ def cases(options: Options) -> Iterator[Case]:
     yield Case("communicator of a model", lambda: _communicator(comm()))
     yield Case("destroy", lambda: _destroyed(comm()))
     yield Case("abort", lambda: _aborted(gpu))
-    yield Case("two ranks on one GPU", lambda: _collectives(options))
-    yield Case("a model on two ranks", lambda: _split_model(options, refusal))
+    yield Case("two ranks on one GPU", lambda: _collectives(options, two_ranks))
+    yield Case("a model on two ranks", lambda: _split_model(options, two_ranks))
 
 
 def _library(gpu: Gpu) -> Result:
@@ -77,6 +77,11 @@ def _library(gpu: Gpu) -> Result:
 def _numbers(count: int, dtype: DType, seed: int) -> Array:
     """Small integers: all types hold them and their sums."""
     return (np.random.default_rng(seed).integers(-7, 8, count)).astype(np.float32).astype(dtype.numpy)
+
+
+def _kinds(comm: NcclComm) -> tuple[str, ...]:
+    """What one rank can do alone."""
+    return KINDS[:-1] if comm.nccl.is_emulated else KINDS
 
 
 def _call(comm: NcclComm, kind: str, source: int, target: int, count: int, dtype: DType) -> None:
@@ -97,6 +102,8 @@ def _call(comm: NcclComm, kind: str, source: int, target: int, count: int, dtype
 
 def _check(comm: Callable[[], NcclComm], kind: str, sizes: tuple[int, ...]) -> Result:
     found, gpu = 0, comm().gpu
+    if kind not in _kinds(comm()):
+        return {"skipped": "the emulated NCCL refuses a rank that sends to itself"}
     for name in ("float32", "bfloat16"):
         dtype = DType.parse(name)
         for number, count in enumerate(sizes):
@@ -134,11 +141,14 @@ def _in_window(comm: NcclComm, is_quick: bool) -> Result:
 def _in_graph(comm: NcclComm) -> Result:
     """All kinds one behind the other, in and out of a window, replayed with other numbers."""
     gpu, count = comm.gpu, 2048
-    inputs, window = Inputs(gpu, 0), comm.new_window(4 * count)
-    places = [inputs.empty(4 * count) for _ in range(len(KINDS) + 1)]
+    inputs, window, kinds = Inputs(gpu, 0), comm.new_window(4 * count), _kinds(comm)
+    places = [inputs.empty(4 * count) for _ in range(len(kinds) + 1)]
+
+    for place in places:
+        gpu.fill(place, 0, 4 * count)
 
     def work() -> None:
-        for number, kind in enumerate(KINDS):
+        for number, kind in enumerate(kinds):
             _call(comm, kind, places[number], places[number + 1], count, float32)
         gpu.copy(window.address, places[-1], 4 * count)
         comm.all_reduce(window.address, window.address, count, float32)
@@ -175,8 +185,8 @@ def _communicator(comm: NcclComm) -> Result:
         ours.all_reduce(buffer)
         _expect(comm.gpu, buffer.address, given, "a sum in a slot")
         del buffer
-    tensor = Tensor.from_numpy(given).to(comm.gpu.device)
-    _expect(comm.gpu, ours.all_gather(tensor).address, given[None], "all_gather")
+    gathered = ours.all_gather(Tensor.from_numpy(given).to(comm.gpu.device))
+    _expect(comm.gpu, gathered.address, given[None], "all_gather")
     if not ours.agree(True) or (ours.agree(False) and not comm.nccl.is_dry):
         raise AssertionError("one rank does not agree with itself")
     ours.end_step(1)
@@ -215,12 +225,12 @@ def _refuses(comm: NcclComm) -> None:
     raise AssertionError("a communicator that was left takes work")
 
 
-def _two_ranks(options: Options, sizes: tuple[int, ...]) -> tuple[list[dict[str, Any]], str]:
-    """Rows of `bench nccl` by two processes on the same device, each verified before it was timed; or what one that
-    failed has said. Raises AssertionError where they do not end."""
+def _two_ranks(options: Options, sizes: tuple[int, ...]) -> tuple[list[dict[str, Any]], str, str]:
+    """Rows of `bench nccl` by two processes on the same device, each verified before it was timed; or with which words
+    NCCL has refused; or what else went wrong."""
     nccl = open_nccl(Gpu.of(options.device).driver)
     task = {
-        "num_ranks": 2, "sizes": sizes, "num_calls": 2 if options.is_quick else 20, "device": options.device,
+        "num_ranks": 2, "sizes": sizes, "num_calls": 2 if options.is_quick else 10, "device": options.device,
         "num_rounds": 1 if options.is_quick else 3, "unique_id": nccl.unique_id().hex(),
         "collectives": ["all_reduce", "all_gather", "reduce_scatter", "broadcast"],
     }  # fmt: skip
@@ -250,12 +260,14 @@ def _two_ranks(options: Options, sizes: tuple[int, ...]) -> tuple[list[dict[str,
             log.close()
     if why is None:
         found: list[dict[str, Any]] = json.loads(said[0].splitlines()[-1])
-        return found, ""
+        return found, "", ""
     print("\n".join(said)[-6000:])
+    lines = dict.fromkeys(line.strip() for text in said for line in text.splitlines())
+    words = " | ".join(line for line in lines if "NCCL WARN" in line or "Error" in line)[-1500:]
     if why == "late":
-        raise AssertionError(f"two ranks were not done after {limit_s:.0f} s: {said[0][-300:]} | {said[1][-300:]}")
-    words = [line for text in said for line in text.splitlines() if "NCCL WARN" in line or "Error" in line]
-    return [], " | ".join(dict.fromkeys(words))[:1500] or "a rank ended without a word"
+        return [], "", f"two ranks were not done after {limit_s:.0f} s: {words or list(lines)[-4:]}"
+    is_refused = "uplicate GPU" in words or "ncclInvalidUsage" in words
+    return [], *((words, "") if is_refused else ("", words or "a rank ended without a word"))
 
 
 def _ended(processes: list[subprocess.Popen[str]], until: float) -> str | None:
@@ -270,19 +282,21 @@ def _ended(processes: list[subprocess.Popen[str]], until: float) -> str | None:
     return "late"
 
 
-def _collectives(options: Options) -> Result:
+def _collectives(options: Options, two_ranks: Callable[[], tuple[list[dict[str, Any]], str, str]]) -> Result:
     if options.is_dry:
         return {"skipped": "nothing runs"}
-    rows, refusal = _two_ranks(options, (1024,) if options.is_quick else (1024, 65536, 1 << 22))
+    rows, refusal, failure = two_ranks()
+    if failure:
+        raise AssertionError(failure)
     if refusal:
-        return {"skipped": f"two ranks on one GPU: {refusal}"}
+        return {"skipped": refusal}
     return {
         "nccl": open_nccl(Gpu.of(options.device).driver).version(),
         "us": {f"{row['collective']} {row['bytes']} {row['way']}": round(row["us"], 1) for row in rows},
     }
 
 
-def _split_model(options: Options, refusal: Callable[[], str]) -> Result:
+def _split_model(options: Options, two_ranks: Callable[[], tuple[list[dict[str, Any]], str, str]]) -> Result:
     """The bundled model's answers by two ranks that share the GPU, in exact mode: those of one, to the bit."""
     prompts = [ids_of(DEMO, f"<|user|>{question}<|assistant|>") for question in QUESTIONS]
     prompts, length = (prompts[:1], 3) if options.is_quick else (prompts, 32)
@@ -290,8 +304,9 @@ def _split_model(options: Options, refusal: Callable[[], str]) -> Result:
         if options.is_dry:
             split = _answers(options, prompts, length, 2)
         else:
-            if words := refusal():
-                return {"skipped": f"two ranks on one GPU: {words}"}
+            _, refusal, failure = two_ranks()
+            if refusal or failure:
+                return {"skipped": "two ranks cannot share the GPU"}
             stack.enter_context(_ranks_on_one_gpu())
             split = _answers(options, prompts, length, 2)
     whole = _answers(options, prompts, length, 1)

@@ -108,7 +108,7 @@ class Known:
         self._answers = {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
 
     def propose(self, sequence: Choice, most: int) -> tuple[Ids, int]:
-        known = self._answers[tuple(sequence.request.prompt_token_ids)]
+        known = self._answers[tuple(sequence.request.prompt_ids.tolist())]
         return np.array(known[sequence.num_output_tokens :][:most], np.int32), 0
 
     def end(self, sequence: Choice) -> None:
