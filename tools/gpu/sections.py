@@ -144,9 +144,7 @@ def sections() -> Iterator[Section]:
         yield Section(
             f"speculation speed {name}", "speculation:speed", 30, 25, models=(name,), argument=name, is_timed=True
         )
-        yield Section(
-            f"mixed load {name}", "mixed_load:cases", 45, 30, models=(name,), argument=name, is_timed=True
-        )
+        yield Section(f"mixed load {name}", "mixed_load:cases", 45, 30, models=(name,), argument=name, is_timed=True)
     for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
         name = path.stem.removeprefix("test_").removesuffix("_on_hardware")
         yield Section(f"tests {name}", "hardware_tests:session", 90, 60, argument=f"gpu/{path.name}")

@@ -115,13 +115,12 @@ class Known:
         """Nothing is kept."""
 
 
-def speed(options: Options) -> Iterator[Case]:
-    for name in ("qwen3-0.6b", "qwen3-8b/12"):
-        batches = (1, 2) if options.is_quick else (1, 8)
-        model = Model(options, name, max_num_seqs=batches[-1])
-        for batch in batches:
-            yield Case(f"{name}, batch {batch}", functools.partial(_steps, model, batch))
-        model.close()
+def speed(options: Options, name: str) -> Iterator[Case]:
+    batches = (1, 2) if options.is_quick else (1, 8)
+    model = Model(options, name, max_num_seqs=batches[-1])
+    for batch in batches:
+        yield Case(f"batch {batch}", functools.partial(_steps, model, batch))
+    model.close()
 
 
 def _steps(model: Model, batch: int) -> Result:

@@ -14,6 +14,7 @@ import numpy as np
 
 from models.registry import load_model
 from runtime.bench.pictures.shapes import write_qwen3_vl
+from runtime.bench.pictures.tower import flops_of, products_of
 from runtime.device.gpu import Gpu
 from tools.gpu.models import quick_weights_of
 from tools.gpu.sections import Case, Options, Result
@@ -60,9 +61,12 @@ def _picture(options: Options, side: int) -> Result:
         whole.append((1e3 * (time.perf_counter() - begun), 1e3 * (queued - begun)))
         on_device.append(end.elapsed_ms(start))
         del made
+    device_ms = statistics.median(on_device)
+    flops = flops_of(products_of(tower, side * side)) + 4 * side**4 * config.hidden_size * config.num_layers
     return {
-        "patches": side * side, "layers": config.num_layers,
+        "patches": side * side, "layers": config.num_layers, "gflop": round(flops / 1e9, 1),
+        "tflop_per_s": round(flops / device_ms / 1e9, 1) if device_ms else None,
         "whole_ms": round(statistics.median(each for each, _ in whole), 3),
         "host_ms": round(statistics.median(each for _, each in whole), 3),
-        "device_ms": round(statistics.median(on_device), 3),
+        "device_ms": round(device_ms, 3),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Pictures on the device: the bundled model says what it says on the cpu, and how long a tower takes.
+"""Pictures on the device: the bundled model that reads them says what it says on the cpu.
 
     python -m tools.gpu.vision       # writes vision_answers.json anew
 
@@ -9,23 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from runtime.bench.pictures.shapes import write_qwen3_vl
-from runtime.bench.pictures.tower import Products
-from runtime.device.gpu import Gpu
 from tools.gpu.asking import ask, first_difference, ids_of
-from tools.gpu.models import quartiles_ms
 from tools.gpu.sections import ROOT, Case, Options, Result
-
-if TYPE_CHECKING:
-    from models.towers.qwen3_vl import Tower
 
 MODEL = ROOT / "models" / "demo_vision"
 ANSWERS = Path(__file__).with_name("vision_answers.json")
@@ -117,54 +108,6 @@ def _compare(options: Options, dtype: str) -> Result:
         raise AssertionError(difference)
     same = sum(answer == expected[name] for name, answer in found.items())
     return {"answers": len(found), "same": same, "tokens": sum(map(len, found.values()))}
-
-
-def speed(options: Options) -> Iterator[Case]:
-    """Qwen3-VL-2B's tower, whose layers are those of the 4B's, on dummy weights: one picture of 1,024 x 1,024."""
-    yield Case("tower", lambda: _tower(options))
-
-
-def _tower(options: Options) -> Result:
-    from models.registry import load_model
-
-    side, layers, runs = (8, 1, 1) if options.is_quick else (64, 24, 10)
-    if options.is_dry:
-        layers, runs = min(layers, 7), 1
-    with tempfile.TemporaryDirectory() as place:
-        folder = str(write_qwen3_vl(Path(place), tower_layers=layers, text_layers=4))
-        model: Any = load_model(folder, load_format="dummy", device=options.device, dtype="bfloat16")
-    tower: Tower = model.tower
-    gpu, count = Gpu.of(options.device), side * side
-    pixels = 3 * tower.config.num_frames * tower.config.patch_size**2
-    patches = np.random.default_rng(0).uniform(-1, 1, (count, pixels)).astype(np.float32)
-    made = tower(patches, (side, side))
-    if not options.is_dry and not all(np.isfinite(each.to("cpu").numpy().astype(np.float32)).all() for each in made):
-        raise AssertionError("the tower's embeddings are not finite")
-    products = Products(tower, count)
-    flops = products.num_flops + 4 * count**2 * tower.config.hidden_size * layers
-    whole, launched, alone = [], [], []
-    for number in range(runs + 2):
-        gpu.synchronize()
-        start = time.perf_counter()
-        made = tower(patches, (side, side))
-        until = time.perf_counter()
-        gpu.synchronize()
-        end = time.perf_counter()
-        products.run()
-        gpu.synchronize()
-        if number > 1:
-            whole.append(end - start)
-            launched.append(until - start)
-            alone.append(time.perf_counter() - end)
-    del made
-    ms, products_ms = quartiles_ms(whole), quartiles_ms(alone)
-    return {
-        "layers": layers, "patches": count, "tokens": count // tower.config.merge_size**2, "ms": ms,
-        "launched_ms": quartiles_ms(launched), "gflop": round(flops / 1e9, 1),
-        "tflop_per_s": round(flops / ms[1] / 1e9, 1) if ms[1] else None,
-        "products_ms": products_ms, "products_gflop": round(products.num_flops / 1e9, 1),
-        "products_tflop_per_s": round(products.num_flops / products_ms[1] / 1e9, 1) if products_ms[1] else None,
-    }  # fmt: skip
 
 
 if __name__ == "__main__":

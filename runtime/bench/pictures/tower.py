@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from models.registry import load_model
-from models.towers.qwen3_vl import Merger, Tower
+from models.towers.qwen3_vl import Tower
 from runtime.bench.metrics import BenchmarkError
-from runtime.dtype import DType, float32
+from runtime.dtype import DType
 from runtime.linear.linear import Linear
 from runtime.tensor.tensor import Tensor
 
@@ -25,7 +25,7 @@ def bench_tower(folder: str, side: int, num_rounds: int) -> dict[str, Any]:
     made = tower(patches, (side, side))
     if not all(np.isfinite(each.numpy()).all() for each in made):
         raise BenchmarkError("the tower's embeddings are not finite")
-    products = Products(tower, side * side)
+    products = _Products(tower, side * side)
     whole, alone, ratios = [], [], []
     for _ in range(num_rounds):
         whole.append(seconds(lambda: tower(patches, (side, side))))
@@ -48,25 +48,28 @@ def _patch_bytes(tower: Tower) -> int:
     return 3 * tower.config.num_frames * tower.config.patch_size**2
 
 
-class Products:
-    """Every matrix of a tower with the rows that it has, and nothing between them."""
+def products_of(tower: Tower, num_patches: int) -> list[tuple[Linear, int]]:
+    """Every matrix of a tower, with the rows that it has for a picture of so many patches."""
+    num_tokens = num_patches // tower.config.merge_size**2
+    linears: list[tuple[Linear, int]] = []
+    for layer in tower.layers:
+        linears += [(each, num_patches) for each in (layer.qkv, layer.proj, layer.up, layer.down)]
+    for merger in (tower.merger, *tower.deepstack):
+        linears += [(merger.up, num_tokens), (merger.down, num_tokens)]
+    return linears
+
+
+def flops_of(products: list[tuple[Linear, int]]) -> int:
+    return sum(2 * rows * linear.weight.shape[0] * linear.weight.shape[1] for linear, rows in products)
+
+
+class _Products:
+    """Those matrices, and nothing between them."""
 
     def __init__(self, tower: Tower, num_patches: int) -> None:
-        num_tokens = num_patches // tower.config.merge_size**2
-        dtype = float32 if tower.device.kind == "cpu" else tower.dtype
-        linears: list[tuple[Linear, int]] = []
-        for layer in tower.layers:
-            linears += [(each, num_patches) for each in (layer.qkv, layer.proj, layer.up, layer.down)]
-        for merger in (tower.merger, *tower.deepstack):
-            linears += self._of_merger(merger, num_tokens)
-        self._calls = [
-            (linear, _random(rows, linear.weight.shape[1], dtype).to(tower.device)) for linear, rows in linears
-        ]
-        self.num_flops = sum(2 * rows * linear.weight.shape[0] * linear.weight.shape[1] for linear, rows in linears)
-
-    @staticmethod
-    def _of_merger(merger: Merger, num_tokens: int) -> list[tuple[Linear, int]]:
-        return [(merger.up, num_tokens), (merger.down, num_tokens)]
+        dtype, products = tower.layers[0].norms[0][0].dtype, products_of(tower, num_patches)
+        self._calls = [(linear, _random(rows, linear.weight.shape[1], dtype)) for linear, rows in products]
+        self.num_flops = flops_of(products)
 
     def run(self) -> None:
         for linear, x in self._calls:
