@@ -36,6 +36,7 @@ from numba_kernels.cuda.gemm.epilogue import (
 )
 from numba_kernels.cuda.gemm.product import Machine, Product
 from numba_kernels.cuda.intrinsics import convert, memory
+from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import element_loader, vector_loader
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES, VECTOR_WIDTH
@@ -59,6 +60,7 @@ it; whether it asks for more of its weight before, into the second-level cache. 
 cost is for a GPU to tell (tools/gpu/gemv_loads.py)."""
 PREFETCHED_BYTES = 96 << 10  # at most, of a block's part of the weight: what a large GPU's cache holds of all blocks
 LINE_BYTES = 128
+_prefetch_line = instruction("prefetch.global.L2 [$0];", "", "l")
 
 
 @functools.cache
@@ -162,7 +164,7 @@ def _kernel(
                 num_lines = min(uint32(row_bytes // uint64(LINE_BYTES)), most_lines)
                 line = uint32(rank * uint32(32) + lane)
                 while line < num_lines:
-                    memory.prefetch_l2(weight_rows[c] - start_bytes + uint64(line) * uint64(LINE_BYTES))
+                    _prefetch_line(weight_rows[c] - start_bytes + uint64(line) * uint64(LINE_BYTES))
                     line += uint32(team_warps * uint32(32))
         loaded = cuda.local.array((TURNS, columns, words), word)
         for i in range(TURNS):
