@@ -38,6 +38,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
         "num_key_value_heads": 8, "tie_word_embeddings": True,
     },
+}  # fmt: skip
+"""Models that are looked at closely, as stored in bfloat16."""
+
+IN_SHORT: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": {
         "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True, "head_dim": 64,
         "hidden_act": "silu", "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
@@ -55,29 +59,30 @@ MODELS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_hidden_layers": 12,
         "num_attention_heads": 32, "num_key_value_heads": 4, "tie_word_embeddings": False,
     },
+    "qwen3-8b int4": MODELS["qwen3-8b"],
+    "qwen3-8b fp8": MODELS["qwen3-8b"],
 }  # fmt: skip
-for _name in ("int4", "fp8"):
-    MODELS[f"qwen3-8b {_name}"] = MODELS["qwen3-8b"]
+"""Others, with those that `STORED` has quantised."""
 
 STORED: dict[str, dict[str, str]] = {
     "gpt-oss-20b": {".experts.": "mxfp4"},
     "qwen3-8b int4": {"_proj.": "int4 g128"},
     "qwen3-8b fp8": {"_proj.": "fp8 blocks"},
 }
-"""Which matrices of a model are quantised, and how: a part of their names, and one of `packed_layers.FORMATS`."""
+"""How matrices of models are quantised: a part of their names, and one of `packed_layers.FORMATS`."""
 
 _TINY = {"num_hidden_layers": 1, "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
 TINY: dict[str, dict[str, Any]] = {
     "qwen3-8b": MODELS["qwen3-8b"] | _TINY | {"num_attention_heads": 4, "num_key_value_heads": 2},
     "qwen3-0.6b": MODELS["qwen3-0.6b"] | _TINY | {"num_attention_heads": 2, "num_key_value_heads": 1},
-    "gpt-oss-20b": MODELS["gpt-oss-20b"] | _TINY | {
+    "gpt-oss-20b": IN_SHORT["gpt-oss-20b"] | _TINY | {
         "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 5,
     },
-    "12 layers of qwen3-30b-a3b": MODELS["12 layers of qwen3-30b-a3b"] | _TINY | {
+    "12 layers of qwen3-30b-a3b": IN_SHORT["12 layers of qwen3-30b-a3b"] | _TINY | {
         "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 5, "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
     },
-} | {name: MODELS[name] | _TINY | {"num_attention_heads": 4, "num_key_value_heads": 2} for name in (
+} | {name: IN_SHORT[name] | _TINY | {"num_attention_heads": 4, "num_key_value_heads": 2} for name in (
     "qwen3-8b int4", "qwen3-8b fp8",
 )}  # fmt: skip
 """The same families at sizes that an emulated device can run."""
@@ -91,7 +96,7 @@ BATCHES = (32, 256)
 
 def config_of(options: Options, name: str) -> dict[str, Any]:
     """A model's config.json."""
-    config = (TINY if options.is_quick else MODELS)[name]
+    config = (TINY if options.is_quick else MODELS | IN_SHORT)[name]
     return config | {"num_hidden_layers": 2} if options.is_dry and not options.is_quick else config
 
 

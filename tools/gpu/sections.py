@@ -81,7 +81,7 @@ class Section:
         case_limit_s: seconds after which a case that has not reported hangs.
         needs_hardware: whether an emulated device cannot do it.
         is_timed: whether it must have the device to itself.
-        models: those of `models.MODELS` whose kernels for serving it needs, beside what its cases launch.
+        models: those of `models` whose kernels for serving it needs, beside what its cases launch.
         argument: handed to the function where it is not None.
     """
 

@@ -13,6 +13,7 @@ from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K
 from numba_kernels.cuda.gemm.tensor_core import EFFICIENCY
 from numba_kernels.cuda.packing import packing_of
 from runtime.device.emulator.driver.architectures import GpuModel, model_of
+from tools.gpu.models import IN_SHORT
 from tools.kernel_costs.latencies import EDGES, Timing
 from tools.kernel_costs.launch_lists import Launched, decode_step
 from tools.kernel_costs.page import table
@@ -24,17 +25,8 @@ PREFILL_ROWS = (64, 128, 256, 512)
 TOKENS = (1, 4, 16, 64)
 MXFP4 = "e2m1_g32_exponents"
 
-GPT_OSS: dict[str, Any] = {
-    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "attention_bias": True, "head_dim": 64,
-    "hidden_act": "silu", "hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64,
-    "num_key_value_heads": 8, "num_hidden_layers": 24, "num_experts_per_tok": 4, "num_local_experts": 4,
-    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 150000, "sliding_window": 128,
-    "swiglu_limit": 7.0, "tie_word_embeddings": False, "vocab_size": 201088, "torch_dtype": "bfloat16",
-    "layer_types": ["full_attention"] * 24, "quantization_config": {"quant_method": "mxfp4"},
-    "rope_scaling": {
-        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
-        "rope_type": "yarn", "truncate": False,
-    },
+GPT_OSS: dict[str, Any] = IN_SHORT["gpt-oss-20b"] | {
+    "num_local_experts": 4, "layer_types": ["full_attention"] * 24, "quantization_config": {"quant_method": "mxfp4"},
 }  # fmt: skip
 """Of 32 experts four are declared: a token's launches are the same, and the zeros that stand for weights take less."""
 CONTEXT_TOKENS, WINDOW = 1024, 128
