@@ -92,6 +92,8 @@ QUICK_CONTEXT = 256
 """Of each of many sequences of the models that are served in a hurry."""
 PREFILLS = (2048, 8192)
 BATCHES = (32, 256)
+PROMPT_TOKENS = 32 * CONTEXT
+"""Of all sequences of a batch: all are to decode before the first has ended."""
 
 
 def config_of(options: Options, name: str) -> dict[str, Any]:
@@ -217,7 +219,9 @@ def batches(options: Options, name: str) -> Iterator[Case]:
     counts = (2,) if options.is_quick else BATCHES
     model = Model(options, name, max_num_seqs=max(counts))
     for count in counts:
-        yield Case(f"batch {count}", functools.partial(_decode, model, count))
+        shorter = None if options.is_quick else min(CONTEXT, PROMPT_TOKENS // count)
+        yield Case(f"batch {count}", functools.partial(_decode, model, count, prompt_len=shorter))
+    yield Case("timeline of a step", lambda: _timeline(model, counts[0]))
     for length in (20,) if options.is_quick else PREFILLS:
         yield Case(f"prefill {length}", functools.partial(_prefill, model, length))
     model.close()
@@ -344,11 +348,12 @@ def _graphs(model: Model) -> list[Any]:
     return [] if graphs is None else graphs.recorded()
 
 
-def _timeline(model: Model) -> Result:
+def _timeline(model: Model, count: int = 1) -> Result:
     prompt_len, output_len = _sizes(model.options)
-    prompts = model.prompts(1, prompt_len)
+    prompts = model.prompts(count, prompt_len)
     model.run(prompts, output_len)
-    return node_timeline(model.options, model.name, lambda: model.run(prompts, output_len), _graphs(model))
+    name = model.name if count == 1 else f"{model.name}-{count}"
+    return node_timeline(model.options, name, lambda: model.run(prompts, output_len), _graphs(model))
 
 
 def quartiles_ms(seconds: list[float]) -> list[float]:

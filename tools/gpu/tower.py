@@ -33,7 +33,7 @@ def cases(options: Options) -> Iterator[Case]:
 @functools.cache
 def _tower(options: Options) -> Any:
     with tempfile.TemporaryDirectory() as folder, quick_weights_of(""):
-        write_qwen3_vl(Path(folder), tower_layers=2 if options.is_dry or options.is_quick else LAYERS, text_layers=1)
+        write_qwen3_vl(Path(folder), tower_layers=2 if options.is_dry or options.is_quick else LAYERS, text_layers=3)
         model: Any = load_model(folder, load_format="dummy", device=options.device, dtype="bfloat16")
     return model.tower
 

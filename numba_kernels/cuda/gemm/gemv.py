@@ -36,7 +36,6 @@ from numba_kernels.cuda.gemm.epilogue import (
 )
 from numba_kernels.cuda.gemm.product import Machine, Product
 from numba_kernels.cuda.intrinsics import convert, memory
-from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import element_loader, vector_loader
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES, VECTOR_WIDTH
@@ -52,15 +51,9 @@ TURNS = 2  # loads of each of its columns that a lane has on their way
 BLOCK_WARPS = 8
 WANTED_WARPS = 4096  # that many keep a large GPU's memory busy
 MIN_ROUNDS = 2  # of a lane with all its loads; below, a wider team has nothing to do
-LOADS = {
-    "early plain": (0, 1, False), "plain": (0, 0, False), "nc": (1, 1, False), "prefetch": (0, 1, True),
-}  # fmt: skip
+LOADS = {"early plain": (0, 1), "plain": (0, 0), "nc": (1, 1)}
 """Which of the two kinds of loads that `weight_loader` gives a kernel has before `wait_for_previous_grid`, and after
-it; whether it asks for more of its weight before, into the second-level cache. Plans take the first; what the others
-cost is for a GPU to tell (tools/gpu/gemv_loads.py)."""
-PREFETCHED_BYTES = 96 << 10  # at most, of a block's part of the weight: what a large GPU's cache holds of all blocks
-LINE_BYTES = 128
-_prefetch_line = instruction("prefetch.global.L2 [$0];", "", "l")
+it. Plans take the first; what the others cost is for a GPU to tell (tools/gpu/gemv_loads.py)."""
 
 
 @functools.cache
@@ -115,8 +108,7 @@ def _kernel(
     width, item_bytes = (VECTOR_WIDTH[dtype] if is_aligned else 1), ITEM_BYTES[dtype]
     load_x, load_element, load_parts = vector_loader(dtype), element_loader(dtype), memory.load_4xf32
     *loaders, widen = weight_loader(dtype)
-    load_early, load_later = (loaders[which] for which in LOADS[loads][:2])
-    prefetches = LOADS[loads][2]
+    load_early, load_later = (loaders[which] for which in LOADS[loads])
     columns, is_gated, gated = COLUMNS[rows], activation != "", GATED.get(activation)
     out_columns = columns // 2 if is_gated else columns
     leaves_squares = dtype != "f32" and not is_gated
@@ -159,13 +151,6 @@ def _kernel(
             if c >= out_columns:
                 row = uint32(row + n)  # up's
             weight_rows[c] = weight + uint64(row) * row_bytes + start_bytes
-            if prefetches:
-                most_lines = uint32(PREFETCHED_BYTES // (columns * LINE_BYTES)) // uint32(cuda.blockDim.z)
-                num_lines = min(uint32(row_bytes // uint64(LINE_BYTES)), most_lines)
-                line = uint32(rank * uint32(32) + lane)
-                while line < num_lines:
-                    _prefetch_line(weight_rows[c] - start_bytes + uint64(line) * uint64(LINE_BYTES))
-                    line += uint32(team_warps * uint32(32))
         loaded = cuda.local.array((TURNS, columns, words), word)
         for i in range(TURNS):
             for c in range(columns):
