@@ -11,6 +11,7 @@ arithmetic behind Tensor's operators is `runtime.tensor.arithmetic`; its functio
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from types import ModuleType
@@ -61,9 +62,14 @@ def _backend(op: str, argument: str, tensor: Tensor) -> ModuleType:
     """The implementation for the device of the operation's first tensor."""
     if not isinstance(tensor, Tensor):
         raise fail(op, argument, f"must be a Tensor, not {type(tensor).__name__}")
-    if tensor.storage.device is CPU or tensor.device.kind == "cpu":
-        return cpu
-    from runtime.backends import cuda  # needs numba-cuda, which only those devices ask for
+    device = tensor.storage.device
+    return cpu if device is CPU or device.kind == "cpu" else _cuda()
+
+
+@functools.cache
+def _cuda() -> ModuleType:
+    """The implementation for GPUs, which needs numba-cuda: only they ask for it."""
+    from runtime.backends import cuda
 
     return cuda
 

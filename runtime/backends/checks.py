@@ -32,21 +32,23 @@ def check(
     if not isinstance(tensor, Tensor):
         raise fail(op, argument, f"must be a Tensor, not {type(tensor).__name__}")
     found = tensor.storage.device
-    if found is not device and tensor.device != device:
+    if found is not device and found != device:
         raise fail(op, argument, f"is on {tensor.device}, the other arguments are on {device}")
     if tensor.dtype is not dtype:
         dtypes = (dtype,) if isinstance(dtype, DType) else dtype
         if tensor.dtype not in dtypes:
             raise fail(op, argument, f"is {tensor.dtype.name}, must be {' or '.join(d.name for d in dtypes)}")
     actual = tensor.shape
-    does_fit = len(actual) == len(shape)
-    for want, got in zip(shape, actual):  # a plain loop: this function runs some three hundred times a step
-        if want is not None and want != got:
-            does_fit = False
-    if not does_fit:
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise fail(op, argument, f"has shape {actual}, must be [{wanted}]")
-    if not (tensor.array.flags.c_contiguous if found is CPU else tensor.is_contiguous):
+    if actual != shape:  # a plain loop: this function runs hundreds of times a step
+        does_fit = len(actual) == len(shape)
+        for want, got in zip(shape, actual):
+            if want is not None and want != got:
+                does_fit = False
+        if not does_fit:
+            wanted = ", ".join("any" if size is None else str(size) for size in shape)
+            raise fail(op, argument, f"has shape {actual}, must be [{wanted}]")
+    is_on_cpu = found is CPU or found.kind == "cpu"
+    if not (tensor.array.flags.c_contiguous if is_on_cpu else tensor.is_contiguous):
         raise fail(op, argument, f"has strides {tensor.strides}, must be C-contiguous")
-    if (recording := current()) is not None and found.kind == "cpu":
+    if is_on_cpu and (recording := current()) is not None:
         recording.lives_on(tensor.storage, tensor.address, tensor.size_bytes, f"{op}: {argument}")

@@ -26,6 +26,7 @@ from runtime.backends.cuda_experts import expert_linear, experts, normed_route, 
 from runtime.backends.cuda_latent import LATENT_ROW_MULTIPLE, latent_attention, latent_prepare
 from runtime.backends.cuda_linear import add_partials, glu, linear, linear_glu, linear_partial, rms_norm
 from runtime.backends.cuda_tensor import alignment, id_flag, upload, zeros
+from runtime.backends.remembered import remembered
 from runtime.batch import Batch
 from runtime.device.gpu import Gpu
 from runtime.dtype import bfloat16, float16, float32
@@ -44,12 +45,20 @@ ACTIVATIONS = (float32, float16, bfloat16)
 WEIGHT = TABLE = GpuWeight
 NORM_WEIGHTS = float32
 
+_plan_activation = remembered(_activation.plan_activation)
+_plan_add_scaled = remembered(_scaling.plan_add_scaled)
+_plan_embedding = remembered(_embedding.plan_embedding)
+_plan_layer_norm = remembered(_norm.plan_layer_norm)
+_plan_qkv_prepare = remembered(_qkv.plan_qkv_prepare)
+_plan_row_scales = remembered(_qkv.plan_row_scales)
+_plan_scale_logits = remembered(_scaling.plan_scale_logits)
+
 # ------------------------------------------------------------------------------------------ linear, embedding
 
 
 def scale_logits(logits: Tensor, scale: float, softcap: float | None) -> None:
     """Multiplies ``logits [T, V]`` in place, and caps them unless ``softcap`` is None."""
-    launch, accesses = _scaling.plan_scale_logits(
+    launch, accesses = _plan_scale_logits(
         logits.size, is_capped=softcap is not None, alignment=alignment(logits.address)
     )
     cap = softcap or 1.0
@@ -58,10 +67,10 @@ def scale_logits(logits: Tensor, scale: float, softcap: float | None) -> None:
 
 def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
     """See `ops.add_scaled`."""
-    result = Tensor.empty(x.shape, x.dtype, x.device)
+    result = Tensor.new(x.shape, x.dtype, x.device)
     if x.size:
         addresses = x.address, y.address, result.address
-        launch, accesses = _scaling.plan_add_scaled(x.size, x.dtype.ptx, alignment=alignment(*addresses))
+        launch, accesses = _plan_add_scaled(x.size, x.dtype.ptx, alignment=alignment(*addresses))
         Gpu.of(x.device).launch(launch, *addresses, accesses, scale)
     return result
 
@@ -73,12 +82,12 @@ def _gather(
     (table_rows, width), num_rows = rows_of.shape, ids.shape[0]
     if out is not None and out.dtype is not rows_of.dtype:
         raise fail(op, "table", f"is {rows_of.dtype.name}, must be {out.dtype.name}")
-    result = Tensor.empty((num_rows, width), rows_of.dtype, ids.device) if out is None else out
+    result = Tensor.new((num_rows, width), rows_of.dtype, ids.device) if out is None else out
     if num_rows and width:
         if not table_rows:
             raise fail(op, "table", "has no rows")
         source = rows_of.address
-        launch, accesses = _embedding.plan_embedding(
+        launch, accesses = _plan_embedding(
             num_rows, width, rows_of.dtype.ptx, is_added=out is not None, alignment=alignment(source, result.address)
         )
         flag = id_flag(ids.device).address
@@ -109,7 +118,7 @@ def gather_rows(x: Tensor, indices: Tensor) -> Tensor:
 def join_columns(parts: Sequence[Tensor]) -> Tensor:
     """See `ops.join_columns`."""
     total, first = sum(each.shape[1] for each in parts), 0
-    result = Tensor.empty((parts[0].shape[0], total), parts[0].dtype, parts[0].device)
+    result = Tensor.new((parts[0].shape[0], total), parts[0].dtype, parts[0].device)
     for each in parts:
         end = first + each.shape[1]
         result[:, first:end] = each
@@ -125,20 +134,20 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     rows, width = x.shape
     if bias is None:
         bias = upload(np.zeros(width, np.float32), x.device)
-    result = Tensor.empty(x.shape, x.dtype, x.device)
+    result = Tensor.new(x.shape, x.dtype, x.device)
     if rows and width:
         addresses = x.address, weight.address, bias.address, result.address
-        launch = _norm.plan_layer_norm(rows, width, x.dtype.ptx, alignment=alignment(*addresses))
+        launch = _plan_layer_norm(rows, width, x.dtype.ptx, alignment=alignment(*addresses))
         Gpu.of(x.device).launch(launch, *addresses, width, 1.0 / width, eps)
     return result
 
 
 def activate(function: str, x: Tensor, out: Tensor | None) -> Tensor:
     """One of `activation.ACTIVATIONS`, elementwise; ``out`` may be ``x``."""
-    result = Tensor.empty(x.shape, x.dtype, x.device) if out is None else out
+    result = Tensor.new(x.shape, x.dtype, x.device) if out is None else out
     if x.size:
         addresses = x.address, result.address
-        launch, accesses = _activation.plan_activation(
+        launch, accesses = _plan_activation(
             function, x.size, x.dtype.ptx, alignment=alignment(*addresses)
         )
         Gpu.of(x.device).launch(launch, *addresses, accesses)
@@ -170,17 +179,17 @@ def qkv_prepare(
     if rope is not None:
         cos, sin, rotary = rope.cos.address, rope.sin.address, 2 * rope.cos.shape[1]
         q_scales = 0 if rope.q_scales is None else rope.q_scales.address
-    result = Tensor.empty((tokens, num_q_heads, head_dim), qkv.dtype, qkv.device)
+    result = Tensor.new((tokens, num_q_heads, head_dim), qkv.dtype, qkv.device)
     if tokens == 0:
         return result
     if norms_rows:
-        scales = Tensor.empty((tokens, 2), float32, qkv.device)
+        scales = Tensor.new((tokens, 2), float32, qkv.device)
         norm_scales, q_size, k_size = scales.address, num_q_heads * head_dim, num_kv_heads * head_dim
         gpu.launch(
-            _qkv.plan_row_scales(tokens, q_size, k_size, qkv.dtype.ptx, alignment=alignment(qkv.address)),
+            _plan_row_scales(tokens, q_size, k_size, qkv.dtype.ptx, alignment=alignment(qkv.address)),
             qkv.address, norm_scales, q_size, k_size, q_size + 2 * k_size, 1.0 / q_size, 1.0 / k_size, norm_eps,
         )  # fmt: skip
-    launch = _qkv.plan_qkv_prepare(
+    launch = _plan_qkv_prepare(
         tokens, num_q_heads, num_kv_heads, head_dim, k_cache.shape[2], qkv.dtype.ptx, rotary=rotary,
         interleaved=rope is not None and rope.interleaved, has_q_scales=q_scales != 0,
         norm="" if q_norm is None else "row" if norms_rows else "head",
@@ -209,7 +218,7 @@ def attention(
     if batch.max_seq_len > table_width * block_size:
         limit = f"must be at most {table_width * block_size}, the tokens of a block table's row"
         raise fail(op, "batch.max_seq_len", f"is {batch.max_seq_len}, {limit}")
-    result = Tensor.empty((tokens, q_heads * head_dim), q.dtype, q.device)
+    result = Tensor.new((tokens, q_heads * head_dim), q.dtype, q.device)
     if tokens == 0 or q_heads == 0:
         return result
     key = (

@@ -26,6 +26,7 @@ from numba_kernels.cuda.gemm.hopper_ring import Tile
 from numba_kernels.cuda.intrinsics.element_types import VECTOR_WIDTH
 from runtime.backends.checks import fail
 from runtime.backends.cuda_tensor import alignment
+from runtime.backends.remembered import remembered
 from runtime.device.gpu import Gpu
 from runtime.dtype import float32, int32
 from runtime.linear.experts import ExpertsWeight
@@ -33,6 +34,19 @@ from runtime.linear.norm import RmsNorm
 from runtime.linear.weight import LinearWeight, RowWeight
 from runtime.routing import Routing, RoutingRule
 from runtime.tensor.tensor import Tensor
+
+_plan_combine = remembered(combine.plan)
+_plan_down = remembered(gather.plan_down)
+_plan_gate_up = remembered(gather.plan_gate_up)
+_plan_hopper = remembered(hopper.plan)
+_plan_order = remembered(order.plan)
+_plan_packed = remembered(packed.plan)
+_plan_packed_down = remembered(packed_gather.plan_down)
+_plan_packed_gate_up = remembered(packed_gather.plan_gate_up)
+_plan_router = remembered(router.plan)
+_plan_routing = remembered(routing.plan)
+_plan_tensor_core = remembered(tensor_core.plan)
+_plan_tiled = remembered(tiled.plan)
 
 _MOST_ROWS = 65536  # of experts at a time, each token with all of its experts
 _GATHERED_TOKENS = 4  # beyond, tokens share experts, and an expert's rows are better multiplied together
@@ -43,11 +57,11 @@ def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> Routing:
     rows, num_experts = logits.shape
     if why_not := routing.why_not(num_experts, rule.num_groups):
         raise fail("route", "rule", f"has {why_not}")
-    ids = Tensor.empty((rows, rule.top_k), int32, logits.device)
-    weights = Tensor.empty((rows, rule.top_k), float32, logits.device)
+    ids = Tensor.new((rows, rule.top_k), int32, logits.device)
+    weights = Tensor.new((rows, rule.top_k), float32, logits.device)
     if rows:
         Gpu.of(logits.device).launch(
-            routing.plan(rows, num_experts, rule.scores, rule.num_groups), logits.address,
+            _plan_routing(rows, num_experts, rule.scores, rule.num_groups), logits.address,
             0 if bias is None else bias.address, ids.address, weights.address, rows, num_experts, rule.top_k,
             rule.num_groups, rule.top_groups, int(rule.group_score == "two"), int(rule.normalises), rule.scale,
             rule.sum_eps,
@@ -65,12 +79,12 @@ def normed_route(
     is_aligned = alignment(x.address, weight.address, norm.weight.address) % 16 == 0
     if not is_aligned or not router.can_plan(rows, hidden, rule.num_experts, dtype, rule.num_groups):
         return None
-    normalised = Tensor.empty(x.shape, x.dtype, x.device)
-    logits = Tensor.empty((rows, rule.num_experts), float32, x.device)
-    ids = Tensor.empty((rows, rule.top_k), int32, x.device)
-    weights = Tensor.empty((rows, rule.top_k), float32, x.device)
+    normalised = Tensor.new(x.shape, x.dtype, x.device)
+    logits = Tensor.new((rows, rule.num_experts), float32, x.device)
+    ids = Tensor.new((rows, rule.top_k), int32, x.device)
+    weights = Tensor.new((rows, rule.top_k), float32, x.device)
     Gpu.of(x.device).launch(
-        router.plan(rows, rule.num_experts, dtype, rule.scores), x.address, norm.weight.address, normalised.address,
+        _plan_router(rows, rule.num_experts, dtype, rule.scores), x.address, norm.weight.address, normalised.address,
         weight.address, weight.bias_address, logits.address, 0 if bias is None else bias.address, ids.address,
         weights.address, hidden, rule.num_experts, rule.top_k, int(rule.normalises), norm.eps, rule.scale,
         rule.sum_eps,
@@ -84,14 +98,14 @@ def experts(
 ) -> Tensor:  # fmt: skip
     """See `ops.experts`. Very many tokens are several passes, so that their rows stay small."""
     tokens, hidden = x.shape[0], down.shape[1]
-    result = Tensor.empty((tokens, hidden), x.dtype, x.device)
+    result = Tensor.new((tokens, hidden), x.dtype, x.device)
     added = [0 if each is None else each.address for each in (shared, shared_gate, residual)]
     if not (tokens and hidden):
         return result
     if _can_gather(x, chosen, gate_up, down):
         _gathered(x, chosen, gate_up, down, activation, added, result)
         return result
-    squares = Tensor.empty((tokens, combine.SQUARE_PARTS), float32, x.device)
+    squares = Tensor.new((tokens, combine.SQUARE_PARTS), float32, x.device)
     at_once = max(1, _MOST_ROWS // chosen.rule.top_k)
     for first in range(0, tokens, at_once):
         some = slice(first, first + at_once)
@@ -146,20 +160,20 @@ def _gathered(
 ) -> None:  # fmt: skip
     gpu, dtype = Gpu.of(x.device), x.dtype.ptx
     (tokens, top_k), (num_experts, hidden, inner) = chosen.ids.shape, down.shape
-    between = Tensor.empty((tokens * top_k, inner), x.dtype, x.device)
+    between = Tensor.new((tokens * top_k, inner), x.dtype, x.device)
     if gate_up.packing is not None and down.packing is not None:
-        first = packed_gather.plan_gate_up(tokens * top_k, inner, hidden, gate_up.packing, activation)
-        second = packed_gather.plan_down(tokens, top_k, hidden, inner, down.packing)
+        first = _plan_packed_gate_up(tokens * top_k, inner, hidden, gate_up.packing, activation)
+        second = _plan_packed_down(tokens, top_k, hidden, inner, down.packing)
     else:
-        first = gather.plan_gate_up(tokens * top_k, inner, dtype, activation)
-        second = gather.plan_down(tokens, top_k, hidden, dtype)
+        first = _plan_gate_up(tokens * top_k, inner, dtype, activation)
+        second = _plan_down(tokens, top_k, hidden, dtype)
     gpu.launch(
         first, x.address, gate_up.table_address,
         chosen.ids.address, between.address, inner, gate_up.shape[2], num_experts, top_k,
     )  # fmt: skip
     squares = 0
     if hidden % (4 * gather.SQUARE_COLUMNS) == 0:
-        result.row_squares = Tensor.empty((tokens, hidden // gather.SQUARE_COLUMNS), float32, x.device)
+        result.row_squares = Tensor.new((tokens, hidden // gather.SQUARE_COLUMNS), float32, x.device)
         squares = result.row_squares.address
     gpu.launch(
         second, between.address, down.table_address, chosen.ids.address,
@@ -181,10 +195,10 @@ def _grouped(
 def expert_linear(x: Tensor, chosen: Routing, weight: ExpertsWeight) -> Tensor:
     """See `ops.expert_linear`."""
     tokens, width = x.shape[0], weight.shape[1]
-    result = Tensor.empty((tokens, width), x.dtype, x.device)
+    result = Tensor.new((tokens, width), x.dtype, x.device)
     if not (tokens and width):
         return result
-    squares = Tensor.empty((tokens, combine.SQUARE_PARTS), float32, x.device)
+    squares = Tensor.new((tokens, combine.SQUARE_PARTS), float32, x.device)
     for first in range(0, tokens, _MOST_ROWS):
         some = slice(first, first + _MOST_ROWS)
         part = Routing(chosen.ids[some], chosen.weights[some], chosen.rule)
@@ -208,13 +222,13 @@ class _RowsByExpert:
         self.num_tiles = order.most_tiles(self.count, self.num_experts, self.tile_rows)
 
         def integers(*shape: int) -> Tensor:
-            return Tensor.empty(shape, int32, x.device)
+            return Tensor.new(shape, int32, x.device)
 
         self.starts, self.num_used = integers(self.num_experts + 1), integers(1)
         self.tiles = integers(self.num_tiles, 4)
         self.tokens_of, self.rows_of = integers(self.count), integers(self.tokens, self.top_k)
         self.gpu.launch(
-            order.plan(self.num_experts), chosen.ids.address, self.starts.address, self.tiles.address,
+            _plan_order(self.num_experts), chosen.ids.address, self.starts.address, self.tiles.address,
             self.num_used.address, self.tokens_of.address, self.rows_of.address, self.count, self.top_k,
             self.num_experts, self.tile_rows,
         )  # fmt: skip
@@ -224,27 +238,27 @@ class _RowsByExpert:
     ) -> Tensor:
         """Each row times its expert's matrix; `gathers`: the source's rows are tokens'."""
         gpu, dtype, tile = self.gpu, self.dtype.ptx, self.tile
-        out = Tensor.empty((self.count, columns), self.dtype, source.device)
+        out = Tensor.new((self.count, columns), self.dtype, source.device)
         arguments: list[Any] = [source.address, weight.table_address, self.tiles.address, self.num_used.address]
         tokens_of = self.tokens_of.address if gathers else 0
         arguments += [tokens_of, out.address, columns, weight.shape[2], self.num_experts]
         if tile is not None:
             machine = machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
-            launch = hopper.plan(self.num_tiles, columns, dtype, activation, tile, machine)
+            launch = _plan_hopper(self.num_tiles, columns, dtype, activation, tile, machine)
             arguments.append(weight.maps_address)
         elif weight.packing is not None:
-            launch = packed.plan(self.num_tiles, columns, dtype, weight.packing.name, activation, self.tile_rows)
+            launch = _plan_packed(self.num_tiles, columns, dtype, weight.packing.name, activation, self.tile_rows)
         elif _has_fast_rows(source, weight):
-            launch = tensor_core.plan(self.num_tiles, columns, dtype, activation, tensor_core.tile_of(self.tile_rows))
+            launch = _plan_tensor_core(self.num_tiles, columns, dtype, activation, tensor_core.tile_of(self.tile_rows))
         else:
-            launch = tiled.plan(self.num_tiles, columns, dtype, activation)
+            launch = _plan_tiled(self.num_tiles, columns, dtype, activation)
         gpu.launch(launch, *arguments)
         return out
 
     def add(self, y: Tensor, places: list[int]) -> None:
         """Each token's weighted sum of ``y [T k, N]``; `places` as `_grouped` has them."""
         width = y.shape[1]
-        launch = combine.plan(self.tokens, width, self.dtype.ptx, alignment=alignment(y.address, *places[:4]))
+        launch = _plan_combine(self.tokens, width, self.dtype.ptx, alignment=alignment(y.address, *places[:4]))
         self.gpu.launch(
             launch, y.address, self.chosen.weights.address, self.rows_of.address, *places, self.top_k, width
         )

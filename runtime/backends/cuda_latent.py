@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from numba_kernels.cuda import latent as _latent
 from runtime.backends.checks import fail
+from runtime.backends.remembered import remembered
 from runtime.batch import Batch
 from runtime.device.gpu import Gpu
 from runtime.linear.norm import RmsNorm
@@ -11,6 +12,9 @@ from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
 
 LATENT_ROW_MULTIPLE = _latent.ROW_MULTIPLE
+
+_plan_attention = remembered(_latent.plan_attention)
+_plan_prepare = remembered(_latent.plan_prepare)
 
 
 def latent_prepare(
@@ -20,7 +24,7 @@ def latent_prepare(
     tokens, heads, width = q.shape
     _check("latent_prepare", q, pages)
     if tokens:
-        launch = _latent.plan_prepare(
+        launch = _plan_prepare(
             tokens, width, q.dtype.ptx, rotary=2 * rope.cos.shape[1], interleaved=rope.interleaved
         )
         Gpu.of(q.device).launch(
@@ -38,9 +42,9 @@ def latent_attention(q: Tensor, pages: Tensor, batch: Batch, group: int, scale: 
     if batch.max_seq_len > table_width * block_size:
         limit = f"must be at most {table_width * block_size}, the tokens of a block table's row"
         raise fail(op, "batch.max_seq_len", f"is {batch.max_seq_len}, {limit}")
-    result = Tensor.empty((tokens, heads * value_dim), q.dtype, q.device)
+    result = Tensor.new((tokens, heads * value_dim), q.dtype, q.device)
     if tokens and heads:
-        launch = _latent.plan_attention(
+        launch = _plan_attention(
             batch.max_query_len, heads, batch.num_seqs, width, value_dim, block_size, q.dtype.ptx
         )
         Gpu.of(q.device).launch(

@@ -18,11 +18,17 @@ from numba_kernels.cuda.gemm.few_rows import MAX_ROWS as FEW_ROWS
 from runtime.backends import cuda_cublas, cuda_segments
 from runtime.backends.cuda_packed import Planned, matrix_of, plan_product, rows_of
 from runtime.backends.cuda_tensor import alignment
+from runtime.backends.remembered import remembered
 from runtime.device.gpu import Gpu
 from runtime.dtype import DType, float32
 from runtime.linear.norm import RmsNorm
 from runtime.linear.weight import GpuWeight, PackedWeight, RowWeight
 from runtime.tensor.tensor import Tensor
+
+_plan_glu = remembered(_activation.plan_glu)
+_plan_reordered = remembered(_reordered.plan)
+_plan_rms_norm = remembered(_norm.plan_rms_norm)
+_plan_row_squares = remembered(_norm.plan_row_squares)
 
 
 def linear(
@@ -34,7 +40,7 @@ def linear(
     x, norm = _normalised_apart(x, weight, norm)
     x = _in_order(x, weight)
     gpu, rows, (width, depth) = Gpu.of(x.device), x.shape[0], weight.shape
-    result = Tensor.empty((rows, width), dtype, x.device) if out is None else out
+    result = Tensor.new((rows, width), dtype, x.device) if out is None else out
     result.row_squares = None
     if weight.tier == "cublas":
         assert isinstance(weight, RowWeight)
@@ -53,17 +59,15 @@ def linear(
             epilogue = _gemm.Epilogue(has_residual=key[2], is_aligned=key[4] == 0)
             product = _product(weight, rows, width, dtype, epilogue, is_aligned=key[3] == 0)
             planned = plan_product(gpu, weight, product, has_norm=norm is not None)
-            weight.keep_plan(key, planned)
+            weight.plans.keep(key, planned)
         launch = planned.launch
         assert launch is not None
         matrix, memory = matrix_of(gpu, weight, planned)
         source, normalising, rounded = _rows(gpu, x, weight, planned, norm)
-        columns = _gemm.square_columns(launch, width) if added and not key[4] else 0
-        if columns:
-            result.row_squares = Tensor.empty((rows, width // columns), float32, x.device)
-        squares = 0 if result.row_squares is None else result.row_squares.address
-        if planned.takes_weight_twice:
-            squares = matrix
+        squares = matrix if planned.takes_weight_twice else 0
+        if planned.num_squares:
+            result.row_squares = Tensor.new((rows, planned.num_squares), float32, x.device)
+            squares = result.row_squares.address
         gpu.launch(
             launch, source, matrix, bias, added, result.address, rows, width, depth, 1, *normalising, squares
         )
@@ -73,14 +77,14 @@ def linear(
 
 def linear_partial(x: Tensor, weight: GpuWeight) -> Tensor:
     """See `ops.linear_partial`."""
-    result = Tensor.empty((x.shape[0], weight.shape[0]), float32, x.device)
+    result = Tensor.new((x.shape[0], weight.shape[0]), float32, x.device)
     cuda_segments.product(Gpu.of(x.device), x, weight, 0, 0, result)
     return result
 
 
 def add_partials(partials: Tensor, weight: GpuWeight, residual: Tensor | None, out: Tensor | None) -> Tensor:
     """See `ops.add_partials`."""
-    result = Tensor.empty(partials.shape[1:], weight.activations, partials.device) if out is None else out
+    result = Tensor.new(partials.shape[1:], weight.activations, partials.device) if out is None else out
     added = 0 if residual is None else residual.address
     cuda_segments.add(Gpu.of(partials.device), partials, weight.bias_address, added, result)
     return result
@@ -92,17 +96,17 @@ def linear_glu(x: Tensor, weight: GpuWeight, activation: str, norm: RmsNorm | No
     given, x = x, _in_order(x, weight)
     gpu, rows, (both, depth) = Gpu.of(x.device), x.shape[0], weight.shape
     key = rows, activation, (x.address | weight.address) & 15, norm is not None
-    if key not in weight.plans:
+    planned = weight.plans.get(key)
+    if planned is None:
         planned = Planned(None)
         if weight.bias is None and weight.tier != "cublas" and not weight.num_segments:
             epilogue = _gemm.Epilogue(has_residual=False, is_aligned=True, activation=activation)
             product = _product(weight, rows, both // 2, x.dtype, epilogue, is_aligned=key[2] == 0)
             planned = plan_product(gpu, weight, product, has_norm=norm is not None)
-        weight.keep_plan(key, planned)
-    planned = weight.plans[key]
+        weight.plans.keep(key, planned)
     if planned.launch is None:
         return glu(linear(given, weight, None, None, x.dtype, norm), activation)
-    result = Tensor.empty((rows, both // 2), x.dtype, x.device)
+    result = Tensor.new((rows, both // 2), x.dtype, x.device)
     matrix, memory = matrix_of(gpu, weight, planned)
     source, normalising, rounded = _rows(gpu, x, weight, planned, norm)
     gpu.launch(
@@ -125,9 +129,9 @@ def _in_order(x: Tensor, weight: GpuWeight) -> Tensor:
     """x, its columns in the order in which the weight has its own."""
     if not isinstance(weight, PackedWeight) or weight.order is None or not x.size:
         return x
-    (rows, depth), result = x.shape, Tensor.empty(x.shape, x.dtype, x.device)
+    (rows, depth), result = x.shape, Tensor.new(x.shape, x.dtype, x.device)
     addresses = x.address, weight.order.address, result.address
-    launch, accesses = _reordered.plan(rows, depth, x.dtype.ptx, alignment=alignment(*addresses))
+    launch, accesses = _plan_reordered(rows, depth, x.dtype.ptx, alignment=alignment(*addresses))
     Gpu.of(x.device).launch(launch, *addresses, rows, depth, accesses)
     return result
 
@@ -148,10 +152,10 @@ def _rows(
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> Tensor:
     """See `ops.rms_norm`."""
     rows, width = x.shape
-    result = Tensor.empty(x.shape, x.dtype, x.device)
+    result = Tensor.new(x.shape, x.dtype, x.device)
     if rows and width:
         addresses = x.address, 0 if residual is None else residual.address, weight.address, result.address
-        launch = _norm.plan_rms_norm(
+        launch = _plan_rms_norm(
             rows, width, x.dtype.ptx, has_residual=residual is not None, alignment=alignment(*addresses)
         )
         Gpu.of(x.device).launch(launch, *addresses, width, 1.0 / width, eps)
@@ -173,7 +177,7 @@ def row_squares(x: Tensor, parts: int) -> Tensor:
     assert count <= parts, f"{count} parts of rows' squares do not fit into {parts}"
     if count == parts:
         return squares
-    padded = Tensor.empty((rows, parts), float32, x.device)
+    padded = Tensor.new((rows, parts), float32, x.device)
     Gpu.of(x.device).fill(padded.address, 0, padded.size_bytes)
     padded[:, :count] = squares
     return padded
@@ -184,8 +188,8 @@ def _row_squares(x: Tensor) -> Tensor:
     squares = x.row_squares
     if squares is None:
         rows, depth = x.shape
-        squares = x.row_squares = Tensor.empty((rows, _norm.SQUARE_PARTS), float32, x.device)
-        launch = _norm.plan_row_squares(rows, depth, x.dtype.ptx, alignment=alignment(x.address))
+        squares = x.row_squares = Tensor.new((rows, _norm.SQUARE_PARTS), float32, x.device)
+        launch = _plan_row_squares(rows, depth, x.dtype.ptx, alignment=alignment(x.address))
         Gpu.of(x.device).launch(launch, x.address, squares.address, depth)
     return squares
 
@@ -203,10 +207,10 @@ def glu(gate_up: Tensor, activation: str) -> Tensor:
     """See `ops.glu`."""
     rows, both = gate_up.shape
     width = both // 2
-    result = Tensor.empty((rows, width), gate_up.dtype, gate_up.device)
+    result = Tensor.new((rows, width), gate_up.dtype, gate_up.device)
     if rows and width:
         addresses = gate_up.address, result.address
-        launch, accesses = _activation.plan_glu(
+        launch, accesses = _plan_glu(
             activation, rows, width, gate_up.dtype.ptx, alignment=alignment(*addresses)
         )
         Gpu.of(gate_up.device).launch(launch, *addresses, rows, accesses)

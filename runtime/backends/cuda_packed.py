@@ -31,6 +31,7 @@ class Planned:
         rounding: that rounds x's rows to bytes in front of it, normalised if they are to be; None: it reads x as it is.
         input_scale: the static scale by which it does; 0: by each row's, or 128 of K's, own.
         takes_weight_twice: whether the launch's last argument is the weight's address, too (`gemm/hopper_bytes.py`).
+        num_squares: into how many sums of squares the launch adds up each row of its result; 0: it leaves none.
     """
 
     launch: Launch | None
@@ -38,10 +39,19 @@ class Planned:
     rounding: Launch | None = None
     input_scale: float = 0.0
     takes_weight_twice: bool = False
+    num_squares: int = 0
 
 
 def plan_product(gpu: Gpu, weight: GpuWeight, product: gemm.Product, *, has_norm: bool = False) -> Planned:
     """Chooses the kernels of a product; see `gemm.plan`. With a norm, the launch in front of it can round, too."""
+    planned = _choose(gpu, weight, product, has_norm=has_norm)
+    if planned.launch is None or not (product.epilogue.has_residual and product.epilogue.is_aligned):
+        return planned
+    columns = gemm.square_columns(planned.launch, product.n)
+    return replace(planned, num_squares=product.n // columns) if columns else planned
+
+
+def _choose(gpu: Gpu, weight: GpuWeight, product: gemm.Product, *, has_norm: bool) -> Planned:
     machine = gemm.machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
     if not isinstance(weight, PackedWeight):
         return Planned(gemm.plan(product, machine, weight.tier))
@@ -129,7 +139,7 @@ def matrix_of(gpu: Gpu, weight: GpuWeight, planned: Planned) -> tuple[int, Any]:
     """The address that the product's launch takes for its weight, and what holds that memory."""
     if planned.dequantization is None:
         return weight.address, weight
-    rows = Tensor.empty(weight.shape, weight.activations, weight.device)
+    rows = Tensor.new(weight.shape, weight.activations, weight.device)
     gpu.launch(planned.dequantization, weight.address, 0, rows.address, 0, weight.shape[0], *weight.shape, 1.0)
     return rows.address, rows
 
@@ -137,7 +147,7 @@ def matrix_of(gpu: Gpu, weight: GpuWeight, planned: Planned) -> tuple[int, Any]:
 def embedding(ids: Tensor, table: PackedWeight, multiplier: float) -> Tensor:
     """Rows of a packed table."""
     gpu, (num_rows, depth) = Gpu.of(ids.device), table.shape
-    result = Tensor.empty((ids.shape[0], depth), table.activations, ids.device)
+    result = Tensor.new((ids.shape[0], depth), table.activations, ids.device)
     if result.size:
         launch = dequantize.plan(
             table.packing, ids.shape[0], depth, table.activations.ptx, is_lookup=True,

@@ -14,11 +14,14 @@ from numba_kernels.cuda import logprobs as _logprobs
 from numba_kernels.cuda import sampling as _sampling
 from runtime.backends.checks import fail
 from runtime.backends.cuda_tensor import check_id_flag, id_flag, upload, upload_together
+from runtime.backends.remembered import remembered
 from runtime.device.gpu import Gpu
 from runtime.dtype import float32, int32, uint8
 from runtime.sampling_arrays import SAMPLING_FIELDS, Int32Array, SampledTokens, SamplingArrays, TopLogprobs
 from runtime.sampling_table import PENALTIES
 from runtime.tensor.tensor import Tensor
+
+_plan = remembered(_sampling.plan)
 
 
 def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
@@ -31,7 +34,7 @@ def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
     fields = upload_together([_as_tensor_type(array) for array in arrays], device)
     mask_address = 0 if mask is None else fields.pop().address
     has_penalties = any((getattr(params, name) != neutral).any() for name, neutral in PENALTIES.items())
-    result = Tensor.empty((2 * rows + 1,), int32, device)  # ids, statuses, whether an id was outside its table
+    result = Tensor.new((2 * rows + 1,), int32, device)  # ids, statuses, whether an id was outside its table
     _launch(logits, [field.address for field in fields], mask_address, result.address, has_penalties)
     drawn = result.to("cpu").array
     token_ids, statuses = drawn[:rows], drawn[rows : 2 * rows]
@@ -51,13 +54,13 @@ def _launch(logits: Tensor, fields: list[int], mask_address: int, out_address: i
     """Draws from at least one row: ids, statuses and the flag for bad ids, ``[2 rows + 1]`` int32 at `out_address`."""
     rows, vocab = logits.shape
     gpu = Gpu.of(logits.device)
-    plan = _sampling.plan(
+    plan = _plan(
         rows, vocab, max_clusters=gpu.max_clusters, num_sms=gpu.properties.num_sms,
         max_shared=gpu.properties.shared_bytes_per_block,
     )  # fmt: skip
     assert plan is not None
-    work = Tensor.empty((plan.work_bytes,), uint8, logits.device) if plan.work_bytes else None
-    counts = Tensor.empty((rows, vocab), int32, logits.device) if has_penalties else None
+    work = Tensor.new((plan.work_bytes,), uint8, logits.device) if plan.work_bytes else None
+    counts = Tensor.new((rows, vocab), int32, logits.device) if has_penalties else None
     gpu.launch(
         plan.launch, logits.address, *fields, mask_address, 0 if work is None else work.address,
         0 if counts is None else counts.address, out_address, out_address + 4 * rows, id_flag(logits.device).address,
@@ -81,8 +84,8 @@ def log_softmax_topk(logits: Tensor, chosen: Int32Array, top_n: int) -> TopLogpr
         return TopLogprobs(*nothing, np.empty((0, top_n), np.int32), np.empty((0, top_n), np.float32))
     ids = upload(chosen, device)
     parts = [
-        Tensor.empty((rows,), float32, device), Tensor.empty((rows,), int32, device),
-        Tensor.empty((rows, top_n), int32, device), Tensor.empty((rows, top_n), float32, device),
+        Tensor.new((rows,), float32, device), Tensor.new((rows,), int32, device),
+        Tensor.new((rows, top_n), int32, device), Tensor.new((rows, top_n), float32, device),
     ]  # fmt: skip
     launch = _logprobs.plan(rows, vocab, top_n)
     assert launch is not None

@@ -48,7 +48,7 @@ def _leave_squares(bias: int, residual: int, result: Tensor) -> None:
     is_aligned = (bias | residual | result.address) & 15 == 0 and width % (4 * segments.SQUARE_COLUMNS) == 0
     result.row_squares = None
     if residual and is_aligned:
-        result.row_squares = Tensor.empty((rows, width // segments.SQUARE_COLUMNS), float32, result.device)
+        result.row_squares = Tensor.new((rows, width // segments.SQUARE_COLUMNS), float32, result.device)
 
 
 def _add(
@@ -65,7 +65,7 @@ def _add(
 
 
 def _multiplication(gpu: Gpu, weight: GpuWeight, rows: int, *, is_aligned: bool) -> Planned:
-    """The launch of all segments' sums, remembered by the weight."""
+    """The launch of all segments' sums, remembered for all weights of its kind."""
     key = "segments", rows, is_aligned
     planned = weight.plans.get(key)
     if planned is None:
@@ -75,5 +75,5 @@ def _multiplication(gpu: Gpu, weight: GpuWeight, rows: int, *, is_aligned: bool)
             num_segments=weight.num_segments, whole=weight.whole_shape,
         )  # fmt: skip
         planned = plan_product(gpu, weight, product)
-        weight.keep_plan(key, planned)
+        weight.plans.keep(key, planned)
     return planned

@@ -25,7 +25,7 @@ _LEAST_ZEROS = 4096
 def upload(array: NDArray, device: Device) -> Tensor:
     """A new tensor on a GPU with an array's elements; the array may be changed when this returns."""
     tensor = Tensor.from_numpy(array)
-    result = Tensor.empty(tensor.shape, tensor.dtype, device)
+    result = Tensor.new(tensor.shape, tensor.dtype, device)
     if array.size:
         Gpu.of(device).write(result.address, array)
     return result
@@ -100,7 +100,7 @@ def to_device(tensor: Tensor, device: Device) -> Tensor:
     if tensor.device.kind != device.kind or tensor.device.arch != device.arch:  # two drivers: through the host
         return upload(download(tensor).array, device)
     source = tensor if tensor.is_contiguous else tensor.clone()
-    result = Tensor.empty(tensor.shape, tensor.dtype, device)
+    result = Tensor.new(tensor.shape, tensor.dtype, device)
     Gpu.of(tensor.device).copy_to_peer(Gpu.of(device), result.address, source.address, tensor.size_bytes)
     return result
 

@@ -73,8 +73,10 @@ class DeviceBlock:
 
     def __del__(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_over():
-            with contextlib.suppress(DeviceError):  # of a device that is gone: there is nobody to tell
+            try:
                 self.release()
+            except DeviceError:  # of a device that is gone: there is nobody to tell
+                pass
 
 
 class Pool:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.device import properties, tensor_map
+from runtime.device import properties
 from runtime.device.allocator import Allocator, DeviceBlock
 from runtime.device.context import Context
 from runtime.device.device import Device
@@ -23,14 +25,15 @@ from runtime.device.kernel import Argument, Bound, Kernel, Streams, bind, descri
 from runtime.device.kernel_cache import KernelCache, is_meant_for, needs_of
 from runtime.device.pinned import PinnedBlock, PinnedPool
 from runtime.device.stream import Event, Stream
+from runtime.device.tensor_map import TensorMaps
 from runtime.device.upload import LEAST_BYTES, upload_pieces
 from runtime.errors import DeviceError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from numba_kernels.cuda.specialisation import Launch, Specialisation, TensorMapLayout
 
-_MOST_TENSOR_MAPS, _MOST_LAUNCHES = 16_384, 4_096
-"""That are remembered: the latest, by when they were made."""
+_MOST_LAYOUTS, _MOST_LAUNCHES = 4_096, 4_096
+"""That are remembered, of tensor maps and of launches: the latest, by when they were made."""
 STAGING_BYTES = 8 << 20
 """Copies to memory that is not pinned go through pinned pieces of this size, each emptied while the next is filled."""
 
@@ -52,6 +55,7 @@ class Gpu:
         pinned: pinned host memory.
         kernel_cache: compiled kernels on disk.
         layouts: strides of operands that were sent there, by stream and content; the backend's.
+        plans: how products are computed there, by kind of weight, as long as there is such a weight; the backend's.
     """
 
     def __init__(self, device: Device, driver: Driver, *, kernel_cache: KernelCache | None = None) -> None:
@@ -71,8 +75,9 @@ class Gpu:
         self._kernels: dict[Specialisation, Kernel] = {}
         self._lock = threading.Lock()  # of the kernels
         self._bound = _BoundOfThread()
-        self._tensor_maps: dict[tuple[int, TensorMapLayout], bytes] = {}
+        self._tensor_maps: OrderedDict[TensorMapLayout, TensorMaps] = OrderedDict()
         self.layouts: dict[tuple[Stream, bytes], Any] = {}
+        self.plans: WeakValueDictionary[Any, Any] = WeakValueDictionary()
 
     @staticmethod
     def of(device: Device | str) -> Gpu:
@@ -335,10 +340,13 @@ class Gpu:
 
         Raises InvalidArgumentError for a layout that no map can describe.
         """
-        found = self._tensor_maps.get((address, layout))
+        return self._maps_of(layout)[address]
+
+    def _maps_of(self, layout: TensorMapLayout) -> TensorMaps:
+        found = self._tensor_maps.get(layout)
         if found is None:
-            found = self._tensor_maps[address, layout] = tensor_map.encode(self.driver, address, layout)
-            _forget_oldest(self._tensor_maps, _MOST_TENSOR_MAPS)
+            found = self._tensor_maps[layout] = TensorMaps(self.driver, layout)
+            _forget_oldest(self._tensor_maps, _MOST_LAYOUTS)
         return found
 
     @functools.cached_property
@@ -361,31 +369,29 @@ class Gpu:
 
         Raises: as `bind`, `Bound` and `tensor_map`.
         """
-        if self._streams.is_chained:
+        streams = self._streams
+        if streams.is_chained:
             launch = self._in_chain(launch)
-        bound = self._bound.launches.get(launch)
-        if bound is None:
-            bound = self._bound.launches[launch] = self.bind(launch)
-            _forget_oldest(self._bound.launches, _MOST_LAUNCHES)
-        if launch.maps:
-            arguments = self._with_maps(launch, arguments)
-        if stream is None or stream is self._streams.current:
+        _, bound, maps = self._bound.latest.get(id(launch)) or self._bound_of(launch)
+        if maps:
+            arguments = tuple(_with_maps(launch, maps, arguments))
+        if stream is None or stream is streams.current:
             bound(*arguments)
         else:
             with self.use(stream):
                 bound(*arguments)
 
-    def _with_maps(self, launch: Launch, arguments: tuple[Argument, ...]) -> tuple[Argument, ...]:
-        found = list(arguments)
-        for number, layout in launch.maps:
-            address = found[number] if number < len(found) else None
-            if not isinstance(address, int):
-                raise InvalidArgumentError(
-                    f"{describe(launch)}: argument {number} is {address!r}, must be a tensor's address",
-                    param=str(number),
-                )
-            found[number] = self.tensor_map(address, layout)
-        return tuple(found)
+    def _bound_of(self, launch: Launch) -> _Ready:
+        """What an equal launch was bound to in this thread, or else is now."""
+        remembered = self._bound
+        ready = remembered.launches.get(launch)
+        if ready is None:
+            maps = tuple((number, self._maps_of(layout)) for number, layout in launch.maps)
+            ready = remembered.launches[launch] = launch, self.bind(launch), maps
+            _forget_oldest(remembered.launches, _MOST_LAUNCHES)
+        remembered.latest[id(launch)] = launch, *ready[1:]
+        _forget_oldest(remembered.latest, _MOST_LAUNCHES)
+        return ready
 
     def _in_chain(self, launch: Launch) -> Launch:
         """The launch, dependent if it may be."""
@@ -446,16 +452,40 @@ class Gpu:
         return LaunchError(f"{error} (launched last: {describe(last.launch)})") if last is not None else error
 
 
+_Maps = tuple[tuple[int, TensorMaps], ...]
+_Ready = tuple["Launch", Bound, _Maps]
+"""A launch, what it was bound to, and which arguments are tensors' addresses, with the maps of their layouts."""
+
+
 class _BoundOfThread(threading.local):
-    """Launches that `Gpu.launch` has bound, in this thread: a Bound has one buffer."""
+    """Launches that `Gpu.launch` has bound, in this thread: a Bound has one buffer.
+
+    latest: by the launch's id, which nothing else has as long as it is kept here: plans are remembered, and to hash one
+        takes longer than all that a launch does.
+    """
 
     def __init__(self) -> None:
-        self.launches: dict[Launch, Bound] = {}
+        self.launches: OrderedDict[Launch, _Ready] = OrderedDict()
+        self.latest: OrderedDict[int, _Ready] = OrderedDict()
 
 
-def _forget_oldest(remembered: dict[Any, Any], most: int) -> None:
+def _with_maps(launch: Launch, maps: _Maps, arguments: tuple[Argument, ...]) -> list[Argument]:
+    """The arguments, of tensors' addresses their maps."""
+    found = list(arguments)
+    for number, addresses in maps:
+        address = found[number] if number < len(found) else None
+        if not isinstance(address, int):
+            raise InvalidArgumentError(
+                f"{describe(launch)}: argument {number} is {address!r}, must be a tensor's address",
+                param=str(number),
+            )
+        found[number] = addresses[address]
+    return found
+
+
+def _forget_oldest(remembered: OrderedDict[Any, Any], most: int) -> None:
     if len(remembered) > most:
-        del remembered[next(iter(remembered))]
+        remembered.popitem(last=False)
 
 
 _opened: dict[str, Gpu] = {}  # by the device's full name; only grows

@@ -30,7 +30,7 @@ from runtime.tensor.tensor import Tensor
 
 DEFAULT_OPTIONS = LoadOptions()
 _ROWS_AT_ONCE = 1024  # of a matrix that a norm's weights are multiplied into
-MOST_PLANS = 512  # that a weight remembers: mostly one for each number of rows
+MOST_PLANS = 512  # of products with weights of one kind: mostly one for each number of rows
 
 
 RoundedRows = Literal["", "rows", "groups", "static"]
@@ -183,6 +183,19 @@ class JoinedWeight(LinearWeight):
         super().__init__(shape, parts[0].format, CPU, size_bytes, parts[0].num_segments)
 
 
+class Plans(dict[Any, Any]):
+    """How products with the weights of one kind are computed, by what else they depend on: a model's layers share them.
+    They live as long as one of these weights."""
+
+    __slots__ = ("__weakref__",)
+
+    def keep(self, key: Any, plan: Any) -> None:
+        """Remembers a plan, so that a product like it is not planned again."""
+        if len(self) >= MOST_PLANS:
+            self.clear()
+        self[key] = plan
+
+
 class GpuWeight(LinearWeight):
     """On a GPU: one block of memory, in rows or packed.
 
@@ -195,7 +208,7 @@ class GpuWeight(LinearWeight):
         exact: whether a row of the product has the same bits however many rows there are.
         whole_shape: (N, K) of the map that this is a rank's part of, by which exact products choose their kernel.
         input_scale: the static scale, whose multiples rows are rounded to; else 0.
-        plans: launches of products with it, by what they depend on.
+        plans: how products with weights of its kind are computed.
     """
 
     __slots__ = (
@@ -230,16 +243,16 @@ class GpuWeight(LinearWeight):
         self.bias_address = 0 if bias is None else bias.address
         self.tier = tier
         self.exact = exact
-        self.plans: dict[Any, Any] = {}
         size_bytes = memory.size_bytes + (0 if bias is None else bias.size_bytes)
         super().__init__(shape, format, memory.device, size_bytes, num_segments)
         self.whole_shape = whole_shape or shape
+        from runtime.device.gpu import Gpu  # brings the driver, which the cpu does without
 
-    def keep_plan(self, key: Any, launch: Any) -> None:
-        """Remembers a launch, so that a product of the same kind is not planned again."""
-        if len(self.plans) >= MOST_PLANS:
-            self.plans.clear()
-        self.plans[key] = launch
+        kind = (
+            shape, format, activations, bias is None, tier, exact, self.whole_shape, num_segments, is_normed, rounds_rows,
+            input_scale,
+        )  # fmt: skip
+        self.plans: Plans = Gpu.of(memory.device).plans.setdefault(kind, Plans())
 
 
 class RowWeight(GpuWeight):

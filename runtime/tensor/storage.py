@@ -7,8 +7,9 @@ shapes until a cpu view is asked for.
 
 from __future__ import annotations
 
+import functools
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from runtime.device.device import CPU, Device
 from runtime.dtype import DType
 from runtime.errors import OutOfMemoryError
 from runtime.tensor.views import Shape, contiguous_strides, has_overlap
+
+if TYPE_CHECKING:
+    from runtime.device.gpu import Gpu
 
 NDArray = np.ndarray[Any, np.dtype[Any]]
 
@@ -67,9 +71,7 @@ class Storage:
             DeviceError: where the device is not there.
         """
         if device.kind != "cpu":
-            from runtime.device.gpu import Gpu  # brings the driver, which the cpu does without
-
-            block = Gpu.of(device).allocate(size_bytes)
+            block = _gpus().of(device).allocate(size_bytes)
             return Storage(device, size_bytes, None, block, block.address)
         slack = ALIGNMENT_BYTES if size_bytes >= LARGE_BYTES else 0
         try:
@@ -116,9 +118,7 @@ class Storage:
         """
         self._is_frozen = True
         if self.device.kind != "cpu":
-            from runtime.device.gpu import Gpu
-
-            Gpu.of(self.device).declare_immutable(self.owner)
+            _gpus().of(self.device).declare_immutable(self.owner)
 
     def ndarray(self, dtype: DType, shape: Shape, strides: Shape, offset: int) -> NDArray:
         """A numpy view; strides and offset in elements. Read-only where the storage is or where elements
@@ -136,6 +136,14 @@ class Storage:
 
     def __repr__(self) -> str:
         return f"Storage({self.size_bytes} bytes on {self.device}, {self.reference_count} tensors)"
+
+
+@functools.cache
+def _gpus() -> type[Gpu]:
+    """The class, which brings the driver: the cpu does without."""
+    from runtime.device.gpu import Gpu
+
+    return Gpu
 
 
 _REFERENCES_AT_REST = 0

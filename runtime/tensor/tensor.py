@@ -121,10 +121,13 @@ class Tensor:
         cls, shape: int | Sequence[int], dtype: DType | str = float32, device: Device | str = CPU
     ) -> Tensor:
         """Uninitialised memory. Shape: an int or a sequence of ints."""
-        dtype = DType.parse(dtype)
-        sizes = views.check_shape("empty", (shape,))
-        storage = Storage.allocate(Device.parse(device), math.prod(sizes) * dtype.itemsize)
-        return cls(storage, dtype, sizes, views.contiguous_strides(sizes))
+        return cls.new(views.check_shape("empty", (shape,)), DType.parse(dtype), Device.parse(device))
+
+    @classmethod
+    def new(cls, shape: Shape, dtype: DType, device: Device) -> Tensor:
+        """As `empty`, of a shape that is not checked: for results of ours."""
+        storage = Storage.allocate(device, math.prod(shape) * dtype.itemsize)
+        return cls(storage, dtype, shape, views.contiguous_strides(shape))
 
     @classmethod
     def full(
@@ -293,7 +296,7 @@ class Tensor:
     @property
     def is_contiguous(self) -> bool:
         """Whether the elements lie in row-major order without gaps."""
-        return views.is_contiguous(self.shape, self.strides)
+        return self.strides == views.contiguous_strides(self.shape) or views.is_contiguous(self.shape, self.strides)
 
     @property
     def is_read_only(self) -> bool:

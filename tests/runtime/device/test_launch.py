@@ -12,6 +12,7 @@ from cuda.bindings import driver as bindings
 
 from numba_kernels.cuda.specialisation import TensorMapLayout
 from runtime.device import gpu as gpu_module
+from runtime.device import tensor_map
 from runtime.device.errors import CompileError, LaunchError
 from runtime.device.gpu import Gpu
 from runtime.device.kernel import Arguments
@@ -206,13 +207,25 @@ def test_all_kinds_of_numbers_are_packed(fake_gpu: Gpu) -> None:
 
 def test_launches_and_maps_are_remembered_up_to_a_limit(fake_gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_module, "_MOST_LAUNCHES", 3)
-    monkeypatch.setattr(gpu_module, "_MOST_TENSOR_MAPS", 2)
+    monkeypatch.setattr(gpu_module, "_MOST_LAYOUTS", 2)
+    monkeypatch.setattr(tensor_map, "MOST_ADDRESSES", 2)
     launches = [launch_of(scale(), 256 * blocks) for blocks in (1, 2, 3, 4)]
     for launch in (*launches, launches[3]):
         fake_gpu.launch(launch, 1, 2, 3, 1.0)
     assert list(fake_gpu._bound.launches) == launches[1:]
+    assert [launch for launch, *_ in fake_gpu._bound.latest.values()] == launches[1:]
     gpu = new_gpu("sm_90a")
-    layout = TensorMapLayout("bf16", (64, 8), (128,), (64, 8), 128)
-    maps = [gpu.tensor_map(address, layout) for address in (1 << 20, 2 << 20, 3 << 20)]
+    layouts = [TensorMapLayout("bf16", (64, rows), (128,), (64, 8), 128) for rows in (8, 16, 24)]
+    maps = [gpu.tensor_map(address, layouts[0]) for address in (1 << 20, 2 << 20, 3 << 20)]
     assert len(set(maps)) == 3
-    assert list(gpu._tensor_maps.values()) == maps[1:]
+    assert list(gpu._tensor_maps[layouts[0]].values()) == maps[1:]
+    for layout in layouts[1:]:
+        assert gpu.tensor_map(1 << 20, layout) not in maps
+    assert list(gpu._tensor_maps) == layouts[1:]
+
+
+def test_a_launch_is_not_taken_for_another_in_its_place(fake_gpu: Gpu, fake: FakeDriver, monkeypatch: Any) -> None:
+    monkeypatch.setattr(gpu_module, "_MOST_LAUNCHES", 2)
+    for blocks in range(1, 40):  # each goes when it was launched, and the next may lie where it lay
+        fake_gpu.launch(launch_of(scale(), 256 * blocks), 1, 2, 3, 1.0)
+    assert [grid for _, grid, *_ in fake.launches] == [(blocks, 1, 1) for blocks in range(1, 40)]

@@ -1,0 +1,16 @@
+"""Plans that operations remember: layer after layer asks for the same launch, and gets the same object."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+MOST_PLANS = 1024
+
+Plan = TypeVar("Plan", bound=Callable[..., Any])
+
+
+def remembered(plan: Plan) -> Plan:
+    """A kernel family's `plan`, which depends on its arguments alone; the answers used last are kept."""
+    return functools.lru_cache(MOST_PLANS)(plan)  # type: ignore[return-value]
