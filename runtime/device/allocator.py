@@ -73,7 +73,7 @@ class DeviceBlock:
 
     def __del__(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:
         if not is_over():
-            try:
+            try:  # noqa: SIM105 - a context manager takes longer than all the rest
                 self.release()
             except DeviceError:  # of a device that is gone: there is nobody to tell
                 pass

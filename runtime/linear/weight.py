@@ -249,8 +249,8 @@ class GpuWeight(LinearWeight):
         from runtime.device.gpu import Gpu  # brings the driver, which the cpu does without
 
         kind = (
-            shape, format, activations, bias is None, tier, exact, self.whole_shape, num_segments, is_normed, rounds_rows,
-            input_scale,
+            shape, format, activations, bias is None, tier, exact, self.whole_shape, num_segments, is_normed,
+            rounds_rows, input_scale,
         )  # fmt: skip
         self.plans: Plans = Gpu.of(memory.device).plans.setdefault(kind, Plans())
 
