@@ -95,9 +95,9 @@ def _gemms() -> Iterator[Case]:
         yield gemm_case("gemv", (1, 1024, 1024), dtype, (1, 4))  # a warp reads x by itself
     for rows in (1, 16, 64):
         yield gemm_case("few_rows", (rows, 1024, 1024), "bf16", (64, 32))
-    # The large tile, of two blocks, as where many multiprocessors are full; the small one; a sum split among four.
+    # The large tile, of two blocks, as where many multiprocessors are full; two small ones; a sum split among four.
     yield gemm_case("hopper", (512, 512, 256), "bf16", (256, 256), num_multiprocessors=2)
-    yield gemm_case("hopper", (256, 256, 256), "bf16", (128, 128))
+    yield gemm_case("hopper", (256, 256, 256), "bf16", (256, 128))
     yield gemm_case("hopper", (128, 256, 1024), "bf16", (64, 128))
     for rows in (1, 128):
         yield _exact_gemm(rows, 1024, 1024)

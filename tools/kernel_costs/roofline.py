@@ -86,7 +86,7 @@ def product(m: int, n: int, k: int, timing: Timing, *, is_dependent: bool = Fals
     blocks = clusters * tile.cluster * parts
     block_flops = 2.0 * tile.block_m * tile.block_n * k / parts
     rounds = -(-clusters // machine.clusters_at_once(tile.cluster * parts))
-    loop = per_operation("matmul", "hopper", f"128x{max(tile.block_n, 128)}x64", model.arch)
+    loop = per_operation("matmul", "hopper", f"128x{128 if tile.block_n < 256 else 256}x64", model.arch)
     steps = -(-k // BLOCK_K) // parts
     step_bytes = 2 * BLOCK_K * (tile.block_m + tile.block_n // tile.cluster)  # a cluster's blocks share the weight's
     return Modelled(

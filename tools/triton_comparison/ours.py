@@ -101,7 +101,7 @@ GEMMS = [
     Tier("tensor_core", ("sm_80",), _tensor_core),
     *(
         Tier("hopper", ("sm_90a",), functools.partial(_hopper, tile), tile.block_m * tile.cluster)
-        for tile in hopper.TILES
+        for tile in (hopper.SMALL, hopper.LARGE)  # Triton's tutorial has these two
     ),
 ]
 PREFILLS = [

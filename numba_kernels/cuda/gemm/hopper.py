@@ -28,12 +28,10 @@ from numba import cuda, types
 
 from numba_kernels.cuda.gemm import few_rows, hopper_split
 from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, GATED
-from numba_kernels.cuda.gemm.hopper_out import SQUARE_COLUMNS, load_scales, residual_loader, row_finisher, tile_storer
+from numba_kernels.cuda.gemm.hopper_out import SQUARE_PIECES, load_scales, residual_loader, row_finisher, tile_storer
 from numba_kernels.cuda.gemm.hopper_ring import (
     BLOCK_K,
     GROUP_ROWS,
-    PIECE_BYTES,
-    PIECE_COLUMNS,
     Tile,
     ring_starter,
     tile_loader,
@@ -50,19 +48,26 @@ from numba_kernels.cuda.specialisation import TENSOR_MAP, Launch, Specialisation
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 LARGE = Tile(256, 2, 4, cluster=2)
+WIDE = Tile(192, 2, 5, cluster=2)
+PAIR = Tile(128, 2, 5, cluster=2)
+MIDDLE = Tile(192, 2, 5)
 SMALL = Tile(128, 2, 5)
+THIN = Tile(192, 1, 6)
 NARROW = Tile(128, 1, 8)
-TILES, SPLIT_TILES = (SMALL, LARGE), (NARROW, SMALL)
+TILES, SPLIT_TILES = (SMALL, PAIR, THIN, MIDDLE, WIDE, LARGE), (NARROW, SMALL)
 
 
 ARCH = "sm_90a"
 LEAST_ROWS = 17  # from so many on it may be the fastest
-CLOCK_HZ = 1.7e9
+CLOCK_HZ = 1.755e9  # of an H200 under load
 
-# A model of a block's time on one multiprocessor, in cycles, estimated and to be measured. A step is a stage's products
-# or, for the smaller tiles, its way from the second-level cache; the ends are the first stage's way and the sums'.
-STEP_CYCLES = {LARGE: 1024, SMALL: 800, NARROW: 600}
-ENDS_CYCLES, SPLIT_ENDS_CYCLES = 2000, 4000
+# A model of a block's time on one multiprocessor, in cycles. A step is a stage's products or its way from the
+# second-level cache; the ends are the first stage's way and the sums'. LARGE's step and ends are fitted to an H200's
+# times of 2,048 and 4,096 rows (all within 2 %), SMALL's step to those of 256 rows and K in parts. The other steps are
+# estimated from these: WIDE and MIDDLE by their columns, others by their bytes.
+STEP_CYCLES = {LARGE: 1120, WIDE: 840, MIDDLE: 870, SMALL: 690, PAIR: 620, THIN: 700, NARROW: 530}
+ENDS_CYCLES, SPLIT_ENDS_CYCLES = 4200, 5200
+MEMORY_SHARE = 0.83  # of its bandwidth, that a weight comes with
 WAYS_OUT = ("rows", "tiles", "tiles_residual")
 """How sums leave: along rows, whatever their bounds; by the TMA, which also brings the residual or there is none. One
 more for each of `GATES`, of a weight whose first half is the gate's: by the TMA, too."""
@@ -77,16 +82,17 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
     start_ring, multiply_tile = ring_starter(tile), tile_multiplier(dtype, tile)
     ask_ahead, load_tile, wait_until_read_by_all = tile_loader(tile, is_gated=way_out in GATES)
     place_of = tile_order(max(1, GROUP_ROWS // blocks))
-    moves_registers = num_sums > 64  # else each thread has more than it needs
+    moves_registers = num_sums > 64 and tile.num_consumers > 1  # else each thread has more than it needs
     fewer_registers, more_registers = set_registers(24, is_more=False), set_registers(240, is_more=True)
     stores_tiles, has_residual, is_gated = way_out != "rows", way_out == "tiles_residual", way_out in GATES
     columns = block_n // 2 if is_gated else block_n  # of the output, a tile
-    finish_rows, wait_until_read = row_finisher(dtype, out_dtype, block_n), tma.store_wait_read(0)
+    piece_columns, piece_bytes = tile.piece_columns, tile.piece_bytes
+    finish_rows, wait_until_read = row_finisher(dtype, out_dtype, block_n, piece_columns), tma.store_wait_read(0)
     load_residual, store_tile = (
-        residual_loader(),
-        tile_storer(dtype, columns, has_residual=has_residual, activation=way_out if is_gated else ""),
+        residual_loader(piece_columns),
+        tile_storer(dtype, columns, piece_columns, has_residual=has_residual, activation=way_out if is_gated else ""),
     )
-    is_phase_moved = block_n // PIECE_COLUMNS // 2 % 2  # of a residual's barrier, from one tile to the next
+    is_phase_moved = block_n // piece_columns // 2 % 2  # of a residual's barriers, from one tile to the next
 
     def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
         shared = uint32((memory.shared_address(cuda.shared.array(0, uint32)) + uint32(1023)) & uint32(0xFFFFFC00))
@@ -144,7 +150,7 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
             warp = uint32(warp - uint32(4))
             x_part = uint32(shared + (warp >> uint32(2)) * uint32(64 * BLOCK_K * 2))
             weight_part = uint32(shared + uint32(x_bytes))
-            piece = uint32(shared + uint32(pieces_at) + warp * uint32(PIECE_BYTES))
+            piece = uint32(shared + uint32(pieces_at) + warp * uint32(piece_bytes))
             arrived = uint32(arrived + warp * uint32(16))
             if blocks > 1:
                 empty = cluster.address_in(empty, lane & uint32(blocks - 1))
@@ -186,30 +192,45 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
         needs_arch_features=True,
         constants={
             "dtype": dtype, "out_dtype": out_dtype, "tile": str(tile), "way_out": way_out,
-            "square_columns": SQUARE_COLUMNS if has_residual else 0,
+            "square_columns": SQUARE_PIECES * piece_columns if has_residual else 0,
         },
     )  # fmt: skip
 
 
-def cycles(tile: Tile, parts: int, m: int, n: int, k: int, machine: Machine) -> int:
-    """What ``out [m, n]`` takes by the model above with a tile and K in so many parts."""
+def _rounds_cycles(tile: Tile, parts: int, m: int, n: int, k: int, machine: Machine) -> int:
+    """What the multiprocessors' rounds take by the model above."""
     clusters = -(-m // (tile.block_m * tile.cluster)) * -(-n // tile.block_n)
     ends = ENDS_CYCLES if parts == 1 else SPLIT_ENDS_CYCLES
     num_steps, num_rounds = -(-k // BLOCK_K), -(-clusters // machine.clusters_at_once(tile.cluster * parts))
     return num_rounds * (-(-num_steps // parts) * STEP_CYCLES[tile] + ends)
 
 
+def cycles(tile: Tile, parts: int, m: int, n: int, k: int, machine: Machine) -> int:
+    """What ``out [m, n]`` takes with a tile and K in so many parts: the rounds, or the weight's way from memory and the
+    ends, where that is longer."""
+    weight_s = 2 * n * k / (MEMORY_SHARE * machine.memory_bytes)
+    ends = ENDS_CYCLES if parts == 1 else SPLIT_ENDS_CYCLES
+    return max(_rounds_cycles(tile, parts, m, n, k, machine), int(weight_s * CLOCK_HZ) + ends)
+
+
 @functools.lru_cache(maxsize=4096)
 def choose(m: int, n: int, k: int, machine: Machine, *, exact: bool) -> tuple[Tile, int]:
     """The tile, and in how many parts K is split, with which ``out [m, n]`` takes the least time by that model.
 
+    Of those that wait for memory alike, the one whose rounds take the least. A cluster's blocks all have rows.
+
     With `exact` K is never split: then the choice changes no bit of the result.
     """
-    options = [(tile, 1) for tile in TILES]
+    options = [(tile, 1) for tile in TILES if tile.cluster == 1 or m > tile.block_m]
     if not exact:
         most = min(hopper_split.MAX_PARTS, -(-k // BLOCK_K) // hopper_split.LEAST_STEPS)
         options += [(tile, parts) for tile in SPLIT_TILES for parts in (2, 4, 8) if parts <= most]
-    return min(options, key=lambda option: cycles(option[0], option[1], m, n, k, machine))
+
+    def key(option: tuple[Tile, int]) -> tuple[int, int]:
+        sizes = *option, m, n, k, machine
+        return cycles(*sizes), _rounds_cycles(*sizes)
+
+    return min(options, key=key)
 
 
 def why_not(product: Product, machine: Machine) -> str:
@@ -237,7 +258,7 @@ def seconds(product: Product, machine: Machine) -> float:
     tile, parts = choose(m, n, k, machine, exact=False)
     ends = (ENDS_CYCLES if parts == 1 else SPLIT_ENDS_CYCLES) / CLOCK_HZ
     read = cache_reads(product, tile) / machine.cache_bytes + ends
-    return max(cycles(tile, parts, m, n, k, machine) / CLOCK_HZ, read)
+    return max(_rounds_cycles(tile, parts, m, n, k, machine) / CLOCK_HZ, read)
 
 
 def cache_reads(product: Product, tile: Tile) -> int:
@@ -276,7 +297,7 @@ def plan_tile(product: Product, machine: Machine, tile: Tile, parts: int = 1) ->
         blocks, cluster_blocks = tiles * parts, parts
     else:
         if activation or (out_dtype == dtype and epilogue.is_aligned and n % 8 == 0):
-            out_map = TensorMapLayout(dtype, (n, m), (n * 2,), (PIECE_COLUMNS, 16), 128)
+            out_map = TensorMapLayout(dtype, (n, m), (n * 2,), (tile.piece_columns, 16), 2 * tile.piece_columns)
             maps, way_out = (*maps, (4, out_map)), activation or "tiles"
             if epilogue.has_residual and not activation:
                 maps, way_out = (*maps, (3, out_map)), "tiles_residual"

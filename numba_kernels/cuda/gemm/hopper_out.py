@@ -16,14 +16,14 @@ from numba_kernels.cuda.gemm.epilogue import (
     scale_element,
     scale_quad,
 )
-from numba_kernels.cuda.gemm.hopper_ring import PIECE_BYTES, PIECE_COLUMNS
+from numba_kernels.cuda.gemm.hopper_ring import PIECE_COLUMNS
 from numba_kernels.cuda.intrinsics import convert, mbarrier, memory, mma, tma
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.warp import shuffle_index_f32, shuffle_xor_f32, sync_warp
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
-SQUARE_COLUMNS = 2 * PIECE_COLUMNS  # whose squares are added up in one sum
+SQUARE_PIECES = 2  # whose squares are added up in one sum
 _PARTS_AT_ONCE = 4  # vectors of parts of a row's squares that a lane has on their way
 
 
@@ -62,16 +62,16 @@ def load_scales(x_squares, first_row, m, x_parts, k, eps, lane):
 
 
 @functools.cache
-def row_finisher(dtype: str, out_dtype: str, num_columns: int) -> Any:
+def row_finisher(dtype: str, out_dtype: str, num_columns: int, piece_columns: int = PIECE_COLUMNS) -> Any:
     """A device function that finishes a warp's sums, 16 rows of `num_columns`, and stores them along rows.
 
-    They pass through the warp's own piece of shared memory, `PIECE_COLUMNS` columns at a time. It serves any output:
+    They pass through the warp's own piece of shared memory, `piece_columns` columns at a time. It serves any output:
     rows that can be written 4 elements at a time are, others element by element.
     """
     finish, finish_quad = finisher(dtype, out_dtype), quad_finisher(dtype, out_dtype)
     store_pair, load_4, load_1 = memory.shared_store_2xf32, memory.shared_load_4xf32, memory.shared_load_f32
-    flip_of = mma.accumulator_flip(PIECE_COLUMNS)
-    width, quads = PIECE_COLUMNS, PIECE_COLUMNS // 4
+    flip_of = mma.accumulator_flip(piece_columns)
+    width, quads = piece_columns, piece_columns // 4
 
     @device_function
     def scale_of(scales, row):
@@ -137,24 +137,26 @@ def _pair_loader(dtype: str) -> Any:
 
 
 @functools.cache
-def residual_loader() -> Any:
+def residual_loader(piece_columns: int) -> Any:
     """A device function that has the TMA bring the residual of a warp's first two pieces, one lane calling it."""
-    load, wait_read = tma.load(2), tma.store_wait_read(0)
+    load, wait_read, half_bytes = tma.load(2), tma.store_wait_read(0), 32 * piece_columns
 
     @device_function
     def begin(piece, barriers, residual, row, column):
         wait_read()  # the last tile has left them
         for half in range(2):
             barrier = uint32(barriers + uint32(8 * half))
-            mbarrier.arrive_expecting(barrier, uint32(PIECE_BYTES // 2))
-            target = uint32(piece + uint32(half * (PIECE_BYTES // 2)))
-            load(target, residual, barrier, uint32(column + uint32(half * PIECE_COLUMNS)), row)
+            mbarrier.arrive_expecting(barrier, uint32(half_bytes))
+            target = uint32(piece + uint32(half * half_bytes))
+            load(target, residual, barrier, uint32(column + uint32(half * piece_columns)), row)
 
     return begin
 
 
 @functools.cache
-def _piece_storer(dtype: str, num_columns: int, number: int, *, has_residual: bool, activation: str) -> Any:
+def _piece_storer(
+    dtype: str, num_columns: int, number: int, piece_columns: int, *, has_residual: bool, activation: str
+) -> Any:  # fmt: skip
     """A device function that gives the TMA a warp's piece of that number, as `tile_storer` says. It takes the sums of
     squares of the piece before and returns them with its own."""
     pack = {"f16": convert.pack_f16, "bf16": convert.pack_bf16}[dtype]
@@ -162,9 +164,11 @@ def _piece_storer(dtype: str, num_columns: int, number: int, *, has_residual: bo
     load_bias = _pair_loader(dtype)
     load_matrices, store_matrices = mma.load_matrix_x4, mma.store_matrix_x4
     load, store, wait_read = tma.load(2), tma.store(2), tma.store_wait_read(0)
-    half_bytes, first_sum = PIECE_BYTES // 2, number * (PIECE_COLUMNS // 2)
-    has_two_behind = number + 2 < num_columns // PIECE_COLUMNS
-    wait_until_free = tma.store_wait_read(1 if num_columns > PIECE_COLUMNS else 0)
+    row_bytes, first_sum, num_pieces = 2 * piece_columns, number * (piece_columns // 2), num_columns // piece_columns
+    half_bytes, has_two_behind = 16 * row_bytes, number + 2 < num_pieces
+    # The half's last store is the one before the last, but for the first of an odd number of pieces: it is the last.
+    wait_until_free = tma.store_wait_read(0 if number == 0 and num_pieces % 2 else 1)
+    swizzle_shift, swizzle_mask = (0, 7) if row_bytes == 128 else (1, 3)  # two rows of 64 bytes lie in 128
     is_gated, gated = activation != "", GATED.get(activation)
 
     @device_function
@@ -173,7 +177,8 @@ def _piece_storer(dtype: str, num_columns: int, number: int, *, has_residual: bo
     ):  # fmt: skip
         s, t = scales
         upper_square, lower_square = squared
-        place = uint32((lane & uint32(15)) * uint32(128) + (((lane >> uint32(4)) ^ (lane & uint32(7))) << uint32(4)))
+        swizzle = uint32((lane >> uint32(swizzle_shift)) & uint32(swizzle_mask))
+        place = uint32((lane & uint32(15)) * uint32(row_bytes) + (((lane >> uint32(4)) ^ swizzle) << uint32(4)))
         target = uint32(piece + uint32(number % 2 * half_bytes))
         if has_residual:
             mbarrier.wait(uint32(barriers + uint32(number % 2 * 8)), phase ^ uint32(number // 2 % 2))
@@ -181,7 +186,7 @@ def _piece_storer(dtype: str, num_columns: int, number: int, *, has_residual: bo
             if lane == uint32(0):
                 wait_until_free()
             sync_warp()
-        for i in range(PIECE_COLUMNS // 16):
+        for i in range(piece_columns // 16):
             at = uint32(target + (place ^ uint32(32 * i)))
             e = first_sum + 8 * i
             if is_gated:
@@ -234,73 +239,98 @@ def _piece_storer(dtype: str, num_columns: int, number: int, *, has_residual: bo
                 wait_read()
                 barrier = uint32(barriers + uint32(number % 2 * 8))
                 mbarrier.arrive_expecting(barrier, uint32(half_bytes))
-                load(target, residual, barrier, uint32(column + uint32(2 * PIECE_COLUMNS)), row)
+                load(target, residual, barrier, uint32(column + uint32(2 * piece_columns)), row)
         return upper_square, lower_square
 
     return store_piece
 
 
-@device_function
-def _leave_squares(squares, squared, lane, m, n, first_row, column):
-    """Of a warp's 16 rows and the `SQUARE_COLUMNS` from `column` on, added up over the lanes of a row."""
-    upper, lower = squared
-    for i in range(2):
-        upper += shuffle_xor_f32(upper, uint32(1 << i))
-        lower += shuffle_xor_f32(lower, uint32(1 << i))
-    row, parts = uint32(first_row + (lane >> uint32(2))), n // uint32(SQUARE_COLUMNS)
-    if squares != uint64(0) and (lane & uint32(3)) == uint32(0) and column < n:
-        place = squares + (uint64(row) * uint64(parts) + uint64(column // uint32(SQUARE_COLUMNS))) * uint64(4)
-        if row < m:
-            memory.store_f32(place, upper)
-        if row + uint32(8) < m:
-            memory.store_f32(place + uint64(8) * uint64(parts) * uint64(4), lower)
+@functools.cache
+def _squares_leaver(num_columns: int) -> Any:
+    """A device function that leaves the sums of squares of a warp's 16 rows and `num_columns` from `column` on, added
+    up over the lanes of a row."""
+
+    @device_function
+    def leave_squares(squares, squared, lane, m, n, first_row, column):
+        upper, lower = squared
+        for i in range(2):
+            upper += shuffle_xor_f32(upper, uint32(1 << i))
+            lower += shuffle_xor_f32(lower, uint32(1 << i))
+        row, parts = uint32(first_row + (lane >> uint32(2))), n // uint32(num_columns)
+        if squares != uint64(0) and (lane & uint32(3)) == uint32(0) and column < n:
+            place = squares + (uint64(row) * uint64(parts) + uint64(column // uint32(num_columns))) * uint64(4)
+            if row < m:
+                memory.store_f32(place, upper)
+            if row + uint32(8) < m:
+                memory.store_f32(place + uint64(8) * uint64(parts) * uint64(4), lower)
+
+    return leave_squares
 
 
 @functools.cache
-def tile_storer(dtype: str, num_columns: int, *, has_residual: bool = False, activation: str = "") -> Any:
+def tile_storer(
+    dtype: str, num_columns: int, piece_columns: int = PIECE_COLUMNS, *, has_residual: bool = False,
+    activation: str = "",
+) -> Any:  # fmt: skip
     """A device function that finishes a warp's sums, 16 rows of `num_columns`, and gives them to the TMA.
 
-    `PIECE_COLUMNS` 16-bit columns are 128 bytes: a piece lies swizzled over them in shared memory, where `stmatrix`
-    writes it and the TMA reads it without conflicts, and what lies beyond the output is not written. Each warp has two
-    pieces, one that is filled while the other leaves, and asks no other warp. The residual comes into the same place
-    (`residual_loader`), and `ldmatrix` reads it as `stmatrix` writes; what is stored then may leave its squares.
+    `piece_columns` 16-bit columns, 64 or 32, are 128 or 64 bytes: a piece lies swizzled over them in shared memory,
+    where `stmatrix` writes it and the TMA reads it without conflicts, and what lies beyond the output is not written.
+    Each warp has two pieces, one that is filled while the other leaves, and asks no other warp. The residual comes into
+    the same place (`residual_loader`; an even number of pieces), and `ldmatrix` reads it as `stmatrix` writes; what is
+    stored then may leave its squares.
 
     With an `activation` f there are twice as many sums, f(first) * second is stored, and there is no bias or residual.
     """
-    num_pieces = num_columns // PIECE_COLUMNS
-    # Each piece's sums by constant places: LLVM does not unroll a loop so long, and registers cannot be indexed.
-    pieces = [
-        _piece_storer(dtype, num_columns, min(number, num_pieces - 1), has_residual=has_residual, activation=activation)
-        for number in range(4)
-    ]
-    store_0, store_1, store_2, store_3 = pieces
-    step = PIECE_COLUMNS
+    num_pieces, step = num_columns // piece_columns, piece_columns
+    assert num_pieces % SQUARE_PIECES == 0 or not has_residual
+    leave_squares = _squares_leaver(SQUARE_PIECES * piece_columns)
 
+    # Each piece's sums by constant places: LLVM does not unroll a loop so long, and registers cannot be indexed.
+    def two_pieces(number: int) -> Any:
+        store_first, store_second = (
+            _piece_storer(
+                dtype, num_columns, min(each, num_pieces - 1), piece_columns,
+                has_residual=has_residual, activation=activation,
+            ) for each in (number, number + 1)
+        )  # fmt: skip
+        has_second = number + 1 < num_pieces
+
+        @device_function
+        def store_pieces(
+            sums, scales, piece, barriers, phase, lane, bias, bias_is_f32, residual, out, squares, m, n, row, column
+        ):  # fmt: skip
+            first_column = uint32(column + uint32(number * step))
+            squared = store_first(
+                sums, scales, (float32(0.0), float32(0.0)), piece, barriers, phase, lane, bias, bias_is_f32, residual,
+                out, n, row, first_column,
+            )  # fmt: skip
+            if has_second:
+                squared = store_second(
+                    sums, scales, squared, piece, barriers, phase, lane, bias, bias_is_f32, residual, out, n, row,
+                    uint32(first_column + uint32(step)),
+                )  # fmt: skip
+                if has_residual:
+                    leave_squares(squares, squared, lane, m, n, row, first_column)
+
+        return store_pieces
+
+    store_tile = two_pieces(0)
+    for number in range(2, num_pieces, 2):
+        store_tile = _one_after_the_other(store_tile, two_pieces(number))
+    return store_tile
+
+
+def _one_after_the_other(store_some: Any, store_more: Any) -> Any:
     @device_function
-    def store_tile(
+    def store_both(
         sums, scales, piece, barriers, phase, lane, bias, bias_is_f32, residual, out, squares, m, n, row, column
     ):  # fmt: skip
-        squared = store_0(
-            sums, scales, (float32(0.0), float32(0.0)), piece, barriers, phase, lane, bias, bias_is_f32, residual, out,
-            n, row, column,
+        store_some(
+            sums, scales, piece, barriers, phase, lane, bias, bias_is_f32, residual, out, squares, m, n, row, column
         )  # fmt: skip
-        if num_pieces > 1:
-            squared = store_1(
-                sums, scales, squared, piece, barriers, phase, lane, bias, bias_is_f32, residual, out, n, row,
-                uint32(column + uint32(step)),
-            )  # fmt: skip
-            if has_residual:
-                _leave_squares(squares, squared, lane, m, n, row, column)
-        if num_pieces > 2:
-            squared = store_2(
-                sums, scales, (float32(0.0), float32(0.0)), piece, barriers, phase, lane, bias, bias_is_f32, residual,
-                out, n, row, uint32(column + uint32(2 * step)),
-            )  # fmt: skip
-            squared = store_3(
-                sums, scales, squared, piece, barriers, phase, lane, bias, bias_is_f32, residual, out, n, row,
-                uint32(column + uint32(3 * step)),
-            )  # fmt: skip
-            if has_residual:
-                _leave_squares(squares, squared, lane, m, n, row, uint32(column + uint32(2 * step)))
+        store_more(
+            sums, scales, piece, barriers, phase, lane, bias, bias_is_f32, residual, out, squares, m, n, row, column
+        )  # fmt: skip
 
-    return store_tile
+    return store_both

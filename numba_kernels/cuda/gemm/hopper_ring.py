@@ -20,7 +20,7 @@ uint16, uint32 = types.uint16, types.uint32
 
 BLOCK_K = 64  # 128 bytes of a row, the longest that the TMA swizzles
 GROUP_ROWS = 16  # row tiles that pass over a column tile together
-PIECE_COLUMNS = 64  # of the sums, that a warp brings out at a time
+PIECE_COLUMNS = 64  # of the sums, that a warp brings out at a time, where the tile's halves are pieces of so many
 PIECE_BYTES = 16 * PIECE_COLUMNS * 4
 
 
@@ -29,7 +29,7 @@ class Tile:
     """A block's tile of the output.
 
     Attributes:
-        block_n: its columns, 128 or 256.
+        block_n: its columns, 128, 192 or 256.
         num_consumers: groups of four warps that multiply, 64 rows each.
         num_stages: K tiles that shared memory holds.
         cluster: blocks, one below the other, that share the weight's tile: each loads its part of it for all of them.
@@ -49,6 +49,16 @@ class Tile:
         return 128 * (1 + self.num_consumers)
 
     @property
+    def piece_columns(self) -> int:
+        """What a warp brings out at a time: both halves of the tile, a gated unit's gate and up, are such pieces."""
+        return PIECE_COLUMNS if self.block_n // 2 % PIECE_COLUMNS == 0 else PIECE_COLUMNS // 2
+
+    @property
+    def piece_bytes(self) -> int:
+        """Shared memory of a warp for a piece's float32 sums, or for two pieces of 16 bits."""
+        return 16 * self.piece_columns * 4
+
+    @property
     def x_bytes(self) -> int:
         """Of x's part of a stage; the weight's part follows."""
         return self.block_m * BLOCK_K * 2
@@ -65,7 +75,7 @@ class Tile:
     @property
     def barriers_at(self) -> int:
         """Where the pieces end and the barriers begin: of full stages, of empty ones, two of each consumer's warp."""
-        return self.pieces_at + 4 * self.num_consumers * PIECE_BYTES
+        return self.pieces_at + 4 * self.num_consumers * self.piece_bytes
 
     @property
     def scales_at(self) -> int:

@@ -3,7 +3,9 @@
 An output of few tiles leaves most multiprocessors idle. Here each tile is a cluster's: each of its 2 to 8 blocks
 multiplies a run of K, all of them the same tile, and leaves its sums in its own shared memory, where its stages were.
 Then each block finishes some of the tile's rows: it reads their parts from all blocks, adds them in the blocks' order,
-and stores them. There is no workspace in device memory, no second launch, and no atomic: the same bits each time.
+and stores them. A thread has four columns of `ROWS_AT_ONCE` rows on their way at a time, since the shared memory of
+others, and a residual, are far. There is no workspace in device memory, no second launch, and no atomic: the same bits
+each time.
 
 The warps that wait while one loads find the scales of the rows that their block finishes. Of a gated unit a tile has
 as many columns of the gate as of up.
@@ -21,7 +23,6 @@ from numba_kernels.cuda.gemm.epilogue import (
     ARGUMENT_TYPES,
     can_finish_quads,
     finisher,
-    quad_finisher,
     quad_gater,
     scale_quad,
     scales_leaver,
@@ -29,6 +30,8 @@ from numba_kernels.cuda.gemm.epilogue import (
 from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K, Tile, ring_starter, tile_loader, tile_multiplier
 from numba_kernels.cuda.intrinsics import cluster, memory, mma, tma
 from numba_kernels.cuda.intrinsics.device import device_function
+from numba_kernels.cuda.intrinsics.element import quad_loader, quad_storer
+from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import (
     launch_dependents,
@@ -42,6 +45,7 @@ from numba_kernels.cuda.specialisation import TENSOR_MAP, Specialisation
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 MAX_PARTS = 8
+ROWS_AT_ONCE = 4
 LEAST_STEPS = 4  # stages that each block has at least: below, filling the ring takes longer than using it
 
 
@@ -52,26 +56,35 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, activation: str = "") -> Spec
     barriers_at, num_consumers, num_sums = tile.pieces_at, tile.num_consumers, tile.block_n // 2
     is_gated, gate_quad = activation != "", quad_gater(activation) if activation else None
     columns = block_n // 2 if is_gated else block_n  # of the output, a tile
-    num_warps, quads = 4 * num_consumers, columns // 4
+    quads = columns // 4
+    pass_rows = 128 * num_consumers // quads  # that all threads have four columns of
+    assert is_gated or quads == 32  # so that a warp adds up the squares of a row
     scales_at, leave_scales = tile.scales_at, scales_leaver(8)
     start_ring, multiply_tile = ring_starter(tile), tile_multiplier(dtype, tile)
     ask_ahead, load_tile, _ = tile_loader(tile, is_gated=is_gated)
-    finish, finish_quad = finisher(dtype, out_dtype), quad_finisher(dtype, out_dtype)
+    finish, load_bias, load_residual = finisher(dtype, out_dtype), quad_loader(dtype), quad_loader(out_dtype)
+    load_bias_f32, store_quad = memory.load_4xf32, quad_storer(out_dtype)
+    bias_bytes, out_bytes = ITEM_BYTES[dtype], ITEM_BYTES[out_dtype]
     store_pair, flip_of = memory.shared_store_2xf32, mma.accumulator_flip(block_n)
 
     @device_function
-    def sum_parts(at, parts):
-        """4 neighbours of the tile, of all blocks."""
-        a, b, c, d = cluster.load_4xf32(cluster.address_in(at, uint32(0)))
+    def sum_parts(values, places, parts):
+        """Of all blocks, 4 neighbours at each place."""
+        loaded = cuda.local.array((ROWS_AT_ONCE, 4), float32)
+        for i in range(ROWS_AT_ONCE):
+            quad = cluster.load_4xf32(cluster.address_in(places[i], uint32(0)))
+            for e in range(4):
+                values[i, e] = quad[e]
         part = uint32(1)
         while part < parts:
-            more = cluster.load_4xf32(cluster.address_in(at, part))
-            a += more[0]
-            b += more[1]
-            c += more[2]
-            d += more[3]
+            for i in range(ROWS_AT_ONCE):
+                quad = cluster.load_4xf32(cluster.address_in(places[i], part))
+                for e in range(4):
+                    loaded[i, e] = quad[e]
+            for i in range(ROWS_AT_ONCE):
+                for e in range(4):
+                    values[i, e] += loaded[i, e]
             part = uint32(part + uint32(1))
-        return a, b, c, d
 
     def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
         shared = uint32((memory.shared_address(cuda.shared.array(0, uint32)) + uint32(1023)) & uint32(0xFFFFFC00))
@@ -135,40 +148,67 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, activation: str = "") -> Spec
             cluster.release_shared()
             cluster.arrive_relaxed()
             cluster.wait()
-            is_by_quads = can_finish_quads(bias, residual, out, n)
-            first_finished = row
-            row, last = uint32(row + warp), minimum_u32(last, uint32(m - first_row))
+            values, ups = cuda.local.array((ROWS_AT_ONCE, 4), float32), cuda.local.array((ROWS_AT_ONCE, 4), float32)
+            places, before = cuda.local.array(ROWS_AT_ONCE, uint32), cuda.local.array((ROWS_AT_ONCE, 4), float32)
+            added = (float32(0.0), float32(0.0), float32(0.0), float32(0.0))
+            number = uint32(warp * uint32(32) + lane)
+            column = uint32(number % uint32(quads) * uint32(4))
+            at_column = uint32(first_column + column)
+            is_by_quads, is_inside = can_finish_quads(bias, residual, out, n), at_column < n
+            if is_by_quads and is_inside and bias != uint64(0):
+                if bias_is_f32 != uint32(0):
+                    added = load_bias_f32(bias + uint64(at_column) * uint64(4))
+                else:
+                    added = load_bias(bias + uint64(at_column) * uint64(bias_bytes))
+            first_finished, last = row, minimum_u32(last, uint32(m - first_row))
+            row = uint32(row + number // uint32(quads))
             while row < last:
-                scale = memory.shared_load_f32(uint32(scales + (row - first_finished) * uint32(4)))
-                quad, total = lane, float32(0.0)
-                while quad < uint32(quads) and first_column + quad * uint32(4) < n:
-                    column, flip = uint32(quad * uint32(4)), flip_of(row)
-                    place = uint32(shared + row * uint32(block_n * 4))
-                    values = sum_parts(uint32(place + (column ^ flip) * uint32(4)), parts)
-                    if is_gated:
-                        at = uint32(place + (uint32(column + uint32(columns)) ^ flip) * uint32(4))
-                        values = gate_quad(values, sum_parts(at, parts), scale)
-                    else:
-                        values = scale_quad(values, scale)
-                    at_row, at_column = first_row + row, first_column + column
-                    if is_by_quads:
-                        total += finish_quad(bias, bias_is_f32, residual, out, n, at_row, at_column, values)
-                    else:
-                        a, b, c, d = values
-                        finish(bias, bias_is_f32, residual, out, n, at_row, at_column, a)
-                        if at_column + uint32(1) < n:
-                            finish(bias, bias_is_f32, residual, out, n, at_row, at_column + uint32(1), b)
-                        if at_column + uint32(2) < n:
-                            finish(bias, bias_is_f32, residual, out, n, at_row, at_column + uint32(2), c)
-                        if at_column + uint32(3) < n:
-                            finish(bias, bias_is_f32, residual, out, n, at_row, at_column + uint32(3), d)
-                    quad = uint32(quad + uint32(32))
-                if not is_gated and squares != uint64(0):
-                    total = warp_sum(total)
-                    if lane == uint32(0):
-                        part = uint64(first_row + row) * uint64(n // uint32(block_n)) + uint64(column_tile)
-                        memory.store_f32(squares + part * uint64(4), total)
-                row = uint32(row + uint32(num_warps))
+                for i in range(ROWS_AT_ONCE):
+                    each = minimum_u32(uint32(row + uint32(i * pass_rows)), uint32(last - uint32(1)))
+                    places[i] = uint32(shared + (each * uint32(block_n) + (column ^ flip_of(each))) * uint32(4))
+                    for e in range(4):
+                        before[i, e] = float32(0.0)
+                    if is_by_quads and is_inside and residual != uint64(0) and row + uint32(i * pass_rows) < last:
+                        place = uint64(first_row + each) * uint64(n) + uint64(at_column)
+                        quad = load_residual(residual + place * uint64(out_bytes))
+                        for e in range(4):
+                            before[i, e] = quad[e]
+                sum_parts(values, places, parts)
+                if is_gated:
+                    for i in range(ROWS_AT_ONCE):
+                        places[i] = uint32(places[i] + uint32(columns * 4))  # a flip moves no column over half a tile
+                    sum_parts(ups, places, parts)
+                for i in range(ROWS_AT_ONCE):
+                    each = uint32(row + uint32(i * pass_rows))
+                    if each < last:
+                        at_row, total = uint32(first_row + each), float32(0.0)
+                        scale = memory.shared_load_f32(uint32(scales + (each - first_finished) * uint32(4)))
+                        quad = (values[i, 0], values[i, 1], values[i, 2], values[i, 3])
+                        if is_gated:
+                            quad = gate_quad(quad, (ups[i, 0], ups[i, 1], ups[i, 2], ups[i, 3]), scale)
+                        else:
+                            quad = scale_quad(quad, scale)
+                        a, b, c, d = quad
+                        if is_inside and is_by_quads:
+                            a, b = a + added[0] + before[i, 0], b + added[1] + before[i, 1]
+                            c, d = c + added[2] + before[i, 2], d + added[3] + before[i, 3]
+                            place = uint64(at_row) * uint64(n) + uint64(at_column)
+                            store_quad(out + place * uint64(out_bytes), (a, b, c, d))
+                            total = (a * a + b * b) + (c * c + d * d)
+                        elif is_inside:
+                            finish(bias, bias_is_f32, residual, out, n, at_row, at_column, a)
+                            if at_column + uint32(1) < n:
+                                finish(bias, bias_is_f32, residual, out, n, at_row, at_column + uint32(1), b)
+                            if at_column + uint32(2) < n:
+                                finish(bias, bias_is_f32, residual, out, n, at_row, at_column + uint32(2), c)
+                            if at_column + uint32(3) < n:
+                                finish(bias, bias_is_f32, residual, out, n, at_row, at_column + uint32(3), d)
+                        if not is_gated and squares != uint64(0):
+                            total = warp_sum(total)
+                            if lane == uint32(0):
+                                part = uint64(at_row) * uint64(n // uint32(block_n)) + uint64(column_tile)
+                                memory.store_f32(squares + part * uint64(4), total)
+                row = uint32(row + uint32(ROWS_AT_ONCE * pass_rows))
         sync_warp()
         cluster.arrive_relaxed()  # nobody leaves while others read its sums: what was read has been stored by now
         cluster.wait()
