@@ -1,9 +1,12 @@
-"""Forward passes on a GPU, with the draws behind them, that are recorded when a batch of their shape comes for the
-second time, and then replayed.
+"""Forward passes on a GPU, with the draws behind them, that are recorded when a batch of their shape comes again and
+the GPU waited for its launches, and then replayed.
 
 Launching a pass from Python can take longer than a GPU takes for a few hundred tokens. While a long prompt is computed
 in chunks beside decodes, step after step has the same shape; so have decodes that decode graphs hold no place for. A
-shape that comes once is never recorded: a recording runs the work once more and costs its launches again.
+shape that comes once is never recorded: a recording costs two to three times its launches (Qwen3-8B on an H200, before
+launches became cheaper: 16 to 20 ms, recorded 36 to 60). Nor is one whose pass keeps the GPU longer than the host: 256
+tokens took 22 ms and replayed 8, but 2,048 took 46 and replayed 46. That is measured when the shape first comes; what
+an emulated device takes says nothing, and its shapes are recorded.
 
 A recording plans attention for the batch's own longest chunk, and for sequences up to a power of two: the plans, and so
 the bits, are those of the eager pass.
@@ -16,6 +19,7 @@ compute is stored nowhere, and what they draw is nobody's.
 from __future__ import annotations
 
 import logging
+import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +34,7 @@ from runtime.batch import Batch
 from runtime.device.errors import LaunchError
 from runtime.device.gpu import Gpu
 from runtime.device.graph import Graph, GraphPool
+from runtime.device.stream import Event
 from runtime.dtype import dtype_of_array, int32
 from runtime.engine.config import EngineLimits
 from runtime.engine.steps.decode_device import Agree, Forward, alone
@@ -56,7 +61,9 @@ T = TypeVar("T")
 NUM_KEPT = 32
 """Recordings; the one that was used longest ago goes first."""
 NUM_REMEMBERED = 1024
-"""Shapes that came once; the oldest is forgotten first."""
+"""Shapes that came and were not recorded; the oldest is forgotten first."""
+WAITING = 1.25
+"""The GPU waits for launches where it takes no more than so many times as long as they do."""
 _ALIGNMENT = 16
 _MOST_LISTED = 1 << 16
 """Ids that each list of a recording's draws may have: of penalties, and of biases."""
@@ -92,6 +99,20 @@ class _Recorded:
             self.graph.release()
 
 
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """One that was run from Python: the seconds of its launches, and where it begins and ends on the device."""
+
+    launch_s: float
+    start: Event
+    end: Event
+
+    @property
+    def waited(self) -> bool:
+        """Whether the GPU waited for the launches. A pass that still runs did not."""
+        return self.end.is_done() and self.end.elapsed_ms(self.start) <= WAITING * 1e3 * self.launch_s
+
+
 class ForwardGraphs:
     """Graphs of one model's forward passes, over the same inputs and one pool of memory. Belongs to the engine's loop.
     Ranks record at once; if one of them fails none records any more.
@@ -99,6 +120,7 @@ class ForwardGraphs:
     batch_sizes  numbers of sequences that steps with proposals are brought to, ascending
     num_steps   that they have run
     num_failed  recordings that failed: after the second no more are made
+    looks_at_times  whether a shape is recorded only if the GPU waited for its launches
     """
 
     def __init__(
@@ -112,7 +134,8 @@ class ForwardGraphs:
         self._kv_cache = kv_cache
         self._num_groups = len(kv_cache.spec.group_windows)
         self._kept: dict[_Shape, _Recorded] = {}  # the one used last comes last
-        self._seen: dict[_Shape, None] = {}
+        self._seen: dict[_Shape, _Pass | None] = {}  # None: it kept the GPU busy
+        self.looks_at_times = not gpu.driver.is_emulated
         self._has_given_up = False
         self._host: NDArray[np.uint8] | None = None  # with the first recording, as the device's
         self._device: Storage | None = None
@@ -130,27 +153,26 @@ class ForwardGraphs:
 
     def run(
         self, layout: Layout, forward: Forward, draws: SamplingArrays | None = None, *, may_record: bool
-    ) -> Computed | None:
-        """What ``forward``, always the same function, makes of the batch, and what is drawn of it, on its way; valid
-        until the next run. None, before anything was done: there is no recording of this shape, and none is to be made.
+    ) -> Computed:
+        """What ``forward``, always the same function, makes of the batch, and what is drawn of it where it is replayed,
+        on its way; valid until the next run.
 
         Raises LaunchError where the device is lost, and what ``forward`` raises.
         """
         if draws is not None and (not len(layout.logits_indices) or room_for(draws) > _MOST_LISTED):
             draws = None
-        num_logits = len(layout.logits_indices)
+        given, num_logits = layout, len(layout.logits_indices)
         if draws is not None and 1 < layout.max_query_len <= _WIDTHS[-1] and num_logits == len(layout.token_ids):
             layout = self._padded(layout)
         shape = self._shape_of(layout, draws)
         kept = self._kept.pop(shape, None)
-        if kept is None:
-            if not may_record or not self._is_worth_recording(shape):
-                return None
-            kept = self._record(shape, layout, forward, draws)
-            if kept is None:
-                return None
-        else:
+        if kept is not None:
             self._send(kept, layout, draws)
+        elif may_record and self._is_worth_recording(shape):
+            kept = self._record(shape, layout, forward, draws)
+        if kept is None:
+            batch = given.batch(self._gpu.device, exact=self._limits.exact)
+            return self._run_timed(shape, batch, forward) if may_record else forward(batch)
         self._kept[shape] = kept
         if len(self._kept) > NUM_KEPT:
             self._kept.pop(next(iter(self._kept))).release()
@@ -200,17 +222,31 @@ class ForwardGraphs:
         counts = len(layout.token_ids), len(layout.seq_lens), len(layout.logits_indices)
         return _Shape(*counts, layout.max_query_len, length, None if draws is None else shape_of(draws, counts[2]))
 
-    def _is_worth_recording(self, shape: _Shape) -> bool:
-        """Whether it came before, and fits the inputs."""
+    def _run_timed(self, shape: _Shape, batch: Batch, forward: Forward) -> Computed:
+        """From Python. What it took is remembered if the shape is new, and could be recorded."""
         most_tokens, most_seqs = self._most
-        if self._has_given_up or shape.num_tokens > most_tokens or shape.num_seqs > most_seqs:
-            return False
-        if shape in self._seen:
-            del self._seen[shape]
-            return True
-        self._seen[shape] = None
+        has_room = shape.num_tokens <= most_tokens and shape.num_seqs <= most_seqs
+        if self._has_given_up or not has_room or shape in self._seen:
+            return forward(batch)
+        start = self._gpu.new_event(is_timed=True).record(self._gpu.stream)
+        begun = time.perf_counter()
+        computed = forward(batch)
+        end = self._gpu.new_event(is_timed=True).record(self._gpu.stream)
+        self._seen[shape] = _Pass(time.perf_counter() - begun, start, end)
         if len(self._seen) > NUM_REMEMBERED:
             del self._seen[next(iter(self._seen))]
+        return computed
+
+    def _is_worth_recording(self, shape: _Shape) -> bool:
+        """Whether it came before, and the GPU waited for its launches. Ranks agree: what came is the same on all."""
+        before = self._seen.get(shape)
+        if before is None or self._has_given_up:
+            return False
+        if self._agree(not self.looks_at_times or before.waited):
+            del self._seen[shape]
+            return True
+        if self._agree is not alone or before.end.is_done():
+            self._seen[shape] = None
         return False
 
     @property

@@ -123,6 +123,22 @@ def prompts_of_one_shape(engine: Engine, count: int, length: int = 6) -> dict[st
     return results
 
 
+@pytest.mark.parametrize(("most", "count"), [(0.0, 0), (1e9, 1)])
+def test_a_shape_that_keeps_the_gpu_busy_is_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: float, count: int
+) -> None:
+    """What a GPU took for the pass that was launched from Python decides; an emulated one has to be told to look."""
+    monkeypatch.setattr(forward_graphs, "WAITING", most)
+    engine = new_engine(
+        write_model(tmp_path, load_golden("llama_default")), "emulated:sm_80", enable_prefix_caching=False
+    )
+    forwards_of(engine).looks_at_times = True
+    answers = prompts_of_one_shape(engine, 4)
+    assert (engine.stats().num_recorded_forwards, engine.stats().num_forward_steps) == (count, 3 * count)
+    assert all(len(answer.token_ids()) == 1 for answer in answers.values())
+    engine.close()
+
+
 def test_a_replayed_step_is_one_launch_with_its_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, calls = counted_gpu()
     monkeypatch.setitem(gpu_module._opened, gpu.device.type, gpu)
@@ -155,7 +171,7 @@ def test_a_replaying_step_records_nothing(tmp_path: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize(("failures", "steps"), [(1, 2), (99, 0)])
+@pytest.mark.parametrize(("failures", "steps"), [(1, 3), (99, 0)])
 def test_a_recording_that_fails_twice_is_given_up(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, failures: int, steps: int
 ) -> None:
