@@ -17,7 +17,7 @@ from tools.gpu.sections import Case, Options, Result
 from tools.gpu.speed import stopwatch_of
 
 SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288))
-ROWS = (16, 32, 64, 128, 256, 512, 2, 4, 8, 48, 96, 192, 384, 1024)
+ROWS = (16, 32, 64, 128, 256, 512, 1024, 48, 96, 192, 384)
 
 
 def cases(options: Options) -> Iterator[Case]:
