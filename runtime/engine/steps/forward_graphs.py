@@ -202,13 +202,18 @@ class ForwardGraphs:
         num_empty = 2 * places - num_seqs
         ends = num_tokens + np.minimum(np.arange(1, num_empty + 1) * width, missing)
         lacking = np.zeros(missing, np.int32)
+        groups, _, width_of_tables = layout.block_tables.shape
+        slots = np.full((groups, num_tokens + missing), -1, layout.slot_mappings.dtype)
+        slots[:, :num_tokens] = layout.slot_mappings
+        tables = np.zeros((groups, num_seqs + num_empty, width_of_tables), layout.block_tables.dtype)
+        tables[:, :num_seqs] = layout.block_tables
         return Layout(
             np.concatenate((layout.token_ids, lacking)),
             np.concatenate((layout.positions, lacking)),
             np.concatenate((layout.query_start, ends.astype(np.int32))),
             np.concatenate((layout.seq_lens, np.zeros(num_empty, np.int32))),
-            np.pad(layout.slot_mappings, ((0, 0), (0, missing)), constant_values=-1),
-            np.pad(layout.block_tables, ((0, 0), (0, num_empty), (0, 0))),
+            slots,
+            tables,
             np.concatenate((layout.logits_indices, np.arange(num_tokens, places * width, dtype=np.int32))),
             width,
             layout.max_seq_len,
