@@ -62,7 +62,7 @@ def _backend(op: str, argument: str, tensor: Tensor) -> ModuleType:
     """The implementation for the device of the operation's first tensor."""
     if not isinstance(tensor, Tensor):
         raise fail(op, argument, f"must be a Tensor, not {type(tensor).__name__}")
-    device = tensor.storage.device
+    device = tensor.device
     return cpu if device is CPU or device.kind == "cpu" else _cuda()
 
 

@@ -11,6 +11,7 @@ from runtime.device.device import CPU, Device
 from runtime.dtype import DType
 from runtime.errors import InvalidArgumentError
 from runtime.tensor.tensor import Tensor
+from runtime.tensor.views import contiguous_strides
 
 
 def fail(op: str, argument: str, message: str) -> InvalidArgumentError:
@@ -31,7 +32,7 @@ def check(
     """
     if not isinstance(tensor, Tensor):
         raise fail(op, argument, f"must be a Tensor, not {type(tensor).__name__}")
-    found = tensor.storage.device
+    found = tensor.device
     if found is not device and found != device:
         raise fail(op, argument, f"is on {tensor.device}, the other arguments are on {device}")
     if tensor.dtype is not dtype:
@@ -48,7 +49,11 @@ def check(
             wanted = ", ".join("any" if size is None else str(size) for size in shape)
             raise fail(op, argument, f"has shape {actual}, must be [{wanted}]")
     is_on_cpu = found is CPU or found.kind == "cpu"
-    if not (tensor.array.flags.c_contiguous if is_on_cpu else tensor.is_contiguous):
+    if is_on_cpu:
+        is_contiguous = tensor.array.flags.c_contiguous
+    else:
+        is_contiguous = tensor.strides == contiguous_strides(actual) or tensor.is_contiguous
+    if not is_contiguous:
         raise fail(op, argument, f"has strides {tensor.strides}, must be C-contiguous")
     if is_on_cpu and (recording := current()) is not None:
         recording.lives_on(tensor.storage, tensor.address, tensor.size_bytes, f"{op}: {argument}")

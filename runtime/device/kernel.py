@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -53,14 +54,11 @@ class Arguments:
 
     def __init__(self, kernel: Kernel) -> None:
         self.specialisation = kernel.specialisation
-        self.codes = codes = kernel.compiled.argument_format.split()
-        packing = struct.Struct("@" + " ".join(codes))
+        self.codes, packing, offsets = _packing_of(kernel.compiled.argument_format)
         self.buffer = (ctypes.c_char * max(1, packing.size))()
         self.pack_into = packing.pack_into
         base = ctypes.addressof(self.buffer)
-        ends = [struct.calcsize("@" + " ".join(codes[: n + 1])) for n in range(len(codes))]
-        offsets = [end - struct.calcsize(code) for code, end in zip(codes, ends)]
-        self._pointers = (ctypes.c_void_p * max(1, len(codes)))(*(base + offset for offset in offsets))
+        self._pointers = (ctypes.c_void_p * max(1, len(offsets)))(*[base + offset for offset in offsets])
         self.address = ctypes.addressof(self._pointers)
 
     def pack(self, *arguments: Argument) -> None:
@@ -82,6 +80,15 @@ class Arguments:
                 what = f"argument {number} of type {kinds[number]}, got {argument!r}: {reason}"
                 return InvalidArgumentError(f"kernel {name}: {what}", param=str(number))
         return InvalidArgumentError(f"kernel {name}: {error}")
+
+
+@functools.lru_cache(1024)
+def _packing_of(argument_format: str) -> tuple[list[str], struct.Struct, list[int]]:
+    """The codes of arguments, what packs them, and where each then lies."""
+    codes = argument_format.split()
+    ends = [struct.calcsize("@" + " ".join(codes[: n + 1])) for n in range(len(codes))]
+    offsets = [end - struct.calcsize(code) for code, end in zip(codes, ends)]
+    return codes, struct.Struct("@" + " ".join(codes)), offsets
 
 
 class Streams:

@@ -32,8 +32,7 @@ class PinnedBlock:
         self._block = block
         self.address = block.address
         self.size_bytes = size_bytes
-        memory = (ctypes.c_uint8 * size_bytes).from_address(block.address)
-        self.array: NDArray[np.uint8] = np.ctypeslib.as_array(memory)
+        self.array = pool.bytes_of(block, size_bytes)
 
     def release_after(self, stream: Stream) -> None:
         """Returns the memory as soon as what the stream holds now has run."""
@@ -60,6 +59,7 @@ class PinnedPool:
         self.reserved_bytes = 0
         self._context = context
         self._arena = Arena()
+        self._segments: dict[int, NDArray[np.uint8]] = {}  # by address; none is ever given back
         self._waiting: deque[tuple[Block, Event]] = deque()
         self._events: list[Event] = []
         self._lock = threading.Lock()
@@ -75,6 +75,11 @@ class PinnedPool:
                 block = self._arena.take(size)
                 assert block is not None
         return PinnedBlock(self, block, size_bytes)
+
+    def bytes_of(self, block: Block, size_bytes: int) -> NDArray[np.uint8]:
+        """The first bytes of a block, in the host's memory."""
+        first = block.address - block.segment
+        return self._segments[block.segment][first : first + size_bytes]
 
     def record(self, stream: Stream) -> Event:
         """An event at the end of the stream, one used before where there is one."""
@@ -104,5 +109,6 @@ class PinnedPool:
 
     def _reserve(self, size: int) -> None:
         address = int(self._context.call("cuMemHostAlloc", size, 0))
+        self._segments[address] = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
         self._arena.add_segment(address, size)
         self.reserved_bytes += size

@@ -59,6 +59,7 @@ class Tensor:
 
     Attributes:
         storage: the shared bytes.
+        device: where they lie.
         dtype: the element type.
         shape: sizes.
         strides: distance between neighbours along each axis, in elements.
@@ -71,7 +72,7 @@ class Tensor:
     """
 
     __slots__ = (
-        "__weakref__", "_share", "address", "array", "dtype", "offset", "row_squares", "shape", "storage",
+        "__weakref__", "_share", "address", "array", "device", "dtype", "offset", "row_squares", "shape", "storage",
         "strides",
     )  # fmt: skip
 
@@ -79,6 +80,7 @@ class Tensor:
     __hash__ = object.__hash__  # `==` compares elements; a tensor as a key is itself
 
     storage: Storage
+    device: Device
     dtype: DType
     shape: Shape
     strides: Shape
@@ -89,23 +91,22 @@ class Tensor:
 
     def __init__(self, storage: Storage, dtype: DType, shape: Shape, strides: Shape, offset: int = 0) -> None:
         self.storage = storage
+        self.device = storage.device
         self._share = storage._share
         self.dtype = dtype
         self.shape = shape
         self.strides = strides
         self.offset = offset
+        self.row_squares = None
+        if storage.address:
+            self.address = storage.address + offset * dtype.itemsize
 
     if not TYPE_CHECKING:  # or every misspelt attribute would pass the type checker
 
-        def __getattr__(self, name: str) -> NDArray | int | None:
-            """Called only while a field is missing: `array` and `address` are, until their first use."""
-            if name == "row_squares":
-                return None
+        def __getattr__(self, name: str) -> NDArray | int:
+            """Called only while a field is missing: on the cpu `array` and `address` are, until their first use."""
             if name == "address":
-                if self.storage.address:
-                    self.address = self.storage.address + self.offset * self.dtype.itemsize
-                else:
-                    self.address = self.array.__array_interface__["data"][0]
+                self.address = self.array.__array_interface__["data"][0]
                 return self.address
             if name != "array":
                 raise AttributeError(f"Tensor has no attribute {name!r}")
@@ -276,10 +277,6 @@ class Tensor:
     # ---------------------------------------------------------------- what it is
 
     @property
-    def device(self) -> Device:
-        return self.storage.device
-
-    @property
     def ndim(self) -> int:
         return len(self.shape)
 
@@ -296,7 +293,7 @@ class Tensor:
     @property
     def is_contiguous(self) -> bool:
         """Whether the elements lie in row-major order without gaps."""
-        return self.strides == views.contiguous_strides(self.shape) or views.is_contiguous(self.shape, self.strides)
+        return views.is_contiguous(self.shape, self.strides)
 
     @property
     def is_read_only(self) -> bool:
