@@ -3,6 +3,7 @@ a tied table for token ids.
 
     dequantize    out[r] = weight[r]                       out [N, K]
     lookup        out[t] = weight[ids[t]] multiplier       ids int32 [T], out [T, K]
+    experts       out[e] = weight e                        table [2, E], out [E, N, K]
 
 out is f32, f16 or bf16, rounded once. A thread has 16 bytes of a row, and leaves 16 bytes at a time. An id outside the
 table sets the flag (int32, 0 before) and is read as row 0.
@@ -138,13 +139,15 @@ def in_turn(functions: Sequence[Any]) -> Any:
 
 
 @functools.cache
-def _kernel(packing: Packing, dtype: str, width: int, is_lookup: bool) -> Specialisation:
-    """Arguments: packed, ids, out, flag addresses; rows of out, of the matrix; k; multiplier."""
+def _kernel(packing: Packing, dtype: str, width: int, kind: str) -> Specialisation:
+    """Arguments: packed, ids, out, flag addresses; rows of out, of the matrix; k; multiplier. Of experts a block's z is
+    the expert, `packed` the address of their table (`experts.tiled`)."""
+    is_lookup, is_experts = kind == "lookup", kind == "dequantize_experts"
     find = sections_of(packing, dtype)
     leave_steps = in_turn([_step(packing, dtype, width, step) for step in range(packing.steps)])
     load_scales, num_scales = _scales_loader(packing, dtype)
     load, load_row_scale, store_flag = memory.stream_4xb32, memory.load_f32, memory.store_b32
-    load_id, halves = memory.load_b32, packing.halves
+    load_id, load_address, halves = memory.load_b32, memory.load_b64, packing.halves
     chunk, zeros_chunk = packing.chunk_bytes(dtype), packing.zeros_bytes(dtype)
     scale_bytes, item_bytes, slot_elements = packing.scale_bytes(dtype), ITEM_BYTES[dtype], packing.slot
     rows_at_once = 1 if is_lookup else TILE_ROWS
@@ -152,6 +155,10 @@ def _kernel(packing: Packing, dtype: str, width: int, is_lookup: bool) -> Specia
     def dequantize(packed, ids, out, flag, num_rows, table_rows, k, multiplier):
         wait_for_previous_grid()
         launch_dependents()
+        if is_experts:
+            expert = uint32(cuda.blockIdx.z)
+            packed = load_address(packed + uint64(expert) * uint64(8))
+            out += uint64(expert) * uint64(table_rows) * uint64(k) * uint64(item_bytes)
         words_at, scales_at, zeros_at, row_scales_at, slots = find(packed, table_rows, k)
         item = uint32(uint32(cuda.blockIdx.x) * uint32(THREADS) + uint32(cuda.threadIdx.x))
         t, slot = item & uint32(3), item >> uint32(2)
@@ -188,7 +195,7 @@ def _kernel(packing: Packing, dtype: str, width: int, is_lookup: bool) -> Specia
             target = uint32(target + uint32(cuda.gridDim.y) * uint32(rows_at_once))
 
     return Specialisation(
-        name=f"{'lookup' if is_lookup else 'dequantize'}_{packing.name}_{dtype}_x{width}",
+        name=f"{kind}_{packing.name}_{dtype}_x{width}",
         kernel=cuda.jit(dequantize),
         argument_types=(types.uint64,) * 4 + (types.uint32,) * 3 + (types.float32,),
         max_threads=THREADS,
@@ -207,7 +214,18 @@ def plan(
     items = -(-depth // packing.slot) * 4 * (1 if is_lookup else TILE_ROWS)
     rows_at_once = 1 if is_lookup else TILE_ROWS
     grid = -(-items // THREADS), min(MAX_GRID_ROWS, -(-rows // rows_at_once)), 1
-    return Launch(_kernel(packing, dtype, width, is_lookup), grid, (THREADS, 1, 1))
+    return Launch(_kernel(packing, dtype, width, "lookup" if is_lookup else "dequantize"), grid, (THREADS, 1, 1))
+
+
+def plan_experts(packing: Packing, num_experts: int, rows: int, depth: int, dtype: str) -> Launch:
+    """The launch for out [experts, rows, depth], on a 16-byte bound, each size at least 1.
+
+    Arguments: table, 0, out, 0, rows, rows, depth, 1.0.
+    """
+    launch = plan(packing, rows, depth, dtype)
+    width = launch.specialisation.constants["width"]
+    grid = launch.grid[0], launch.grid[1], num_experts
+    return Launch(_kernel(packing, dtype, width, "dequantize_experts"), grid, launch.block)
 
 
 def seconds(packing: Packing, rows: int, depth: int, dtype: str, memory_bytes: float) -> float:
@@ -222,5 +240,6 @@ def specialisations() -> Iterator[Specialisation]:
         packing = packing_of(name)
         assert packing is not None
         for dtype in ("bf16", "f16", "f32") if name == "u8" else ("bf16",):
-            for is_lookup in (False, True):
-                yield _kernel(packing, dtype, VECTOR_WIDTH[dtype], is_lookup)
+            for kind in ("dequantize", "lookup"):
+                yield _kernel(packing, dtype, VECTOR_WIDTH[dtype], kind)
+        yield _kernel(packing, "bf16", VECTOR_WIDTH["bf16"], "dequantize_experts")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from numba_kernels.cuda import dequantize
 from numba_kernels.cuda.experts import (
     combine,
     gather,
@@ -21,9 +22,9 @@ from numba_kernels.cuda.experts import (
     tensor_core,
     tiled,
 )
-from numba_kernels.cuda.gemm import machine_of
+from numba_kernels.cuda.gemm import Machine, machine_of
 from numba_kernels.cuda.gemm.hopper_ring import Tile
-from numba_kernels.cuda.intrinsics.element_types import VECTOR_WIDTH
+from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES, VECTOR_WIDTH
 from runtime.backends.checks import fail
 from runtime.backends.cuda_tensor import alignment
 from runtime.backends.remembered import remembered
@@ -47,8 +48,11 @@ _plan_router = remembered(router.plan)
 _plan_routing = remembered(routing.plan)
 _plan_tensor_core = remembered(tensor_core.plan)
 _plan_tiled = remembered(tiled.plan)
+_plan_written_out = remembered(dequantize.plan_experts)
 
 _MOST_ROWS = 65536  # of experts at a time, each token with all of its experts
+_MOST_WRITTEN_OUT = 5 << 28  # bytes of quantised experts as 16-bit rows
+_LEAST_GAIN = 1.2  # by the models, from which on they are written out: these know of no writes
 _GATHERED_TOKENS = 4  # beyond, tokens share experts, and an expert's rows are better multiplied together
 
 
@@ -130,13 +134,37 @@ def _can_gather(x: Tensor, chosen: Routing, gate_up: ExpertsWeight, down: Expert
 
 
 def _hopper_tile(x: Tensor, rows: int, gate_up: ExpertsWeight, down: ExpertsWeight) -> Tile | None:
-    """Of both products, where `wgmma` does them."""
-    is_there = gate_up.maps is not None and down.maps is not None
-    if not is_there or x.address % 16 or gate_up.exact or gate_up.shape[1] % (2 * VECTOR_WIDTH[x.dtype.ptx]):
+    """Of both products, where `wgmma` does them; quantised experts are then written out in front of them."""
+    if x.address % 16 or gate_up.exact or gate_up.shape[1] % (2 * VECTOR_WIDTH[x.dtype.ptx]):
         return None
     gpu = Gpu.of(x.device)
     machine = machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
-    return hopper.choose_tile(rows, *gate_up.shape, machine)
+    if gate_up.maps is not None and down.maps is not None:
+        return hopper.choose_tile(rows, *gate_up.shape, machine)
+    if gate_up.packing is None or down.packing is None:
+        return None
+    return _tile_of_written_out(x, rows, (gate_up, down), machine)
+
+
+def _tile_of_written_out(
+    x: Tensor, rows: int, weights: tuple[ExpertsWeight, ...], machine: Machine
+) -> Tile | None:
+    """The tile of products with quantised experts which are written out first; None where they are faster as they
+    are, cannot be multiplied so, or are too large."""
+    dtype, num_experts = x.dtype.ptx, weights[0].shape[0]
+    if packed.choose_tile_rows(rows, num_experts) < packed.BLOCK_M:
+        return None
+    tile = hopper.best_tile(rows, *weights[0].shape, machine)
+    ours, theirs = 0.0, 0.0
+    for weight in weights:
+        _, width, depth = sizes = weight.shape
+        is_small = num_experts * width * depth * ITEM_BYTES[dtype] <= _MOST_WRITTEN_OUT
+        if weight.packing is None or not is_small or not hopper.can_plan(machine.arch, dtype, width, depth):
+            return None
+        ours += dequantize.seconds(weight.packing, num_experts * width, depth, dtype, machine.memory_bytes)
+        ours += max(hopper.seconds(tile, rows, *sizes, machine), hopper.weights_seconds(rows, *sizes, machine))
+        theirs += packed.seconds(rows, *sizes, machine.num_multiprocessors)
+    return tile if ours * _LEAST_GAIN < theirs else None
 
 
 def _tile_rows(x: Tensor, rows: int, weights: tuple[ExpertsWeight, ...]) -> int:
@@ -244,8 +272,14 @@ class _RowsByExpert:
         arguments += [tokens_of, out.address, columns, weight.shape[2], self.num_experts]
         if tile is not None:
             machine = machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
-            launch = _plan_hopper(self.num_tiles, columns, dtype, activation, tile, machine)
-            arguments.append(weight.maps_address)
+            joined = None
+            if weight.packing is None:
+                arguments.append(weight.maps_address)
+            else:
+                written_out = self._written_out(weight)
+                arguments.append(written_out.address)
+                joined = written_out.shape[0], written_out.shape[1]
+            launch = _plan_hopper(self.num_tiles, columns, dtype, activation, tile, machine, joined)
         elif weight.packing is not None:
             launch = _plan_packed(self.num_tiles, columns, dtype, weight.packing.name, activation, self.tile_rows)
         elif _has_fast_rows(source, weight):
@@ -254,6 +288,15 @@ class _RowsByExpert:
             launch = _plan_tiled(self.num_tiles, columns, dtype, activation)
         gpu.launch(launch, *arguments)
         return out
+
+    def _written_out(self, weight: ExpertsWeight) -> Tensor:
+        """``[E N, K]``: the rows of all quantised experts, of x's type."""
+        assert weight.packing is not None
+        num_experts, width, depth = weight.shape
+        rows = Tensor.empty((num_experts * width, depth), self.dtype, weight.experts[0].device)
+        launch = _plan_written_out(weight.packing, num_experts, width, depth, self.dtype.ptx)
+        self.gpu.launch(launch, weight.table_address, 0, rows.address, 0, width, width, depth, 1.0)
+        return rows
 
     def add(self, y: Tensor, places: list[int]) -> None:
         """Each token's weighted sum of ``y [T k, N]``; `places` as `_grouped` has them."""

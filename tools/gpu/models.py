@@ -267,7 +267,8 @@ def _verification(model: Model) -> Result:
 
 
 def in_short(options: Options, name: str) -> Iterator[Case]:
-    """Loading, one sequence, several, and a prompt, of a model beside those that are looked at closely."""
+    """Loading, one sequence, several, a prompt, and where the time of a step goes, of a model beside those that are looked
+    at closely."""
     count = 2 if options.is_quick else 32
     model = Model(options, name, max_num_seqs=count)
     yield Case("load", lambda: _load(model))
@@ -275,6 +276,7 @@ def in_short(options: Options, name: str) -> Iterator[Case]:
     yield Case(f"batch {count}", lambda: _decode(model, count, prompt_len=6 if options.is_quick else QUICK_CONTEXT))
     length = 20 if options.is_quick else PREFILLS[0]
     yield Case(f"prefill {length}", lambda: _prefill(model, length))
+    yield Case("timeline of a step", lambda: _timeline(model))
     model.close()
 
 

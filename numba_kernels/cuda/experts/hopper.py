@@ -10,10 +10,15 @@ What is different from the dense tier is the way in and the way out:
 - an expert's last tile is not whole, and the rows behind it belong to another one: so a warp writes its rows itself,
   16 bytes a lane, after they have changed places in shared memory. Biases and the gate come before that.
 
-Many rows an expert take the cluster of two blocks, which share a tile of the weight; fewer take a block alone. Tiles
-give the same bits, but not those of the other tiers: exact products do not come here.
+Many rows an expert take the cluster of two blocks, which share a tile of the weight; fewer take a block alone, of 128
+rows or 64. Tiles give the same bits, but not those of the other tiers: exact products do not come here.
 
-Arguments: those of all tiers (`tiled`), and the address of the experts' maps, `MAP_BYTES` each (`map_layout`).
+Quantised experts that many rows go to are written out as 16-bit rows first, one expert's behind the other's
+(`dequantize`), over which one map goes: a tile that ends behind its expert's columns reads the next one's, and drops
+what they give.
+
+Arguments: those of all tiers (`tiled`), and the address of the experts' maps, `MAP_BYTES` each (`map_layout`), or the
+map of all.
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ from numba_kernels.cuda.gemm.hopper_ring import (
     tile_order,
 )
 from numba_kernels.cuda.gemm.product import Machine
-from numba_kernels.cuda.gemm.tensor_core import EFFICIENCY
+from numba_kernels.cuda.gemm.tensor_core import EFFICIENCY, MEDIUM
 from numba_kernels.cuda.intrinsics import cluster, convert, mbarrier, memory, mma, tma
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.device import device_function
@@ -46,25 +51,28 @@ from numba_kernels.cuda.intrinsics.element_types import VECTOR_WIDTH
 from numba_kernels.cuda.intrinsics.integer import minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, set_registers, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import shuffle_index_b32, sync_warp
-from numba_kernels.cuda.specialisation import Launch, Specialisation, TensorMapLayout
+from numba_kernels.cuda.specialisation import TENSOR_MAP, Launch, Specialisation, TensorMapLayout
 
 uint16, uint32, uint64, float32 = types.uint16, types.uint32, types.uint64, types.float32
 
 PAIR = Tile(256, 2, 4, cluster=2)
 ALONE = Tile(256, 2, 4)
-TILES = (ALONE, PAIR)
+LOW = Tile(256, 1, 5)
+TILES = (LOW, ALONE, PAIR)
 MAP_BYTES = 128
 MAP_ROWS = 64  # of the weight, that one copy moves
 _LAG = 2  # stages that x is on its way; one less than may be, as the last one is free only when the next is multiplied
-_PRODUCER_WARPS, _COPIES = 4, 8  # copies of 16 bytes that a lane makes for a stage
-# Cycles of a stage by the model of `gemm.hopper`: products, or for a block alone its way from the second-level cache.
-STEP_CYCLES = {PAIR: 1024, ALONE: 1650}
+_PRODUCER_WARPS, _COPY_ROWS = 4, 16  # rows of x that these bring at a time, 16 bytes a lane
+# Cycles of a stage, and of a tile's ends. That of the pair is measured on an H200 (512 rows of each expert); the others
+# are estimates: the same for as many rows, and more for half as many.
+STEP_CYCLES = {PAIR: 1300, ALONE: 1350, LOW: 900}
+_MEDIUM_FLOPS = 281e12  # of `tensor_core`'s tile of 128 rows, measured there with 128 rows of each expert
 
 _acquire_map = instruction("fence.proxy.tensormap::generic.acquire.gpu [$0], 128;", "", "l")
 
 
 def map_layout(dtype: str, rows: int, depth: int) -> TensorMapLayout:
-    """How the TMA walks over an expert's weight [rows, depth]."""
+    """How the TMA walks over an expert's weight [rows, depth], or all of them, one behind the other."""
     return TensorMapLayout(dtype, (depth, rows), (depth * 2,), (BLOCK_K, MAP_ROWS), 128)
 
 
@@ -196,7 +204,8 @@ def _rows_storer(dtype: str, num_columns: int, activation: str) -> Any:
 
 
 @functools.cache
-def _kernel(dtype: str, tile: Tile, activation: str) -> Specialisation:
+def _kernel(dtype: str, tile: Tile, activation: str, is_joined: bool = False) -> Specialisation:
+    """`is_joined`: one map goes over all experts' rows."""
     block_m, block_n, num_stages, blocks = tile.block_m, tile.block_n, tile.num_stages, tile.cluster
     pieces_at, barriers_at, x_bytes, stage_bytes = tile.pieces_at, tile.barriers_at, tile.x_bytes, tile.stage_bytes
     num_sums, is_gated = block_n // 2, activation != ""
@@ -204,6 +213,8 @@ def _kernel(dtype: str, tile: Tile, activation: str) -> Specialisation:
     start_ring, multiply_tile = _ring_starter(tile), tile_multiplier(dtype, tile)
     load_weight, place_of = _weight_loader(tile, is_gated), tile_order(GROUP_ROWS // blocks)
     store_rows = _rows_storer(dtype, columns, activation)
+    copies = block_m // _COPY_ROWS
+    moves_registers = tile.num_consumers > 1  # else each thread has more than it needs
     fewer_registers, more_registers = set_registers(40, is_more=False), set_registers(232, is_more=True)
     wait_for_older, wait_for_all = memory.copy_async_wait(_LAG), memory.copy_async_wait(0)
 
@@ -212,7 +223,7 @@ def _kernel(dtype: str, tile: Tile, activation: str) -> Specialisation:
         """A lane's part of a stage of x: a chunk of 8 elements of each of its rows, zeros beyond k."""
         size = uint32(16) if uint32(start + chunk * uint32(8)) < k else uint32(0)
         at = x + (uint64(start) * uint64(2) if size != uint32(0) else uint64(0))
-        for i in range(_COPIES):
+        for i in range(copies):
             memory.copy_async_16(uint32(target + uint32(2048 * i)), at + uint64(sources[i]) * uint64(16), size)
         memory.copy_async_commit()
 
@@ -255,26 +266,31 @@ def _kernel(dtype: str, tile: Tile, activation: str) -> Specialisation:
         num_all = uint32(count * tiles_n)
         stage = uint32(0)
         if warp < uint32(_PRODUCER_WARPS):
-            fewer_registers()
+            if moves_registers:
+                fewer_registers()
             phase, behind, num_behind = uint32(1), uint32(0), uint32(0)
             chunk, own_row = thread & uint32(7), thread >> uint32(3)
             place = uint32(shared + own_row * uint32(128) + ((chunk ^ (own_row & uint32(7))) << uint32(4)))
             chunks_a_row = k >> uint32(3)
-            sources = cuda.local.array(_COPIES, uint32)
+            sources = cuda.local.array(copies, uint32)
             while index < num_all:
                 row_tile, column_tile = place_of(index, count, tiles_n)
                 column = uint32(column_tile * uint32(columns))
                 expert, first_row, rows, _ = memory.load_4xb32(tiles + uint64(row_tile) * uint64(16))
                 last = uint32(first_row + rows - uint32(1))
                 first_row = uint32(first_row + rank * uint32(block_m) + own_row)
-                for i in range(_COPIES):
+                for i in range(copies):
                     row = minimum_u32(uint32(first_row + uint32(16 * i)), last)  # the last one is repeated
                     if tokens != uint64(0):
                         row = memory.load_b32(tokens + uint64(row) * uint64(4))
                     sources[i] = uint32(row * chunks_a_row + chunk)
-                weight = maps + uint64(expert) * uint64(MAP_BYTES)
-                if thread == uint32(0):
-                    _acquire_map(weight)
+                weight = maps
+                if is_joined:
+                    column = uint32(column + expert * (n * uint32(2) if is_gated else n))
+                else:
+                    weight = maps + uint64(expert) * uint64(MAP_BYTES)
+                    if thread == uint32(0):
+                        _acquire_map(weight)
                 start = uint32(0)
                 while start < k:
                     mbarrier.wait(uint32(empty + stage * uint32(8)), phase)
@@ -304,7 +320,8 @@ def _kernel(dtype: str, tile: Tile, activation: str) -> Specialisation:
                     stage, phase = next_stage(stage, phase)
                     left = uint32(left + uint32(1))
         else:
-            more_registers()
+            if moves_registers:
+                more_registers()
             warp = uint32(warp - uint32(_PRODUCER_WARPS))
             x_part = uint32(shared + (warp >> uint32(2)) * uint32(64 * BLOCK_K * 2))
             weight_part = uint32(shared + uint32(x_bytes))
@@ -327,9 +344,9 @@ def _kernel(dtype: str, tile: Tile, activation: str) -> Specialisation:
                 index = uint32(index + step)
 
     return Specialisation(
-        name=f"experts_hopper_{dtype}_{tile}{f'_{activation}' if activation else ''}",
+        name=f"experts_hopper{'_joined' if is_joined else ''}_{dtype}_{tile}{f'_{activation}' if activation else ''}",
         kernel=cuda.jit(experts),
-        argument_types=(*ARGUMENT_TYPES, uint64),
+        argument_types=(*ARGUMENT_TYPES, TENSOR_MAP if is_joined else uint64),
         max_threads=tile.num_threads,
         min_blocks=1,
         min_capability=90,
@@ -358,29 +375,44 @@ def seconds(tile: Tile, num_rows: int, num_experts: int, columns: int, depth: in
     return rounds * (-(-depth // BLOCK_K) * STEP_CYCLES[tile] + ENDS_CYCLES) / CLOCK_HZ
 
 
+def weights_seconds(num_rows: int, num_experts: int, columns: int, depth: int, machine: Machine) -> float:
+    """That the weights of the experts which rows go to take to be read, at least."""
+    return min(num_experts, num_rows) * columns * depth * 2 / machine.memory_bytes
+
+
+def best_tile(num_rows: int, num_experts: int, columns: int, depth: int, machine: Machine) -> Tile:
+    """The tile for so many rows of that many experts."""
+    return min(TILES, key=lambda each: seconds(each, num_rows, num_experts, columns, depth, machine))
+
+
 def choose_tile(num_rows: int, num_experts: int, columns: int, depth: int, machine: Machine) -> Tile | None:
-    """The tile for so many rows of that many experts; None where `tensor_core`'s take no longer."""
-    tile = min(TILES, key=lambda each: seconds(each, num_rows, num_experts, columns, depth, machine))
+    """`best_tile`; None where `tensor_core`'s take no longer."""
+    tile = best_tile(num_rows, num_experts, columns, depth, machine)
     other = tensor_core.choose_tile(num_rows, num_experts, columns, machine.num_multiprocessors)
     if other not in EFFICIENCY:
         return None  # few rows, whose weights stream
     touched = min(num_experts, num_rows)
     rows = -(-num_rows // touched)  # of an expert
     blocks = touched * -(-rows // other.block_m) * -(-columns // other.block_n)
-    rate = machine.tensor_flops * EFFICIENCY[other] / machine.num_multiprocessors
+    rate = _MEDIUM_FLOPS * EFFICIENCY[other] / EFFICIENCY[MEDIUM] / machine.num_multiprocessors
     work = 2.0 * depth * -(-blocks // machine.num_multiprocessors) * other.block_m * other.block_n / rate
-    least = touched * columns * depth * 2 / machine.memory_bytes
+    least = weights_seconds(num_rows, num_experts, columns, depth, machine)
     ours = seconds(tile, num_rows, num_experts, columns, depth, machine)
     return tile if (max(least, ours), ours) < (max(least, work), work) else None
 
 
-def plan(tiles: int, columns: int, dtype: str, activation: str, tile: Tile, machine: Machine) -> Launch:
-    """For at most so many tiles of rows, at least one, and what `can_plan` allows."""
+def plan(
+    tiles: int, columns: int, dtype: str, activation: str, tile: Tile, machine: Machine,
+    joined: tuple[int, int] | None = None,
+) -> Launch:  # fmt: skip
+    """For at most so many tiles of rows, at least one, and what `can_plan` allows. `joined`: the weights lie one behind
+    the other, so many rows of that length in all, and their address is the last argument."""
     width = tile.block_n // 2 if activation else tile.block_n
     clusters = min(tiles * -(-columns // width), machine.clusters_at_once(tile.cluster))
+    maps = () if joined is None else ((len(ARGUMENT_TYPES), map_layout(dtype, *joined)),)
     return Launch(
-        _kernel(dtype, tile, activation), (clusters * tile.cluster, 1, 1), (tile.num_threads, 1, 1), tile.shared_bytes,
-        cluster=(tile.cluster, 1, 1),
+        _kernel(dtype, tile, activation, joined is not None), (clusters * tile.cluster, 1, 1),
+        (tile.num_threads, 1, 1), tile.shared_bytes, cluster=(tile.cluster, 1, 1), maps=maps,
     )  # fmt: skip
 
 
@@ -389,4 +421,5 @@ def specialisations() -> Iterator[Specialisation]:
     for dtype in ("f16", "bf16"):
         for tile in TILES:
             for activation in ("", *ACTIVATIONS):
-                yield _kernel(dtype, tile, activation)
+                for is_joined in (False, True):
+                    yield _kernel(dtype, tile, activation, is_joined)

@@ -33,6 +33,7 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 _FEW = 2 * FEW_ROWS  # rows of an expert up to which its tiles have 16
+_FLOPS = 240e12  # of tiles of 128 rows, measured on an H200 with MXFP4 (INT4: 222, FP8: 201)
 
 
 @functools.cache
@@ -73,6 +74,14 @@ def can_plan(packing: Packing, dtype: str, columns: int, depth: int, *, is_gated
 def choose_tile_rows(num_rows: int, num_experts: int) -> int:
     """Rows of a tile, for rows spread evenly. The choice changes no bit."""
     return FEW_ROWS if num_rows <= _FEW * min(num_experts, num_rows) else BLOCK_M
+
+
+def seconds(num_rows: int, num_experts: int, columns: int, depth: int, num_multiprocessors: int) -> float:
+    """Of a product with weights of so many rows, `columns`, in tiles of 128 rows, spread evenly, on a Hopper."""
+    touched = min(num_experts, num_rows)
+    rows = -(-num_rows // touched)  # of an expert
+    blocks = touched * -(-rows // BLOCK_M) * -(-columns // BLOCK_N)
+    return 2.0 * depth * BLOCK_M * BLOCK_N * -(-blocks // num_multiprocessors) * num_multiprocessors / _FLOPS
 
 
 def plan(tiles: int, columns: int, dtype: str, weight_name: str, activation: str, tile_rows: int) -> Launch:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from models.quantized.on_load import ROUNDINGS
+from numba_kernels.cuda import gemm
 from numba_kernels.cuda.experts import hopper, packed, tensor_core
+from numba_kernels.cuda.packing import packing_of
 from runtime import ops
 from runtime.backends import cuda_experts
 from runtime.device.device import Device
@@ -304,14 +307,7 @@ EACH = {
 }  # fmt: skip
 
 
-@both_archs
-@pytest.mark.parametrize(
-    "kind", ["mxfp4", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("int4", "fp8", "int8"))]
-)
-def test_quantised_experts(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """As their dequantised numbers, with few rows an expert and many, in tiles of both heights, to the same bits."""
-    rng = np.random.default_rng(6)
-    count, hidden, inner = 5, 160, 96
+def quantised_layer(gpu: Gpu, rng: np.random.Generator, kind: str, count: int, hidden: int, inner: int) -> Layer:
     layer = Layer(gpu.device, count, hidden, inner, "bf16")
     options = LoadOptions.parse(device=str(gpu.device), dtype="bfloat16")
     for number, (width, depth) in enumerate(((2 * inner, hidden), (hidden, inner))):
@@ -324,6 +320,18 @@ def test_quantised_experts(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, kind: str)
             layer.weights[number][expert] = np.concatenate([matrix.dequantise(float32), bias[:, None]], 1)
         assert can_stay_packed(made[0].packing, bfloat16, (width // 2, width // 2), depth)
         setattr(layer, ("gate_up", "down")[number], ExpertsWeight(made))
+    return layer
+
+
+@both_archs
+@pytest.mark.parametrize(
+    "kind", ["mxfp4", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("int4", "fp8", "int8"))]
+)
+def test_quantised_experts(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """As their dequantised numbers, with few rows an expert and many, in tiles of both heights, to the same bits."""
+    rng = np.random.default_rng(6)
+    count, hidden, inner = 5, 160, 96
+    layer = quantised_layer(gpu, rng, kind, count, hidden, inner)
     rule = RoutingRule(num_experts=count, top_k=2)
     activation = "clamped_silu" if kind == "mxfp4" else "silu"
     for how, tokens in (("random", 1), ("random", 3), ("first", 140)):
@@ -345,9 +353,58 @@ def test_quantised_experts(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, kind: str)
         monkeypatch.setattr(cuda_experts, "_GATHERED_TOKENS", 4)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", EACH)
+def test_quantised_experts_that_are_written_out(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Tiles of `wgmma` over one map of all experts, which end among the columns of the next one: experts of no row, and
+    all tiles, to the same bits."""
+    rng, names = np.random.default_rng(9), launched_names(monkeypatch)
+    layer = quantised_layer(gpu, rng, kind, 5, 160, 144)
+    rule, activation = RoutingRule(num_experts=5, top_k=2), "clamped_silu" if kind == "mxfp4" else "silu"
+    chosen = np.array([[0, 4]] * 200 + [[4, 1]] * 3 + [[3, 0]] * 16, np.int32)
+    weights = rng.uniform(size=chosen.shape).astype(np.float32)
+    routing = Routing(Tensor.from_numpy(chosen), Tensor.from_numpy(weights), rule)
+    x = rng.standard_normal((len(chosen), 160))
+    monkeypatch.setattr(cuda_experts, "_tile_of_written_out", lambda *_: None)
+    wanted = [layer.wanted(x, routing, activation), layer(x, routing, activation)]
+    found: list[Array] = []
+    for tile in hopper.TILES:
+        monkeypatch.setattr(cuda_experts, "_tile_of_written_out", lambda *_, tile=tile: tile)
+        names.clear()
+        found.append(layer(x, routing, activation))
+        assert [name for name in names if "joined" in name] == [
+            f"experts_hopper_joined_bf16_{tile}_{activation}", f"experts_hopper_joined_bf16_{tile}"
+        ]
+        assert sum(name.startswith("dequantize_experts") for name in names) == 2
+        for each in wanted:
+            assert relative_error(found[-1], each) <= TOLERANCE["bf16"]
+        np.testing.assert_array_equal(found[-1], found[0])
+
+
+def test_when_experts_are_written_out(gpu: Gpu) -> None:
+    """By how many rows each has, by what the matrices would take, and never exactly; of each kind, the tile chosen."""
+    machine = gemm.machine_of("sm_90a", 132)
+    packing = packing_of("e2m1_g32_exponents")
+    x = Tensor.empty((1, 2880), bfloat16, gpu.device)
+
+    def tile(rows: int, *sizes: int) -> Any:
+        num_experts, hidden, inner = sizes
+        shapes = ((num_experts, 2 * inner, hidden), (num_experts, hidden, inner))
+        weights = tuple(SimpleNamespace(shape=shape, packing=packing) for shape in shapes)
+        return cuda_experts._tile_of_written_out(x, rows * num_experts, weights, machine)  # type: ignore[arg-type]
+
+    assert [tile(rows, 32, 2880, 2880) for rows in (16, 64, 128)] == [None] * 3
+    assert tile(512, 32, 2880, 2880) is hopper.PAIR
+    assert tile(512, 128, 2048, 768) is hopper.PAIR
+    assert tile(512, 256, 7168, 2048) is None, "15 GB"
+    assert hopper.choose_tile(16 * 32, 32, 5760, 2880, machine) is None
+    chosen = [hopper.choose_tile(rows * 32, 32, 5760, 2880, machine) for rows in (32, 128, 512)]
+    assert chosen == [hopper.LOW, hopper.ALONE, hopper.PAIR]
+
+
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("f16", marks=pytest.mark.exhaustive)])
 def test_hopper_tiles(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    """Both tiles, to the same bits: experts of no row, one, a tile's and more; K, gates and columns that end within
+    """All tiles, to the same bits: experts of no row, one, a tile's and more; K, gates and columns that end within
     theirs; a gate that is clamped, with biases and without."""
     rng, names = np.random.default_rng(8), launched_names(monkeypatch)
     for hidden, inner, activation, has_bias in ((72, 136, "clamped_silu", True), (520, 64, "silu", False)):
@@ -366,7 +423,8 @@ def test_hopper_tiles(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, dtype: str) -> 
                 f"experts_hopper_{dtype}_{tile}_{activation}", f"experts_hopper_{dtype}_{tile}"
             ]
             assert relative_error(found[-1], layer.wanted(x, routing, activation)) <= TOLERANCE[dtype]
-        np.testing.assert_array_equal(found[0], found[1])
+        for other in found[1:]:
+            np.testing.assert_array_equal(other, found[0])
 
 
 def launched_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
