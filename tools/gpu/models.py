@@ -267,8 +267,8 @@ def _verification(model: Model) -> Result:
 
 
 def in_short(options: Options, name: str) -> Iterator[Case]:
-    """Loading, one sequence, several, a prompt, and where the time of a step goes, of a model beside those that are looked
-    at closely."""
+    """Loading, one sequence, several, a prompt, and where a step's time goes, of a model beside those that are looked at
+    closely."""
     count = 2 if options.is_quick else 32
     model = Model(options, name, max_num_seqs=count)
     yield Case("load", lambda: _load(model))
