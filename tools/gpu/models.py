@@ -267,7 +267,7 @@ def _verification(model: Model) -> Result:
 
 
 def in_short(options: Options, name: str) -> Iterator[Case]:
-    """Loading, one sequence, several, a prompt, and where a step's time goes, of a model beside those that are looked at
+    """Loading, one sequence, several, a prompt, and where a step goes, of a model beside those that are looked at
     closely."""
     count = 2 if options.is_quick else 32
     model = Model(options, name, max_num_seqs=count)
