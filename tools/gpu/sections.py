@@ -125,6 +125,7 @@ def sections() -> Iterator[Section]:
     yield Section("quantized speed", "quantized_speed:linear", 40, 20, is_timed=True)
     yield Section("experts speed", "quantized_speed:experts", 40, 20, is_timed=True)
     yield Section("sampling speed", "sampling:speed", 35, 20, is_timed=True)
+    yield Section("attention parts", "attention_parts:cases", 30, 20, is_timed=True)
     yield Section("tuning", "tuning:cases", 120, 20, is_timed=True)
     yield Section("gemv loads", "gemv_loads:cases", 25, 20, is_timed=True)
     yield Section(
