@@ -107,7 +107,7 @@ def copied(weight: GpuWeight) -> GpuWeight:
     made.memory = Tensor.empty(memory.shape, memory.dtype, memory.device)
     Gpu.of(memory.device).copy(made.memory.address, memory.address, memory.size_bytes)
     made.memory.storage.freeze()
-    made.address, made.plans = made.memory.address, {}
+    made.address = made.memory.address
     if isinstance(made, RowWeight):
         made.weight = made.memory
     return made
