@@ -16,6 +16,7 @@ from tests.numba_kernels.cuda.packed_cases import PackedMatrix, packed_matrix, r
 
 pytestmark = pytest.mark.parametrize("gpu", ["emulated:sm_90a"], indirect=True)
 SLOW = pytest.mark.exhaustive
+CUT = 2.0**-9  # of the magnitudes that are added, at most, of a real device
 
 
 def multiply(gpu, matrix: PackedMatrix, x: np.ndarray, activation: str = "", num_blocks: int = 1):
@@ -41,17 +42,24 @@ def multiply(gpu, matrix: PackedMatrix, x: np.ndarray, activation: str = "", num
 
 
 def check(gpu, name: str, n: int, x: np.ndarray, activation: str, num_blocks: int = 1) -> None:
-    """A random matrix of n rows, or of n gates and n others, beside float64."""
+    """A random matrix of n rows, or of n gates and n others, beside float64. A real Hopper's tensor cores cut what they
+    add to 14 bits of the largest product or sum, in steps of 32; the emulated ones add in float32."""
     k = x.shape[1]
     matrix = packed_matrix(name, n * (2 if activation else 1), k, "bf16")
     got, used = multiply(gpu, matrix, x, activation, num_blocks)
     values = matrix.values
     exact = used @ values.T
-    bound = 2 * (k + 4) * 2.0**-24 * (np.abs(used) @ np.abs(values).T)
+    magnitude = np.abs(used) @ np.abs(values).T
+    bound = 2 * (k + 4) * 2.0**-24 * magnitude
+    if not gpu.driver.is_emulated:
+        bound += CUT * magnitude
     if activation:
         with np.errstate(over="ignore"):
-            exact = exact[:, :n] / (1 + np.exp(-exact[:, :n])) * exact[:, n:]
-        bound = 2.0**-7 * np.abs(exact) + 1e-3
+            gate = 1 / (1 + np.exp(-exact[:, :n]))
+            slope = gate * (1 + np.abs(exact[:, :n]) * (1 - gate))
+            bound = slope * bound[:, :n] * np.abs(exact[:, n:]) + np.abs(exact[:, :n]) * gate * bound[:, n:]
+            exact = exact[:, :n] * gate * exact[:, n:]
+        bound = bound + 2.0**-7 * np.abs(exact) + 1e-3
     assert (np.abs(got - exact) <= bound).all()
     assert np.abs(exact).max() > 0
 
@@ -173,5 +181,9 @@ def test_long_sums_lose_no_more_than_twice_what_float32_does(gpu):
     for i in range(k):
         plain += used_32[:, i, None] * values_32[None, :, i]
     limit = np.sqrt(np.mean((plain / exact - 1) ** 2))
-    assert np.sqrt(np.mean((got / exact - 1) ** 2)) <= 2 * limit
+    error = np.sqrt(np.mean((got / exact - 1) ** 2))
+    if gpu.driver.is_emulated:
+        assert error <= 2 * limit
+    else:  # as `test_what_14_bits_would_leave` says, and an H200 did
+        assert 0.9e-3 < error < 1.1e-3
     assert 1e-7 < limit < 1e-4
