@@ -190,7 +190,9 @@ def _gathered(
     (tokens, top_k), (num_experts, hidden, inner) = chosen.ids.shape, down.shape
     between = Tensor.new((tokens * top_k, inner), x.dtype, x.device)
     if gate_up.packing is not None and down.packing is not None:
-        first = _plan_packed_gate_up(tokens * top_k, inner, hidden, gate_up.packing, activation)
+        first = _plan_packed_gate_up(
+            tokens * top_k, inner, hidden, gate_up.packing, activation, gpu.properties.num_sms
+        )
         second = _plan_packed_down(tokens, top_k, hidden, inner, down.packing)
     else:
         first = _plan_gate_up(tokens * top_k, inner, dtype, activation)

@@ -59,7 +59,7 @@ def _gathered(weight_name: str, is_gated: bool) -> tuple[str, str, Work, Run, in
         ids, x = bench.put(np.array([5, 0, 3, 2], np.int32)), bench.normal((x_rows, _K), "bf16")
         if is_gated:
             activation = "clamped_silu" if packing.scale == "exponent" else "silu"
-            launch = packed_gather.plan_gate_up(top_k, _N, _K, packing, activation)
+            launch = packed_gather.plan_gate_up(top_k, _N, _K, packing, activation, 132)
             bench.launch(launch, x, table, ids, bench.empty(out_bytes), _N, _K, num_experts, top_k)
         else:
             shares = bench.put(np.full(top_k, 0.25, np.float32))

@@ -95,7 +95,7 @@ def _launches(
         each = 2 * n * k if packing is None else packing.size_bytes(n, k, "bf16")
         if packing is not None and tokens <= 4:
             if is_gated:
-                launch = packed_gather.plan_gate_up(tokens * top_k, inner, hidden, packing, "silu")
+                launch = packed_gather.plan_gate_up(tokens * top_k, inner, hidden, packing, "silu", model.num_sms)
             else:
                 launch = packed_gather.plan_down(tokens, top_k, hidden, inner, packing)
             registers = 128

@@ -3,9 +3,11 @@
 `gemm.packed_stream` says how a warp takes 16 rows of a packed weight and a part of K, and what x becomes for it.
 
     gate and up   a block takes 16 columns of one choice of a token: a tile of the gate's rows, one of up's, K in
-                  `STREAMS` parts
+                  `STREAMS` parts. Where there are many such tiles, it takes one after another, for which x is prepared
+                  once; the next one's first bytes are asked for before a tile's sums meet
     down          a block takes 16 columns of a token, its warps the token's choices and parts of K. They meet in shared
-                  memory, as in `gather`: the row is complete.
+                  memory, as in `gather`: the row is complete. The weight's first bytes are asked for before gate and up
+                  have ended: which experts were chosen was there before these began
 
 A token's sum depends on no other token; it is not that of the other tiers. Rows are bfloat16; groups of 16 and packings
 with zero points of their own have no such kernels.
@@ -48,6 +50,8 @@ WARPS = 8
 STREAMS = WARPS // 2  # parts of K of a block that multiplies gate and up
 MAX_CHOICES = 16  # of a token
 SQUARE_COLUMNS = 4
+BLOCKS = 2  # that multiply gate and up, of a multiprocessor
+_LEAST_ROUNDS = 2  # of as many blocks as run at once; with less, a new block for each tile spreads them better
 
 
 @functools.cache
@@ -63,7 +67,7 @@ def _gate_up(weight_name: str, activation: str) -> Specialisation:
     def experts(x, table, ids, out, n, k, num_experts, top_k):
         shared = memory.shared_address(cuda.shared.array(0, uint32))
         greatest = cuda.shared.array(WARPS, uint32)
-        partial = cuda.shared.array((2, STREAMS, ROWS), float32)
+        partial = cuda.shared.array((2, 2, STREAMS, ROWS), float32)  # of one tile and the next
         words, scales = cuda.local.array(NUM_WORDS, uint32), cuda.local.array(num_scale_words, uint32)
         rows, scale_rows, sums = cuda.local.array(2, uint64), cuda.local.array(1, uint64), cuda.local.array(2, float32)
         thread, lane, draw = uint32(cuda.threadIdx.x), lane_index(), uint32(cuda.blockIdx.y)
@@ -78,8 +82,9 @@ def _gate_up(weight_name: str, activation: str) -> Specialisation:
         length = uint32(slots + uint32(STREAMS - 1)) // uint32(STREAMS)
         first = minimum_u32(uint32(stream * length), slots)
         last = minimum_u32(uint32(first + length), slots)
-        own_tile = uint32(tile + half * (n >> uint32(4)))
-        begin(words, scales, rows, scale_rows, weight, own_tile, both, k, first, last, lane)
+        tiles = n >> uint32(4)
+        own_tiles = uint32(half * tiles)  # in front of this warp's: the gate's, for up
+        begin(words, scales, rows, scale_rows, weight, uint32(own_tiles + tile), both, k, first, last, lane)
         x_row = x + uint64(divide_u32(draw, top_k)) * uint64(k) * uint64(2)
         most = largest(x_row, warp, uint32(WARPS), k, lane)
         if lane == uint32(0):
@@ -91,31 +96,37 @@ def _gate_up(weight_name: str, activation: str) -> Specialisation:
         stage(x_row, shared, warp, uint32(WARPS), k, uint32(slots * uint32(slot_elements)), factor, lane)
         sync_block()
         at = uint32(shared + (lane & uint32(3)) * uint32(16))
-        multiply(sums, words, scales, rows, scale_rows, at, first, last)
-        if (lane & uint32(3)) == uint32(0):
-            partial[half, stream, lane >> uint32(2)] = sums[0]
-            partial[half, stream, uint32((lane >> uint32(2)) + uint32(8))] = sums[1]
-        sync_block()
-        if thread < uint32(ROWS):
+        turn = uint32(0)
+        while tile < tiles:
+            multiply(sums, words, scales, rows, scale_rows, at, first, last)
+            if (lane & uint32(3)) == uint32(0):
+                partial[turn, half, stream, lane >> uint32(2)] = sums[0]
+                partial[turn, half, stream, uint32((lane >> uint32(2)) + uint32(8))] = sums[1]
             column = uint32(tile * uint32(ROWS) + thread)
-            gate, up = float32(0.0), float32(0.0)
-            for i in range(STREAMS):
-                gate += partial[0, i, thread]
-                up += partial[1, i, thread]
-            whole = unfactor * float32(shift)
-            gate = scale_element(scale_element(gate, whole), row_scale(weight, both, k, column))
-            up = scale_element(scale_element(up, whole), row_scale(weight, both, k, uint32(column + n)))
-            if bias != uint64(0):
-                gate += load_f32(bias + uint64(column) * uint64(4))
-                up += load_f32(bias + uint64(uint32(column + n)) * uint64(4))
-            store(out + (uint64(draw) * uint64(n) + uint64(column)) * uint64(2), gated(gate, up))
+            tile = uint32(tile + uint32(cuda.gridDim.x))
+            if tile < tiles:
+                begin(words, scales, rows, scale_rows, weight, uint32(own_tiles + tile), both, k, first, last, lane)
+            sync_block()
+            if thread < uint32(ROWS):
+                gate, up = float32(0.0), float32(0.0)
+                for i in range(STREAMS):
+                    gate += partial[turn, 0, i, thread]
+                    up += partial[turn, 1, i, thread]
+                whole = unfactor * float32(shift)
+                gate = scale_element(scale_element(gate, whole), row_scale(weight, both, k, column))
+                up = scale_element(scale_element(up, whole), row_scale(weight, both, k, uint32(column + n)))
+                if bias != uint64(0):
+                    gate += load_f32(bias + uint64(column) * uint64(4))
+                    up += load_f32(bias + uint64(uint32(column + n)) * uint64(4))
+                store(out + (uint64(draw) * uint64(n) + uint64(column)) * uint64(2), gated(gate, up))
+            turn ^= uint32(1)
 
     return Specialisation(
         name=f"experts_packed_gather_{weight_name}_{activation}",
         kernel=cuda.jit(experts),
         argument_types=(types.uint64,) * 4 + (types.uint32,) * 4,
         max_threads=WARPS * 32,
-        min_blocks=2,
+        min_blocks=BLOCKS,
         constants={"dtype": DTYPE, "weight": weight_name, "activation": activation},
     )
 
@@ -125,7 +136,7 @@ def _down(weight_name: str) -> Specialisation:
     """Arguments: h [T k, I], table [2, E], ids [T, k], weights [T, k] float32, shared, gate, residual (0 without), out
     [T, H], squares [T, H / 4] float32 or 0; H, I, E, k."""
     reader, add, store = packed_reader(weight_name), adder(DTYPE, 1), element_storer(DTYPE)
-    begin, multiply, row_scale, slots_of = reader.begin, reader.multiply, reader.row_scale, reader.slots
+    begin, multiply, row_scale, slots_of = reader.begin_early, reader.multiply, reader.row_scale, reader.slots
     num_scale_words, shift = reader.num_scale_words, float(2.0**reader.shift)
     packing = packing_of(weight_name)
     assert packing is not None
@@ -144,8 +155,6 @@ def _down(weight_name: str) -> Specialisation:
         streams = divide_u32(uint32(cuda.blockDim.x) >> uint32(5), top_k)
         rank = divide_u32(warp, streams)
         stream = uint32(warp - rank * streams)
-        wait_for_previous_grid()
-        launch_dependents()
         draw = uint32(row * top_k + rank)
         expert = load_b32(ids + uint64(draw) * uint64(4))
         weight = load_b64(table + uint64(expert) * uint64(8))
@@ -155,6 +164,8 @@ def _down(weight_name: str) -> Specialisation:
         first = minimum_u32(uint32(stream * length), slots)
         last = minimum_u32(uint32(first + length), slots)
         begin(words, scales, rows, scale_rows, weight, tile, n, k, first, last, lane)
+        wait_for_previous_grid()  # it waited itself for those who chose, and weights are immutable: h alone is its own
+        launch_dependents()
         h_row, padded = h + uint64(draw) * uint64(k) * uint64(2), uint32(slots * uint32(slot_elements))
         most = largest(h_row, stream, streams, k, lane)
         if lane == uint32(0):
@@ -221,10 +232,15 @@ def can_plan(packing: Packing, dtype: str, inner: int, hidden: int, top_k: int) 
     return dtype == DTYPE and is_whole and top_k <= MAX_CHOICES and most <= MOST_SHARED_BYTES
 
 
-def plan_gate_up(num_choices: int, columns: int, depth: int, packing: Packing, activation: str) -> Launch:
+def plan_gate_up(
+    num_choices: int, columns: int, depth: int, packing: Packing, activation: str, num_multiprocessors: int
+) -> Launch:
     """For at least one choice, and what `can_plan` allows."""
+    blocks, at_once = columns // ROWS, BLOCKS * num_multiprocessors
+    if blocks * num_choices >= _LEAST_ROUNDS * at_once:
+        blocks = max(1, at_once // num_choices)
     return Launch(
-        _gate_up(packing.name, activation), (columns // ROWS, num_choices, 1), (WARPS * 32, 1, 1),
+        _gate_up(packing.name, activation), (blocks, num_choices, 1), (WARPS * 32, 1, 1),
         row_bytes(packing, depth),
     )  # fmt: skip
 
