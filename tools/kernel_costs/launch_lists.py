@@ -230,9 +230,9 @@ def _record_verification(executor: LocalExecutor, num_seqs: int, num_proposals: 
         max_seq_len=context + 1 + num_proposals,
     )
     for _ in range(2):
-        if graphs.run_forward(layout, executor._run_model, SamplingArrays.neutral(tokens), may_record=True) is not None:
-            return
-    raise ValueError(f"a step of {num_seqs} sequences with {num_proposals} proposals was not recorded")
+        graphs.run_forward(layout, executor._run_model, SamplingArrays.neutral(tokens), may_record=True)
+    if not graphs.forwards.num_recorded:
+        raise ValueError(f"a step of {num_seqs} sequences with {num_proposals} proposals was not recorded")
 
 
 def launched_of(
