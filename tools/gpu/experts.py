@@ -51,11 +51,12 @@ def cases(options: Options) -> Iterator[Case]:
     if options.is_quick:
         found = [Mixture(2, 3, 2, 64, 32, "mxfp4", "clamped_silu"), Mixture(6, 3, 2, 64, 32)]
     else:
-        found = [Mixture(tokens, 16, 4, 2048, 768) for tokens in (1, 4, 5, 64, 333, 500, 4000)]
+        found = [Mixture(tokens, 16, 4, 2048, 768) for tokens in (1, 4, 5, 64, 200, 333, 500, 4000)]
         found += [Mixture(tokens, 5, 4, 2880, 2880, "mxfp4", "clamped_silu") for tokens in (1, 3, 16, 300)]
         found += [
-            Mixture(tokens, 8, 2, 1024, 512, weight) for weight in ("int4", "int8", "fp8") for tokens in (1, 9, 400)
-        ]
+            Mixture(tokens, 8, 2, 1024, 512, weight)
+            for weight in ("int4", "int8", "fp8") for tokens in (1, 9, 400, 1600)
+        ]  # fmt: skip
     for each in found:
         yield Case(each.name, functools.partial(check, gpu, each))
 

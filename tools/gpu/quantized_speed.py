@@ -140,7 +140,7 @@ def experts(options: Options) -> Iterator[Case]:
 
 
 @functools.lru_cache(maxsize=1)
-def _mixture(
+def mixture_weights(
     gpu: Gpu, format: str, num_experts: int, hidden: int, inner: int
 ) -> tuple[list[ExpertsWeight], list[list[Layer]]]:
     """Gate and up, and down; and their layers, of which there are two: every second expert has the same numbers, and
@@ -161,7 +161,7 @@ def _layer(gpu: Gpu, name: str, width: int, depth: int, seed: int) -> Layer:
 def _experts(options: Options, stopwatch: Stopwatch, mixture: Mixture) -> Result:
     gpu, rng, tokens = stopwatch.gpu, np.random.default_rng(0), mixture.tokens
     sizes = mixture.num_experts, mixture.hidden, mixture.inner
-    (gate_up, down), layers = _mixture(gpu, mixture.format, *sizes)  # kept for all numbers of tokens
+    (gate_up, down), layers = mixture_weights(gpu, mixture.format, *sizes)  # kept for all numbers of tokens
     x = Inputs(gpu, 1).normal((tokens, mixture.hidden), "bf16")
     ids = np.argsort(rng.random((tokens, mixture.num_experts)), 1)[:, : mixture.top_k].astype(np.int32)
     if mixture.tokens * mixture.top_k % mixture.num_experts == 0:  # each as often

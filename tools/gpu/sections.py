@@ -124,6 +124,7 @@ def sections() -> Iterator[Section]:
     yield Section("kernels", "speed:kernels", 65, 30, is_timed=True)
     yield Section("quantized speed", "quantized_speed:linear", 40, 20, is_timed=True)
     yield Section("experts speed", "quantized_speed:experts", 40, 20, is_timed=True)
+    yield Section("experts tuning", "experts_tuning:cases", 20, 10, is_timed=True)
     yield Section("sampling speed", "sampling:speed", 35, 20, is_timed=True)
     yield Section("attention parts", "attention_parts:cases", 30, 20, is_timed=True)
     yield Section("tuning", "tuning:cases", 120, 20, is_timed=True)

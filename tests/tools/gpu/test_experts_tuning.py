@@ -1,0 +1,18 @@
+"""Tiles of experts' products, one beside another."""
+
+from __future__ import annotations
+
+import pytest
+
+from numba_kernels.cuda.experts import hopper
+from tools.gpu import experts_tuning
+from tools.gpu.sections import Options
+
+
+@pytest.mark.emulator
+@pytest.mark.exhaustive
+def test_every_tile_is_timed() -> None:
+    (case,) = experts_tuning.cases(Options("emulated:sm_90a", is_quick=True))
+    found = case.run()["us"]
+    assert list(found) == ["mma.sync", *map(str, hopper.TILES)]
+    assert all(us > 0 for us in found.values())

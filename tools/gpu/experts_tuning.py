@@ -1,0 +1,67 @@
+"""Which tile is the fastest for so many rows of each expert: what `runtime.backends.cuda_experts` chooses by models.
+
+`mma.sync` stands beside each tile of `wgmma`; before these, quantised experts are written out. The layers are those of
+"experts speed", which says what they are and checks what comes out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from unittest.mock import patch
+
+import numpy as np
+
+from numba_kernels.cuda.experts import hopper
+from numba_kernels.cuda.gemm.hopper_ring import Tile
+from runtime import ops
+from runtime.backends import cuda_experts
+from runtime.bench.kernels.cases import Inputs
+from runtime.bench.kernels.timing import Stopwatch
+from runtime.routing import Routing, RoutingRule
+from tools.gpu.quantized import put
+from tools.gpu.quantized_speed import MIXTURES, Mixture, Recorded, mixture_weights
+from tools.gpu.sections import Case, Options, Result
+from tools.gpu.speed import stopwatch_of
+
+ROWS = {
+    ("gpt-oss-20b", "mxfp4"): (64, 128, 256), ("gpt-oss-20b", "bf16"): (32, 64, 128, 192, 256),
+    ("qwen3-30b-a3b", "bf16"): (32, 64, 128, 256),
+}  # fmt: skip
+"""Of each expert, by model and format."""
+
+
+def cases(options: Options) -> Iterator[Case]:
+    """One for each number of rows."""
+    stopwatch = stopwatch_of(options)
+    if options.is_quick:
+        tiny = Mixture("tiny", "mxfp4", 6, 3, 2, 64, 64)
+        yield Case(tiny.name, functools.partial(_times, stopwatch, tiny))
+        return
+    for (model, name), counts in ROWS.items():
+        num_experts, top_k, *_ = sizes = MIXTURES[model]
+        for rows in counts:
+            mixture = Mixture(model, name, rows * num_experts // top_k, *sizes)
+            yield Case(f"{model}, {name}, {rows} rows each", functools.partial(_times, stopwatch, mixture))
+
+
+def _times(stopwatch: Stopwatch, mixture: Mixture) -> Result:
+    """Microseconds of both products with the order and the sum, by tile. Each expert has equally many rows."""
+    gpu, tokens, top_k = stopwatch.gpu, mixture.tokens, mixture.top_k
+    gate_up, down = mixture_weights(gpu, mixture.format, mixture.num_experts, mixture.hidden, mixture.inner)[0]
+    x = put(gpu, Inputs(gpu, 1).normal((tokens, mixture.hidden), "bf16"))
+    turns = np.arange(tokens * top_k).reshape(tokens, top_k)
+    ids = np.random.default_rng(0).permutation(mixture.num_experts)[turns % mixture.num_experts].astype(np.int32)
+    rule = RoutingRule(num_experts=mixture.num_experts, top_k=top_k)
+    chosen = Routing(put(gpu, ids), put(gpu, np.full(ids.shape, 1 / top_k, np.float32)), rule)
+
+    def recorded(tile: Tile | None) -> Recorded:
+        with patch.object(cuda_experts, "_hopper_tile", lambda *_: tile):
+            return Recorded(gpu, lambda: ops.experts(x, chosen, gate_up, down, "silu"))
+
+    competitors = {"mma.sync" if tile is None else str(tile): recorded(tile) for tile in (None, *hopper.TILES)}
+    times = stopwatch.times(competitors)
+    return {
+        "sizes": [tokens, mixture.num_experts, top_k, mixture.hidden, mixture.inner],
+        "us": {name: round(each.median_us, 2) for name, each in times.items()},
+    }
