@@ -14,9 +14,8 @@ from numba_kernels.cuda import activation as _activation
 from numba_kernels.cuda import gemm as _gemm
 from numba_kernels.cuda import norm as _norm
 from numba_kernels.cuda import reordered as _reordered
-from numba_kernels.cuda.gemm.few_rows import MAX_ROWS as FEW_ROWS
 from runtime.backends import cuda_cublas, cuda_segments
-from runtime.backends.cuda_packed import Planned, matrix_of, plan_product, rows_of
+from runtime.backends.cuda_packed import NEVER_ROUNDED, Planned, matrix_of, plan_product, rows_of
 from runtime.backends.cuda_tensor import alignment
 from runtime.backends.remembered import remembered
 from runtime.device.gpu import Gpu
@@ -118,9 +117,9 @@ def linear_glu(x: Tensor, weight: GpuWeight, activation: str, norm: RmsNorm | No
 
 
 def _normalised_apart(x: Tensor, weight: GpuWeight, norm: RmsNorm | None) -> tuple[Tensor, RmsNorm | None]:
-    """x, and the norm that products still have to see to: as few rows, and those on odd bounds, are never rounded, they
-    are normalised here."""
-    if norm is None or weight.is_normed or (x.shape[0] > FEW_ROWS and x.address & 15 == 0 and not weight.exact):
+    """x, and the norm that products still have to see to: a few rows, and those on odd bounds, are never rounded, so
+    that they are normalised here."""
+    if norm is None or weight.is_normed or (x.shape[0] > NEVER_ROUNDED and x.address & 15 == 0 and not weight.exact):
         return x, norm
     return rms_norm(x, norm.weight, norm.eps, None), None
 

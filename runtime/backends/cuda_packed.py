@@ -8,6 +8,7 @@ such matrix is needed then.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 from numba_kernels.cuda import dequantize, gemm, rounded_norm, rounded_rows
@@ -19,6 +20,9 @@ from runtime.device.gpu import Gpu
 from runtime.linear.norm import RmsNorm
 from runtime.linear.weight import GpuWeight, PackedWeight
 from runtime.tensor.tensor import Tensor
+
+NEVER_ROUNDED = 16
+"""Up to so many rows are multiplied as they are: they take no longer than the weight's bytes do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ def _choose(gpu: Gpu, weight: GpuWeight, product: gemm.Product, *, has_norm: boo
         return Planned(gemm.plan(product, machine, weight.tier))
     plain = replace(product, weight=product.x)
     if _is_faster_rounded(weight, product, plain, machine, has_norm=has_norm):
-        return _plan_rounded(weight, product, machine, has_norm=has_norm)
+        return plan_rounded(weight, product, machine, has_norm=has_norm)
     if gemm.can_read(product, machine, weight.tier) and (
         product.exact or product.m <= FEW_ROWS or _is_faster_packed(weight, product, plain, machine)
     ):
@@ -75,9 +79,15 @@ def can_round(weight: PackedWeight, product: gemm.Product, machine: gemm.Machine
     return not (gemm.hopper_bytes.why_not(product, machine) and gemm.byte_tiles.why_not(product, machine))
 
 
-def _plan_rounded(
+def rounded_tier(product: gemm.Product, machine: gemm.Machine) -> ModuleType:
+    """What multiplies a weight of bytes by rows of such, where anything does."""
+    return gemm.byte_tiles if gemm.hopper_bytes.why_not(product, machine) else gemm.hopper_bytes
+
+
+def plan_rounded(
     weight: PackedWeight, product: gemm.Product, machine: gemm.Machine, *, has_norm: bool
 ) -> Planned:
+    """The kernels of a product that can be had so (`can_round`)."""
     packing = packing_of(product.weight)
     assert packing is not None
     element = "s8" if packing.element == "u8" else packing.element
@@ -96,22 +106,21 @@ def _is_faster_packed(
 ) -> bool:
     """Whether the models say that unpacking in registers beats a 16-bit matrix, made for this product alone. Exact
     products never ask: the kernel may not depend on the rows."""
-    made = dequantize.seconds(weight.packing, *weight.shape, product.x, machine.memory_bytes)
+    made = dequantize.seconds(weight.packing, *weight.shape, product.x, machine.sustained_bytes)
     return gemm.modelled_s(product, machine) <= made + gemm.modelled_s(plain, machine)
 
 
 def _is_faster_rounded(
     weight: PackedWeight, product: gemm.Product, plain: gemm.Product, machine: gemm.Machine, *, has_norm: bool
 ) -> bool:
-    """Whether x may be rounded to bytes, and the models say that many rows are faster so. Few rows stay as they are:
-    the weight's bytes are what takes time. Where a norm's launch is there anyway, rounding costs nothing more."""
-    if weight.tier != "auto" or product.m <= FEW_ROWS or not can_round(weight, product, machine):
+    """Whether x may be rounded to bytes, and the models say that so many rows are faster so. Where a norm's launch is
+    there anyway, rounding costs nothing more."""
+    if weight.tier != "auto" or product.m <= NEVER_ROUNDED or not can_round(weight, product, machine):
         return False
     rounding = 0.0 if has_norm else rounded_rows.seconds(product.m, product.k, machine.memory_bytes)
-    tier = gemm.byte_tiles if gemm.hopper_bytes.why_not(product, machine) else gemm.hopper_bytes
-    made = dequantize.seconds(weight.packing, *weight.shape, product.x, machine.memory_bytes)
+    made = dequantize.seconds(weight.packing, *weight.shape, product.x, machine.sustained_bytes)
     others = min(gemm.modelled_s(product, machine), made + gemm.modelled_s(plain, machine))
-    multiplying: float = tier.seconds(product, machine)
+    multiplying: float = rounded_tier(product, machine).seconds(product, machine)
     return rounding + multiplying < others
 
 

@@ -128,6 +128,7 @@ def sections() -> Iterator[Section]:
     yield Section("sampling speed", "sampling:speed", 35, 20, is_timed=True)
     yield Section("attention parts", "attention_parts:cases", 30, 20, is_timed=True)
     yield Section("tuning", "tuning:cases", 120, 20, is_timed=True)
+    yield Section("packed tuning", "packed_tuning:cases", 45, 20, is_timed=True)
     yield Section("gemv loads", "gemv_loads:cases", 25, 20, is_timed=True)
     yield Section(
         "qwen3-8b batches", "models:batches", 80, 60, models=("qwen3-8b",), argument="qwen3-8b", is_timed=True

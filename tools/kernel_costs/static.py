@@ -25,7 +25,7 @@ from numba_kernels.cache import sources_digest
 from numba_kernels.cache_files import cache_root, locked, read_entry, write_entry
 from numba_kernels.cuda import experts, logprobs, megakernel, sampling
 from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flash_hopper, flash_tensor_core
-from numba_kernels.cuda.gemm import byte_tiles, few_rows, hopper, hopper_bytes, packed_tiles, tensor_core
+from numba_kernels.cuda.gemm import byte_tiles, few_rows_shape, hopper, hopper_bytes, packed_tiles, tensor_core
 from numba_kernels.cuda.registry import specialisations
 from numba_kernels.cuda.specialisation import Specialisation
 from runtime.device.assemble import assemble
@@ -193,7 +193,9 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
     if name.startswith(("gemm_tensor_core", "experts_tensor_core")):
         return {str(tile): tile for tile in tensor_core.TILES}[constants["tile"]].shared_bytes
     if name.startswith("gemm_few_rows"):
-        return max(few_rows.shared_bytes(constants["row_tiles"], 2**i) for i in range(4))
+        tiles, has_clusters = constants["row_tiles"], specialisation.min_capability >= 90
+        most = few_rows_shape.most_streams(tiles, has_clusters=has_clusters)
+        return few_rows_shape.shared_bytes(tiles, most, has_clusters=has_clusters)
     if name.startswith("gemm_packed_row"):  # of 8,192 numbers
         return 8192 * 2
     if name.startswith("gemm_packed_tiles"):

@@ -87,6 +87,7 @@ TIERS: dict[str, ModuleType] = {
 and perhaps
 
     tiles(product, machine) -> tuple[str, ...]  names worth measuring; then `plan` takes one, too
+    modelled_s(product, machine) -> float       closer than `seconds`, for what is compared with no tier
 
 Of tiers that take the same time, the first is chosen."""
 
@@ -137,7 +138,8 @@ def modelled_s(product: Product, machine: Machine) -> float:
     if both.x != "f32":
         least = max(least, 2 * both.m * both.n * both.k / machine.tensor_flops)
     able = [tier for tier in TIERS.values() if not tier.why_not(both, machine)]
-    return max(least, min((tier.seconds(both, machine) for tier in able), default=math.inf))
+    models = [getattr(tier, "modelled_s", tier.seconds) for tier in able]
+    return max(least, min((model(both, machine) for model in models), default=math.inf))
 
 
 def _plan_gated(product: Product, machine: Machine, tier: str) -> Launch | None:

@@ -53,18 +53,32 @@ from numba_kernels.cuda.gemm.epilogue import (
     scale_quad,
     scales_leaver,
 )
-from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product, unpacking_s
+from numba_kernels.cuda.gemm.few_rows_shape import (
+    BLOCK_WARPS,
+    COLUMNS,
+    MAX_ROWS,
+    ROW_TILES,
+    SCALES_BYTES,
+    SPILLING,
+    SPILLS_ON,
+    Shape,
+    choose,
+    has_clusters,
+    seconds_of,
+    shared_bytes,
+)
+from numba_kernels.cuda.gemm.few_rows_shape import num_stages as num_stages_of
+from numba_kernels.cuda.gemm.product import Machine, Product
 from numba_kernels.cuda.gemm.weight_stream import (
     MANY_SCALE_WORDS,
     STEP,
     TILE_COLUMNS,
     scale_words_of,
-    unit_of,
     weight_stream,
 )
 from numba_kernels.cuda.intrinsics import cluster, memory, mma
 from numba_kernels.cuda.intrinsics.device import device_function
-from numba_kernels.cuda.intrinsics.element_types import BITS, ITEM_BYTES
+from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.fragments import copy_all, load_all, multiply_all
 from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, sync_named, wait_for_previous_grid
@@ -73,33 +87,6 @@ from numba_kernels.cuda.packing import PACKINGS, packing_of
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
-
-MAX_ROWS = 64
-_BYTES_UNDER_WAY = 64 << 10  # of the weight, that a block has on its way: 8 warps of 16 loads
-ROW_TILES = (1, 2, 4)  # of 16 rows of x: what kernels are made for
-_SPILLING = {("u4_g128", 4), ("u4_g128_zeros", 1), ("u4_g128_zeros", 4), ("u4_g32", 4)}
-"""Weights and row tiles; with 2 of these all have enough registers."""
-_SPILLS_ON = ("sm_100a", "sm_120a")  # where ptxas finds those two to six registers short
-COLUMNS = 32  # of the output, a warp: so many rows of the weight
-BLOCK_WARPS = 8
-UNPACKING = {4: 1101, 8: 615}  # machine instructions of a warp for 4 KB of a weight, by the bits of its elements
-_PACKED_EFFICIENCY = 0.7  # of the tensor cores' rate, where rows are many; estimated
-SCALES_BYTES = 4 * MAX_ROWS  # in front of shared memory: of x's rows
-_SUSTAINED = 0.9  # of the bandwidth: no read of x is spared below what the weight takes anyway
-_MEETING_S = 0.4e-6  # of a cluster's blocks, and sums out of each other's shared memory; an estimate
-MANY_COLUMNS = 5120  # from here on, two teams of columns fill a large GPU: x is read half as often
-
-
-def _num_stages(row_tiles: int) -> int:
-    """Steps of x in shared memory; a divisor of a stream's steps."""
-    return 4 if row_tiles <= 2 else 2
-
-
-def shared_bytes(row_tiles: int, num_streams: int) -> int:
-    """Bytes of a block's shared memory: scales of rows, and x on its way in, or all warps' sums on their way out."""
-    staged_x = num_streams * _num_stages(row_tiles) * row_tiles * 16 * STEP * 2
-    return SCALES_BYTES + max(staged_x, BLOCK_WARPS * row_tiles * 16 * COLUMNS * 4)
-
 
 @device_function
 def _own_quad(at, block):
@@ -136,19 +123,22 @@ def _kernel(
     columns = COLUMNS // 2 if is_gated else COLUMNS  # of the output, a warp
     load_scale, store_pair = memory.shared_load_f32, memory.shared_store_2xf32
     load_quad_of, load_sum_of = _LOADERS_IN_CLUSTER if has_clusters else _LOADERS
-    stream = weight_stream(weight, dtype, row_tiles, is_gated)
+    num_parts = 4 if has_clusters and row_tiles == 4 else 1  # of x, which a warp has in registers one at a time
+    stream = weight_stream(weight, dtype, row_tiles, is_gated, num_parts > 1)
     num_slots, steps_a_slot, num_steps = stream.num_slots, stream.steps_a_slot, stream.num_steps
     group, unit = num_steps * STEP, stream.unit
     place_stream, advance, scale_columns, scale_column = (
         stream.place, stream.advance, stream.scale_columns, stream.scale_column
     )  # fmt: skip
-    has_row_blocks, out_bytes = row_tiles > 1 and weight != dtype, ITEM_BYTES[out_dtype]
-    block_rows, num_stages = 16 * row_tiles, _num_stages(row_tiles)
+    has_row_blocks = weight != dtype and (row_tiles > 1 or has_clusters)
+    out_bytes = ITEM_BYTES[out_dtype]
+    block_rows, num_stages = 16 * row_tiles, num_stages_of(row_tiles, has_clusters=has_clusters)
     commit, wait_for_all = memory.copy_async_commit, memory.copy_async_wait(0)
     wait_for_next = memory.copy_async_wait(num_stages - 2)
     tile_bytes = 8 * STEP * 2  # of 8 rows of x: a chunk of 16 bytes for each lane
     stage_bytes, sums_bytes = 2 * row_tiles * tile_bytes, row_tiles * 16 * COLUMNS * 4
-    num_x_words, num_sums = 8 * row_tiles, 16 * row_tiles  # registers of a lane
+    part_tiles = row_tiles // num_parts
+    num_x_words, num_sums = 8 * part_tiles, 16 * row_tiles  # registers of a lane
     num_words, num_scale_words, num_zero_words = stream.num_words, stream.num_scale_words, stream.num_zero_words
     copy_tiles = copy_all(2 * row_tiles, tile_bytes)
     flip_of = mma.accumulator_flip(COLUMNS)
@@ -176,21 +166,36 @@ def _kernel(
         """A step of the group: x, once it is there, times the weight; another step of x is asked for."""
         slot, inside = divmod(step, steps_a_slot)
         copy_x, stage = copier(step + num_stages - 1), step % num_stages * stage_bytes
-        load_x = load_all("shared", tuple((4 * j, 0, stage + j * tile_bytes) for j in range(2 * row_tiles)))
         is_packed = stream.unpack is not None
         unpack = None if stream.unpack is None else stream.unpack(slot, inside)
         first = 0 if is_packed else 16 * slot
-        multiply_tiles = multiply_all(
-            dtype,
-            tuple(
-                (
-                    4 * (4 * j + r),
-                    tuple(8 * j + 2 * h + e for e in (0, 4, 1, 5)),
-                    (first + 4 * r + 2 * h, first + 4 * r + 2 * h + 1),
-                )
-                for j in range(row_tiles) for h in range(2) for r in range(4)
-            ),
-        )  # fmt: skip
+
+        def multiplier(part: int) -> Any:
+            """Some tiles of x, from shared memory, times the weight's pairs."""
+            tiles = range(part * part_tiles, (part + 1) * part_tiles)
+            at = stage + 2 * part * part_tiles * tile_bytes
+            load_x = load_all("shared", tuple((4 * j, 0, at + j * tile_bytes) for j in range(2 * part_tiles)))
+            multiply_tiles = multiply_all(
+                dtype,
+                tuple(
+                    (
+                        4 * (4 * tile + r),
+                        tuple(8 * j + 2 * h + e for e in (0, 4, 1, 5)),
+                        (first + 4 * r + 2 * h, first + 4 * r + 2 * h + 1),
+                    )
+                    for j, tile in enumerate(tiles) for h in range(2) for r in range(4)
+                ),
+            )  # fmt: skip
+
+            @device_function
+            def multiply(sums, x_words, x_stages, pairs):
+                load_x(x_words, x_stages)
+                multiply_tiles(sums, x_words, pairs)
+
+            return multiply
+
+        multiply_0 = multiplier(0)
+        multiply_1, multiply_2, multiply_3 = (multiplier(part) if part < num_parts else None for part in (1, 2, 3))
 
         @device_function
         def take_step(
@@ -199,12 +204,15 @@ def _kernel(
         ):  # fmt: skip
             wait_for_x(rank, num_teams)
             copy_x(place, tile_step, x_stages, column, end, num_tiles, chosen)
-            load_x(x_words, x_stages)
+            factor = words
             if is_packed:
                 unpack(pairs, factors, words, scales, zeros)
-                multiply_tiles(sums, x_words, pairs)
-            else:
-                multiply_tiles(sums, x_words, words)
+                factor = pairs
+            multiply_0(sums, x_words, x_stages, factor)
+            if num_parts == 4:
+                multiply_1(sums, x_words, x_stages, factor)
+                multiply_2(sums, x_words, x_stages, factor)
+                multiply_3(sums, x_words, x_stages, factor)
 
         return take_step
 
@@ -451,7 +459,7 @@ def _kernel(
         argument_types=ARGUMENT_TYPES,
         max_threads=BLOCK_WARPS * 32,
         min_blocks=2 if row_tiles == 1 and scale_words <= 2 * MANY_SCALE_WORDS else 1,
-        spills_on=_SPILLS_ON if (weight, row_tiles) in _SPILLING else (),
+        spills_on=SPILLS_ON if (weight, row_tiles) in SPILLING else (),
         min_capability=90 if has_clusters else 80,
         replaced_from=90 if packing is not None and not has_clusters else 0,
         constants={
@@ -459,14 +467,6 @@ def _kernel(
             "square_columns": 0 if is_gated else COLUMNS,
         },
     )  # fmt: skip
-
-
-def split(n: int, k: int, weight: str = "") -> int:
-    """Streams that share a sum over K: a power of two, from the weight's shape and format alone."""
-    num_streams = BLOCK_WARPS if n < MANY_COLUMNS else BLOCK_WARPS // 2
-    while num_streams > 1 and num_streams * unit_of(weight) > k:
-        num_streams //= 2
-    return num_streams
 
 
 def why_not(product: Product, machine: Machine) -> str:
@@ -485,100 +485,30 @@ def why_not(product: Product, machine: Machine) -> str:
 def cache_reads(product: Product, machine: Machine) -> int:
     """Bytes asked of the second-level cache, as the emulator counts them: by each block of rows the weight once, x by
     each block, or each cluster of them."""
-    return _reads(product, machine, _streams(product, machine), _cluster_blocks(product, machine))
-
-
-def _reads(product: Product, machine: Machine, num_streams: int, num_blocks: int) -> int:
-    x_bytes = product.m * product.k * ITEM_BYTES[product.x]
-    columns = _column_blocks(product, machine, num_streams, num_blocks)
-    return _row_blocks(product, machine) * product.weight_bytes + columns * x_bytes
-
-
-def _row_tiles(product: Product, machine: Machine) -> int:
-    """Of 16 rows, that a block has: all rows of the product, else as many as a kernel takes on this architecture."""
-    spilling = _SPILLING if machine.arch in _SPILLS_ON else set()
-    fitting = [tiles for tiles in ROW_TILES if (product.weight, tiles) not in spilling]
-    return next((tiles for tiles in fitting if 16 * tiles >= product.m), fitting[-1])
-
-
-def _row_blocks(product: Product, machine: Machine) -> int:
-    return -(-product.m // (16 * _row_tiles(product, machine)))
-
-
-def _streams(product: Product, machine: Machine) -> int:
-    """Streams of K: of exact products and few rows by the weight alone; of more, as many as fill the GPU."""
-    n, k = (product.whole if product.exact else None) or (product.weight_rows, product.k)
-    num_streams = split(n, k, product.weight)
-    if product.exact or product.m <= MAX_ROWS:
-        return num_streams
-    row_blocks, columns = _row_blocks(product, machine), -(-product.weight_rows // COLUMNS)
-    enough = machine.num_multiprocessors
-    while num_streams > 1 and row_blocks * -(-columns * num_streams // (2 * BLOCK_WARPS)) >= enough:
-        num_streams //= 2
-    return num_streams
-
-
-def _cluster_blocks(product: Product, machine: Machine) -> int:
-    """Blocks that share K: as many as the reads of x are worth meeting for. They change no bit."""
-    num_streams = _streams(product, machine)
-    if not _has_clusters(product, machine) or product.m > MAX_ROWS:
-        return 1
-
-    def time_s(num_blocks: int) -> float:
-        read = max(
-            product.weight_bytes / (_SUSTAINED * machine.memory_bytes),
-            _reads(product, machine, num_streams, num_blocks) / machine.cache_bytes,
-        )  # fmt: skip
-        return read + (_MEETING_S if num_blocks > 1 else 0.0)
-
-    return min((count for count in (1, 2, 4, 8) if count <= num_streams), key=time_s)
-
-
-def _has_clusters(product: Product, machine: Machine) -> bool:
-    """Whether blocks of its kernel meet in clusters: those of packed weights, where there are such."""
-    return packing_of(product.weight) is not None and int(machine.arch.rstrip("af")[3:]) >= 90
-
-
-def _column_blocks(product: Product, machine: Machine, num_streams: int, num_blocks: int) -> int:
-    """Each so many blocks' of a cluster, which have so many streams together."""
-    return -(-product.weight_rows // (COLUMNS * BLOCK_WARPS * num_blocks // num_streams))
+    return choose(product, machine).cache_reads(product)
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """By work, what its blocks read from the second-level cache, and latency."""
-    row_blocks, num_blocks = _row_blocks(product, machine), _cluster_blocks(product, machine)
-    column_blocks = num_blocks * _column_blocks(product, machine, _streams(product, machine), num_blocks)
-    rows = -(-product.m // 16) * 16 if row_blocks == 1 else row_blocks * 16 * _row_tiles(product, machine)
-    work = 2 * product.weight_rows * product.k * rows / machine.tensor_flops
-    at_once, issued = min(column_blocks * row_blocks, machine.num_multiprocessors), 0.0
-    packing = packing_of(product.weight)
-    if packing is None:
-        at_once, under_way = column_blocks, _BYTES_UNDER_WAY
-    else:  # unpacking shares the instructions' issue with the products
-        work, under_way = work / _PACKED_EFFICIENCY if row_blocks > 1 else work, _BYTES_UNDER_WAY // 2
-        loop = UNPACKING[BITS[packing.element]]
-        issued = unpacking_s(product.weight_bytes * row_blocks, loop, machine.num_multiprocessors)
-    meeting = _MEETING_S if num_blocks > 1 else 0.0
-    return meeting + max(
-        work,
-        issued,
-        cache_reads(product, machine) / machine.cache_bytes,
-        LATENCY_S * product.weight_bytes * row_blocks / (at_once * under_way),
-    )
+    """By `few_rows_shape`'s model."""
+    return seconds_of(product, machine, choose(product, machine))
 
 
 def plan(product: Product, machine: Machine) -> Launch:
     """A launch for a product that it can compute and that is not empty."""
-    row_tiles, all_streams = _row_tiles(product, machine), _streams(product, machine)
-    num_blocks = _cluster_blocks(product, machine)
-    columns, num_streams = _column_blocks(product, machine, all_streams, num_blocks), all_streams // num_blocks
+    return plan_shape(product, machine, choose(product, machine))
+
+
+def plan_shape(product: Product, machine: Machine, shape: Shape) -> Launch:
+    """The same with blocks of such a shape."""
+    is_clustered, num_streams = has_clusters(product, machine), shape.num_streams // shape.num_blocks
     kernel = _kernel(
-        product.x, product.weight, product.out, row_tiles, product.epilogue.activation,
-        _has_clusters(product, machine),
-    )  # fmt: skip
+        product.x, product.weight, product.out, shape.row_tiles, product.epilogue.activation, is_clustered
+    )
     return Launch(
-        kernel, (columns * num_blocks, _row_blocks(product, machine), 1), (32, num_streams, BLOCK_WARPS // num_streams),
-        shared_bytes=shared_bytes(row_tiles, num_streams), cluster=(num_blocks, 1, 1),
+        kernel, (shape.columns(product) * shape.num_blocks, shape.row_blocks(product), 1),
+        (32, num_streams, BLOCK_WARPS // num_streams),
+        shared_bytes=shared_bytes(shape.row_tiles, num_streams, has_clusters=is_clustered),
+        cluster=(shape.num_blocks, 1, 1),
     )  # fmt: skip
 
 
@@ -592,5 +522,5 @@ def specialisations() -> Iterator[Specialisation]:
     for weight in PACKINGS:
         for row_tiles in ROW_TILES:
             for activation in ("", "silu"):
-                for has_clusters in (False, True):
-                    yield _kernel("bf16", weight, "bf16", row_tiles, activation, has_clusters)
+                for is_clustered in (False, True):
+                    yield _kernel("bf16", weight, "bf16", row_tiles, activation, is_clustered)

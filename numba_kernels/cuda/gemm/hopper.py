@@ -58,6 +58,7 @@ TILES, SPLIT_TILES = (SMALL, PAIR, THIN, MIDDLE, WIDE, LARGE), (NARROW, SMALL)
 
 
 ARCH = "sm_90a"
+MEASURED_ROWS, _MEASURED_ENDS_S = 128, 10e-6
 LEAST_ROWS = 17  # from so many on it may be the fastest
 CLOCK_HZ = 1.755e9  # of an H200 under load
 
@@ -259,6 +260,17 @@ def seconds(product: Product, machine: Machine) -> float:
     ends = (ENDS_CYCLES if parts == 1 else SPLIT_ENDS_CYCLES) / CLOCK_HZ
     read = cache_reads(product, tile) / machine.cache_bytes + ends
     return max(_rounds_cycles(tile, parts, m, n, k, machine) / CLOCK_HZ, read)
+
+
+def modelled_s(product: Product, machine: Machine) -> float:
+    """As `seconds`, for a comparison with what is no tier: 17 to 128 rows as they were measured on an H200
+    (docs/measurements, 2026-11-26), within an eighth but for N = 4096 at 128 rows, whose 44 µs it takes for 56."""
+    if product.exact or not few_rows.MAX_ROWS // 4 < product.m <= MEASURED_ROWS:
+        return seconds(product, machine)
+    m, n, k = product.m, product.n, product.k
+    tile, parts = choose(m, n, k, machine, exact=False)
+    read = max(cache_reads(product, tile) / machine.cache_bytes, product.weight_bytes / machine.sustained_bytes)
+    return max(cycles(tile, parts, m, n, k, machine) / CLOCK_HZ, read) + _MEASURED_ENDS_S
 
 
 def cache_reads(product: Product, tile: Tile) -> int:

@@ -140,6 +140,11 @@ class Machine:
     tensor_flops: float
     float_flops: float
 
+    @property
+    def sustained_bytes(self) -> float:
+        """Of device memory, by a kernel that begins with nothing on its way: as measured on an H200."""
+        return 0.8 * self.memory_bytes
+
     def clusters_at_once(self, num_blocks: int) -> int:
         """Of so many blocks each. As many as there are multiprocessors for, where the device was not asked."""
         return dict(self.max_clusters).get(num_blocks, max(1, self.num_multiprocessors // num_blocks))

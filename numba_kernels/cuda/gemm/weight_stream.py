@@ -73,12 +73,13 @@ class WeightStream:
 
 
 @functools.cache
-def weight_stream(weight: str, dtype: str, row_tiles: int, is_gated: bool) -> WeightStream:
-    """Of a product's weight and x's dtype, for so many tiles of 16 rows of x."""
+def weight_stream(weight: str, dtype: str, row_tiles: int, is_gated: bool, has_parts: bool = False) -> WeightStream:
+    """Of a product's weight and x's dtype, for so many tiles of 16 rows of x, or, with `has_parts`, one at a time."""
     packing = packing_of(weight)
     if packing is None:
         return _plain(is_gated)
-    is_tight = row_tiles == 4 and (packing.steps == 4 or scale_words_of(packing, dtype) > MANY_SCALE_WORDS)
+    has_few_registers = packing.steps == 4 and (packing.has_zeros or not has_parts)
+    is_tight = row_tiles == 4 and (has_few_registers or scale_words_of(packing, dtype) > MANY_SCALE_WORDS)
     return _packed(packing, dtype, is_gated, 1 if is_tight else PACKED_SLOTS)
 
 

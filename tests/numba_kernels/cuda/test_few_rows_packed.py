@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from numba_kernels.cuda import gemm
-from numba_kernels.cuda.gemm import few_rows
+from numba_kernels.cuda.gemm import few_rows, few_rows_shape
 from numba_kernels.cuda.packing import PACKINGS
 from tests.numba_kernels.cuda.harness import assert_equal, empty, get, numpy_dtype, put
 from tests.numba_kernels.cuda.packed_cases import packed_matrix
@@ -20,7 +20,7 @@ DEFAULT = [
     ("e2m1_g16_e4m3", "bf16", (2, 40, 328), "emulated:sm_90a"), ("u8", "bf16", (1, 6200, 72), "emulated:sm_90a"),
 ]  # fmt: skip
 SWEEP = [
-    ("u4_g128_zeros", "bf16", (70, 40, 264), "emulated:sm_120a"),  # in blocks of 32 rows
+    ("u4_g128_zeros", "bf16", (70, 40, 264), "emulated:sm_120a"),
     ("u4_g128", "bf16", (70, 40, 264), "emulated:sm_90a"), ("u4_g32", "bf16", (1, 100, 1304), "emulated:sm_90a"),
     ("e4m3_g128", "bf16", (1, 33, 264), "emulated:sm_80"),
 ] + [
@@ -128,13 +128,16 @@ CLUSTERS = [("u4_g128", (16, 300, 2056), ""), ("e4m3_g128", (33, 48, 1096), "sil
 def test_blocks_that_share_k_change_no_bit(gpu, monkeypatch, name, sizes, activation):
     """Of 1 to 8 blocks of a cluster, as many as have a stream each."""
     found, launched = [], []
-    plan = few_rows.plan
-    monkeypatch.setattr(few_rows, "plan", lambda *given: launched.append(plan(*given)) or launched[-1])
     monkeypatch.setattr(few_rows, "seconds", lambda *_: 0.0)
     for num_blocks in (1, 2, 4, 8):
-        monkeypatch.setattr(few_rows, "_cluster_blocks", lambda asked, machine, most=num_blocks: min(
-            most, few_rows._streams(asked, machine)
-        ))  # fmt: skip
+
+        def plan(asked, machine, most=num_blocks):
+            shape = few_rows_shape.choose(asked, machine)
+            shape = dataclasses.replace(shape, num_blocks=min(most, shape.num_streams))
+            launched.append(few_rows.plan_shape(asked, machine, shape))
+            return launched[-1]
+
+        monkeypatch.setattr(few_rows, "plan", plan)
         found.append(product(gpu, name, "bf16", sizes, activation=activation, bias=not activation))
     got, expected, bound = found[0]
     assert (np.abs(got - expected) <= bound).all()
@@ -148,9 +151,27 @@ def test_blocks_that_share_k_change_no_bit(gpu, monkeypatch, name, sizes, activa
 )
 def test_blocks_have_fewer_rows_where_a_kernel_spills(arch, m, row_blocks, rows):
     epilogue = gemm.Epilogue(has_residual=False, is_aligned=True)
-    launch = gemm.plan(gemm.Product(m, 40, 256, "bf16", "u4_g32", epilogue=epilogue), gemm.machine_of(arch))
-    assert launch is not None
+    launch = few_rows.plan(gemm.Product(m, 8192, 8192, "bf16", "u4_g32", epilogue=epilogue), gemm.machine_of(arch))
     assert (launch.grid[1], launch.specialisation.name) == (row_blocks, f"gemm_few_rows_u4_g32_bf16_bf16_{rows}_c")
+
+
+def test_clusters_are_those_that_run_at_once():
+    """A H200 of 132 multiprocessors ran 30 clusters of 4 where 33 would have room: 32 of them took twice the time."""
+    product = gemm.Product(64, 8192, 8192, "bf16", "u4_g128", epilogue=gemm.Epilogue(has_residual=False))
+    for fours, most in ((30, 2), (33, 4)):
+        machine = gemm.machine_of("sm_90a", 132, ((2, 66), (4, fours), (8, 14)))
+        for shape in few_rows_shape.shapes(product, machine):
+            assert 1 < shape.num_blocks <= most
+            assert shape.rounds(product, machine) == -(-shape.row_blocks(product) * 128 // 132)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120a"])
+def test_shared_memory_of_every_shape_fits_the_smallest_gpu(arch):
+    for m in (1, 17, 64, 128, 300):
+        for n, k in ((64, 4096), (4096, 12288), (8192, 8192)):
+            product = gemm.Product(m, n, k, "bf16", "u4_g32", epilogue=gemm.Epilogue(has_residual=False))
+            for shape in few_rows_shape.shapes(product, gemm.machine_of(arch)):
+                assert few_rows.plan_shape(product, gemm.machine_of(arch), shape).shared_bytes <= 99 << 10
 
 
 def test_what_is_refused():

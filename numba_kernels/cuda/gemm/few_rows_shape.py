@@ -1,0 +1,200 @@
+"""How many blocks a product of few rows (`few_rows.py`) has, what each does, and how long that takes.
+
+A block has 16, 32 or 64 rows of x, and 8 warps. A packed weight leaves a choice of rows: blocks of fewer rows are more
+blocks, which each unpack the weight again; and of clusters, whose blocks share K.
+
+The time of a step, 32 of K for all warps of a block, is latency and issue more than bandwidth. It was measured on an
+H200 (docs/measurements, 2026-11-26): 8192 x 8192, 4096 x 12288 and 6144 x 4096, INT4 and FP8. What was not is marked
+as estimated. The GPU ran 31 or fewer clusters of 4 blocks at once, though it has 132 multiprocessors: 32 of them took
+two rounds, and the weight's time twice. So clusters are made only as large as all run in one round.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product, unpacking_s
+from numba_kernels.cuda.gemm.weight_stream import STEP, unit_of
+from numba_kernels.cuda.intrinsics.element_types import BITS, ITEM_BYTES
+from numba_kernels.cuda.packing import packing_of
+
+MAX_ROWS = 64
+ROW_TILES = (1, 2, 4)  # of 16 rows of x: what kernels are made for
+COLUMNS = 32  # of the output, a warp: so many rows of the weight
+BLOCK_WARPS = 8
+SPILLING = {
+    ("u4_g128", 4), ("u4_g128_zeros", 1), ("u4_g128_zeros", 4), ("u4_g32", 4), ("e2m1_g32_exponents", 4),
+    ("e2m1_g16_e4m3", 4),
+}  # fmt: skip
+"""Weights and row tiles; with 2 of these all have enough registers."""
+SPILLS_ON = ("sm_100a", "sm_120a")  # where ptxas finds those some registers short
+MANY_COLUMNS = 8449
+"""From here on two teams of columns fill a large GPU, and x is read half as often. Below, blocks of a single team are
+at most 264, two for each multiprocessor of a H200."""
+MANY_PACKED_COLUMNS = 5120  # the same of packed weights, whose blocks of 32 or 64 rows have a multiprocessor each
+SCALES_BYTES = 4 * MAX_ROWS  # in front of shared memory: of x's rows
+UNPACKING = {4: 1101, 8: 615}  # machine instructions of a warp for 4 KB of a weight, by the bits of its elements
+
+_BYTES_UNDER_WAY = 64 << 10  # of the weight, that a block has on its way: 8 warps of 16 loads
+_PACKED_EFFICIENCY = 0.7  # of the tensor cores' rate, where rows are many; estimated
+_SUSTAINED = 0.9  # of the bandwidth: no read of x is spared below what the weight takes anyway
+_MEETING_S = 0.4e-6  # of a cluster's blocks, and sums out of each other's shared memory; an estimate
+_STEP_S = {1: 0.42e-6, 2: 0.45e-6, 4: 0.65e-6}
+"""A step's time by row tiles, where a multiprocessor has one block: measured for 1 (0.35 to 0.45), estimated for 2 and
+4. The kernel of 4 that copied x only one step ahead took 0.93; without clusters it still does."""
+_STEP_ONE_AHEAD_S = 0.93e-6
+_STEP_OF_TWO_S = 0.54e-6  # of two blocks of 16 rows beside each other; estimated
+_TEAMS_S = 0.03e-6
+"""A step waits so much longer for each doubling of the teams that share x, and each 16 rows: measured for 64 rows, 0.12
+between 2 teams and 8, a doubling."""
+_ENDS_S = 4.5e-6  # a launch and its first loads, and its last sums: measured
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the blocks of a launch are.
+
+    Attributes:
+        row_tiles: of 16 rows, a block's.
+        num_streams: that K is split into, of all blocks of a cluster.
+        num_blocks: of a cluster. They change no bit.
+    """
+
+    row_tiles: int
+    num_streams: int
+    num_blocks: int = 1
+
+    def row_blocks(self, product: Product) -> int:
+        """Blocks above each other."""
+        return -(-product.m // (16 * self.row_tiles))
+
+    def columns(self, product: Product) -> int:
+        """Clusters beside each other: each has the columns that its blocks would have without one."""
+        return -(-product.weight_rows // (COLUMNS * BLOCK_WARPS * self.num_blocks // self.num_streams))
+
+    def cache_reads(self, product: Product) -> int:
+        """Bytes asked of the second-level cache: by each block of rows the weight once, x by each cluster."""
+        x_bytes = product.m * product.k * ITEM_BYTES[product.x]
+        return self.row_blocks(product) * product.weight_bytes + self.columns(product) * x_bytes
+
+    def steps(self, product: Product) -> int:
+        """Of a warp: its stream's."""
+        unit = unit_of(product.weight)
+        num_units = -(-product.k // unit)
+        return -(-num_units // self.num_streams) * unit // STEP
+
+    def rounds(self, product: Product, machine: Machine) -> int:
+        """In which clusters run one after another, with a block a multiprocessor."""
+        clusters = self.row_blocks(product) * self.columns(product)
+        at_once = machine.num_multiprocessors if self.num_blocks == 1 else machine.clusters_at_once(self.num_blocks)
+        return -(-clusters // max(1, at_once))
+
+
+def num_stages(row_tiles: int, *, has_clusters: bool) -> int:
+    """Steps of x in shared memory; a divisor of a stream's steps. Eight streams of 64 rows would be too many bytes for
+    some GPUs; where there are clusters, no block has more than four of those."""
+    return 4 if row_tiles <= 2 or has_clusters else 2
+
+
+def shared_bytes(row_tiles: int, num_streams: int, *, has_clusters: bool = False) -> int:
+    """Bytes of a block's shared memory: scales of rows, and x on its way in, or all warps' sums on their way out."""
+    staged_x = num_streams * num_stages(row_tiles, has_clusters=has_clusters) * row_tiles * 16 * STEP * 2
+    return SCALES_BYTES + max(staged_x, BLOCK_WARPS * row_tiles * 16 * COLUMNS * 4)
+
+
+def most_streams(row_tiles: int, *, has_clusters: bool) -> int:
+    """Of a block: those whose x its shared memory holds on every GPU."""
+    return BLOCK_WARPS // 2 if row_tiles == 4 and has_clusters else BLOCK_WARPS
+
+
+def split(n: int, k: int, weight: str = "") -> int:
+    """Streams that share a sum over K: a power of two, from the weight's shape and format alone."""
+    many = MANY_COLUMNS if packing_of(weight) is None else MANY_PACKED_COLUMNS
+    num_streams = BLOCK_WARPS if n < many else BLOCK_WARPS // 2
+    while num_streams > 1 and num_streams * unit_of(weight) > k:
+        num_streams //= 2
+    return num_streams
+
+
+def has_clusters(product: Product, machine: Machine) -> bool:
+    """Whether blocks of its kernel meet in clusters: those of packed weights, where there are such."""
+    return packing_of(product.weight) is not None and int(machine.arch.rstrip("af")[3:]) >= 90
+
+
+def shapes(product: Product, machine: Machine) -> list[Shape]:
+    """Those worth a comparison: without clusters of as many row tiles as the rows fill, and each with as many blocks of
+    a cluster as serve it best."""
+    spilling = SPILLING if machine.arch in SPILLS_ON else set()
+    fitting = [tiles for tiles in ROW_TILES if (product.weight, tiles) not in spilling]
+    most = next((tiles for tiles in fitting if 16 * tiles >= product.m), fitting[-1])
+    if not has_clusters(product, machine):
+        return [Shape(most, num_streams) for num_streams in _streams(product)]
+    found = []
+    for tiles in fitting:
+        for num_streams in _streams(product) if tiles <= most else ():
+            found.append(Shape(tiles, num_streams, _cluster_blocks(product, machine, tiles, num_streams)))
+    return found
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def choose(product: Product, machine: Machine) -> Shape:
+    """The one that takes the least time; of several, the one with the most rows."""
+    return min(reversed(shapes(product, machine)), key=lambda shape: seconds_of(product, machine, shape))
+
+
+def _streams(product: Product) -> list[int]:
+    """Streams of K: of exact products and few rows by the weight alone; of more, that and all that are fewer."""
+    n, k = (product.whole if product.exact else None) or (product.weight_rows, product.k)
+    most = split(n, k, product.weight)
+    if product.exact or product.m <= MAX_ROWS:
+        return [most]
+    return [1 << power for power in reversed(range(most.bit_length()))]
+
+
+def _cluster_blocks(product: Product, machine: Machine, row_tiles: int, num_streams: int) -> int:
+    """Blocks that share K: as many as the reads of x are worth meeting for, if they take no more rounds."""
+    most = most_streams(row_tiles, has_clusters=True)
+    able = [Shape(row_tiles, num_streams, count) for count in (1, 2, 4, 8) if count <= num_streams <= count * most]
+    least = min(shape.rounds(product, machine) for shape in able)
+
+    def time_s(shape: Shape) -> float:
+        read = max(
+            product.weight_bytes / (_SUSTAINED * machine.memory_bytes),
+            shape.cache_reads(product) / machine.cache_bytes,
+        )  # fmt: skip
+        teams = BLOCK_WARPS * shape.num_blocks // num_streams
+        waiting = shape.steps(product) * _TEAMS_S * row_tiles * (teams.bit_length() - 1)
+        return read + waiting + (_MEETING_S if shape.num_blocks > 1 else 0.0)
+
+    return min((shape for shape in able if shape.rounds(product, machine) == least), key=time_s).num_blocks
+
+
+def seconds_of(product: Product, machine: Machine, shape: Shape) -> float:
+    """By work, what its blocks read from the second-level cache, latency, and of packed weights, steps."""
+    row_blocks, column_blocks = shape.row_blocks(product), shape.num_blocks * shape.columns(product)
+    rows = -(-product.m // 16) * 16 if row_blocks == 1 else row_blocks * 16 * shape.row_tiles
+    work = 2 * product.weight_rows * product.k * rows / machine.tensor_flops
+    read = shape.cache_reads(product) / machine.cache_bytes
+    packing = packing_of(product.weight)
+    if packing is None:
+        latency = LATENCY_S * product.weight_bytes * row_blocks / (column_blocks * _BYTES_UNDER_WAY)
+        return max(work, read, latency)
+    # Unpacking shares the instructions' issue with the products.
+    work = work / _PACKED_EFFICIENCY if row_blocks > 1 else work
+    loop = UNPACKING[BITS[packing.element]]
+    issued = unpacking_s(product.weight_bytes * row_blocks, loop, machine.num_multiprocessors)
+    at_once = min(column_blocks * row_blocks, machine.num_multiprocessors)
+    latency = LATENCY_S * product.weight_bytes * row_blocks / (at_once * _BYTES_UNDER_WAY // 2)
+    meeting, rounds = _MEETING_S if shape.num_blocks > 1 else 0.0, shape.rounds(product, machine)
+    least = meeting + max(work, issued, read, latency)
+    if product.m <= 16:  # one row is compared with `packed_row`, whose model has no launch
+        return least
+    step = _STEP_S[shape.row_tiles]
+    if shape.row_tiles == 4 and not has_clusters(product, machine):
+        step = _STEP_ONE_AHEAD_S
+    if shape.row_tiles == 1:  # two blocks a multiprocessor
+        walking = rounds // 2 * _STEP_OF_TWO_S + rounds % 2 * step
+    else:
+        walking = rounds * step
+    return _ENDS_S + max(least, meeting + walking * shape.steps(product))

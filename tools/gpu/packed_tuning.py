@@ -1,0 +1,123 @@
+"""Which kernel is the fastest for 17 to 256 rows of quantised weights: every way that a plan may take, timed by itself.
+
+The ways are `few_rows` in blocks of 16, 32 and 64 rows, `packed_tiles`, rows that are rounded to bytes first, and the
+weight written out in front of a 16-bit product. What plans believe of each stands beside it, in "modelled".
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+
+from numba_kernels.cuda import dequantize, gemm, rounded_rows
+from numba_kernels.cuda.gemm import few_rows, few_rows_shape, packed_tiles
+from runtime import ops
+from runtime.backends import cuda_linear, cuda_packed
+from runtime.backends.cuda_packed import Planned
+from runtime.bench.kernels.cases import Inputs, sampled
+from runtime.bench.kernels.timing import Stopwatch
+from runtime.linear.weight import PackedWeight
+from tools.gpu.packed_layers import packed_layer
+from tools.gpu.packed_layers import rounded_rows as numpy_rounded
+from tools.gpu.quantized import errors, put
+from tools.gpu.quantized_speed import Recorded
+from tools.gpu.sections import Case, Options, Result
+from tools.gpu.speed import stopwatch_of
+
+FORMATS = ("int4 g128", "fp8", "fp8 blocks", "mxfp4", "int8")
+SHAPES = ((8192, 8192), (6144, 4096), (4096, 12288))
+ROWS = (64, 32, 128, 17, 48, 96, 256)
+FULL_FORMATS = FORMATS[:3]
+"""With all of these rows; the others have the first three."""
+
+
+def cases(options: Options) -> Iterator[Case]:
+    """A weight and a number of rows each."""
+    stopwatch = stopwatch_of(options)
+    if options.is_real and not options.is_dry:
+        stopwatch = Stopwatch(stopwatch.gpu, 10)
+    for width, depth in [(64, 128)] if options.is_quick else SHAPES:
+        for name in FORMATS[:2] if options.is_quick else FORMATS:
+            for rows in (17,) if options.is_quick else ROWS if name in FULL_FORMATS else ROWS[:3]:
+                run = functools.partial(_measure, options, stopwatch, name, rows, width, depth)
+                yield Case(f"{name}, {rows} x {width} x {depth}", run)
+
+
+def _measure(options: Options, stopwatch: Stopwatch, name: str, rows: int, width: int, depth: int) -> Result:
+    """{"us": {way: median}, "modelled": {way: µs}, "plan": its way}. Each is verified first."""
+    gpu, layer = stopwatch.gpu, packed_layer(stopwatch.gpu, name, width, depth)
+    weight = layer.weight
+    assert isinstance(weight, PackedWeight)
+    x = Inputs(gpu, rows).normal((rows, depth), "bf16")
+    given, some = put(gpu, x), sampled(rows)
+    product = gemm.Product(
+        rows, width, depth, "bf16", weight.elements, epilogue=gemm.Epilogue(has_residual=False, is_aligned=True)
+    )
+    machine = gemm.machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
+    found = _ways(weight, product, machine)
+    competitors: dict[str, Any] = {}
+    for way, (planned, _) in found.items():
+        weight.plans.clear()
+        with patch.object(cuda_linear, "plan_product", lambda *_, planned=planned, **__: planned):
+            ours = competitors[way] = Recorded(gpu, lambda: ops.linear(given, weight))
+        if not options.is_dry:
+            result = ours.result.to("cpu").array[some].astype(np.float32)
+            errors(result, layer.expected(numpy_rounded(x[some], weight) if planned.rounding else x[some]))
+    weight.plans.clear()
+    chosen = cuda_packed.plan_product(gpu, weight, product)
+    way_of_plan = next((way for way, (planned, _) in found.items() if _is_same(planned, chosen)), "another")
+    times = stopwatch.times(competitors)
+    return {
+        "us": {way: round(each.median_us, 2) for way, each in times.items()},
+        "modelled": {way: round(seconds * 1e6, 1) for way, (_, seconds) in found.items()},
+        "plan": way_of_plan,
+    }
+
+
+def _ways(
+    weight: PackedWeight, product: gemm.Product, machine: gemm.Machine
+) -> dict[str, tuple[Planned, float]]:
+    """What is launched, and how long the models take that for."""
+    found, best = dict[str, tuple[Planned, float]](), dict[int, few_rows_shape.Shape]()
+    for shape in few_rows_shape.shapes(product, machine):
+        known = best.get(shape.row_tiles)
+        seconds = few_rows_shape.seconds_of(product, machine, shape)
+        if known is None or seconds < few_rows_shape.seconds_of(product, machine, known):
+            best[shape.row_tiles] = shape
+    for tiles, shape in best.items():
+        planned = Planned(few_rows.plan_shape(product, machine, shape))
+        name = f"few_rows of {16 * tiles} rows, {shape.num_streams} streams, {shape.num_blocks} blocks"
+        found[name] = planned, few_rows_shape.seconds_of(product, machine, shape)
+    if product.m > few_rows.MAX_ROWS:
+        planned = Planned(packed_tiles.plan(product, machine))
+        found["packed_tiles"] = planned, packed_tiles.seconds(product, machine)
+    if cuda_packed.can_round(weight, product, machine):
+        found["rounded"] = cuda_packed.plan_rounded(weight, product, machine, has_norm=False), (
+            rounded_rows.seconds(product.m, product.k, machine.memory_bytes)
+            + cuda_packed.rounded_tier(product, machine).seconds(product, machine)
+        )
+    plain = gemm.Product(
+        product.m, product.n, product.k, product.x, epilogue=gemm.Epilogue(has_residual=False, is_aligned=True)
+    )
+    made = dequantize.plan(weight.packing, *weight.shape, product.x)
+    seconds = dequantize.seconds(weight.packing, *weight.shape, product.x, machine.sustained_bytes)
+    found["written out"] = Planned(gemm.plan(plain, machine), made), seconds + gemm.modelled_s(plain, machine)
+    return found
+
+
+def _is_same(one: Planned, other: Planned) -> bool:
+    """Whether they launch the same."""
+
+    def key(planned: Planned) -> tuple[Any, ...]:
+        launch = planned.launch
+        assert launch is not None
+        return (
+            launch.specialisation.name, launch.grid, launch.cluster, planned.dequantization is None,
+            planned.rounding is None,
+        )  # fmt: skip
+
+    return key(one) == key(other)
