@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from numba_kernels.cuda import dequantize, gemm, rounded_norm, rounded_rows
-from numba_kernels.cuda.gemm.few_rows import MAX_ROWS as FEW_ROWS
+from numba_kernels.cuda.gemm.few_rows_shape import MAX_ROWS as FEW_ROWS
 from numba_kernels.cuda.packing import packing_of
 from numba_kernels.cuda.specialisation import Launch
 from runtime.backends.cuda_tensor import alignment, id_flag

@@ -92,7 +92,7 @@ def _ways(
         planned = Planned(few_rows.plan_shape(product, machine, shape))
         name = f"few_rows of {16 * tiles} rows, {shape.num_streams} streams, {shape.num_blocks} blocks"
         found[name] = planned, few_rows_shape.seconds_of(product, machine, shape)
-    if product.m > few_rows.MAX_ROWS:
+    if product.m > few_rows_shape.MAX_ROWS:
         planned = Planned(packed_tiles.plan(product, machine))
         found["packed_tiles"] = planned, packed_tiles.seconds(product, machine)
     if cuda_packed.can_round(weight, product, machine):

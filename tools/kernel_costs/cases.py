@@ -31,7 +31,7 @@ from numba_kernels.cuda import (
     softmax,
 )
 from numba_kernels.cuda.attention.parts import MIN_PART_KEYS, record
-from numba_kernels.cuda.gemm import few_rows, packed_row, packed_tiles
+from numba_kernels.cuda.gemm import few_rows_shape, packed_row, packed_tiles
 from numba_kernels.cuda.gemm.packed_stream import ROWS as PACKED_ROWS
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.storage import CODES
@@ -173,7 +173,7 @@ def _packed_gemm(name: str, m: int, n: int, k: int, tier: str = "few_rows") -> C
         bench.launch(launch, x, weight, 0, 0, bench.empty(m * n * 2), m, n, k, 0, *gemm.NO_SQUARES)
 
     work = Work(m * k * 2 + weight_bytes, m * n * 2, 2 * m * n * k, True)
-    columns = few_rows.COLUMNS * few_rows.BLOCK_WARPS // few_rows.split(n, k, name)  # of a block
+    columns = few_rows_shape.COLUMNS * few_rows_shape.BLOCK_WARPS // few_rows_shape.split(n, k, name)  # of a block
     rows = m  # of a block
     if tier == "packed_tiles":
         columns, rows = packed_tiles.BLOCK_N, packed_tiles.BLOCK_M

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 
 from numba import cuda, types
 
-from numba_kernels.cuda.gemm import few_rows, hopper_split
+from numba_kernels.cuda.gemm import few_rows_shape, hopper_split
 from numba_kernels.cuda.gemm.epilogue import ARGUMENT_TYPES, DTYPE_PAIRS, GATED
 from numba_kernels.cuda.gemm.hopper_out import SQUARE_PIECES, load_scales, residual_loader, row_finisher, tile_storer
 from numba_kernels.cuda.gemm.hopper_ring import (
@@ -253,7 +253,7 @@ def seconds(product: Product, machine: Machine) -> float:
     fastest. Its bits are its own, so that what is exact does not choose it."""
     if product.exact or product.m < LEAST_ROWS:
         return math.inf
-    if product.m > few_rows.MAX_ROWS:
+    if product.m > few_rows_shape.MAX_ROWS:
         return 0.0
     m, n, k = product.m, product.n, product.k
     tile, parts = choose(m, n, k, machine, exact=False)
@@ -265,7 +265,7 @@ def seconds(product: Product, machine: Machine) -> float:
 def modelled_s(product: Product, machine: Machine) -> float:
     """As `seconds`, for a comparison with what is no tier: 17 to 128 rows as they were measured on an H200
     (docs/measurements, 2026-11-26), within an eighth but for N = 4096 at 128 rows, whose 44 µs it takes for 56."""
-    if product.exact or not few_rows.MAX_ROWS // 4 < product.m <= MEASURED_ROWS:
+    if product.exact or not few_rows_shape.MAX_ROWS // 4 < product.m <= MEASURED_ROWS:
         return seconds(product, machine)
     m, n, k = product.m, product.n, product.k
     tile, parts = choose(m, n, k, machine, exact=False)

@@ -9,7 +9,7 @@ import pytest
 
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.compile import compile_ptx
-from numba_kernels.cuda.gemm import few_rows
+from numba_kernels.cuda.gemm import few_rows_shape
 from tests.numba_kernels.cuda.gemm_cases import case, plan
 from tests.numba_kernels.cuda.harness import assert_equal, empty, get, numpy_dtype, put
 
@@ -49,13 +49,14 @@ def test_a_row_is_the_same_in_any_company_of_64(gpu, sizes):
 
 
 def test_the_split_knows_the_weight_alone():
-    splits = {(n, k): few_rows.split(n, k) for n, k in ((64, 4096), (4096, 12288), (24576, 4096), (64, 512), (8, 64))}
-    assert splits == {(64, 4096): 8, (4096, 12288): 8, (24576, 4096): 4, (64, 512): 4, (8, 64): 1}
+    weights = (64, 4096), (6144, 4096), (4096, 12288), (24576, 4096), (64, 512), (8, 64)
+    splits = {weight: few_rows_shape.split(*weight) for weight in weights}
+    assert list(splits.values()) == [8, 8, 8, 4, 4, 1]
     for (n, k), streams in splits.items():
         for m in (1, 8, 9, 64):
             launch = plan("few_rows", m, n, k, "bf16")
-            assert launch.block == (32, streams, few_rows.BLOCK_WARPS // streams)
-            assert launch.grid[0] * launch.block[2] * few_rows.COLUMNS >= n
+            assert launch.block == (32, streams, few_rows_shape.BLOCK_WARPS // streams)
+            assert launch.grid[0] * launch.block[2] * few_rows_shape.COLUMNS >= n
             assert launch.shared_bytes <= 99 << 10  # of a block on sm_86
 
 
