@@ -51,8 +51,9 @@ SCALES_BYTES = 4 * BLOCK_M
 _X_BYTES, _STAGE_BYTES = BLOCK_M * SLOT, (BLOCK_M + BLOCK_N) * SLOT
 SHARED_BYTES = SCALES_BYTES + NUM_STAGES * _STAGE_BYTES
 _RATE = 2.0  # products of bytes, against those of 16 bits
-_EFFICIENCY = 0.4  # measured on an H200: 460 to 483 TFLOP/s of INT8 at 2,048 rows
-_ENDS_S = 12e-6  # measured there at 128 rows, within an eighth
+_EFFICIENCY = 0.85  # an estimate, but for
+_HOPPER_EFFICIENCY, _HOPPER_ENDS_S = 0.4, 12e-6
+"""On an H200 INT8 had 460 to 483 TFLOP/s at 2,048 rows; with these ends 128 rows are modelled within a fifth."""
 WITHOUT = {"s8": (), "e4m3": ("sm_80", "sm_86", "sm_90a", "sm_100a")}
 """Architectures without such products of `mma.sync`: there are none, or ptxas unpacks e4m3 for products of 16 bits."""
 _SLOTS_A_SUM = 2  # of e4m3, before sums are added to those of the second level
@@ -272,11 +273,12 @@ def seconds(product: Product, machine: Machine) -> float:
     """By work in whole tiles, by what they read, and by latency; without the rounding of x."""
     row_tiles, column_tiles = -(-product.m // BLOCK_M), -(-product.weight_rows // BLOCK_N)
     blocks = max(row_tiles * column_tiles, machine.num_multiprocessors)
-    work = 2 * product.k * blocks * BLOCK_M * BLOCK_N / (machine.tensor_flops * _RATE * _EFFICIENCY)
+    efficiency, ends = (_HOPPER_EFFICIENCY, _HOPPER_ENDS_S) if machine.arch == "sm_90a" else (_EFFICIENCY, 0.0)
+    work = 2 * product.k * blocks * BLOCK_M * BLOCK_N / (machine.tensor_flops * _RATE * efficiency)
     cache_reads = row_tiles * product.weight_bytes + column_tiles * product.m * product.k
     under_way = BLOCK_N * SLOT * (NUM_STAGES - 1)
     latency = LATENCY_S * product.weight_bytes / (column_tiles * under_way)
-    return _ENDS_S + max(work, cache_reads / machine.cache_bytes, latency, product.weight_bytes / machine.memory_bytes)
+    return ends + max(work, cache_reads / machine.cache_bytes, latency, product.weight_bytes / machine.memory_bytes)
 
 
 def plan(product: Product) -> Launch:
