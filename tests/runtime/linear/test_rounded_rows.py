@@ -27,12 +27,12 @@ DEPTH, ROWS = 328, 70
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[cuda_packed.Planned]:
     """Products whose rows were rounded: all that could be."""
     found: list[cuda_packed.Planned] = []
-    plan_rounded = cuda_packed._plan_rounded
+    plan_rounded = cuda_packed.plan_rounded
     monkeypatch.setattr(cuda_packed, "_is_faster_rounded", lambda weight, product, plain, machine, **more: (
         cuda_packed.can_round(weight, product, machine)
     ))  # fmt: skip
     monkeypatch.setattr(
-        cuda_packed, "_plan_rounded", lambda *given, **more: found.append(plan_rounded(*given, **more)) or found[-1]
+        cuda_packed, "plan_rounded", lambda *given, **more: found.append(plan_rounded(*given, **more)) or found[-1]
     )  # fmt: skip
     return found
 
