@@ -24,6 +24,7 @@ from numba_kernels.cuda.experts import (
 )
 from numba_kernels.cuda.gemm import Machine, machine_of
 from numba_kernels.cuda.gemm.hopper_ring import Tile
+from numba_kernels.cuda.gemm.packed_tiles import BLOCK_M
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES, VECTOR_WIDTH
 from runtime.backends.checks import fail
 from runtime.backends.cuda_tensor import alignment
@@ -152,7 +153,7 @@ def _tile_of_written_out(
     """The tile of products with quantised experts which are written out first; None where they are faster as they
     are, cannot be multiplied so, or are too large."""
     dtype, num_experts = x.dtype.ptx, weights[0].shape[0]
-    if packed.choose_tile_rows(rows, num_experts) < packed.BLOCK_M:
+    if packed.choose_tile_rows(rows, num_experts) < BLOCK_M:
         return None
     tile = hopper.best_tile(rows, *weights[0].shape, machine)
     ours, theirs = 0.0, 0.0
