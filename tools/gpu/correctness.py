@@ -30,7 +30,7 @@ def hopper_gemm(options: Options) -> Iterator[Case]:
     if options.is_quick:
         yield from _checks(gpu, [
             Wanted(130, 264, 136, tile=hopper.LARGE, has_bias=True, has_residual=True),
-            Wanted(300, 200, 72, tile=hopper.WIDE, activation="silu"),
+            Wanted(300, 200, 72, tile=hopper.MIDDLE, activation="silu"),
             Wanted(70, 136, 520, tile=hopper.SMALL, parts=2), Wanted(300, 200, 72, activation="silu"),
         ])  # fmt: skip
         return
@@ -42,7 +42,7 @@ def hopper_gemm(options: Options) -> Iterator[Case]:
     yield from _checks(gpu, (
         Wanted(m, 12288, 4096, tile=tile, activation=gate)
         for m, tile in (
-            (2048, hopper.LARGE), (256, hopper.WIDE), (100, hopper.SMALL), (300, hopper.PAIR), (128, hopper.MIDDLE),
+            (2048, hopper.LARGE), (256, hopper.MIDDLE), (100, hopper.SMALL), (300, hopper.SMALL), (128, hopper.MIDDLE),
             (64, hopper.THIN),
         ) for gate in hopper.GATES
     ))  # fmt: skip

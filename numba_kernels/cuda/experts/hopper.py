@@ -32,7 +32,7 @@ from numba import cuda, types
 from numba_kernels.cuda.experts import tensor_core
 from numba_kernels.cuda.experts.tiled import ARGUMENT_TYPES
 from numba_kernels.cuda.gemm.gating import ACTIVATIONS
-from numba_kernels.cuda.gemm.hopper import ARCH, CLOCK_HZ, ENDS_CYCLES
+from numba_kernels.cuda.gemm.hopper import ARCH, CLOCK_HZ
 from numba_kernels.cuda.gemm.hopper_ring import (
     BLOCK_K,
     GROUP_ROWS,
@@ -66,6 +66,7 @@ _PRODUCER_WARPS, _COPY_ROWS = 4, 16  # rows of x that these bring at a time, 16 
 # Cycles of a stage, and of a tile's ends. That of the pair is measured on an H200 (512 rows of each expert); the others
 # are estimates: the same for as many rows, and more for half as many.
 STEP_CYCLES = {PAIR: 1300, ALONE: 1350, LOW: 900}
+ENDS_CYCLES = 4200
 _MEDIUM_FLOPS = 281e12  # of `tensor_core`'s tile of 128 rows, measured there with 128 rows of each expert
 
 _acquire_map = instruction("fence.proxy.tensormap::generic.acquire.gpu [$0], 128;", "", "l")

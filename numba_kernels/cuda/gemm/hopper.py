@@ -48,13 +48,11 @@ from numba_kernels.cuda.specialisation import TENSOR_MAP, Launch, Specialisation
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 LARGE = Tile(256, 2, 4, cluster=2)
-WIDE = Tile(192, 2, 5, cluster=2)
-PAIR = Tile(128, 2, 5, cluster=2)
 MIDDLE = Tile(192, 2, 5)
 SMALL = Tile(128, 2, 5)
 THIN = Tile(192, 1, 6)
 NARROW = Tile(128, 1, 8)
-TILES, SPLIT_TILES = (SMALL, PAIR, THIN, MIDDLE, WIDE, LARGE), (NARROW, SMALL)
+TILES, SPLIT_TILES = (SMALL, THIN, MIDDLE, LARGE), (NARROW, SMALL)
 
 
 ARCH = "sm_90a"
@@ -62,12 +60,14 @@ MEASURED_ROWS, _MEASURED_ENDS_S = 128, 10e-6
 LEAST_ROWS = 17  # from so many on it may be the fastest
 CLOCK_HZ = 1.755e9  # of an H200 under load
 
-# A model of a block's time on one multiprocessor, in cycles. A step is a stage's products or its way from the
-# second-level cache; the ends are the first stage's way and the sums'. LARGE's step and ends are fitted to an H200's
-# times of 2,048 and 4,096 rows (all within 2 %), SMALL's step to those of 256 rows and K in parts. The other steps are
-# estimated from these: WIDE and MIDDLE by their columns and a little more, others by their bytes.
-STEP_CYCLES = {LARGE: 1120, WIDE: 860, MIDDLE: 880, SMALL: 690, PAIR: 620, THIN: 700, NARROW: 530}
-ENDS_CYCLES, SPLIT_ENDS_CYCLES = 4200, 5200
+# A model of a block's time on one multiprocessor, in cycles: a step is a stage's products or its way from the
+# second-level cache, the ends are the first stage's way and the sums'. Fitted to an H200's times of 32 to 1,024 rows of
+# Qwen3-8B's matrices by each tile, alone and in parts (docs/measurements, 2026-11-26): off by a ninth, and what it
+# chooses takes 1.02 times what the fastest does. Ends that the next tile's loads hide are none.
+STEP_CYCLES = {LARGE: 1140, MIDDLE: 763, SMALL: 634, THIN: 440, NARROW: 446}
+ENDS_CYCLES = {LARGE: 2400, MIDDLE: 8900, SMALL: 0, THIN: 4700}
+SPLIT_ENDS_CYCLES = {2: 10_300, 4: 8_700, 8: 12_900}
+FIRST_CYCLES = 4200  # until what memory brings is used
 MEMORY_SHARE = 0.83  # of its bandwidth, that a weight comes with
 WAYS_OUT = ("rows", "tiles", "tiles_residual")
 """How sums leave: along rows, whatever their bounds; by the TMA, which also brings the residual or there is none. One
@@ -198,20 +198,22 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
     )  # fmt: skip
 
 
+def _ends(tile: Tile, parts: int) -> int:
+    return ENDS_CYCLES[tile] if parts == 1 else SPLIT_ENDS_CYCLES[parts]
+
+
 def _rounds_cycles(tile: Tile, parts: int, m: int, n: int, k: int, machine: Machine) -> int:
     """What the multiprocessors' rounds take by the model above."""
     clusters = -(-m // (tile.block_m * tile.cluster)) * -(-n // tile.block_n)
-    ends = ENDS_CYCLES if parts == 1 else SPLIT_ENDS_CYCLES
     num_steps, num_rounds = -(-k // BLOCK_K), -(-clusters // machine.clusters_at_once(tile.cluster * parts))
-    return num_rounds * (-(-num_steps // parts) * STEP_CYCLES[tile] + ends)
+    return num_rounds * (-(-num_steps // parts) * STEP_CYCLES[tile] + _ends(tile, parts))
 
 
 def cycles(tile: Tile, parts: int, m: int, n: int, k: int, machine: Machine) -> int:
-    """What ``out [m, n]`` takes with a tile and K in so many parts: the rounds, or the weight's way from memory and the
-    ends, where that is longer."""
+    """What ``out [m, n]`` takes with a tile and K in so many parts: the rounds, or the weight's way from memory where
+    that is longer."""
     weight_s = 2 * n * k / (MEMORY_SHARE * machine.memory_bytes)
-    ends = ENDS_CYCLES if parts == 1 else SPLIT_ENDS_CYCLES
-    return max(_rounds_cycles(tile, parts, m, n, k, machine), int(weight_s * CLOCK_HZ) + ends)
+    return max(_rounds_cycles(tile, parts, m, n, k, machine), int(weight_s * CLOCK_HZ) + FIRST_CYCLES)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -257,8 +259,7 @@ def seconds(product: Product, machine: Machine) -> float:
         return 0.0
     m, n, k = product.m, product.n, product.k
     tile, parts = choose(m, n, k, machine, exact=False)
-    ends = (ENDS_CYCLES if parts == 1 else SPLIT_ENDS_CYCLES) / CLOCK_HZ
-    read = cache_reads(product, tile) / machine.cache_bytes + ends
+    read = cache_reads(product, tile) / machine.cache_bytes + _ends(tile, parts) / CLOCK_HZ
     return max(_rounds_cycles(tile, parts, m, n, k, machine) / CLOCK_HZ, read)
 
 

@@ -62,7 +62,6 @@ _RATE = 2.0  # products of bytes, against those of 16 bits
 _EFFICIENCY = {False: 0.67, True: 0.4}
 """With scales of rows and of groups: 770 to 820 TFLOP/s and 460 to 490 were measured on an H200 at 2,048 rows."""
 _ENDS_S = 1.5e-6
-_SPLIT_ENDS_S = 3e-6  # sums meet in shared memory of others, too; estimates
 _FEW_STEP_S, _FEW_ENDS_S = {False: 1.14e-6, True: 2.0e-6}, 8e-6
 """A stage, and the ends of each round, where rows are one tile: measured there at 128 rows, within a tenth."""
 _LEAST_STEPS = 4  # of K, that each block has: below, filling the ring takes longer than using it
@@ -321,11 +320,10 @@ def _work_s(product: Product, machine: Machine, blocks: int) -> float:
     rounds, is_grouped = -(-row_tiles * column_tiles // max(1, at_once)), product.weight != "e4m3"
     num_steps = -(-product.k // BLOCK_K)
     steps = -(-num_steps // blocks)
-    if row_tiles == 1:
+    if blocks > 1 or rounds == 1:  # nothing hides a block's ends
         return rounds * (steps * _FEW_STEP_S[is_grouped] + _FEW_ENDS_S)
     rate = machine.tensor_flops * _RATE * _EFFICIENCY[is_grouped] / machine.num_multiprocessors
-    ends = _SPLIT_ENDS_S if blocks > 1 else _ENDS_S
-    return rounds * (2 * steps * BLOCK_K * TILE.block_m * TILE.block_n / rate) + ends
+    return rounds * (2 * steps * BLOCK_K * TILE.block_m * TILE.block_n / rate) + _ENDS_S
 
 
 def _blocks_of_a_tile(product: Product, machine: Machine) -> int:

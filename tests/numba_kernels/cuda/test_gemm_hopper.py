@@ -41,11 +41,10 @@ def planned(case: Case, tile=None, parts=1, *, rows=None, num_multiprocessors=13
      (hopper.LARGE, (129, 264, 200), "bf16", "f32", True), (hopper.LARGE, (300, 520, 136), "bf16", "bf16", False),
      *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in (
          (hopper.SMALL, (1, 8, 64), "bf16", None, False), (hopper.LARGE, (1, 520, 1032), "bf16", None, False),
-         (hopper.LARGE, (63, 8, 72), "f16", "f32", False), (hopper.WIDE, (300, 392, 200), "bf16", "f32", True),
-         (hopper.WIDE, (129, 520, 1032), "bf16", "bf16", False), (hopper.WIDE, (63, 8, 72), "f16", None, True),
+         (hopper.LARGE, (63, 8, 72), "f16", "f32", False), (hopper.MIDDLE, (300, 392, 200), "bf16", "f32", True),
+         (hopper.MIDDLE, (129, 520, 1032), "bf16", "bf16", False), (hopper.MIDDLE, (63, 8, 72), "f16", None, True),
          (hopper.MIDDLE, (130, 200, 72), "bf16", "f32", False), (hopper.MIDDLE, (63, 392, 136), "bf16", None, True),
          (hopper.THIN, (130, 392, 520), "bf16", "bf16", True), (hopper.THIN, (63, 200, 72), "f16", "f32", False),
-         (hopper.PAIR, (300, 264, 72), "bf16", "f32", True), (hopper.PAIR, (129, 136, 520), "f16", None, False),
      ))],
 )  # fmt: skip
 def test_equals_float64(gpu, tile, sizes, dtype, bias, residual):
@@ -69,8 +68,8 @@ def test_integers_are_exact_on_few_multiprocessors(gpu, tile, sizes, residual):
     ("tile", "sizes", "dtypes"),
     [(hopper.SMALL, (70, 77, 72), ("bf16", "bf16")), (hopper.LARGE, (65, 301, 72), ("bf16", "f32")),
      pytest.param(hopper.SMALL, (129, 260, 64), ("bf16", "f32"), marks=pytest.mark.exhaustive),
-     pytest.param(hopper.WIDE, (300, 261, 72), ("bf16", "f32"), marks=pytest.mark.exhaustive),
-     pytest.param(hopper.WIDE, (70, 200, 136), ("f16", "f16"), marks=pytest.mark.exhaustive),
+     pytest.param(hopper.MIDDLE, (300, 261, 72), ("bf16", "f32"), marks=pytest.mark.exhaustive),
+     pytest.param(hopper.MIDDLE, (70, 200, 136), ("f16", "f16"), marks=pytest.mark.exhaustive),
      pytest.param(hopper.THIN, (129, 391, 72), ("bf16", "bf16"), marks=pytest.mark.exhaustive),
      pytest.param(hopper.LARGE, (129, 260, 64), ("f16", "f16"), marks=pytest.mark.exhaustive)],
 )  # fmt: skip
@@ -134,7 +133,7 @@ def test_what_is_split():
     machine = gemm.machine_of(hopper.ARCH)
     assert hopper.choose(64, 4096, 4096, machine, exact=False) == (hopper.NARROW, 4)
     assert hopper.choose(128, 4096, 4096, machine, exact=False) == (hopper.SMALL, 4)
-    assert hopper.choose(128, 4096, 4096, machine, exact=True) == (hopper.SMALL, 1)
+    assert hopper.choose(128, 4096, 4096, machine, exact=True) == (hopper.THIN, 1)
     assert hopper.choose(128, 4096, 256, machine, exact=False) == (hopper.SMALL, 1)
     assert hopper.choose(4096, 4096, 4096, machine, exact=False) == (hopper.LARGE, 1)
 
@@ -143,8 +142,8 @@ def test_tiles_of_192_columns_save_a_round():
     """24,576 columns are 128 tiles for 132 multiprocessors, where others leave a last round of half."""
     machine = gemm.machine_of(hopper.ARCH)
     for m, n, tile in (
-        (64, 24576, hopper.THIN), (128, 24576, hopper.MIDDLE), (256, 24576, hopper.WIDE), (512, 6144, hopper.WIDE),
-        (256, 6144, hopper.PAIR), (512, 24576, hopper.LARGE),
+        (64, 24576, hopper.THIN), (128, 24576, hopper.MIDDLE), (192, 24576, hopper.THIN), (256, 24576, hopper.MIDDLE),
+        (192, 6144, hopper.THIN), (512, 6144, hopper.MIDDLE), (512, 24576, hopper.LARGE),
     ):  # fmt: skip
         assert hopper.choose(m, n, 4096, machine, exact=False) == (tile, 1)
     for tile in hopper.TILES:
