@@ -79,7 +79,9 @@ def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ":Q4_K_M",
     ],
 )
-def test_what_is_neither_a_folder_nor_a_hub_id(name: str) -> None:
+def test_what_is_neither_a_folder_nor_a_hub_id(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")  # what lies beside this project is anybody's
     with pytest.raises(ModelNotFoundError, match="there is no such file or folder, and it is no hub id"):
         resolve_model(name)
 
