@@ -126,8 +126,8 @@ def sections() -> Iterator[Section]:
     yield Section("experts speed", "quantized_speed:experts", 40, 20, is_timed=True)
     yield Section("experts tuning", "experts_tuning:cases", 20, 10, is_timed=True)
     yield Section("sampling speed", "sampling:speed", 35, 20, is_timed=True)
-    yield Section("attention parts", "attention_parts:cases", 30, 20, is_timed=True)
-    yield Section("tuning", "tuning:cases", 120, 20, is_timed=True)
+    yield Section("attention parts", "attention_parts:cases", 25, 20, is_timed=True)
+    yield Section("tuning", "tuning:cases", 60, 20, is_timed=True)
     yield Section("packed tuning", "packed_tuning:cases", 45, 20, is_timed=True)
     yield Section("gemv loads", "gemv_loads:cases", 25, 20, is_timed=True)
     yield Section(

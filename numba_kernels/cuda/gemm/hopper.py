@@ -64,8 +64,8 @@ CLOCK_HZ = 1.755e9  # of an H200 under load
 # second-level cache, the ends are the first stage's way and the sums'. Fitted to an H200's times of 32 to 1,024 rows of
 # Qwen3-8B's matrices by each tile, alone and in parts (docs/measurements, 2026-11-26): off by a ninth, and what it
 # chooses takes 1.02 times what the fastest does. Ends that the next tile's loads hide are none.
-STEP_CYCLES = {LARGE: 1140, MIDDLE: 763, SMALL: 634, THIN: 440, NARROW: 446}
-ENDS_CYCLES = {LARGE: 2400, MIDDLE: 8900, SMALL: 0, THIN: 4700}
+STEP_CYCLES = {LARGE: 1140, MIDDLE: 866, SMALL: 634, THIN: 440, NARROW: 446}
+ENDS_CYCLES = {LARGE: 2400, MIDDLE: 2400, SMALL: 0, THIN: 4700}
 SPLIT_ENDS_CYCLES = {2: 10_300, 4: 8_700, 8: 12_900}
 FIRST_CYCLES = 4200  # until what memory brings is used
 MEMORY_SHARE = 0.83  # of its bandwidth, that a weight comes with
