@@ -106,7 +106,7 @@ def test_refuses_by_operation_and_argument(op, argument, call, words):
 
 def test_another_device_is_refused():
     residual = _zeros(2, 6)
-    residual.storage.device = Device("emulated:sm_90a")
+    residual.device = residual.storage.device = Device("emulated:sm_90a")
     with pytest.raises(InvalidArgumentError, match=r"^linear: residual is on emulated:sm_90a, the other .* on cpu"):
         ops.linear(_zeros(2, 4), _weight(), residual=residual)
 
