@@ -120,8 +120,8 @@ def as_json(facts: Sequence[StaticFacts], measured: Sequence[tuple[Case, Counts]
 
 def as_markdown(facts: Sequence[StaticFacts], measured: Sequence[tuple[Case, Counts]]) -> str:
     """The whole report as a page."""
-    origin = "Written by `tools/kernel_report.py`. No number here was measured on a GPU, but for the last column of the "
-    origin += "goals."
+    origin = "Written by `tools/kernel_report.py`. No number here was measured on a GPU, but for the last column of the"
+    origin += " goals."
     parts = ["# Kernel report", "", origin, ""]
     if measured:
         rows = [page.count_row(case, counts) for case, counts in measured]
