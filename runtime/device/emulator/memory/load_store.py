@@ -1,4 +1,4 @@
-"""ld, ldu, st, and what only concerns addresses and caches: cvta, isspacep, prefetch …
+"""ld, st, and what only concerns addresses: cvta.
 
 Cache hints change nothing here. Memory order is the program's; .volatile, .relaxed, .acquire and .release matter to the
 race checker alone.
@@ -176,11 +176,6 @@ _WINDOWS = {
     GLOBAL: 0, CONST: 0, SHARED: warp_state.SHARED_WINDOW, SHARED_CLUSTER: warp_state.SHARED_WINDOW,
     LOCAL: warp_state.LOCAL_WINDOW, PARAM: warp_state.PARAM_WINDOW,
 }  # fmt: skip
-
-
-@lowers("prefetch.global", "prefetch.local")
-def lower_prefetch(low: Lowering, ins: Instruction) -> None:
-    """A hint: no cache is emulated, and no address is wrong here that is not read."""
 
 
 @lowers("cvta")
