@@ -42,7 +42,8 @@ _SUSTAINED = 0.9  # of the bandwidth: no read of x is spared below what the weig
 _MEETING_S = 0.4e-6  # of a cluster's blocks, and sums out of each other's shared memory; an estimate
 _STEP_S = {1: 0.42e-6, 2: 0.45e-6, 4: 0.65e-6}
 """A step's time by row tiles, where a multiprocessor has one block: measured for 1 (0.35 to 0.45); those for 2 and 4
-were estimates, within a tenth of what INT4 was then measured to take (FP8 takes up to an eighth longer). The kernel of 4 that copied x only one step ahead took 0.93; without clusters it still does."""
+were estimates, within a tenth of what INT4 was then measured to take (FP8 takes up to an eighth longer). The
+kernel of 4 that copied x only one step ahead took 0.93; without clusters it still does."""
 _STEP_ONE_AHEAD_S = 0.93e-6
 _STEP_OF_TWO_S = 0.54e-6  # of two blocks of 16 rows beside each other; estimated
 _TEAMS_S = 0.03e-6
