@@ -31,7 +31,8 @@ from numba_kernels.cuda import (
     softmax,
 )
 from numba_kernels.cuda.attention.parts import MIN_PART_KEYS, record
-from numba_kernels.cuda.gemm import few_rows_shape, packed_row, packed_tiles
+from numba_kernels.cuda.gemm import few_rows_shape, hopper, packed_row, packed_tiles
+from numba_kernels.cuda.gemm.hopper_ring import Tile
 from numba_kernels.cuda.gemm.packed_stream import ROWS as PACKED_ROWS
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.storage import CODES
@@ -95,10 +96,11 @@ def _gemms() -> Iterator[Case]:
         yield gemm_case("gemv", (1, 1024, 1024), dtype, (1, 4))  # a warp reads x by itself
     for rows in (1, 16, 64):
         yield gemm_case("few_rows", (rows, 1024, 1024), "bf16", (64, 32))
-    # The large tile, of two blocks, as where many multiprocessors are full; two small ones; a sum split among four.
-    yield gemm_case("hopper", (512, 512, 256), "bf16", (256, 256), num_multiprocessors=2)
-    yield gemm_case("hopper", (256, 256, 256), "bf16", (256, 128))
-    yield gemm_case("hopper", (128, 256, 1024), "bf16", (64, 128))
+    # The large tile, of two blocks, which two multiprocessors take in turns; small ones; narrow ones, four of which
+    # share a sum.
+    yield gemm_case("hopper", (512, 512, 256), "bf16", (256, 256), hopper_tile=hopper.LARGE, num_multiprocessors=2)
+    yield gemm_case("hopper", (256, 256, 256), "bf16", (128, 128), hopper_tile=hopper.SMALL)
+    yield gemm_case("hopper", (128, 256, 1024), "bf16", (64, 128), hopper_tile=hopper.NARROW, parts=4)
     for rows in (1, 128):
         yield _exact_gemm(rows, 1024, 1024)
     for packing in ("u8", "u4_g128", "e4m3_g128", "e2m1_g32_exponents", "e2m1_g16_e4m3"):
@@ -118,14 +120,19 @@ def _gemms() -> Iterator[Case]:
 
 def gemm_case(
     tier: str, sizes: tuple[int, int, int], dtype: str, tile: tuple[int, int] = (0, 0), *, reason: str = "",
-    num_multiprocessors: int = 132,
+    hopper_tile: Tile | None = None, parts: int = 1, num_multiprocessors: int = 132,
 ) -> Case:  # fmt: skip
-    """`tile`: rows and columns of the result for which x and the weight are read together."""
+    """`tile`: rows and columns of the result for which x and the weight are read together; `hopper_tile` and `parts`
+    take the place of what the tier chooses."""
     m, n, k = sizes
 
     def run(bench: Bench) -> None:
         product = gemm.Product(m, n, k, dtype, epilogue=gemm.Epilogue(has_residual=False, is_aligned=True))
-        launch = gemm.plan(product, gemm.machine_of(bench.gpu.arch, num_multiprocessors), tier)
+        machine = gemm.machine_of(bench.gpu.arch, num_multiprocessors)
+        if hopper_tile is not None:
+            launch = hopper.plan_tile(product, machine, hopper_tile, parts)
+        else:
+            launch = gemm.plan(product, machine, tier)
         x, weight = bench.normal((m, k), dtype), bench.normal((n, k), dtype)
         bench.launch(launch, x, weight, 0, 0, bench.empty(m * n * size), m, n, k, 0, *gemm.NO_SQUARES)
 
