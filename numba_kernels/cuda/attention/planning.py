@@ -26,7 +26,7 @@ _DECODE_ROWS = 16  # the largest tile of the decode kernels
 _MOST_VERIFIED = 8  # queries of a sequence that tries proposals
 _SPARSE = 4  # multiprocessors for each block of the flash tier from which on those cannot ask for all the bandwidth
 _DECODE_BLOCKS_PER_SM = 3  # what Hopper's shared memory holds for head dim 128
-_WAVES = 4  # of blocks, where one cannot hold them: then the last, which is not full, is a small part of them
+_WAVES = 2  # of blocks, where one cannot hold them; four took 3 to 5 % longer (docs/measurements, 2026-11-26, an H200)
 _HOPPER_ROWS = 64  # with no more, half of a tile or more would be empty
 _MAX_GRID_YZ = 65535
 
