@@ -6,9 +6,12 @@ cannot be run here.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -213,11 +216,14 @@ def test_every_option_exists() -> None:
 @functools.cache
 def help_of(tool: Path) -> str:
     """What a tool's ``--help`` prints."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, tool, "--help"], env=environment, capture_output=True, text=True, timeout=120, check=True
-    )
-    return done.stdout
+    printed = io.StringIO()
+    with pytest.MonkeyPatch.context() as changed, contextlib.redirect_stdout(printed):
+        changed.setattr(sys, "argv", [str(tool), "--help"])
+        changed.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(tool), run_name="__main__")
+    assert ended.value.code in (0, None), f"{tool}: {printed.getvalue()}"
+    return printed.getvalue()
 
 
 def run_as_written(command: str, folder: Path, timeout_s: float) -> str:

@@ -31,7 +31,7 @@ TARGET: dict[str, Any] = {
     "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
     "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "rope_theta": 100.0,
 }  # fmt: skip
-DEVICES = ["cpu", pytest.param("emulated:sm_80", marks=pytest.mark.emulator)]
+DEVICES = ["cpu", pytest.param("emulated:sm_80", marks=[pytest.mark.emulator, pytest.mark.exhaustive])]
 
 
 def target_of(folder: Path, device: str = "cpu", **changes: Any) -> Model:

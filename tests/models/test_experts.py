@@ -87,7 +87,9 @@ def test_equal_experts_are_the_dense_model(tmp_path: Path, device: str, count: i
         assert relative_error(found, DENSE.logits["float32"][: len(found)]) < 1e-4
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("emulated:sm_90a", marks=[pytest.mark.emulator, pytest.mark.exhaustive])]
+)
 @pytest.mark.parametrize(("chosen", "count"), [(0, 3), (6, 7)])
 def test_all_tokens_to_one_expert_and_none_to_the_others(
     tmp_path: Path, device: str, chosen: int, count: int

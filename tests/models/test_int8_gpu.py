@@ -26,7 +26,7 @@ from tests.oracles import int8
 
 pytestmark = pytest.mark.emulator
 
-TELLING = [("emulated:sm_90a", "BF16", "llama_tied_gqa4")]
+TELLING = [("emulated:sm_90a", "BF16", "llama_default")]
 OTHERS = [
     (f"emulated:{arch}", stored, case)
     for arch in ("sm_80", "sm_89", "sm_90a") for stored in ("BF16", "F32") for case in CASES

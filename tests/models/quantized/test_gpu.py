@@ -32,18 +32,15 @@ SOME = ("ct_mixed", "ct_w4_reordered", "fp8_block", "fp8_tensor_static", "gptq_d
         "gptq_w8_reordered", "modelopt_nvfp4")  # fmt: skip
 """Some maps are so, or stored as floats, or made of neighbours that differ, as gate's and up's orders of columns."""
 
-TELLING = [("gptq_w4_zeros", "bfloat16", "emulated:sm_90a")]
 ALL = [
     (case, dtype, f"emulated:{arch}")
     for case in CASES for dtype, arch in (("bfloat16", "sm_80"), ("bfloat16", "sm_89"), ("bfloat16", "sm_90a"),
                                           ("float32", "sm_90a"), ("float16", "sm_90a"))
-    if (case, dtype, f"emulated:{arch}") not in TELLING
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("case", "dtype", "device"), [*TELLING, *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in ALL)]
-)
+@pytest.mark.exhaustive  # tests/models/test_int8_gpu.py has a model, tests/runtime/linear four bits, each time
+@pytest.mark.parametrize(("case", "dtype", "device"), ALL)
 def test_logits_of_the_dequantised_twin(tmp_path: Path, case: str, dtype: str, device: str) -> None:
     folder, exact = FIXTURES / case, twin(case, tmp_path / "exact", float32)
     options: dict[str, Any] = {"device": device, "dtype": dtype}

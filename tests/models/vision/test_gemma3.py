@@ -97,17 +97,14 @@ def test_float32_on_the_cpu(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.emulator
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("case", "device", "dtype"),
     [
-        ("gemma3_window", "emulated:sm_80", "float32"),
-        *(
-            pytest.param(case, device, dtype, marks=pytest.mark.exhaustive)
-            for case in CASES
-            for device in ("emulated:sm_80", "emulated:sm_90a")
-            for dtype in ("float32", "bfloat16")
-            if (case, device, dtype) != ("gemma3_window", "emulated:sm_80", "float32")
-        ),
+        (case, device, dtype)
+        for case in CASES
+        for device in ("emulated:sm_80", "emulated:sm_90a")
+        for dtype in ("float32", "bfloat16")
     ],
 )
 def test_on_emulated_gpus(tmp_path: Path, case: str, device: str, dtype: str) -> None:

@@ -408,29 +408,38 @@ def test_when_experts_are_written_out(gpu: Gpu) -> None:
     assert chosen == [hopper.LOW, hopper.ALONE, hopper.PAIR]
 
 
-@pytest.mark.parametrize("dtype", ["bf16", pytest.param("f16", marks=pytest.mark.exhaustive)])
-def test_hopper_tiles(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "inner", "activation", "has_bias"),
+    [
+        ("bf16", 72, 136, "clamped_silu", True),
+        pytest.param("bf16", 520, 64, "silu", False, marks=pytest.mark.exhaustive),
+        pytest.param("f16", 72, 136, "clamped_silu", True, marks=pytest.mark.exhaustive),
+        pytest.param("f16", 520, 64, "silu", False, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_hopper_tiles(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, dtype: str, hidden: int, inner: int, activation: str, has_bias: bool
+) -> None:
     """All tiles, to the same bits: experts of no row, one, a tile's and more; K, gates and columns that end within
     theirs; a gate that is clamped, with biases and without."""
     rng, names = np.random.default_rng(8), launched_names(monkeypatch)
-    for hidden, inner, activation, has_bias in ((72, 136, "clamped_silu", True), (520, 64, "silu", False)):
-        layer = Layer(gpu.device, 6, hidden, inner, dtype, has_bias=has_bias)
-        rule = RoutingRule(num_experts=6, top_k=2)
-        chosen = np.array([[0, 4]] * 257 + [[4, 1]] * 1 + [[3, 0]] * 16, np.int32)
-        weights = rng.uniform(size=chosen.shape).astype(np.float32)
-        routing = Routing(Tensor.from_numpy(chosen), Tensor.from_numpy(weights), rule)
-        x = rng.standard_normal((len(chosen), hidden)) * 4
-        found: list[Array] = []
-        for tile in hopper.TILES:
-            monkeypatch.setattr(hopper, "choose_tile", lambda *_, tile=tile: tile)
-            names.clear()
-            found.append(layer(x, routing, activation))
-            assert [name for name in names if "hopper" in name] == [
-                f"experts_hopper_{dtype}_{tile}_{activation}", f"experts_hopper_{dtype}_{tile}"
-            ]
-            assert relative_error(found[-1], layer.wanted(x, routing, activation)) <= TOLERANCE[dtype]
-        for other in found[1:]:
-            np.testing.assert_array_equal(other, found[0])
+    layer = Layer(gpu.device, 6, hidden, inner, dtype, has_bias=has_bias)
+    rule = RoutingRule(num_experts=6, top_k=2)
+    chosen = np.array([[0, 4]] * 257 + [[4, 1]] * 1 + [[3, 0]] * 16, np.int32)
+    weights = rng.uniform(size=chosen.shape).astype(np.float32)
+    routing = Routing(Tensor.from_numpy(chosen), Tensor.from_numpy(weights), rule)
+    x = rng.standard_normal((len(chosen), hidden)) * 4
+    found: list[Array] = []
+    for tile in hopper.TILES:
+        monkeypatch.setattr(hopper, "choose_tile", lambda *_, tile=tile: tile)
+        names.clear()
+        found.append(layer(x, routing, activation))
+        assert [name for name in names if "hopper" in name] == [
+            f"experts_hopper_{dtype}_{tile}_{activation}", f"experts_hopper_{dtype}_{tile}"
+        ]
+        assert relative_error(found[-1], layer.wanted(x, routing, activation)) <= TOLERANCE[dtype]
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
 
 
 def launched_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:

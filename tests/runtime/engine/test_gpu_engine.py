@@ -102,13 +102,8 @@ def test_a_hundred_requests_equal_their_lone_runs_on_the_cpu(tmp_path: Path) -> 
     Gpu.of(device).allocator.check_integrity()
 
 
-@pytest.mark.parametrize(
-    "gemm",
-    [
-        "tensor_core",
-        *(pytest.param(tier, marks=pytest.mark.exhaustive) for tier in ("naive", "tiled", "register", "hopper")),
-    ],
-)  # fmt: skip
+@pytest.mark.exhaustive  # tests/models/test_goldens_tiers.py does it each time
+@pytest.mark.parametrize("gemm", ["naive", "tiled", "register", "tensor_core", "hopper"])
 def test_every_tier_of_the_matrix_product_gives_the_answer(tmp_path: Path, gemm: str) -> None:
     golden = load_golden("llama_default")
     is_narrow = gemm in ("tensor_core", "hopper")

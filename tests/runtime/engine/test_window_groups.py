@@ -120,6 +120,7 @@ def test_random_load_leaves_every_page_its_owner(tmp_path: Path) -> None:
 
 
 @pytest.mark.emulator
+@pytest.mark.exhaustive
 def test_pages_given_up_change_no_bit_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_model(tmp_path, ("sliding_attention", "full_attention"))
     requests = make_requests(3, 80)

@@ -293,7 +293,8 @@ def _gpu_cases() -> list[Any]:
             for kind in ("float32", "bfloat16", "float16"):
                 if tier == "hopper" and device == DEVICES[0]:
                     continue
-                is_costly = tier != "auto" or kind == "float16"
+                is_telling = (device == DEVICES[0]) == (kind == "float32") and kind != "float16"
+                is_costly = tier != "auto" or not is_telling
                 marks = [pytest.mark.emulator, *[pytest.mark.exhaustive] * is_costly]
                 cases.append(pytest.param(device, tier, kind, marks=marks))
     return cases
@@ -312,7 +313,7 @@ def test_ranks_on_gpus(device: str, tier: str, kind: str) -> None:
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", [pytest.param("float32", marks=pytest.mark.exhaustive), "bfloat16"])
 def test_any_depth_on_a_gpu(kind: str) -> None:
     """Rows on no 16-byte bounds, too; each segment alone is a product of its own."""
     for k in (5, 130, 137, 600):

@@ -45,7 +45,10 @@ def greedy(folder: Path, ids: list[int], count: int, num_ranks: int, **settings:
     ("case", "num_ranks"),
     [
         ("qwen2_tied", 2),
-        *(pytest.param(case, 2, marks=exhaustive) for case in ("mistral_window", "qwen2_window", "qwen3_layer_types")),
+        *(
+            pytest.param(case, 2, marks=exhaustive)
+            for case in ("mistral_window", "qwen2_window", "qwen3_layer_types")
+        ),
         pytest.param("mistral_wide_window", 4, marks=exhaustive),
     ],
 )

@@ -90,7 +90,7 @@ def test_sequences_that_are_cut_into_parts(tmp_path: Path) -> None:
     answers = {}
     for mode in ("on", "off"):
         engine = new_engine(
-            folder, "emulated:sm_80", decode_graphs=mode, max_model_len=256, num_blocks=130, max_num_batched_tokens=640
+            folder, "emulated:sm_90a", decode_graphs=mode, max_model_len=256, num_blocks=130, max_num_batched_tokens=640
         )
         for i, length in enumerate((5, 20, 130, 160)):
             prompt = [3 + (7 * i + 5 * place) % 40 for place in range(length)]
