@@ -20,7 +20,7 @@ from models.families.gemma import GemmaConfig, GemmaModel, read_gemma3
 from models.json_fields import Fields
 from models.maker import Maker
 from models.picture_decoder import PictureDecoder
-from models.towers.encoding import PatchRows, PictureTower, Pieces
+from models.towers.encoding import Pace, PatchRows, PictureTower, Pieces
 from models.towers.plain_vit import PlainVit, PlainVitConfig, read_plain_vit
 from runtime import ops
 from runtime.dtype import float32
@@ -93,11 +93,11 @@ class Gemma3Tower(PictureTower):
             _PROJECTION, outputs=config.hidden_size, inputs=self.width, is_transposed=True
         )
 
-    def pieces(self, patches: PatchRows, grid: tuple[int, int]) -> Pieces:
-        (x,) = yield from self.vit.kept_rows(self, patches)
+    def pieces(self, patches: PatchRows, grid: tuple[int, int], pace: Pace) -> Pieces:
+        (x,) = yield from self.vit.kept_rows(self, patches, pace)
         tokens, kernel = self.tokens_side, self.config.side // self.tokens_side
         made = self.buffer(tokens**2, self.projection.weight.shape[0])
-        for lines in self.slices(tokens, kernel * self.config.side):
+        for lines in pace.slices(tokens, kernel * self.config.side):
             made[lines.start * tokens : lines.stop * tokens] = self.project(x, lines)
             yield (lines.stop - lines.start) * kernel * self.config.side
         return (made,)

@@ -21,7 +21,7 @@ from models.families.llama import LlamaConfig, LlamaModel, read_llama, read_mist
 from models.json_fields import Fields
 from models.maker import Maker
 from models.picture_decoder import PictureDecoder
-from models.towers.encoding import PatchRows, PictureTower, Pieces
+from models.towers.encoding import Pace, PatchRows, PictureTower, Pieces
 from models.towers.plain_vit import PlainVit, PlainVitConfig, read_plain_vit
 from runtime import ops
 from runtime.images.patches import FixedRule
@@ -93,14 +93,14 @@ class LlavaTower(PictureTower):
         self.up = inner.linear("linear_1", outputs=width, inputs=inputs, has_bias=has_bias)
         self.down = inner.linear("linear_2", outputs=width, inputs=width, has_bias=has_bias)
 
-    def pieces(self, patches: PatchRows, grid: tuple[int, int]) -> Pieces:
-        kept = yield from self.vit.kept_rows(self, patches)
+    def pieces(self, patches: PatchRows, grid: tuple[int, int], pace: Pace) -> Pieces:
+        kept = yield from self.vit.kept_rows(self, patches, pace)
         first = int(self.skips_first)
         made = self.buffer(kept[0].shape[0] - first, self.up.weight.shape[0])
-        for piece in self.slices(made.shape[0]):
+        for piece in pace.slices(made.shape[0]):
             rows = slice(first + piece.start, first + piece.stop)
             h = self.up(ops.join_columns([each[rows] for each in kept]))
-            made[piece] = self.down(ops.gelu(h, self.activation, out=h))
+            self.down(ops.gelu(h, self.activation, out=h), out=made[piece])
             yield piece.stop - piece.start
         return (made,)
 

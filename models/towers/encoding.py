@@ -1,33 +1,52 @@
 """What all towers share: a picture goes through piece by piece, so that no step of the engine waits for much of it.
 
 A layer is two passes over a picture's rows. The first makes queries, keys and values of each; in the second each tile
-of queries sees all keys, and goes through the rest of the layer. Both stop behind any piece. Pieces depend on nothing
-but the picture's shape, so that its bits are the same however they are shared out between steps.
+of queries sees all keys, and goes through the rest of the layer. Both stop behind any piece. On the cpu a row's bits
+depend on no other row, so that pieces may have any size; on a GPU, where they might, all pieces are of one size. So a
+picture's bits are the same however it is shared out between steps.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from models.towers.full_attention import FullAttention
-from numba_kernels.cpu.running.pool import NUM_THREADS
 from runtime.device.device import Device
 from runtime.dtype import DType, float32
 from runtime.tensor.tensor import Tensor
 
-CPU_ROWS = 32 * max(2, NUM_THREADS)
-"""Rows of a piece on the cpu: enough for its threads and for the tiles of products, and over after milliseconds."""
+CPU_ROWS = 192
+"""Rows of a piece on the cpu where nobody waits for its end."""
+
+MOST_CPU_ROWS = 1024
+"""And at most, whoever asks."""
 
 GPU_ROWS = 4096
 """On a GPU, which computes a layer of so many in less than a millisecond."""
 
 Pieces = Generator[int, None, tuple[Tensor, ...]]
 """A picture's work: yields the rows of each piece behind it, and returns what the tower makes of the picture."""
+
+
+@dataclass(slots=True)
+class Pace:
+    """How many rows the next piece has; who computes it may change that between two pieces."""
+
+    rows: int
+
+    def slices(self, num_rows: int, unit: int = 1) -> Iterator[slice]:
+        """Pieces of rows that each stand for `unit` patches."""
+        begin = 0
+        while begin < num_rows:
+            end = min(begin + max(1, self.rows // unit), num_rows)
+            yield slice(begin, end)
+            begin = end
 
 
 class PatchRows(Protocol):
@@ -45,12 +64,16 @@ class Encoding:
         num_rows: that have been computed; each counts twice in each layer.
     """
 
-    def __init__(self, pieces: Pieces) -> None:
-        self._pieces = pieces
+    def __init__(self, pieces: Pieces, pace: Pace, *, is_paced: bool) -> None:
+        """`is_paced`: pieces may have as many rows as are asked for."""
+        self._pieces, self._pace, self._is_paced, self._rows = pieces, pace, is_paced, pace.rows
         self.num_rows = 0
 
     def advance(self, num_rows: int) -> tuple[Tensor, ...] | None:
-        """Compute pieces until they have so many rows together; at least one. Behind the last: what the tower makes."""
+        """Compute pieces until they have so many rows together, on the cpu one of so many; at least one. Behind the
+        last: what the tower makes."""
+        if self._is_paced:
+            self._pace.rows = max(1, min(num_rows, MOST_CPU_ROWS))
         until = self.num_rows + num_rows
         try:
             while self.num_rows < until:
@@ -64,7 +87,7 @@ class Encoding:
         """Compute all that is left."""
         made = None
         while made is None:
-            made = self.advance(1 << 62)
+            made = self.advance(self._rows)
         return made
 
 
@@ -75,25 +98,18 @@ class PictureTower(ABC):
     device: Device
 
     @abstractmethod
-    def pieces(self, patches: PatchRows, grid: tuple[int, int]) -> Pieces:
+    def pieces(self, patches: PatchRows, grid: tuple[int, int], pace: Pace) -> Pieces:
         """Of a picture of `grid` patches, those of a token together."""
 
     def start(self, patches: PatchRows, grid: tuple[int, int]) -> Encoding:
         """Begin with a picture; nothing is computed yet."""
-        return Encoding(self.pieces(patches, grid))
+        is_cpu = self.device.kind == "cpu"
+        pace = Pace(CPU_ROWS if is_cpu else GPU_ROWS)
+        return Encoding(self.pieces(patches, grid, pace), pace, is_paced=is_cpu)
 
     def __call__(self, patches: PatchRows, grid: tuple[int, int]) -> tuple[Tensor, ...]:
         """All of it at once."""
         return self.start(patches, grid).finish()
-
-    @property
-    def piece_rows(self) -> int:
-        return CPU_ROWS if self.device.kind == "cpu" else GPU_ROWS
-
-    def slices(self, num_rows: int, unit: int = 1) -> Iterator[slice]:
-        """Pieces of rows that each stand for `unit` patches."""
-        size = max(1, self.piece_rows // unit)
-        return (slice(begin, min(begin + size, num_rows)) for begin in range(0, num_rows, size))
 
     def pixels(self, patches: PatchRows, rows: Any) -> Tensor:
         """Some of a picture's patches on the device, in the type that the tower computes in."""
@@ -112,17 +128,17 @@ class AttentionLayer(Protocol):
         """Rows `[n, width]` -> queries, keys and values side by side, `[n, 3 * width]`."""
         ...
 
-    def rest(self, x: Tensor, attended: Tensor) -> Tensor:
-        """What the layer makes of rows `[n, width]`, given what they have attended to."""
+    def rest(self, x: Tensor, attended: Tensor) -> None:
+        """What the layer makes of rows `[n, width]`, in their place, given what they have attended to."""
         ...
 
 
-def through(tower: PictureTower, layer: AttentionLayer, x: Tensor, attention: FullAttention) -> Iterator[int]:
+def through(pace: Pace, layer: AttentionLayer, x: Tensor, attention: FullAttention) -> Iterator[int]:
     """Rows `x [num_patches, width]` become in place what the layer makes of them; the rows of each piece."""
-    for rows in tower.slices(x.shape[0]):
+    for rows in pace.slices(x.shape[0]):
         attention.add(rows, layer.qkv_of(x[rows]))
         yield rows.stop - rows.start
-    for blocks in attention.tiles(tower.piece_rows):
+    for blocks in pace.slices(attention.num_blocks, attention.queries_of_block):
         rows = attention.rows_of(blocks)
-        x[rows] = layer.rest(x[rows], attention.attend(blocks))
+        layer.rest(x[rows], attention.attend(blocks))
         yield rows.stop - rows.start

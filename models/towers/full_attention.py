@@ -20,8 +20,8 @@ from runtime.kv.cache import KVCache, KVCacheSpec
 from runtime.ops import RopeTable
 from runtime.tensor.tensor import Tensor
 
-CPU_QUERIES = 32
-"""Patches that share a read of the keys: the rows of a group of the cpu's kernel."""
+CPU_QUERIES = 64
+"""Patches that share a read of the keys: the rows of a group of the cpu's kernel, and a window of Qwen2.5-VL's."""
 
 GPU_QUERIES = (64, 128)
 """On a GPU: the rows of its tiles, of which windows take the smaller one."""
@@ -35,6 +35,10 @@ class FullAttention:
     `lengths` are those of its windows, which lie one behind the other: a patch sees those of its own. `rope` has a row
     for each patch; None: nothing is rotated. First all of a layer's rows are added, some at a time; then tiles of
     queries attend.
+
+    Attributes:
+        num_blocks: of queries, of which a tile is some.
+        queries_of_block: patches of a block, or fewer.
     """
 
     def __init__(
@@ -47,14 +51,14 @@ class FullAttention:
         )
         counts = np.array(lengths, np.int64)
         num_patches, self._longest = int(counts.sum()), max(lengths)
-        self._queries_of_block = queries = _queries(device, self._longest)
+        self.queries_of_block = queries = _queries(device, self._longest)
         num_pages, num_blocks = -(-counts // _PAGE_TOKENS), -(-counts // queries)  # of each window
         first_pages, first_blocks = np.cumsum(num_pages) - num_pages, np.cumsum(num_blocks) - num_blocks
         total = int(num_blocks.sum())
         self._pages = KVCache(spec, int(num_pages.sum()))
         inside = np.concatenate([np.arange(count) for count in lengths])
         self._blocks = np.repeat(first_blocks, counts) + inside // queries  # of each patch
-        self._num_blocks = total
+        self.num_blocks = total
         table = np.minimum(np.arange(num_pages.max()), num_pages[:, None] - 1) + first_pages[:, None]
         arrays = (
             np.arange(num_patches, dtype=np.int32),
@@ -77,7 +81,7 @@ class FullAttention:
         # A layer's queries, where they lie spread out if that is what all blocks but the last have.
         num_rows = total * queries if self._spread is None else num_patches
         self._queries = Tensor.zeros((num_rows, num_heads * head_dim), dtype, device)
-        self._batches: dict[int, tuple[Batch, Tensor | None]] = {}
+        self._batches: dict[tuple[int, int], tuple[Batch, Tensor | None]] = {}
 
     def add(self, rows: slice, qkv: Tensor) -> None:
         """Some rows' `[n, 3 * num_heads * head_dim]`."""
@@ -89,11 +93,6 @@ class FullAttention:
         )  # fmt: skip
         self._queries[rows] = q.view(q.shape[0], heads * head_dim)
 
-    def tiles(self, num_rows: int) -> Iterator[slice]:
-        """Blocks that attend together: of so many rows at most, but one at least."""
-        size = max(1, num_rows // self._queries_of_block)
-        return (slice(first, min(first + size, self._num_blocks)) for first in range(0, self._num_blocks, size))
-
     def rows_of(self, blocks: slice) -> slice:
         """The patches of a tile, which lie one behind the other."""
         first, end = np.searchsorted(self._blocks, (blocks.start, blocks.stop))
@@ -102,7 +101,7 @@ class FullAttention:
     def attend(self, blocks: slice) -> Tensor:
         """What a tile's patches see, `[n, num_heads * head_dim]`; all rows of the layer have been added."""
         heads, head_dim, count = self._num_heads, self._head_dim, blocks.stop - blocks.start
-        queries = self._queries_of_block
+        queries = self.queries_of_block
         batch, back = self._batch(blocks)
         places = slice(blocks.start * queries, blocks.stop * queries)
         if self._spread is None:
@@ -123,7 +122,7 @@ class FullAttention:
 
     def _batch(self, blocks: slice) -> tuple[Batch, Tensor | None]:
         """A tile as a batch of decodes, and where its patches stand among its queries, where that has to be told."""
-        found = self._batches.get(blocks.start)
+        found = self._batches.get((blocks.start, blocks.stop))
         if found is None:
             count = blocks.stop - blocks.start
             starts = self._starts[: count + 1]
@@ -134,9 +133,9 @@ class FullAttention:
             )  # fmt: skip
             back = None
             if self._spread is not None:
-                places = self._spread[1][self.rows_of(blocks)] - blocks.start * self._queries_of_block
+                places = self._spread[1][self.rows_of(blocks)] - blocks.start * self.queries_of_block
                 (back,) = ops.place([places.astype(np.int32)], self._starts.device)
-            found = self._batches[blocks.start] = batch, back
+            found = self._batches[blocks.start, blocks.stop] = batch, back
         return found
 
 

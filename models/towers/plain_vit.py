@@ -17,7 +17,7 @@ import numpy as np
 from models.config import GELU_NAMES, read_choice
 from models.json_fields import Fields
 from models.maker import Maker
-from models.towers.encoding import PatchRows, PictureTower, through
+from models.towers.encoding import Pace, PatchRows, PictureTower, through
 from models.towers.full_attention import FullAttention
 from runtime import ops
 from runtime.tensor.tensor import Tensor
@@ -102,16 +102,16 @@ class PlainVit:
             self.first_norm = maker.vector("pre_layrnorm.weight", width), maker.vector("pre_layrnorm.bias", width)
         self.layers = [VitLayer(config, maker.under(f"encoder.layers.{index}")) for index in range(self.num_layers)]
 
-    def kept_rows(self, tower: PictureTower, patches: PatchRows) -> Generator[int, None, list[Tensor]]:
+    def kept_rows(self, tower: PictureTower, patches: PatchRows, pace: Pace) -> Generator[int, None, list[Tensor]]:
         """What the kept layers leave of a picture, each `[num_rows, hidden_size]`; yields the rows of each piece."""
         config, first = self.config, int(self.config.has_class)
         assert len(patches) == config.side**2, f"{len(patches)} patches, must be {config.side**2}"
         (ids,) = ops.place([np.arange(config.num_rows, dtype=np.int32)], self.device)
         x = tower.buffer(config.num_rows, config.hidden_size)
-        for piece in tower.slices(config.side**2):
+        for piece in pace.slices(config.side**2):
             rows = slice(first + piece.start, first + piece.stop)
             places = ops.embedding(ids[rows], self.positions)
-            x[rows] = self.patch_embed(tower.pixels(patches, piece), residual=places)
+            self.patch_embed(tower.pixels(patches, piece), residual=places, out=x[rows])
             yield piece.stop - piece.start
         if self.class_row is not None:
             x[:1] = ops.embedding(ids[:1], self.positions) + self.class_row.to(x.dtype).unsqueeze(0)
@@ -121,7 +121,7 @@ class PlainVit:
         attention = FullAttention([config.num_rows], config.num_heads, head_dim, None, x.dtype, self.device)
         kept = {0: x.clone()} if 0 in self.kept else {}
         for index, layer in enumerate(self.layers):
-            yield from through(tower, layer, x, attention)
+            yield from through(pace, layer, x, attention)
             if index + 1 in self.kept:
                 kept[index + 1] = x.clone() if index + 1 < self.num_layers else x
         return [kept[layer] for layer in self.kept]
@@ -144,7 +144,7 @@ class VitLayer:
     def qkv_of(self, x: Tensor) -> Tensor:
         return self.qkv(ops.layer_norm(x, *self.norms[0], self.eps))
 
-    def rest(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = self.proj(attended, residual=x)
+    def rest(self, x: Tensor, attended: Tensor) -> None:
+        self.proj(attended, residual=x, out=x)
         h = self.up(ops.layer_norm(x, *self.norms[1], self.eps))
-        return self.down(ops.gelu(h, self.activation, out=h), residual=x)
+        self.down(ops.gelu(h, self.activation, out=h), residual=x, out=x)

@@ -18,7 +18,7 @@ import numpy as np
 from models.config import SILU_NAMES, read_choice
 from models.json_fields import Fields
 from models.maker import Maker
-from models.towers.encoding import PatchRows, PictureTower, Pieces, through
+from models.towers.encoding import Pace, PatchRows, PictureTower, Pieces, through
 from models.towers.full_attention import FullAttention
 from models.towers.qwen3_vl import axial_rope, patch_places
 from runtime import ops
@@ -99,7 +99,7 @@ class WindowedTower(PictureTower):
         self.up = merger.linear("mlp.0", outputs=inputs, inputs=inputs, has_bias=True)
         self.down = merger.linear("mlp.2", outputs=config.out_size, inputs=inputs, has_bias=True)
 
-    def pieces(self, patches: PatchRows, grid: tuple[int, int]) -> Pieces:
+    def pieces(self, patches: PatchRows, grid: tuple[int, int], pace: Pace) -> Pieces:
         config, merge = self.config, self.config.merge_size
         rows, columns = patch_places(grid, merge)
         count, unit = len(rows), merge**2
@@ -107,8 +107,8 @@ class WindowedTower(PictureTower):
         order, lengths = windows_of(grid[0] // merge, grid[1] // merge, config.window_tokens)
         ordered = (order[:, None] * unit + np.arange(unit)).ravel()  # patches, window by window
         x = self.buffer(count, config.hidden_size)
-        for piece in self.slices(count):
-            x[piece] = self.patch_embed(self.pixels(patches, ordered[piece]))
+        for piece in pace.slices(count):
+            self.patch_embed(self.pixels(patches, ordered[piece]), out=x[piece])
             yield piece.stop - piece.start
         rope = axial_rope(config.head_dim, config.theta, rows[ordered], columns[ordered], self.device)
         full, windowed = (
@@ -116,12 +116,12 @@ class WindowedTower(PictureTower):
             for each in ([count], [each * unit for each in lengths])
         )
         for index, layer in enumerate(self.layers):
-            yield from through(self, layer, x, full if index in config.full_layers else windowed)
+            yield from through(pace, layer, x, full if index in config.full_layers else windowed)
         made = self.buffer(count // unit, config.out_size)
-        for piece in self.slices(made.shape[0], unit):
+        for piece in pace.slices(made.shape[0], unit):
             merged = ops.rms_norm(x[piece.start * unit : piece.stop * unit], self.norm, _NORM_EPS)
             h = self.up(merged.view(-1, self.up.weight.shape[1]))
-            made[piece] = self.down(ops.gelu(h, "erf", out=h))
+            self.down(ops.gelu(h, "erf", out=h), out=made[piece])
             yield (piece.stop - piece.start) * unit
         (back,) = ops.place([np.argsort(order).astype(np.int32)], self.device)
         return (ops.gather_rows(made, back),)
@@ -140,10 +140,10 @@ class _TowerLayer:
     def qkv_of(self, x: Tensor) -> Tensor:
         return self.qkv(ops.rms_norm(x, self.norms[0], _NORM_EPS))
 
-    def rest(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = self.proj(attended, residual=x)
+    def rest(self, x: Tensor, attended: Tensor) -> None:
+        self.proj(attended, residual=x, out=x)
         h = ops.rms_norm(x, self.norms[1], _NORM_EPS)
-        return self.down(self.gate_up.glu(h, "silu"), residual=x)
+        self.down(self.gate_up.glu(h, "silu"), residual=x, out=x)
 
 
 def windows_of(rows: int, columns: int, side: int) -> tuple[Array, list[int]]:

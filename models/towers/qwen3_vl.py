@@ -19,7 +19,7 @@ import numpy as np
 from models.config import GELU_NAMES, read_choice
 from models.json_fields import Fields
 from models.maker import Maker
-from models.towers.encoding import PatchRows, PictureTower, Pieces, through
+from models.towers.encoding import Pace, PatchRows, PictureTower, Pieces, through
 from models.towers.full_attention import FullAttention
 from runtime import ops
 from runtime.device.device import Device
@@ -106,30 +106,30 @@ class Tower(PictureTower):
             for index in range(len(config.deepstack_layers))
         ]
 
-    def pieces(self, patches: PatchRows, grid: tuple[int, int]) -> Pieces:
+    def pieces(self, patches: PatchRows, grid: tuple[int, int], pace: Pace) -> Pieces:
         config = self.config
         rows, columns = patch_places(grid, config.merge_size)
         count = len(rows)
         assert len(patches) == count, f"{len(patches)} patches, but the grid is {grid}"
         places = _Interpolated(self, rows, columns, grid)
         x = self.buffer(count, config.hidden_size)
-        for piece in self.slices(count):
-            x[piece] = self.patch_embed(self.pixels(patches, piece), residual=places.of(piece))
+        for piece in pace.slices(count):
+            self.patch_embed(self.pixels(patches, piece), residual=places.of(piece), out=x[piece])
             yield piece.stop - piece.start
         rope = axial_rope(config.head_dim, config.theta, rows, columns, self.device)
         attention = FullAttention([count], config.num_heads, config.head_dim, rope, x.dtype, self.device)
         deep: list[Tensor] = []
         for index, layer in enumerate(self.layers):
-            yield from through(self, layer, x, attention)
+            yield from through(pace, layer, x, attention)
             if index in config.deepstack_layers:
-                deep.append((yield from self._merged(self.deepstack[len(deep)], x)))
-        return (yield from self._merged(self.merger, x)), *deep
+                deep.append((yield from self._merged(self.deepstack[len(deep)], x, pace)))
+        return (yield from self._merged(self.merger, x, pace)), *deep
 
-    def _merged(self, merger: Merger, x: Tensor) -> Generator[int, None, Tensor]:
+    def _merged(self, merger: Merger, x: Tensor, pace: Pace) -> Generator[int, None, Tensor]:
         unit = self.config.merge_size**2
         made = self.buffer(x.shape[0] // unit, self.config.out_size)
-        for piece in self.slices(made.shape[0], unit):
-            made[piece] = merger(x[piece.start * unit : piece.stop * unit])
+        for piece in pace.slices(made.shape[0], unit):
+            merger(x[piece.start * unit : piece.stop * unit], made[piece])
             yield (piece.stop - piece.start) * unit
         return made
 
@@ -149,10 +149,10 @@ class TowerLayer:
     def qkv_of(self, x: Tensor) -> Tensor:
         return self.qkv(ops.layer_norm(x, *self.norms[0], _NORM_EPS))
 
-    def rest(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = self.proj(attended, residual=x)
+    def rest(self, x: Tensor, attended: Tensor) -> None:
+        self.proj(attended, residual=x, out=x)
         h = self.up(ops.layer_norm(x, *self.norms[1], _NORM_EPS))
-        return self.down(ops.gelu(h, self.activation, out=h), residual=x)
+        self.down(ops.gelu(h, self.activation, out=h), residual=x, out=x)
 
 
 class Merger:
@@ -166,10 +166,10 @@ class Merger:
         self.up = maker.linear("linear_fc1", outputs=self.inputs, inputs=self.inputs, has_bias=True)
         self.down = maker.linear("linear_fc2", outputs=config.out_size, inputs=self.inputs, has_bias=True)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor) -> None:
         x = ops.layer_norm(x.view(-1, self.inputs) if self.norms_tokens else x, *self.norm, _NORM_EPS)
         h = self.up(x.view(-1, self.inputs))
-        return self.down(ops.gelu(h, "erf", out=h))
+        self.down(ops.gelu(h, "erf", out=h), out=out)
 
 
 def patch_places(grid: tuple[int, int], merge_size: int) -> tuple[Array, Array]:

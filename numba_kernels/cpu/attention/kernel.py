@@ -328,7 +328,7 @@ def attention_kernel(stored: type, span: int, is_latent: bool = False) -> Kernel
                     tile_scores = scores_at + tile * CHUNK_TOKENS * 4
                     score_tile(
                         kept, kept_span, q_at + tile * a.head_dim * 4, keys_at, key_stride, a.head_dim,
-                        tile_scores, min(CHUNK_TOKENS, tile_last), values_at, height,
+                        tile_scores, min(CHUNK_TOKENS, tile_last), values_at if tile == 0 else 0, height,
                     )  # fmt: skip
                     if has_scales:
                         _scale_columns(tile_scores, tile_rows, k_scales_at)
@@ -350,7 +350,7 @@ def attention_kernel(stored: type, span: int, is_latent: bool = False) -> Kernel
                     value_tile(
                         stored, scores_at + tile * CHUNK_TOKENS * 4, values_at, a.value_stride * itemsize,
                         min(CHUNK_TOKENS, max(0, tile_first)), min(CHUNK_TOKENS, tile_last), factors_at + tile * 4,
-                        out_at + tile * width * 4, width // LANES, next_at, height,
+                        out_at + tile * width * 4, width // LANES, next_at if tile == 0 else 0, height,
                     )  # fmt: skip
             if is_merged:
                 _merge(total, part, rows, width)

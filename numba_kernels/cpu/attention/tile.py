@@ -29,6 +29,18 @@ STATE_ROWS = TILE_ROWS  # rows whose maxima and sums are updated as one vector
 HEIGHTS = tuple(height for height in (1, 2, 4, 8) if height <= TILE_ROWS)
 
 
+def _if_fetching(builder, table, height, emit):
+    """Runs ``emit(fetches)``: True for a low tile that was given a table (an address, not 0) of what to ask for."""
+    if height > _FETCHING_ROWS:
+        emit(False)
+        return
+    with builder.if_else(builder.icmp_signed("!=", table, _constant(0))) as (fetching, quiet):
+        with fetching:
+            emit(True)
+        with quiet:
+            emit(False)
+
+
 def _fetch(builder, start, turn, kind):
     """Asks for as many cache lines as an element has bytes, those with number ``turn`` from an address on: in as many
     turns as a head has dimensions a whole chunk is asked for, when the turns go round its pages or halves."""
@@ -72,7 +84,7 @@ def score_tile(typingctx, stored, span, q, keys, key_stride, head_dim, scores, t
     ``q`` is ``[head_dim, rows]``; ``keys`` a table of addresses, one for each HALF_TOKENS tokens, of their first
     dimension, the next being ``key_stride`` bytes further; ``scores`` is ``[rows, CHUNK_TOKENS]``. ``span`` tokens,
     a literal, HALF_TOKENS or LANES, are sure to lie side by side. A low tile, which waits for memory, meanwhile fetches
-    the chunk's values from where the table ``values`` says.
+    the chunk's values from where the table ``values`` says (0: it does not).
     """
     kind = stored.instance_type
     index = types.intp
@@ -99,21 +111,24 @@ def score_tile(typingctx, stored, span, q, keys, key_stride, head_dim, scores, t
                 for row in sums:
                     for register in row:
                         builder.store(simd.splat_constant(F32, 0.0), register)
-                with cgutils.for_range(builder, head_dim, intp=I64) as inner:
-                    at = builder.mul(inner.index, key_stride)
-                    if height <= _FETCHING_ROWS:
-                        half = _entry(builder, values, builder.and_(inner.index, _constant(_HALVES - 1)))
-                        _fetch(builder, half, builder.udiv(inner.index, _constant(_HALVES)), kind)
-                    lanes = LANES if is_whole else HALF_TOKENS
-                    vectors = [load_page(builder, builder.add(piece, at), kind, lanes) for piece in pieces]
-                    if not is_whole:
-                        pairs = zip(vectors[::2], vectors[1::2])
-                        vectors = [builder.shuffle_vector(low, high, join) for low, high in pairs]
-                    q_row = builder.add(q, builder.mul(inner.index, _constant(4 * height)))
-                    for r, row in enumerate(sums):
-                        value = simd.splat(builder, simd.load(builder, simd.offset(builder, q_row, 4 * r), F32, 4))
-                        for vector, register in zip(vectors, row):
-                            builder.store(simd.fma(builder, value, vector, builder.load(register)), register)
+                def add_up(fetches):
+                    with cgutils.for_range(builder, head_dim, intp=I64) as inner:
+                        at = builder.mul(inner.index, key_stride)
+                        if fetches:
+                            half = _entry(builder, values, builder.and_(inner.index, _constant(_HALVES - 1)))
+                            _fetch(builder, half, builder.udiv(inner.index, _constant(_HALVES)), kind)
+                        lanes = LANES if is_whole else HALF_TOKENS
+                        vectors = [load_page(builder, builder.add(piece, at), kind, lanes) for piece in pieces]
+                        if not is_whole:
+                            pairs = zip(vectors[::2], vectors[1::2])
+                            vectors = [builder.shuffle_vector(low, high, join) for low, high in pairs]
+                        q_row = builder.add(q, builder.mul(inner.index, _constant(4 * height)))
+                        for r, row in enumerate(sums):
+                            value = simd.splat(builder, simd.load(builder, simd.offset(builder, q_row, 4 * r), F32, 4))
+                            for vector, register in zip(vectors, row):
+                                builder.store(simd.fma(builder, value, vector, builder.load(register)), register)
+
+                _if_fetching(builder, values, height, add_up)
                 out = builder.add(scores, builder.mul(first, _constant(LANES * 4)))
                 for r, row in enumerate(sums):
                     for u, register in enumerate(row):
@@ -219,7 +234,7 @@ def value_tile(
     ``weights`` is ``[rows, CHUNK_TOKENS]``; ``values`` a table of addresses, one for each HALF_TOKENS tokens, of their
     first row, the next being ``value_stride`` bytes further; ``out`` is ``[rows, out_vectors]`` vectors of float32. A
     low tile meanwhile fetches the keys of the next chunk, a page of LANES tokens for each second entry of the table
-    ``next_keys``.
+    ``next_keys`` (0: it does not).
     """
     kind = stored.instance_type
     index = types.intp
@@ -241,23 +256,29 @@ def value_tile(
                     old = simd.load(builder, simd.offset(builder, out_rows[r], c * LANES * 4), simd.vector(F32), 4)
                     builder.store(builder.fmul(old, factor), register)
             start_bytes = builder.mul(start, _constant(vector_bytes))
-            with cgutils.for_range_slice(builder, first, last, _constant(1), intp=I64) as (token, _):
-                half = _entry(builder, values, builder.lshr(token, _constant(3)))
-                row = builder.mul(builder.and_(token, _constant(HALF_TOKENS - 1)), value_stride)
-                at = builder.add(builder.add(half, row), start_bytes)
-                if height <= _FETCHING_ROWS:
-                    turn = builder.add(token, builder.mul(start, _constant(CHUNK_TOKENS // _FULL_WIDTH)))
-                    page = builder.mul(builder.and_(turn, _constant(_HALVES // 2 - 1)), _constant(2))
-                    _fetch(builder, _entry(builder, next_keys, page), builder.udiv(turn, _constant(_HALVES // 2)), kind)
-                vectors = [
-                    load_page(builder, simd.offset(builder, at, c * vector_bytes), kind, LANES) for c in range(width)
-                ]
-                weight_at = builder.add(weights, builder.mul(token, _constant(4)))
-                for r, registers in enumerate(sums):
-                    place = simd.offset(builder, weight_at, r * CHUNK_TOKENS * 4)
-                    weight = simd.splat(builder, simd.load(builder, place, F32, 4))
-                    for vector, register in zip(vectors, registers):
-                        builder.store(simd.fma(builder, weight, vector, builder.load(register)), register)
+
+            def add_up(fetches):
+                with cgutils.for_range_slice(builder, first, last, _constant(1), intp=I64) as (token, _):
+                    half = _entry(builder, values, builder.lshr(token, _constant(3)))
+                    row = builder.mul(builder.and_(token, _constant(HALF_TOKENS - 1)), value_stride)
+                    at = builder.add(builder.add(half, row), start_bytes)
+                    if fetches:
+                        turn = builder.add(token, builder.mul(start, _constant(CHUNK_TOKENS // _FULL_WIDTH)))
+                        page = builder.mul(builder.and_(turn, _constant(_HALVES // 2 - 1)), _constant(2))
+                        line = builder.udiv(turn, _constant(_HALVES // 2))
+                        _fetch(builder, _entry(builder, next_keys, page), line, kind)
+                    vectors = [
+                        load_page(builder, simd.offset(builder, at, c * vector_bytes), kind, LANES)
+                        for c in range(width)
+                    ]
+                    weight_at = builder.add(weights, builder.mul(token, _constant(4)))
+                    for r, registers in enumerate(sums):
+                        place = simd.offset(builder, weight_at, r * CHUNK_TOKENS * 4)
+                        weight = simd.splat(builder, simd.load(builder, place, F32, 4))
+                        for vector, register in zip(vectors, registers):
+                            builder.store(simd.fma(builder, weight, vector, builder.load(register)), register)
+
+            _if_fetching(builder, next_keys, height, add_up)
             for r, registers in enumerate(sums):
                 for c, register in enumerate(registers):
                     place = simd.offset(builder, out_rows[r], c * LANES * 4)

@@ -243,6 +243,11 @@ def limit_threads(count: int) -> None:
     _most_threads = count
 
 
+def most_threads() -> int:
+    """Threads that a launch may have."""
+    return _most_threads
+
+
 def num_helpers(num_tickets: int, num_threads: int) -> int:
     """Helpers that so many tickets on at most ``num_threads`` threads may have."""
     return max(0, min(num_threads, num_tickets, _most_threads) - 1)
