@@ -23,6 +23,7 @@ from models.maker import Maker
 from models.picture_decoder import PictureDecoder
 from models.towers.encoding import Pace, PatchRows, PictureTower, Pieces
 from models.towers.plain_vit import PlainVit, PlainVitConfig, read_plain_vit
+from models.towers.shares import share_of_tower
 from runtime import ops
 from runtime.images.patches import FixedRule
 
@@ -90,13 +91,18 @@ class LlavaTower(PictureTower):
         inner = maker.under("model.multi_modal_projector")
         width, has_bias = config.hidden_size, config.projector_bias
         inputs = config.tower.hidden_size * len(config.kept)
-        self.up = inner.linear("linear_1", outputs=width, inputs=inputs, has_bias=has_bias)
-        self.down = inner.linear("linear_2", outputs=width, inputs=width, has_bias=has_bias)
+        middle = share_of_tower(width, maker.options)
+        self.up = inner.linear(
+            "linear_1", outputs=middle.share, inputs=inputs, has_bias=has_bias, split=middle.outputs
+        )
+        self.down = inner.linear(
+            "linear_2", outputs=width, inputs=middle.share, has_bias=has_bias, split=middle.inputs
+        )
 
     def pieces(self, patches: PatchRows, grid: tuple[int, int], pace: Pace) -> Pieces:
         kept = yield from self.vit.kept_rows(self, patches, pace)
         first = int(self.skips_first)
-        made = self.buffer(kept[0].shape[0] - first, self.up.weight.shape[0])
+        made = self.buffer(kept[0].shape[0] - first, self.down.weight.shape[0])
         for piece in pace.slices(made.shape[0]):
             rows = slice(first + piece.start, first + piece.stop)
             h = self.up(ops.join_columns([each[rows] for each in kept]))

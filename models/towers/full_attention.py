@@ -7,7 +7,7 @@ no device needs another kernel. A picture's bits depend on no other picture.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray

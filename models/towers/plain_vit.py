@@ -19,6 +19,7 @@ from models.json_fields import Fields
 from models.maker import Maker
 from models.towers.encoding import Pace, PatchRows, PictureTower, through
 from models.towers.full_attention import FullAttention
+from models.towers.shares import share_of_tower
 from runtime import ops
 from runtime.tensor.tensor import Tensor
 
@@ -100,6 +101,9 @@ class PlainVit:
         self.first_norm = None
         if config.has_class:
             self.first_norm = maker.vector("pre_layrnorm.weight", width), maker.vector("pre_layrnorm.bias", width)
+        self.head_dim = width // config.num_heads
+        heads = share_of_tower(config.num_heads, maker.options, head_dim=self.head_dim)
+        self.num_heads = heads.share.count // self.head_dim
         self.layers = [VitLayer(config, maker.under(f"encoder.layers.{index}")) for index in range(self.num_layers)]
 
     def kept_rows(self, tower: PictureTower, patches: PatchRows, pace: Pace) -> Generator[int, None, list[Tensor]]:
@@ -117,8 +121,7 @@ class PlainVit:
             x[:1] = ops.embedding(ids[:1], self.positions) + self.class_row.to(x.dtype).unsqueeze(0)
         if self.first_norm is not None:
             x = ops.layer_norm(x, *self.first_norm, config.norm_eps)
-        head_dim = config.hidden_size // config.num_heads
-        attention = FullAttention([config.num_rows], config.num_heads, head_dim, None, x.dtype, self.device)
+        attention = FullAttention([config.num_rows], self.num_heads, self.head_dim, None, x.dtype, self.device)
         kept = {0: x.clone()} if 0 in self.kept else {}
         for index, layer in enumerate(self.layers):
             yield from through(pace, layer, x, attention)
@@ -136,10 +139,14 @@ class VitLayer:
             for name in ("layer_norm1", "layer_norm2")
         ]
         names = tuple(f"self_attn.{each}_proj" for each in "qkv")
-        self.qkv = maker.linear(names, outputs=(width,) * 3, inputs=width, has_bias=True)
-        self.proj = maker.linear("self_attn.out_proj", outputs=width, inputs=width, has_bias=True)
-        self.up = maker.linear("mlp.fc1", outputs=config.inner_size, inputs=width, has_bias=True)
-        self.down = maker.linear("mlp.fc2", outputs=width, inputs=config.inner_size, has_bias=True)
+        heads = share_of_tower(config.num_heads, maker.options, head_dim=width // config.num_heads)
+        inner = share_of_tower(config.inner_size, maker.options)
+        self.qkv = maker.linear(names, outputs=(heads.share,) * 3, inputs=width, has_bias=True, split=heads.outputs)
+        self.proj = maker.linear(
+            "self_attn.out_proj", outputs=width, inputs=heads.share, has_bias=True, split=heads.inputs
+        )
+        self.up = maker.linear("mlp.fc1", outputs=inner.share, inputs=width, has_bias=True, split=inner.outputs)
+        self.down = maker.linear("mlp.fc2", outputs=width, inputs=inner.share, has_bias=True, split=inner.inputs)
 
     def qkv_of(self, x: Tensor) -> Tensor:
         return self.qkv(ops.layer_norm(x, *self.norms[0], self.eps))

@@ -21,6 +21,7 @@ from models.maker import Maker
 from models.towers.encoding import Pace, PatchRows, PictureTower, Pieces, through
 from models.towers.full_attention import FullAttention
 from models.towers.qwen3_vl import axial_rope, patch_places
+from models.towers.shares import share_of_tower
 from runtime import ops
 from runtime.tensor.tensor import Tensor
 
@@ -93,11 +94,16 @@ class WindowedTower(PictureTower):
         self.config, self.dtype, self.device = config, maker.dtype, maker.options.device
         kernel = (3, config.num_frames, config.patch_size, config.patch_size)
         self.patch_embed = maker.convolution("patch_embed.proj", outputs=width, kernel=kernel, has_bias=False)
+        heads = share_of_tower(config.num_heads, maker.options, head_dim=config.head_dim)
+        self.num_heads = heads.share.count // config.head_dim
         self.layers = [_TowerLayer(config, maker.under(f"blocks.{index}")) for index in range(config.num_layers)]
         merger = maker.under("merger")
         self.norm = merger.vector("ln_q.weight", width)
-        self.up = merger.linear("mlp.0", outputs=inputs, inputs=inputs, has_bias=True)
-        self.down = merger.linear("mlp.2", outputs=config.out_size, inputs=inputs, has_bias=True)
+        inner = share_of_tower(inputs, maker.options)
+        self.up = merger.linear("mlp.0", outputs=inner.share, inputs=inputs, has_bias=True, split=inner.outputs)
+        self.down = merger.linear(
+            "mlp.2", outputs=config.out_size, inputs=inner.share, has_bias=True, split=inner.inputs
+        )
 
     def pieces(self, patches: PatchRows, grid: tuple[int, int], pace: Pace) -> Pieces:
         config, merge = self.config, self.config.merge_size
@@ -112,7 +118,7 @@ class WindowedTower(PictureTower):
             yield piece.stop - piece.start
         rope = axial_rope(config.head_dim, config.theta, rows[ordered], columns[ordered], self.device)
         full, windowed = (
-            FullAttention(each, config.num_heads, config.head_dim, rope, x.dtype, self.device)
+            FullAttention(each, self.num_heads, config.head_dim, rope, x.dtype, self.device)
             for each in ([count], [each * unit for each in lengths])
         )
         for index, layer in enumerate(self.layers):
@@ -129,13 +135,19 @@ class WindowedTower(PictureTower):
 
 class _TowerLayer:
     def __init__(self, config: WindowedTowerConfig, maker: Maker) -> None:
-        width, inner = config.hidden_size, config.inner_size
+        width = config.hidden_size
+        heads = share_of_tower(config.num_heads, maker.options, head_dim=config.head_dim)
+        inner = share_of_tower(config.inner_size, maker.options)
         self.norms = [maker.vector(f"{name}.weight", width) for name in ("norm1", "norm2")]
-        self.qkv = maker.linear("attn.qkv", outputs=(width,) * 3, inputs=width, has_bias=True)
-        self.proj = maker.linear("attn.proj", outputs=width, inputs=width, has_bias=True)
+        self.qkv = maker.linear(
+            "attn.qkv", outputs=(heads.share,) * 3, inputs=width, has_bias=True, split=heads.outputs
+        )
+        self.proj = maker.linear("attn.proj", outputs=width, inputs=heads.share, has_bias=True, split=heads.inputs)
         names = ("mlp.gate_proj", "mlp.up_proj")
-        self.gate_up = maker.linear(names, outputs=(inner, inner), inputs=width, has_bias=True)
-        self.down = maker.linear("mlp.down_proj", outputs=width, inputs=inner, has_bias=True)
+        self.gate_up = maker.linear(
+            names, outputs=(inner.share,) * 2, inputs=width, has_bias=True, split=inner.outputs
+        )
+        self.down = maker.linear("mlp.down_proj", outputs=width, inputs=inner.share, has_bias=True, split=inner.inputs)
 
     def qkv_of(self, x: Tensor) -> Tensor:
         return self.qkv(ops.rms_norm(x, self.norms[0], _NORM_EPS))

@@ -21,6 +21,7 @@ from models.json_fields import Fields
 from models.maker import Maker
 from models.towers.encoding import Pace, PatchRows, PictureTower, Pieces, through
 from models.towers.full_attention import FullAttention
+from models.towers.shares import share_of_tower
 from runtime import ops
 from runtime.device.device import Device
 from runtime.ops import RopeTable
@@ -99,6 +100,8 @@ class Tower(PictureTower):
         kernel = (3, config.num_frames, config.patch_size, config.patch_size)
         self.patch_embed = maker.convolution("patch_embed.proj", outputs=width, kernel=kernel, has_bias=True)
         self.positions = maker.table("pos_embed.weight", config.positions_side**2, width)
+        heads = share_of_tower(config.num_heads, maker.options, head_dim=config.head_dim)
+        self.num_heads = heads.share.count // config.head_dim
         self.layers = [TowerLayer(config, maker.under(f"blocks.{index}")) for index in range(config.num_layers)]
         self.merger = Merger(config, maker.under("merger"), norms_tokens=False)
         self.deepstack = [
@@ -117,7 +120,7 @@ class Tower(PictureTower):
             self.patch_embed(self.pixels(patches, piece), residual=places.of(piece), out=x[piece])
             yield piece.stop - piece.start
         rope = axial_rope(config.head_dim, config.theta, rows, columns, self.device)
-        attention = FullAttention([count], config.num_heads, config.head_dim, rope, x.dtype, self.device)
+        attention = FullAttention([count], self.num_heads, config.head_dim, rope, x.dtype, self.device)
         deep: list[Tensor] = []
         for index, layer in enumerate(self.layers):
             yield from through(pace, layer, x, attention)
@@ -141,10 +144,14 @@ class TowerLayer:
         self.norms = [
             (maker.vector(f"{name}.weight", width), maker.vector(f"{name}.bias", width)) for name in ("norm1", "norm2")
         ]
-        self.qkv = maker.linear("attn.qkv", outputs=(width,) * 3, inputs=width, has_bias=True)
-        self.proj = maker.linear("attn.proj", outputs=width, inputs=width, has_bias=True)
-        self.up = maker.linear("mlp.linear_fc1", outputs=config.inner_size, inputs=width, has_bias=True)
-        self.down = maker.linear("mlp.linear_fc2", outputs=width, inputs=config.inner_size, has_bias=True)
+        heads = share_of_tower(config.num_heads, maker.options, head_dim=config.head_dim)
+        inner = share_of_tower(config.inner_size, maker.options)
+        self.qkv = maker.linear(
+            "attn.qkv", outputs=(heads.share,) * 3, inputs=width, has_bias=True, split=heads.outputs
+        )
+        self.proj = maker.linear("attn.proj", outputs=width, inputs=heads.share, has_bias=True, split=heads.inputs)
+        self.up = maker.linear("mlp.linear_fc1", outputs=inner.share, inputs=width, has_bias=True, split=inner.outputs)
+        self.down = maker.linear("mlp.linear_fc2", outputs=width, inputs=inner.share, has_bias=True, split=inner.inputs)
 
     def qkv_of(self, x: Tensor) -> Tensor:
         return self.qkv(ops.layer_norm(x, *self.norms[0], _NORM_EPS))
@@ -163,8 +170,13 @@ class Merger:
         self.norms_tokens = norms_tokens
         size = self.inputs if norms_tokens else config.hidden_size
         self.norm = maker.vector("norm.weight", size), maker.vector("norm.bias", size)
-        self.up = maker.linear("linear_fc1", outputs=self.inputs, inputs=self.inputs, has_bias=True)
-        self.down = maker.linear("linear_fc2", outputs=config.out_size, inputs=self.inputs, has_bias=True)
+        inner = share_of_tower(self.inputs, maker.options)
+        self.up = maker.linear(
+            "linear_fc1", outputs=inner.share, inputs=self.inputs, has_bias=True, split=inner.outputs
+        )
+        self.down = maker.linear(
+            "linear_fc2", outputs=config.out_size, inputs=inner.share, has_bias=True, split=inner.inputs
+        )
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
         x = ops.layer_norm(x.view(-1, self.inputs) if self.norms_tokens else x, *self.norm, _NORM_EPS)

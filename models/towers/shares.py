@@ -1,0 +1,57 @@
+"""Which part of a tower a rank has: heads of the attention, columns of the MLP, as of the language model's layers.
+
+What cannot be parted lies whole in each rank, which then computes all of it: published towers have widths that ranks and
+formats do not divide, and are small beside their language models. In exact mode that must not depend on the number of
+ranks, since a map that is parted adds up its inputs in another order.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from models.shares import UNIT, Share, share_of_width
+from numba_kernels.segments import SEGMENTS, STEP
+from runtime.linear.options import LoadOptions
+
+
+class TowerShare:
+    """A width of which each rank has a part, or all of it.
+
+    Attributes:
+        share: this rank's part.
+        outputs, inputs: how the maps are cut that make it and that read it; None: they are whole.
+    """
+
+    def __init__(self, share: Share, *, is_parted: bool) -> None:
+        self.share = share
+        self.outputs: Literal["outputs"] | None = "outputs" if is_parted else None
+        self.inputs: Literal["inputs"] | None = "inputs" if is_parted else None
+
+
+def share_of_tower(width: int, options: LoadOptions, *, head_dim: int = 1) -> TowerShare:
+    """This rank's part of `width` columns, or of as many heads of so many columns."""
+    whole = TowerShare(Share(width * head_dim, 0, width * head_dim), is_parted=False)
+    columns, ranks = width * head_dim, options.num_ranks
+    unit = 1 if options.format is None else options.format.split
+    if options.rounding:
+        return whole  # rows are rounded together
+    if options.exact:
+        step = math.lcm(STEP, unit)
+        if width % SEGMENTS or columns % (SEGMENTS * step):
+            return whole
+        share = share_of_width(columns, options.rank, ranks, exact=True)
+    elif head_dim > 1:
+        if width % ranks or columns // ranks % unit:
+            return whole
+        share = share_of_width(columns, options.rank, ranks, exact=True)
+    else:
+        unit = math.lcm(UNIT, unit)
+        each, more = divmod(-(-columns // unit), ranks)
+        if not each:
+            return whole
+        first = (options.rank * each + min(options.rank, more)) * unit
+        end = min(columns, first + (each + (options.rank < more)) * unit)
+        share = Share(columns, first, end - first)
+    assert share is not None, "the width is divided evenly"
+    return TowerShare(share, is_parted=True)
