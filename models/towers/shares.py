@@ -1,8 +1,8 @@
 """Which part of a tower a rank has: heads of the attention, columns of the MLP, as of the language model's layers.
 
-What cannot be parted lies whole in each rank, which then computes all of it: published towers have widths that ranks and
-formats do not divide, and are small beside their language models. In exact mode that must not depend on the number of
-ranks, since a map that is parted adds up its inputs in another order.
+What cannot be parted lies whole in each rank, which then computes all of it: published towers have widths that ranks
+and formats do not divide, and are small beside their language models. In exact mode that must not depend on the number
+of ranks, since a map that is parted adds up its inputs in another order.
 """
 
 from __future__ import annotations

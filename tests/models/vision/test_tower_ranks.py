@@ -136,10 +136,8 @@ def test_exact_mode_has_the_same_bits_on_any_number_of_ranks(tmp_path: Path, tow
 def test_ranks_have_all_columns_once(num_ranks: int, width: int, head_dim: int, settings: dict[str, Any]) -> None:
     if num_ranks == 3 and settings.get("exact"):
         pytest.skip("exact mode has 1, 2, 4 or 8 ranks")
-    found = [
-        share_of_tower(width, LoadOptions.parse(communicator=DeclaredRank(rank, num_ranks), **settings), head_dim=head_dim)
-        for rank in range(num_ranks)
-    ]
+    options = [LoadOptions.parse(communicator=DeclaredRank(rank, num_ranks), **settings) for rank in range(num_ranks)]
+    found = [share_of_tower(width, each, head_dim=head_dim) for each in options]
     columns = width * head_dim
     if found[0].inputs is None:
         assert all(each.share.count == columns and each.outputs is None for each in found)
