@@ -131,16 +131,13 @@ def _read_layers(fields: Fields, num_target_layers: int) -> tuple[int, ...]:
 
 
 class Eagle3Drafter:
-    """A drafter over the model that it was trained for, whose device, and table and head where it has none, it shares.
+    """See `HiddenStateDrafter`. It shares the model's table and head where it has none.
 
     Attributes:
         config: what its `config.json` says.
-        device, dtype: where its weights lie, and as what.
-        max_positions: tokens that a sequence may have.
-        weight_bytes: of its own weights.
-        token_ids: `[draft_vocab_size]` int32, the model's id of each that the head knows; None: they are the same.
     """
 
+    kind = "eagle3"
     rotary_switch: int | None = None
     weight_bytes: int
 
@@ -149,7 +146,7 @@ class Eagle3Drafter:
     ) -> None:
         decoder, hidden = config.decoder, config.decoder.hidden_size
         eps, width = decoder.norm_eps, config.target_hidden_size * len(config.layers)
-        self.config, self.target = config, target
+        self.config, self.target, self.layers = config, target, config.layers
         self.device, self.dtype, self.max_positions = maker.options.device, maker.dtype, maker.max_positions
         self.token_ids: NDArray[np.int32] | None = None
         self._places: Tensor | None = None  # [vocab_size]: of each of the model's ids among the head's, or behind them
@@ -186,15 +183,14 @@ class Eagle3Drafter:
         self._norm = maker.vector("norm.weight", hidden)
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
-        """Its pages, all of one group."""
+        """See `HiddenStateDrafter`."""
         decoder = self.config.decoder
         return KVCacheSpec(
             decoder.num_layers, decoder.num_kv_heads, decoder.head_dim, block_size, self.dtype, self.device
         )
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
-        """The model's hidden states of some tokens, behind each of `config.layers`, `[n, target_hidden_size]` ->
-        `[n, hidden_size]`."""
+        """See `HiddenStateDrafter`."""
         if self._input_norms:
             states = [ops.rms_norm(x, norm, self._eps) for x, norm in zip(states, self._input_norms, strict=True)]
         x = ops.join_columns(states)
@@ -203,8 +199,7 @@ class Eagle3Drafter:
         return self._fc(x)
 
     def forward(self, batch: Batch, hidden: Tensor, pages: KVCache) -> tuple[Tensor, Tensor]:
-        """`hidden [num_tokens, hidden_size]` is that of the token before each of the batch's. What `logits` reads, and
-        what takes the place of `hidden` one token further."""
+        """See `HiddenStateDrafter`."""
         table = self.target.embed_tokens if self._table is None else self._table
         embedded = ops.rms_norm(ops.embedding(batch.token_ids, table), self._embed_norm, self._eps)
         normed = ops.rms_norm(hidden, self._hidden_norm, self._eps)
@@ -225,7 +220,7 @@ class Eagle3Drafter:
             self._places = Tensor.from_numpy(places).to(self.device)
 
     def logits(self, normed: Tensor) -> Tensor:
-        """`[n, hidden_size]` -> `[n, vocab_size]` float32; -inf for tokens that the head does not know."""
+        """See `HiddenStateDrafter`."""
         logits = self.target.compute_logits(normed) if self._head is None else self._head.logits(normed)
         if self._places is None:
             return logits

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
+from models.config import ModelConfig
 from models.decoder import Decoder, DecoderConfig, FeedForward, Layer, NormKind, PreNormLayer
 from models.json_fields import Fields
 from models.maker import Maker
@@ -56,6 +58,7 @@ class MoeConfig(DecoderConfig):
         dense_layers: numbers of the layers that have an MLP instead.
         shared_size: columns of the expert that all tokens go to; 0: there is none.
         qk_norm: of queries and keys, as `Attention` takes it.
+        num_prediction_layers: layers behind the model's own that predict further tokens (`models.mtp`).
     """
 
     expert_size: int
@@ -63,6 +66,7 @@ class MoeConfig(DecoderConfig):
     dense_layers: frozenset[int] = frozenset()
     shared_size: int = 0
     qk_norm: NormKind = "none"
+    num_prediction_layers: int = 0
 
     @property
     def split_widths(self) -> tuple[str, ...]:
@@ -75,6 +79,15 @@ class MoeDecoder(Decoder):
 
     config: MoeConfig
     form = ExpertsForm()
+
+    @classmethod
+    def harmless_tensors(cls, config: ModelConfig) -> re.Pattern[str]:
+        """Those of the layers that predict further tokens, too, which a drafter reads."""
+        own = cast(MoeConfig, config)
+        if not own.num_prediction_layers:
+            return cls.harmless
+        numbers = (str(own.num_layers + each) for each in range(own.num_prediction_layers))
+        return re.compile(rf"{cls.harmless.pattern}|{re.escape(cls.root)}\.layers\.({'|'.join(numbers)})\..*")
 
     def make_layer(self, index: int, maker: Maker) -> Layer:
         return PreNormLayer(self, index, maker, attention={"norm": self.config.qk_norm})

@@ -1,13 +1,13 @@
 """Compares answers with speculation to those without: ids, log probabilities to the bit, reasons of ends.
 
-    python tools/compare_speculation.py [--models FOLDER ...] [--device DEVICE] [--requests 10000] [--seed 0]
+    python tools/compare_speculation.py [--models FOLDER ...] [--device DEVICE] [--requests 10000] [--seed 0] [--turns]
 
 Requests of all kinds (greedy and seeded at several temperatures, penalties, biases, bad words, stop ids, stop strings,
 grammars, log probabilities, three choices) run in rounds, each under a schedule of its own: little memory, so that
 sequences are preempted and swapped, few tokens in a step, chunks of odd lengths, prompts that others have computed,
 requests that come while others run, and some that are cancelled. Each round runs without speculation and with every
-drafter, whose proposals are all tried: whether that pays is not asked. On a GPU it runs with `exact`. Models take
-turns; `babyllama` is a small Llama with random weights. Prints what differs, and how many proposals were tried and
+drafter (with `--turns`: with one of them after another), whose proposals are all tried: whether that pays is not asked.
+On a GPU it runs with `exact`. Models take turns; `babyllama` is a small Llama with random weights. Prints what differs, and how many proposals were tried and
 kept, after each hundred requests.
 """
 
@@ -37,7 +37,7 @@ from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.speculation.draft_model import DraftModelDrafter
 from runtime.engine.speculation.drafter import Drafter, Ids
-from runtime.engine.speculation.eagle3 import Eagle3Proposer
+from runtime.engine.speculation.state_proposer import StateProposer
 from runtime.engine.speculation.ngram import NgramDrafter, SuffixDrafter
 from runtime.engine.speculation.speculator import Speculator
 from runtime.kv.groups import blocks_of_sequence
@@ -150,10 +150,10 @@ def compare(
             drafters.append(drafted)
         if eagle3 is not None:
             num_blocks = max(2, int(limits.num_blocks * rng.choice((0.3, 1, 2))))
-            drafters.append(Eagle3Proposer(eagle3, limits, num_blocks, 7))
+            drafters.append(StateProposer(eagle3, limits, num_blocks, 7))
         predicted = [_with_prediction(rng, request, plain, vocab_size) for request in requests]
         chosen = [*drafters, None]
-        for drafter in [chosen[number % len(chosen)]] if takes_turns else chosen:
+        for drafter in [chosen[(seed + number) % len(chosen)]] if takes_turns else chosen:
             name = "predictions" if drafter is None else drafter.name
             speculator = Speculator(drafter, rng.choice((1, 3, 7)), vocab_size, fixed=True, hang_s=math.inf)
             asked = predicted if drafter is None else requests
@@ -169,7 +169,7 @@ def compare(
             found.num_preemptions += engine.stats().num_preemptions
             if drafter is drafted and drafted.num_free_blocks != drafted.num_blocks:
                 found.differences.append(f"round {number}: the draft model's pages leaked")
-            if isinstance(drafter, Eagle3Proposer):
+            if isinstance(drafter, StateProposer):
                 drafter.pool.check_invariants([])
             if drafter is not None and not speculator.is_on:
                 found.differences.append(f"round {number}: the drafter {name} was turned off")
@@ -311,6 +311,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--turns", action="store_true", help="a round has one drafter, each in its turn")
     options = parser.parse_args()
     settings = {"device": options.device, "exact": options.device != "cpu"}
     found, done = Comparison(), 0
@@ -322,7 +323,10 @@ def main() -> int:
             own, eagle3 = folder / OWN_DRAFTER, None
             if own.is_dir():
                 eagle3 = load_eagle3(own, model, device=options.device, exact=settings["exact"], max_model_len=96)
-            compare(model, folder, count, options.seed + done // PIECE, found=found, eagle3=eagle3, **settings)
+            seed = options.seed + done // PIECE
+            compare(
+                model, folder, count, seed, found=found, eagle3=eagle3, takes_turns=options.turns, **settings
+            )  # fmt: skip
             done += count
             print(f"-- {done:,} requests, the latest of {folder.name}")
             found.tell()

@@ -5,12 +5,11 @@ are everybody's. V2 chooses by a softmax, V3 by sigmoids and a correction that i
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from models.architecture import Architecture
-from models.config import ModelConfig, read_common
+from models.config import read_common
 from models.decoder import Layer, PreNormLayer
 from models.experts import ExpertsForm, MoeConfig, MoeDecoder
 from models.families.glm_moe import read_sigmoid_rule
@@ -23,10 +22,9 @@ from runtime.routing import RoutingRule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekConfig(MoeConfig):
-    """Behind its layers a checkpoint has `num_prediction_layers` that predict further tokens."""
+    """With the sizes of its latent attention."""
 
     latent: LatentForm
-    num_prediction_layers: int = 0
 
 
 class DeepseekV2Model(MoeDecoder):
@@ -42,13 +40,6 @@ class DeepseekV2Model(MoeDecoder):
         assert rope is not None
         assert not choices
         return LatentAttention(self.config, self.config.latent, index, maker.under("self_attn"), rope, norm)
-
-    @classmethod
-    def harmless_tensors(cls, config: ModelConfig) -> re.Pattern[str]:
-        """Those of the layers that predict further tokens, too."""
-        own = cast(DeepseekConfig, config)
-        numbers = (str(own.num_layers + each) for each in range(own.num_prediction_layers))
-        return re.compile(rf"{cls.harmless.pattern}|model\.layers\.({'|'.join(numbers) or 'none'})\..*")
 
 
 class DeepseekV3Model(DeepseekV2Model):

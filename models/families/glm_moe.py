@@ -5,37 +5,19 @@ that is in no weight, within the best groups.
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
-from typing import cast
-
 from models.architecture import Architecture
-from models.config import ModelConfig, read_common
+from models.config import read_common
 from models.experts import ExpertsForm, MoeConfig, MoeDecoder
 from models.json_fields import Fields
 from models.rope_config import parse_rope
 from runtime.routing import RoutingRule
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Glm4MoeConfig(MoeConfig):
-    """Behind its layers a checkpoint has `num_prediction_layers` that predict further tokens."""
-
-    num_prediction_layers: int
-
-
 class Glm4MoeModel(MoeDecoder):
     form = ExpertsForm(shared="shared_experts", has_shared_gate=False, correction="gate.e_score_correction_bias")
 
-    @classmethod
-    def harmless_tensors(cls, config: ModelConfig) -> re.Pattern[str]:
-        """Those of the layers that predict further tokens, too."""
-        own = cast(Glm4MoeConfig, config)
-        numbers = (str(own.num_layers + each) for each in range(own.num_prediction_layers))
-        return re.compile(rf"{cls.harmless.pattern}|model\.layers\.({'|'.join(numbers) or 'none'})\..*")
 
-
-def read_glm4_moe(fields: Fields) -> Glm4MoeConfig:
+def read_glm4_moe(fields: Fields) -> MoeConfig:
     common = read_common(fields, default_max_positions=131_072, default_norm_eps=1e-5)
     num_layers, head_dim = common["num_layers"], common["head_dim"]
     rope = parse_rope(
@@ -43,7 +25,7 @@ def read_glm4_moe(fields: Fields) -> Glm4MoeConfig:
     )
     num_dense = fields.integer("first_k_dense_replace", 1, least=0)
     expert_size = fields.integer("moe_intermediate_size", 1408, most=1 << 24)
-    return Glm4MoeConfig(
+    return MoeConfig(
         **common,
         layer_ropes=(rope,) * num_layers,
         attention_bias=fields.boolean("attention_bias", False),

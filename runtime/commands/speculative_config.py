@@ -11,8 +11,11 @@ from runtime.engine.errors import RequestError
 
 logger = logging.getLogger("xserv.commands")
 
-_METHODS = {"ngram": "ngram", "[ngram]": "ngram", "ngram_gpu": "ngram", "suffix": "suffix"}
-_NOT_BUILT = ("eagle", "mtp", "medusa", "mlp_speculator", "dflash")
+_METHODS = {
+    "ngram": "ngram", "[ngram]": "ngram", "ngram_gpu": "ngram", "suffix": "suffix", "mtp": "mtp", "deepseek_mtp": "mtp",
+    "glm4_moe_mtp": "mtp",
+}  # fmt: skip
+_NOT_BUILT = ("eagle", "medusa", "mlp_speculator", "dflash")
 _SAMPLE_METHODS = {"rejection_sample_method": ("standard",), "draft_sample_method": ("greedy", "probabilistic")}
 _WITH_FOLDERS = {"draft_model": (DRAFT_PREFIX, "a draft model"), "eagle3": (EAGLE3_PREFIX, "an EAGLE-3 drafter")}
 _WITHOUT_EFFECT = {

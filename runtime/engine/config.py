@@ -41,7 +41,7 @@ DecodeKernels = Literal["layers", "megakernel"]
 SpeculationAcceptance = Literal["exact", "rejection"]
 Quantization = Literal["none", "int8", "int4", "mxfp4", "fp8"]
 KVCacheDtype = Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"]
-SPECULATIONS = ("auto", "off", "ngram", "suffix", "eagle3")
+SPECULATIONS = ("auto", "off", "ngram", "suffix", "eagle3", "mtp")
 DRAFT_PREFIX, EAGLE3_PREFIX = "draft:", "eagle3:"
 OWN_DRAFTER = "drafter"
 """The folder in a model's that has a drafter for it."""
@@ -158,8 +158,9 @@ class EngineConfig:
     speculation             who proposes tokens for decodes to try: "auto" (a request's prediction, where it has one),
                             "ngram" (beside it, what prompt and output said before), "suffix" (and the answers of others
                             of the same tenant), "draft:FOLDER" (a small model), "eagle3:FOLDER" (a drafter that reads
-                            the model's hidden states), "eagle3" (the one in the model's folder), "off" (nobody); tokens
-                            are as without (docs/speculation.md)
+                            the model's hidden states), "eagle3" (the one in the model's folder), "mtp" (the layer of
+                            the model's checkpoint that predicts further tokens), "off" (nobody); tokens are as without
+                            (docs/speculation.md)
     num_speculative_tokens  most proposals for a sequence in a step; fewer, or none, where they do not pay
     speculation_acceptance  which proposals are kept: "exact" (those that equal the draw that would have come anyway: no
                             token changes), "rejection" (of a draft model's draws more: other answers, of the same
@@ -262,15 +263,16 @@ class EngineConfig:
                 f"got {self.speculation!r:.80}",
                 param="speculation",
             )
-        if self.has_eagle3 and self.num_ranks > 1:
+        if self.reads_hidden_states and self.num_ranks > 1:
             raise RequestError(
                 f"speculation is {self.speculation!r:.80}: hidden states are not kept of a model that is split over"
                 f" {self.num_ranks} ranks; leave out {self._split_by} or name another speculation",
                 param="speculation",
             )
-        if self.has_eagle3 and self.decode == "megakernel":
+        if self.reads_hidden_states and self.decode == "megakernel":
             raise RequestError(
-                "decode is 'megakernel', which keeps no hidden states for speculation 'eagle3'", param="decode"
+                f"decode is 'megakernel', which keeps no hidden states for speculation {self.speculation!r:.80}",
+                param="decode",
             )
         if self.num_speculative_tokens > MOST_SPECULATIVE_TOKENS:
             raise RequestError(
@@ -363,9 +365,9 @@ class EngineConfig:
         return self.speculation[len(DRAFT_PREFIX) :] if self.speculation.startswith(DRAFT_PREFIX) else None
 
     @property
-    def has_eagle3(self) -> bool:
-        """Whether an EAGLE-3 drafter proposes tokens."""
-        return self.speculation == "eagle3" or self.speculation.startswith(EAGLE3_PREFIX)
+    def reads_hidden_states(self) -> bool:
+        """Whether what proposes tokens reads the model's hidden states."""
+        return self.speculation in ("eagle3", "mtp") or self.speculation.startswith(EAGLE3_PREFIX)
 
     @property
     def scheduling(self) -> SchedulingConfig:

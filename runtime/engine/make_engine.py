@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from models.base import Model
-from models.eagle3 import Eagle3Drafter, load_eagle3
+from models.eagle3 import load_eagle3
+from models.hidden_state_drafter import HiddenStateDrafter
+from models.mtp import load_mtp
 from models.generation_config import load_generation_config
 from models.hub import model_name, resolve_model
 from models.preprocessing import read_patch_rule
@@ -35,7 +37,7 @@ from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.messages import CacheGroupInfo, EngineInfo, ImageSupport, RankInfo
 from runtime.engine.speculation.draft_model import DraftModelDrafter
 from runtime.engine.speculation.drafter import Drafter
-from runtime.engine.speculation.eagle3 import Eagle3Proposer
+from runtime.engine.speculation.state_proposer import StateProposer
 from runtime.engine.speculation.ngram import NgramDrafter, SuffixDrafter
 from runtime.engine.speculation.speculator import Speculator
 from runtime.engine.steps.executor import Executor
@@ -242,17 +244,25 @@ def executor_over(
     return LocalExecutor(loaded, KVCache(spec, limits.num_blocks), limits, vocab_size, communicator)
 
 
-Draft = Model | Eagle3Drafter
+Draft = Model | HiddenStateDrafter
 """What has weights and pages of its own, and proposes tokens."""
 
 
 def drafter_of(config: EngineConfig, target: Model, folder: Path, *, declares: bool = False) -> Draft | None:
     """What the configuration says that proposes tokens, loaded or declared, if that has weights. Raises as `load_model`
-    and `load_eagle3`, and ``RequestError`` for what does not fit the target of that folder."""
+    `load_eagle3` and `load_mtp`, and ``RequestError`` for what does not fit the target of that folder."""
     if config.draft_model is not None:
         return declared_draft(config, target, folder) if declares else loaded_draft(config, target, folder)
-    if not config.has_eagle3:
+    if not config.reads_hidden_states:
         return None
+    settings = load_settings(config)
+    settings["quantization"], settings["kv_cache_dtype"], settings["kv_cache_dtype_skip_layers"] = "none", "auto", ""
+    how: dict[str, Any] = {
+        "max_model_len": config.max_model_len, "load_format": config.load_format, "seed": config.seed or 0,
+        "declares": declares, **settings,
+    }  # fmt: skip
+    if config.speculation == "mtp":
+        return load_mtp(folder, target, **how)
     if config.speculation != "eagle3":
         drafter = resolve_model(config.speculation.removeprefix(EAGLE3_PREFIX))
     elif not (drafter := folder / OWN_DRAFTER).is_dir():
@@ -260,12 +270,7 @@ def drafter_of(config: EngineConfig, target: Model, folder: Path, *, declares: b
             f"speculation is 'eagle3', but {folder} has no folder {OWN_DRAFTER!r}: name one, {EAGLE3_PREFIX}FOLDER",
             param="speculation",
         )
-    settings = load_settings(config)
-    settings["quantization"], settings["kv_cache_dtype"], settings["kv_cache_dtype_skip_layers"] = "none", "auto", ""
-    return load_eagle3(
-        drafter, target, max_model_len=config.max_model_len, load_format=config.load_format, seed=config.seed or 0,
-        declares=declares, **settings,
-    )  # fmt: skip
+    return load_eagle3(drafter, target, **how)
 
 
 def declared_draft(config: EngineConfig, target: Model, folder: Path) -> Model:
@@ -327,8 +332,8 @@ def speculator_of(
     if config.speculation == "off":
         return None
     drafter: Drafter | None = None
-    if isinstance(draft, Eagle3Drafter):
-        drafter = Eagle3Proposer(draft, limits, limits.num_blocks, config.num_speculative_tokens)
+    if draft is not None and not isinstance(draft, Model):
+        drafter = StateProposer(draft, limits, limits.num_blocks, config.num_speculative_tokens)
     elif draft is not None:
         num_groups = len(draft.kv_cache_spec(config.block_size).group_windows)
         num_blocks = limits.num_blocks * num_groups

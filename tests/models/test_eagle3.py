@@ -14,18 +14,13 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from models.base import Model
-from models.eagle3 import Eagle3Drafter, load_eagle3
+from models.eagle3 import load_eagle3
 from models.errors import ModelLoadError
 from models.registry import load_model
-from runtime.batch import Batch
-from runtime.engine.steps.block_tables import BlockTables
-from runtime.engine.steps.ragged import lay_out
-from runtime.kv.cache import KVCache
-from runtime.tensor.tensor import Tensor
 from tests.models.eagle3_cases import CASES, FOLDER, NUM_STEPS, NUM_TOKENS, TARGET_LAYERS
 from tests.models.folders import load_golden, write_model
+from tests.models.one_drafter import Alone
 
-BLOCK = 8
 TARGET: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 40, "hidden_size": 16,
     "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
@@ -40,37 +35,9 @@ def target_of(folder: Path, device: str = "cpu", **changes: Any) -> Model:
     return load_model(folder, load_format="dummy", device=device, dtype="float32")
 
 
-class Alone:
-    """One sequence of a drafter, in pages of its own."""
-
-    def __init__(self, drafter: Eagle3Drafter) -> None:
-        self.drafter = drafter
-        self.pages = KVCache(drafter.kv_cache_spec(BLOCK), 4)
-        self.tables = BlockTables(1, 1, 4, BLOCK)
-        self.tables.add(0, 0, 0, [2, 0, 3, 1])
-
-    def batch(self, token_ids: NDArray[np.int32], start: int) -> Batch:
-        places = np.array([0]), np.array([start]), np.array([len(token_ids)])
-        layout = lay_out(token_ids, *places, self.tables, np.empty(0, np.int32))
-        return layout.batch(self.drafter.device, exact=True)
-
-    def chain(self, ids: NDArray[np.int32], states: NDArray[np.float32], column: int) -> list[NDArray[Any]]:
-        """The logits of each step ahead, drafting from a column on, with the right tokens."""
-        device, width = self.drafter.device, states.shape[1] // len(TARGET_LAYERS)
-        parts = [Tensor.from_numpy(np.ascontiguousarray(states[: column + 1, at : at + width])).to(device)
-                 for at in range(0, states.shape[1], width)]  # fmt: skip
-        normed, hidden = self.drafter.forward(
-            self.batch(ids[: column + 1], 0), self.drafter.fuse(parts), self.pages
-        )
-        found = [self.drafter.logits(normed).to("cpu").array[-1]]
-        hidden = hidden[column : column + 1]
-        for step in range(1, NUM_STEPS):
-            if column + step >= len(ids):
-                break
-            one = ids[column + step : column + step + 1]
-            normed, hidden = self.drafter.forward(self.batch(one, column + step), hidden, self.pages)
-            found.append(self.drafter.logits(normed).to("cpu").array[0])
-        return found
+def parts_of(states: NDArray[np.float32]) -> list[NDArray[np.float32]]:
+    """Those of each layer, which stand side by side."""
+    return np.split(states, len(TARGET_LAYERS), 1)
 
 
 def plain(source: Path, folder: Path, drop: tuple[str, ...] = (), **changes: Any) -> Path:
@@ -107,7 +74,7 @@ def test_logits_are_those_of_speculators(case: str, device: str, tmp_path: Path)
             stored = load_file(FOLDER / case / "model.safetensors")
             assert stored["t2d"].nonzero()[0].tolist() == ids.tolist()
         for column in columns:
-            found = Alone(drafter).chain(expected["token_ids"], expected["states"], column)
+            found = Alone(drafter).chain(expected["token_ids"], parts_of(expected["states"]), column, NUM_STEPS)
             for step, logits in enumerate(found):
                 wanted = expected["logits"][step, column]
                 assert np.all(np.isneginf(np.delete(logits, ids)))
@@ -122,7 +89,7 @@ def test_the_models_table_and_head_are_shared(tmp_path: Path) -> None:
     shared = load_eagle3(folder, target, device="cpu", dtype="float32")
     assert whole.weight_bytes - shared.weight_bytes >= 2 * 40 * 16 * 4
     expected = np.load(case / "expected.npz")
-    logits = Alone(shared).chain(expected["token_ids"], expected["states"], 4)
+    logits = Alone(shared).chain(expected["token_ids"], parts_of(expected["states"]), 4, NUM_STEPS)
     assert all(np.isfinite(each).all() for each in logits)
     declared = load_eagle3(folder, target, device="cpu", dtype="float32", declares=True)
     assert declared.weight_bytes == shared.weight_bytes

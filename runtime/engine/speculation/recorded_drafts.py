@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from models.eagle3 import Eagle3Drafter
+from models.hidden_state_drafter import HiddenStateDrafter
 from numba_kernels.cpu.running.arena import Arena
 from numba_kernels.cpu.running.recording import NotRecordableError, Recording, record
 from runtime import ops
@@ -53,15 +53,15 @@ class RecordedDrafts:
     """Recordings of one drafter over its pages. Belongs to the engine's loop."""
 
     def __init__(
-        self, drafter: Eagle3Drafter, pages: KVCache, tables: BlockTables, limits: EngineLimits, most_steps: int
+        self, drafter: HiddenStateDrafter, pages: KVCache, tables: BlockTables, limits: EngineLimits, most_steps: int
     ) -> None:
         self._drafter, self._pages, self._tables, self._limits = drafter, pages, tables, limits
         self._lengths = CpuDecodes.sequence_lengths(limits.max_model_len, exact=limits.exact)
         self._most_steps = most_steps
         self._arena = Arena()
         self._kept: dict[_Shape, Recording] = {}  # the one used last comes last
-        seqs, width = MOST_SEQUENCES, drafter.config.target_hidden_size
-        self._states = [np.zeros((MOST_PAIRS + 1, width), np.float32) for _ in drafter.config.layers]
+        seqs, width = MOST_SEQUENCES, drafter.target.config.hidden_size
+        self._states = [np.zeros((MOST_PAIRS + 1, width), np.float32) for _ in drafter.layers]
         self._given = [Tensor.over(each, float32) for each in self._states]
         # The arrays of the pass over pairs, then those of each step behind it.
         self._token_ids, self._positions = np.zeros((2, MOST_PAIRS + 1), np.int32)

@@ -18,7 +18,7 @@ from runtime.engine.messages import EngineRequest
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.speculation.drafter import Ids
-from runtime.engine.speculation.eagle3 import Eagle3Proposer
+from runtime.engine.speculation.state_proposer import StateProposer
 from runtime.text.load import read_tokenizer
 from tests.models.folders import load_golden, write_model
 
@@ -29,7 +29,7 @@ Proposals = dict[tuple[str, int], list[int]]
 """By request and number of output tokens."""
 
 
-def new_engine(**settings: Any) -> tuple[Engine, Eagle3Proposer, Proposals]:
+def new_engine(**settings: Any) -> tuple[Engine, StateProposer, Proposals]:
     """An engine that tries all that its drafter says, the drafter, and what it says."""
     defaults: dict[str, Any] = {
         "max_model_len": 256, "device": "cpu", "num_blocks": 64, "max_num_seqs": 4, "speculation": "eagle3", "seed": 0,
@@ -40,7 +40,7 @@ def new_engine(**settings: Any) -> tuple[Engine, Eagle3Proposer, Proposals]:
     engine.speculator._hang_s = 1000.0  # the machine may be busy
     engine.speculator.wants_tokens = lambda: True  # type: ignore[method-assign]
     drafter, said = engine.speculator._drafter, dict[tuple[str, int], list[int]]()
-    assert isinstance(drafter, Eagle3Proposer)
+    assert isinstance(drafter, StateProposer)
     propose = drafter.propose
 
     def noted(sequence: Sequence, most: int) -> tuple[Ids, int]:

@@ -1,4 +1,4 @@
-"""An EAGLE-3 drafter (`models.eagle3`) at work: it reads what each step leaves of the model's hidden states.
+"""A drafter that reads hidden states (`models.hidden_state_drafter`) at work: what each step leaves of the model's.
 
 A pair is what it computes at once: token i + 1 of a sequence, and the model's hidden states at token i. It comes when
 the step that computed token i is over, and its key and value go into pages of the drafter's own, one behind another.
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from models.eagle3 import Eagle3Drafter
+from models.hidden_state_drafter import HiddenStateDrafter
 from runtime import ops
 from runtime.engine.config import EngineLimits
 from runtime.engine.scheduling.block_pool import BlockPool, Chain
@@ -77,7 +77,7 @@ class _Pass:
     rows: NDArray[np.int32]
 
 
-class Eagle3Proposer:
+class StateProposer:
     """See `StateDrafter`. Belongs to the engine's loop.
 
     drafter     on the engine's device
@@ -86,11 +86,10 @@ class Eagle3Proposer:
     most        proposals for a sequence in a step
     """
 
-    name = "eagle3"
-
-    def __init__(self, drafter: Eagle3Drafter, limits: EngineLimits, num_blocks: int, most: int) -> None:
+    def __init__(self, drafter: HiddenStateDrafter, limits: EngineLimits, num_blocks: int, most: int) -> None:
         spec = drafter.kv_cache_spec(limits.block_size)
-        self.wanted = WantedStates(drafter.config.layers, drafter.config.target_hidden_size, drafter.target.dtype)
+        self.name = drafter.kind
+        self.wanted = WantedStates(drafter.layers, drafter.target.config.hidden_size, drafter.target.dtype)
         self._drafter = drafter
         self._limits = limits
         self._pages = KVCache(spec, num_blocks)
@@ -291,7 +290,7 @@ class Eagle3Proposer:
         self, token_ids: Ids, rows: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64],
         hidden: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """See `Eagle3Drafter.forward`."""
+        """See `HiddenStateDrafter.forward`."""
         layout = lay_out(token_ids, rows, starts, counts, self._tables, np.empty(0, np.int32))
         batch = layout.batch(self._drafter.device, exact=self._limits.exact)
         return self._drafter.forward(batch, hidden, self._pages)

@@ -1,0 +1,135 @@
+"""The layer behind a model's own that predicts the token after the next one (multi-token prediction, DeepSeek-V3,
+arXiv 2412.19437, 2.2), as a drafter.
+
+    x = eh_proj([enorm(embed(token i + 1)) | hnorm(h)])      h: the model's at token i, behind its last norm
+    x = layer(x);   token i + 2 ~ head(shared_head.norm(x));   x takes the place of h one token further
+
+A checkpoint has it as layer `num_hidden_layers`; its layer is one of the family's, with experts. Table and head are the
+model's: the copies that a checkpoint stores beside it are passed over. Where there are several such layers, each trained
+for a token further on, the first does it all.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Unpack
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.base import Model
+from models.decoder import Decoder
+from models.dummy import DummyCheckpoint
+from models.errors import ModelLoadError
+from models.experts import MoeConfig, MoeDecoder
+from models.maker import DeclaringMaker, LoadingMaker, Maker, TensorSource
+from models.model_files import open_model
+from runtime import ops
+from runtime.batch import Batch
+from runtime.dtype import float32
+from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.linear.options import LoadOptions, LoadSettings
+from runtime.tensor.tensor import Tensor
+
+
+class MtpDrafter:
+    """See `HiddenStateDrafter`."""
+
+    kind = "mtp"
+    rotary_switch: int | None = None
+    weight_bytes: int
+
+    def __init__(self, maker: Maker, target: MoeDecoder) -> None:
+        config = target.config
+        hidden = config.hidden_size
+        self.target, self.layers = target, (config.num_layers,)
+        self.device, self.dtype = maker.options.device, maker.dtype
+        self.max_positions = min(maker.max_positions, target.max_positions)
+        self.token_ids: NDArray[np.int32] | None = None
+        self._eps = config.norm_eps
+        self._one = _of_one_layer(target)
+        own = maker.under(f"{target.root}.layers.{config.num_layers}")
+        self._embed_norm = own.vector("enorm.weight", hidden, add=target.norm_offset)
+        self._hidden_norm = own.vector("hnorm.weight", hidden, add=target.norm_offset)
+        self._projection = own.linear("eh_proj", outputs=hidden, inputs=2 * hidden)
+        self._layer = self._one.make_layer(0, own)
+        self._norm = own.vector("shared_head.norm.weight", hidden, add=target.norm_offset)
+
+    def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
+        """See `HiddenStateDrafter`."""
+        return self._one.kv_cache_spec(block_size, self.dtype)
+
+    def fuse(self, states: Sequence[Tensor]) -> Tensor:
+        """See `HiddenStateDrafter`: what the model's head reads."""
+        (x,) = states
+        return self.target.finish(x)
+
+    def forward(self, batch: Batch, hidden: Tensor, pages: KVCache) -> tuple[Tensor, Tensor]:
+        """See `HiddenStateDrafter`."""
+        embedded = ops.embedding(batch.token_ids, self.target.embed_tokens, scale=self.target.embedding_scale)
+        embedded = ops.rms_norm(embedded, self._embed_norm, self._eps)
+        normed = ops.rms_norm(hidden, self._hidden_norm, self._eps)
+        x = self._layer(self._projection(ops.join_columns([embedded, normed])), batch, pages)
+        return ops.rms_norm(x, self._norm, self._eps), x
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """See `HiddenStateDrafter`."""
+        return self.target.compute_logits(normed)
+
+
+def _of_one_layer(target: MoeDecoder) -> MoeDecoder:
+    """The model as if it had one layer, with experts and otherwise as its last one is: what makes layers and pages."""
+    one, config = copy.copy(target), target.config
+    one.config = replace(
+        config, num_layers=1, layer_windows=config.layer_windows[-1:], attention_scales=config.attention_scales[-1:],
+        layer_ropes=config.layer_ropes[-1:], dense_layers=frozenset(),
+    )  # fmt: skip
+    one.kv_skip_layers = ()
+    return one
+
+
+def load_mtp(
+    folder: str | Path, target: Model, *, max_model_len: int | None = None, load_format: str = "auto", seed: int = 0,
+    declares: bool = False, **settings: Unpack[LoadSettings],
+) -> MtpDrafter:  # fmt: skip
+    """The prediction layer that the model's folder has. Of a declared model it may be declared, too: then it cannot run.
+
+    Raises `ModelLoadError`, naming file, tensor or field, and value.
+    """
+    config = target.config
+    if not isinstance(target, MoeDecoder) or not isinstance(config, MoeConfig) or not config.num_prediction_layers:
+        raise ModelLoadError(
+            f"{folder}: {config.architecture} has no layer that predicts further tokens (num_nextn_predict_layers)"
+        )
+    options = LoadOptions.parse(**settings)
+    if options.device.kind != "cpu":
+        options = LoadOptions(device=options.device, dtype=target.dtype, exact=options.exact)
+    positions = min(target.max_positions, max_model_len or target.max_positions)
+    declared = DeclaringMaker(LoadOptions(), 1)
+    MtpDrafter(declared, target)
+    layout = declared.layout(target.prefix, _all_others(target), target.renames)
+    source: TensorSource
+    if load_format == "dummy":
+        source = DummyCheckpoint(layout, seed, options.dtype or config.dtype or float32)
+    else:
+        checkpoint = open_model(folder).checkpoint()
+        checkpoint.fit(layout)
+        checkpoint.check_numbers()
+        source = checkpoint
+    maker: Maker = DeclaringMaker(options, positions, source)
+    if not declares:
+        maker = LoadingMaker(options, positions, source)
+    drafter = MtpDrafter(maker, target)
+    drafter.weight_bytes = maker.size_bytes
+    return drafter
+
+
+def _all_others(target: Decoder) -> re.Pattern[str]:
+    """Names of the tensors of a checkpoint that are not the prediction layer's, or copies of the model's."""
+    own = re.escape(f"{target.root}.layers.{target.config.num_layers}.")
+    shared = r"(embed_tokens|shared_head\.head)\.weight|self_attn\.rotary_emb\.inv_freq"
+    return re.compile(rf"(?!{own}).*|{own}({shared})")

@@ -1,0 +1,39 @@
+"""Golden models with a prediction layer behind their own (`tools/make_mtp_goldens.py`), and their folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.models.folders import Array, golden_tensors, load_golden, write_safetensors
+from tests.models.golden_weights import golden_tensor
+
+FOLDER = Path(__file__).parent / "mtp"
+CASES = ("deepseek_v3_odd", "glm4_moe_groups")
+NUM_TOKENS, NUM_STEPS = 9, 3
+
+
+def prediction_tensors(case: str) -> dict[str, Array]:
+    """What a checkpoint has of the layer, with copies of the table and head that differ from the model's."""
+    golden = load_golden(case)
+    layers = {int(name.split(".")[2]) for name in golden.shapes if name.startswith("model.layers.")}
+    last, own = f"model.layers.{max(layers)}.", f"model.layers.{max(layers) + 1}."
+    shapes = {own + name.removeprefix(last): shape for name, shape in golden.shapes.items() if name.startswith(last)}
+    vocab, hidden = golden.shapes["lm_head.weight"]
+    shapes |= {f"{own}{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    shapes[f"{own}eh_proj.weight"] = hidden, 2 * hidden
+    shapes |= {f"{own}{name}.weight": (vocab, hidden) for name in ("embed_tokens", "shared_head.head")}
+    return {name: golden_tensor(name, shape, golden.seed) for name, shape in shapes.items()}
+
+
+def write_with_prediction(folder: Path, case: str, **changes: Array) -> Path:
+    """A whole model folder; ``changes`` replace tensors of the prediction layer by the ends of their names, `_` for
+    a dot."""
+    golden = load_golden(case)
+    tensors = prediction_tensors(case)
+    for end, array in changes.items():
+        (name,) = (name for name in tensors if name.endswith(f".{end.replace('__', '.')}.weight"))
+        tensors[name] = array
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text((golden.folder / "config.json").read_text())
+    write_safetensors(folder / "model.safetensors", {**golden_tensors(golden), **tensors})
+    return folder

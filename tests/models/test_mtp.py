@@ -1,0 +1,69 @@
+"""Prediction layers as drafters: as transformers' layers compute them; and models that have none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from models.errors import ModelLoadError
+from models.mtp import load_mtp
+from models.registry import load_model
+from tests.models.folders import change_config, load_golden, write_model
+from tests.models.mtp_cases import CASES, FOLDER, NUM_STEPS, NUM_TOKENS, write_with_prediction
+from tests.models.one_drafter import Alone
+
+DEVICES = ["cpu", pytest.param("emulated:sm_80", marks=[pytest.mark.emulator, pytest.mark.exhaustive])]
+
+
+def is_close(found: NDArray[np.float32], wanted: NDArray[np.float32]) -> bool:
+    return bool(np.abs(found - wanted).max() <= 1e-4 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers_layers(case: str, device: str, tmp_path: Path) -> None:
+    folder = write_with_prediction(tmp_path, case)
+    target = load_model(folder, device=device, dtype="float32")
+    drafter = load_mtp(folder, target, device=device, dtype="float32")
+    declared = load_mtp(folder, target, device=device, dtype="float32", declares=True)
+    assert declared.weight_bytes == drafter.weight_bytes
+    expected = np.load(FOLDER / f"{case}.npz")
+    for column in range(NUM_TOKENS) if device == "cpu" else (0, 5):
+        found = Alone(drafter).chain(expected["token_ids"], [expected["states"]], column, NUM_STEPS)
+        assert len(found) == min(NUM_STEPS, NUM_TOKENS - column)
+        for step, logits in enumerate(found):
+            assert is_close(logits, expected["logits"][step, column]), (column, step)
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    case = CASES[1]
+    folder = write_with_prediction(tmp_path / "short", case, eh_proj=np.zeros((46, 46), np.float32))
+    target = load_model(folder, device="cpu")
+    with pytest.raises(ModelLoadError, match=r"'model.layers.3.eh_proj.weight' is \[46, 46\].* asks for \[46, 92\]"):
+        load_mtp(folder, target, device="cpu")
+    without = write_model(tmp_path / "without", load_golden(case))
+    with pytest.raises(ModelLoadError, match=r"tensor 'model.layers.3.enorm.weight' \[46\] is missing"):
+        load_mtp(without, load_model(without, device="cpu"), device="cpu")
+
+
+def test_models_without_a_prediction_layer(tmp_path: Path) -> None:
+    dense = write_model(tmp_path / "dense", load_golden("llama_default"))
+    with pytest.raises(ModelLoadError, match="LlamaForCausalLM has no layer that predicts further tokens"):
+        load_mtp(dense, load_model(dense, device="cpu"), device="cpu")
+    none = change_config(write_model(tmp_path / "none", load_golden(CASES[1])), num_nextn_predict_layers=0)
+    with pytest.raises(ModelLoadError, match="Glm4MoeForCausalLM has no layer that predicts further tokens"):
+        load_mtp(none, load_model(none, device="cpu"), device="cpu")
+
+
+def test_dummy_weights(tmp_path: Path) -> None:
+    folder = tmp_path / "dummy"
+    folder.mkdir()
+    (folder / "config.json").write_text((load_golden(CASES[0]).folder / "config.json").read_text())
+    target = load_model(folder, device="cpu", load_format="dummy")
+    drafter = load_mtp(folder, target, device="cpu", load_format="dummy", max_model_len=50)
+    assert drafter.max_positions == 50
+    states = np.ones((3, 46), np.float32)
+    assert np.isfinite(Alone(drafter).chain(np.arange(3, dtype=np.int32), [states], 2, 1)[0]).all()
