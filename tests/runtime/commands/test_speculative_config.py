@@ -29,6 +29,8 @@ from runtime.engine.errors import RequestError
         ),
         ('{"model": "x", "draft_sample_method": "greedy"}', {"speculation": "draft:x"}),
         ('{"method": "eagle3", "model": "x"}', {"speculation": "eagle3:x"}),
+        ('{"method": "mtp", "num_speculative_tokens": 1}', {"speculation": "mtp", "num_speculative_tokens": 1}),
+        ('{"method": "deepseek_mtp"}', {"speculation": "mtp"}),
         ('{"model": "[ngram]", "num_speculative_tokens": 3}', {"speculation": "ngram", "num_speculative_tokens": 3}),
     ],
 )
@@ -52,7 +54,7 @@ def test_keys_without_effect_are_named(caplog: pytest.LogCaptureFixture) -> None
     [
         ("{", "no JSON"),
         ("[1]", "JSON object"),
-        ("{}", "method must be one of draft_model, eagle3, ngram, suffix, got None"),
+        ("{}", "method must be one of draft_model, eagle3, ngram, suffix, mtp, got None"),
         ('{"method": 3}', "got 3"),
         ('{"method": "magic"}', "got 'magic'"),
         ('{"method": "eagle", "model": "x"}', "'eagle' is not built"),

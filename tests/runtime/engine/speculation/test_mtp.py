@@ -1,0 +1,134 @@
+"""A prediction layer in the engine: right where it must be, the same however its sequence was computed, no token changes.
+
+Its arithmetic is held in `tests/models/test_mtp.py`; its pages and pairs are an EAGLE-3 drafter's (`test_eagle3`)."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.errors import ModelLoadError
+from runtime.engine.config import EngineConfig
+from runtime.engine.engine import Engine
+from runtime.engine.errors import RequestError
+from runtime.engine.make_engine import build_engine, describe_engine
+from runtime.engine.messages import EngineRequest
+from runtime.engine.sampling_params import SamplingParams
+from runtime.engine.scheduling.sequence import Sequence
+from runtime.engine.speculation.drafter import Ids
+from runtime.engine.speculation.state_proposer import StateProposer
+from tests.models.folders import golden_tensors, load_golden, write_model, write_safetensors
+from tests.models.mtp_cases import CASES, prediction_tensors, write_with_prediction
+
+Proposals = dict[tuple[str, int], list[int]]
+"""By request and number of output tokens."""
+
+
+def new_engine(folder: Path, **settings: Any) -> tuple[Engine, Proposals]:
+    """An engine that tries all that its drafter says, and what it says."""
+    defaults: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_blocks": 64, "seed": 0, "max_num_seqs": 4}
+    engine, said = build_engine(folder, **{**defaults, **settings}), Proposals()
+    speculator = engine.speculator
+    if speculator is None or not isinstance(drafter := speculator._drafter, StateProposer):
+        return engine, said
+    speculator.tries_all()
+    speculator._hang_s = 1000.0  # the machine may be busy
+    propose = drafter.propose
+
+    def noted(sequence: Sequence, most: int) -> tuple[Ids, int]:
+        ids, sureness = propose(sequence, most)
+        said[sequence.request.request_id, sequence.num_output_tokens] = ids.tolist()
+        return ids, sureness
+
+    drafter.propose = noted  # type: ignore[method-assign]
+    return engine, said
+
+
+def ask(engine: Engine, **params: Any) -> dict[str, list[int]]:
+    rng, answers = random.Random(3), dict[str, list[int]]()
+    for number in range(5):
+        prompt = [rng.randrange(61) for _ in range(rng.randrange(1, 30))]
+        chosen = SamplingParams(max_tokens=25, **{"temperature": 0.0, "ignore_eos": True, "seed": 5, **params})
+        engine.add(EngineRequest(request_id=str(number), prompt_token_ids=prompt, params=chosen))
+        answers[str(number)] = []
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None
+            answers[output.request_id] += output.new_token_ids
+    engine.check_invariants()
+    engine.close()
+    return answers
+
+
+def write_bigrams(folder: Path, case: str) -> Path:
+    """A model whose layers add nothing, so that the last token says the next one, and a prediction layer that says the
+    same."""
+    golden = load_golden(case)
+    tensors, own = golden_tensors(golden), prediction_tensors(case)
+    for each in (tensors, own):
+        for name, array in each.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "enorm.weight")):
+                array[:] = name.endswith("enorm.weight")
+    for name, array in own.items():
+        if name.endswith("eh_proj.weight"):
+            array[:] = np.eye(*array.shape)
+        elif name.endswith("shared_head.norm.weight"):
+            array[:] = tensors["model.norm.weight"]
+    folder.mkdir()
+    (folder / "config.json").write_text((golden.folder / "config.json").read_text())
+    write_safetensors(folder / "model.safetensors", {**tensors, **own})
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_proposals_are_right_where_the_last_token_says_the_next(case: str, tmp_path: Path) -> None:
+    folder = write_bigrams(tmp_path / "bigrams", case)
+    plain = ask(new_engine(folder, speculation="off")[0])
+    assert len({tuple(each) for each in plain.values()}) > 1
+    engine, said = new_engine(folder, speculation="mtp", num_speculative_tokens=4)
+    assert ask(engine) == plain
+    assert engine.speculator is not None
+    counters = engine.speculator.counters
+    assert counters.num_draft_tokens > 60
+    assert counters.num_accepted_tokens == counters.num_draft_tokens
+    assert max(map(len, said.values())) == 4
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_says_the_same_however_the_sequence_was_computed(case: str, tmp_path: Path) -> None:
+    folder = write_with_prediction(tmp_path / "model", case)
+    plain = ask(new_engine(folder, speculation="off")[0], temperature=1.0)
+    found = []
+    for settings in ({}, {"max_num_batched_tokens": 7}, {"decode_graphs": "off"}, {"overlap": "on"}):
+        engine, said = new_engine(folder, speculation="mtp", **settings)
+        assert ask(engine, temperature=1.0) == plain
+        assert engine.speculator is not None
+        assert engine.speculator.is_on
+        found.append(said)
+    for each in found[1:]:
+        both = each.keys() & found[0].keys()
+        assert len(both) > 20 or each is found[3]  # steps that overlap are seldom followed
+        assert {key: each[key] for key in both} == {key: found[0][key] for key in both}
+
+
+def test_its_pages_and_weights_are_counted(tmp_path: Path) -> None:
+    folder = write_with_prediction(tmp_path / "model", CASES[0])
+    settings: dict[str, Any] = {"max_model_len": 96, "device": "cpu", "kv_cache_bytes": 1 << 20}
+    alone = describe_engine(folder, EngineConfig(**settings))
+    both = describe_engine(folder, EngineConfig(**settings, speculation="mtp"))
+    assert both.num_blocks == alone.num_blocks * 2 // 3  # a layer beside two
+    assert both.weight_bytes > alone.weight_bytes
+
+
+def test_what_does_not_go_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="split over 2 ranks"):
+        EngineConfig(speculation="mtp", tensor_parallel_size=2)
+    with pytest.raises(RequestError, match=r"megakernel.*keeps no hidden states for speculation 'mtp'"):
+        EngineConfig(speculation="mtp", decode="megakernel")
+    dense = write_model(tmp_path / "dense", load_golden("llama_default"))
+    with pytest.raises(ModelLoadError, match="LlamaForCausalLM has no layer that predicts further tokens"):
+        build_engine(dense, device="cpu", speculation="mtp")
