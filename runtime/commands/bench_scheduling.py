@@ -233,7 +233,7 @@ def speculation(
     ] = "0.3,0.5,0.7,0.8,0.9",
     output_len: Annotated[int, typer.Option(help="Tokens of each answer.")] = 128,
     num_rounds: Annotated[int, typer.Option(help="Answers with each number of proposals, in turns.")] = 3,
-    num_warm_rounds: Annotated[int, typer.Option(help="The same before them, in which the choice learns.")] = 1,
+    num_warm_rounds: Annotated[int, typer.Option(help="Before them, in which the choice learns.")] = 1,
     fixed: Annotated[
         str, typer.Option(metavar="K,K,...", help="Fixed numbers of proposals that run beside; empty: none.")
     ] = "1,3,7",
@@ -255,17 +255,17 @@ def speculation(
             fixed=integers("fixed", fixed) if fixed else (),
             seed=engine.seed or 0,
         )
-    modes = list(report["rows"][0]["tokens_per_s"])
+    modes = [mode for mode in report["rows"][0]["tokens_per_s"] if mode != "off again"]
     titles = "".join(f"{mode:>10}" for mode in modes)
     lines = [
-        f"{'sequences':>9}{'rate':>6}{titles}{'speed-up':>10}{'from start':>12}{'of best':>9}{'allowed':>9}"
+        f"{'sequences':>9}{'rate':>6}{titles}{'speed-up':>10}{'off/off':>9}{'from start':>12}{'of best':>9}{'allowed':>9}"
         f"{'of curve':>10}"
     ]
     for row in report["rows"]:
         speeds = "".join(f"{row['tokens_per_s'][mode]:>10,.1f}" for mode in modes)
         lines.append(
-            f"{row['num_sequences']:>9}{row['rate']:>6.2f}{speeds}{row['speedup']:>10.2f}{row['from_start']:>12.2f}"
-            f"{row['of_best_fixed']:>9.2f}{row['allowed']:>9.2f}{row['of_curve']:>10.2f}"
+            f"{row['num_sequences']:>9}{row['rate']:>6.2f}{speeds}{row['speedup']:>10.2f}{row['off_of_itself']:>9.2f}"
+            f"{row['from_start']:>12.2f}{row['of_best_fixed']:>9.2f}{row['allowed']:>9.2f}{row['of_curve']:>10.2f}"
         )
     for step in report["steps"]:
         times = ", ".join(f"{most}: {1e3 * seconds:.4g}" for most, seconds in step["seconds"].items())

@@ -31,7 +31,11 @@ FIXED = (1, 3, 7)
 CURVE = (1, 2, 3, 5, 7)
 """Proposals a sequence whose steps are timed."""
 
-CURVE_STEPS = 5
+CURVE_STEPS, CURVE_ROUNDS = 5, 4
+"""Steps of an answer that are timed, and how often."""
+
+AGAIN = "off again"
+"""Without proposals a second time: by how much the machine alone makes ratios differ from 1."""
 
 PROMPT_LEN = 16
 
@@ -73,8 +77,9 @@ def bench_speculation(
     """Tokens per second of decodes without proposals, with as many as the engine chooses, and with fixed numbers, in
     turns. ``rows`` has one for each number of sequences and each rate. Medians of the rounds' ratios: `speedup`, the
     engine's choice against none; `of_best_fixed`, against the best of the ``fixed`` numbers, none included; `of_curve`,
-    against what the best of ``CURVE``, or none, would give by the times of steps alone. `from_start` is the choice's
-    speed over all rounds, the warm ones included, in which it knows nothing at first, against none in the others.
+    against what the best of ``CURVE``, or none, would give by the times of steps alone; `off_of_itself`, none against
+    none. `from_start` is the choice's speed over all rounds, the warm ones included, in which it knows nothing at
+    first, against none in the others.
     ``steps`` has the seconds of steps, by sequences and proposals a sequence.
 
     On a cpu, and with `exact`, all have to give the same tokens. Raises `BenchmarkError`.
@@ -104,7 +109,7 @@ def bench_speculation(
         step_s = _step_times(timed, prompts, answers, output_len)
         steps.append({"num_sequences": batch, "seconds": {str(most): each for most, each in step_s.items()}})
         for rate in rates:
-            modes: dict[str, Speculator | None] = {"off": None}
+            modes: dict[str, Speculator | None] = {"off": None, AGAIN: None}
             modes["chosen"] = chosen = Speculator(Scripted(answers, rate, vocab_size), max(CURVE), vocab_size)
             for most in fixed:
                 drafter = Scripted(answers, rate, vocab_size)
@@ -112,7 +117,8 @@ def bench_speculation(
             speeds: dict[str, list[float]] = {mode: [] for mode in modes}
             spent_tokens, spent_s = 0, 0.0
             for number in range(num_warm_rounds + num_rounds):
-                for mode in rng.sample(list(modes), len(modes)):
+                learns_alone = number < num_warm_rounds - 1  # the others have nothing to learn but their shapes
+                for mode in ("chosen",) if learns_alone else rng.sample(list(modes), len(modes)):
                     timed.use(modes[mode])
                     said, num_tokens, seconds = _run(timed, prompts, output_len)
                     if is_exact and said != answers:
@@ -123,12 +129,12 @@ def bench_speculation(
                         speeds[mode].append(num_tokens / seconds)
             medians = {mode: statistics.median(each) for mode, each in speeds.items()}
             ratios = {mode: _median_ratio(speeds[mode], speeds["off"]) for mode in modes}
-            best = max((mode for mode in modes if mode != "chosen"), key=lambda mode: ratios[mode])
+            best = max((mode for mode in modes if mode not in ("chosen", AGAIN)), key=lambda mode: ratios[mode])
             allowed = [step_s[0] / each * sum(rate**at for at in range(most + 1)) for most, each in step_s.items()]
             rows.append(
                 {
                     "num_sequences": batch, "rate": rate, "tokens_per_s": medians,
-                    "speedups": ratios, "speedup": ratios["chosen"],
+                    "speedups": ratios, "speedup": ratios["chosen"], "off_of_itself": ratios[AGAIN],
                     "from_start": spent_tokens / spent_s / medians["off"],
                     "of_best_fixed": _median_ratio(speeds["chosen"], speeds[best]),
                     "allowed": max(allowed), "of_curve": ratios["chosen"] / max(allowed),
@@ -161,7 +167,7 @@ def _step_times(
     from runtime.engine.speculation.speculator import Speculator
 
     found: dict[int, list[float]] = {0: []}
-    for _ in range(2):
+    for _ in range(CURVE_ROUNDS):
         for most in (0, *CURVE):
             length = min(output_len, (1 + most) * CURVE_STEPS + 1)
             num_steps = (length - 1) // (1 + most)  # all of them with as many proposals
