@@ -4,9 +4,9 @@ arXiv 2412.19437, 2.2), as a drafter.
     x = eh_proj([enorm(embed(token i + 1)) | hnorm(h)])      h: the model's at token i, behind its last norm
     x = layer(x);   token i + 2 ~ head(shared_head.norm(x));   x takes the place of h one token further
 
-A checkpoint has it as layer `num_hidden_layers`; its layer is one of the family's, with experts. Table and head are the
-model's: the copies that a checkpoint stores beside it are passed over. Where there are several such layers, each trained
-for a token further on, the first does it all.
+A checkpoint has it as layer `num_hidden_layers`; its layer is one of the family's, with experts. Table and head are
+the model's: the copies that a checkpoint stores beside it are passed over. Where there are several such layers, each
+trained for a token further on, the first does it all.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class MtpDrafter:
     def __init__(self, maker: Maker, target: MoeDecoder) -> None:
         config = target.config
         hidden = config.hidden_size
-        self.target, self.layers = target, (config.num_layers,)
+        self.target: Decoder = target
+        self.layers: tuple[int, ...] = (config.num_layers,)
         self.device, self.dtype = maker.options.device, maker.dtype
         self.max_positions = min(maker.max_positions, target.max_positions)
         self.token_ids: NDArray[np.int32] | None = None
@@ -96,7 +97,7 @@ def load_mtp(
     folder: str | Path, target: Model, *, max_model_len: int | None = None, load_format: str = "auto", seed: int = 0,
     declares: bool = False, **settings: Unpack[LoadSettings],
 ) -> MtpDrafter:  # fmt: skip
-    """The prediction layer that the model's folder has. Of a declared model it may be declared, too: then it cannot run.
+    """The prediction layer that the model's folder has. Of a declared model it may be declared, too, and cannot run.
 
     Raises `ModelLoadError`, naming file, tensor or field, and value.
     """

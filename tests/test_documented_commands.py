@@ -118,7 +118,7 @@ ELSEWHERE = {
         "python3 -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python gguf numpy",
         "python3 -m venv .venv-reference && .venv-reference/bin/pip install torch transformers numpy",
         "python -m tools.compare_towers --reference .venv-reference/bin/python --side 24 --num-layers 4 --num-rounds 5",
-        "python -m tools.compare_harmony", "python tools/page_rounding.py", "python -m tools.make_eagle3_goldens",
+        "python -m tools.compare_harmony", "python tools/page_rounding.py", "python -m tools.make_eagle3_goldens", "python -m tools.make_mtp_goldens",
         "python tools/compare_triton.py --markdown docs/triton_comparison.md --json docs/triton_comparison.json",
         "python -m tools.compare_checkouts ../before --num-rounds 15 --num-cores 1 --output-json "
         "docs/measurements/DATE-before-after-seams.json",
@@ -151,6 +151,7 @@ ELSEWHERE = {
         "python -m tools.kernel_costs.packed_products", "python -m tools.kernel_costs.expert_products",
         "python -m tools.kernel_costs.verification", "python tools/compare_speculation.py",
         "python -m tools.train_drafter", "python -m tools.measure_drafter --num 10",
+        "python -m tools.measure_suffix --texts FILE [FILE ...] [--tokenizer FOLDER] [--model FOLDER]",
     ),
     "it runs these tests, or undoes what they need": ("make test", "make test-all", "xserv kernels clear"),
     "it writes into the checkout, or the user's home": (

@@ -7,8 +7,8 @@ grammars, log probabilities, three choices) run in rounds, each under a schedule
 sequences are preempted and swapped, few tokens in a step, chunks of odd lengths, prompts that others have computed,
 requests that come while others run, and some that are cancelled. Each round runs without speculation and with every
 drafter (with `--turns`: with one of them after another), whose proposals are all tried: whether that pays is not asked.
-On a GPU it runs with `exact`. Models take turns; `babyllama` is a small Llama with random weights. Prints what differs, and how many proposals were tried and
-kept, after each hundred requests.
+On a GPU it runs with `exact`. Models take turns; `babyllama` is a small Llama with random weights. Prints what differs,
+and how many proposals were tried and kept, after each hundred requests.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.speculation.draft_model import DraftModelDrafter
 from runtime.engine.speculation.drafter import Drafter, Ids
-from runtime.engine.speculation.state_proposer import StateProposer
 from runtime.engine.speculation.ngram import NgramDrafter, SuffixDrafter
 from runtime.engine.speculation.speculator import Speculator
+from runtime.engine.speculation.state_proposer import StateProposer
 from runtime.kv.groups import blocks_of_sequence
 from runtime.text.load import load_tokenizer
 from runtime.text.pipeline import TextPipeline

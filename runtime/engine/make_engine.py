@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from models.base import Model
 from models.eagle3 import load_eagle3
-from models.hidden_state_drafter import HiddenStateDrafter
-from models.mtp import load_mtp
 from models.generation_config import load_generation_config
+from models.hidden_state_drafter import HiddenStateDrafter
 from models.hub import model_name, resolve_model
+from models.mtp import load_mtp
 from models.preprocessing import read_patch_rule
 from models.registry import declare_model, load_model, stages_of
 from runtime.communicator import Communicator, DeclaredRank, DeclaredStage, Pipeline, RankCommunicator
@@ -37,9 +37,9 @@ from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.messages import CacheGroupInfo, EngineInfo, ImageSupport, RankInfo
 from runtime.engine.speculation.draft_model import DraftModelDrafter
 from runtime.engine.speculation.drafter import Drafter
-from runtime.engine.speculation.state_proposer import StateProposer
 from runtime.engine.speculation.ngram import NgramDrafter, SuffixDrafter
 from runtime.engine.speculation.speculator import Speculator
+from runtime.engine.speculation.state_proposer import StateProposer
 from runtime.engine.steps.executor import Executor
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.engine.steps.pictures import PictureModel, RotatingModel

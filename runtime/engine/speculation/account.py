@@ -9,6 +9,10 @@ SETUP_ALLOWANCE = 0.0025
 """The same for the first step of a shape, which notes down what later ones replay: for a small model it takes as long
 as dozens of steps."""
 
+FADING, LEAST_SHARE = 0.85, 0.25
+"""What is left of the allowance after each step with proposals that lost time, and at least; all of it is back when one
+gains. Where proposals never pay, trying them again and again does not either."""
+
 MOST_STEPS = 2.0
 """Steps with the most proposals whose time may be lost when what did pay does so no more."""
 
@@ -31,6 +35,7 @@ class TrialAccount:
         self.balance_s: float | None = None
         self.setup_s = 0.0
         self._limit_s = 0.0
+        self._share = 1.0  # of the allowance
 
     def bound(self, plain_s: float, longest_s: float) -> None:
         """A step without proposals takes so long, one with the most of them so long."""
@@ -56,12 +61,14 @@ class TrialAccount:
     def earn(self, plain_s: float, num_steps: int = 1) -> None:
         """Steps without proposals."""
         if self.balance_s is not None:
-            self.balance_s = min(self.balance_s + ALLOWANCE * plain_s * num_steps, self._limit_s)
-            self.setup_s = min(self.setup_s + SETUP_ALLOWANCE * plain_s * num_steps, self._limit_s)
+            seconds = plain_s * num_steps
+            self.balance_s = min(self.balance_s + ALLOWANCE * self._share * seconds, self._limit_s)
+            self.setup_s = min(self.setup_s + SETUP_ALLOWANCE * seconds, self._limit_s)
 
     def settle(self, gained_s: float) -> None:
         """A step with proposals was faster by so much than its tokens without."""
         if self.balance_s is not None:
+            self._share = 1.0 if gained_s > 0.0 else max(LEAST_SHARE, FADING * self._share)
             if gained_s > 0.0:
                 self.setup_s = min(self.setup_s + 0.5 * gained_s, self._limit_s)
                 gained_s *= 0.5

@@ -138,6 +138,7 @@ class Speculator:
         self._pays = True  # as far as is known
         self._next = 0  # whose turn it is to be looked at first
         self._last_end: tuple[int, int, float] | None = None  # of the step before: number, sequences, when
+        self._has_just_tried = False  # in the step before
         self._num_asked = 0
         self._is_held = False
         self._hang_s = hang_s
@@ -194,6 +195,7 @@ class Speculator:
             for one in (*self._chances, *self._by_sequence.values()) if num_steps else ():
                 one.forget(num_steps, hopes=self._account.is_full)
             self._account.earn(self._plain_s, num_steps)
+            self.times.pass_by(num_steps)
         return drafts
 
     def _propose(self, running: Iterable[Sequence]) -> dict[Sequence, list[int]]:
@@ -297,6 +299,7 @@ class Speculator:
                 counts[2] += count
                 counts[3] += accepted
         total = sum(drafted.values())
+        is_cold, self._has_just_tried = not self._has_just_tried and self._naps.takes_naps, total > 0
         is_asleep = self._naps.is_asleep
         last, self._last_end = self._last_end, None
         if is_pure:
@@ -304,7 +307,7 @@ class Speculator:
         if last is None or not is_pure or last[:2] != (number - 1, len(kept)):
             return
         if total:
-            self._settle(len(kept), total, sum(kept.values()), now - last[2])
+            self._settle(len(kept), total, sum(kept.values()), now - last[2], is_cold=is_cold)
         elif not self._is_held:  # a held one is no plain one
             plain = self.times.plain(len(kept))
             if is_asleep or plain is None or not self._naps.takes_naps:
@@ -312,11 +315,16 @@ class Speculator:
             if not is_asleep and plain is not None:  # naps have paid
                 self._account.earn(plain)
 
-    def _settle(self, num_sequences: int, num_drafts: int, num_kept: int, seconds: float) -> None:
+    def _settle(
+        self, num_sequences: int, num_drafts: int, num_kept: int, seconds: float, *, is_cold: bool
+    ) -> None:
         """A step with proposals took so long. It is not taken to be slower than its tokens would be one by one: it was
-        disturbed, or recorded, which the first of its shape pays for."""
+        disturbed, or recorded, which the first of its shape pays for. ``is_cold``: it came behind a nap, so that it
+        tells nothing of one that follows another: where steps are short, code and memory that have not been used for
+        long make it take twice as long."""
         is_first = not self.times.is_known(num_sequences, num_drafts)
-        self.times.observe(num_sequences, num_drafts, seconds)
+        if is_first or not is_cold:
+            self.times.observe(num_sequences, num_drafts, seconds)
         plain = self.times.plain(num_sequences)
         if plain is None:
             return

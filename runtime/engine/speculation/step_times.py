@@ -12,6 +12,10 @@ _QUARTER = 4
 _STALE_STEPS = 512
 """After so many steps without a measurement a time is forgotten: contexts have grown."""
 
+_UNMEASURED = 32
+"""Steps that were not measured make a time as old as one that was: some 16,000 of them, a few seconds where steps are
+so short that most are left out."""
+
 _GUESS = 0.01
 """Share of a plain step that a token is guessed to cost while less than two steps with proposals are known, and half of
 what tokens cost between two beyond them: less than it does, so that it is tried where it promises something."""
@@ -43,6 +47,7 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._number = 0
+        self._passed = 0.0  # steps that count beside those that were measured
         self._plain: dict[int, _Times] = {}  # by sequences
         self._tried: dict[int, _Times] = {}  # by tokens
         self._shapes: dict[tuple[int, int], int] = {}
@@ -56,10 +61,14 @@ class StepTimes:
         if is_known:
             kind, key = (self._tried, num_sequences + num_drafts) if num_drafts else (self._plain, num_sequences)
             times = kind.setdefault(key, _Times())
-            if self._number - times.latest >= _STALE_STEPS:
+            if self._is_stale(times):
                 times.seen.clear()
             times.seen.append(seconds)
-            times.latest = self._number
+            times.latest = self._number + int(self._passed)
+
+    def pass_by(self, num_steps: int) -> None:
+        """So many steps were not measured: what was may have been disturbed, and is to be forgotten in the end."""
+        self._passed += num_steps / _UNMEASURED
 
     def is_known(self, num_sequences: int, num_drafts: int) -> bool:
         """Whether a step of this shape came before, and not too long ago."""
@@ -101,4 +110,7 @@ class StepTimes:
 
     def _known(self, kind: dict[int, _Times], key: int) -> float | None:
         times = kind.get(key)
-        return None if times is None or self._number - times.latest >= _STALE_STEPS else times.seconds
+        return None if times is None or self._is_stale(times) else times.seconds
+
+    def _is_stale(self, times: _Times) -> bool:
+        return self._number + int(self._passed) - times.latest >= _STALE_STEPS

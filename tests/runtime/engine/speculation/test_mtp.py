@@ -1,4 +1,5 @@
-"""A prediction layer in the engine: right where it must be, the same however its sequence was computed, no token changes.
+"""A prediction layer in the engine: right where it must be, the same however its sequence was computed; no token
+changes.
 
 Its arithmetic is held in `tests/models/test_mtp.py`; its pages and pairs are an EAGLE-3 drafter's (`test_eagle3`)."""
 
