@@ -258,8 +258,8 @@ def speculation(
     modes = [mode for mode in report["rows"][0]["tokens_per_s"] if mode != "off again"]
     titles = "".join(f"{mode:>10}" for mode in modes)
     lines = [
-        f"{'sequences':>9}{'rate':>6}{titles}{'speed-up':>10}{'off/off':>9}{'from start':>12}{'of best':>9}{'allowed':>9}"
-        f"{'of curve':>10}"
+        f"{'sequences':>9}{'rate':>6}{titles}{'speed-up':>10}{'off/off':>9}{'from start':>12}{'of best':>9}"
+        f"{'allowed':>9}{'of curve':>10}"
     ]
     for row in report["rows"]:
         speeds = "".join(f"{row['tokens_per_s'][mode]:>10,.1f}" for mode in modes)
