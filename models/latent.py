@@ -6,7 +6,7 @@ heads make their keys and values.
     out[h] = V_h sum_j softmax_j(scale q[h] . row[j]) c[j]      V_h: the map from c to the head's values
 
 So K_h and V_h are absorbed into what stands beside them (`Maker.latent_maps`), and attention is that of many query
-heads with one key head, whose values are parts of its keys.
+heads with one key head, whose values are parts of its keys. Ranks share out the query heads; each has all latent rows.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ class LatentAttention:
     def __init__(
         self, config: DecoderConfig, form: LatentForm, index: int, maker: Maker, rope: RopeTable, input_norm: RmsNorm
     ) -> None:
-        hidden, heads, has_bias = config.hidden_size, config.num_heads, config.attention_bias
-        self.index, self.rope, self.form, self.num_heads = index, rope, form, heads
+        hidden, heads, has_bias = config.hidden_size, config.share("num_heads"), config.attention_bias
+        self.index, self.rope, self.form, self.num_heads = index, rope, form, heads.count
         self.scale, self.input_norm = config.attention_scales[index], input_norm
-        query_size = heads * (form.key_dim + form.rotary_dim)
+        query_size = heads.times(form.key_dim + form.rotary_dim)
         self.q_a_proj = None
         if form.query_rank:
             self.q_a_proj = maker.linear("q_a_proj", outputs=form.query_rank, inputs=hidden, has_bias=has_bias)
             norm = maker.rms_norm("q_a_layernorm.weight", form.query_rank, _INNER_EPS)
-            self.q_proj = maker.linear("q_b_proj", outputs=query_size, inputs=form.query_rank, norm=norm)
+            self.q_proj = maker.linear("q_b_proj", outputs=query_size, inputs=form.query_rank, split="outputs", norm=norm)
         else:
-            self.q_proj = maker.linear("q_proj", outputs=query_size, inputs=hidden)
+            self.q_proj = maker.linear("q_proj", outputs=query_size, inputs=hidden, split="outputs")
         self.kv_a_proj = maker.linear(
             "kv_a_proj_with_mqa", outputs=form.latent_dim + form.rotary_dim, inputs=hidden, has_bias=has_bias
         )
@@ -73,8 +73,10 @@ class LatentAttention:
             "kv_b_proj", heads=heads, key_dim=form.key_dim, value_dim=form.value_dim, rotary_dim=form.rotary_dim,
             latent_dim=form.latent_dim,
         )  # fmt: skip
-        self.o_proj = maker.linear("o_proj", outputs=hidden, inputs=heads * form.value_dim, has_bias=has_bias)
-        self.routing = maker.head_routing(heads)
+        self.o_proj = maker.linear(
+            "o_proj", outputs=hidden, inputs=heads.times(form.value_dim), has_bias=has_bias, split="inputs"
+        )
+        self.routing = maker.head_routing(heads.count)
 
     def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache, *, residual: Tensor | None = None) -> Tensor:
         form, tokens = self.form, x.shape[0]

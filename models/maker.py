@@ -336,17 +336,15 @@ class Maker(ABC):
         self._stacks[f"{under}.{stack}"] = Stack((*shape, total), under, parts, order)
 
     def latent_maps(
-        self, name: str, *, heads: int, key_dim: int, value_dim: int, rotary_dim: int, latent_dim: int
+        self, name: str, *, heads: Share, key_dim: int, value_dim: int, rotary_dim: int, latent_dim: int
     ) -> tuple[ExpertsWeight, ExpertsWeight]:
         """The map `name.weight [heads (key_dim + value_dim), latent_dim]` out of latent rows, absorbed into the maps
-        beside it: one a head for queries, `[rotary_dim + latent_dim, key_dim + rotary_dim]`, and one for results,
+        beside it: one for each of this rank's heads for queries, `[rotary_dim + latent_dim, key_dim + rotary_dim]`, and one for results,
         `[value_dim, latent_dim]`.
 
         A query comes with the key's part first; it goes out with what is rotated first, unchanged, and then what the
         latent row is multiplied with. They are floats, whatever the options say.
         """
-        if self.options.num_ranks > 1:
-            raise ModelLoadError(f"{self._prefix}{name}: latent attention does not run over several ranks yet")
         if self.options.gemm != "auto":
             raise ModelLoadError(
                 f"{self._prefix}{name}: gemm is {self.options.gemm!r}, must be 'auto' for latent attention"
@@ -355,8 +353,8 @@ class Maker(ABC):
         inner.options = replace(self.options, format=None, rounding="")
 
         def maps_of(stored: Array) -> Iterator[Array]:
-            """Of queries for all heads, then of results."""
-            parts = stored.reshape(heads, key_dim + value_dim, latent_dim)
+            """Of queries for these heads, then of results."""
+            parts = stored.reshape(heads.count, key_dim + value_dim, latent_dim)
             for part in parts:
                 keys = np.zeros((rotary_dim + latent_dim, key_dim + rotary_dim), stored.dtype)
                 keys[:rotary_dim, key_dim:] = np.eye(rotary_dim, dtype=np.float32)
@@ -365,14 +363,16 @@ class Maker(ABC):
             for part in parts:
                 yield np.ascontiguousarray(part[key_dim:])
 
-        shapes = [(rotary_dim + latent_dim, key_dim + rotary_dim)] * heads + [(value_dim, latent_dim)] * heads
-        stored_shape = heads * (key_dim + value_dim), latent_dim
-        made = inner._derived(f"{self._prefix}{name}.weight", stored_shape, shapes, maps_of)
+        count = heads.count
+        shapes = [(rotary_dim + latent_dim, key_dim + rotary_dim)] * count + [(value_dim, latent_dim)] * count
+        made = inner._derived(
+            f"{self._prefix}{name}.weight", heads.times(key_dim + value_dim), latent_dim, shapes, maps_of
+        )
         for weight in made:
             self._count(weight.size_bytes)
         if self.options.device.kind != "cpu":
-            self._count(2 * 16 * heads)  # of the tables of where they lie
-        return ExpertsWeight(made[:heads]), ExpertsWeight(made[heads:])
+            self._count(2 * 16 * count)  # of the tables of where they lie
+        return ExpertsWeight(made[:count]), ExpertsWeight(made[count:])
 
     def head_routing(self, heads: int) -> HeadRouting:
         """How rows of so many heads find the maps of theirs; one for all layers."""
@@ -575,10 +575,10 @@ class Maker(ABC):
 
     @abstractmethod
     def _derived(
-        self, name: str, shape: tuple[int, int], shapes: Sequence[tuple[int, int]],
+        self, name: str, rows: Share, columns: int, shapes: Sequence[tuple[int, int]],
         make: Callable[[Array], Iterator[Array]],
     ) -> list[LinearWeight]:  # fmt: skip
-        """Maps of these shapes, which `make` makes of a stored matrix' floats, in its type."""
+        """Maps of these shapes, which `make` makes of these rows of a stored matrix' floats, in its type."""
 
     @abstractmethod
     def _vector(self, name: str, size: Share, add: float) -> Tensor: ...
@@ -645,15 +645,15 @@ class DeclaringMaker(Maker):
         return LinearWeight(declaration.shape, kept[0].format, device, size_bytes)
 
     def _derived(
-        self, name: str, shape: tuple[int, int], shapes: Sequence[tuple[int, int]],
+        self, name: str, rows: Share, columns: int, shapes: Sequence[tuple[int, int]],
         make: Callable[[Array], Iterator[Array]],
     ) -> list[LinearWeight]:  # fmt: skip
-        stored, device = self._stored(name, shape), self.options.device
+        stored, device = self._stored(name, (rows.whole, columns)), self.options.device
         self.matrices.add(name)
         format = self.options.format_of(stored)
         sizes = [
-            packed_bytes([KeptRows(rows, format)], columns, device, has_bias=False, activations=self.dtype)
-            for rows, columns in shapes
+            packed_bytes([KeptRows(each, format)], inputs, device, has_bias=False, activations=self.dtype)
+            for each, inputs in shapes
         ]
         return [LinearWeight(each, format, device, size) for each, size in zip(shapes, sizes, strict=True)]
 
@@ -759,10 +759,10 @@ class LoadingMaker(Maker):
         return packed
 
     def _derived(
-        self, name: str, shape: tuple[int, int], shapes: Sequence[tuple[int, int]],
+        self, name: str, rows: Share, columns: int, shapes: Sequence[tuple[int, int]],
         make: Callable[[Array], Iterator[Array]],
     ) -> list[LinearWeight]:  # fmt: skip
-        maps = make(self._array(name))
+        maps = make(self._array(name, (slice(rows.first, rows.first + rows.count), slice(0, columns))))
         made = [ops.prepare_linear([Tensor.from_numpy(each)], None, self.options) for each in maps]
         self._source.release(name)
         return made
