@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from models.config import ModelConfig
 from models.decoder import Decoder, DecoderConfig, FeedForward, Layer, NormKind, PreNormLayer
+from models.errors import ModelLoadError
 from models.json_fields import Fields
 from models.maker import Maker
 from models.stacked import Order
@@ -104,7 +105,13 @@ class Experts:
 
     def __init__(self, config: MoeConfig, maker: Maker, form: ExpertsForm, norm: RmsNorm | None) -> None:
         hidden, inner, count = config.hidden_size, config.share("expert_size"), config.rule.num_experts
-        self.communicator = maker.options.communicator
+        self.communicator, self.is_exact = maker.options.communicator, maker.options.exact
+        num_ranks = maker.options.num_ranks
+        if self.is_exact and hidden % num_ranks:
+            raise ModelLoadError(
+                f"{config.architecture}: hidden_size = {hidden} of experts cannot be split over {num_ranks} ranks in"
+                " exact mode"
+            )
         self.rule, self.norm, self.activation = config.rule, norm, form.activation
         self.router = maker.router(form.router, outputs=count, inputs=hidden, has_bias=form.has_bias)
         self.gate_up = maker.experts(
@@ -112,9 +119,11 @@ class Experts:
             stack="gate_up_proj" if form.stack_order else "", stack_order=form.stack_order or "in_runs",
             split="outputs",
         )  # fmt: skip
+        # Sums of experts have no segments: in exact mode a rank makes some columns of them whole.
         self.down = maker.experts(
-            form.down, count=count, outputs=hidden, inputs=inner, has_bias=form.has_bias,
-            stack="down_proj" if form.stack_order else "", split="inputs",
+            form.down, count=count, outputs=hidden // num_ranks if self.is_exact else hidden,
+            inputs=inner.whole if self.is_exact else inner, has_bias=form.has_bias,
+            stack="down_proj" if form.stack_order else "", split="outputs" if self.is_exact else "inputs",
         )  # fmt: skip
         self.shared: SharedExpert | None = None
         if config.shared_size:
@@ -128,15 +137,21 @@ class Experts:
             routing = ops.route(self.router.logits(x), self.rule, self.correction)
         shared, gate = (None, None) if self.shared is None else self.shared(x)
         communicator = self.communicator
-        if communicator is not None and communicator.rank:
+        is_added = communicator is not None and not self.is_exact
+        if communicator is not None and is_added and communicator.rank:
             residual = None  # rank 0 adds it
         result = ops.experts(
-            x, routing, self.gate_up, self.down, self.activation, shared=shared, shared_gate=gate, residual=residual
-        )
-        if communicator is not None:
+            x, routing, self.gate_up, self.down, self.activation, shared=shared, shared_gate=gate, residual=residual,
+            gather=self._gather if communicator is not None and self.is_exact else None,
+        )  # fmt: skip
+        if communicator is not None and is_added:
             communicator.all_reduce(result)
             result.row_squares = None  # were those of this rank's part
         return result
+
+    def _gather(self, x: Tensor, columns: int) -> Tensor:
+        assert self.communicator is not None, "there are several ranks"
+        return self.communicator.all_gather_columns(x, columns // self.communicator.num_ranks, columns)
 
 
 class SharedExpert:
@@ -145,7 +160,7 @@ class SharedExpert:
     def __init__(self, config: MoeConfig, maker: Maker, form: ExpertsForm) -> None:
         hidden, inner = config.hidden_size, config.share("shared_size")
         under = maker.under(form.shared)
-        has_bias = config.mlp_bias
+        has_bias, self.is_exact = config.mlp_bias, maker.options.exact
         self.gate_up = under.linear(
             ("gate_proj", "up_proj"), outputs=(inner, inner), inputs=hidden, has_bias=has_bias, split="outputs"
         )
@@ -155,8 +170,10 @@ class SharedExpert:
             self.gate = maker.router(f"{form.shared}_gate", outputs=1, inputs=hidden)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What it makes of ``x [T, H]``, this rank's part of the sum, and its gate ``[T, 1]``."""
-        made = ops.linear(self.gate_up.glu(x, "silu"), self.down.weight)
+        """What it makes of ``x [T, H]``, in exact mode all of it, else this rank's part of the sum; and its gate
+        ``[T, 1]``."""
+        between = self.gate_up.glu(x, "silu")
+        made = self.down(between) if self.is_exact else ops.linear(between, self.down.weight)
         return made, None if self.gate is None else self.gate(x)
 
 

@@ -294,14 +294,9 @@ class Maker(ABC):
         With a `split` a rank has its share of every expert; who adds what ranks have made is the caller.
 
         On a GPU quantised experts become floats where no kernel multiplies them (`can_stay_packed`). Raises
-        ModelLoadError where there are no kernels for such experts, and in exact mode where ranks would share them.
+        ModelLoadError where there are no kernels for such experts.
         """
         device, gemm = self.options.device, self.options.gemm
-        if self.options.num_ranks > 1 and self.options.exact:
-            raise ModelLoadError(
-                f"{self._prefix}experts: sums of experts have no segments that ranks can share, so exact needs 1 rank,"
-                f" not {self.options.num_ranks}"
-            )
         if gemm != "auto":
             raise ModelLoadError(f"{self._prefix}experts: gemm is {gemm!r}, must be 'auto' for mixtures of experts")
         if stack:
@@ -564,7 +559,16 @@ class Maker(ABC):
         return self.options.device.kind == "cpu" or packing is None or self._can_stay(packing, each, inputs)
 
     def _can_stay(self, packing: Packing, outputs: Sequence[int], inputs: int) -> bool:
-        return can_stay_packed(packing, self.dtype, outputs, inputs)
+        """See `can_stay_packed`; `outputs` are this rank's. Raises ModelLoadError where exact mode's ranks would keep
+        floats of what one rank keeps packed."""
+        can_stay, num_ranks = can_stay_packed(packing, self.dtype, outputs, inputs), self.options.num_ranks
+        if self.options.exact and num_ranks > 1 and not can_stay:
+            if can_stay_packed(packing, self.dtype, [each * num_ranks for each in outputs], inputs):
+                raise ModelLoadError(
+                    f"{self._prefix}: {outputs[0]} columns of quantised experts are not multiplied as the"
+                    f" {outputs[0] * num_ranks} of one rank are, so exact needs fewer ranks than {num_ranks}"
+                )
+        return can_stay
 
     def _dtype_of(self, stored: DType) -> DType:
         """The type of a tensor that is stored in this one."""

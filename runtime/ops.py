@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, Literal
 
@@ -386,14 +386,18 @@ def normed_route(
 def experts(
     x: Tensor, routing: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: GluActivation, *,
     shared: Tensor | None = None, shared_gate: Tensor | None = None, residual: Tensor | None = None,
+    gather: Callable[[Tensor, int], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """The weighted sum of what each row's experts make of it, ``x [T, H]`` -> ``[T, H]``.
 
     An expert is ``down(f(gate(x)) * up(x))``; ``gate_up [E, 2 I, H]``, gate first, and ``down [E, H, I]``. Added to it
     are ``shared [T, H]``, times ``sigmoid(shared_gate [T, 1])`` if there is one, and ``residual [T, H]``.
+
+    With `gather` this is one of several ranks, of which each has an equal part of the outputs of both maps, in exact
+    mode: it puts the columns of all beside each other, of which there are so many.
     """
     op, backend = "experts", _backend("experts", "x", x)
-    tokens, hidden = x.shape[0], down.shape[1]
+    tokens, hidden = x.shape[0], down.shape[1] if gather is None else gate_up.shape[2]
     check(op, "x", x, x.device, backend.ACTIVATIONS, (None, gate_up.shape[2]))
     check(op, "routing.ids", routing.ids, x.device, int32, (tokens, routing.rule.top_k))
     check(op, "routing.weights", routing.weights, x.device, float32, (tokens, routing.rule.top_k))
@@ -403,7 +407,7 @@ def experts(
     ):  # fmt: skip
         if found != wanted:
             raise fail(op, name, f"has {found} experts, must have num_experts = {wanted}")
-    if 2 * down.shape[2] != gate_up.shape[1]:
+    if gather is None and 2 * down.shape[2] != gate_up.shape[1]:
         raise fail(op, "down", f"has {down.shape[2]} inputs, must have {gate_up.shape[1] // 2}")
     for name, added, shape in (
         ("shared", shared, (tokens, hidden)), ("shared_gate", shared_gate, (tokens, 1)),
@@ -412,7 +416,7 @@ def experts(
         if added is not None:
             check(op, name, added, x.device, x.dtype, shape)
     return backend.experts(  # type: ignore[no-any-return]
-        x, routing, gate_up, down, activation, shared, shared_gate, residual
+        x, routing, gate_up, down, activation, shared, shared_gate, residual, gather
     )
 
 

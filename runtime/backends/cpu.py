@@ -311,27 +311,31 @@ def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> Routing:
 
 def experts(
     x: Tensor, routing: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str, shared: Tensor | None,
-    shared_gate: Tensor | None, residual: Tensor | None,
+    shared_gate: Tensor | None, residual: Tensor | None, gather: Callable[[Tensor, int], Tensor] | None,
 ) -> Tensor:  # fmt: skip
     """See `ops.experts`. Many tokens are several passes, so that their rows stay small."""
-    tokens, hidden = x.shape[0], down.shape[1]
+    tokens, hidden = x.shape[0], down.shape[1] if gather is None else gate_up.shape[2]
     result = _new((tokens, hidden))
     at_once = max(1, _MOST_EXPERT_ROWS // routing.rule.top_k)
     for first in range(0, tokens, at_once):
         some = slice(first, first + at_once)
         added = [0 if each is None else each[some].address for each in (shared, shared_gate, residual)]
         chosen = Routing(routing.ids[some], routing.weights[some], routing.rule)
-        _some_experts(x[some], chosen, gate_up, down, activation, added, result[some])
+        _some_experts(x[some], chosen, gate_up, down, activation, added, result[some], gather)
     return result
 
 
 def _some_experts(
     x: Tensor, routing: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str, added: list[int],
-    out: Tensor,
+    out: Tensor, gather: Callable[[Tensor, int], Tensor] | None,
 ) -> None:  # fmt: skip
     """`added` are addresses of the shared expert's results, its gate and the residual."""
     rows = _RowsByExpert(routing)
-    rows.add(rows.product(glu(rows.product(rows.gather(x), gate_up), activation), down), added, out)
+    between = glu(rows.product(rows.gather(x), gate_up), activation)
+    if gather is not None:
+        between = gather(between, down.shape[2])
+    y = rows.product(between, down)
+    rows.add(y if gather is None else gather(y, out.shape[1]), added, out)
 
 
 def expert_linear(x: Tensor, routing: Routing, weight: ExpertsWeight) -> Tensor:

@@ -7,6 +7,7 @@ not depend on how many tokens there are, by tiles that give the same bits whatev
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from numba_kernels.cuda import dequantize
@@ -99,15 +100,15 @@ def normed_route(
 
 def experts(
     x: Tensor, chosen: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str, shared: Tensor | None,
-    shared_gate: Tensor | None, residual: Tensor | None,
+    shared_gate: Tensor | None, residual: Tensor | None, gather: Callable[[Tensor, int], Tensor] | None,
 ) -> Tensor:  # fmt: skip
     """See `ops.experts`. Very many tokens are several passes, so that their rows stay small."""
-    tokens, hidden = x.shape[0], down.shape[1]
+    tokens, hidden = x.shape[0], down.shape[1] if gather is None else gate_up.shape[2]
     result = Tensor.new((tokens, hidden), x.dtype, x.device)
     added = [0 if each is None else each.address for each in (shared, shared_gate, residual)]
     if not (tokens and hidden):
         return result
-    if _can_gather(x, chosen, gate_up, down):
+    if gather is None and _can_gather(x, chosen, gate_up, down):
         _gathered(x, chosen, gate_up, down, activation, added, result)
         return result
     squares = Tensor.new((tokens, combine.SQUARE_PARTS), float32, x.device)
@@ -118,7 +119,7 @@ def experts(
         places = [
             0 if each is None else each[some].address for each in (shared, shared_gate, residual, result, squares)
         ]
-        _grouped(x[some], part, gate_up, down, activation, places)
+        _grouped(x[some], part, gate_up, down, activation, places, gather)
     result.row_squares = squares
     return result
 
@@ -213,14 +214,17 @@ def _gathered(
 
 
 def _grouped(
-    x: Tensor, chosen: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str, places: list[int]
-) -> None:
+    x: Tensor, chosen: Routing, gate_up: ExpertsWeight, down: ExpertsWeight, activation: str, places: list[int],
+    gather: Callable[[Tensor, int], Tensor] | None,
+) -> None:  # fmt: skip
     """`places` are addresses of the shared expert's results, its gate, the residual, the result and its squares."""
     tile = _hopper_tile(x, chosen.ids.size, gate_up, down)
     rows = _RowsByExpert(x, chosen, (gate_up, down), tile)
-    _, hidden, inner = down.shape
-    between = rows.product(x, gate_up, inner, activation, gathers=True)
-    rows.add(rows.product(between, down, hidden, "", gathers=False), places)
+    between = rows.product(x, gate_up, gate_up.shape[1] // 2, activation, gathers=True)
+    if gather is not None:
+        between = gather(between, down.shape[2])
+    y = rows.product(between, down, down.shape[1], "", gathers=False)
+    rows.add(y if gather is None else gather(y, x.shape[1]), places)
 
 
 def expert_linear(x: Tensor, chosen: Routing, weight: ExpertsWeight) -> Tensor:

@@ -1,0 +1,43 @@
+"""Small configs of every family, of sizes that ranks and stages can share, exact mode's segments included. The goldens'
+sizes are odd on purpose; these models have random weights, and one device says what they give."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.models.folders import load_golden
+
+FAMILIES = {
+    "gpt2": "gpt2_gelu_new", "llama": "llama_tied_gqa4", "mistral": "mistral_window", "ministral3": "ministral3_positions",
+    "qwen2": "qwen2_llama3", "qwen3": "qwen3_layer_types", "gemma2": "gemma2_wide_heads", "gemma3": "gemma3_odd",
+    "phi3": "phi3_longrope_short", "granite": "granite_multipliers", "olmo2": "olmo2_odd", "olmo3": "olmo3_windows",
+    "smollm3": "smollm3_odd", "glm": "glm_odd", "glm4": "glm4_odd", "mixtral": "mixtral_odd",
+    "qwen2_moe": "qwen2_moe_shared", "qwen3_moe": "qwen3_moe_odd", "olmoe": "olmoe_odd", "gpt_oss": "gpt_oss_odd",
+    "glm4_moe": "glm4_moe_groups", "deepseek_v2": "deepseek_v2_groups", "deepseek_v3": "deepseek_v3_odd",
+}  # fmt: skip
+"""Each family's golden."""
+
+NUM_LAYERS, NUM_HEADS = 4, 8
+_SIZES: dict[str, Any] = {
+    "hidden_size": 128, "num_attention_heads": NUM_HEADS, "num_key_value_heads": 4, "intermediate_size": 128,
+    "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "num_hidden_layers": NUM_LAYERS,
+    "head_dim": 16, "n_embd": 128, "n_head": NUM_HEADS, "n_layer": NUM_LAYERS,
+}  # fmt: skip
+_LATENT = {"head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "qk_head_dim": 20, "v_head_dim": 16}
+
+
+def write_shared(folder: Path, family: str) -> Path:
+    """A folder with the config alone: `load_format` is to be "dummy"."""
+    fields: dict[str, Any] = json.loads((load_golden(FAMILIES[family]).folder / "config.json").read_text())
+    fields |= {name: value for name, value in _SIZES.items() if name in fields}
+    if family.startswith("deepseek"):
+        fields |= _LATENT | {"num_key_value_heads": NUM_HEADS}
+    if "layer_types" in fields:
+        fields["layer_types"] = (fields["layer_types"] * NUM_LAYERS)[:NUM_LAYERS]
+    if "no_rope_layers" in fields:
+        fields["no_rope_layers"] = (fields["no_rope_layers"] * NUM_LAYERS)[:NUM_LAYERS]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
