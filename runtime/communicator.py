@@ -7,7 +7,7 @@ from typing import Never, Protocol
 
 from runtime.dtype import DType
 from runtime.errors import XservError
-from runtime.rank_notices import Tally
+from runtime.rank_notices import Span, Tally
 from runtime.tensor.tensor import Tensor
 
 
@@ -100,6 +100,11 @@ class RankCommunicator(Communicator, Pipeline, Protocol):
 
     def tallies(self) -> list[Tally]:
         """What each rank of each stage has done so far, as far as that is known. On any thread."""
+        ...
+
+    def spans(self, rank: int, num_known: int) -> tuple[int, list[Span]]:
+        """How many steps one of all ranks has done, and when the latest of them were, the oldest first, without its
+        `num_known` first ones; as far as that is known. On any thread."""
         ...
 
     def abort(self, reason: str) -> None:

@@ -21,7 +21,7 @@ from runtime.device.device import Device
 from runtime.device.gpu import Gpu
 from runtime.device.nccl import NcclComm, NcclError, Window
 from runtime.dtype import DType
-from runtime.rank_notices import Notices, Tally
+from runtime.rank_notices import Notices, Span, Tally
 from runtime.tensor.storage import Storage
 from runtime.tensor.tensor import Tensor
 from runtime.tensor.views import contiguous_strides
@@ -131,6 +131,10 @@ class NcclCommunicator:
     def tallies(self) -> list[Tally]:
         """See `RankCommunicator`. How long the GPU computes and waits is not known here."""
         return self._notices.tallies()
+
+    def spans(self, rank: int, num_known: int) -> tuple[int, list[Span]]:
+        """See `RankCommunicator`: no steps, for the same reason."""
+        return num_known, []
 
     def end_step(self, number: int) -> None:
         self._notices.count(0, 0)

@@ -17,8 +17,11 @@ TEXT_BYTES = 2048
 LAST_WORDS_S = 0.5
 """How long an error waits for what the other ranks say of it."""
 _FLAG_BYTES = 64
-TALLY_BYTES = 64
-"""Of each rank's counts."""
+NUM_SPANS = 64
+"""Steps of a rank that are remembered."""
+_COUNTS, _SPAN = 8, 4  # numbers of a rank's counts, and of each of its steps
+TALLY_BYTES = 8 * (_COUNTS + NUM_SPANS * _SPAN)
+"""Of each rank's counts and latest steps."""
 
 
 def shared_memory(size_bytes: int) -> int:
@@ -43,6 +46,16 @@ class Tally(NamedTuple):
 
     num_steps: int
     step_ns: int
+    waited_ns: int
+
+
+class Span(NamedTuple):
+    """A step of a rank: when it began and ended, by `time.perf_counter_ns`, and how much of it was waiting for another
+    stage."""
+
+    number: int
+    begun_ns: int
+    ended_ns: int
     waited_ns: int
 
 
@@ -72,8 +85,25 @@ class Notices:
         return Notices(memory[:8].view(np.int64), texts, tallies, rank)
 
     def count(self, step_ns: int, waited_ns: int) -> None:
+        """This rank has done a step, of which no more is known."""
+        self._tallies[self.rank, 1:3] += (step_ns, waited_ns)
+        self._tallies[self.rank, 0] += 1
+
+    def count_span(self, span: Span) -> None:
         """This rank has done a step."""
-        self._tallies[self.rank, :3] += (1, step_ns, waited_ns)
+        mine = self._tallies[self.rank]
+        at = _COUNTS + int(mine[0]) % NUM_SPANS * _SPAN
+        mine[at : at + _SPAN] = span
+        self.count(span.ended_ns - span.begun_ns, span.waited_ns)
+
+    def spans(self, rank: int, num_known: int) -> tuple[int, list[Span]]:
+        """How many steps a rank has done, and the latest of them, the oldest first, without its `num_known` first."""
+        theirs = self._tallies[rank]
+        end = int(theirs[0])
+        taken = theirs.copy()
+        start = max(num_known, int(theirs[0]) + 1 - NUM_SPANS)  # one may be written just now
+        places = (_COUNTS + number % NUM_SPANS * _SPAN for number in range(start, end))
+        return end, [Span(*map(int, taken[at : at + _SPAN])) for at in places]
 
     def tallies(self) -> list[Tally]:
         """Of all ranks, as far as they are now."""

@@ -22,6 +22,8 @@ from numba_kernels.cpu.collectives import (
     CHUNK_BYTES,
     HAS_ABORTED,
     LINE_BYTES,
+    SPINS,
+    YIELDS,
     add_kernel,
     gather_kernel,
     header_bytes,
@@ -34,13 +36,14 @@ from numba_kernels.cpu.running.pool import NUM_THREADS
 from runtime.call_sites import calling_line, line_name
 from runtime.communicator import CommunicatorError
 from runtime.dtype import DType, float32
-from runtime.rank_notices import TALLY_BYTES, TEXT_BYTES, Notices, Tally, shared_memory
+from runtime.rank_notices import TALLY_BYTES, TEXT_BYTES, Notices, Span, Tally, shared_memory
 from runtime.tensor.tensor import Tensor
 
 Kind = Literal["all_reduce", "all_gather", "all_gather_columns", "agree", "end of step"]
 
 _KINDS: tuple[Kind, ...] = get_args(Kind)
 _SLOT_BYTES = 1 << 19
+_CROWDED_SPINS = 100
 
 
 def shared_file(num_ranks: int, num_stages: int = 1) -> int:
@@ -98,6 +101,9 @@ class SharedCommunicator:
     def __init__(self, descriptor: int, rank: int, num_ranks: int, stage: int = 0, num_stages: int = 1) -> None:
         self.rank, self.num_ranks, self.stage, self.num_stages = rank, num_ranks, stage, num_stages
         self._number, count = stage * num_ranks + rank, num_stages * num_ranks  # of all
+        # Where ranks outnumber processors, who looks on takes time from those that are waited for.
+        is_crowded = count > (os.cpu_count() or 1)
+        self._patience = (_CROWDED_SPINS, 0) if is_crowded else (SPINS, YIELDS)
         # Another length is a mistake of who made it; reading beyond its end would be a signal.
         size = _file_bytes(num_ranks, num_stages)
         assert os.fstat(descriptor).st_size >= size, "the memory is of fewer ranks"
@@ -212,10 +218,13 @@ class SharedCommunicator:
         """Meets the others at the end of a step, so that a rank that had fewer collectives in it is found."""
         if self.num_ranks > 1:
             self._meet("end of step", number, 0)
-        self._notices.count(time.perf_counter_ns() - self._begun_ns, int(self._step[1]))
+        self._notices.count_span(Span(number, self._begun_ns, time.perf_counter_ns(), int(self._step[1])))
 
     def tallies(self) -> list[Tally]:
         return self._notices.tallies()
+
+    def spans(self, rank: int, num_known: int) -> tuple[int, list[Span]]:
+        return self._notices.spans(rank, num_known)
 
     def sum_buffer(self, shape: tuple[int, ...], dtype: DType) -> None:
         """See `Communicator`: any memory serves."""
@@ -265,7 +274,7 @@ class SharedCommunicator:
 
         meet_kernel()(
             1, 1, region.shared, region.counted, self._flag, region.rank, region.num_ranks, description, place,
-            explain=explain,
+            *self._patience, explain=explain,
         )  # fmt: skip
 
     def _add(self, target: int, size: int, region: _Region | None = None) -> None:

@@ -33,12 +33,12 @@ DIFFER = 2
 """What `meet` sets its status to: a rank has given up, or ranks called different collectives."""
 
 CHUNK_BYTES = 1 << 15  # a ticket's
-_SPINS = 2_000  # looks before the processor is left to others
-_YIELDS = 2_000  # times that it is left before the thread sleeps for a moment
+SPINS = 2_000  # looks before the processor is left to others
+YIELDS = 2_000  # times that it is left before the thread sleeps for a moment
 _NAP_US = 50
 
 PUBLISH = Fields("*shared *counter *source slots slot_bytes rank ranks num_bytes")
-MEET = Fields("*shared *counter *flag rank ranks description place")
+MEET = Fields("*shared *counter *flag rank ranks description place spins yields")
 ADD = Fields("*shared *counter *target slots slot_bytes ranks num_bytes")
 GATHER = Fields("*shared *counter *target slots slot_bytes ranks first_byte most_bytes share_bytes row_bytes")
 
@@ -70,11 +70,11 @@ _usleep = _called("usleep", 1)
 
 
 @njit(nogil=True)
-def wait_a_moment(looks):
+def wait_a_moment(looks, spins=SPINS, yields=YIELDS):
     """What somebody does who has looked so often, before the next look."""
-    if looks < _SPINS:
+    if looks < spins:
         atomic.pause()
-    elif looks < _SPINS + _YIELDS:
+    elif looks < spins + yields:
         _sched_yield(0)
     else:
         _usleep(_NAP_US)
@@ -102,18 +102,19 @@ def publish_kernel() -> Kernel:
 
 @functools.cache
 def meet_kernel() -> Kernel:
-    """Says what this rank's collective is, waits for the others' and compares; one ticket."""
+    """Says what this rank's collective is, waits for the others' and compares; one ticket. It looks `spins` times at
+    once and `yields` times when others have had the processor, then from time to time."""
 
     @njit(nogil=True)
     @name_by_content
-    def wait_for(shared, flag, line, count):
+    def wait_for(shared, flag, line, count, spins, yields):
         """Whether the rank has come; no: one has given up."""
         looks = 0
         while atomic.load(shared + line * LINE_BYTES) < count:
             if atomic.load(flag) != 0:
                 return False
             looks += 1
-            wait_a_moment(looks)
+            wait_a_moment(looks, spins, yields)
         return True
 
     def meet(arguments, ticket):
@@ -126,7 +127,7 @@ def meet_kernel() -> Kernel:
         atomic.store(a.shared + (1 + a.rank) * LINE_BYTES, count)
         counter[0] = count
         for rank in range(a.ranks):
-            if not wait_for(a.shared, a.flag, 1 + rank, count):
+            if not wait_for(a.shared, a.flag, 1 + rank, count, a.spins, a.yields):
                 a.status = HAS_ABORTED
                 return
             if int64_at(described + rank * LINE_BYTES, 2)[0] != a.description:

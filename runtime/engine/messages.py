@@ -326,6 +326,15 @@ class ChunkView(msgspec.Struct, frozen=True, gc=False):
     arrival_s: float
 
 
+class RankSpan(msgspec.Struct, frozen=True):
+    """A step of one of several ranks; `waited_s` of it for another stage, at its beginning."""
+
+    rank: int
+    start_s: float
+    duration_s: float
+    waited_s: float
+
+
 class StepView(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One step, for whoever looks on.
 
@@ -338,6 +347,7 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True, tag=True):
                               groups with a window, 3 shared by several, 40 cached, 900 empty; at most four times a
                               second, else None
     engine                    which of several engines ran it
+    ranks                     what its ranks did since the view before, where there are several: at most 64 steps each
     """
 
     step: int
@@ -352,3 +362,4 @@ class StepView(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     preempted: list[str]
     block_map: str | None = None
     engine: int = 0
+    ranks: list[RankSpan] = []

@@ -8,10 +8,13 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from runtime.engine.messages import StepView
+import msgspec
+
+from runtime.engine.messages import RankSpan, StepView
 
 if TYPE_CHECKING:
     from runtime.engine.scheduling.block_pool import BlockPool
+    from runtime.engine.steps.executor import Executor
     from runtime.engine.timeline import StepRecord, Timeline
 
 logger = logging.getLogger("xserv.engine")
@@ -60,9 +63,11 @@ class Watchers:
 class StepViews:
     """Views of an engine's steps, made on its thread."""
 
-    def __init__(self, timeline: Timeline, pool: BlockPool) -> None:
+    def __init__(self, timeline: Timeline, pool: BlockPool, executor: Executor) -> None:
         self._timeline = timeline
         self._pool = pool
+        self._executor = executor
+        self._known_spans = [0] * len(executor.tallies())
         self._last_number = -1
         self._next_map_s = 0.0
 
@@ -70,6 +75,7 @@ class StepViews:
         """Nobody wants the steps until now."""
         if self._timeline:
             self._last_number = self._timeline[-1].number
+        self._known_spans = [tally.num_steps for tally in self._executor.tallies()]
 
     def take(self) -> list[StepView]:
         """Those of the steps since the last call or ``skip``, oldest first."""
@@ -78,8 +84,23 @@ class StepViews:
             if record.number <= self._last_number:
                 break
             records.append(record)
-        self.skip()
-        return [self._view(record) for record in reversed(records)]
+        spans = self._take_spans() if records else []
+        if records:
+            self._last_number = records[0].number
+        views = [self._view(record) for record in reversed(records)]
+        if spans:
+            views[-1] = msgspec.structs.replace(views[-1], ranks=spans)
+        return views
+
+    def _take_spans(self) -> list[RankSpan]:
+        """What each of several ranks did since the last call."""
+        found, shift_s = [], time.monotonic() - time.perf_counter()
+        for rank, num_known in enumerate(self._known_spans):
+            self._known_spans[rank], spans = self._executor.spans(rank, num_known)
+            for span in spans:
+                start_s, duration_s = span.begun_ns / 1e9 + shift_s, (span.ended_ns - span.begun_ns) / 1e9
+                found.append(RankSpan(rank, start_s, duration_s, span.waited_ns / 1e9))
+        return found
 
     def _view(self, record: StepRecord) -> StepView:
         now, block_map = time.monotonic(), None

@@ -38,6 +38,9 @@ MAX_GATHERED_STEPS = 1024
 MAX_CHUNKS = 2048
 """Chunks of all steps of one message; beyond it the oldest steps are not shown."""
 
+MAX_RANK_SPANS = 1024
+"""Steps of ranks in one message; beyond it the oldest are not shown."""
+
 MAX_PENDING_MESSAGES = 8
 """Messages that a watcher has not read yet; then it misses the oldest."""
 
@@ -46,7 +49,7 @@ MAX_WATCHERS = 16
 
 class LiveInfo(msgspec.Struct, frozen=True):
     """What does not change: the model, and how large the engine is. A block is of one cache group; None: of layers that
-    see all tokens."""
+    see all tokens. Of an engine of several ranks, the stage of each."""
 
     model: str
     device: str
@@ -58,6 +61,7 @@ class LiveInfo(msgspec.Struct, frozen=True):
     max_num_batched_tokens: int
     max_model_len: int
     group_windows: tuple[int | None, ...]
+    rank_stages: tuple[int, ...]
 
 
 class LiveStats(msgspec.Struct, frozen=True):
@@ -137,8 +141,19 @@ def _joined(run: list[StepView]) -> StepView:
         start_s=run[0].start_s,
         duration_s=last.start_s + last.duration_s - run[0].start_s,
         chunks=list(chunks.values()),
+        ranks=[span for step in run for span in step.ranks],
         block_map=next((step.block_map for step in reversed(run) if step.block_map is not None), None),
     )
+
+
+def _with_some_spans(steps: list[StepView]) -> list[StepView]:
+    """The steps with at most `MAX_RANK_SPANS` of their ranks' steps, the latest."""
+    room, kept = MAX_RANK_SPANS, list[StepView]()
+    for step in reversed(steps):
+        ranks = step.ranks[max(0, len(step.ranks) - room) :]
+        room -= len(ranks)
+        kept.append(step if len(ranks) == len(step.ranks) else msgspec.structs.replace(step, ranks=ranks))
+    return kept[::-1]
 
 
 class Watcher:
@@ -246,7 +261,7 @@ class LiveFeed:
         num_dropped = self._num_dropped
         num_missed = num_dropped - self._num_reported + len(steps) - num_steps
         self._num_reported = num_dropped
-        return self._message(steps[len(steps) - num_steps :], num_missed)
+        return self._message(_with_some_spans(steps[len(steps) - num_steps :]), num_missed)
 
     def _message(self, steps: list[StepView], num_missed: int) -> LiveMessage:
         client, engines = self._client, self._client.engines
@@ -266,6 +281,7 @@ class LiveFeed:
             max_num_batched_tokens=info.max_num_batched_tokens,
             max_model_len=info.max_model_len,
             group_windows=tuple(group.window for group in info.cache_groups),
+            rank_stages=tuple(rank.stage for rank in info.ranks),
         )
 
 

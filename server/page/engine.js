@@ -7,6 +7,7 @@ import { totals } from "./blocks.js";
 
 const MAX_SPANS = 1 << 15;
 const MAX_STEPS = 1 << 13;
+const MAX_RANK_STEPS = 1 << 15;
 const MAX_REQUESTS = 1024;
 const MAX_MINE = 64;
 
@@ -56,6 +57,7 @@ export class EngineModel {
   clear() {
     this.spans = new Ring(MAX_SPANS, ["serial", "kind", "start", "end", "count"]);
     this.steps = new Ring(MAX_STEPS, ["start", "end", "prefill", "decode", "running", "waiting"]);
+    this.rankSteps = new Ring(MAX_RANK_STEPS, ["lane", "start", "end", "waited"]); // of engines of several ranks
     this.requests = new Map(); // by "id index", in the order of arrival on the screen
     this.info = null;
     this.stats = null;
@@ -151,7 +153,29 @@ export class EngineModel {
       running: step.num_running,
       waiting: step.num_waiting,
     });
-    if (step.block_map !== null) this.#takeMap(step.engine ?? 0, step.block_map);
+    const engine = step.engine ?? 0;
+    for (const span of step.ranks ?? []) {
+      const lane = engine * this.numRanks + span.rank;
+      this.rankSteps.push({ lane, start: span.start_s, end: span.start_s + span.duration_s, waited: span.waited_s });
+    }
+    if (step.block_map !== null) this.#takeMap(engine, step.block_map);
+  }
+
+  /** Of an engine; 0: its model is in one piece. */
+  get numRanks() {
+    return this.info?.rank_stages?.length ?? 0;
+  }
+
+  /** A name for each rank of each engine, in the order of lanes. */
+  get rankNames() {
+    const stages = this.info?.rank_stages ?? [];
+    const isStaged = new Set(stages).size > 1;
+    const numEngines = Math.max(1, this.engines.length);
+    return Array.from({ length: numEngines * stages.length }, (_, lane) => {
+      const rank = lane % stages.length;
+      const name = isStaged ? `${rank}, stage ${stages[rank]}` : `rank ${rank}`;
+      return numEngines > 1 ? `${Math.floor(lane / stages.length)}/${name}` : name;
+    });
   }
 
   #takeChunk(chunk, isDecode, step, end) {

@@ -6,6 +6,8 @@ import { count, seconds } from "./numbers.js";
 const LANE = 46; // height of the lane of rates
 const LOAD = 30; // and of the lane of running and waiting
 const GAP = 10;
+const RANK = 9; // height of a rank's lane
+const MAX_RANKS = 16; // shown
 const AXIS = 18;
 const MAX_ROW = 18;
 const MIN_ROW = 3;
@@ -71,7 +73,7 @@ export class Timeline {
     context.textBaseline = "middle";
     this.#axis(nowS, height);
     const hasSteps = this.#lanes(fromS, nowS);
-    const top = LANE + LOAD + GAP * 2;
+    const top = LANE + LOAD + GAP * 2 + this.#ranks(fromS, nowS, LANE + LOAD + GAP * 2);
     const hasRows = this.#rows(fromS, nowS, top, height - AXIS - top);
     return hasSteps || hasRows;
   }
@@ -129,6 +131,36 @@ export class Timeline {
       if (high > 0) context.fillRect(this.left + bin * BIN, top + LOAD - low - high, BIN, high);
     }
     return isAny;
+  }
+
+  /** Of a model on several ranks, when each computed, hatched where it waited for another stage. Gives its height. */
+  #ranks(fromS, nowS, top) {
+    const { context, palette, model } = this;
+    const names = model.rankNames.slice(0, MAX_RANKS);
+    if (!names.length) return 0;
+    context.textAlign = "right";
+    names.forEach((name, lane) => {
+      const y = top + lane * RANK;
+      context.fillStyle = palette.muted;
+      context.fillText(name, this.left - 6, y + RANK / 2);
+      context.fillStyle = palette.line;
+      context.fillRect(this.left, y + RANK - 1, this.right - this.left, 1);
+    });
+    const waits = hatch(context, palette.queued, true);
+    const { columns } = model.rankSteps;
+    for (const at of model.rankSteps.latest()) {
+      if (columns.end[at] < fromS - 2) break; // ranks' steps come nearly in their order
+      if (columns.end[at] < fromS || columns.start[at] > nowS || columns.lane[at] >= names.length) continue;
+      const y = top + columns.lane[at] * RANK;
+      const left = Math.max(this.left, this.x(columns.start[at]));
+      const right = Math.min(this.right, this.x(columns.end[at]));
+      const begin = Math.min(right, Math.max(left, this.x(columns.start[at] + columns.waited[at])));
+      context.fillStyle = waits;
+      context.fillRect(left, y + 1, begin - left, RANK - 3);
+      context.fillStyle = palette.decode;
+      context.fillRect(begin, y + 1, right - begin, RANK - 3);
+    }
+    return names.length * RANK + GAP;
   }
 
   #lane(values, most, top, height, colour, unit, alpha = 0.9) {

@@ -13,7 +13,7 @@ import importlib.util
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +24,9 @@ from runtime.bench.metrics import BenchmarkError, check_finite
 if TYPE_CHECKING:
     from runtime.batch import Batch
     from runtime.device.device import Device
+    from runtime.engine.config import EngineLimits
     from runtime.engine.engine import Engine
+    from runtime.engine.steps.executor import Executor
     from runtime.kv.cache import KVCache, KVCacheSpec
     from runtime.tensor.tensor import Tensor
 
@@ -78,9 +80,12 @@ class HollowModel:
         return Tensor.empty((hidden.shape[0], VOCAB_SIZE), device=self.device)
 
 
-def hollow_engine(num_seqs: int, max_model_len: int, device: str = "cpu") -> Engine:
+def hollow_engine(
+    num_seqs: int, max_model_len: int, device: str = "cpu",
+    executor_of: Callable[[HollowModel, KVCache, EngineLimits], Executor] | None = None,
+) -> Engine:  # fmt: skip
     """An engine around a hollow model with room for `num_seqs` whole contexts: with the plain loop on the cpu, with the
-    overlapped loop and decode graphs on a GPU."""
+    overlapped loop and decode graphs on a GPU. `executor_of` makes what runs its steps; None: this process does."""
     from runtime.device.device import Device
     from runtime.engine.config import EngineConfig, resolve
     from runtime.engine.engine import Engine
@@ -123,17 +128,25 @@ def hollow_engine(num_seqs: int, max_model_len: int, device: str = "cpu") -> Eng
         kv_cache_bytes=kv_cache.size_bytes,
         weight_bytes=0,
     )
-    return Engine(LocalExecutor(model, kv_cache, limits, VOCAB_SIZE), limits, info, seed=0)
+    executor: Executor
+    if executor_of is None:
+        executor = LocalExecutor(model, kv_cache, limits, VOCAB_SIZE)  # type: ignore[arg-type]
+    else:
+        executor = executor_of(model, kv_cache, limits)
+    return Engine(executor, limits, info, seed=0)
 
 
-def loaded_engine(num_seqs: int, context_len: int, num_steps: int, seed: int, device: str) -> Engine:
+def loaded_engine(
+    num_seqs: int, context_len: int, num_steps: int, seed: int, device: str,
+    executor_of: Callable[[HollowModel, KVCache, EngineLimits], Executor] | None = None,
+) -> Engine:  # fmt: skip
     """A hollow engine with as many requests, which decode together for more than `num_steps` steps."""
     from runtime.engine.messages import EngineRequest
     from runtime.engine.sampling_params import SamplingParams
 
     longest = context_len + BLOCK_SIZE
     output_len = num_steps + 2 + -(-num_seqs * longest // STEP_TOKENS)  # some decode while others prefill
-    engine = hollow_engine(num_seqs, longest + output_len, device)
+    engine = hollow_engine(num_seqs, longest + output_len, device, executor_of)
     rng = random.Random(seed)
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
     for index in range(num_seqs):

@@ -156,7 +156,7 @@ class ThreadEngineClient:
         self._engine = engine
         self._after_delivery = after_delivery
         self._watchers = Watchers()
-        self._views = StepViews(engine.timeline, engine.pool)
+        self._views = StepViews(engine.timeline, engine.pool, engine.executor)
         self._condition = threading.Condition()
         self._delivery = Delivery(self._condition, self._drop)
         # Guarded by the condition:

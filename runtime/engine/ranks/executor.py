@@ -38,7 +38,7 @@ from runtime.engine.steps.executor import (
 )
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.engine.steps.step_input import StepInput
-from runtime.rank_notices import Tally
+from runtime.rank_notices import Span, Tally
 from runtime.tensor.tensor import Tensor
 
 T = TypeVar("T")
@@ -139,6 +139,9 @@ class ParallelExecutor:
 
     def tallies(self) -> list[Tally]:
         return self.ranks.communicator.tallies()
+
+    def spans(self, rank: int, num_known: int) -> tuple[int, list[Span]]:
+        return self.ranks.communicator.spans(rank, num_known)
 
     def close(self) -> None:
         self.ranks.expect_end()

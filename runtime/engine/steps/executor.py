@@ -16,7 +16,7 @@ from runtime.engine.steps.drawn import Drawn as Drawn
 from runtime.engine.steps.step_input import StepInput
 from runtime.errors import XservError
 from runtime.kv.cache import KVCache, KVCacheSpec
-from runtime.rank_notices import Tally
+from runtime.rank_notices import Span, Tally
 from runtime.tensor.tensor import Tensor
 
 
@@ -199,6 +199,10 @@ class Executor(Protocol):
 
     def tallies(self) -> list[Tally]:
         """What each of several ranks has done. Thread-safe."""
+        ...
+
+    def spans(self, rank: int, num_known: int) -> tuple[int, list[Span]]:
+        """See `RankCommunicator.spans`; of several ranks. Thread-safe."""
         ...
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ from runtime.engine.steps.side_pass import PagedSidePass, slices
 from runtime.engine.steps.step_input import PromptLogprobs, StepInput
 from runtime.kv.cache import HostPages, KVCache
 from runtime.kv.transfer import KVTransfer
-from runtime.rank_notices import Tally
+from runtime.rank_notices import Span, Tally
 from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor.tensor import Tensor
 
@@ -296,6 +296,9 @@ class LocalExecutor:
 
     def tallies(self) -> list[Tally]:
         return []
+
+    def spans(self, rank: int, num_known: int) -> tuple[int, list[Span]]:
+        raise AssertionError(f"there is no rank {rank}")
 
     def close(self) -> None:
         if self._worker is not None:
