@@ -221,10 +221,10 @@ class SharedRowNorm:
 
     def __init__(self, maker: Maker, q_size: Share, kv_size: Share, eps: float, offset: float) -> None:
         options = maker.options
-        if kv_size.whole != kv_size.count * options.num_ranks:
+        if options.exact or kv_size.whole != kv_size.count * options.num_ranks:
+            why = "exact" if options.exact else f"{kv_size.whole} columns of keys"
             raise ModelLoadError(
-                f"norms over all heads of queries and keys: {kv_size.whole} columns of keys cannot be split over"
-                f" {options.num_ranks} ranks"
+                f"norms over all heads of queries and keys: {why} cannot be split over {options.num_ranks} ranks"
             )
         assert options.communicator is not None, "there are several ranks"
         self.communicator, self.eps = options.communicator, eps

@@ -62,7 +62,9 @@ class LatentAttention:
         if form.query_rank:
             self.q_a_proj = maker.linear("q_a_proj", outputs=form.query_rank, inputs=hidden, has_bias=has_bias)
             norm = maker.rms_norm("q_a_layernorm.weight", form.query_rank, _INNER_EPS)
-            self.q_proj = maker.linear("q_b_proj", outputs=query_size, inputs=form.query_rank, split="outputs", norm=norm)
+            self.q_proj = maker.linear(
+                "q_b_proj", outputs=query_size, inputs=form.query_rank, split="outputs", norm=norm
+            )
         else:
             self.q_proj = maker.linear("q_proj", outputs=query_size, inputs=hidden, split="outputs")
         self.kv_a_proj = maker.linear(

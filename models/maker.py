@@ -334,8 +334,8 @@ class Maker(ABC):
         self, name: str, *, heads: Share, key_dim: int, value_dim: int, rotary_dim: int, latent_dim: int
     ) -> tuple[ExpertsWeight, ExpertsWeight]:
         """The map `name.weight [heads (key_dim + value_dim), latent_dim]` out of latent rows, absorbed into the maps
-        beside it: one for each of this rank's heads for queries, `[rotary_dim + latent_dim, key_dim + rotary_dim]`, and one for results,
-        `[value_dim, latent_dim]`.
+        beside it: for each of this rank's heads one for queries, `[rotary_dim + latent_dim, key_dim + rotary_dim]`, and
+        one for results, `[value_dim, latent_dim]`.
 
         A query comes with the key's part first; it goes out with what is rotated first, unchanged, and then what the
         latent row is multiplied with. They are floats, whatever the options say.

@@ -10,7 +10,8 @@ from typing import Any
 from tests.models.folders import load_golden
 
 FAMILIES = {
-    "gpt2": "gpt2_gelu_new", "llama": "llama_tied_gqa4", "mistral": "mistral_window", "ministral3": "ministral3_positions",
+    "gpt2": "gpt2_gelu_new", "llama": "llama_tied_gqa4", "mistral": "mistral_window",
+    "ministral3": "ministral3_positions",
     "qwen2": "qwen2_llama3", "qwen3": "qwen3_layer_types", "gemma2": "gemma2_wide_heads", "gemma3": "gemma3_odd",
     "phi3": "phi3_longrope_short", "granite": "granite_multipliers", "olmo2": "olmo2_odd", "olmo3": "olmo3_windows",
     "smollm3": "smollm3_odd", "glm": "glm_odd", "glm4": "glm4_odd", "mixtral": "mixtral_odd",
@@ -18,6 +19,9 @@ FAMILIES = {
     "glm4_moe": "glm4_moe_groups", "deepseek_v2": "deepseek_v2_groups", "deepseek_v3": "deepseek_v3_odd",
 }  # fmt: skip
 """Each family's golden."""
+
+WITHOUT_EXACT_RANKS = ["olmo2", "olmo3", "olmoe"]
+"""Which have norms over all heads."""
 
 NUM_LAYERS, NUM_HEADS = 4, 8
 _SIZES: dict[str, Any] = {

@@ -1,0 +1,100 @@
+"""Ranks of every family, on threads: together they are the model, in exact mode to the bit."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from models.errors import ModelLoadError
+from models.families import known_architectures
+from models.registry import declare_model, load_model
+from runtime.linear.options import LoadSettings
+from tests.models.driver import logits_of
+from tests.models.folders import load_golden, write_model
+from tests.models.shared_families import FAMILIES, WITHOUT_EXACT_RANKS, write_shared
+from tests.models.test_maker import ThreadCommunicator
+
+exhaustive = pytest.mark.exhaustive
+Array = np.ndarray[Any, Any]
+IDS = [int(token) for token in np.random.default_rng(1).integers(0, 60, 24)]
+
+
+def logits_of_ranks(
+    folder: Path, num_ranks: int, ids: list[int], settings: LoadSettings, **options: Any
+) -> list[Array]:
+    """Each rank's, which are all tokens' of the whole model."""
+    shared: list[Any] = [None] * num_ranks
+    barrier = threading.Barrier(num_ranks)
+
+    def run(rank: int) -> Array:
+        communicator = ThreadCommunicator(rank, shared, barrier)
+        model = load_model(folder, communicator=communicator, **settings, **options)
+        declared = declare_model(folder, communicator=communicator, **settings, **options)
+        assert declared.weight_bytes == model.weight_bytes
+        return logits_of(model, ids)
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return list(pool.map(run, range(num_ranks)))
+
+
+@pytest.mark.parametrize(
+    "family",
+    [each if each in ("deepseek_v2", "gpt_oss") else pytest.param(each, marks=exhaustive) for each in FAMILIES],
+)
+def test_every_family_in_exact_mode(family: str, tmp_path: Path) -> None:
+    """And near enough without."""
+    folder = write_shared(tmp_path, family)
+    for exact in (True, False) if family not in WITHOUT_EXACT_RANKS else (False,):
+        settings: LoadSettings = {"dtype": "float32", "exact": exact}
+        expected = logits_of(load_model(folder, load_format="dummy", **settings), IDS)
+        for num_ranks in (2, 4):
+            for logits in logits_of_ranks(folder, num_ranks, IDS, settings, load_format="dummy"):
+                if exact:
+                    np.testing.assert_array_equal(logits, expected)
+                else:
+                    np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("case", "num_ranks"),
+    [("deepseek_v2_groups", 2), ("deepseek_v2_odd", 3), pytest.param("deepseek_v3_odd", 2, marks=exhaustive)],
+)
+def test_latent_attention_gives_transformers_logits(case: str, num_ranks: int, tmp_path: Path) -> None:
+    golden = load_golden(case)
+    folder, expected = write_model(tmp_path, golden), golden.logits["float32"]
+    for logits in logits_of_ranks(folder, num_ranks, list(golden.prompt_ids), {"dtype": "float32"}):
+        np.testing.assert_allclose(logits[: len(expected)], expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("family", WITHOUT_EXACT_RANKS)
+def test_norms_over_all_heads_are_refused_in_exact_mode(family: str, tmp_path: Path) -> None:
+    folder = write_shared(tmp_path, family)
+    communicator = ThreadCommunicator(0, [None] * 2, threading.Barrier(2))
+    with pytest.raises(ModelLoadError, match="norms over all heads .* exact cannot be split over 2 ranks"):
+        load_model(folder, load_format="dummy", exact=True, communicator=communicator)
+
+
+def test_experts_whose_rows_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
+    """In exact mode alone."""
+    folder = write_shared(tmp_path, "qwen3_moe")
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**fields, "hidden_size": 130}))
+    communicator = ThreadCommunicator(0, [None] * 4, threading.Barrier(4))
+    settings: LoadSettings = {"dtype": "float32", "communicator": communicator}
+    with pytest.raises(ModelLoadError, match="hidden_size = 130 of experts cannot be split over 4 ranks in exact mode"):
+        load_model(folder, load_format="dummy", exact=True, **settings)
+    declare_model(folder, load_format="dummy", **settings)
+
+
+def test_no_family_is_left_out() -> None:
+    """But those that read pictures, whose tests are their own."""
+    configs = (load_golden(case).folder / "config.json" for case in FAMILIES.values())
+    have = {json.loads(path.read_text())["architectures"][0] for path in configs}
+    left_out = set(known_architectures()) - have
+    assert all("Conditional" in name or "VL" in name or "Llava" in name for name in left_out), left_out
