@@ -102,8 +102,8 @@ def rank_main() -> None:
         from runtime.device.device import CPU  # once the number of threads is settled
         from runtime.engine import make_engine
 
-        make_engine.loaded_model = lambda *arguments, **keywords: HollowRank(CPU)  # type: ignore[assignment, return-value]
-        make_engine.executor_over = executor_over
+        make_engine.loaded_model = lambda *arguments, **keywords: HollowRank(CPU)  # type: ignore[assignment]
+        make_engine.executor_over = executor_over  # type: ignore[assignment]
 
     main._settle = settle_and_hollow
     main.main()

@@ -130,7 +130,7 @@ def hollow_engine(
     )
     executor: Executor
     if executor_of is None:
-        executor = LocalExecutor(model, kv_cache, limits, VOCAB_SIZE)  # type: ignore[arg-type]
+        executor = LocalExecutor(model, kv_cache, limits, VOCAB_SIZE)
     else:
         executor = executor_of(model, kv_cache, limits)
     return Engine(executor, limits, info, seed=0)
