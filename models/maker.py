@@ -562,12 +562,13 @@ class Maker(ABC):
         """See `can_stay_packed`; `outputs` are this rank's. Raises ModelLoadError where exact mode's ranks would keep
         floats of what one rank keeps packed."""
         can_stay, num_ranks = can_stay_packed(packing, self.dtype, outputs, inputs), self.options.num_ranks
-        if self.options.exact and num_ranks > 1 and not can_stay:
-            if can_stay_packed(packing, self.dtype, [each * num_ranks for each in outputs], inputs):
-                raise ModelLoadError(
-                    f"{self._prefix}: {outputs[0]} columns of quantised experts are not multiplied as the"
-                    f" {outputs[0] * num_ranks} of one rank are, so exact needs fewer ranks than {num_ranks}"
-                )
+        whole = [each * num_ranks for each in outputs]
+        is_shared = self.options.exact and num_ranks > 1
+        if is_shared and not can_stay and can_stay_packed(packing, self.dtype, whole, inputs):
+            raise ModelLoadError(
+                f"{self._prefix}: {outputs[0]} columns of quantised experts are not multiplied as the {whole[0]} of one"
+                f" rank are, so exact needs fewer ranks than {num_ranks}"
+            )
         return can_stay
 
     def _dtype_of(self, stored: DType) -> DType:

@@ -76,7 +76,7 @@ def test_latent_attention_gives_transformers_logits(case: str, num_ranks: int, t
 def test_norms_over_all_heads_are_refused_in_exact_mode(family: str, tmp_path: Path) -> None:
     folder = write_shared(tmp_path, family)
     communicator = ThreadCommunicator(0, [None] * 2, threading.Barrier(2))
-    with pytest.raises(ModelLoadError, match="norms over all heads .* exact cannot be split over 2 ranks"):
+    with pytest.raises(ModelLoadError, match=r"norms over all heads .* exact cannot be split over 2 ranks"):
         load_model(folder, load_format="dummy", exact=True, communicator=communicator)
 
 
