@@ -43,7 +43,22 @@ loop, as nvdisasm shows it, for each product of 16 x 8 x 16 that a warp's tensor
 64 x N x 16 is N / 8 of them). Where a kernel has several such loops (one masks, say), it is the leanest, on both sides,
 and of a loop its leanest turn: what a branch skips that skips no tensor-core work is not in it.
 Ours reads its keys from shuffled pages by a block table, Triton's from rows: what ours reads of tables and lengths is
-in a column of its own."""
+in a column of its own.
+
+Triton's fused mixture of experts is of our own writing (tools/anchors/triton_experts.py), in the form that engines with
+Triton kernels share: draws sorted by expert and padded to whole tiles, rows gathered by the sorted draws, results in
+the draws' places. Experts have equally many rows but for two, which have three more and three fewer, so that tiles are
+not whole: there ours copies the last row again, where Triton's copies nothing, and each thread of ours asks for its
+tile's entry and its expert's addresses (16 bytes, and twice 8, the same for all), which are the bytes and sectors in
+which it is worse. The activation, which ours has in the epilogue, is a launch of its own beside Triton's:
+`python -m tools.kernel_costs.expert_products` models whole layers by these counts ([kernels.md](kernels.md))."""
+
+
+TITLES = {
+    "matmul": "Matrix product, bf16, weight [N, K]", "experts": "Products with experts, bf16, weights [N, K]",
+    "attention": "Causal attention, bf16",
+}  # fmt: skip
+
 
 def as_json(rows: Sequence[Row]) -> str:
     """Everything counted."""
@@ -67,7 +82,7 @@ def as_markdown(rows: Sequence[Row]) -> str:
         "docs/triton_comparison.json`. No number here was measured on a GPU.", "",
         f"Triton's compiler: {', '.join(compilers)}.", NOTES, "",
     ]  # fmt: skip
-    for work, title in (("matmul", "Matrix product, bf16, weight [N, K]"), ("attention", "Causal attention, bf16")):
+    for work, title in TITLES.items():
         lines = [_cells(row) for row in rows if row.work == work]
         if lines:
             header = (

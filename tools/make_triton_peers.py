@@ -7,7 +7,8 @@ tools/triton_comparison/ptx/; both are committed, so that the comparison is made
 
 The configurations are those of the tutorials that Triton 3 comes with: of 03-matrix-multiplication all for 16-bit
 factors; of 06-fused-attention (tiles of 64 or 128 queries by 32 to 128 keys, 2 to 4 stages, 4 or 8 warps; not 8 warps
-on Hopper below 128 x 128) a choice of the large tiles.
+on Hopper below 128 x 128) a choice of the large tiles. Of experts they are the tiles of ours, with the stages and warps
+of the tutorial's nearest tile.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ GROUP = 8
 MATMULS = [(128, 256, 64, 3, 8), (128, 128, 32, 4, 4)]  # rows, columns, depth of a tile, stages, warps
 ATTENTIONS = {80: (128, 64, 3, 8), 90: (128, 128, 2, 8)}  # of an architecture: queries, keys of a tile, stages, warps
 HEAD_DIM = 128
+EXPERTS = {  # as MATMULS, of an architecture
+    80: [(128, 128, 32, 4, 4), (64, 64, 64, 3, 4), (16, 64, 64, 4, 4)],
+    90: [(128, 256, 64, 3, 8), (64, 256, 64, 3, 4), (16, 64, 64, 4, 4)],
+}
+TOP_K = 2
 
 
 def main() -> None:
@@ -44,6 +50,11 @@ def main() -> None:
             numbers = {"BM": rows, "BN": columns, "BK": depth, "GROUP": GROUP}
             types = ["*bf16", "*bf16", "*bf16", *["i32:16"] * 6]
             index[name] = _make(name, "matmul", arch, types, numbers, stages, warps)
+        for rows, columns, depth, stages, warps in EXPERTS[arch]:
+            name = f"experts_{rows}x{columns}x{depth}_s{stages}_w{warps}_sm{arch}"
+            numbers = {"BM": rows, "BN": columns, "BK": depth, "GROUP": GROUP, "TOP_K": TOP_K}
+            types = ["*bf16", "*bf16", "*bf16", "*i32", "*i32", "*i32", "i32", *["i32:16"] * 6]
+            index[name] = _make(name, "experts", arch, types, numbers, stages, warps)
         rows, keys, stages, warps = ATTENTIONS[arch]
         name = f"attention_d{HEAD_DIM}_{rows}x{keys}_s{stages}_w{warps}_sm{arch}"
         has_maps = arch >= 90
@@ -62,11 +73,12 @@ def _make(
         warnings.simplefilter("ignore")
         import triton
         import triton.language as tl
+        import triton_experts
         import triton_tutorials
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
 
-        kernel = getattr(triton_tutorials, kernel_name)
+        kernel = getattr(triton_experts if kernel_name == "experts" else triton_tutorials, kernel_name)
         names = kernel.arg_names
         values = numbers | ({"DTYPE": tl.bfloat16} if "DTYPE" in names else {})
         signature = {names[i]: kind.split(":")[0] for i, kind in enumerate(types)} | dict.fromkeys(values, "constexpr")

@@ -17,7 +17,7 @@ Case = dict[str, Any]
 def draw_case(rng: random.Random, family: str, emulated: list[str], is_small: bool = False) -> Case:
     """A case of a family; `emulated` names the emulated devices of which it may run on one. A small one has few logits,
     which can be kept."""
-    device = rng.choice(emulated) if emulated and family not in WITH_EXPERTS else None
+    device = rng.choice(emulated) if emulated else None
     is_short = is_small or device is not None  # emulated steps are slow
     num_new = rng.randint(4, 6 if is_short else 14)
     least, most = (8, 24) if is_small else (1, 60)
@@ -34,8 +34,6 @@ def draw_case(rng: random.Random, family: str, emulated: list[str], is_small: bo
         kept = rng.choice((0, length // 2, length - 1))
         prompts.append(shared[:kept] + [rng.randrange(vocab) for _ in range(length - kept)])
     dtype = rng.choice(("float32", "float32", "bfloat16", "float16"))
-    if family in WITH_EXPERTS:  # rounding may choose another one, whatever comes of it
-        dtype = "float32"
     max_model_len = max(lengths) + num_new + rng.randint(0, 8)
     groups = fields["num_hidden_layers"] if fields.get("sliding_window") else 1  # of pages, at most
     runs = [_draw_run(rng, "cpu", max_model_len, groups, is_tight) for is_tight in (False, True)]
@@ -50,6 +48,14 @@ def draw_case(rng: random.Random, family: str, emulated: list[str], is_small: bo
 def classes_of(family: str) -> tuple[str, str]:
     """transformers' configuration class and model class."""
     return _FAMILIES[family][0], _FAMILIES[family][1]
+
+
+def has_choice(case: Case) -> bool:
+    """Whether a token's experts are chosen from more: in 16 bits rounding may choose another one, whatever comes of
+    it."""
+    fields = case["fields"]
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return any(fields.get("num_experts_per_tok", 0) < fields[name] for name in names if name in fields)
 
 
 def families() -> list[str]:

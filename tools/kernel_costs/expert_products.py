@@ -1,6 +1,6 @@
 """How long products of experts take by the model of an H200, beside dense ones: tables for docs/kernels.md.
 
-    python -m tools.kernel_costs.expert_products
+python -m tools.kernel_costs.expert_products
 """
 
 from __future__ import annotations
@@ -17,7 +17,18 @@ from tools.gpu.models import IN_SHORT
 from tools.kernel_costs.latencies import EDGES, Timing
 from tools.kernel_costs.launch_lists import Launched, decode_step
 from tools.kernel_costs.page import table
-from tools.kernel_costs.roofline import Band, Context, Modelled, floor_s, gathered, product, step_s
+from tools.kernel_costs.roofline import (
+    Band,
+    Context,
+    Modelled,
+    floor_s,
+    gathered,
+    issue_s,
+    peers_per_operation,
+    per_operation,
+    product,
+    step_s,
+)
 
 SHAPES = {"Qwen3-30B-A3B": (128, 8, 2048, 768), "gpt-oss-20b": (32, 4, 2880, 2880)}
 """Experts, how many of them a token chooses, hidden, inner."""
@@ -68,6 +79,82 @@ def by_mma(rows: int, num_experts: int, n: int, k: int, timing: Timing) -> Model
     )
 
 
+def _without_cache(found: Modelled) -> Modelled:
+    """The same with no limit by the second-level cache, whose rate is the model's least certain number."""
+    needs = {name: need for name, need in found.needs_s.items() if name != "second-level cache"}
+    return Modelled(needs, found.latencies_s)
+
+
+def _ours(rows: int, num_experts: int, n: int, k: int, timing: Timing, *, is_gated: bool) -> Modelled:
+    """A product of a layer as ours; a gated one writes half of its columns."""
+    found = by_wgmma(rows, num_experts, n, k, timing)
+    saved = num_experts * rows * n if is_gated else 0
+    needs = _without_cache(found).needs_s
+    needs["memory"] -= saved / timing.bytes_per_s
+    loop = per_operation("experts", "hopper", "128x256x64", timing.model.arch)
+    needs["issue"] = issue_s(loop * 2.0 * num_experts * rows * n * k / 4096, timing)
+    return Modelled(needs, found.latencies_s)
+
+
+def _tritons(rows: int, num_experts: int, n: int, k: int, timing: Timing) -> Modelled:
+    """A product of a layer as Triton's, by the better one of its two counted tiles."""
+    model, depth = timing.model, 64
+
+    def of(height: int, width: int) -> Modelled:
+        blocks = num_experts * -(-rows // height) * -(-n // width)
+        flops = 2.0 * height * width * k
+        loop = peers_per_operation("experts", f"{height}x{width}x{depth}", model.arch)
+        return Modelled(
+            {
+                "tensor cores": -(-blocks // model.num_sms) * flops / (timing.tensor_flops / model.num_sms),
+                "memory": 2.0 * num_experts * (n * k + rows * (k + n)) / timing.bytes_per_s,
+                "issue": issue_s(loop * blocks * flops / 4096, timing),
+            },
+            timing.gap_s(is_dependent=False) + timing.of("memory") + timing.of("ends"),
+        )  # fmt: skip
+
+    return min((of(128, 256), of(64, 256)), key=lambda each: each.seconds)
+
+
+def layer_rows(model: GpuModel) -> list[list[str]]:
+    """A layer's experts with their order and sum: µs as ours, as Triton's, and of two dense products.
+
+    Triton's launches are the padded order, both products, the activation between them and the sum. None of them is
+    launched dependently. The second-level cache limits nothing here: of it Triton's tile asks 1.5 times what our pair
+    of blocks asks, which share the weight.
+    """
+    timing, found = Timing(model), []
+    for name, (num_experts, _, hidden, inner) in SHAPES.items():
+        for rows in PREFILL_ROWS:
+            total = rows * num_experts
+
+            def moved_s(columns: float, *, is_dependent: bool, total: int = total) -> float:
+                """A launch that reads and writes so many 16-bit columns of each row."""
+                return timing.small_s(is_dependent=is_dependent) + 2 * total * columns / timing.bytes_per_s
+
+            ours = [
+                timing.small_s(is_dependent=True),
+                _ours(rows, num_experts, 2 * inner, hidden, timing, is_gated=True).seconds,
+                _ours(rows, num_experts, hidden, inner, timing, is_gated=False).seconds,
+                moved_s(hidden, is_dependent=True),
+            ]
+            theirs = [
+                timing.small_s(is_dependent=False),
+                _tritons(rows, num_experts, 2 * inner, hidden, timing).seconds,
+                moved_s(3 * inner, is_dependent=False),
+                _tritons(rows, num_experts, hidden, inner, timing).seconds,
+                moved_s(hidden, is_dependent=False),
+            ]
+            dense = [_without_cache(product(total, n, k, timing, is_dependent=True)).seconds
+                     for n, k in ((2 * inner, hidden), (hidden, inner))]  # fmt: skip
+            sums = [sum(each) for each in (ours, theirs, dense)]
+            found.append([
+                name, str(rows), *(f"{1e6 * each:.0f}" for each in sums), f"{sums[1] / sums[0]:.2f}",
+                f"{1e6 * theirs[2]:.0f}",
+            ])  # fmt: skip
+    return found
+
+
 def prefill_rows(model: GpuModel) -> list[list[str]]:
     """Gate and up of a layer: µs by `mma.sync`, by `wgmma`, of one dense product with as many rows, and what limits."""
     timing, found = Timing(model), []
@@ -84,9 +171,7 @@ def prefill_rows(model: GpuModel) -> list[list[str]]:
     return found
 
 
-def _launches(
-    name: str, weight: str, tokens: int, touched: float, model: GpuModel
-) -> list[Launched]:
+def _launches(name: str, weight: str, tokens: int, touched: float, model: GpuModel) -> list[Launched]:
     """Both products of a layer's experts for a step of so many tokens."""
     num_experts, top_k, hidden, inner = SHAPES[name]
     packing = packing_of(weight)
@@ -162,6 +247,9 @@ def main() -> None:
     model = model_of("H200")
     heads = ["experts", "rows of each", "`mma.sync` (µs)", "`wgmma`", "dense", "dense / `wgmma`", "limit"]
     print(table([*heads, "weights alone"], prefill_rows(model)))
+    print()
+    heads = ["experts", "rows of each", "ours (µs)", "Triton's", "two dense products", "Triton's / ours"]
+    print(table([*heads, "of Triton's: the activation"], layer_rows(model)))
     print()
     heads = ["experts", "weight", "tokens", "touched", "MB", "both products (µs)", "of the bandwidth"]
     print(table(heads, decode_rows(model)))

@@ -73,7 +73,16 @@ def per_operation(work: str, tier: str, tile: str, arch: str) -> float:
     raise KeyError(f"{COMPARISON.name} has no {work} by {tier} {tile} on {arch}")
 
 
-def _issue_s(instructions: float, timing: Timing) -> float:
+def peers_per_operation(work: str, tile: str, arch: str) -> float:
+    """The same of Triton's kernel of that tile ("128x256x64"). Raises KeyError where it was not counted."""
+    for key, found in json.loads(COMPARISON.read_text())["triton_configurations"].items():
+        for each in found:
+            if key.startswith(f"{work} {arch} ") and each["tile"].startswith(f"{tile},"):
+                return float(each["machine_per_operation"])
+    raise KeyError(f"{COMPARISON.name} has no {work} of Triton's with {tile} on {arch}")
+
+
+def issue_s(instructions: float, timing: Timing) -> float:
     return instructions / (ISSUES * timing.model.num_sms * timing.model.clock_khz * 1e3)
 
 
@@ -94,7 +103,7 @@ def product(m: int, n: int, k: int, timing: Timing, *, is_dependent: bool = Fals
             "tensor cores": rounds * block_flops / (timing.tensor_flops / model.num_sms),
             "memory": 2 * (m * k + n * k + m * n) / timing.bytes_per_s,
             "second-level cache": blocks * steps * step_bytes / timing.of("cache_bandwidth"),
-            "issue": _issue_s(loop * blocks * block_flops / 4096, timing),
+            "issue": issue_s(loop * blocks * block_flops / 4096, timing),
         },
         timing.gap_s(is_dependent=is_dependent) + timing.of("memory") + timing.of("ends"),
     )
@@ -113,7 +122,7 @@ def prefill(
         {
             "tensor cores": 4 * done * head_dim / timing.tensor_flops + timing.of("softmax") * exponentials_s,
             "memory": 2 * (2 * length * heads + 2 * length * kv_heads) * head_dim / timing.bytes_per_s,
-            "issue": _issue_s(loop * 4 * done * head_dim / 4096, timing),
+            "issue": issue_s(loop * 4 * done * head_dim / 4096, timing),
             "exponentials": exponentials_s,
         },
         timing.gap_s(is_dependent=False) + timing.of("memory") + timing.of("ends"),
@@ -139,13 +148,11 @@ def gathered(launched: Launched, timing: Timing) -> Modelled:
     """A launch over chosen experts: which ones, and where they lie, comes from the cache before the first byte of a
     weight can be asked for."""
     num_bytes = launched.weight_bytes
-    streaming = timing.stream_s(
-        num_bytes, launched.blocks, timing.blocks_at_once(launched), under_way_bytes(launched)
-    )
+    streaming = timing.stream_s(num_bytes, launched.blocks, timing.blocks_at_once(launched), under_way_bytes(launched))
     before = timing.gap_s(is_dependent=launched.is_dependent) + 2 * timing.of("cache") + timing.of("memory")
     needs = {"memory": num_bytes / timing.bytes_per_s}
     loop = next((loop for name, loop in GATHERED_LOOPS.items() if launched.name.startswith(name)), 0)
-    needs["issue"] = _issue_s(loop * num_bytes / 4096, timing)
+    needs["issue"] = issue_s(loop * num_bytes / 4096, timing)
     return Modelled(needs, before + streaming - needs["memory"] + timing.of("ends"))
 
 

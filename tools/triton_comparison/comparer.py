@@ -15,11 +15,21 @@ from runtime.device.assemble import assemble
 from tools.kernel_costs.counts import Bench
 from tools.kernel_costs.machine_code import disassemble
 from tools.triton_comparison.main_loop import main_loop
-from tools.triton_comparison.ours import GEMMS, PAGE, PREFILLS, Prefill, Product, Tier
-from tools.triton_comparison.theirs import launch_attention, launch_matmul, nearest, peers, text_of, tile_of
+from tools.triton_comparison.ours import ARCHS, EXPERTS, GEMMS, PAGE, PREFILLS, Experts, Prefill, Product, Tier
+from tools.triton_comparison.theirs import (
+    launch_attention,
+    launch_experts,
+    launch_matmul,
+    nearest,
+    peers,
+    text_of,
+    tile_of,
+)
 
-ARCHS = ("sm_80", "sm_90a")
 MATMULS = ((256, 256, 512), (512, 512, 256), (128, 1024, 1024), (1024, 128, 512))
+MIXTURES = ((4, 256, 512, 512), (4, 128, 512, 512), (4, 64, 512, 512), (8, 4, 512, 512))
+"""Experts, rows of each, n, k."""
+TOP_K = 2
 ATTENTIONS = ((2, 512, 128),)  # heads, queries and keys, head dim
 BF16 = np.dtype(ml_dtypes.bfloat16)
 ATTENTION_TOLERANCE = 2e-2
@@ -129,6 +139,47 @@ class Comparer:
         fitting = [tier for tier in tiers if tier.least_rows <= m]
         yield from self._rows("matmul", f"{m} x {n} x {k}", run, fitting, launch_matmul)
 
+    def mixture(self, num_experts: int, rows: int, n: int, k: int, tiers: Sequence[Tier] = EXPERTS) -> Iterator[Row]:
+        """So many rows of each of the experts, but for three more and three fewer of two, by shuffled draws of two a
+        token: a row for each of our tiers that this architecture has for as many. Raises AssertionError for a wrong
+        result."""
+        counts = [rows] * num_experts
+        counts[0], counts[-1] = rows + 3, rows - 3  # tiles that are not whole
+        starts = tuple(np.cumsum([0, *counts]).tolist())
+        random = np.random.default_rng(sum(starts) + n + k)
+        order = random.permutation(starts[-1]).astype(np.int32)
+        x = random.integers(-2, 3, (starts[-1] // TOP_K, k)).astype(BF16)
+        weight = random.integers(-2, 3, (num_experts, n, k)).astype(BF16)
+        by_expert = [
+            x[order[first:end] // TOP_K].astype(np.float32) @ each.astype(np.float32).T
+            for each, first, end in zip(weight, starts, starts[1:])
+        ]
+        in_order = np.concatenate(by_expert).astype(BF16)
+        by_draw = np.empty_like(in_order)
+        by_draw[order] = in_order
+
+        def run(
+            side: Callable[[Bench, Experts], Any], *, expected: np.ndarray[Any, Any] = in_order
+        ) -> tuple[Counts, Any]:
+            found, launched = np.empty((starts[-1], n), BF16), []
+
+            def once(bench: Bench) -> None:
+                y = bench.put(np.full(found.shape, np.nan, BF16))
+                work = Experts(n, k, TOP_K, starts, order, bench.put(x), bench.put(weight), y)
+                launched.append(side(bench, work))
+                bench.gpu.read(y, found)
+
+            counted = self.bench.count("experts", once)
+            if not np.array_equal(found.astype(np.float32), expected.astype(np.float32)):
+                raise AssertionError(f"{side} on {self.arch}: {num_experts} experts x {rows} x {n} x {k} are wrong")
+            return counted, launched[0]
+
+        fitting = [tier for tier in tiers if tier.least_rows <= rows <= tier.most_rows]
+        shape = f"{num_experts} experts x {rows} rows x {n} x {k}"
+        yield from self._rows(
+            "experts", shape, run, fitting, launch_experts, run_peer=functools.partial(run, expected=by_draw)
+        )
+
     def prefill(self, heads: int, length: int, head_dim: int, tiers: Sequence[Tier] = PREFILLS) -> Iterator[Row]:
         """A row for each of our tiers that this architecture has. Raises AssertionError for a wrong result."""
         random = np.random.default_rng(head_dim)
@@ -198,6 +249,9 @@ def compare(archs: Sequence[str], nvdisasm: str, text: str = "") -> list[Row]:
         for m, n, k in MATMULS:
             if text in f"matmul {arch} {m} x {n} x {k}":
                 rows += comparer.product(m, n, k)
+        for num_experts, m, n, k in MIXTURES:
+            if text in f"experts {arch} {num_experts} x {m} x {n} x {k}":
+                rows += comparer.mixture(num_experts, m, n, k)
         for heads, length, head_dim in ATTENTIONS:
             if text in f"attention {arch} {heads} x {length} x {head_dim}":
                 rows += comparer.prefill(heads, length, head_dim)

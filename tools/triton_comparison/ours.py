@@ -11,10 +11,14 @@ import numpy as np
 
 from numba_kernels.cuda import attention, gemm
 from numba_kernels.cuda.attention import hopper_tiles
-from numba_kernels.cuda.gemm import hopper, hopper_ring
+from numba_kernels.cuda.experts import hopper as experts_hopper
+from numba_kernels.cuda.experts import tensor_core as experts_tensor_core
+from numba_kernels.cuda.gemm import hopper, hopper_ring, tensor_core
 from numba_kernels.cuda.specialisation import Specialisation
+from runtime.device import tensor_map
 from tools.kernel_costs.counts import Bench
 
+ARCHS = ("sm_80", "sm_90a")
 PAGE = 16  # tokens
 
 Run = Callable[[Bench, Any], tuple[Specialisation, tuple[int, ...]]]
@@ -24,13 +28,15 @@ Run = Callable[[Bench, Any], tuple[Specialisation, tuple[int, ...]]]
 class Tier:
     """One of our kernels. `run(bench, work)` launches it and returns what it launched, and a block's tile.
 
-    `least_rows`: of a product; no plan takes the kernel for fewer, which leave blocks of a cluster empty.
+    `least_rows`: of a product; no plan takes the kernel for fewer, which leave blocks of a cluster empty. Of experts:
+    the rows of one, with `most_rows`.
     """
 
     name: str
     archs: tuple[str, ...]
     run: Run
     least_rows: int = 1
+    most_rows: int = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +49,39 @@ class Product:
     x: int
     weight: int
     y: int
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Products of draws with the experts that they are of, bf16, with the addresses.
+
+    x is [draws / top_k, k], weight [experts, n, k], y [draws, n]: for ours sorted by expert, for Triton by draw.
+
+    Attributes:
+        starts: where each expert's draws begin in `order`, and their number at the end.
+        order: the draws sorted by expert.
+    """
+
+    n: int
+    k: int
+    top_k: int
+    starts: tuple[int, ...]
+    order: np.ndarray[Any, Any]
+    x: int
+    weight: int
+    y: int
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.starts) - 1
+
+    def tiles(self, tile_rows: int) -> list[tuple[int, int, int]]:
+        """(expert, first of its draws in `order`, how many) of each tile of rows."""
+        return [
+            (expert, first, min(tile_rows, end - first))
+            for expert, (start, end) in enumerate(zip(self.starts, self.starts[1:]))
+            for first in range(start, end, tile_rows)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +119,37 @@ def _hopper(tile: hopper_ring.Tile, bench: Bench, work: Product) -> tuple[Specia
     return launch.specialisation, (tile.block_m, tile.block_n, hopper_ring.BLOCK_K)
 
 
+def _expert_arguments(bench: Bench, work: Experts, tile_rows: int) -> tuple[int, list[int]]:
+    """The number of tiles, and the arguments that all tiers have."""
+    tiles = work.tiles(tile_rows)
+    weights = [work.weight + expert * work.n * work.k * 2 for expert in range(work.num_experts)]
+    table = np.array([weights, [0] * work.num_experts], np.int64)
+    listed = np.array([(*tile, 0) for tile in tiles], np.int32)
+    tokens = (work.order // work.top_k).astype(np.int32)
+    arguments = [
+        work.x, bench.put(table), bench.put(listed), bench.put(np.array([len(tiles)], np.int32)), bench.put(tokens),
+        work.y, work.n, work.k, work.num_experts,
+    ]  # fmt: skip
+    return len(tiles), arguments
+
+
+def _experts_tensor_core(tile: tensor_core.Tile, bench: Bench, work: Experts) -> tuple[Specialisation, tuple[int, ...]]:
+    num_tiles, arguments = _expert_arguments(bench, work, tile.block_m)
+    launch = experts_tensor_core.plan(num_tiles, work.n, "bf16", "", tile)
+    bench.launch(launch, *arguments)
+    return launch.specialisation, tuple(map(int, str(tile).split("_")[0].split("x")))  # "128x128x32_s3"
+
+
+def _experts_hopper(tile: hopper_ring.Tile, bench: Bench, work: Experts) -> tuple[Specialisation, tuple[int, ...]]:
+    num_tiles, arguments = _expert_arguments(bench, work, experts_hopper.tile_rows(tile))
+    layout = experts_hopper.map_layout("bf16", work.n, work.k)
+    weights = [work.weight + expert * work.n * work.k * 2 for expert in range(work.num_experts)]
+    maps = b"".join(tensor_map.encode(bench.gpu.driver, address, layout) for address in weights)
+    launch = experts_hopper.plan(num_tiles, work.n, "bf16", "", tile, gemm.machine_of(hopper.ARCH, 132))
+    bench.launch(launch, *arguments, bench.put(np.frombuffer(maps, np.uint8)))
+    return launch.specialisation, (tile.block_m, tile.block_n, hopper_ring.BLOCK_K)
+
+
 def _flash(tier: str, bench: Bench, work: Prefill) -> tuple[Specialisation, tuple[int, ...]]:
     pages = -(-work.length // PAGE)
     plan = attention.plan(
@@ -107,4 +177,12 @@ GEMMS = [
 PREFILLS = [
     Tier("flash", ("sm_80",), functools.partial(_flash, "flash")),
     Tier("flash_hopper", ("sm_90a",), functools.partial(_flash, "flash_hopper")),
+]
+EXPERTS = [
+    Tier("tensor_core", ("sm_80",), functools.partial(_experts_tensor_core, tensor_core.MEDIUM), 128),
+    Tier("tensor_core", ("sm_80",), functools.partial(_experts_tensor_core, tensor_core.SMALL), 32, 127),
+    Tier("tensor_core", ARCHS, functools.partial(_experts_tensor_core, tensor_core.SKINNY), 1, 16),
+    Tier("hopper", ("sm_90a",), functools.partial(_experts_hopper, experts_hopper.LOW), 17, 127),
+    Tier("hopper", ("sm_90a",), functools.partial(_experts_hopper, experts_hopper.ALONE), 128),
+    Tier("hopper", ("sm_90a",), functools.partial(_experts_hopper, experts_hopper.PAIR), 256),
 ]

@@ -8,16 +8,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from numba_kernels.cuda.specialisation import Launch, TensorMapLayout
 from tools.kernel_costs.counts import Bench
-from tools.triton_comparison.ours import Prefill, Product
+from tools.triton_comparison.ours import Experts, Prefill, Product
 
 PTX = Path(__file__).resolve().parent / "ptx"
 _SWIZZLES = {0: 0, 1: 32, 2: 64, 3: 128}  # Triton's code of a tensor map's swizzle: bytes
 
 
 def peers(work: str, arch: str) -> dict[str, dict[str, Any]]:
-    """The recorded kernels for a kind of work ("matmul", "attention") on an architecture, by name."""
+    """The recorded kernels for a kind of work ("matmul", "experts", "attention") on an architecture, by name."""
     index = json.loads((PTX / "peers.json").read_text())
     return {name: facts for name, facts in index.items() if (facts["work"], facts["arch"]) == (work, arch)}
 
@@ -43,6 +45,22 @@ def launch_matmul(name: str, facts: dict[str, Any], bench: Bench, work: Product)
     grid = -(-work.m // rows) * -(-work.n // columns), 1
     arguments = [work.x, work.weight, work.y, work.m, work.n, work.k, work.k, work.k, work.n]
     _launch_peer(bench, name, facts, grid, arguments)
+
+
+def launch_experts(name: str, facts: dict[str, Any], bench: Bench, work: Experts) -> None:
+    """Draws padded to whole tiles: `num_draws` stands where there is none."""
+    rows, columns, _ = tile_of(facts)
+    assert facts["numbers"]["TOP_K"] == work.top_k
+    num_draws, tiles = len(work.order), work.tiles(rows)
+    draws = np.full((len(tiles), rows), num_draws, np.int32)
+    for at, (_, first, count) in enumerate(tiles):
+        draws[at, :count] = work.order[first : first + count]
+    owners = np.array([expert for expert, _, _ in tiles], np.int32)
+    arguments = [
+        work.x, work.weight, work.y, bench.put(draws), bench.put(owners), bench.put(np.array([draws.size], np.int32)),
+        num_draws, work.n, work.k, work.k, work.n * work.k, work.k, work.n,
+    ]  # fmt: skip
+    _launch_peer(bench, name, facts, (len(tiles) * -(-work.n // columns), 1), arguments)
 
 
 def launch_attention(name: str, facts: dict[str, Any], bench: Bench, work: Prefill) -> None:
