@@ -236,7 +236,9 @@ def _request(
 
 
 def _without_grammar(request: EngineRequest) -> EngineRequest:
-    return msgspec.structs.replace(request, params=msgspec.structs.replace(request.params, structured_outputs=None))
+    return msgspec.structs.replace(
+        request, params=msgspec.structs.replace(request.params, structured_outputs=None)
+    )
 
 
 def _with_prediction(rng: random.Random, request: EngineRequest, known: Answers, vocab_size: int) -> EngineRequest:

@@ -25,7 +25,8 @@ if str(ROOT) not in sys.path:
 
 from tools.kernel_costs.machine_code import NoDisassemblerError, find_nvdisasm  # noqa: E402
 from tools.kernel_costs.page import table  # noqa: E402
-from tools.triton_comparison.comparer import ARCHS, METRICS, Row, compare  # noqa: E402
+from tools.triton_comparison.comparer import METRICS, Row, compare  # noqa: E402
+from tools.triton_comparison.ours import ARCHS  # noqa: E402
 from tools.triton_comparison.theirs import peers  # noqa: E402
 
 NOTES = """

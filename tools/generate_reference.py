@@ -157,11 +157,15 @@ def cases() -> dict[str, tuple[Any, int]]:
             40,
         ),
         "llama_llama3_gqa4": (
-            llama(**sizes(48, 84), **heads(4, 1), head_dim=32, mlp_bias=True, **llama3_rope(64, 8, 1, 4, 5e5)),
+            llama(
+                **sizes(48, 84), **heads(4, 1), head_dim=32, mlp_bias=True, **llama3_rope(64, 8, 1, 4, 5e5)
+            ),
             44,
         ),
         "llama_llama3_odd": (
-            llama(**sizes(70, 60), **heads(5, 5), num_hidden_layers=3, **tied, **llama3_rope(24, 32, 1, 4, 1e4)),
+            llama(
+                **sizes(70, 60), **heads(5, 5), num_hidden_layers=3, **tied, **llama3_rope(24, 32, 1, 4, 1e4)
+            ),
             29,
         ),
         "mistral_window": (mistral(**sizes(40, 64), **heads(4, 2), head_dim=16, sliding_window=7), 41),
@@ -248,42 +252,23 @@ def newer_cases() -> dict[str, tuple[Any, int]]:
         ),
         "granite_multipliers": (
             small(
-                "Granite",
-                48,
-                52,
-                **heads(6, 3),
-                embedding_multiplier=12.0,
-                residual_multiplier=0.22,
-                attention_multiplier=0.125,
-                logits_scaling=8.0,
-                attention_bias=True,
+                "Granite", 48, 52, **heads(6, 3), embedding_multiplier=12.0, residual_multiplier=0.22,
+                attention_multiplier=0.125, logits_scaling=8.0, attention_bias=True,
             ),
             20,
         ),
         "olmo2_odd": (small("Olmo2", 70, 45, **heads(5, 5), attention_bias=True), 18),
         "olmo3_windows": (
             small(
-                "Olmo3",
-                96,
-                44,
-                **heads(6, 2),
-                num_hidden_layers=4,
-                sliding_window=5,
+                "Olmo3", 96, 44, **heads(6, 2), num_hidden_layers=4, sliding_window=5,
                 rope_parameters={**yarn_of_full, "sliding_attention": {**theta, "rope_theta": 5e5}},
             ),
             22,
         ),
         "gemma2_odd": (
             small(
-                "Gemma2",
-                25,
-                37,
-                **heads(5, 1),
-                **two,
-                sliding_window=6,
-                query_pre_attn_scalar=24,
-                attn_logit_softcapping=5.0,
-                final_logit_softcapping=10.0,
+                "Gemma2", 25, 37, **heads(5, 1), **two, sliding_window=6, query_pre_attn_scalar=24,
+                attn_logit_softcapping=5.0, final_logit_softcapping=10.0,
             ),
             19,
         ),
@@ -293,13 +278,7 @@ def newer_cases() -> dict[str, tuple[Any, int]]:
         ),
         "gemma3_odd": (
             small(
-                "Gemma3Text",
-                36,
-                37,
-                **heads(6, 2),
-                head_dim=16,
-                num_hidden_layers=7,
-                sliding_window=4,
+                "Gemma3Text", 36, 37, **heads(6, 2), head_dim=16, num_hidden_layers=7, sliding_window=4,
                 tie_word_embeddings=False,
                 rope_parameters=by_layer_type,
             ),
@@ -307,11 +286,7 @@ def newer_cases() -> dict[str, tuple[Any, int]]:
         ),
         "ministral3_positions": (
             small(
-                "Ministral3",
-                42,
-                51,
-                **heads(6, 2),
-                **two,
+                "Ministral3", 42, 51, **heads(6, 2), **two,
                 rope_parameters={**ministral_rope, "llama_4_scaling_beta": 0.5},
             ),
             21,
@@ -320,154 +295,71 @@ def newer_cases() -> dict[str, tuple[Any, int]]:
         "glm4_odd": (small("Glm4", 46, 35, **heads(6, 3), **two, eos_token_id=[2], attention_bias=False), 19),
         # The prompt within the original context, most of the continuation beyond.
         "phi3_longrope_crossing": (
-            small("Phi3", 48, 60, **heads(3, 1), rope_parameters={**longrope}, original_max_position_embeddings=16),
-            9,
+            small("Phi3", 48, 60, **heads(3, 1), rope_parameters={**longrope}, original_max_position_embeddings=16), 9
         ),
         "mixtral_odd": (small("Mixtral", 45, 37, **heads(5, 1), head_dim=10, num_local_experts=3), 23),
         "mixtral_all": (small("Mixtral", 48, 20, **heads(4, 2), num_local_experts=2, sliding_window=6), 17),
         "qwen2_moe_shared": (
             small(
-                "Qwen2Moe",
-                56,
-                30,
-                **heads(4, 4),
-                num_hidden_layers=4,
-                num_experts=7,
-                num_experts_per_tok=3,
-                moe_intermediate_size=21,
-                shared_expert_intermediate_size=33,
-                decoder_sparse_step=2,
+                "Qwen2Moe", 56, 30, **heads(4, 4), num_hidden_layers=4, num_experts=7, num_experts_per_tok=3,
+                moe_intermediate_size=21, shared_expert_intermediate_size=33, decoder_sparse_step=2,
                 mlp_only_layers=[3],
             ),
             19,
         ),
         "qwen3_moe_odd": (
             small(
-                "Qwen3Moe",
-                44,
-                30,
-                **heads(6, 3),
-                head_dim=14,
-                num_experts=11,
-                num_experts_per_tok=4,
-                moe_intermediate_size=19,
-                norm_topk_prob=True,
+                "Qwen3Moe", 44, 30, **heads(6, 3), head_dim=14, num_experts=11, num_experts_per_tok=4,
+                moe_intermediate_size=19, norm_topk_prob=True,
             ),
             25,
         ),
         "qwen3_moe_one": (
             small(
-                "Qwen3Moe",
-                40,
-                30,
-                **heads(2, 1),
-                head_dim=20,
-                num_experts=5,
-                num_experts_per_tok=1,
-                moe_intermediate_size=24,
-                attention_bias=True,
+                "Qwen3Moe", 40, 30, **heads(2, 1), head_dim=20, num_experts=5, num_experts_per_tok=1,
+                moe_intermediate_size=24, attention_bias=True,
             ),
             18,
         ),
         "olmoe_odd": (small("Olmoe", 42, 27, **heads(3, 3), num_experts=6, num_experts_per_tok=2), 21),
         "gpt_oss_odd": (
             small(
-                "GptOss",
-                45,
-                37,
-                **heads(6, 2),
-                head_dim=10,
-                num_local_experts=5,
-                num_experts_per_tok=2,
-                sliding_window=7,
-                **yarn_rope(8, 32.0, 150_000.0, truncate=False),
+                "GptOss", 45, 37, **heads(6, 2), head_dim=10, num_local_experts=5, num_experts_per_tok=2,
+                sliding_window=7, **yarn_rope(8, 32.0, 150_000.0, truncate=False),
             ),
             17,
         ),
         "glm4_moe_groups": (
             small(
-                "Glm4Moe",
-                46,
-                35,
-                **heads(6, 2),
-                head_dim=16,
-                num_hidden_layers=3,
-                n_routed_experts=9,
-                n_group=3,
-                topk_group=2,
-                num_experts_per_tok=2,
-                moe_intermediate_size=19,
-                n_shared_experts=2,
-                first_k_dense_replace=2,
-                routed_scaling_factor=1.7,
-                use_qk_norm=True,
-                attention_bias=True,
+                "Glm4Moe", 46, 35, **heads(6, 2), head_dim=16, num_hidden_layers=3, n_routed_experts=9, n_group=3,
+                topk_group=2, num_experts_per_tok=2, moe_intermediate_size=19, n_shared_experts=2,
+                first_k_dense_replace=2, routed_scaling_factor=1.7, use_qk_norm=True, attention_bias=True,
             ),
             20,
         ),
         "deepseek_v2_odd": (
             small(
-                "DeepseekV2",
-                42,
-                35,
-                **heads(3, 3),
-                q_lora_rank=None,
-                kv_lora_rank=22,
-                qk_rope_head_dim=6,
-                qk_nope_head_dim=12,
-                v_head_dim=13,
-                n_routed_experts=5,
-                num_experts_per_tok=2,
-                moe_intermediate_size=19,
-                n_shared_experts=2,
-                first_k_dense_replace=1,
-                routed_scaling_factor=1.3,
+                "DeepseekV2", 42, 35, **heads(3, 3), q_lora_rank=None, kv_lora_rank=22, qk_rope_head_dim=6,
+                qk_nope_head_dim=12, v_head_dim=13, n_routed_experts=5, num_experts_per_tok=2,
+                moe_intermediate_size=19, n_shared_experts=2, first_k_dense_replace=1, routed_scaling_factor=1.3,
                 **yarn_rope(16, 4.0, 10_000.0, mscale=0.707, mscale_all_dim=0.9),
             ),
             21,
         ),
         "deepseek_v2_groups": (
             small(
-                "DeepseekV2",
-                40,
-                32,
-                **heads(4, 4),
-                q_lora_rank=18,
-                kv_lora_rank=16,
-                qk_rope_head_dim=8,
-                qk_nope_head_dim=12,
-                v_head_dim=10,
-                n_routed_experts=8,
-                num_experts_per_tok=2,
-                n_group=4,
-                topk_group=2,
-                topk_method="group_limited_greedy",
-                moe_intermediate_size=17,
-                n_shared_experts=1,
-                attention_bias=True,
+                "DeepseekV2", 40, 32, **heads(4, 4), q_lora_rank=18, kv_lora_rank=16, qk_rope_head_dim=8,
+                qk_nope_head_dim=12, v_head_dim=10, n_routed_experts=8, num_experts_per_tok=2, n_group=4, topk_group=2,
+                topk_method="group_limited_greedy", moe_intermediate_size=17, n_shared_experts=1, attention_bias=True,
                 mlp_bias=True,
             ),
             19,
         ),
         "deepseek_v3_odd": (
             small(
-                "DeepseekV3",
-                46,
-                35,
-                **heads(2, 2),
-                q_lora_rank=20,
-                kv_lora_rank=24,
-                qk_rope_head_dim=10,
-                qk_nope_head_dim=9,
-                v_head_dim=15,
-                n_routed_experts=6,
-                n_group=3,
-                topk_group=2,
-                num_experts_per_tok=2,
-                moe_intermediate_size=19,
-                n_shared_experts=1,
-                first_k_dense_replace=1,
-                routed_scaling_factor=2.5,
+                "DeepseekV3", 46, 35, **heads(2, 2), q_lora_rank=20, kv_lora_rank=24, qk_rope_head_dim=10,
+                qk_nope_head_dim=9, v_head_dim=15, n_routed_experts=6, n_group=3, topk_group=2, num_experts_per_tok=2,
+                moe_intermediate_size=19, n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=2.5,
                 **yarn_rope(16, 4.0, 10_000.0, mscale=1.0, mscale_all_dim=1.0),
             ),
             18,
@@ -608,7 +500,9 @@ def make_case(name: str, config: Any, num_prompt_tokens: int, seed: int) -> None
         spellings = [transformers.AutoConfig.from_pretrained(folder, _configuration_file=file)
                      for file in ("config.json", "config_older.json")]  # fmt: skip
         results = [run(load(spelling, seed, weights == "bfloat16"), prompt) for spelling in spellings]
-        assert np.array_equal(results[0][0], results[1][0]), f"{name}: the two spellings differ in transformers"
+        assert np.array_equal(results[0][0], results[1][0]), (
+            f"{name}: the two spellings differ in transformers"
+        )
         logits[weights], greedy[weights] = results[0]
     model = load(spellings[0], seed, is_rounded=False)
     golden = {
@@ -625,7 +519,9 @@ def make_case(name: str, config: Any, num_prompt_tokens: int, seed: int) -> None
     (folder / "golden.json").write_text(json.dumps(golden) + "\n")
     np.savez(folder / "logits.npz", allow_pickle=False, **logits)
     top = np.sort(logits["float32"], axis=1)
-    print(f"{name}: std {logits['float32'].std():.2f}, least top-1 margin {(top[:, -1] - top[:, -2]).min():.1e}")
+    print(
+        f"{name}: std {logits['float32'].std():.2f}, least top-1 margin {(top[:, -1] - top[:, -2]).min():.1e}"
+    )
 
 
 def make_rope_references() -> None:

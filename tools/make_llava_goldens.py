@@ -1,6 +1,6 @@
 """Writes what transformers makes of the tiny models of `tests/models/vision/llava_cases.py` and `gemma3_cases.py`.
 
-python -m tools.make_llava_goldens          # needs transformers and torch
+    python -m tools.make_llava_goldens          # needs transformers and torch
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Makes docs/python.md, the page of the Python API, from the docstrings of what `xserv` exports.
 
-python -m tools.make_python_page
+    python -m tools.make_python_page
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes what transformers makes of the tiny models of `tests/models/vision/cases.py`.
 
-python -m tools.make_vision_goldens          # needs transformers and torch
+    python -m tools.make_vision_goldens          # needs transformers and torch
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from tools.kernel_costs import machine_code
 from tools.kernel_costs.machine_code import NoDisassemblerError, find_nvdisasm, parse
 from tools.triton_comparison import comparer as counting
 from tools.triton_comparison.comparer import (
-    ARCHS,
     ATTENTIONS,
     MATMULS,
     METRICS,
@@ -23,6 +22,7 @@ from tools.triton_comparison.comparer import (
     Row,
 )
 from tools.triton_comparison.main_loop import MainLoop, main_loop, main_loops, operations_of
+from tools.triton_comparison.ours import ARCHS
 from tools.triton_comparison.theirs import PTX, nearest, peers, text_of, tile_of
 
 LISTING = """

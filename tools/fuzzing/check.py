@@ -22,7 +22,7 @@ Answer = tuple[list[int], list[float], list[list[int]]]  # token ids, log probab
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
 MOST_ALLOWED = 0.1
-"""Where a token's experts are chosen: transformers' own loss, which else is allowed three times, may be another expert."""
+"""Where a token's experts are chosen: transformers' own loss, else allowed three times, may be another expert."""
 NUM_TOP = 5
 
 

@@ -78,7 +78,9 @@ def _measure(options: Options, stopwatch: Stopwatch, name: str, rows: int, width
     }
 
 
-def _ways(weight: PackedWeight, product: gemm.Product, machine: gemm.Machine) -> dict[str, tuple[Planned, float]]:
+def _ways(
+    weight: PackedWeight, product: gemm.Product, machine: gemm.Machine
+) -> dict[str, tuple[Planned, float]]:
     """What is launched, and how long the models take that for."""
     found, best = dict[str, tuple[Planned, float]](), dict[int, few_rows_shape.Shape]()
     for shape in few_rows_shape.shapes(product, machine):
@@ -94,12 +96,9 @@ def _ways(weight: PackedWeight, product: gemm.Product, machine: gemm.Machine) ->
         planned = Planned(packed_tiles.plan(product, machine))
         found["packed_tiles"] = planned, packed_tiles.seconds(product, machine)
     if cuda_packed.can_round(weight, product, machine):
-        found["rounded"] = (
-            cuda_packed.plan_rounded(weight, product, machine, has_norm=False),
-            (
-                rounded_rows.seconds(product.m, product.k, machine.memory_bytes)
-                + cuda_packed.rounded_tier(product, machine).seconds(product, machine)
-            ),
+        found["rounded"] = cuda_packed.plan_rounded(weight, product, machine, has_norm=False), (
+            rounded_rows.seconds(product.m, product.k, machine.memory_bytes)
+            + cuda_packed.rounded_tier(product, machine).seconds(product, machine)
         )
     plain = gemm.Product(
         product.m, product.n, product.k, product.x, epilogue=gemm.Epilogue(has_residual=False, is_aligned=True)

@@ -37,7 +37,7 @@ _GOALS_TEXT = (
 _STEPS_TEXT = (
     f"TPOT in ms, {CONTEXT:,} tokens of context, bf16, greedy, on the device alone. The launches are read from the "
     "graph that the engine records today, so that a kernel that is saved is saved here, too. The floor is the weights, "
-    'keys and values at the sustained bandwidth. "megakernel" is `--decode megakernel` (docs/kernels.md): a fill and '
+    "keys and values at the sustained bandwidth. \"megakernel\" is `--decode megakernel` (docs/kernels.md): a fill and "
     "three kernels, of which one has all layers."
 )
 _ASSUMPTIONS_TEXT = (

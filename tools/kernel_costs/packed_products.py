@@ -1,6 +1,6 @@
 """How long products with packed weights take by the model of an H200, beside bf16: a table for docs/kernels.md.
 
-python -m tools.kernel_costs.packed_products
+    python -m tools.kernel_costs.packed_products
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from runtime.device.assemble import assemble
 from tools.kernel_costs.counts import Bench
 from tools.kernel_costs.machine_code import disassemble
 from tools.triton_comparison.main_loop import main_loop
-from tools.triton_comparison.ours import ARCHS, EXPERTS, GEMMS, PAGE, PREFILLS, Experts, Prefill, Product, Tier
+from tools.triton_comparison.ours import EXPERTS, GEMMS, PAGE, PREFILLS, Experts, Prefill, Product, Tier
 from tools.triton_comparison.theirs import (
     launch_attention,
     launch_experts,
