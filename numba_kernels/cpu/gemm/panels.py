@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import mmap
+import threading
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,8 @@ from numba_kernels.cpu.running.launch import Fields, Kernel, address_of, float32
 from numba_kernels.cpu.target import LANES, PANEL_COLUMNS
 
 _HUGE_PAGE_BYTES = 2 << 20
+_LEAST_SHARED_BYTES = 128 << 10  # less is read before the next page would matter
+_SHARED_BYTES = 16 << 20
 _LINE_BYTES = 64
 _ROW_BYTES = PANEL_COLUMNS * 4
 _ROWS_AT_ONCE = 256
@@ -63,15 +66,42 @@ def empty_panels(num_columns: int, depth: int, dtype: np.dtype) -> np.ndarray:
     system grants them (a tenth more bandwidth when they are streamed)."""
     shape = panels_shape(num_columns, depth, dtype)
     size = math.prod(shape) * dtype.itemsize
-    if size < _HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if size < _LEAST_SHARED_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
         data = np.zeros(size + _LINE_BYTES, np.uint8)
         start = -data.ctypes.data % _LINE_BYTES
         return data[start : start + size].view(dtype).reshape(shape)
+    memory = _shared.take(size) if size < _HUGE_PAGE_BYTES else _huge_pages(size)
+    return memory.view(dtype).reshape(shape)
+
+
+def _huge_pages(size: int) -> np.ndarray:
+    """Zeroed bytes that begin a huge page, where the system grants one."""
     memory = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     data = np.frombuffer(memory, np.uint8)
     start = -data.ctypes.data % _HUGE_PAGE_BYTES
-    return data[start : start + size].view(dtype).reshape(shape)
+    return data[start : start + size]
+
+
+class _SharedPages:
+    """Pieces of huge pages for weights that are smaller than one, an expert's above all. Their memory is given back
+    when the last weight on it is gone."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rest = np.empty(0, np.uint8)
+
+    def take(self, size: int) -> np.ndarray:
+        """Zeroed bytes on cache lines of their own."""
+        whole = -(-size // _LINE_BYTES) * _LINE_BYTES
+        with self._lock:
+            if whole > self._rest.size:
+                self._rest = _huge_pages(_SHARED_BYTES)
+            taken, self._rest = self._rest[:size], self._rest[whole:]
+        return taken
+
+
+_shared = _SharedPages()
 
 
 def largest_of_rows(weight: np.ndarray) -> np.ndarray:

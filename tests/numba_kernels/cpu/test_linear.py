@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -184,6 +186,23 @@ def test_parts_of_several_types_keep_them():
         target = tensor(residual.copy())
         ops.linear(tensor(x), joined, residual=target, out=target)
         np.testing.assert_array_equal(target.numpy(), together + residual)
+
+
+def test_small_panels_share_huge_pages_but_no_byte() -> None:
+    """As many as do not fit one piece of memory; lines of their own, zeros, and kept by whoever holds one."""
+    made = [empty_panels(96, 2048 + extra, np.dtype(np.float32)) for extra in range(30)]
+    assert all(1 << 19 < each.nbytes < 2 << 20 for each in made)
+    spans = sorted((each.ctypes.data, each.nbytes) for each in made)
+    assert all(start % 64 == 0 for start, _ in spans)
+    assert all(start + size <= after for (start, size), (after, _) in itertools.pairwise(spans))
+    for number, each in enumerate(made, 1):
+        assert not each.any()
+        each[:] = number
+    kept = made[3::7]
+    del made
+    empty_panels(96, 2048, np.dtype(np.float32))[:] = -1
+    for number, each in zip(range(4, 31, 7), kept, strict=True):
+        assert (each == number).all()
 
 
 def test_large_weights_lie_on_their_own_aligned_pages():
