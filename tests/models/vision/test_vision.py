@@ -123,7 +123,9 @@ def test_float32_on_the_cpu(tmp_path: Path, case: str) -> None:
         pytest.param("emulated:sm_90a", "bfloat16", marks=pytest.mark.exhaustive),
     ],
 )
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.exhaustive] * case.endswith("moe")) for case in CASES]
+)
 def test_on_emulated_gpus(
     tmp_path: Path, case: str, device: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ def test_soft_caps(gpu: Gpu, window: int | None) -> None:
         assert relative_error(out, batch.expected(scale, window, sinks, 5.0)) < TOLERANCE["bf16"]
 
 
+@pytest.mark.exhaustive
 def test_pages_behind_a_window_may_be_given_up(gpu: Gpu) -> None:
     batch = paged_batch(
         np.random.default_rng(8), [(150, 40), (200, 70)], heads=4, kv_heads=2, head_dim=64, dtype="bf16", block_size=8

@@ -270,6 +270,7 @@ def test_declared_types_of_a_layer(gpu: Gpu) -> None:
 
 
 @both_archs
+@pytest.mark.exhaustive  # those of Hopper are below
 def test_tiles_of_tensor_cores_give_the_same_bits(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """With biases, whose gate is clamped, and with experts of no row, a few rows, and more than a tile of them."""
     rng = np.random.default_rng(3)
