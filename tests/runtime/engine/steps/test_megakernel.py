@@ -24,10 +24,9 @@ pytestmark = pytest.mark.emulator
     ("golden", "device"),
     [
         ("llama_tied_gqa4", "emulated:sm_80"),
-        ("qwen3_odd", "emulated:sm_90a"),
+        pytest.param("qwen3_odd", "emulated:sm_90a", marks=pytest.mark.exhaustive),
     ],
 )
-@pytest.mark.exhaustive  # it is off unless asked for, and compiled by the tests below
 def test_gives_the_golden_tokens(tmp_path: Path, golden: str, device: str) -> None:
     """Those of Hugging Face transformers, in float32; with norms of heads, and shared keys."""
     case = load_golden(golden)
