@@ -6,6 +6,7 @@ import os
 import time
 from typing import Any
 
+from models.errors import ModelLoadError
 from runtime.engine.ranks import main as rank
 from runtime.engine.ranks.messages import Load
 from runtime.errors import OutOfMemoryError
@@ -28,12 +29,16 @@ def _plant(fault: str) -> None:
                 raise OutOfMemoryError("no memory for 77 bytes")
             if fault == "exits":
                 os._exit(3)
+            if fault == "slow":
+                time.sleep(0.2)
         return whole(self, *arguments, **keywords)
 
     if fault == "late":
         time.sleep(3)
     elif fault == "unloadable":
-        raise SystemExit(5)
+        os._exit(5)
+    elif fault == "misread":
+        raise ModelLoadError("tensor 'model.norm.weight' is spoilt")
     else:
         Attention.__call__ = call  # type: ignore[method-assign]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from models.errors import ModelLoadError
 from runtime.communicator import CommunicatorError
 from runtime.engine.engine import Engine
 from runtime.engine.make_engine import build_engine
@@ -92,6 +93,36 @@ def test_a_rank_may_come_late_but_must_come(
         engine.close()
     with pytest.raises(CommunicatorError, match="rank 1 ended before it was ready"):
         engine_with("unloadable", device, split, tmp_path / "other", monkeypatch)
+    with pytest.raises(ModelLoadError, match=r"tensor 'model\.norm\.weight' is spoilt"):
+        engine_with("misread", device, split, tmp_path / "other", monkeypatch)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("split", [TENSOR, PIPELINE], ids=str)
+def test_a_slow_rank_is_waited_for(split: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_with("slow", "cpu", split, tmp_path, monkeypatch)
+    try:
+        engine.add(request_of("a", [5, 6, 7], SamplingParams(max_tokens=8, ignore_eos=True)))
+        assert sum(len(output.new_token_ids) for output in run(engine)) == 8
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("split", [TENSOR, STAGES], ids=str)
+def test_a_shard_that_is_cut_short_is_named(split: dict[str, int], tmp_path: Path) -> None:
+    """And nothing is left of what was started."""
+    folder = write_model(tmp_path, load_golden("qwen2_tied"))
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-64])
+    children = _children()
+    with pytest.raises(ModelLoadError, match=r"model\.safetensors"):
+        build_engine(folder, device="cpu", max_model_len=64, num_blocks=16, seed=0, **split)
+    assert _children() == children
+
+
+def _children() -> set[str]:
+    """Processes of this one."""
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
 
 
 @pytest.mark.exhaustive
