@@ -24,7 +24,15 @@ from runtime.backends import cuda_packed
 from runtime.backends.checks import check, fail
 from runtime.backends.cuda_experts import expert_linear, experts, normed_route, route
 from runtime.backends.cuda_latent import LATENT_ROW_MULTIPLE, latent_attention, latent_prepare
-from runtime.backends.cuda_linear import add_partials, glu, linear, linear_glu, linear_partial, rms_norm
+from runtime.backends.cuda_linear import (
+    add_partials,
+    glu,
+    linear,
+    linear_glu,
+    linear_partial,
+    rms_norm,
+    row_squares,
+)
 from runtime.backends.cuda_tensor import alignment, id_flag, upload, zeros
 from runtime.backends.remembered import remembered
 from runtime.batch import Batch
@@ -38,7 +46,7 @@ __all__ = [
     "ACTIVATIONS", "LATENT_ROW_MULTIPLE", "NORM_WEIGHTS", "TABLE", "WEIGHT", "activate", "add_embedding",
     "add_partials", "add_scaled", "attention", "embedding", "expert_linear", "experts", "gather_rows", "glu",
     "join_columns", "latent_attention", "latent_prepare", "layer_norm", "linear", "linear_glu", "linear_partial",
-    "normed_route", "page_shape", "qkv_prepare", "rms_norm", "route", "scale_logits",
+    "normed_route", "page_shape", "qkv_prepare", "rms_norm", "route", "row_squares", "scale_logits",
 ]  # fmt: skip
 
 ACTIVATIONS = (float32, float16, bfloat16)
