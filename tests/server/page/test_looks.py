@@ -116,6 +116,7 @@ LARGE = {
         "model": "a-model-with-a-name-of-some-length-instruct-0905-quantised-q4_k_m",
         "device": "cuda:0", "dtype": "bfloat16", "quantization": "int8", "block_size": 16, "num_blocks": 123456,
         "max_num_seqs": 4096, "max_num_batched_tokens": 16384, "max_model_len": 131072, "group_windows": [None, 4096],
+        "rank_stages": [0, 0, 1, 1],
     },
     "stats": {
         "num_running": 4096, "num_waiting": 12345, "num_blocks": 123456, "num_free_blocks": 11111,
@@ -125,12 +126,29 @@ LARGE = {
     "steps": [{
         "step": 1, "start_s": 999.0, "duration_s": 0.5, "num_running": 4096, "num_waiting": 12345, "preempted": [],
         "block_map": "100000u2345w10000s1000c10111f",
+        "ranks": [{"rank": rank, "start_s": 999.0, "duration_s": 0.4, "waited_s": 0.1} for rank in range(4)],
         "chunks": [{"request_id": f"chatcmpl-{row:032x}-0", "index": 100 + row, "start": 0, "count": 123456,
                     "num_prompt_tokens": 123456, "arrival_s": 900.0} for row in range(9)],
     }],
     "num_missed": 123456,
 }  # fmt: skip
 """A message of `/live` with numbers as large as they get."""
+
+
+@needs_browser
+def test_ranks_have_lanes(browser: Browser, fake: Served) -> None:
+    script = """async (message) => {
+        const { EngineModel } = await import(new URL("page/engine.js", location.href));
+        const model = new EngineModel();
+        model.take(message);
+        const { lane, start, end, waited } = model.rankSteps.columns;
+        const last = model.rankSteps.size - 1;
+        return [model.rankNames, model.rankSteps.size, lane[last], start[last], end[last], waited[last]];
+    }"""
+    with opened(browser, fake.url) as page:
+        names, *numbers = page.evaluate(script, LARGE)
+    assert names == ["0, stage 0", "1, stage 0", "2, stage 1", "3, stage 1"]
+    assert numbers == [4, 3, 999.0, 999.4, 0.1]
 
 
 @needs_browser
