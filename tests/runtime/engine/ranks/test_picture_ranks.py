@@ -25,7 +25,8 @@ def asked(**settings: Any) -> tuple[str, str]:
     return output.text, repr(output.logprobs)
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive  # towers on ranks are tested each time, in threads (`tests/models/vision/test_tower_ranks.py`)
+@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_exact_mode_has_the_same_bits(num_ranks: int) -> None:
     alone = asked(device="cpu", exact=True)
     assert alone[0] == ANSWER
