@@ -129,10 +129,9 @@ def gemm_case(
     def run(bench: Bench) -> None:
         product = gemm.Product(m, n, k, dtype, epilogue=gemm.Epilogue(has_residual=False, is_aligned=True))
         machine = gemm.machine_of(bench.gpu.arch, num_multiprocessors)
+        launch = gemm.plan(product, machine, tier)
         if hopper_tile is not None:
             launch = hopper.plan_tile(product, machine, hopper_tile, parts)
-        else:
-            launch = gemm.plan(product, machine, tier)
         x, weight = bench.normal((m, k), dtype), bench.normal((n, k), dtype)
         bench.launch(launch, x, weight, 0, 0, bench.empty(m * n * size), m, n, k, 0, *gemm.NO_SQUARES)
 
