@@ -80,8 +80,10 @@ def compared_products() -> Iterator[list[float]]:
 def experts_by(
     multiply: Callable[[Tensor, LinearWeight], Tensor], x: Tensor, routing: Any, gate_up: Any, down: Any,
     activation: Any, *, shared: Tensor | None = None, shared_gate: Tensor | None = None, residual: Tensor | None = None,
+    gather: None = None,
 ) -> Tensor:  # fmt: skip
-    """`ops.experts`, expert by expert."""
+    """`ops.experts` of a lone rank, expert by expert."""
+    assert gather is None
     ids, weights = routing.ids.numpy(), routing.weights.numpy()
     drawn = np.zeros((*ids.shape, down.shape[1]), np.float32)  # what each draw gives
     for number in range(gate_up.shape[0]):

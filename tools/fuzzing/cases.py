@@ -50,10 +50,9 @@ def classes_of(family: str) -> tuple[str, str]:
     return _FAMILIES[family][0], _FAMILIES[family][1]
 
 
-def has_choice(case: Case) -> bool:
-    """Whether a token's experts are chosen from more: in 16 bits rounding may choose another one, whatever comes of
-    it."""
-    fields = case["fields"]
+def has_choice(fields: Fields) -> bool:
+    """Whether, by a model's config, a token's experts are chosen from more: in 16 bits rounding may choose another one,
+    whatever comes of it."""
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     return any(fields.get("num_experts_per_tok", 0) < fields[name] for name in names if name in fields)
 
