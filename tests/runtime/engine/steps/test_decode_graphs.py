@@ -83,6 +83,7 @@ def test_replay_gives_the_golden_tokens(tmp_path: Path, device: str, golden: str
     engine.close()
 
 
+@pytest.mark.exhaustive  # parts are compared in tests/numba_kernels/cuda/test_attention.py, graphs above
 def test_sequences_that_are_cut_into_parts(tmp_path: Path) -> None:
     """Without exactness too: a full graph computes what the same batch computes eagerly, to the bit."""
     folder = write_model(tmp_path, load_golden("llama_default"), "BF16")
