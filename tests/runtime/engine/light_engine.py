@@ -67,7 +67,7 @@ class LightEngine:
         self.limits = SimpleNamespace(max_waiting=max_waiting)
         self.pool = BlockPool(8, 16)
         self.timeline: deque[Any] = deque()
-        self.executor = SimpleNamespace(close=lambda: None, tallies=lambda: [])
+        self.executor = SimpleNamespace(close=lambda: None, tallies=list)
         self.embedder = SimpleNamespace(
             has_work=False,
             advance=lambda: None,
