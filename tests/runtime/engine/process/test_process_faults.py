@@ -26,7 +26,7 @@ from runtime.engine.messages import EngineOutput, EngineRequest
 from runtime.engine.process.child import EngineProcess
 from runtime.engine.process.main import EXIT_LOOP_DIED, EXIT_SERVER_GONE, EXIT_STUCK
 from runtime.engine.process.supervisor import ProcessEngineClient, Supervision
-from runtime.engine.process.wire import Outputs, Start, Started, frame
+from runtime.engine.process.wire import FromEngine, Outputs, Start, Started, frame
 from runtime.engine.sampling_params import SamplingParams
 from runtime.errors import OutOfMemoryError, XservError
 from runtime.own_packages import python_module
@@ -426,19 +426,25 @@ def start_message() -> Start:
     )
 
 
+def received(process: EngineProcess) -> list[FromEngine]:
+    messages = process.receive()
+    assert messages is not None, "the engine's process has ended"
+    return messages
+
+
 def test_an_engine_that_nobody_reads_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most of its tokens are drawn when somebody reads again: the socket holds a few."""
     monkeypatch.setattr(engine_process, "SOCKET_BUFFER_BYTES", 8192)
     process = EngineProcess(start_message(), LIGHT)
     messages: list[object] = []
     while not any(isinstance(message, Started) for message in messages):
-        messages += process.receive() or []
+        messages += received(process)
     process.send(frame(request("x", [1], max_tokens=300, logprobs=20)))
     time.sleep(2.0)  # longer than its steps take
     begun_s = time.monotonic()
     outputs: list[EngineOutput] = []
     while not (outputs and outputs[-1].finish_reason):
-        for message in process.receive() or []:
+        for message in received(process):
             if isinstance(message, Outputs):
                 outputs += message.outputs
     assert [output.new_token_ids[0] for output in outputs] == list(range(2, 302))
