@@ -136,16 +136,15 @@ class Experts:
         else:
             routing = ops.route(self.router.logits(x), self.rule, self.correction)
         shared, gate = (None, None) if self.shared is None else self.shared(x)
-        communicator = self.communicator
-        is_added = communicator is not None and not self.is_exact
-        if communicator is not None and is_added and communicator.rank:
+        adder = None if self.is_exact else self.communicator
+        if adder is not None and adder.rank:
             residual = None  # rank 0 adds it
         result = ops.experts(
             x, routing, self.gate_up, self.down, self.activation, shared=shared, shared_gate=gate, residual=residual,
-            gather=self._gather if communicator is not None and self.is_exact else None,
+            gather=self._gather if self.is_exact and self.communicator is not None else None,
         )  # fmt: skip
-        if communicator is not None and is_added:
-            communicator.all_reduce(result)
+        if adder is not None:
+            adder.all_reduce(result)
             result.row_squares = None  # were those of this rank's part
         return result
 

@@ -16,18 +16,13 @@ from runtime.engine.errors import RequestError
 from runtime.engine.make_engine import build_engine, describe_engine
 from runtime.engine.messages import EngineRequest
 from runtime.engine.sampling_params import SamplingParams
-from runtime.engine.scheduling.sequence import Sequence
-from runtime.engine.speculation.drafter import Ids
 from runtime.engine.speculation.state_proposer import StateProposer
 from runtime.text.load import read_tokenizer
 from tests.models.folders import load_golden, write_model
+from tests.runtime.engine.speculation.noted import Proposals, note_proposals
 
 DEMO = Path("models/demo").resolve()
 QUESTIONS = ("Write a poem about the dog.", "Who are you?", "Translate apple into French.", "Count from 3 to 9")
-
-Proposals = dict[tuple[str, int], list[int]]
-"""By request and number of output tokens."""
-
 
 def new_engine(**settings: Any) -> tuple[Engine, StateProposer, Proposals]:
     """An engine that tries all that its drafter says, the drafter, and what it says."""
@@ -36,20 +31,8 @@ def new_engine(**settings: Any) -> tuple[Engine, StateProposer, Proposals]:
     }  # fmt: skip
     engine = build_engine(DEMO, **{**defaults, **settings})
     assert engine.speculator is not None
-    engine.speculator.tries_all()
-    engine.speculator._hang_s = 1000.0  # the machine may be busy
     engine.speculator.wants_tokens = lambda: True  # type: ignore[method-assign]
-    drafter, said = engine.speculator._drafter, dict[tuple[str, int], list[int]]()
-    assert isinstance(drafter, StateProposer)
-    propose = drafter.propose
-
-    def noted(sequence: Sequence, most: int) -> tuple[Ids, int]:
-        ids, sureness = propose(sequence, most)
-        said[sequence.request.request_id, sequence.num_output_tokens] = ids.tolist()
-        return ids, sureness
-
-    drafter.propose = noted  # type: ignore[method-assign]
-    return engine, drafter, said
+    return engine, *note_proposals(engine)
 
 
 def ask(engine: Engine, *prompts: str, **params: Any) -> dict[str, list[int]]:

@@ -19,34 +19,16 @@ from runtime.engine.errors import RequestError
 from runtime.engine.make_engine import build_engine, describe_engine
 from runtime.engine.messages import EngineRequest
 from runtime.engine.sampling_params import SamplingParams
-from runtime.engine.scheduling.sequence import Sequence
-from runtime.engine.speculation.drafter import Ids
-from runtime.engine.speculation.state_proposer import StateProposer
 from tests.models.folders import golden_tensors, load_golden, write_model, write_safetensors
 from tests.models.mtp_cases import CASES, prediction_tensors, write_with_prediction
-
-Proposals = dict[tuple[str, int], list[int]]
-"""By request and number of output tokens."""
+from tests.runtime.engine.speculation.noted import Proposals, note_proposals
 
 
 def new_engine(folder: Path, **settings: Any) -> tuple[Engine, Proposals]:
     """An engine that tries all that its drafter says, and what it says."""
     defaults: dict[str, Any] = {"device": "cpu", "dtype": "float32", "num_blocks": 64, "seed": 0, "max_num_seqs": 4}
-    engine, said = build_engine(folder, **{**defaults, **settings}), Proposals()
-    speculator = engine.speculator
-    if speculator is None or not isinstance(drafter := speculator._drafter, StateProposer):
-        return engine, said
-    speculator.tries_all()
-    speculator._hang_s = 1000.0  # the machine may be busy
-    propose = drafter.propose
-
-    def noted(sequence: Sequence, most: int) -> tuple[Ids, int]:
-        ids, sureness = propose(sequence, most)
-        said[sequence.request.request_id, sequence.num_output_tokens] = ids.tolist()
-        return ids, sureness
-
-    drafter.propose = noted  # type: ignore[method-assign]
-    return engine, said
+    engine = build_engine(folder, **{**defaults, **settings})
+    return engine, note_proposals(engine)[1] if engine.speculator is not None else {}
 
 
 def ask(engine: Engine, **params: Any) -> dict[str, list[int]]:
