@@ -89,11 +89,14 @@ def normed_route(
     logits = Tensor.new((rows, rule.num_experts), float32, x.device)
     ids = Tensor.new((rows, rule.top_k), int32, x.device)
     weights = Tensor.new((rows, rule.top_k), float32, x.device)
-    Gpu.of(x.device).launch(
-        _plan_router(rows, rule.num_experts, dtype, rule.scores), x.address, norm.weight.address, normalised.address,
-        weight.address, weight.bias_address, logits.address, 0 if bias is None else bias.address, ids.address,
-        weights.address, hidden, rule.num_experts, rule.top_k, int(rule.normalises), norm.eps, rule.scale,
-        rule.sum_eps,
+    gpu = Gpu.of(x.device)
+    launch = _plan_router(
+        rows, hidden, rule.num_experts, dtype, rule.scores, gpu.properties.num_sms, gpu.max_clusters
+    )
+    gpu.launch(
+        launch, x.address, norm.weight.address, normalised.address, weight.address, weight.bias_address,
+        logits.address, 0 if bias is None else bias.address, ids.address, weights.address, hidden, rule.num_experts,
+        rule.top_k, int(rule.normalises), norm.eps, rule.scale, rule.sum_eps,
     )  # fmt: skip
     return normalised, Routing(ids, weights, rule)
 

@@ -20,12 +20,17 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from numba_kernels.cache import sources_digest
 from numba_kernels.cache_files import cache_root, locked, read_entry, write_entry
 from numba_kernels.cuda import experts, logprobs, megakernel, sampling
 from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flash_hopper, flash_tensor_core
-from numba_kernels.cuda.gemm import byte_tiles, few_rows_shape, hopper, hopper_bytes, packed_tiles, tensor_core
+from numba_kernels.cuda.gemm import (
+    byte_tiles, few_rows_shape, hopper, hopper_bytes, packed_stream, packed_tiles, tensor_core,
+)  # fmt: skip
+from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
+from numba_kernels.cuda.packing import packing_of
 from numba_kernels.cuda.registry import specialisations
 from numba_kernels.cuda.specialisation import Specialisation
 from runtime.device.assemble import assemble
@@ -188,6 +193,7 @@ def can_depend(arch: str) -> bool:
 def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
     """Bytes of dynamic shared memory that a kernel's plan asks for; 0 for a kernel without."""
     name, constants = specialisation.name, specialisation.constants
+    packing: Any = packing_of(str(constants.get("weight", "")))
     if name.startswith("megakernel"):  # of a model of 8,192 inner columns
         return megakernel.shared_bytes(constants["head_dim"], 8192)
     if name.startswith(("gemm_tensor_core", "experts_tensor_core")):
@@ -197,13 +203,15 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
         most = few_rows_shape.most_streams(tiles, has_clusters=has_clusters)
         return few_rows_shape.shared_bytes(tiles, most, has_clusters=has_clusters)
     if name.startswith("gemm_packed_row"):  # of 8,192 numbers
-        return 8192 * 2
+        return packed_stream.row_bytes(packing, 8192)
+    if name.startswith("route_normed"):  # of as many
+        return 8192 * ITEM_BYTES[constants["dtype"]]
     if name.startswith("gemm_packed_tiles"):
         return packed_tiles.shared_bytes(constants["weight"], constants["dtype"])
     if name.startswith("experts_hopper"):
         return {str(tile): tile for tile in experts.hopper.TILES}[constants["tile"]].shared_bytes
     if name.startswith("experts_packed_gather"):  # rows of 8,192 numbers, or three times as many in all
-        return (3 if constants["activation"] == "" else 1) * 8192 * 2
+        return (3 if constants["activation"] == "" else 1) * packed_stream.row_bytes(packing, 8192)
     if name.startswith("experts_packed"):
         return packed_tiles.shared_bytes(constants["weight"], constants["dtype"], constants["tile_rows"])
     if name.startswith("gemm_byte_tiles"):

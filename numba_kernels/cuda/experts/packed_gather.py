@@ -29,11 +29,9 @@ from numba_kernels.cuda.gemm.packed_stream import (
     NUM_WORDS,
     ROWS,
     can_read,
-    factors,
     largest,
     packed_reader,
     row_bytes,
-    stage,
 )
 from numba_kernels.cuda.intrinsics import memory
 from numba_kernels.cuda.intrinsics.element import element_storer
@@ -59,7 +57,8 @@ def _gate_up(weight_name: str, activation: str) -> Specialisation:
     """Arguments: x [T, K], table [2, E], ids [T, k], out [T k, I] addresses; I, K, E, k."""
     reader, gated, store = packed_reader(weight_name), ACTIVATIONS[activation], element_storer(DTYPE)
     begin, multiply, row_scale, slots_of = reader.begin, reader.multiply, reader.row_scale, reader.slots
-    num_scale_words, shift = reader.num_scale_words, float(2.0**reader.shift)
+    num_scale_words, shift = reader.num_scale_words, float(2.0**reader.factors.shift)
+    scale_by, stage, place = reader.factors.scale_by, reader.factors.stage, reader.factors.place
     packing = packing_of(weight_name)
     assert packing is not None
     slot_elements = packing.slot
@@ -92,13 +91,14 @@ def _gate_up(weight_name: str, activation: str) -> Specialisation:
         sync_block()
         for other in range(WARPS):
             most = max(most, greatest[other])
-        factor, unfactor = factors(most)
-        stage(x_row, shared, warp, uint32(WARPS), k, uint32(slots * uint32(slot_elements)), factor, lane)
+        factor, unfactor = scale_by(most)
+        padded = uint32(slots * uint32(slot_elements))
+        stage(x_row, shared, warp, uint32(WARPS), k, padded, factor, lane)
         sync_block()
-        at = uint32(shared + (lane & uint32(3)) * uint32(16))
+        at = place(shared, padded, lane)
         turn = uint32(0)
         while tile < tiles:
-            multiply(sums, words, scales, rows, scale_rows, at, first, last)
+            multiply(sums, words, scales, rows, scale_rows, at, first, last, lane)
             if (lane & uint32(3)) == uint32(0):
                 partial[turn, half, stream, lane >> uint32(2)] = sums[0]
                 partial[turn, half, stream, uint32((lane >> uint32(2)) + uint32(8))] = sums[1]
@@ -137,7 +137,9 @@ def _down(weight_name: str) -> Specialisation:
     [T, H], squares [T, H / 4] float32 or 0; H, I, E, k."""
     reader, add, store = packed_reader(weight_name), adder(DTYPE, 1), element_storer(DTYPE)
     begin, multiply, row_scale, slots_of = reader.begin_early, reader.multiply, reader.row_scale, reader.slots
-    num_scale_words, shift = reader.num_scale_words, float(2.0**reader.shift)
+    num_scale_words, shift = reader.num_scale_words, float(2.0**reader.factors.shift)
+    scale_by, stage, place = reader.factors.scale_by, reader.factors.stage, reader.factors.place
+    row_width = reader.factors.planes * reader.factors.plane_bytes  # bytes of a number
     packing = packing_of(weight_name)
     assert packing is not None
     slot_elements = packing.slot
@@ -175,12 +177,11 @@ def _down(weight_name: str) -> Specialisation:
         while other < uint32(rank + uint32(1)) * streams:
             most = max(most, greatest[other])
             other = uint32(other + uint32(1))
-        factor, unfactor = factors(most)
-        staged = uint32(staged + rank * padded * uint32(2))
+        factor, unfactor = scale_by(most)
+        staged = uint32(staged + rank * padded * uint32(row_width))
         stage(h_row, staged, stream, streams, k, padded, factor, lane)
         sync_block()
-        at = uint32(staged + (lane & uint32(3)) * uint32(16))
-        multiply(sums, words, scales, rows, scale_rows, at, first, last)
+        multiply(sums, words, scales, rows, scale_rows, place(staged, padded, lane), first, last, lane)
         if (lane & uint32(3)) == uint32(0):
             partial[warp, lane >> uint32(2)] = sums[0]
             partial[warp, uint32((lane >> uint32(2)) + uint32(8))] = sums[1]

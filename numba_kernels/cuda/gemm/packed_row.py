@@ -22,11 +22,9 @@ from numba_kernels.cuda.gemm.packed_stream import (
     NUM_WORDS,
     ROWS,
     can_read,
-    factors,
     largest,
     packed_reader,
     row_bytes,
-    stage,
 )
 from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product, unpacking_s
 from numba_kernels.cuda.intrinsics import memory
@@ -50,7 +48,8 @@ _ENOUGH_BLOCKS = 96  # that fill a large GPU
 def _kernel(weight_name: str, out_dtype: str, activation: str = "") -> Specialisation:
     reader, finish = packed_reader(weight_name), finisher(DTYPE, out_dtype)
     begin, multiply, row_scale, slots_of = reader.begin_early, reader.multiply, reader.row_scale, reader.slots
-    num_scale_words, shift = reader.num_scale_words, float(2.0**reader.shift)
+    num_scale_words, shift = reader.num_scale_words, float(2.0**reader.factors.shift)
+    scale_by, stage, place = reader.factors.scale_by, reader.factors.stage, reader.factors.place
     packing = packing_of(weight_name)
     assert packing is not None
     slot_elements, is_gated = packing.slot, activation != ""
@@ -88,11 +87,11 @@ def _kernel(weight_name: str, out_dtype: str, activation: str = "") -> Specialis
         sync_block()
         for other in range(BLOCK_WARPS):
             most = max(most, greatest[other])
-        factor, unfactor = factors(most)
-        stage(x, shared, warp, uint32(BLOCK_WARPS), k, uint32(slots * uint32(slot_elements)), factor, lane)
+        factor, unfactor = scale_by(most)
+        padded = uint32(slots * uint32(slot_elements))
+        stage(x, shared, warp, uint32(BLOCK_WARPS), k, padded, factor, lane)
         sync_block()
-        at = uint32(shared + (lane & uint32(3)) * uint32(16))
-        multiply(sums, words, scales, rows, scale_rows, at, first, last)
+        multiply(sums, words, scales, rows, scale_rows, place(shared, padded, lane), first, last, lane)
         if (lane & uint32(3)) == uint32(0):
             partial[warp, lane >> uint32(2)] = sums[0]
             partial[warp, uint32((lane >> uint32(2)) + uint32(8))] = sums[1]
