@@ -52,7 +52,17 @@ _GLM4_MOE = {
     **{f"nextn.{name}": name for name in ("eh_proj", "embed_tokens", "enorm", "hnorm")},
     **{f"nextn.shared_head_{name}": f"shared_head.{name}" for name in ("head", "norm")},
 }  # fmt: skip
-_SIGMOID = 2  # a value of `expert_gating_func`
+_DEEPSEEK2 = {
+    **_LLAMA, **_ROUTER, **_EXPERTS, "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.kv_b_proj.{keys}", "attn_v_b": "self_attn.kv_b_proj.{values}",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    **{f"ffn_{name}_shexp": f"mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")},
+    **{f"nextn.{name}": name for name in ("eh_proj", "embed_tokens", "enorm", "hnorm")},
+    **{f"nextn.shared_head_{name}": f"shared_head.{name}" for name in ("head", "norm")},
+}  # fmt: skip
+_SOFTMAX, _SIGMOID = 1, 2  # values of `expert_gating_func`
 
 
 class Keys:
@@ -85,10 +95,12 @@ class GgufArchitecture:
     Attributes:
         config_name: as `architectures` of a config.json names it.
         layer_names: what a layer's tensors are called there, by their names here; those with "{expert}" are stacks of
-            all experts here. A name with its ".weight" stands for the whole of the other one.
+            all experts here, those with "{keys}" and "{values}" the two parts of one map of each head. A name with its
+            ".weight" stands for the whole of the other one.
         has_permuted_heads: rows of queries and keys lie as neighbouring pairs are rotated; config.json's model rotates
             halves.
         norm_offset: is stored added to the weights of norms.
+        is_latent: heads' sizes are those of latent attention, which `read` reads; `head_dim` is what is rotated.
         read: further fields of config.json, out of the keys and those that are read already.
     """
 
@@ -96,6 +108,7 @@ class GgufArchitecture:
     layer_names: Mapping[str, str]
     has_permuted_heads: bool = False
     norm_offset: float = 0.0
+    is_latent: bool = False
     read: Callable[[Keys, dict[str, Any]], dict[str, Any]] = lambda keys, common: {}
 
 
@@ -143,28 +156,73 @@ def _layers_without_router(keys: Keys, common: dict[str, Any]) -> dict[str, Any]
 
 
 def _read_glm4_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    keys.fields.expect(keys("expert_gating_func"), 0, _SIGMOID)
+    return {
+        **_read_further_layers(keys, common),
+        **_read_shared_and_routed(keys),
+        "n_group": keys.integer("expert_group_count", 1),
+        "topk_group": keys.integer("expert_group_used_count", 1),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.tensors,
+        "partial_rotary_factor": common.get("partial_rotary_factor", 1.0),
+    }
+
+
+def _read_further_layers(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     """Layers that predict further tokens are counted among the others, and may have been left out all the same."""
     num_further = keys.integer("nextn_predict_layers", 0, least=0)
     num_layers = common["num_hidden_layers"]
     if num_further >= num_layers:
         raise keys.fields.error(keys("nextn_predict_layers"), f"= {num_further} must be below block_count {num_layers}")
-    keys.fields.expect(keys("expert_gating_func"), 0, _SIGMOID)
+    return {"num_hidden_layers": num_layers - num_further, "num_nextn_predict_layers": num_further}
+
+
+def _read_shared_and_routed(keys: Keys) -> dict[str, Any]:
+    """Of GLM's and DeepSeek's experts."""
     experts = _read_experts(keys)
     return {
-        "num_hidden_layers": num_layers - num_further,
-        "num_nextn_predict_layers": num_further,
         "n_routed_experts": experts["num_experts"],
         "num_experts_per_tok": experts["num_experts_per_tok"],
         "n_shared_experts": keys.integer("expert_shared_count", REQUIRED, least=0),
         "moe_intermediate_size": keys.integer("expert_feed_forward_length", REQUIRED),
         "first_k_dense_replace": keys.integer("leading_dense_block_count", 0, least=0),
-        "n_group": keys.integer("expert_group_count", 1),
-        "topk_group": keys.integer("expert_group_used_count", 1),
         "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
         "norm_topk_prob": keys.fields.boolean(keys("expert_weights_norm"), False),
-        "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.tensors,
-        "partial_rotary_factor": common.get("partial_rotary_factor", 1.0),
     }
+
+
+def _read_deepseek2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """V2, whose routers choose by a softmax, or V3, by sigmoids. Newer files tell the sizes of what is kept of a token
+    as a head's, and those of heads apart; older ones tell heads' alone."""
+    rotary_dim, latent_dim = common["head_dim"], keys.integer("attention.kv_lora_rank", REQUIRED)
+    sizes = [keys.integer(f"attention.{name}_length", REQUIRED) for name in ("key", "value")]
+    by_head = [keys.integer(f"attention.{name}_length_mla") for name in ("key", "value")]
+    if None not in by_head:
+        for name, value, must_be in zip(("key", "value"), sizes, (latent_dim + rotary_dim, latent_dim), strict=True):
+            if value != must_be:
+                raise keys.fields.error(keys(f"attention.{name}_length"), f"= {value} must be {must_be}, a kept row's")
+        sizes = by_head
+    key_size, value_size = sizes
+    if key_size <= rotary_dim:
+        raise keys.fields.error(keys("attention.key_length"), f"= {key_size} must be above rope.dimension_count = {rotary_dim}")
+    common["num_key_value_heads"] = common["num_attention_heads"]
+    found = {
+        **_read_shared_and_routed(keys),
+        "kv_lora_rank": latent_dim, "q_lora_rank": keys.integer("attention.q_lora_rank"),
+        "qk_rope_head_dim": rotary_dim, "qk_nope_head_dim": key_size - rotary_dim, "v_head_dim": value_size,
+    }  # fmt: skip
+    factor = keys.number("rope.scaling.yarn_log_multiplier")  # a tenth of `mscale_all_dim`, which `mscale` is in all
+    if factor is not None and (rope := common.get("rope_scaling", {})).get("rope_type") == "yarn":
+        rope["mscale"] = rope["mscale_all_dim"] = round(10.0 * factor, 7)
+    gating = keys.integer("expert_gating_func", _SOFTMAX, least=0)
+    groups, best = keys.integer("expert_group_count", 1), keys.integer("expert_group_used_count", 1)
+    if gating == _SIGMOID:
+        return {
+            **found, **_read_further_layers(keys, common), "architectures": ["DeepseekV3ForCausalLM"],
+            "n_group": groups, "topk_group": best,
+        }  # fmt: skip
+    keys.fields.expect(keys("expert_gating_func"), 0, _SOFTMAX)
+    is_grouped = {"topk_method": "group_limited_greedy", "n_group": groups, "topk_group": best}
+    return {**found, **(is_grouped if groups > 1 else {})}
 
 
 def _read_olmoe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
@@ -267,5 +325,6 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "olmo2": GgufArchitecture("Olmo2ForCausalLM", {**_OLMO2, **_BEHIND}, read=_read_olmo2),
     "glm4": GgufArchitecture("Glm4ForCausalLM", _GLM4),
     "glm4moe": GgufArchitecture("Glm4MoeForCausalLM", _GLM4_MOE, read=_read_glm4_moe),
+    "deepseek2": GgufArchitecture("DeepseekV2ForCausalLM", _DEEPSEEK2, is_latent=True, read=_read_deepseek2),
 }
 """By `general.architecture`."""

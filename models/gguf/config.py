@@ -52,8 +52,11 @@ def config_values(
     if "token_embd.weight" not in tensors:
         raise ConfigError(f"{file.path}: tensor 'token_embd.weight' is missing: the file holds no whole model")
     hidden, num_heads = keys.integer("embedding_length", REQUIRED), keys.integer("attention.head_count", REQUIRED)
-    head_dim = keys.integer("attention.key_length", hidden // num_heads)
-    fields.expect(keys("attention.value_length"), head_dim)
+    if rules.is_latent:
+        head_dim = keys.integer("rope.dimension_count", REQUIRED)
+    else:
+        head_dim = keys.integer("attention.key_length", hidden // num_heads)
+        fields.expect(keys("attention.value_length"), head_dim)
     values: dict[str, Any] = {
         "architectures": [rules.config_name],
         "hidden_size": hidden,

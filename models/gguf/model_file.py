@@ -18,7 +18,7 @@ from models.gguf.formats import Array
 from models.gguf.reader import GgufFile, GgufTensor
 from models.json_fields import Fields
 from models.stored_tensor import StoredTensor
-from runtime.dtype import DType
+from runtime.dtype import DType, float32
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 from tokenizer.errors import TokenizerFileError
 from tokenizer.gguf.vocabulary import GgufVocabulary
@@ -77,11 +77,23 @@ class GgufModel:
                 if "{expert}" in ours:
                     tensors |= _experts(file, name, ours, num_experts)
                     continue
+                if "{keys}" in ours or "{values}" in ours:
+                    tensors[ours.replace(".{keys}", "").replace(".{values}", "")] = self._head_maps(name)
+                    continue
                 is_permuted = rules.has_permuted_heads and _QUERY_OR_KEY.search(ours) is not None
                 norm_offset = rules.norm_offset if ours.endswith("norm.weight") else 0.0
                 pairs_of = head_dim if is_permuted else 0
                 tensors[ours] = GgufWeight(file, name, pairs_of=pairs_of, norm_offset=norm_offset)
         return Checkpoint(self.path, self.path.name, tensors)
+
+    def _head_maps(self, name: str) -> GgufHeadMaps:
+        """The map of which this tensor is one of two parts."""
+        names = [name.replace("attn_v_b", "attn_k_b"), name.replace("attn_k_b", "attn_v_b")]
+        for part in names:
+            if part not in self._file_of:
+                raise WeightsError(f"{self.path}: tensor {part!r} is missing, but there is {name!r}")
+        keys, values = (GgufWeight(self._file_of[part], part) for part in names)
+        return GgufHeadMaps(keys, values)
 
     def has_tokenizer(self) -> bool:
         """Whether the file has a vocabulary."""
@@ -153,6 +165,53 @@ class GgufWeight:
     def release(self) -> None:
         """See `StoredTensor`."""
         self._file.release(self.name, self._index)
+
+
+class GgufHeadMaps:
+    """The map from a latent row to heads' keys and values, `[heads (keys + values), latent]`, of which a file has the
+    parts: keys `[heads, latent, keys]` and values `[heads, values, latent]`. See `models.checkpoint.StoredTensor`."""
+
+    def __init__(self, keys: GgufWeight, values: GgufWeight) -> None:
+        heads, latent, key_dim = keys.shape if len(keys.shape) == 3 else (0, 0, 0)
+        if not heads or len(values.shape) != 3 or (values.shape[0], values.shape[2]) != (heads, latent):
+            raise WeightsError(
+                f"{keys.file}: tensors {keys.name!r} {list(keys.shape)} and {values.name!r} {list(values.shape)} must be"
+                " [heads, latent, keys] and [heads, values, latent]"
+            )
+        self.file, self.name, self.type_name = keys.file, keys.name, keys.type_name
+        self.shape = (heads * (key_dim + values.shape[1]), latent)
+        self.dtype: DType | None = keys.dtype if keys.dtype == values.dtype else float32
+        self.size_bytes = keys.size_bytes + values.size_bytes
+        self.block_format: str | None = None
+        self.quantized: QuantizedLayout | None = None
+        self._keys, self._values = keys, values
+
+    def array(self) -> Array:
+        """The elements, made anew."""
+        assert self.dtype is not None
+        parts = [self._keys.array().swapaxes(1, 2), self._values.array()]
+        whole = np.concatenate([part.astype(self.dtype.numpy, copy=False) for part in parts], axis=1)
+        return whole.reshape(self.shape)
+
+    def blocks(self) -> Array:
+        """There are none."""
+        raise AssertionError(f"{self.name} is two tensors")
+
+    def order(self) -> Array | None:
+        """There is none."""
+        return None
+
+    def matrix(self) -> QuantizedMatrix:
+        """There is none."""
+        raise AssertionError(f"{self.name} is two tensors")
+
+    def check(self) -> None:
+        """Blocks may hold anything."""
+
+    def release(self) -> None:
+        """See `StoredTensor`."""
+        self._keys.release()
+        self._values.release()
 
 
 def _name_in_checkpoint(name: str, rules: GgufArchitecture) -> str:

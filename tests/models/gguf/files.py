@@ -19,8 +19,10 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3", "phi3": "phi3", "granite": "granite", "smollm3": "smollm3", "olmo2": "olmo2",
     "olmo3": "olmo2", "glm4": "glm4", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
     "olmoe": "olmoe", "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe",
+    "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
 }  # fmt: skip
-WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe")
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3")
+LATENT = ("deepseek_v2", "deepseek_v3")
 PERMUTED = ("llama", "mistral", "granite", "smollm3", "mixtral")
 
 
@@ -32,8 +34,10 @@ def write_gguf(
     type_of: Callable[[str], Ggml] = lambda name: Ggml.F32,
     add_metadata: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
     num_tensors_per_shard: int = 0,
+    has_whole_maps: bool = False,
 ) -> Path:
     """A file of float32 tensors by their names in safetensors. `type_of` gets GGUF's names; vectors stay float32.
+    With `has_whole_maps` latent attention is written as it was until April 2025: heads' keys and values in one map.
 
     Returns the file's path, or the first shard's.
     """
@@ -41,8 +45,10 @@ def write_gguf(
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[kind])
     names = gguf.get_tensor_name_map(arch, num_layers)
     writer = gguf.GGUFWriter(path, ARCHITECTURES[kind], split_max_tensors=num_tensors_per_shard)
-    _add_keys(writer, config)
+    _add_keys(writer, config, has_whole_maps)
     add_metadata(writer)
+    if kind in LATENT and not has_whole_maps:
+        tensors = split_maps(config, tensors)
     for name, array in {**stacked_experts(tensors), **_extra_tensors(config)}.items():
         known = name.replace("e_score_correction_bias", "e_score_correction.bias")
         stored = names.get_name(known, try_suffixes=(".weight", ".bias")) or name
@@ -86,6 +92,20 @@ def stacked_experts(tensors: dict[str, Array]) -> dict[str, Array]:
     return found | {name: np.stack(arrays) for name, arrays in stacks.items()}
 
 
+def split_maps(config: dict[str, Any], tensors: dict[str, Array]) -> dict[str, Array]:
+    """Maps of latent rows to heads' keys, transposed, and values apart."""
+    found = {}
+    for name, array in tensors.items():
+        if "kv_b_proj" in name:
+            by_head = array.reshape(config["num_attention_heads"], -1, array.shape[-1])
+            key_dim = config["qk_nope_head_dim"]
+            found[name.replace("kv_b", "k_b")] = np.ascontiguousarray(by_head[:, :key_dim].swapaxes(1, 2))
+            found[name.replace("kv_b", "v_b")] = np.ascontiguousarray(by_head[:, key_dim:])
+        else:
+            found[name] = array
+    return found
+
+
 def _changed(name: str, array: Array, config: dict[str, Any]) -> Array:
     """As `modify_tensors` of the converter's classes."""
     kind = config["model_type"]
@@ -108,7 +128,7 @@ def _rope_of(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return rope.get("full_attention", rope), rope.get("sliding_attention", rope)
 
 
-def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any], has_whole_maps: bool) -> None:
     """As `set_gguf_parameters` of the converter's classes."""
     kind, head_dim = config["model_type"], _head_dim(config)
     (rope, sliding), rotary_dim = _rope_of(config), int(head_dim * _rope_of(config)[0].get("partial_rotary_factor", 1))
@@ -117,14 +137,16 @@ def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_head_count_kv(1 if kind in LATENT and not has_whole_maps else config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(rope["rope_theta"])
     if kind not in ("phi3", "gemma2", "gemma3_text"):
         writer.add_vocab_size(config["vocab_size"])
     if kind not in ("gemma2", "gemma3_text"):
         writer.add_rope_dimension_count(rotary_dim)
-    if "head_dim" in config:
+    if kind in LATENT:
+        _add_latent_keys(writer, config, has_whole_maps)
+    elif "head_dim" in config:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if rope.get("rope_type") in ("linear", "yarn"):
@@ -147,18 +169,21 @@ def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         names = ("num_experts", "num_local_experts", "n_routed_experts")
         writer.add_expert_count(next(config[name] for name in names if name in config))
         writer.add_expert_used_count(config["num_experts_per_tok"])
-    if kind in ("qwen2_moe", "qwen3_moe", "glm4_moe"):
+    if kind in ("qwen2_moe", "qwen3_moe", "glm4_moe", *LATENT):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if kind == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
-    if kind == "glm4_moe":
+    if kind in ("glm4_moe", *LATENT):
         writer.add_expert_shared_count(config["n_shared_experts"])
         writer.add_leading_dense_block_count(config["first_k_dense_replace"])
-        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
         writer.add_expert_weights_scale(config["routed_scaling_factor"])
         writer.add_expert_weights_norm(config["norm_topk_prob"])
-        writer.add_expert_group_count(config["n_group"])
-        writer.add_expert_group_used_count(config["topk_group"])
+        if config["n_group"]:
+            writer.add_expert_group_count(config["n_group"])
+            writer.add_expert_group_used_count(config["topk_group"])
+    if kind in ("glm4_moe", "deepseek_v3"):
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if kind == "glm4_moe":
         writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
     if kind == "gpt_oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
@@ -171,6 +196,23 @@ def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
         writer.add_logit_scale(config["logits_scaling"])
+
+
+def _add_latent_keys(writer: gguf.GGUFWriter, config: dict[str, Any], has_whole_maps: bool) -> None:
+    latent_dim, rope = config["kv_lora_rank"], config["rope_parameters"]
+    if config["q_lora_rank"]:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(latent_dim)
+    if has_whole_maps:
+        writer.add_key_length(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
+        writer.add_value_length(config["v_head_dim"])
+    else:
+        writer.add_key_length(latent_dim + config["qk_rope_head_dim"])
+        writer.add_value_length(latent_dim)
+        writer.add_key_length_mla(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
+        writer.add_value_length_mla(config["v_head_dim"])
+    if "mscale_all_dim" in rope:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
 
 
 def _extra_tensors(config: dict[str, Any]) -> dict[str, Array]:
