@@ -203,7 +203,8 @@ def _read_deepseek2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
         sizes = by_head
     key_size, value_size = sizes
     if key_size <= rotary_dim:
-        raise keys.fields.error(keys("attention.key_length"), f"= {key_size} must be above rope.dimension_count = {rotary_dim}")
+        problem = f"= {key_size} must be above rope.dimension_count = {rotary_dim}"
+        raise keys.fields.error(keys("attention.key_length"), problem)
     common["num_key_value_heads"] = common["num_attention_heads"]
     found = {
         **_read_shared_and_routed(keys),

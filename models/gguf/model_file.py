@@ -175,8 +175,8 @@ class GgufHeadMaps:
         heads, latent, key_dim = keys.shape if len(keys.shape) == 3 else (0, 0, 0)
         if not heads or len(values.shape) != 3 or (values.shape[0], values.shape[2]) != (heads, latent):
             raise WeightsError(
-                f"{keys.file}: tensors {keys.name!r} {list(keys.shape)} and {values.name!r} {list(values.shape)} must be"
-                " [heads, latent, keys] and [heads, values, latent]"
+                f"{keys.file}: tensors {keys.name!r} {list(keys.shape)} and {values.name!r} {list(values.shape)}"
+                " must be [heads, latent, keys] and [heads, values, latent]"
             )
         self.file, self.name, self.type_name = keys.file, keys.name, keys.type_name
         self.shape = (heads * (key_dim + values.shape[1]), latent)

@@ -57,8 +57,9 @@ def test_float32_is_the_twin(tmp_path: Path, case: str, has_whole_maps: bool) ->
 CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 256, "q_lora_rank": None,
     "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
-    "kv_lora_rank": 256, "head_dim": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64, "vocab_size": 96,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "n_routed_experts": 4,
+    "kv_lora_rank": 256, "head_dim": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64,
+    "vocab_size": 96, "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "n_routed_experts": 4,
     "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 256, "first_k_dense_replace": 1,
     "routed_scaling_factor": 1.0, "norm_topk_prob": False, "topk_method": "greedy", "n_group": None,
     "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
