@@ -98,7 +98,30 @@ def part_finder(num_rows: int, turn_keys: int, threads: int, has_window: bool) -
         return divide_u32(uint32(uint32(amount + size) - uint32(1)), size)
 
     @device_function
-    def find(scratch, query_start, seq_lens, num_seqs, share, window, wanted, block, thread):
+    def most_of(total, wanted):
+        """Units of a part, at most."""
+        most_units = rounded_up(pieces_of(total, wanted))
+        return most_units if most_units > uint32(least_units) else uint32(least_units)
+
+    @device_function
+    def cut(units, most_units):
+        num_parts, part_units = uint32(1), uint32(turn_units)
+        if units > uint32(0):
+            num_parts = pieces_of(units, most_units)
+            part_units = rounded_up(pieces_of(units, num_parts))
+            num_parts = pieces_of(units, part_units)
+        return num_parts, part_units
+
+    @device_function
+    def find_alone(query_start, seq_lens, num_seqs, share, window, wanted, block):
+        """Of one sequence, whose blocks have nobody to ask."""
+        tiles, units, first, first_token, query_len, seq_len = extent(query_start, seq_lens, uint32(0), share, window)
+        num_parts, part_units = cut(units, most_of(uint32(tiles * units), wanted))
+        seq = uint32(0) if block < uint32(tiles * num_parts) else num_seqs
+        return seq, block, num_parts, first, uint32(part_units * uint32(UNIT_KEYS)), first_token, query_len, seq_len
+
+    @device_function
+    def find_among(scratch, query_start, seq_lens, num_seqs, share, window, wanted, block, thread):
         lane = uint32(thread & uint32(31))
         warp = uint32(thread >> uint32(5))
         total = uint32(0)
@@ -118,9 +141,7 @@ def part_finder(num_rows: int, turn_keys: int, threads: int, has_window: bool) -
         total = uint32(0)
         for other in range(warps):
             total = uint32(total + shared_load_b32(uint32(scratch + uint32(4 * other))))
-        most_units = rounded_up(pieces_of(total, wanted))
-        if most_units < uint32(least_units):
-            most_units = uint32(least_units)
+        most_units = most_of(total, wanted)
 
         before = uint32(0)
         base = uint32(0)
@@ -135,10 +156,7 @@ def part_finder(num_rows: int, turn_keys: int, threads: int, has_window: bool) -
             seq_len = uint32(0)
             if seq < num_seqs:
                 tiles, units, first, first_token, query_len, seq_len = extent(query_start, seq_lens, seq, share, window)
-                if units > uint32(0):
-                    num_parts = pieces_of(units, most_units)
-                    part_units = rounded_up(pieces_of(units, num_parts))
-                    num_parts = pieces_of(units, part_units)
+                num_parts, part_units = cut(units, most_units)
                 num_blocks = uint32(tiles * num_parts)
             behind = sum_to_lane_u32(num_blocks)
             if lane == uint32(31):
@@ -170,6 +188,20 @@ def part_finder(num_rows: int, turn_keys: int, threads: int, has_window: bool) -
         first_token = shared_load_b32(uint32(scratch + uint32(found + 20)))
         query_len = shared_load_b32(uint32(scratch + uint32(found + 24)))
         seq_len = shared_load_b32(uint32(scratch + uint32(found + 28)))
+        return seq, index, num_parts, first, part_keys, first_token, query_len, seq_len
+
+    @device_function
+    def find(scratch, query_start, seq_lens, num_seqs, share, window, wanted, block, thread):
+        seq, index, num_parts, first = uint32(0), uint32(0), uint32(1), uint32(0)
+        part_keys, first_token, query_len, seq_len = uint32(1), uint32(0), uint32(0), uint32(0)
+        if num_seqs == uint32(1):
+            seq, index, num_parts, first, part_keys, first_token, query_len, seq_len = find_alone(
+                query_start, seq_lens, num_seqs, share, window, wanted, block
+            )
+        else:
+            seq, index, num_parts, first, part_keys, first_token, query_len, seq_len = find_among(
+                scratch, query_start, seq_lens, num_seqs, share, window, wanted, block, thread
+            )
         tile = divide_u32(index, num_parts)
         part = uint32(index - tile * num_parts)
         return seq, tile, part, num_parts, first, part_keys, first_token, query_len, seq_len

@@ -4,7 +4,7 @@
 
     gate and up   a block takes 16 columns of one choice of a token: a tile of the gate's rows, one of up's, K in
                   `STREAMS` parts. Where there are many such tiles, it takes one after another, for which x is prepared
-                  once; the next one's first bytes are asked for before a tile's sums meet
+                  once; the next one's first bytes are asked for as the last ones of a tile are used
     down          a block takes 16 columns of a token, its warps the token's choices and parts of K. They meet in shared
                   memory, as in `gather`: the row is complete. The weight's first bytes are asked for before gate and up
                   have ended: which experts were chosen was there before these began
@@ -56,7 +56,8 @@ _LEAST_ROUNDS = 2  # of as many blocks as run at once; with less, a new block fo
 def _gate_up(weight_name: str, activation: str) -> Specialisation:
     """Arguments: x [T, K], table [2, E], ids [T, k], out [T k, I] addresses; I, K, E, k."""
     reader, gated, store = packed_reader(weight_name), ACTIVATIONS[activation], element_storer(DTYPE)
-    begin, multiply, row_scale, slots_of = reader.begin, reader.multiply, reader.row_scale, reader.slots
+    aim, begin, multiply = reader.aim, reader.begin, reader.multiply
+    row_scale, slots_of = reader.row_scale, reader.slots
     num_scale_words, shift = reader.num_scale_words, float(2.0**reader.factors.shift)
     scale_by, stage, place = reader.factors.scale_by, reader.factors.stage, reader.factors.place
     packing = packing_of(weight_name)
@@ -69,6 +70,7 @@ def _gate_up(weight_name: str, activation: str) -> Specialisation:
         partial = cuda.shared.array((2, 2, STREAMS, ROWS), float32)  # of one tile and the next
         words, scales = cuda.local.array(NUM_WORDS, uint32), cuda.local.array(num_scale_words, uint32)
         rows, scale_rows, sums = cuda.local.array(2, uint64), cuda.local.array(1, uint64), cuda.local.array(2, float32)
+        next_rows, next_scale_rows = cuda.local.array(2, uint64), cuda.local.array(1, uint64)
         thread, lane, draw = uint32(cuda.threadIdx.x), lane_index(), uint32(cuda.blockIdx.y)
         warp, tile = uint32(thread >> uint32(5)), uint32(cuda.blockIdx.x)
         half, stream = uint32(warp // uint32(STREAMS)), uint32(warp % uint32(STREAMS))
@@ -83,7 +85,8 @@ def _gate_up(weight_name: str, activation: str) -> Specialisation:
         last = minimum_u32(uint32(first + length), slots)
         tiles = n >> uint32(4)
         own_tiles = uint32(half * tiles)  # in front of this warp's: the gate's, for up
-        begin(words, scales, rows, scale_rows, weight, uint32(own_tiles + tile), both, k, first, last, lane)
+        aim(rows, scale_rows, weight, uint32(own_tiles + tile), both, k, first, lane)
+        begin(words, scales, rows, scale_rows, first, last)
         x_row = x + uint64(divide_u32(draw, top_k)) * uint64(k) * uint64(2)
         most = largest(x_row, warp, uint32(WARPS), k, lane)
         if lane == uint32(0):
@@ -98,14 +101,17 @@ def _gate_up(weight_name: str, activation: str) -> Specialisation:
         at = place(shared, padded, lane)
         turn = uint32(0)
         while tile < tiles:
-            multiply(sums, words, scales, rows, scale_rows, at, first, last, lane)
+            following = uint32(tile + uint32(cuda.gridDim.x))
+            goes_on = uint32(1) if following < tiles else uint32(0)
+            aim(next_rows, next_scale_rows, weight, uint32(own_tiles + following), both, k, first, lane)
+            multiply(
+                sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, at, first, last, lane
+            )
             if (lane & uint32(3)) == uint32(0):
                 partial[turn, half, stream, lane >> uint32(2)] = sums[0]
                 partial[turn, half, stream, uint32((lane >> uint32(2)) + uint32(8))] = sums[1]
             column = uint32(tile * uint32(ROWS) + thread)
-            tile = uint32(tile + uint32(cuda.gridDim.x))
-            if tile < tiles:
-                begin(words, scales, rows, scale_rows, weight, uint32(own_tiles + tile), both, k, first, last, lane)
+            tile = following
             sync_block()
             if thread < uint32(ROWS):
                 gate, up = float32(0.0), float32(0.0)
@@ -136,7 +142,8 @@ def _down(weight_name: str) -> Specialisation:
     """Arguments: h [T k, I], table [2, E], ids [T, k], weights [T, k] float32, shared, gate, residual (0 without), out
     [T, H], squares [T, H / 4] float32 or 0; H, I, E, k."""
     reader, add, store = packed_reader(weight_name), adder(DTYPE, 1), element_storer(DTYPE)
-    begin, multiply, row_scale, slots_of = reader.begin_early, reader.multiply, reader.row_scale, reader.slots
+    aim, begin, multiply = reader.aim, reader.begin_early, reader.multiply
+    row_scale, slots_of = reader.row_scale, reader.slots
     num_scale_words, shift = reader.num_scale_words, float(2.0**reader.factors.shift)
     scale_by, stage, place = reader.factors.scale_by, reader.factors.stage, reader.factors.place
     row_width = reader.factors.planes * reader.factors.plane_bytes  # bytes of a number
@@ -165,7 +172,8 @@ def _down(weight_name: str) -> Specialisation:
         length = divide_u32(uint32(slots + streams - uint32(1)), streams)
         first = minimum_u32(uint32(stream * length), slots)
         last = minimum_u32(uint32(first + length), slots)
-        begin(words, scales, rows, scale_rows, weight, tile, n, k, first, last, lane)
+        aim(rows, scale_rows, weight, tile, n, k, first, lane)
+        begin(words, scales, rows, scale_rows, first, last)
         wait_for_previous_grid()  # it waited itself for those who chose, and weights are immutable: h alone is its own
         launch_dependents()
         h_row, padded = h + uint64(draw) * uint64(k) * uint64(2), uint32(slots * uint32(slot_elements))
@@ -181,7 +189,8 @@ def _down(weight_name: str) -> Specialisation:
         staged = uint32(staged + rank * padded * uint32(row_width))
         stage(h_row, staged, stream, streams, k, padded, factor, lane)
         sync_block()
-        multiply(sums, words, scales, rows, scale_rows, place(staged, padded, lane), first, last, lane)
+        at = place(staged, padded, lane)
+        multiply(sums, words, scales, rows, scale_rows, rows, scale_rows, uint32(0), at, first, last, lane)
         if (lane & uint32(3)) == uint32(0):
             partial[warp, lane >> uint32(2)] = sums[0]
             partial[warp, uint32((lane >> uint32(2)) + uint32(8))] = sums[1]

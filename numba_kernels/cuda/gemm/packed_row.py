@@ -1,9 +1,11 @@
 """One row times a packed weight: `few_rows` without its rows, by `packed_stream`, which says what it teaches.
 
-A block takes up to 64 columns, 16 a team; a team's warps share K (of a gated unit there are teams of the gate's rows
-and of up's). All of a block share x, which it brings to shared memory as float16 once, so that a block has as many
-columns as leave enough blocks. The weight's first bytes are asked for before the grid in front has ended. Sums of a
-team meet in shared memory, and are added in the order of K. How K is split depends on (N, K) alone.
+A block takes up to 64 columns at a time, 16 a team; a team's warps share K (of a gated unit there are teams of the
+gate's rows and of up's). All of a block share x, which it brings to shared memory once, so that a block has as many
+columns as leave enough blocks, and where there are more of these than multiprocessors, each takes columns in turns. (A
+block's registers fill a multiprocessor: the next one could not bring its x meanwhile.) The weight's first bytes are
+asked for before the grid in front has ended. Sums of a team meet in shared memory, and are added in the order of K. How
+K is split depends on (N, K) alone.
 
 Threads: x lanes, y the streams of K, z the teams.
 """
@@ -39,7 +41,7 @@ uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 BLOCK_WARPS = 16
 _UNDER_WAY_BYTES = BLOCK_WARPS * 4096  # of a block
 _START_S = 0.7e-6
-UNPACKING = {"u4": 480, "u8": 232, "e4m3": 334, "e2m1": 697}
+UNPACKING = {"u4": 254, "u8": 95, "e4m3": 334, "e2m1": 498}
 """Machine instructions of a warp for 4 KB of a weight, by its elements."""
 _ENOUGH_BLOCKS = 96  # that fill a large GPU
 
@@ -47,7 +49,8 @@ _ENOUGH_BLOCKS = 96  # that fill a large GPU
 @functools.cache
 def _kernel(weight_name: str, out_dtype: str, activation: str = "") -> Specialisation:
     reader, finish = packed_reader(weight_name), finisher(DTYPE, out_dtype)
-    begin, multiply, row_scale, slots_of = reader.begin_early, reader.multiply, reader.row_scale, reader.slots
+    aim, begin, multiply = reader.aim, reader.begin_early, reader.multiply
+    row_scale, slots_of = reader.row_scale, reader.slots
     num_scale_words, shift = reader.num_scale_words, float(2.0**reader.factors.shift)
     scale_by, stage, place = reader.factors.scale_by, reader.factors.stage, reader.factors.place
     packing = packing_of(weight_name)
@@ -58,27 +61,28 @@ def _kernel(weight_name: str, out_dtype: str, activation: str = "") -> Specialis
     def gemm(x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares):
         shared = memory.shared_address(cuda.shared.array(0, uint32))
         greatest = cuda.shared.array(BLOCK_WARPS, uint32)
-        partial = cuda.shared.array((BLOCK_WARPS, ROWS), float32)
+        partial = cuda.shared.array((2, BLOCK_WARPS, ROWS), float32)  # of these columns, and of the next
         words, scales = cuda.local.array(NUM_WORDS, uint32), cuda.local.array(num_scale_words, uint32)
         rows, scale_rows, sums = cuda.local.array(2, uint64), cuda.local.array(1, uint64), cuda.local.array(2, float32)
+        next_rows, next_scale_rows = cuda.local.array(2, uint64), cuda.local.array(1, uint64)
         lane, stream, team = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y), uint32(cuda.threadIdx.z)
         streams, teams = uint32(cuda.blockDim.y), uint32(cuda.blockDim.z)
         warp = uint32(team * streams + stream)
         # Of a gated unit, the first half of the teams have the gate's rows, the others up's.
-        columns_teams, inside, both = teams, team, n
+        columns_teams, inside, both, beside = teams, team, n, uint32(0)
         if is_gated:
             columns_teams, both = teams >> uint32(1), uint32(n * uint32(2))
             if inside >= columns_teams:
-                inside = uint32(inside - columns_teams)
+                inside, beside = uint32(inside - columns_teams), uint32(n >> uint32(4))
         last_tile = uint32((n + uint32(ROWS - 1)) // uint32(ROWS) - uint32(1))
-        tile = minimum_u32(uint32(uint32(cuda.blockIdx.x) * columns_teams + inside), last_tile)
-        if team >= columns_teams:
-            tile = uint32(tile + (n >> uint32(4)))
         slots = slots_of(k)
         length = divide_u32(uint32(slots + streams - uint32(1)), streams)
         first = minimum_u32(uint32(stream * length), slots)
         last = minimum_u32(uint32(first + length), slots)
-        begin(words, scales, rows, scale_rows, weight, tile, both, k, first, last, lane)
+        tile = uint32(uint32(cuda.blockIdx.x) * columns_teams + inside)
+        stride = uint32(uint32(cuda.gridDim.x) * columns_teams)
+        aim(rows, scale_rows, weight, uint32(minimum_u32(tile, last_tile) + beside), both, k, first, lane)
+        begin(words, scales, rows, scale_rows, first, last)
         wait_for_previous_grid()  # the weight is immutable; x may be the output of the grid in front
         launch_dependents()
         most = largest(x, warp, uint32(BLOCK_WARPS), k, lane)
@@ -90,35 +94,45 @@ def _kernel(weight_name: str, out_dtype: str, activation: str = "") -> Specialis
         factor, unfactor = scale_by(most)
         padded = uint32(slots * uint32(slot_elements))
         stage(x, shared, warp, uint32(BLOCK_WARPS), k, padded, factor, lane)
+        whole = scale_element(unfactor * float32(shift), scale_of_row(x_squares, uint32(0), x_parts, k, eps))
         sync_block()
-        multiply(sums, words, scales, rows, scale_rows, place(shared, padded, lane), first, last, lane)
-        if (lane & uint32(3)) == uint32(0):
-            partial[warp, lane >> uint32(2)] = sums[0]
-            partial[warp, uint32((lane >> uint32(2)) + uint32(8))] = sums[1]
-        sync_block()
-        if stream == uint32(0) and team < columns_teams and lane < uint32(ROWS):
-            column = uint32((uint32(cuda.blockIdx.x) * columns_teams + team) * uint32(ROWS) + lane)
-            total, up = float32(0.0), float32(0.0)
-            index = uint32(0)
-            while index < streams:
-                total += partial[uint32(warp + index), lane]
-                if is_gated:
-                    up += partial[uint32(warp + columns_teams * streams + index), lane]
-                index = uint32(index + uint32(1))
-            whole = scale_element(unfactor * float32(shift), scale_of_row(x_squares, uint32(0), x_parts, k, eps))
-            value = float32(0.0)
-            if column < n:
-                value = scale_element(scale_element(total, whole), row_scale(weight, both, k, column))
-                if is_gated:
-                    up = scale_element(scale_element(up, whole), row_scale(weight, both, k, uint32(column + n)))
-                    value = gated(value, up)
-                value = finish(bias, bias_is_f32, residual, out, n, uint32(0), column, value)
-            if not is_gated and squares != uint64(0):
-                squared = value * value
-                for i in range(4):
-                    squared += shuffle_xor_f32(squared, uint32(1 << i))
-                if lane == uint32(0) and column < n:
-                    memory.store_f32(squares + uint64(column >> uint32(4)) * uint64(4), squared)
+        x_place, turn = place(shared, padded, lane), uint32(0)
+        while uint32(tile - inside) <= last_tile:  # the same in all teams
+            following = uint32(tile + stride)
+            goes_on = uint32(1) if uint32(following - inside) <= last_tile else uint32(0)
+            at = uint32(minimum_u32(following, last_tile) + beside)
+            aim(next_rows, next_scale_rows, weight, at, both, k, first, lane)
+            multiply(
+                sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, x_place, first, last, lane
+            )
+            if (lane & uint32(3)) == uint32(0):
+                partial[turn, warp, lane >> uint32(2)] = sums[0]
+                partial[turn, warp, uint32((lane >> uint32(2)) + uint32(8))] = sums[1]
+            sync_block()
+            if stream == uint32(0) and team < columns_teams and lane < uint32(ROWS):
+                column = uint32(tile * uint32(ROWS) + lane)
+                total, up = float32(0.0), float32(0.0)
+                index = uint32(0)
+                while index < streams:
+                    total += partial[turn, uint32(warp + index), lane]
+                    if is_gated:
+                        up += partial[turn, uint32(warp + columns_teams * streams + index), lane]
+                    index = uint32(index + uint32(1))
+                value = float32(0.0)
+                if column < n:
+                    value = scale_element(scale_element(total, whole), row_scale(weight, both, k, column))
+                    if is_gated:
+                        up = scale_element(scale_element(up, whole), row_scale(weight, both, k, uint32(column + n)))
+                        value = gated(value, up)
+                    value = finish(bias, bias_is_f32, residual, out, n, uint32(0), column, value)
+                if not is_gated and squares != uint64(0):
+                    squared = value * value
+                    for i in range(4):
+                        squared += shuffle_xor_f32(squared, uint32(1 << i))
+                    if lane == uint32(0) and column < n:
+                        memory.store_f32(squares + uint64(column >> uint32(4)) * uint64(4), squared)
+            tile = following
+            turn ^= uint32(1)
 
     return Specialisation(
         name=f"gemm_packed_row_{weight_name}_{out_dtype}{'_' if is_gated else ''}{activation}",
@@ -176,8 +190,10 @@ def plan(product: Product, machine: Machine) -> Launch:
     assert packing is not None
     num_teams = teams(product.n, is_gated=activation != "")
     columns = ROWS * (num_teams // 2 if activation else num_teams)
+    blocks = -(-product.n // columns)
+    turns = -(-blocks // machine.num_multiprocessors)
     return Launch(
-        _kernel(product.weight, product.out, activation), (-(-product.n // columns), 1, 1),
+        _kernel(product.weight, product.out, activation), (-(-blocks // turns), 1, 1),
         (32, BLOCK_WARPS // num_teams, num_teams), row_bytes(packing, product.k),
     )  # fmt: skip
 

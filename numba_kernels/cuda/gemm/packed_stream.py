@@ -1,8 +1,9 @@
 """One row times a packed weight: how a warp reads 16 rows of the weight. `packed_factors` says what they and x become.
 
-A warp has `AHEAD` slots of its part of K on their way in registers, half as many where they have many scales. A group's
-scale multiplies its sum in float32, not its numbers. Rows are bfloat16; groups of 16, whose numbers meet within one
-product, and packings with zero points of their own have no reader.
+A warp has `AHEAD` slots of its part of K on their way in registers, half as many where they have many scales. Where its
+block goes on to other rows of the weight, the next ones' first slots take the place of the last ones of these, so that
+nothing waits in between. A group's scale multiplies its sum in float32, not its numbers. Rows are bfloat16; groups of
+16, whose numbers meet within one product, and packings with zero points of their own have no reader.
 """
 
 from __future__ import annotations
@@ -40,16 +41,20 @@ class PackedReader:
     Attributes:
         factors: how x is staged.
         num_scale_words: of all slots, at least 1.
-        begin: ``(words, scales, rows, scale_rows, weight, tile, n, k, first, last, lane)``: asks for the first slots.
+        aim: ``(rows, scale_rows, weight, tile, n, k, first, lane)``: where a tile's slots begin.
+        begin: ``(words, scales, rows, scale_rows, first, last)``: asks for the first slots.
         begin_early: the same in front of `wait_for_previous_grid`.
-        multiply: ``(sums, words, scales, rows, scale_rows, x, first, last, lane)``: sums[0] and sums[1] are those of
-            rows g and g + 8 of the tile in lane 4 g, without the rows' scales; x is where `factors` places the lane.
+        multiply: ``(sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, x, first, last,
+            lane)``: sums[0] and sums[1] are those of rows g and g + 8 of the tile in lane 4 g, without the rows'
+            scales; x is where `factors` places the lane. With `goes_on` not 0, what `aim` found for the next tile is
+            begun, and `rows` are its own.
         row_scale: ``(weight, n, k, row) -> number``.
         slots: ``k -> slots``.
     """
 
     factors: Factors
     num_scale_words: int
+    aim: Any
     begin: Any
     begin_early: Any
     multiply: Any
@@ -134,21 +139,23 @@ def packed_reader(weight_name: str) -> PackedReader:
 
         return take_slot
 
-    load_0, load_1, load_2, load_3 = (loader(i) for i in range(AHEAD))
     slot_0, slot_1, slot_2, slot_3 = (slot_taker(i) for i in range(AHEAD))
     slot_bytes = slot_elements * factors.plane_bytes
+
+    @device_function
+    def aim(rows, scale_rows, weight, tile, n, k, first, lane):
+        all_words, all_scales, _, _, slots = find(weight, n, k)
+        for r in range(2):
+            at = (uint64(tile * uint32(2) + uint32(r)) * uint64(slots) + uint64(first)) * uint64(TILE_BYTES)
+            rows[r] = all_words + at + uint64(lane * uint32(16))
+        at = (uint64(tile) * uint64(slots) + uint64(first)) * uint64(scale_step)
+        scale_rows[0] = all_scales + at + uint64(lane >> uint32(2)) * uint64(4 * scale_words)
 
     def beginner(how: str) -> Any:
         ask_0, ask_1, ask_2, ask_3 = (loader(i, how) for i in range(AHEAD))
 
         @device_function
-        def begin(words, scales, rows, scale_rows, weight, tile, n, k, first, last, lane):
-            all_words, all_scales, _, _, slots = find(weight, n, k)
-            for r in range(2):
-                at = (uint64(tile * uint32(2) + uint32(r)) * uint64(slots) + uint64(first)) * uint64(TILE_BYTES)
-                rows[r] = all_words + at + uint64(lane * uint32(16))
-            at = (uint64(tile) * uint64(slots) + uint64(first)) * uint64(scale_step)
-            scale_rows[0] = all_scales + at + uint64(lane >> uint32(2)) * uint64(4 * scale_words)
+        def begin(words, scales, rows, scale_rows, first, last):
             if first < last:
                 ask_0(words, scales, rows, scale_rows)
             if first + uint32(1) < last:
@@ -161,8 +168,25 @@ def packed_reader(weight_name: str) -> PackedReader:
 
         return begin
 
+    def follower(i: int) -> Any:
+        """Fills a slot's place again once it is used: with this tile's, or with the next one's."""
+        load = loader(i)
+
+        @device_function
+        def follow(words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, left, count):
+            if left > uint32(ahead + i):
+                load(words, scales, rows, scale_rows)
+            elif goes_on != uint32(0) and uint32(i) < count:
+                load(words, scales, next_rows, next_scale_rows)
+
+        return follow
+
+    follow_0, follow_1, follow_2, follow_3 = (follower(i) for i in range(AHEAD))
+
     @device_function
-    def multiply(sums, words, scales, rows, scale_rows, x, first, last, lane):
+    def multiply(
+        sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, x, first, last, lane
+    ):  # fmt: skip
         parts = cuda.local.array(num_parts, part_type)
         pairs, x_words = cuda.local.array(8, uint32), cuda.local.array(4, uint32)
         x_at = cuda.local.array(1, uint32)
@@ -171,7 +195,7 @@ def packed_reader(weight_name: str) -> PackedReader:
         sums[0] = float32(0.0)
         sums[1] = float32(0.0)
         x_at[0] = uint32(x + first * uint32(slot_bytes))
-        slot = first
+        slot, count = first, uint32(last - first)
         while slot < last:
             rows[0] += uint64(ahead * TILE_BYTES)
             rows[1] += uint64(ahead * TILE_BYTES)
@@ -179,27 +203,26 @@ def packed_reader(weight_name: str) -> PackedReader:
             left = uint32(last - slot)
             slot_0(sums, parts, pairs, x_words, words, scales, x_at)
             x_at[0] = uint32(x_at[0] + uint32(slot_bytes))
-            if left > uint32(ahead):
-                load_0(words, scales, rows, scale_rows)
+            follow_0(words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, left, count)
             if left > uint32(1):
                 slot_1(sums, parts, pairs, x_words, words, scales, x_at)
                 x_at[0] = uint32(x_at[0] + uint32(slot_bytes))
-                if left > uint32(ahead + 1):
-                    load_1(words, scales, rows, scale_rows)
+                follow_1(words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, left, count)
             if has_more and left > uint32(2):
                 slot_2(sums, parts, pairs, x_words, words, scales, x_at)
                 x_at[0] = uint32(x_at[0] + uint32(slot_bytes))
-                if left > uint32(ahead + 2):
-                    load_2(words, scales, rows, scale_rows)
+                follow_2(words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, left, count)
             if has_more and left > uint32(3):
                 slot_3(sums, parts, pairs, x_words, words, scales, x_at)
                 x_at[0] = uint32(x_at[0] + uint32(slot_bytes))
-                if left > uint32(ahead + 3):
-                    load_3(words, scales, rows, scale_rows)
+                follow_3(words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, left, count)
             slot = uint32(slot + uint32(ahead))
         if not is_grouped:
             settle(sums, parts, float32(1.0), float32(1.0))
         finish(sums, lane)
+        rows[0] = next_rows[0]
+        rows[1] = next_rows[1]
+        scale_rows[0] = next_scale_rows[0]
 
     @device_function
     def row_scale(weight, n, k, row):
@@ -207,7 +230,7 @@ def packed_reader(weight_name: str) -> PackedReader:
 
     slots_of = device_function(lambda k: uint32(k + uint32(slot_elements - 1)) // uint32(slot_elements))
     return PackedReader(
-        factors, max(1, AHEAD * scale_words), beginner("stream"), beginner("stream_early"), multiply, row_scale, slots_of
+        factors, max(1, AHEAD * scale_words), aim, beginner("stream"), beginner("stream_early"), multiply, row_scale, slots_of
     )
 
 
