@@ -27,7 +27,13 @@ from numba_kernels.cache_files import cache_root, locked, read_entry, write_entr
 from numba_kernels.cuda import experts, logprobs, megakernel, sampling
 from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flash_hopper, flash_tensor_core
 from numba_kernels.cuda.gemm import (
-    byte_tiles, few_rows_shape, hopper, hopper_bytes, packed_stream, packed_tiles, tensor_core,
+    byte_tiles,
+    few_rows_shape,
+    hopper,
+    hopper_bytes,
+    packed_stream,
+    packed_tiles,
+    tensor_core,
 )  # fmt: skip
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.packing import packing_of

@@ -104,9 +104,7 @@ def _gate_up(weight_name: str, activation: str) -> Specialisation:
             following = uint32(tile + uint32(cuda.gridDim.x))
             goes_on = uint32(1) if following < tiles else uint32(0)
             aim(next_rows, next_scale_rows, weight, uint32(own_tiles + following), both, k, first, lane)
-            multiply(
-                sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, at, first, last, lane
-            )
+            multiply(sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, at, first, last, lane)
             if (lane & uint32(3)) == uint32(0):
                 partial[turn, half, stream, lane >> uint32(2)] = sums[0]
                 partial[turn, half, stream, uint32((lane >> uint32(2)) + uint32(8))] = sums[1]

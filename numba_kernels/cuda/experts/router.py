@@ -231,8 +231,9 @@ MOST_SIZE = 20480
 
 
 def plan(
-    num_rows: int, size: int, num_experts: int, dtype: str, scores: str, num_sms: int, max_clusters: tuple[tuple[int, int], ...]
-) -> Launch:
+    num_rows: int, size: int, num_experts: int, dtype: str, scores: str, num_sms: int,
+    max_clusters: tuple[tuple[int, int], ...],
+) -> Launch:  # fmt: skip
     """For what `can_plan` allows, on a device of so many multiprocessors.
 
     Args:

@@ -230,8 +230,9 @@ def packed_reader(weight_name: str) -> PackedReader:
 
     slots_of = device_function(lambda k: uint32(k + uint32(slot_elements - 1)) // uint32(slot_elements))
     return PackedReader(
-        factors, max(1, AHEAD * scale_words), aim, beginner("stream"), beginner("stream_early"), multiply, row_scale, slots_of
-    )
+        factors, max(1, AHEAD * scale_words), aim, beginner("stream"), beginner("stream_early"), multiply, row_scale,
+        slots_of,
+    )  # fmt: skip
 
 
 @device_function

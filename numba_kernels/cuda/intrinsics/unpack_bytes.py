@@ -51,7 +51,10 @@ def bytes_all(element: str, first: int, second: int) -> Any:
         (word,) = words
         if element == "u4":  # 16 times each number
             both = (builder.shl(word, ir.Constant(_WORD, 4)), word)
-            return [builder.xor(builder.and_(each, ir.Constant(_WORD, 0xF0 * _EACH)), ir.Constant(_WORD, 0x80 * _EACH)) for each in both]
+            return [
+                builder.xor(builder.and_(each, ir.Constant(_WORD, 0xF0 * _EACH)), ir.Constant(_WORD, 0x80 * _EACH))
+                for each in both
+            ]
         table = [ir.Constant(_WORD, each) for each in _MAGNITUDES]
         negative = builder.xor(word, ir.Constant(_WORD, 0x88 * _EACH))
         selectors = [each for both in (word, negative) for each in (both, builder.lshr(both, ir.Constant(_WORD, 16)))]
