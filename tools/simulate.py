@@ -3,8 +3,11 @@
     python -m tools.simulate TRACE.csv --config qwen3-8b --gpu h200          # or a folder with a config.json
     python -m tools.simulate TRACE.jsonl --step-model fitted.json --num-blocks 20000 --replicas 4
 
+    python -m tools.simulate TRACE.jsonl --config llama-3.1-70b --tensor-parallel-size 4 --pipeline-parallel-size 2
+
 A step takes what a step-time model says: ``--step-model``, fitted to measured steps (`xserv bench simulation` writes
-one), or the roofline of a GPU over the shapes of ``--config``. Prints TTFT, TPOT, throughput, preemptions and hit rate;
+one), or the roofline of GPUs over the shapes of ``--config``: those of each replica, which tell each other their sums
+over ``--link``, and hidden states over ``--stage-link``. Prints TTFT, TPOT, throughput, preemptions and hit rate;
 ``--json`` the whole report.
 """
 
@@ -19,16 +22,11 @@ from typing import Any, get_args
 
 from runtime.bench.load.traces import Trace, read_trace, shared_prefixes
 from runtime.bench.metrics import BenchmarkError
+from runtime.bench.scheduling.links import LINKS, link_of
 from runtime.bench.scheduling.presets import PRESETS, find_config
+from runtime.bench.scheduling.roofline import GPUS, RooflineStepModel, pipeline_of, rooflines
 from runtime.bench.scheduling.simulation import simulate
-from runtime.bench.scheduling.step_model import (
-    GPUS,
-    LinearStepModel,
-    RooflineStepModel,
-    StepModel,
-    roofline,
-    window_shares,
-)
+from runtime.bench.scheduling.step_model import LinearStepModel, Pipeline, StepModel, window_shares
 from runtime.engine.config import (
     BATCHING,
     POLICIES,
@@ -87,6 +85,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "trace": trace.name,
         "replicas": options.replicas,
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "pipeline_parallel_size": options.pipeline_parallel_size,
+        "gpus": options.replicas * options.tensor_parallel_size * options.pipeline_parallel_size,
         "routing_policy": options.routing_policy,
         "max_concurrency": options.max_concurrency,
         "max_model_len": limits.max_model_len,
@@ -115,9 +116,14 @@ def _trace(options: argparse.Namespace) -> Trace:
     )  # fmt: skip
 
 
-def _step_model(options: argparse.Namespace) -> tuple[StepModel, tuple[int | None, ...], int | None]:
+def _step_model(options: argparse.Namespace) -> tuple[StepModel | Pipeline, tuple[int | None, ...], int | None]:
     """The model of time, the window of each layer, and the most positions, where they are known."""
+    num_ranks, num_stages = options.tensor_parallel_size, options.pipeline_parallel_size
+    if min(num_ranks, num_stages) < 1:
+        raise BenchmarkError(f"{num_ranks} ranks and {num_stages} stages: at least 1 of each is needed")
     if options.step_model is not None:
+        if (num_ranks, num_stages) != (1, 1):
+            raise BenchmarkError("--step-model knows neither ranks nor stages: give --config for a roofline")
         values = json.loads(options.step_model.read_text())
         if "step_model" not in values:  # the terms alone
             return LinearStepModel.from_json(values), (None,), None
@@ -125,7 +131,14 @@ def _step_model(options: argparse.Namespace) -> tuple[StepModel, tuple[int | Non
     if options.config is None:
         raise BenchmarkError("a step-time model is needed: --step-model FILE, or --config NAME for a roofline")
     config = find_config(options.config)
-    model = roofline(config, GPUS[options.gpu], overhead_s=options.overhead_ms / 1e3)
+    link = link_of(options.link) if num_ranks > 1 else None
+    stages = rooflines(
+        config, GPUS[options.gpu], overhead_s=options.overhead_ms / 1e3, num_ranks=num_ranks, num_stages=num_stages,
+        link=link,
+    )  # fmt: skip
+    model: StepModel | Pipeline = stages[0]
+    if num_stages > 1:
+        model = pipeline_of(config, stages, link_of(options.stage_link or options.link))
     return model, config.layer_windows, config.max_position_embeddings
 
 
@@ -143,17 +156,25 @@ def _is_window(value: Any) -> bool:
 def _limits(
     options: argparse.Namespace,
     trace: Trace,
-    model: StepModel,
+    model: StepModel | Pipeline,
     layer_windows: tuple[int | None, ...],
     positions: int,
 ) -> EngineLimits:
-    """The limits of each replica; blocks as many as named, else as the GPU's memory holds beside the weights."""
+    """The limits of each replica; blocks as many as named, else as the memory of its GPUs holds beside the weights: of
+    that stage which has the least room."""
     num_blocks = options.num_blocks
-    if num_blocks is None and isinstance(model, RooflineStepModel):
-        free = MEMORY_SHARE * model.rates.memory_bytes - model.weight_bytes
-        num_blocks = int(free // (model.kv_bytes_per_block_token * options.block_size))
+    stages = model.stages if isinstance(model, Pipeline) else (model,)
     if num_blocks is None:
-        raise BenchmarkError("--num-blocks is needed with --step-model: nothing says how much memory there is")
+        known = [each for each in stages if isinstance(each, RooflineStepModel)]
+        if len(known) < len(stages):
+            raise BenchmarkError("--num-blocks is needed with --step-model: nothing says how much memory there is")
+        num_blocks = min(each.num_blocks(options.block_size, MEMORY_SHARE) for each in known)
+        if num_blocks == 0:
+            needed, memory = max(each.weight_bytes for each in known), known[0].rates.memory_bytes
+            raise BenchmarkError(
+                f"{needed / 1e9:.1f} GB of weights leave no room for a block in {MEMORY_SHARE:.0%} of a GPU's "
+                f"{memory / 1e9:.0f} GB: more ranks or stages are needed"
+            )
     engine = EngineConfig(
         max_model_len=options.max_model_len or trace.longest,
         max_num_seqs=options.max_num_seqs,
@@ -224,6 +245,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpu", choices=sorted(GPUS), default="h200", help="of the roofline")
     parser.add_argument("--overhead-ms", type=float, default=0.5, help="of each step beside the roofline's time")
     parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks of each stage, with --config")
+    parser.add_argument("--pipeline-parallel-size", type=int, default=1, help="stages of each replica, with --config")
+    link = f"{', '.join(LINKS)}, MICROSECONDS,GB_PER_S, or a report of `xserv bench nccl`"
+    parser.add_argument("--link", default="nvlink4", help=f"between the ranks of a stage: {link}")
+    parser.add_argument("--stage-link", help="between stages; default: that of ranks")
     parser.add_argument("--routing-policy", choices=get_args(RoutingPolicy), default=_CONFIG.routing_policy)
     parser.add_argument("--max-concurrency", type=int, help="open requests; the next comes when one has ended")
     parser.add_argument("--max-model-len", type=int, help="default: the trace's longest request")

@@ -62,6 +62,30 @@ def test_a_preset_is_simulated(trace: str, capsys: pytest.CaptureFixture[str]) -
     assert report["tpot_s"]["p50"] > 0.003  # 16 GB at 4.8 TB/s
 
 
+def test_ranks_and_stages(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Four GPUs take the same requests as two replicas, on four ranks, in four stages, and two by two."""
+    arguments = (trace, "--config", "qwen3-32b", "--rate", "1000")
+    reports = {
+        (ranks, stages): run(
+            capsys, *arguments, "--tensor-parallel-size", str(ranks), "--pipeline-parallel-size", str(stages)
+        )
+        for ranks, stages in ((1, 1), (4, 1), (1, 4), (2, 2))
+    }
+    assert {shape: report["gpus"] for shape, report in reports.items()} == {
+        (1, 1): 1, (4, 1): 4, (1, 4): 4, (2, 2): 4
+    }  # fmt: skip
+    tpot = {shape: report["tpot_s"]["p50"] for shape, report in reports.items()}
+    assert tpot[4, 1] < tpot[2, 2] < tpot[1, 1]  # a token waits for all stages
+    assert 0.25 * tpot[1, 1] < tpot[4, 1] < 0.5 * tpot[1, 1]
+    assert len(reports[2, 2]["idle_share_by_stage"]) == 2
+    assert "idle_share_by_stage" not in reports[4, 1]
+    slow = run(capsys, *arguments, "--tensor-parallel-size", "4", "--link", "1000,1")
+    assert slow["tpot_s"]["p50"] > 0.128  # two sums of a millisecond in each of 64 layers
+    far = run(capsys, *arguments, "--pipeline-parallel-size", "2", "--stage-link", "5000,1")
+    near = run(capsys, *arguments, "--pipeline-parallel-size", "2")
+    assert far["tpot_s"]["p50"] > near["tpot_s"]["p50"] + 0.004
+
+
 def test_fitted_model_and_scaling(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model.json"
     terms = {**dict.fromkeys(TERMS, 0.0), "sequences": 0.5}
@@ -121,6 +145,11 @@ def test_for_people(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["--config", CONFIG, "--rate", "0"], "positive"),
         (["--config", CONFIG, "--replicas", "0"], "0 replicas"),
         (["--config", "/nowhere"], "no such folder"),
+        (["--config", "llama-3.1-70b"], "139.0 GB of weights leave no room for a block in 90% of a GPU's 141 GB"),
+        (["--config", CONFIG, "--tensor-parallel-size", "0"], "0 ranks and 1 stages"),
+        (["--config", CONFIG, "--pipeline-parallel-size", "99"], "cannot be split over 99 stages"),
+        (["--config", CONFIG, "--tensor-parallel-size", "2", "--link", "smoke"], "must be nvlink4"),
+        (["--step-model", "x.json", "--tensor-parallel-size", "2"], "neither ranks nor stages"),
     ],
 )
 def test_errors_are_one_line(trace: str, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

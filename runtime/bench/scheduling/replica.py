@@ -4,14 +4,19 @@ It admits requests between steps, runs what ``schedule`` chose by letting the ti
 each sequence whose chunk was its last, and finishes those that have all theirs. Which token is drawn plays no part, so
 it is always the same one; every answer has exactly the trace's length. Blocks that move between device and host take
 their time before the step.
+
+Of a model in stages as many steps are open as there are stages, as in the engine: it starts steps until so many are
+open, waits for the oldest, and commits it. A stage does one step at a time, in their order.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from runtime.bench.metrics import BenchmarkError
-from runtime.bench.scheduling.step_model import StepModel, WindowShares, features_of
+from runtime.bench.scheduling.step_model import Pipeline, StepFeatures, StepModel, WindowShares, features_of
 from runtime.engine.config import EngineLimits
 from runtime.engine.scheduling.block_events import BlockChanges
 from runtime.engine.scheduling.block_pool import BlockPool
@@ -19,6 +24,7 @@ from runtime.engine.scheduling.host_pool import HostPool
 from runtime.engine.scheduling.prefix_cache import Digest
 from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.sequence import Request, Sequence
+from runtime.engine.scheduling.step import Step
 
 _TOKEN = -(1 << 31)  # what every step "draws": a number that no prompt has
 
@@ -28,12 +34,14 @@ class Replica:
 
     digest    under which it publishes what its blocks hold; None: it does not
     on_token  told of each token that a request got, and whether it was the last, when its step is over
+    stage_s   that each stage has computed
+    worked_s  in which there was a step to compute, in any stage
     """
 
     def __init__(
         self,
         limits: EngineLimits,
-        model: StepModel,
+        model: StepModel | Pipeline,
         windows: WindowShares = (),
         block_transfer_s: float = 0.0,
         wake_s: float = 0.0,
@@ -48,19 +56,24 @@ class Replica:
         )
         self.events = None if digest is None else self.pool.publish(digest)
         self.on_token: Callable[[Request, bool], None] = _ignore
-        self.scheduler = Scheduler(limits, self.pool)
+        self._pipeline = model if isinstance(model, Pipeline) else Pipeline((model,), _at_once)
+        depth = len(self._pipeline.stages)
+        self.scheduler = Scheduler(limits, self.pool, depth)
         self.clock_s = 0.0
-        self.busy_s = 0.0
+        self.stage_s = [0.0] * depth
+        self.worked_s = 0.0
         self.num_steps = 0
         self.worst_gaps_s: dict[int, float] = {}
-        self._model = model
+        self._open: deque[_Open] = deque()
+        self._free_at_s = [0.0] * depth  # by stage
+        self._ended_s = 0.0  # the step that ended last
         self._windows = windows
         self._block_transfer_s = block_transfer_s
         self._wake_s = wake_s
 
     def add(self, request: Request) -> None:
         """Queue a request that arrives now: the step that its arrival fell into has been run."""
-        if not self.scheduler.has_work:
+        if not self.has_work:
             self.clock_s = max(self.clock_s, request.arrival_s + self._wake_s)
         sequence = Sequence(request, 0)
         request.sequences = [sequence]
@@ -68,34 +81,60 @@ class Replica:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return bool(self._open) or self.scheduler.has_work
 
     def take_block_changes(self) -> BlockChanges | None:
         """What its blocks hold otherwise than the last time; None: nothing, or nobody wants to know."""
         return None if self.events is None else self.events.take()
 
     def step(self) -> None:
-        """Schedule, let the time pass, commit."""
+        """Start steps until as many are open as there are stages, let the time pass until the oldest is over, and
+        commit it."""
         scheduler = self.scheduler
-        step = scheduler.schedule()
-        if not step.has_work:
+        while len(self._open) < len(self.stage_s):
+            step = scheduler.schedule()
+            if not step.has_work:
+                break
+            self._open.append(self._started(step))
+            if not step.chunks:
+                break
+        if not self._open:
             raise BenchmarkError(f"the scheduler has work but chose nothing at {self.clock_s:.6f} s: a deadlock")
-        seconds = 0.0
-        if step.chunks:
-            chunks = [(chunk.start, chunk.num_tokens) for chunk in step.chunks]
-            seconds = self._model.seconds(features_of(chunks, self._windows))
-            scheduler.observe(step.num_tokens, seconds)
-        if step.has_transfers:
-            num_blocks = len(step.swap_out) + len(step.swap_in)
-            scheduler.observe_transfer(num_blocks, num_blocks * self._block_transfer_s)
-            seconds += num_blocks * self._block_transfer_s
-        self.clock_s = now = self.clock_s + seconds
-        self.busy_s += seconds
+        step, begun_s, moved_s, ended_s = self._open.popleft()
+        seconds = ended_s - max(begun_s, self._ended_s)
+        self.worked_s += seconds
+        self.clock_s = self._ended_s = ended_s
         self.num_steps += 1
+        if step.chunks:
+            seconds -= moved_s
+            scheduler.observe(step.num_tokens, seconds)
+            if len(self.stage_s) > 1:
+                pairs = sum(chunk.num_tokens * (2 * chunk.start + chunk.num_tokens) for chunk in step.chunks)
+                scheduler.observe_prompts(step.num_tokens, pairs, seconds)
         scheduler.commit(step)
         for chunk in step.chunks:
             if chunk.is_last:
-                self._append(chunk.sequence, now)
+                self._append(chunk.sequence, ended_s)
+
+    def _started(self, step: Step) -> _Open:
+        """When the step is over that begins now, behind those that are open."""
+        moved_s = 0.0
+        if step.has_transfers:
+            num_blocks = len(step.swap_out) + len(step.swap_in)
+            moved_s = num_blocks * self._block_transfer_s
+            self.scheduler.observe_transfer(num_blocks, moved_s)
+        at_s = self.clock_s + moved_s
+        if step.chunks:
+            features = features_of([(chunk.start, chunk.num_tokens) for chunk in step.chunks], self._windows)
+            for number, stage in enumerate(self._pipeline.stages):
+                if number:
+                    at_s += self._pipeline.sent_s(features)
+                seconds = stage.seconds(features)
+                at_s = max(at_s, self._free_at_s[number]) + seconds
+                self._free_at_s[number] = at_s
+                self.stage_s[number] += seconds
+        before_s = self._open[-1].ended_s if self._open else 0.0
+        return _Open(step, self.clock_s, moved_s, max(at_s, before_s))
 
     def _append(self, sequence: Sequence, now: float) -> None:
         before = sequence.last_token_s
@@ -111,6 +150,20 @@ class Replica:
         if has_ended:
             self.scheduler.finish(sequence)
         self.on_token(sequence.request, has_ended)
+
+
+class _Open(NamedTuple):
+    """A step under way: when it was begun, how long its blocks moved first, and when it will be over."""
+
+    step: Step
+    begun_s: float
+    moved_s: float
+    ended_s: float
+
+
+def _at_once(features: StepFeatures) -> float:
+    """A single stage sends nothing."""
+    return 0.0
 
 
 def _ignore(request: Request, has_ended: bool) -> None:

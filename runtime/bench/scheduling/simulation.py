@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from runtime.bench.load.traces import Trace, numbered
 from runtime.bench.metrics import BenchmarkError, check_finite, percentiles_of
 from runtime.bench.scheduling.replica import Replica
-from runtime.bench.scheduling.step_model import StepModel, WindowShares
+from runtime.bench.scheduling.step_model import Pipeline, StepModel, WindowShares
 from runtime.engine.config import EngineLimits, RoutingPolicy
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.block_events import BlockChanges, SharedDigest
@@ -51,7 +51,8 @@ class Simulation:
 
     def report(self) -> dict[str, Any]:
         """Seconds, tokens and counts; percentiles over the requests. TPOT and the worst gap are of requests with
-        more than one output token; the hit rate is of prompt tokens."""
+        more than one output token; the hit rate is of prompt tokens. A stage's idle share is of the time in which its
+        replica had a step to compute."""
         gaps = [gap for replica in self.replicas for gap in replica.worst_gaps_s.values()]
         arrivals = np.array([request.arrival_s for request in self.requests])
         lasts = np.array([request.sequences[0].last_token_s for request in self.requests], np.float64)
@@ -77,8 +78,12 @@ class Simulation:
             "num_swaps": sum(replica.scheduler.num_swaps for replica in self.replicas),
             "num_steps": sum(replica.num_steps for replica in self.replicas),
             "requests_by_replica": self.router.num_routed,
-            "busy_share": [replica.busy_s / duration for replica in self.replicas],
+            "busy_share": [replica.worked_s / duration for replica in self.replicas],
         }
+        if len(self.replicas[0].stage_s) > 1:
+            worked_s = sum(replica.worked_s for replica in self.replicas)
+            computed = [sum(each) for each in zip(*(replica.stage_s for replica in self.replicas))]
+            report["idle_share_by_stage"] = [1.0 - seconds / worked_s for seconds in computed]
         check_finite(report)
         return report
 
@@ -86,7 +91,7 @@ class Simulation:
 def simulate(
     trace: Trace,
     limits: EngineLimits,
-    model: StepModel,
+    model: StepModel | Pipeline,
     *,
     windows: WindowShares = (),
     num_replicas: int = 1,

@@ -1,6 +1,6 @@
-"""How long a step takes, from what is in it: fitted to measured steps, or a roofline of a GPU.
+"""How long a step takes, from what is in it, fitted to measured steps; ``roofline`` has a GPU's.
 
-Both map ``StepFeatures`` to seconds. The fitted one is linear in non-negative terms,
+Models map ``StepFeatures`` to seconds. The fitted one is linear in non-negative terms,
 
     t = c₀ + c₁·sequences + c₂·tokens + Σₖ cₖ·min(tokens, k) + c₃·pairs + c₄·context,
 
@@ -14,18 +14,14 @@ Pairs and context are those of a layer: where some layers see a window, the mean
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.bench.metrics import BenchmarkError
-from runtime.kv.groups import cut_layers
-
-if TYPE_CHECKING:
-    from models.config import ModelConfig
 
 KNEES = (4, 16, 64)
 TERMS = ("constant", "sequences", "tokens", *(f"tokens_to_{knee}" for knee in KNEES), "prefill_pairs", "decode_context")
@@ -85,6 +81,15 @@ class StepModel(Protocol):
     """Seconds that a step with these features takes."""
 
     def seconds(self, features: StepFeatures) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A model in stages: what a step takes in each of them, and the seconds that it is on its way between two, in which
+    the stage that sends it can do the next."""
+
+    stages: tuple[StepModel, ...]
+    sent_s: Callable[[StepFeatures], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,73 +194,6 @@ def non_negative_least_squares(a: NDArray[np.float64], b: NDArray[np.float64]) -
             is_free &= x > 1e-15
             x[~is_free] = 0.0
     return x
-
-
-@dataclass(frozen=True, slots=True)
-class GpuRates:
-    """What a GPU sustains in good kernels, below its data sheet: bytes and bf16 operations a second; its memory."""
-
-    bytes_per_s: float
-    flops_per_s: float
-    memory_bytes: int
-
-
-GPUS = {
-    "h200": GpuRates(4.3e12, 790e12, 141_000_000_000),
-    "h100": GpuRates(3.0e12, 790e12, 80_000_000_000),
-    "a100": GpuRates(1.8e12, 270e12, 80_000_000_000),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class RooflineStepModel:
-    """The larger of moving a step's bytes and computing its operations, and a constant for the host and launches.
-
-    Attributes:
-        weight_bytes: read once a step; kv_bytes_per_token: of all layers, keys and values.
-        kv_bytes_per_block_token: of the layers of one cache group, padding included.
-        flops_per_token: of the weights' products; flops_per_pair: of attention, a query with one key, all layers.
-        flops_per_logits_row: of the output projection, once a sequence (an upper bound: unfinished prompts have none).
-    """
-
-    weight_bytes: int
-    kv_bytes_per_token: int
-    kv_bytes_per_block_token: int
-    flops_per_token: int
-    flops_per_pair: int
-    flops_per_logits_row: int
-    rates: GpuRates
-    overhead_s: float
-
-    def seconds(self, features: StepFeatures) -> float:
-        tokens, sequences, pairs, context = features
-        moved = self.weight_bytes + self.kv_bytes_per_token * (context + tokens)
-        flops = (
-            self.flops_per_token * tokens
-            + self.flops_per_pair * (pairs + context)
-            + self.flops_per_logits_row * sequences
-        )
-        return max(moved / self.rates.bytes_per_s, flops / self.rates.flops_per_s) + self.overhead_s
-
-
-def roofline(config: ModelConfig, rates: GpuRates, *, overhead_s: float, bytes_per_value: int = 2) -> RooflineStepModel:
-    """The roofline of a dense model of these shapes with ``bytes_per_value`` for weights and KV cache."""
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    num_mlp = 3 if config.activation == "silu" else 2
-    per_layer = 2 * config.hidden_size * (heads + kv_heads) + num_mlp * config.hidden_size * config.intermediate_size
-    logits = config.vocab_size * config.hidden_size
-    group = cut_layers(config.layer_windows)[0]
-    kv_bytes = bytes_per_value * 2 * kv_heads  # of a token in a layer
-    return RooflineStepModel(
-        weight_bytes=bytes_per_value * (config.num_layers * per_layer + logits),
-        kv_bytes_per_token=kv_bytes * config.num_layers,
-        kv_bytes_per_block_token=kv_bytes * (len(group.layers) + group.num_padding),
-        flops_per_token=2 * config.num_layers * per_layer,
-        flops_per_pair=4 * config.num_layers * heads,
-        flops_per_logits_row=2 * logits,
-        rates=rates,
-        overhead_s=overhead_s,
-    )
 
 
 def _terms(features: StepFeatures) -> tuple[float, ...]:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from models.registry import parse_config
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.scheduling.step_model import (
-    GPUS,
     LEAST_STEPS,
     TERMS,
-    GpuRates,
     LinearStepModel,
     StepFeatures,
     features_of,
     fit,
     non_negative_least_squares,
-    roofline,
     window_shares,
 )
 
@@ -108,43 +104,3 @@ def test_json() -> None:
             LinearStepModel.from_json({**model.as_json(), name: value})
     with pytest.raises(BenchmarkError, match="exactly the terms"):
         LinearStepModel.from_json({"constant": 1.0})
-
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2, "intermediate_size": 16, "vocab_size": 10,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": True,
-}  # fmt: skip
-
-
-def test_roofline_by_hand() -> None:
-    # A layer's weights: q and o 8x8 each, k and v 8x4 each, three of 8x16: 64+64+32+32+384 = 576 values.
-    model = roofline(parse_config(dict(CONFIG)), GpuRates(1000.0, 1e9, 1), overhead_s=0.25)
-    assert model.weight_bytes == 2 * (3 * 576 + 80)
-    assert model.kv_bytes_per_token == 2 * 2 * 3 * 4
-    step = features_of([(9, 1), (5, 3)])
-    moved = 3616 + 48 * (10 + 4)
-    assert model.seconds(step) == pytest.approx(moved / 1000.0 + 0.25)
-    flops = 2 * 3 * 576 * 4 + 4 * 3 * 8 * (21 + 10) + 2 * 80 * 2
-    computing = roofline(parse_config(dict(CONFIG)), GpuRates(1e12, 100.0, 1), overhead_s=0.0)
-    assert computing.seconds(step) == pytest.approx(flops / 100.0)
-
-
-def test_roofline_of_layers_with_windows_by_hand() -> None:
-    windows = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": True}
-    windows |= {"sliding_window": 4, "max_window_layers": 1, "num_hidden_layers": 4}
-    config = parse_config({**CONFIG, **windows})
-    assert config.layer_windows == (None, 4, 4, 4)
-    rates = GpuRates(1000.0, 1e9, 1)
-    model = roofline(config, rates, overhead_s=0.0)
-    assert model.kv_bytes_per_token == 2 * 2 * 4 * 4
-    assert model.kv_bytes_per_block_token == 2 * 2 * 4  # four groups of a layer each
-    step = features_of([(9, 1), (1, 1)], window_shares(config.layer_windows))
-    # Keys of one layer: the full one reads 10 and 2, the others 4 and 2; each layer writes those of two tokens.
-    moved = model.weight_bytes + 2 * 2 * 4 * ((12 + 3 * 6) + 4 * 2)
-    assert model.seconds(step) == pytest.approx(moved / 1000.0)
-
-
-def test_rates_are_below_the_data_sheets() -> None:
-    assert GPUS["h200"].bytes_per_s == 4.3e12 < 4.8e12
-    assert GPUS["h200"].flops_per_s == 790e12 < 989e12

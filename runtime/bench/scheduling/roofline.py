@@ -1,0 +1,165 @@
+"""How long a step takes on GPUs, by what it reads and computes: a roofline, split over ranks and stages.
+
+A rank reads and multiplies its part of the weights, of the keys and of the queries; where there are fewer KV heads than
+ranks, several have the same ones. Two sums over a stage's ranks end each layer's halves, and the ranks gather the
+logits. Stages have neighbouring layers, balanced as the engine does it, and hand hidden states on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from models.stages import balanced
+from runtime.bench.metrics import BenchmarkError
+from runtime.bench.scheduling.links import Link
+from runtime.bench.scheduling.step_model import Pipeline, StepFeatures
+from runtime.kv.groups import cut_layers, of_layers
+
+if TYPE_CHECKING:
+    from models.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRates:
+    """What a GPU sustains in good kernels, below its data sheet: bytes and bf16 operations a second; its memory."""
+
+    bytes_per_s: float
+    flops_per_s: float
+    memory_bytes: int
+
+
+GPUS = {
+    "h200": GpuRates(4.3e12, 790e12, 141_000_000_000),
+    "h100": GpuRates(3.0e12, 790e12, 80_000_000_000),
+    "a100": GpuRates(1.8e12, 270e12, 80_000_000_000),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What the ranks of a stage tell each other in a step.
+
+    num_sums        all-reduces of the hidden states
+    hidden_bytes    of one token's
+    logits_bytes    of one row, gathered; 0: the stage has no head
+    """
+
+    link: Link
+    num_ranks: int
+    num_sums: int
+    hidden_bytes: int
+    logits_bytes: int
+
+    def seconds(self, features: StepFeatures) -> float:
+        total = self.num_sums * self.link.all_reduce_s(self.hidden_bytes * features.tokens, self.num_ranks)
+        if self.logits_bytes:
+            total += self.link.all_gather_s(self.logits_bytes * features.sequences, self.num_ranks)
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class RooflineStepModel:
+    """The larger of moving a step's bytes and computing its operations on one rank, what its ranks tell each other, and
+    a constant for the host and launches.
+
+    Attributes:
+        weight_bytes: read once a step; kv_bytes_per_token: of all layers, keys and values.
+        kv_bytes_per_block_token: of the layers of one cache group, padding included.
+        flops_per_token: of the weights' products; flops_per_pair: of attention, a query with one key, all layers.
+        flops_per_logits_row: of the output projection, once a sequence (an upper bound: unfinished prompts have none).
+        sums: among several ranks.
+    """
+
+    weight_bytes: int
+    kv_bytes_per_token: int
+    kv_bytes_per_block_token: int
+    flops_per_token: float
+    flops_per_pair: float
+    flops_per_logits_row: float
+    rates: GpuRates
+    overhead_s: float
+    sums: Sums | None = field(default=None)
+
+    def seconds(self, features: StepFeatures) -> float:
+        tokens, sequences, pairs, context = features
+        moved = self.weight_bytes + self.kv_bytes_per_token * (context + tokens)
+        flops = (
+            self.flops_per_token * tokens
+            + self.flops_per_pair * (pairs + context)
+            + self.flops_per_logits_row * sequences
+        )
+        computed_s = max(moved / self.rates.bytes_per_s, flops / self.rates.flops_per_s)
+        told_s = 0.0 if self.sums is None else self.sums.seconds(features)
+        return computed_s + told_s + self.overhead_s
+
+    def num_blocks(self, block_size: int, memory_share: float) -> int:
+        """Blocks that this share of the GPU's memory holds beside the weights."""
+        free = memory_share * self.rates.memory_bytes - self.weight_bytes
+        return max(0, int(free // (self.kv_bytes_per_block_token * block_size)))
+
+
+def roofline(
+    config: ModelConfig, rates: GpuRates, *, overhead_s: float, bytes_per_value: int = 2, num_ranks: int = 1,
+    link: Link | None = None,
+) -> RooflineStepModel:  # fmt: skip
+    """The roofline of a dense model of these shapes with ``bytes_per_value`` for weights and KV cache, in one piece or
+    on ``num_ranks`` ranks that a link joins. Raises as ``rooflines``."""
+    [model] = rooflines(
+        config, rates, overhead_s=overhead_s, bytes_per_value=bytes_per_value, num_ranks=num_ranks, link=link
+    )
+    return model
+
+
+def rooflines(
+    config: ModelConfig, rates: GpuRates, *, overhead_s: float, bytes_per_value: int = 2, num_ranks: int = 1,
+    num_stages: int = 1, link: Link | None = None,
+) -> list[RooflineStepModel]:  # fmt: skip
+    """One of each of ``num_stages`` stages of ``num_ranks`` ranks. Raises ``ConfigError`` for more stages than layers,
+    ``BenchmarkError`` for heads that ranks do not divide."""
+    if config.num_heads % num_ranks or (config.num_kv_heads % num_ranks and num_ranks % config.num_kv_heads):
+        heads = f"{config.num_heads} heads, {config.num_kv_heads} of keys"
+        raise BenchmarkError(f"{config.architecture}: {heads}, are not divided by {num_ranks} ranks")
+    if num_ranks > 1 and link is None:
+        raise BenchmarkError(f"{num_ranks} ranks need a link")
+    heads = config.num_heads * config.head_dim
+    own_kv = max(config.num_kv_heads // num_ranks, 1) * config.head_dim  # of one rank
+    num_mlp = 3 if config.activation == "silu" else 2
+    per_layer = config.hidden_size * (
+        2 * heads + num_mlp * config.intermediate_size + 2 * own_kv * num_ranks
+    )  # of all ranks
+    logits = config.vocab_size * config.hidden_size
+    groups = cut_layers(config.layer_windows)
+    kv_bytes = bytes_per_value * 2 * own_kv  # of a token in a layer, on one rank
+    stages = balanced(
+        [per_layer] * config.num_layers, num_stages, last_bytes=logits, name=config.architecture
+    )
+    found = []
+    for number, layers in enumerate(stages):
+        own = of_layers(groups, layers)[0]
+        has_head = number == len(stages) - 1
+        sums = None
+        if link is not None and num_ranks > 1:
+            sums = Sums(
+                link, num_ranks, 2 * len(layers), bytes_per_value * config.hidden_size, 4 * config.vocab_size * has_head
+            )
+        found.append(
+            RooflineStepModel(
+                weight_bytes=bytes_per_value * (len(layers) * per_layer + logits * has_head) // num_ranks,
+                kv_bytes_per_token=kv_bytes * len(layers),
+                kv_bytes_per_block_token=kv_bytes * (len(own.layers) + own.num_padding),
+                flops_per_token=2 * len(layers) * per_layer / num_ranks,
+                flops_per_pair=4 * len(layers) * heads / num_ranks,
+                flops_per_logits_row=2 * logits * has_head / num_ranks,
+                rates=rates,
+                overhead_s=overhead_s,
+                sums=sums,
+            )
+        )
+    return found
+
+
+def pipeline_of(config: ModelConfig, stages: list[RooflineStepModel], link: Link, bytes_per_value: int = 2) -> Pipeline:
+    """Stages that hand hidden states on over a link."""
+    per_token = bytes_per_value * config.hidden_size
+    return Pipeline(tuple(stages), lambda features: link.send_s(per_token * features.tokens))
