@@ -84,7 +84,8 @@ def bench_parallel(
     expected: list[list[int]] | None = None
     environment: dict[str, Any] = {}
     for layout in layouts:
-        engine = _engine(arguments, layout, num_decodes)
+        own = {"max_num_seqs": max(16, num_decodes), "enable_prefix_caching": False, "seed": 0}
+        engine = engine_in(layout, {**arguments, **own})
         try:
             vocab_size = engine.info.vocab_size
             prompts = random_prompts(num_prompts, input_len, vocab_size, seed=1)
@@ -109,12 +110,12 @@ def bench_parallel(
     return report
 
 
-def _engine(arguments: Mapping[str, Any], layout: Layout, num_decodes: int) -> Engine:
+def engine_in(layout: Layout, arguments: Mapping[str, Any]) -> Engine:
+    """An engine over a model that is split so."""
     from runtime.engine.config import EngineConfig
     from runtime.engine.make_engine import engine_of
 
-    own = {"max_num_seqs": max(16, num_decodes), "enable_prefix_caching": False, "seed": 0}
-    settings = {**arguments, **own}
+    settings = dict(arguments)
     model = settings.pop("model", None)
     config = EngineConfig(
         **settings, pipeline_parallel_size=layout.num_stages, tensor_parallel_size=layout.num_ranks

@@ -49,6 +49,7 @@ from runtime.progress import SILENT, Reporter
 from runtime.text.load import load_tokenizer
 
 if TYPE_CHECKING:  # brings processes, which a model in one piece does without
+    from runtime.engine.process.wire import RemoteRank
     from runtime.engine.ranks.group import RankGroup
     from runtime.engine.ranks.messages import Loaded
 
@@ -74,11 +75,13 @@ def build_engine(
 
 
 def engine_of(
-    model: str | Path | None, config: EngineConfig, reporter: Reporter = SILENT, *, most_open_steps: int | None = None
-) -> Engine:
+    model: str | Path | None, config: EngineConfig, reporter: Reporter = SILENT, *,
+    most_open_steps: int | None = None, remote_ranks: Sequence[RemoteRank] = (),
+) -> Engine:  # fmt: skip
     """Resolve the model (None: the bundled one), load it, size and allocate its KV cache; the reporter shows it.
 
-    ``most_open_steps`` of a model in stages; None: `EngineConfig.most_open_steps`.
+    ``most_open_steps`` of a model in stages; None: `EngineConfig.most_open_steps`. ``remote_ranks``: ranks 1 and
+    following, which wait for this one; without them they are processes of this machine, and started here.
 
     Raises ``ModelLoadError``, ``DeviceError``, ``RequestError``, ``OutOfMemoryError``.
     """
@@ -90,7 +93,7 @@ def engine_of(
 
     layers = layers_of_stages(folder, config)
     declare_model(folder, load_format="dummy", max_model_len=None, **declared_settings(config, layers))
-    ranks = RankGroup(folder, config)
+    ranks = RankGroup(folder, config, remote_ranks)
     try:
         loaded = loaded_model(folder, config, reporter, ranks.communicator)
         return engine_over(
@@ -124,7 +127,8 @@ def declared_rank(config: EngineConfig) -> tuple[Communicator | None, Pipeline |
     """Which rank and stage a model is declared for, where it is split: the first ones; all ranks of a stage have as
     many bytes. Raises ``RequestError``."""
     num_ranks, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
-    if config.num_ranks > 1 and (device := Device.parse(config.device)).kind == "cuda":
+    is_here = config.distributed_executor_backend == "mp"  # else each rank's machine has its own
+    if config.num_ranks > 1 and is_here and (device := Device.parse(config.device)).kind == "cuda":
         from runtime.engine.ranks.joining import device_of_rank
 
         name = "tensor_parallel_size" if num_ranks > 1 else "pipeline_parallel_size"

@@ -1,39 +1,36 @@
-"""What Ray runs on a node: an actor that has an engine's process beside it, and ends with it.
+"""What Ray runs on a node: an actor that has a process beside it, an engine's or one of its ranks', and ends with it.
 
-The process is the one that a server starts on its own machine; its socket leads to the server, over TCP. The actor only
-connects it and holds it: when the actor is killed, so is the process.
+The processes are those that a server, or an engine, starts on its own machine; their sockets lead there over TCP. The
+actor only connects them and holds them: when the actor is killed, so is the process.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 
 from runtime.engine.process.child import how_it_ended, spawn
-from runtime.parallel.handshake import join
-
-KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 4))
-"""A machine that has gone is noticed after 13 s."""
-SILENT_MS = 15_000
-
-
-def watch_connection(connection: socket.socket) -> None:
-    """Has the kernel end a connection whose other machine has gone without a word."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in KEEPALIVE:
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_MS)
+from runtime.engine.process.handshake import Listener, join, watch_connection
 
 
 class EngineActor:
-    """One engine's process on this node."""
+    """One process on this node."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._listener: Listener | None = None
+
+    def place(self) -> tuple[str, list[str]]:
+        """This node's address, and the GPUs that Ray gives the actor."""
+        import ray
+
+        return ray.util.get_node_ip_address(), [str(number) for number in ray.get_gpu_ids()]
+
+    def show_gpus(self, numbers: Sequence[str]) -> None:
+        """Those that the process will see: of all of an engine's ranks on this node, as NCCL wants it."""
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(numbers)
 
     def start(self, host: str, port: int, secret: bytes, command: Sequence[str]) -> tuple[int, list[int]]:
         """Connect a new process to the server; its id, and the processors of this node that it may use. Raises
@@ -43,6 +40,21 @@ class EngineActor:
         with connection:
             self._process = spawn(command, connection.fileno())
         return self._process.pid, sorted(os.sched_getaffinity(0))
+
+    def listen(self, host: str, secret: bytes) -> int:
+        """The port on which a rank waits for its engine. Raises ``OSError``."""
+        self._listener = Listener(host, secret)
+        return self._listener.port
+
+    def start_rank(self, command: Sequence[str], timeout_s: float) -> int:
+        """Give the connection of the engine, once it is there, to a new process; its id. Raises ``HandshakeError``,
+        ``OSError``."""
+        assert self._listener is not None, "nothing listens"
+        connection, _ = self._listener.wait(timeout_s)
+        watch_connection(connection)
+        with connection:
+            self._process = spawn(command, connection.fileno())
+        return self._process.pid
 
     def wait(self, timeout_s: float) -> str:
         """How the process ended; it is killed when that takes longer."""

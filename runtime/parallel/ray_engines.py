@@ -1,15 +1,21 @@
 """Engines on the nodes of a Ray cluster.
 
-Ray places them (a placement group, packed, with a bundle for each engine and all of its ranks, so that these are on one
-node), and starts an actor for each that starts its process. All else is as on one machine: frames over a socket, whose
-other side has proven to know a secret, and a supervisor that has Ray start the next actor when one ends.
+Ray places them (a placement group, packed) and starts an actor for each that starts its process. All else is as on
+one machine: frames over a socket, whose other side has proven to know a secret, and a supervisor that has Ray start the
+next actor when one ends.
+
+On GPUs each rank has a bundle and an actor of its own, on any node: rank 0's process is the engine, which connects to
+the others' by addresses and secrets that come with its first message; what they compute they tell each other by NCCL.
+On the cpu ranks share memory, so that an engine's bundle has room for all of them.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
+import socket
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,10 +25,11 @@ import msgspec
 from runtime.engine.config import EngineConfig
 from runtime.engine.messages import RequestTimes, StepView
 from runtime.engine.process.child import COMMAND, EXIT_TIMEOUT_S, EngineConnection
-from runtime.engine.process.wire import FromEngine, Outputs, Pulse, Start, frame
+from runtime.engine.process.handshake import SECRET_BYTES, TIMEOUT_S, Listener, watch_connection
+from runtime.engine.process.wire import FromEngine, Outputs, Pulse, RemoteRank, Start, frame
 from runtime.errors import XservError
-from runtime.parallel.handshake import SECRET_BYTES, TIMEOUT_S, Listener
-from runtime.parallel.ray_actor import EngineActor, watch_connection
+from runtime.own_packages import python_module
+from runtime.parallel.ray_actor import EngineActor
 from runtime.parallel.shares import cores_of
 
 if TYPE_CHECKING:
@@ -30,9 +37,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("xserv.engine")
 
+RANK_COMMAND = python_module("runtime.engine.ranks.main")
+"""What Python runs in the processes of ranks."""
 PLACEMENT_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 120.0
 """For Ray to start an actor, which may have to import this package first."""
+RANK_TIMEOUT_S = 3600.0
+"""For an engine to connect to its ranks, before which it may have to compile; if it ends, they are ended."""
 
 
 class RayError(XservError):
@@ -60,35 +71,37 @@ class RayEngines:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        bundle = _bundle(self._config, _has_gpus(self._config.device))
-        options: dict[str, Any] = {
-            "num_cpus": bundle["CPU"],
-            "num_gpus": bundle.get("GPU", 0),
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=engine),
-        }
+        has_gpus = _has_gpus(self._config.device)
+        bundle, num_parts = _bundle(self._config, has_gpus), _num_parts(self._config, has_gpus)
+        options: dict[str, Any] = {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0)}
         secret = secrets.token_bytes(SECRET_BYTES)
         host = ray.util.get_node_ip_address()
         listener = Listener(host, secret)
-        actor: Any = None
+        actors: list[Any] = []
         try:
-            actor = ray.remote(EngineActor).options(**options).remote()
-            started = actor.start.remote(host, listener.port, secret, list(self._command))
+            for part in range(num_parts):
+                strategy = PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=engine * num_parts + part
+                )
+                actors.append(ray.remote(EngineActor).options(**options, scheduling_strategy=strategy).remote())
+            if num_parts > 1:
+                start = _with_ranks(start, actors, has_gpus)
+            started = actors[0].start.remote(host, listener.port, secret, list(self._command))
             pid, cores = ray.get(started, timeout=START_TIMEOUT_S)
             connection, offset_s = listener.wait(TIMEOUT_S)
         except BaseException as error:
             listener.close()
-            if actor is not None:
-                with suppress(Exception):
-                    ray.kill(actor)
+            _kill(actors)
             if isinstance(error, (ray.exceptions.RayError, TimeoutError)):
                 raise RayError(f"Ray could not start engine {engine}: {_first_line(error)}") from error
             raise
-        place, count = self._place_on_node(engine, group)
-        if "GPU" in bundle:  # Ray shows the process its own alone
-            start = msgspec.structs.replace(start, config=replace(start.config, device="cuda"))
-        else:
-            start = msgspec.structs.replace(start, cores=list(cores_of(place, count, cores)))
-        return RayEngine(actor, connection, offset_s, pid, start)
+        if num_parts == 1:
+            if has_gpus:  # Ray shows the process its own alone
+                start = msgspec.structs.replace(start, config=replace(start.config, device="cuda"))
+            else:
+                place, count = self._place_on_node(engine, group)
+                start = msgspec.structs.replace(start, cores=list(cores_of(place, count, cores)))
+        return RayEngine(actors, connection, offset_s, pid, start)
 
     def close(self) -> None:
         """Give the places back. The engines have been closed. May be called again."""
@@ -122,18 +135,19 @@ class RayEngines:
             except (ConnectionError, ValueError, RuntimeError) as error:
                 raise RayError(f"no Ray cluster is at {self._address!r}: {_first_line(error)}") from error
             self._has_connected = True
-        bundle = _bundle(self._config, _has_gpus(self._config.device))
+        has_gpus = _has_gpus(self._config.device)
+        bundle, num_parts = _bundle(self._config, has_gpus), _num_parts(self._config, has_gpus)
         count = self._config.data_parallel_size
-        group = ray.util.placement_group([dict(bundle) for _ in range(count)], strategy="PACK")
+        group = ray.util.placement_group([dict(bundle) for _ in range(count * num_parts)], strategy="PACK")
         if not group.wait(PLACEMENT_TIMEOUT_S):
             nodes = [each["Resources"] for each in ray.nodes() if each["Alive"]]
             shown = [{name: each.get(name, 0) for name in bundle} for each in nodes]
             ray.util.remove_placement_group(group)
-            raise RayError(
-                f"Ray has no room for {count} engines of {bundle} each, all of an engine's ranks on one node; its "
-                f"nodes have {shown}"
-            )
-        logger.info("Ray has placed %d engines of %s", count, bundle)
+            each = f"{bundle} each, all of an engine's ranks on one node"
+            if num_parts > 1:
+                each = f"{num_parts} ranks of {bundle} each"
+            raise RayError(f"Ray has no room for {count} engines of {each}; its nodes have {shown}")
+        logger.info("Ray has placed %d engines of %d parts of %s", count, num_parts, bundle)
         return group
 
     def _place_on_node(self, engine: int, group: PlacementGroup) -> tuple[int, int]:
@@ -146,12 +160,15 @@ class RayEngines:
 
 
 class RayEngine(EngineConnection):
-    """See ``RunningEngine``: an actor's process. Its times are told in this machine's."""
+    """See ``RunningEngine``: the process of the first of these actors, whose ranks the others have. Its times are told
+    in this machine's."""
 
-    def __init__(self, actor: Any, connection: Any, clock_offset_s: float, pid: int, start: Start) -> None:
+    def __init__(
+        self, actors: Sequence[Any], connection: socket.socket, clock_offset_s: float, pid: int, start: Start
+    ) -> None:
         watch_connection(connection)
         super().__init__(connection)
-        self._actor = actor
+        self._actors = tuple(actors)
         self.clock_offset_s = clock_offset_s
         self.pid = pid
         self.send(frame(start))
@@ -163,10 +180,7 @@ class RayEngine(EngineConnection):
 
     def kill(self) -> None:
         """See ``RunningEngine.kill``."""
-        import ray
-
-        with suppress(Exception):  # it has gone, or Ray has
-            ray.kill(self._actor)
+        _kill(self._actors)
 
     def end(self) -> str:
         """See ``RunningEngine.end``."""
@@ -174,7 +188,7 @@ class RayEngine(EngineConnection):
 
         self.close()
         try:
-            how: str = ray.get(self._actor.wait.remote(EXIT_TIMEOUT_S), timeout=2 * EXIT_TIMEOUT_S)
+            how: str = ray.get(self._actors[0].wait.remote(EXIT_TIMEOUT_S), timeout=2 * EXIT_TIMEOUT_S)
         except Exception as error:  # whatever Ray has to say: it ends now
             how = f"has lost its actor: {_first_line(error)}"
         self.kill()
@@ -211,10 +225,49 @@ def _shifted(times: RequestTimes, offset_s: float) -> RequestTimes:
     )
 
 
+def _with_ranks(start: Start, actors: Sequence[Any], has_gpus: bool) -> Start:
+    """The first message of an engine whose ranks these actors have: where each waits, and its device there. Raises
+    Ray's errors."""
+    import ray
+
+    places = ray.get([actor.place.remote() for actor in actors], timeout=START_TIMEOUT_S)
+    devices = [start.config.device] * len(actors)
+    if has_gpus:
+        seen = {host: [gpu for other, gpus in places if other == host for gpu in gpus] for host, _ in places}
+        devices = [f"cuda:{seen[host].index(gpus[0])}" for host, gpus in places]
+        ray.get([actor.show_gpus.remote(seen[host]) for actor, (host, _) in zip(actors, places)])
+    known = [secrets.token_bytes(SECRET_BYTES) for _ in actors[1:]]
+    listening = [
+        actor.listen.remote(host, secret) for actor, (host, _), secret in zip(actors[1:], places[1:], known)
+    ]
+    ports = ray.get(listening, timeout=START_TIMEOUT_S)
+    for actor in actors[1:]:
+        actor.start_rank.remote(list(RANK_COMMAND), RANK_TIMEOUT_S)  # which waits for the engine
+    remote = [
+        RemoteRank(host, port, secret, device)
+        for (host, _), port, secret, device in zip(places[1:], ports, known, devices[1:])
+    ]
+    return msgspec.structs.replace(start, config=replace(start.config, device=devices[0]), remote_ranks=remote)
+
+
+def _kill(actors: Sequence[Any]) -> None:
+    import ray
+
+    for actor in actors:
+        with suppress(Exception):  # it has gone, or Ray has
+            ray.kill(actor)
+
+
+def _num_parts(config: EngineConfig, has_gpus: bool) -> int:
+    """Bundles of an engine: its ranks, but on the cpu, where these share memory."""
+    return config.num_ranks if has_gpus or config.device.startswith("emulated") else 1
+
+
 def _bundle(config: EngineConfig, has_gpus: bool) -> dict[str, float]:
-    """What an engine with all of its ranks asks a node for."""
-    num_ranks = config.num_ranks
-    return {"CPU": 1, "GPU": num_ranks} if has_gpus else {"CPU": num_ranks}
+    """What an engine with all of its ranks asks a node for; on GPUs what each rank asks for."""
+    if _num_parts(config, has_gpus) == config.num_ranks:
+        return {"CPU": 1, "GPU": 1} if has_gpus else {"CPU": 1}
+    return {"CPU": config.num_ranks}
 
 
 def _has_gpus(device: str) -> bool:

@@ -111,7 +111,7 @@ def run_burst(
         for index, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
     ]
     records: list[RequestRecord] = []
-    all_finished = threading.Event()
+    all_finished, lock = threading.Event(), threading.Lock()
     num_open = len(requests)
 
     def sink_of(record: RequestRecord) -> Callable[[EngineOutput], None]:
@@ -122,9 +122,10 @@ def run_burst(
             record.token_times_s.extend([now] * len(output.new_token_ids))
             if output.finish_reason is not None:
                 record.finish_reason, record.error = output.finish_reason, output.error
-                num_open -= 1  # sinks are called on the engine's thread alone
-                if num_open == 0:
-                    all_finished.set()
+                with lock:  # several engines have a thread each
+                    num_open -= 1
+                    if num_open == 0:
+                        all_finished.set()
 
         return sink
 

@@ -123,7 +123,7 @@ class ProcessServer:
         compile_ahead(start.model, start.config, reporter)
         from runtime.engine.make_engine import engine_of  # wakes the kernels
 
-        engine = engine_of(start.model, start.config, reporter)
+        engine = engine_of(start.model, start.config, reporter, remote_ranks=start.remote_ranks)
         if start.routing_secret is not None:
             engine.publish_blocks(start.routing_secret)
         return engine

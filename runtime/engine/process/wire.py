@@ -39,10 +39,21 @@ class WireError(XservError):
 # To the engine
 
 
+class RemoteRank(msgspec.Struct, frozen=True):
+    """A rank of a split model that is started elsewhere: where it waits for its engine, the secret that both know, and
+    its device there."""
+
+    host: str
+    port: int
+    secret: bytes
+    device: str
+
+
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The first message: ``engine_of``'s arguments. ``log_level``: log lines from it on are sent back;
     ``hang_timeout_s``: an engine that has work and gets nowhere for so long gives up; ``cores``: the processors that it
-    keeps to, all if there are none; ``routing_secret``: what its blocks hold is told, by digests that this keys."""
+    keeps to, all if there are none; ``routing_secret``: what its blocks hold is told, by digests that this keys;
+    ``remote_ranks``: those from 1 on, where the engine does not start them itself."""
 
     model: str | None
     config: EngineConfig
@@ -50,6 +61,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     hang_timeout_s: float
     cores: list[int] = []
     routing_secret: bytes | None = None
+    remote_ranks: list[RemoteRank] = []
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

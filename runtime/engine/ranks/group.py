@@ -1,4 +1,5 @@
-"""The ranks of a model that are processes, as their driver sees them, which is rank 0 itself."""
+"""The ranks of a model that are processes, as their driver sees them, which is rank 0 itself. It starts them, or, where
+they have GPUs on other machines, connects to them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ from numba_kernels.cpu.running import pool
 from runtime.communicator import CommunicatorError, RankCommunicator
 from runtime.device.device import Device
 from runtime.engine.config import EngineConfig, EngineLimits
-from runtime.engine.process.wire import SOCKET_BUFFER_BYTES, FrameReader, WaitingWriter
+from runtime.engine.process.handshake import join as meet
+from runtime.engine.process.handshake import watch_connection
+from runtime.engine.process.wire import SOCKET_BUFFER_BYTES, FrameReader, RemoteRank, WaitingWriter
 from runtime.engine.process.wire_errors import error_of
 from runtime.engine.ranks.joining import Shape, device_of_rank, forget_unique_ids, join, new_memory, new_unique_ids
 from runtime.engine.ranks.messages import (
@@ -60,8 +63,9 @@ class RankGroup:
     communicator  rank 0's
     """
 
-    def __init__(self, folder: Path, config: EngineConfig) -> None:
-        """Starts the processes and waits until all have joined. Raises CommunicatorError, and what a rank raised."""
+    def __init__(self, folder: Path, config: EngineConfig, remote: Sequence[RemoteRank] = ()) -> None:
+        """Starts the processes, or connects to those that are started elsewhere, and waits until all have joined.
+        Raises CommunicatorError, HandshakeError, OSError, and what a rank raised."""
         self.shape = Shape(config.tensor_parallel_size, config.pipeline_parallel_size)
         num_ranks = self.shape.count
         device = Device.parse(config.device)
@@ -76,11 +80,16 @@ class RankGroup:
             pool.limit_threads(threads)
             for rank in range(1, num_ranks):
                 mine = cores[rank * threads : (rank + 1) * threads] if len(cores) >= num_ranks * threads else []
-                self._ranks.append(_Rank(rank, memory))
+                own = device_of_rank(device, rank).type
+                if remote:
+                    own, mine = remote[rank - 1].device, []
+                    self._ranks.append(_Rank(rank, _connected(remote[rank - 1])))
+                else:
+                    self._ranks.append(_Rank(rank, *_started(memory)))
                 self._ranks[-1].send(
                     frame(
                         Load(
-                            folder=str(folder), config=replace(config, device=device_of_rank(device, rank).type),
+                            folder=str(folder), config=replace(config, device=own),
                             number=rank, num_ranks=self.shape.num_ranks, num_stages=self.shape.num_stages,
                             unique_ids=unique_ids, cores=mine, threads=threads,
                             log_level=logger.getEffectiveLevel(),
@@ -156,8 +165,8 @@ class RankGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes, in the order of ranks from 1 on."""
-        return [rank.process.pid for rank in self._ranks]
+        """Of the processes that this one has started, in the order of ranks from 1 on."""
+        return [rank.process.pid for rank in self._ranks if rank.process is not None]
 
     def expect_end(self) -> None:
         """From now on the end of a rank is nothing to tell of."""
@@ -174,24 +183,41 @@ class RankGroup:
         pool.limit_threads(pool.NUM_THREADS)
 
 
-class _Rank:
-    """A process, and the thread that hears of its end."""
+def _started(memory: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """A process of this machine, which shares the memory, and the socket to it."""
+    connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with theirs:
+        for each in (connection, theirs):
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-P", *COMMAND, "--fd", str(theirs.fileno()), "--memory", str(memory)],
+                stdin=subprocess.DEVNULL, stdout=2, pass_fds=(theirs.fileno(), memory),
+            )  # fmt: skip
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    return connection, process
 
-    def __init__(self, rank: int, memory: int) -> None:
-        self._rank = rank
+
+def _connected(remote: RemoteRank) -> socket.socket:
+    """A connection to a rank that waits for it. Raises HandshakeError, OSError."""
+    connection = meet(remote.host, remote.port, remote.secret)
+    watch_connection(connection)
+    return connection
+
+
+class _Rank:
+    """A rank, and the thread that hears of its end. ``process``: None: somebody else has started it."""
+
+    def __init__(
+        self, rank: int, connection: socket.socket, process: subprocess.Popen[bytes] | None = None
+    ) -> None:
+        self._rank, self._connection, self.process = rank, connection, process
         self._communicator: RankCommunicator | None = None
-        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            for each in (self._connection, theirs):
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-            blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-            try:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-P", *COMMAND, "--fd", str(theirs.fileno()), "--memory", str(memory)],
-                    stdin=subprocess.DEVNULL, stdout=2, pass_fds=(theirs.fileno(), memory),
-                )  # fmt: skip
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         self._reader, self._writer = FrameReader(self._connection), WaitingWriter(self._connection)
         self._condition = threading.Condition()
         self._answers: list[FromRank] = []
@@ -241,11 +267,12 @@ class _Rank:
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def end(self, until: float) -> None:
-        try:
-            self.process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        if self.process is not None:
+            try:
+                self.process.wait(max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
         self._thread.join()
         self._connection.close()
 

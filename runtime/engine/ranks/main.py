@@ -1,9 +1,10 @@
 """The process of a rank: it loads its part of a model, and does what the driver does, at the same time.
 
-    python -m runtime.engine.ranks.main --fd N --memory M
+    python -m runtime.engine.ranks.main --fd N [--memory M]
 
-N is a socket to the driver, M the memory that the ranks share. It ends when the driver closes the socket or ends, and
-with the first error of its own, of which it tells the driver and the other ranks.
+N is a socket to the driver, M the memory that the ranks share; without it the driver is on another machine, and each
+rank has such memory to itself: of another's end it hears by the socket. It ends when the driver closes the socket or
+ends, and with the first error of its own, of which it tells the driver and the other ranks.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ EXIT_FAILED = 1
 class RankProcess:
     """One rank of a model."""
 
-    def __init__(self, connection: socket.socket, memory: int) -> None:
+    def __init__(self, connection: socket.socket, memory: int | None) -> None:
         self._reader = FrameReader(connection)
         self._writer = WaitingWriter(connection)
         self._memory = memory
@@ -147,10 +148,11 @@ class RankProcess:
 
         from runtime.device.device import Device
         from runtime.engine.make_engine import executor_over, free_memory_bytes, loaded_model
-        from runtime.engine.ranks.joining import Shape, join
+        from runtime.engine.ranks.joining import Shape, join, new_memory
 
         device, shape = Device.parse(load.config.device), Shape(load.num_ranks, load.num_stages)
-        communicator = join(device, self._memory, load.unique_ids, load.number, shape)
+        memory = new_memory(device, shape) if self._memory is None else self._memory
+        communicator = join(device, memory, load.unique_ids, load.number, shape)
         self._communicator = communicator
         folder = Path(load.folder)
         model = loaded_model(folder, load.config, communicator=communicator)
@@ -216,10 +218,11 @@ def main() -> NoReturn:
     faulthandler.enable()
     parser = argparse.ArgumentParser(description="A rank of a split model; started by an engine.")
     parser.add_argument("--fd", type=int, required=True, help="the inherited socket")
-    parser.add_argument("--memory", type=int, required=True, help="the inherited memory")
+    parser.add_argument("--memory", type=int, help="the inherited memory")
     given = parser.parse_args()
     for descriptor in (given.fd, given.memory):
-        os.set_inheritable(descriptor, False)
+        if descriptor is not None:
+            os.set_inheritable(descriptor, False)
     RankProcess(socket.socket(fileno=given.fd), given.memory).run()
 
 

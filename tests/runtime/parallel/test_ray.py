@@ -4,8 +4,11 @@ application, asked through the SDK, from one replica to two."""
 from __future__ import annotations
 
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -14,8 +17,10 @@ from openai import OpenAI
 
 from runtime.engine.config import EngineConfig
 from runtime.engine.process.supervision import Supervision
+from runtime.engine.process.wire import Start
 from runtime.parallel.fleet import Fleet
-from runtime.parallel.ray_engines import RayEngines, RayError
+from runtime.parallel.ray_engines import RayEngines, RayError, _with_ranks
+from tests.models.folders import load_golden, write_model
 from tests.runtime.engine.process.test_process_faults import LIGHT, Sink, is_gone, request
 from tests.waiting import TIMEOUT_S, wait_until
 
@@ -60,7 +65,7 @@ def test_engines_are_placed_and_started_again_when_their_actor_is_killed(cluster
         for i, sink in enumerate(sinks):
             fleet.submit(request(f"r{i}", [i], max_tokens=20 if i % 2 else 40_000), sink)
         assert all(sink.started.wait(TIMEOUT_S) for sink in sinks)
-        ray.kill(fleet.engines[0]._process._actor)
+        ray.kill(fleet.engines[0]._process._actors[0])
         assert [sink.reasons() for sink in sinks] == [["error"], ["length"], ["error"], ["length"]]
         assert sinks[0].outputs[-1].engine_died
         wait_until(lambda: is_gone(before[0] or 0))
@@ -78,6 +83,118 @@ def test_engines_are_placed_and_started_again_when_their_actor_is_killed(cluster
         fleet.close()
     wait_until(lambda: all(pid is None or is_gone(pid) for pid in pids))
     wait_until(lambda: ray.util.placement_group_table(group)["state"] == "REMOVED")
+
+
+@pytest.mark.emulator
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("split", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+def test_ranks_of_one_engine_on_two_nodes(cluster: Any, split: dict[str, int], tmp_path: Path) -> None:
+    """An actor a rank, each on a node of its own: the tokens are those of transformers; a rank that is killed, and a
+    connection that is lost, end all ranks, and the engine is started again."""
+    golden = load_golden("qwen2_tied")
+    model = str(write_model(tmp_path, golden))
+    settings: Any = {
+        "device": "emulated:sm_90a", "dtype": "float32", "max_model_len": 64, "num_blocks": 16, "seed": 0,
+        "distributed_executor_backend": "ray", **split,
+    }  # fmt: skip
+    places = RayEngines(EngineConfig(**settings), cluster.address)
+    fleet = Fleet(model, places=places, supervision=Supervision(first_delay_s=0.05, healthy_s=0.0), **settings)
+
+    def ask(name: str, max_tokens: int) -> Sink:
+        sink, ids = Sink(), list(golden.prompt_ids)
+        fleet.submit(request(name, ids, max_tokens=max_tokens, temperature=0.0, ignore_eos=True), sink)
+        return sink
+
+    try:
+        nodes = ray.util.placement_group_table(places._group)["bundles_to_node_id"]
+        assert len(nodes) == len(set(nodes.values())) == 2, "a rank on each node"
+        expected = golden.greedy_ids["float32"][:6]
+        assert ask("first", 6).token_ids() == expected
+        for number, end in enumerate((_kill_second_rank, _break_ranks_connection)):
+            [client] = fleet.engines
+            before = client.pid
+            ranks = rank_processes()
+            assert len(ranks) == 1
+            sink = ask(f"long {number}", 40)
+            assert sink.started.wait(TIMEOUT_S)
+            begun = time.monotonic()
+            end(client)
+            assert sink.reasons() == ["error"]
+            assert time.monotonic() - begun < 5.0
+            wait_until(lambda: client.state == "ready" and client.pid != before)  # noqa: B023
+            assert ask(f"after {number}", 6).token_ids() == expected
+            assert is_gone(before or 0)
+            assert all(is_gone(pid) for pid in ranks)
+    finally:
+        fleet.close()
+    wait_until(lambda: not rank_processes())
+
+
+def _kill_second_rank(client: Any) -> None:
+    ray.kill(client._process._actors[1])
+
+
+def _break_ranks_connection(client: Any) -> None:
+    """What is left of it when a network between two nodes goes: neither side is told by the other's end."""
+    [rank] = rank_processes()
+    [connection] = [each for each in psutil.Process(rank).net_connections() if each.status == "ESTABLISHED"]
+    subprocess.run(
+        ["ss", "-K", "dst", connection.raddr.ip, "dport", "=", str(connection.raddr.port)], check=True,
+        stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def rank_processes() -> list[int]:
+    """Of this machine."""
+    return [
+        process.pid
+        for process in psutil.process_iter(["cmdline"])
+        if any("runtime.engine.ranks.main" in each for each in process.info["cmdline"] or ())
+        and not is_gone(process.pid)
+    ]
+
+
+def test_each_rank_is_shown_the_gpus_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three ranks on two nodes: NCCL wants all of a node's to be seen by each."""
+    import ray
+
+    made = [FakeActor(host, gpus) for host, gpus in (("10.0.0.1", ["2"]), ("10.0.0.2", ["0"]), ("10.0.0.1", ["5"]))]
+    monkeypatch.setattr(ray, "get", lambda result, timeout=None: result)
+    start = Start(model=None, config=EngineConfig(device="auto"), log_level=0, hang_timeout_s=1.0)
+    found = _with_ranks(start, made, True)
+    assert [actor.shown for actor in made] == [["2", "5"], ["0"], ["2", "5"]]
+    assert found.config.device == "cuda:0"
+    assert [(rank.host, rank.port, rank.device) for rank in found.remote_ranks] == [
+        ("10.0.0.2", 1234, "cuda:0"), ("10.0.0.1", 1234, "cuda:1")
+    ]  # fmt: skip
+    assert [rank.secret for rank in found.remote_ranks] == [actor.secret for actor in made[1:]]
+    assert len({rank.secret for rank in found.remote_ranks}) == 2
+    assert [actor.is_started for actor in made] == [False, True, True]
+
+
+class FakeActor:
+    """Whose methods run at once, in this process."""
+
+    def __init__(self, host: str, gpus: list[str]) -> None:
+        self.shown, self.secret, self.is_started = list[str](), b"", False
+        self._where = host, gpus
+
+    def __getattr__(self, name: str) -> Any:
+        return SimpleNamespace(remote=getattr(self, f"now_{name}"))
+
+    def now_place(self) -> tuple[str, list[str]]:
+        return self._where
+
+    def now_show_gpus(self, numbers: list[str]) -> None:
+        self.shown = numbers
+
+    def now_listen(self, host: str, secret: bytes) -> int:
+        assert host == self._where[0]
+        self.secret = secret
+        return 1234
+
+    def now_start_rank(self, command: list[str], timeout_s: float) -> None:
+        self.is_started = True
 
 
 def test_what_has_no_room_is_refused(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from runtime.parallel import handshake
-from runtime.parallel.handshake import MAGIC, HandshakeError, Listener, join
+from runtime.engine.process import handshake
+from runtime.engine.process.handshake import MAGIC, HandshakeError, Listener, join
 
 SECRET = b"s" * 32
 
