@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -22,7 +23,7 @@ from models.model_files import open_model
 from models.quantized.on_load import RoundedSource
 from models.quantized.scheme import read_quantization
 from models.stacked import take_apart
-from models.stages import balanced
+from models.stages import balanced, counted
 from runtime.dtype import float32
 from runtime.errors import InvalidArgumentError
 from runtime.linear.kept import kept_format
@@ -137,11 +138,16 @@ def declare_model(
 
 
 def stages_of(
-    folder: str | Path, num_stages: int, *, load_format: LoadFormat = "auto", **settings: Unpack[LoadSettings]
-) -> tuple[range, ...]:
-    """The layers that each of so many stages has. Raises `ConfigError` where there are not enough, and as
-    `declare_model`."""
+    folder: str | Path, num_stages: int, counts: Sequence[int] = (), *, load_format: LoadFormat = "auto",
+    **settings: Unpack[LoadSettings],
+) -> tuple[range, ...]:  # fmt: skip
+    """The layers that each of so many stages has: `counts` of them, or so that all read as many bytes. Raises
+    `ConfigError` where there are not as many, and as `declare_model`."""
     whole = declare_model(folder, load_format=load_format, **settings)
+    if counts:
+        return counted(
+            counts, len(whole.layer_bytes), least_first=whole.least_first_layers, name=whole.config.architecture
+        )
     return balanced(
         whole.layer_bytes, num_stages, last_bytes=whole.lm_head.weight.size_bytes,
         least_first=whole.least_first_layers, name=whole.config.architecture,

@@ -1,7 +1,8 @@
 """Which layers of a model each stage of a pipeline has: neighbours, so that the stages read as many bytes in a step.
 
 A step reads each layer's weights, and those of the output head in the last stage. Of the table of embeddings it looks
-up a few rows, so that the table does not count.
+up a few rows, so that the table does not count. Bytes are known before anything runs; what stages then take may say
+otherwise, and a user may say how many layers each has.
 """
 
 from __future__ import annotations
@@ -54,3 +55,32 @@ def balanced(
     largest, _ = best(None)
     _, ends = best(largest)
     return tuple(range(first, end) for first, end in zip((0, *ends), ends))
+
+
+def counted(counts: Sequence[int], num_layers: int, *, least_first: int = 1, name: str = "") -> tuple[range, ...]:
+    """Stages of so many layers. Raises `ConfigError` where these are not all layers, and each at least one, the first
+    at least `least_first`; `name` is the model's in it."""
+    shown = ", ".join(map(str, counts))
+    if sum(counts) != num_layers or min(counts) < 1:
+        raise ConfigError(f"{name}: stages of {shown} layers must have {num_layers} together, and each at least 1")
+    if counts[0] < least_first:
+        raise ConfigError(f"{name}: stages of {shown} layers: the first must have at least {least_first}")
+    ends = list(accumulate(counts))
+    return tuple(range(first, end) for first, end in zip((0, *ends), ends))
+
+
+def by_times(counts: Sequence[int], times: Sequence[int]) -> tuple[int, ...]:
+    """How many layers each stage should have for the slowest to be as fast as can be, where now each has so many and
+    takes so long.
+
+    A layer takes what the others of its stage do; those of the last stage, which also has the head, what the mean layer
+    of the others does, and what is left is the head's.
+    """
+    per_layer = [time / count for count, time in zip(counts, times, strict=True)]
+    mean = sum(times[:-1]) / sum(counts[:-1])
+    layers = [
+        max(1, round(mean if stage == len(counts) - 1 else per_layer[stage]))
+        for stage, count in enumerate(counts) for _ in range(count)
+    ]  # fmt: skip
+    head = max(0, round(times[-1] - mean * counts[-1]))
+    return tuple(len(own) for own in balanced(layers, len(counts), last_bytes=head))

@@ -133,6 +133,7 @@ ELSEWHERE = {
         "python -m tools.plot_attention MODEL PROMPT", "python -m tools.plot_timeline",
         "python -m tools.simulate", "xserv perplexity TEXT --model FOLDER [--quantization int8]",
         "python -m tools.simulate AzureLLMInferenceTrace_conv.csv --config qwen3-8b --gpu h200",
+        "xserv bench parallel --device cpu --replay mooncake_conversation.jsonl --length 0.02 --rate 20",
         "python -m tools.simulate AzureLLMInferenceTrace_conv.csv --config qwen3-8b --output-json azure.json",
     ),
     "many minutes of a quiet machine": (

@@ -9,6 +9,7 @@ a time, and as many as there are stages.
 from __future__ import annotations
 
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from models.stages import by_times
 from runtime.bench.environment import describe_engine
 from runtime.bench.load.prompts import random_prompts
 from runtime.bench.metrics import BenchmarkError, check_finite
@@ -81,6 +83,7 @@ def bench_parallel(
     of the model, too. Raises BenchmarkError where layouts give other tokens.
     """
     results: list[dict[str, Any]] = []
+    stages: list[dict[str, Any]] = []
     expected: list[list[int]] | None = None
     environment: dict[str, Any] = {}
     for layout in layouts:
@@ -102,9 +105,10 @@ def bench_parallel(
                     raise BenchmarkError(f"{layout.name}: other tokens than {layouts[0].name}")
                 for work, run in rounds if number else ():
                     results.append({"layout": layout.name, "work": work, **run})
+            stages += _stages(engine, layout, results)
         finally:
             engine.close()
-    report = {"results": results, "environment": environment}
+    report = {"results": results, "stages": stages, "environment": environment}
     for each in results:
         check_finite(each)
     return report
@@ -117,6 +121,9 @@ def engine_in(layout: Layout, arguments: Mapping[str, Any]) -> Engine:
 
     settings = dict(arguments)
     model = settings.pop("model", None)
+    layers = settings.pop("pipeline_layers", "")
+    if layers.count(",") + 1 == layout.num_stages > 1:  # those of other layouts are balanced
+        settings["pipeline_layers"] = layers
     config = EngineConfig(
         **settings, pipeline_parallel_size=layout.num_stages, tensor_parallel_size=layout.num_ranks
     )
@@ -136,21 +143,42 @@ def _run(engine: Engine, prompts: Sequence[list[int]], output_len: int) -> dict[
     tokens = [found[name] for name in names]
     if any(len(each) != output_len for each in tokens):
         raise BenchmarkError(f"answers of {sorted(map(len, tokens))} tokens, not of {output_len}")
-    idle = [
-        1.0 - (now.step_ns - then.step_ns - now.waited_ns + then.waited_ns) / 1e9 / seconds
+    computed = [
+        (now.step_ns - then.step_ns - now.waited_ns + then.waited_ns) / 1e9
         for then, now in zip(before, engine.executor.tallies(), strict=True)
     ]
+    idle = [1.0 - each / seconds for each in computed]
     count = sum(map(len, prompts)) if output_len == 1 else len(prompts) * output_len
     return {
         "tokens": tokens, "seconds": seconds, "tokens_per_s": count / seconds, "num_steps": num_steps,
-        "idle": idle, "driver_ms": 1e3 * (time.thread_time() - processor) / num_steps,
+        "idle": idle, "computed_s": computed, "driver_ms": 1e3 * (time.thread_time() - processor) / num_steps,
     }  # fmt: skip
+
+
+def _stages(engine: Engine, layout: Layout, results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """What each stage of the layout took in each work, and the layers by which all would take as long as each other;
+    nothing of a layout without stages."""
+    if layout.num_stages == 1:
+        return []
+    ranks = engine.info.ranks[:: layout.num_ranks]
+    counts = [rank.end_layer - rank.first_layer for rank in ranks]
+    found = []
+    for work in ("prompts", "decodes"):
+        runs = [each["computed_s"] for each in results if (each["layout"], each["work"]) == (layout.name, work)]
+        by_rank = [statistics.median(each) for each in zip(*runs, strict=True)]
+        seconds = [
+            max(by_rank[first : first + layout.num_ranks]) for first in range(0, len(by_rank), layout.num_ranks)
+        ]
+        better = by_times(counts, [round(1e9 * each) for each in seconds])
+        found.append(
+            {"layout": layout.name, "work": work, "layers": counts, "seconds": seconds, "by_time": list(better)}
+        )
+    return found
 
 
 def as_lines(report: Mapping[str, Any]) -> list[str]:
     """A row for each layout and work: medians, and the mean idle share of each rank."""
-    from statistics import fmean, median
-
+    fmean, median = statistics.fmean, statistics.median
     lines = [f"{'stages x ranks':<18}{'work':<10}{'tokens/s':>10}{'steps':>7}{'driver ms':>11}   idle, by rank"]
     rows = list(dict.fromkeys((each["layout"], each["work"]) for each in report["results"]))
     for layout, work in rows:
@@ -161,4 +189,9 @@ def as_lines(report: Mapping[str, Any]) -> list[str]:
             median(each[name] for each in runs) for name in ("tokens_per_s", "num_steps", "driver_ms")
         )
         lines.append(f"{layout:<18}{work:<10}{speed:>10.1f}{steps:>7.0f}{driver:>11.2f}   {idle or '-'}")
+    for each in report["stages"]:
+        layers, better = (",".join(map(str, each[name])) for name in ("layers", "by_time"))
+        seconds = ", ".join(f"{1e3 * second:.0f} ms" for second in each["seconds"])
+        advice = "as they should be" if layers == better else f"--pipeline-layers {better} would be more alike"
+        lines.append(f"{each['layout']:<18}{each['work']:<10}stages of {layers} layers took {seconds}: {advice}")
     return lines

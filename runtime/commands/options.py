@@ -170,6 +170,9 @@ class EngineOptions:
     pipeline_parallel_size: Annotated[
         int, typer.Option(help="Stages that have the layers one after another; each has the ranks of tensor parallel.")
     ] = _CONFIG.pipeline_parallel_size
+    pipeline_layers: Annotated[
+        str, typer.Option(help="Layers of each stage, by commas; default: so that all read as many bytes.")
+    ] = _CONFIG.pipeline_layers
     data_parallel_size: Annotated[
         int, typer.Option(help="Engines that share the requests, each a process with the whole model.")
     ] = _CONFIG.data_parallel_size

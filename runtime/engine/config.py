@@ -92,6 +92,7 @@ class EngineSettings(TypedDict, total=False):
     speculation_acceptance: SpeculationAcceptance
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    pipeline_layers: str
     data_parallel_size: int
     routing_policy: RoutingPolicy
     distributed_executor_backend: ExecutorBackend
@@ -169,6 +170,8 @@ class EngineConfig:
                             processors; which numbers a model can be split by, docs/parallel.md tells
     pipeline_parallel_size  stages that have the model's layers one after another, each of ``tensor_parallel_size``
                             ranks; as many steps are under way at once (docs/parallel.md)
+    pipeline_layers         how many layers each stage has, by commas; "": so that all read as many bytes. What takes as
+                            long in each, `bench parallel` says
     data_parallel_size      engines that share the requests, each a process with the whole model; those of a machine
                             share its processors and its memory
     routing_policy          which of them gets a request: the next one ("round-robin"), the one with the least to do
@@ -214,6 +217,7 @@ class EngineConfig:
     speculation_acceptance: SpeculationAcceptance = "exact"
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    pipeline_layers: str = ""
     data_parallel_size: int = 1
     routing_policy: RoutingPolicy = "prefix-aware"
     distributed_executor_backend: ExecutorBackend = "mp"
@@ -237,6 +241,16 @@ class EngineConfig:
                 f"all together must be at most {MOST_RANKS}",
                 param="pipeline_parallel_size",
             )
+        if self.pipeline_layers:
+            counts = self.pipeline_layers.split(",")
+            if len(counts) != self.pipeline_parallel_size or not all(
+                each.isascii() and each.isdigit() and int(each) for each in counts
+            ):
+                raise RequestError(
+                    f"pipeline_layers is {self.pipeline_layers!r:.80}, must be the layers of each of "
+                    f"pipeline_parallel_size={self.pipeline_parallel_size} stages, at least 1",
+                    param="pipeline_layers",
+                )
         check_one_of("routing_policy", self.routing_policy, get_args(RoutingPolicy))
         check_one_of("distributed_executor_backend", self.distributed_executor_backend, get_args(ExecutorBackend))
         for name in ("max_num_batched_tokens", "max_model_len", "num_blocks", "kv_cache_bytes", "prefill_chunk"):
@@ -352,6 +366,11 @@ class EngineConfig:
     @property
     def _split_by(self) -> str:
         return "tensor_parallel_size" if self.tensor_parallel_size > 1 else "pipeline_parallel_size"
+
+    @property
+    def stage_layers(self) -> tuple[int, ...]:
+        """``pipeline_layers`` as numbers."""
+        return tuple(int(each) for each in self.pipeline_layers.split(",")) if self.pipeline_layers else ()
 
     @property
     def most_open_steps(self) -> int:

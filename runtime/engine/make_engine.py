@@ -161,12 +161,13 @@ def load_settings(
 
 def layers_of_stages(folder: Path, config: EngineConfig) -> tuple[range, ...]:
     """The layers of each stage of the model in a folder, by its files' headers; where there is one stage, nothing.
-    Raises ``ConfigError`` where there are not enough layers."""
+    Raises ``ConfigError`` where there are not enough layers, or not as many as ``pipeline_layers`` has."""
     if config.pipeline_parallel_size == 1:
         return ()
     rank, _ = declared_rank(config)
     return stages_of(
-        folder, config.pipeline_parallel_size, load_format=config.load_format, **load_settings(config, rank)
+        folder, config.pipeline_parallel_size, config.stage_layers, load_format=config.load_format,
+        **load_settings(config, rank),
     )
 
 

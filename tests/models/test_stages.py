@@ -8,7 +8,7 @@ import random
 import pytest
 
 from models.errors import ConfigError
-from models.stages import balanced
+from models.stages import balanced, by_times, counted
 
 
 def _ways(count: int, num_stages: int) -> list[tuple[range, ...]]:
@@ -50,3 +50,19 @@ def test_too_few_layers_are_named() -> None:
         balanced([1] * 3, 4, name="A")
     with pytest.raises(ConfigError, match="over 2 stages, of which the first has at least 3"):
         balanced([1] * 3, 2, least_first=3, name="A")
+
+
+def test_stages_of_named_sizes() -> None:
+    assert counted((3, 1, 2), 6) == (range(3), range(3, 4), range(4, 6))
+    for counts, words in (((3, 2), "must have 6 together"), ((6, 0), "each at least 1"), ((1, 5), "at least 2")):
+        with pytest.raises(ConfigError, match=words):
+            counted(counts, 6, least_first=2, name="Toy")
+
+
+def test_layers_by_measured_times() -> None:
+    """A head as dear as four layers; a first stage whose layers are twice as dear."""
+    assert by_times((4, 4), (400, 800)) == (6, 2)
+    assert by_times((6, 2), (600, 600)) == (6, 2)
+    assert by_times((4, 4), (400, 400)) == (4, 4)
+    assert by_times((4, 4, 4), (800, 400, 600)) == (3, 5, 4)  # 600 each
+    assert by_times((1, 1), (900, 100)) == (1, 1)

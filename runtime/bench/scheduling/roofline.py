@@ -118,8 +118,8 @@ def rooflines(
     """One of each of ``num_stages`` stages of ``num_ranks`` ranks. Raises ``ConfigError`` for more stages than layers,
     ``BenchmarkError`` for heads that ranks do not divide."""
     if config.num_heads % num_ranks or (config.num_kv_heads % num_ranks and num_ranks % config.num_kv_heads):
-        heads = f"{config.num_heads} heads, {config.num_kv_heads} of keys"
-        raise BenchmarkError(f"{config.architecture}: {heads}, are not divided by {num_ranks} ranks")
+        shown = f"{config.num_heads} heads, {config.num_kv_heads} of keys"
+        raise BenchmarkError(f"{config.architecture}: {shown}, are not divided by {num_ranks} ranks")
     if num_ranks > 1 and link is None:
         raise BenchmarkError(f"{num_ranks} ranks need a link")
     heads = config.num_heads * config.head_dim

@@ -145,12 +145,13 @@ def _break_ranks_connection(client: Any) -> None:
 
 
 def rank_processes() -> list[int]:
-    """Of this machine."""
+    """Of actors of this machine."""
     return [
         process.pid
-        for process in psutil.process_iter(["cmdline"])
+        for process in psutil.process_iter(["cmdline", "ppid"])
         if any("runtime.engine.ranks.main" in each for each in process.info["cmdline"] or ())
         and not is_gone(process.pid)
+        and any("EngineActor" in each for each in psutil.Process(process.info["ppid"]).cmdline())
     ]
 
 

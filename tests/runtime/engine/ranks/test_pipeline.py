@@ -90,6 +90,14 @@ def test_stages_change_no_bit(device: str, settings: dict[str, Any]) -> None:
 
 
 @exhaustive
+@pytest.mark.parametrize("layers", ["1,3", "3,1"])
+def test_stages_of_other_sizes_change_no_bit(layers: str) -> None:
+    settings: dict[str, Any] = {"exact": True, "max_model_len": 96}
+    alone, _ = answers(1, 1, SAMPLED, **settings)
+    assert answers(2, 1, SAMPLED, **settings, pipeline_layers=layers)[0] == alone
+
+
+@exhaustive
 def test_chunks_of_a_prompt_lie_in_several_steps() -> None:
     """Which are open at once, and the answer is the same; penalties count what other stages have drawn."""
     prompts = [[(7 * at + number) % 500 for at in range(300 + 40 * number)] for number in range(2)]
@@ -172,6 +180,9 @@ def test_each_rank_says_what_it_holds() -> None:
     ("settings", "words"),
     [
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be"),
+        ({"pipeline_parallel_size": 2, "pipeline_layers": "4"}, "the layers of each of pipeline_parallel_size=2"),
+        ({"pipeline_parallel_size": 2, "pipeline_layers": "4,0"}, "at least 1"),
+        ({"pipeline_layers": "1,3"}, "must be the layers of each of pipeline_parallel_size=1"),
         ({"pipeline_parallel_size": 65}, "pipeline_parallel_size must be at most 64, got 65"),
         ({"pipeline_parallel_size": 16, "tensor_parallel_size": 8}, "pipeline_parallel_size is 16 of 8 ranks each"),
         ({"pipeline_parallel_size": 2, "decode": "megakernel"}, "pipeline_parallel_size must be 1, not 2"),
@@ -182,6 +193,13 @@ def test_each_rank_says_what_it_holds() -> None:
 def test_what_does_not_go_together_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError, match=words):
         build_engine(None, device="cpu", **settings)
+
+
+def test_the_user_may_say_which_layers_a_stage_has() -> None:
+    config = EngineConfig(device="cpu", num_blocks=64, pipeline_parallel_size=2, pipeline_layers="1,3")
+    assert [(rank.first_layer, rank.end_layer) for rank in describe_engine(None, config).ranks] == [(0, 1), (1, 4)]
+    with pytest.raises(ConfigError, match="stages of 1, 2 layers must have 4 together"):
+        build_engine(None, device="cpu", pipeline_parallel_size=2, pipeline_layers="1,2")
 
 
 def test_more_stages_than_layers_are_refused_before_anything_is_started() -> None:
