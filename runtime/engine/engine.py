@@ -401,8 +401,9 @@ class Engine:
         """Choose the next step and lay it out; the step before it may still run."""
         record = StepRecord(self.scheduler.num_steps, time.monotonic())
         record.num_running, record.num_waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-        if self.speculator is not None and self.speculator.is_asked:
-            self.scheduler.drafts = self.speculator.propose(self.scheduler.running)
+        speculator = self.speculator
+        if speculator is not None and not speculator.rests() and speculator.is_asked:
+            self.scheduler.drafts = speculator.propose(self.scheduler.running)
         step = self.scheduler.schedule()
         planned = time.monotonic()
         record.schedule_s = planned - record.start_s
@@ -497,7 +498,9 @@ class Engine:
         if made.has_transfers:  # those of sequences that have ended since were dropped
             made.swap_out, made.swap_in, made.copies = step.swap_out, step.swap_in, step.copies
             self._count_transfers(step, record)
-        drafts = {chunk.sequence: chunk.draft_ids for chunk in step.chunks if chunk.draft_ids}
+        drafts: dict[Sequence, list[int]] = {}
+        if step.num_drafts:
+            drafts = {chunk.sequence: chunk.draft_ids for chunk in step.chunks if chunk.draft_ids}
         masks = self._masks.start(assembled.drawing, made.num_draws, drafts)
         proposed = self.speculator.distributions(drafts) if self.speculator is not None and drafts else {}
         if proposed:
@@ -515,10 +518,12 @@ class Engine:
     def _note_proposals(
         self, speculator: Speculator, assembled: Assembled, step: Step, accepted: dict[Sequence, int] | None
     ) -> None:
-        made = assembled.input
         kept = dict.fromkeys(assembled.drawing, 1) if accepted is None else accepted
-        drafted = {chunk.sequence: len(chunk.draft_ids) for chunk in step.chunks if chunk.draft_ids}
-        speculator.observe(step.number, drafted, kept, is_pure=made.num_draws.sum() == made.num_tokens)
+        drafted = {}
+        if step.num_drafts:
+            drafted = {chunk.sequence: len(chunk.draft_ids) for chunk in step.chunks if chunk.draft_ids}
+        is_pure = step.num_tokens == len(assembled.drawing) + step.num_drafts
+        speculator.observe(step.number, drafted, kept, is_pure=is_pure)
 
     def _show_states(self, speculator: Speculator, assembled: Assembled) -> None:
         """Tell the drafter what the step that is just over left of hidden states."""
@@ -561,7 +566,7 @@ class Engine:
                 accepted = dict(zip(opened.assembled.drawing, drawn.counts, strict=True))
             self.scheduler.commit(step, accepted)
             if drawn is not None and opened.assembled is not None:
-                if self.speculator is not None and self.speculator.is_asked and self.speculator.observes:
+                if self.speculator is not None and self.speculator.observes:
                     self._note_proposals(self.speculator, opened.assembled, step, accepted)
                 self.opened.append(opened.assembled, drawn, ended, outputs)
                 if self.speculator is not None and self.speculator.reads_states and following is None:

@@ -16,16 +16,19 @@ def reserve_drafts(chunk: Chunk, drafts: list[int], step: Step, pool: BlockPool,
         return  # they stand behind another token
     count = min(len(drafts), step.budget, sequence.max_tokens - sequence.num_output_tokens - 1)
     size, end = pool.block_size, chunk.start + 1
-    lacking = [max(0, -(-(end + count) // size) - len(ids)) for ids in sequence.blocks]
-    if sum(lacking) <= pool.num_free - num_running * len(lacking):
-        fresh = iter(pool.allocate(sum(lacking)))
-        for ids, num_pages in zip(sequence.blocks, lacking):
-            ids += islice(fresh, num_pages)
-    count = min(count, min(map(len, sequence.blocks)) * size - end)
+    room = min(map(len, sequence.blocks)) * size - end
+    if room < count:
+        lacking = [max(0, -(-(end + count) // size) - len(ids)) for ids in sequence.blocks]
+        if sum(lacking) <= pool.num_free - num_running * len(lacking):
+            fresh = iter(pool.allocate(sum(lacking)))
+            for ids, num_pages in zip(sequence.blocks, lacking):
+                ids += islice(fresh, num_pages)
+        count = min(count, min(map(len, sequence.blocks)) * size - end)
     if count > 0:
         chunk.draft_ids = drafts[:count]
         chunk.num_tokens += count
         step.num_tokens += count
+        step.num_drafts += count
         sequence.num_pending += count
 
 

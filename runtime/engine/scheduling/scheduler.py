@@ -208,13 +208,14 @@ class Scheduler:
 
         if self.drafts:
             # Lest proposals take the room of a picture, step by step.
-            has_room = not any(each.is_at_whole_picture for each in (*self.running, *self.waiting[:1]))
+            has_room = not any([each.is_at_whole_picture for each in (*self.running, *self.waiting[:1])])
+            num_running, switch = len(self.running), self.limits.rotary_switch
             for chunk in step.chunks:
-                drafts = self.drafts.pop(chunk.sequence, [])
-                drafts = drafts if has_room else []
-                if self.limits.rotary_switch is not None:
-                    drafts = within_switch(drafts, chunk.sequence, chunk.start, self.limits.rotary_switch)
-                reserve_drafts(chunk, drafts, step, self.pool, len(self.running))
+                drafts = self.drafts.pop(chunk.sequence, None)
+                if drafts and has_room:
+                    if switch is not None:
+                        drafts = within_switch(drafts, chunk.sequence, chunk.start, switch)
+                    reserve_drafts(chunk, drafts, step, self.pool, num_running)
 
     def prefill(self, step: Step) -> None:
         """Add chunks of the running sequences whose tokens are not all computed."""

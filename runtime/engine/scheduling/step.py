@@ -39,6 +39,7 @@ class Step(msgspec.Struct, eq=False):
     number          counts the steps that were planned
     max_tokens      the budget; only a prompt that may not be cut runs beyond it, alone
     num_tokens      of all chunks
+    num_drafts      of these, proposals
     swap_out        (block, host slot): copied before anything is written to the block
     swap_in         (host slot, block): copied before any chunk reads the block
     copies          (source block, target block), on the device
@@ -51,6 +52,7 @@ class Step(msgspec.Struct, eq=False):
     number: int
     max_tokens: int
     num_tokens: int = 0
+    num_drafts: int = 0
     chunks: list[Chunk] = []
     swap_out: list[tuple[int, int]] = []
     swap_in: list[tuple[int, int]] = []
@@ -104,6 +106,7 @@ class Step(msgspec.Struct, eq=False):
         if len(chunks) < len(self.chunks):
             self.chunks = chunks
             self.num_tokens = sum(chunk.num_tokens for chunk in chunks)
+            self.num_drafts = sum(len(chunk.draft_ids) for chunk in chunks)
 
     def drop_transfers(self, block_ids: list[int], host_slots: list[int]) -> None:
         """Leave out what would be copied into blocks and host slots that are about to be free."""

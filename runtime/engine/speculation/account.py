@@ -25,7 +25,8 @@ CREDIT_STEPS = 2.0
 
 class TrialAccount:
     """Each step without proposals pays in a share of its time, each with them what it was faster than the same tokens
-    without, or takes out what it was slower. The first step of a shape is paid for apart.
+    without, or takes out what it was slower. The first step of a shape is paid for apart, by half of what is gained while
+    the last ones are not paid for.
 
     balance_s  what steps with proposals may be slower; None: no step is known
     setup_s    what first steps of a shape may take more than the ones after them
@@ -69,7 +70,7 @@ class TrialAccount:
         """A step with proposals was faster by so much than its tokens without."""
         if self.balance_s is not None:
             self._share = 1.0 if gained_s > 0.0 else max(LEAST_SHARE, FADING * self._share)
-            if gained_s > 0.0:
+            if gained_s > 0.0 and self.setup_s < 0.0:
                 self.setup_s = min(self.setup_s + 0.5 * gained_s, self._limit_s)
                 gained_s *= 0.5
             self.balance_s = min(max(self.balance_s + gained_s, -self._limit_s), self._limit_s)

@@ -42,6 +42,14 @@ class Naps:
         """Whether the time of the step that was asked for last is taken."""
         return not self.is_asleep or self._left < _NUM_SEEN
 
+    def rests(self) -> bool:
+        """Whether the next step is left out, and its time is not taken either; if so it is counted."""
+        if self._left > _NUM_SEEN:
+            self._left -= 1
+            self.is_asleep = True
+            return True
+        return False
+
     def sleeps_on(self) -> bool:
         """Whether the next step is left out."""
         self.is_asleep = self._left > 0

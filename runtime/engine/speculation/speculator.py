@@ -22,12 +22,10 @@ from runtime.engine.grammar.matcher import GrammarMatcher
 from runtime.engine.scheduling.sequence import Request, Sequence
 from runtime.engine.speculation.account import TrialAccount
 from runtime.engine.speculation.drafter import (
-    NOTHING,
     SUREST,
     BatchDrafter,
     DistributionDrafter,
     Drafter,
-    Ids,
     LeftChunk,
     StateDrafter,
 )
@@ -150,7 +148,12 @@ class Speculator:
     @property
     def observes(self) -> bool:
         """Whether it wants to know of the step that it was asked about last."""
-        return self._naps.is_seen
+        return self._naps.is_seen and self.is_asked
+
+    def rests(self) -> bool:
+        """Whether there is nothing to ask before the next step, nor to know of it: a short way through most steps while
+        proposals do not pay."""
+        return not self._is_held and self._naps.rests()
 
     @property
     def is_on(self) -> bool:
@@ -170,6 +173,7 @@ class Speculator:
         """The request has come."""
         if len(request.prediction) and request.speculates:
             self._num_predicted += len(request.open_sequences)
+            self._naps.end()
 
     def wants_tokens(self) -> bool:
         """Whether the step behind the one that runs should be planned when that one's tokens are known: while
@@ -184,13 +188,13 @@ class Speculator:
         All of a sequence's tokens have to be known."""
         if self._tried:
             self._tried = {}
-        if self._num_predicted or self._is_held:
+        if self._is_held:
             self._naps.end()
         elif self._naps.sleeps_on():
             return {}
         begun = time.perf_counter()
         drafts = self._propose(running)
-        if not drafts and self._plain_s > 0.0 and not self._fixed:
+        if not drafts and self._plain_s > 0.0 and not self._fixed and not self._num_predicted:
             num_steps = self._naps.begin(time.perf_counter() - begun, self._plain_s)
             for one in (*self._chances, *self._by_sequence.values()) if num_steps else ():
                 one.forget(num_steps, hopes=self._account.is_full)
@@ -222,7 +226,7 @@ class Speculator:
         for sequence, (ids, sureness) in found.items():
             count = counts.get(sequence, 0)
             if count:
-                drafts[sequence] = ids[:count].tolist()
+                drafts[sequence] = ids[:count]
                 is_predicted = sequence in self._predicted
                 self._tried[sequence] = _Tried(self._by_sequence[sequence], sureness, is_predicted)
             else:
@@ -231,7 +235,7 @@ class Speculator:
         return drafts
 
     def _best(
-        self, found: dict[Sequence, tuple[Ids, int]], num_decodes: int, curve: list[float], prior: float = PRIOR
+        self, found: dict[Sequence, tuple[list[int], int]], num_decodes: int, curve: list[float], prior: float = PRIOR
     ) -> dict[Sequence, int]:
         """How many of each one's proposals to try, by the chance that its next one is kept. If half of what they
         promise comes true, the account has to pay for the rest."""
@@ -364,7 +368,7 @@ class Speculator:
                 except Exception:
                     self._turn_off(drafter, "failed", with_trace=True)
 
-    def _look(self, decodes: list[Sequence], step_s: float) -> dict[Sequence, tuple[Ids, int]]:
+    def _look(self, decodes: list[Sequence], step_s: float) -> dict[Sequence, tuple[list[int], int]]:
         """Proposals of as many sequences as there is time to ask for."""
         num_asked = len(decodes)
         if step_s > 0.0 and self._lookup_s > 0.0 and self._pays:
@@ -387,7 +391,7 @@ class Speculator:
             ids, sureness = self._ask(sequence, most)
             if sequence.matcher is not None:
                 ids, sureness = _within(sequence.matcher, ids, sureness, most)
-            if len(ids):
+            if ids:
                 found[sequence] = ids, sureness
         spent = (time.perf_counter() - begun) / num_asked
         self._lookup_s = spent if self._lookup_s == 0.0 else 0.9 * self._lookup_s + 0.1 * spent
@@ -405,34 +409,35 @@ class Speculator:
         if not has_new and time.perf_counter() - begun > self._hang_s * len(wanted):
             self._turn_off(drafter, f"took more than {self._hang_s:g} s for each of {len(wanted)} sequences")
 
-    def _ask(self, sequence: Sequence, most: int) -> tuple[Ids, int]:
+    def _ask(self, sequence: Sequence, most: int) -> tuple[list[int], int]:
         """What follows in the request's prediction, else what the drafter says."""
         if self._predictions is not None and len(sequence.request.prediction):
             ids, sureness = self._sound(self._predictions, sequence, most)
-            if len(ids):
+            if ids:
                 self._predicted.add(sequence)
                 return ids, sureness
-        return (NOTHING, 0) if self._drafter is None else self._sound(self._drafter, sequence, most)
+        return ([], 0) if self._drafter is None else self._sound(self._drafter, sequence, most)
 
-    def _sound(self, drafter: Drafter, sequence: Sequence, most: int) -> tuple[Ids, int]:
+    def _sound(self, drafter: Drafter, sequence: Sequence, most: int) -> tuple[list[int], int]:
         """What a drafter says, if that is sound. One that fails, gives rubbish or takes too long is turned off."""
         begun = time.perf_counter()
         try:
             ids, sureness = drafter.propose(sequence, most)
             if not isinstance(ids, np.ndarray) or ids.dtype != np.int32 or ids.ndim != 1 or len(ids) > most:
                 self._turn_off(drafter, f"proposed no array of at most {most} ids")
-                return NOTHING, 0
-            if len(ids) and not (ids.min() >= 0 and ids.max() < self._vocab_size):
+                return [], 0
+            said: list[int] = ids.tolist()
+            if said and not (min(said) >= 0 and max(said) < self._vocab_size):
                 self._turn_off(drafter, f"proposed ids outside the vocabulary of {self._vocab_size}")
-                return NOTHING, 0
+                return [], 0
             sureness = min(max(int(sureness), 0), SUREST)
         except Exception:
             self._turn_off(drafter, "failed", with_trace=True)
-            return NOTHING, 0
+            return [], 0
         if time.perf_counter() - begun > self._hang_s:
             self._turn_off(drafter, f"took more than {self._hang_s:g} s for one sequence")
-            return NOTHING, 0
-        return ids, sureness
+            return [], 0
+        return said, sureness
 
     def _turn_off(self, drafter: Drafter, why: str, *, with_trace: bool = False) -> None:
         logger.error("the drafter %s %s: it is off", drafter.name, why, exc_info=with_trace)
@@ -449,10 +454,8 @@ class Speculator:
         return own.of(self._chances[sureness].of(prior))
 
 
-def _within(matcher: GrammarMatcher, ids: Ids, sureness: int, most: int) -> tuple[Ids, int]:
+def _within(matcher: GrammarMatcher, ids: list[int], sureness: int, most: int) -> tuple[list[int], int]:
     """The proposals that a grammar has a place for; without any, what it forces."""
-    if len(ids):
-        ids = ids[: matcher.num_allowed(ids.tolist())]
-    if len(ids):
-        return ids, sureness
-    return np.array(matcher.forced()[:most], np.int32), SUREST
+    if ids:
+        ids = ids[: matcher.num_allowed(ids)]
+    return (ids, sureness) if ids else (matcher.forced()[:most], SUREST)

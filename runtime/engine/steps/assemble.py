@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from operator import attrgetter
 
 import numpy as np
@@ -73,7 +74,14 @@ class Assembler:
         token_ids = self._last_tokens[:count]
         prompt_logprobs: list[PromptLogprobs] = []
         prompt_requests: list[Request] = []
-        if step.num_tokens != count or not all(map(_IS_LAST, chunks)):
+        if step.num_tokens == count + step.num_drafts and all(map(_IS_LAST, chunks)):
+            if step.num_drafts:  # decodes, with proposals
+                chunks = [chunks[i] for i in self._order.tolist()]
+                num_draws = counts = np.array([chunk.num_tokens for chunk in chunks], np.int64)
+                last_positions = starts + counts - 1
+                ids = [(LAST_TOKEN, *chunk.draft_ids) for chunk in chunks]
+                token_ids = np.array([*chain.from_iterable(ids)], np.int32)
+        else:
             chunks = [chunks[i] for i in self._order.tolist()]
             counts = np.array([chunk.num_tokens for chunk in chunks], np.int64)
             last_positions = starts + counts - 1

@@ -16,7 +16,10 @@ from runtime.tensor.tensor import Tensor
 Take: TypeAlias = Callable[[Any, tuple[int, ...]], NDArray[Any]]
 """Gives an array of a type and shape."""
 
-_SEED = next(dtype for name, dtype, _ in SAMPLING_FIELDS if name == "seed")
+_NAMES = tuple(name for name, _, _ in SAMPLING_FIELDS)
+_ARE_BY_DRAW = tuple(size == "n" for _, _, size in SAMPLING_FIELDS)
+_SEED_AT = _NAMES.index("seed")
+_SEED = SAMPLING_FIELDS[_SEED_AT][1]
 
 
 class Computed(NamedTuple):
@@ -68,17 +71,33 @@ def draw_arrays(shape: DrawShape, take: Take) -> list[NDArray[Any]]:
     ]
 
 
-def write_draws(arrays: list[NDArray[Any]], draws: SamplingArrays) -> None:
-    """What is behind the given draws is for nobody: greedy, without anything else."""
-    count, num_draws = draws.num_rows, len(arrays[0])
-    for array, (name, dtype, size) in zip(arrays, SAMPLING_FIELDS):
-        given = getattr(draws, name)
-        if size == "n":
-            array[:count] = given if dtype is not _SEED else given.view(np.int64)
-            if num_draws > count:
-                array[count:] = COLUMNS[name].neutral if name in COLUMNS else 0
-        elif len(given):
-            array[: len(given)] = given
+class WrittenDraws:
+    """What was written last to arrays of draws, so that what comes again is not written again: steps that try proposals
+    mostly have the parameters of the step before. Arrays that were given are not changed afterwards."""
+
+    def __init__(self) -> None:
+        self._arrays: list[NDArray[Any]] | None = None
+        self._given: list[NDArray[Any] | None] = [None] * len(SAMPLING_FIELDS)
+
+    def write(self, arrays: list[NDArray[Any]], draws: SamplingArrays) -> None:
+        """What is behind the given draws is for nobody: greedy, without anything else. ``arrays`` that are others than
+        before lie elsewhere."""
+        before = self._given
+        if arrays is not self._arrays:
+            self._arrays = arrays
+            before[:] = [None] * len(before)
+        count, num_draws = draws.num_rows, len(arrays[0])
+        for i, name in enumerate(_NAMES):
+            given = getattr(draws, name)
+            if given is before[i]:
+                continue
+            before[i], array = given, arrays[i]
+            if _ARE_BY_DRAW[i]:
+                array[:count] = given if i != _SEED_AT else given.view(np.int64)
+                if num_draws > count:
+                    array[count:] = COLUMNS[name].neutral if name in COLUMNS else 0
+            elif len(given):
+                array[: len(given)] = given
 
 
 def read_drawn(drawn: Tensor, count: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:

@@ -23,7 +23,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,10 +41,10 @@ from runtime.engine.steps.decode_device import Agree, Forward, alone
 from runtime.engine.steps.draw_inputs import (
     Computed,
     DrawShape,
+    WrittenDraws,
     draw_arrays,
     room_for,
     shape_of,
-    write_draws,
 )
 from runtime.engine.steps.ragged import Layout
 from runtime.errors import DeviceError, OutOfMemoryError
@@ -71,8 +71,7 @@ _WIDTHS = (2, 4, 8)
 """Tokens of a sequence in a step that tries proposals; attention over few queries takes up to eight at one's cost."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
+class _Shape(NamedTuple):
     """All of a layout that its recording does not read from memory. ``max_seq_len``: rounded up. ``draws``: None where
     it draws nothing."""
 
@@ -84,13 +83,18 @@ class _Shape:
     draws: DrawShape | None
 
 
+_QUERY_STARTS, _LOGITS_INDICES = 2, 4
+"""Places of these in `Layout.shaped`; behind the latter come the slots."""
+
+
 @dataclass(slots=True)
 class _Recorded:
-    """``inputs``, ``draws``: on the host, where what goes up is laid out in ``size_bytes``. The graph's result: what
-    each replay leaves behind."""
+    """``inputs``, ``shaped``, their own, and ``draws``: on the host, where what goes up is laid out in ``size_bytes``.
+    The graph's result: what each replay leaves behind."""
 
     graph: Graph | None
     inputs: Layout
+    shaped: list[NDArray[Any]]
     draws: list[NDArray[Any]]
     size_bytes: int
 
@@ -140,6 +144,9 @@ class ForwardGraphs:
         self._host: NDArray[np.uint8] | None = None  # with the first recording, as the device's
         self._device: Storage | None = None
         self._pool: GraphPool | None = None
+        self._sent: _Recorded | None = None  # the last, and each of its inputs as it was written
+        self._given: list[NDArray[Any] | None] = []
+        self._written = WrittenDraws()
 
     @property
     def num_recorded(self) -> int:
@@ -161,9 +168,7 @@ class ForwardGraphs:
         """
         if draws is not None and (not len(layout.logits_indices) or room_for(draws) > _MOST_LISTED):
             draws = None
-        given, num_logits = layout, len(layout.logits_indices)
-        if draws is not None and 1 < layout.max_query_len <= _WIDTHS[-1] and num_logits == len(layout.token_ids):
-            layout = self._padded(layout)
+        num_logits = len(layout.logits_indices)
         shape = self._shape_of(layout, draws)
         kept = self._kept.pop(shape, None)
         if kept is not None:
@@ -171,7 +176,7 @@ class ForwardGraphs:
         elif may_record and self._is_worth_recording(shape):
             kept = self._record(shape, layout, forward, draws)
         if kept is None:
-            batch = given.batch(self._gpu.device, exact=self._limits.exact)
+            batch = layout.batch(self._gpu.device, exact=self._limits.exact)
             return self._run_timed(shape, batch, forward) if may_record else forward(batch)
         self._kept[shape] = kept
         if len(self._kept) > NUM_KEPT:
@@ -190,42 +195,25 @@ class ForwardGraphs:
         for kept in self._kept.values():
             kept.release()
         self._kept.clear()
-        self._pool = self._host = self._device = None
-
-    def _padded(self, layout: Layout) -> Layout:
-        """A step of decodes with proposals as one of few shapes. There are as many empty sequences behind the given
-        ones as could be needed to take the rest of the tokens."""
-        num_seqs, num_tokens = len(layout.seq_lens), len(layout.token_ids)
-        width = next(width for width in _WIDTHS if width >= layout.max_query_len)
-        places = self._batch_sizes[bisect_left(self._batch_sizes, num_seqs)]
-        missing = places * width - num_tokens
-        num_empty = 2 * places - num_seqs
-        ends = num_tokens + np.minimum(np.arange(1, num_empty + 1) * width, missing)
-        lacking = np.zeros(missing, np.int32)
-        groups, _, width_of_tables = layout.block_tables.shape
-        slots = np.full((groups, num_tokens + missing), -1, layout.slot_mappings.dtype)
-        slots[:, :num_tokens] = layout.slot_mappings
-        tables = np.zeros((groups, num_seqs + num_empty, width_of_tables), layout.block_tables.dtype)
-        tables[:, :num_seqs] = layout.block_tables
-        return Layout(
-            np.concatenate((layout.token_ids, lacking)),
-            np.concatenate((layout.positions, lacking)),
-            np.concatenate((layout.query_start, ends.astype(np.int32))),
-            np.concatenate((layout.seq_lens, np.zeros(num_empty, np.int32))),
-            slots,
-            tables,
-            np.concatenate((layout.logits_indices, np.arange(num_tokens, places * width, dtype=np.int32))),
-            width,
-            layout.max_seq_len,
-        )
+        self._pool = self._host = self._device = self._sent = None
 
     def _shape_of(self, layout: Layout, draws: SamplingArrays | None) -> _Shape:
+        """A step of decodes with proposals is brought to one of few shapes. There are as many empty sequences behind
+        the given ones as could be needed to take the rest of the tokens."""
         length = MIN_PART_KEYS
         while length < layout.max_seq_len:
             length *= 2
         length = min(length, self._limits.max_model_len)
-        counts = len(layout.token_ids), len(layout.seq_lens), len(layout.logits_indices)
-        return _Shape(*counts, layout.max_query_len, length, None if draws is None else shape_of(draws, counts[2]))
+        num_tokens, num_seqs = len(layout.token_ids), len(layout.seq_lens)
+        num_logits, longest = len(layout.logits_indices), layout.max_query_len
+        if draws is not None and 1 < longest <= _WIDTHS[-1] and num_logits == num_tokens:
+            places = self._batch_sizes[bisect_left(self._batch_sizes, num_seqs)]
+            longest = _WIDTHS[bisect_left(_WIDTHS, longest)]
+            num_tokens = num_logits = places * longest
+            num_seqs = 2 * places
+        return _Shape(
+            num_tokens, num_seqs, num_logits, longest, length, None if draws is None else shape_of(draws, num_logits)
+        )
 
     def _run_timed(self, shape: _Shape, batch: Batch, forward: Forward) -> Computed:
         """From Python. What it took is remembered if the shape is new, and could be recorded."""
@@ -352,7 +340,7 @@ class ForwardGraphs:
             max_seq_len=shape.max_seq_len,
             exact=self._limits.exact,
         )
-        return _Recorded(None, inputs, draw_fields, offset), batch, tensors[7:]
+        return _Recorded(None, inputs, inputs.shaped, draw_fields, offset), batch, tensors[7:]
 
     def _arrays_of(
         self, shape: _Shape, take: Callable[[Any, tuple[int, ...]], NDArray[Any]]
@@ -368,16 +356,37 @@ class ForwardGraphs:
 
     def _send(self, kept: _Recorded, layout: Layout, draws: SamplingArrays | None) -> None:
         """Queue the copy of a batch to where its recording reads it, behind pages that are on their way."""
-        inputs = kept.inputs
+        if kept is not self._sent:  # another lies elsewhere in the same memory
+            self._sent, self._given, self._written = kept, [None] * len(kept.shaped), WrittenDraws()
         if draws is not None:
-            write_draws(kept.draws, draws)
-        for target, given in zip(inputs.shaped, layout.shaped):
-            target[...] = given
-        width = min(layout.block_tables.shape[2], inputs.block_tables.shape[2])
-        inputs.block_tables[:, :, :width] = layout.block_tables[:, :, :width]
-        inputs.block_tables[:, :, width:] = 0
+            self._written.write(kept.draws, draws)
+        lacking = len(kept.shaped[0]) - len(layout.token_ids)
+        for i, (target, given) in enumerate(zip(kept.shaped, layout.shaped)):
+            if given is self._given[i]:
+                continue
+            self._given[i] = given
+            target[: len(given)] = given
+            if len(target) > len(given):
+                target[len(given) :] = _tail(i, target, given, lacking, kept.inputs.max_query_len)
+        tables, given_tables = kept.inputs.block_tables, layout.block_tables
+        num_seqs, width = given_tables.shape[1], min(given_tables.shape[2], tables.shape[2])
+        tables[:, :num_seqs, :width] = given_tables[:, :, :width]
+        tables[:, :num_seqs, width:] = tables[:, num_seqs:] = 0
         self._kv_cache.wait_for_arrivals()
         self._gpu.write(cast(Storage, self._device).address, cast(NDArray[np.uint8], self._host)[: kept.size_bytes])
+
+
+def _tail(
+    field: int, target: NDArray[Any], given: NDArray[Any], lacking: int, width: int
+) -> NDArray[np.int32] | int:
+    """What stands behind what is given of ``Layout.shaped[field]``, where ``lacking`` tokens belong to nobody: those of
+    empty sequences of at most ``width``, stored nowhere, and a draw for each of them."""
+    if field == _QUERY_STARTS:
+        ends = np.minimum(np.arange(1, len(target) - len(given) + 1) * width, lacking)
+        return (int(given[-1]) + ends).astype(np.int32)
+    if field == _LOGITS_INDICES:
+        return np.arange(len(given), len(target), dtype=np.int32)
+    return -1 if field > _LOGITS_INDICES else 0  # slots
 
 
 def _aligned(array: NDArray[Any]) -> int:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Never, TypeVar
 
@@ -45,6 +44,7 @@ from runtime.engine.steps.rows import Rows
 from runtime.engine.steps.sampler import token_logprobs
 from runtime.engine.steps.side_pass import PagedSidePass, slices
 from runtime.engine.steps.step_input import PromptLogprobs, StepInput
+from runtime.engine.steps.verification import Draws, Verifications
 from runtime.kv.cache import HostPages, KVCache
 from runtime.kv.transfer import KVTransfer
 from runtime.rank_notices import Span, Tally
@@ -69,25 +69,6 @@ class _Run:
     def __init__(self, compute: Callable[[], Drawn]) -> None:
         self.started_s = time.monotonic()
         self.result = compute
-
-
-@dataclass(slots=True)
-class _Draws:
-    """Which draws a step makes.
-
-    rows, tokens, positions  of each draw: its row, the token of the step behind which it comes, and its place in the
-                     row's output
-    counts           of each chunk that draws; None: one each
-    proposals        tokens that the draws are held against, by draw; None: there are none
-    version          the rows', when the step began
-    """
-
-    rows: NDArray[np.int64]
-    tokens: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    counts: list[int] | None
-    proposals: NDArray[np.int32] | None
-    version: int
 
 
 class LocalExecutor:
@@ -125,6 +106,8 @@ class LocalExecutor:
         if self.overlaps and is_cpu:
             self._worker = ThreadPoolExecutor(1, "xserv-step")
         self.pictures = PictureStore(model, has_tower=self.is_first) if isinstance(model, PictureModel) else None
+        self._has_offsets = limits.rotary_switch is not None or self.pictures is not None
+        self._verifications = Verifications(self.rows, has_offsets=self._has_offsets)
         self._kept_layers: tuple[int, ...] = ()
         self.kept_rows: KeptRows | None = None
         self.graphs: DecodeGraphs | None = None
@@ -341,17 +324,12 @@ class LocalExecutor:
                 return self._start_graph(graphs, step, key)
             if key is not None and step.mode == "record":
                 graphs.want(key)
-        draws = self._draws_of(step)
+        if step.draws_everywhere and not step.has_pictures:
+            layout, draws, arrays, broken = self._verifications.lay_out(step)
+        else:
+            layout, draws, arrays, broken = self._lay_out(step)
         if not self.draws and len(draws.rows):
             self._versions[step.number] = draws.version
-        token_ids = rows.tokens_of(step.token_ids, np.repeat(step.rows, step.counts))
-        indices = draws.tokens.astype(np.int32)
-        has_offsets = self.limits.rotary_switch is not None or self.pictures is not None
-        offsets = rows.rotary_offsets[step.rows] if has_offsets else None
-        layout = lay_out(token_ids, step.rows, step.starts, step.counts, rows.tables, indices, offsets)
-        if draws.proposals is not None:
-            rows.sampling.write_outputs(draws.rows, draws.positions, draws.proposals)
-        arrays, broken = rows.sampling.gather_sound(draws.rows, draws.positions)
         compute = partial(self._draw, step, draws, arrays, broken, masks, proposed)
         is_drawn = masks is None and arrays.allowed_mask is None  # with the forward pass, where that is recorded
         forward = partial(self._forward, layout, step, arrays if is_drawn else None)
@@ -362,6 +340,17 @@ class LocalExecutor:
             return _Run(run)
         computed = forward()
         return _Run(partial(self._ended, step, lambda: compute(computed)))
+
+    def _lay_out(self, step: StepInput) -> tuple[Layout, Draws, SamplingArrays, list[int]]:
+        """Any step: its batch, its draws, their parameters, and the draws whose own parameters raise an error."""
+        rows, draws = self.rows, self._draws_of(step)
+        token_ids = rows.tokens_of(step.token_ids, np.repeat(step.rows, step.counts))
+        offsets = rows.rotary_offsets[step.rows] if self._has_offsets else None
+        indices = draws.tokens.astype(np.int32)
+        layout = lay_out(token_ids, step.rows, step.starts, step.counts, rows.tables, indices, offsets)
+        if draws.proposals is not None:
+            rows.sampling.write_outputs(draws.rows, draws.positions, draws.proposals)
+        return layout, draws, *rows.sampling.gather_sound(draws.rows, draws.positions)
 
     def _ended(self, step: StepInput, compute: Callable[[], Drawn]) -> Drawn:
         if self.communicator is not None:
@@ -381,7 +370,7 @@ class LocalExecutor:
             self.communicator.end_step(step.number)  # before what is queued behind it
         return _Run(draw if self._worker is None else self._worker.submit(draw).result)
 
-    def _draws_of(self, step: StepInput) -> _Draws:
+    def _draws_of(self, step: StepInput) -> Draws:
         chunks = step.num_draws.nonzero()[0]
         counts, proposals = None, None
         ahead: NDArray[np.int64] | int = 0
@@ -394,7 +383,7 @@ class LocalExecutor:
         positions = (step.starts + step.counts)[chunks] - ahead - self.rows.sampling.num_prompt_tokens[rows]
         if counts is not None:  # a draw that is not its chunk's last is held against the token behind its own
             proposals = np.append(step.token_ids, np.int32(0))[tokens + 1]
-        return _Draws(rows, tokens, positions, counts, proposals, self.rows.version)
+        return Draws(rows, tokens, positions, counts, proposals, self.rows.version)
 
     def _forward(self, layout: Layout, step: StepInput, draws: SamplingArrays | None) -> Computed:
         """What the model makes of the step; on a GPU it is on its way."""
@@ -420,7 +409,7 @@ class LocalExecutor:
     def _draw(
         self,
         step: StepInput,
-        draws: _Draws,
+        draws: Draws,
         arrays: SamplingArrays,
         broken: list[int],
         masks: DrawMasks | None,

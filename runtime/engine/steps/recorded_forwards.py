@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from runtime.device.device import CPU
 from runtime.dtype import dtype_of_array, float32, int32
 from runtime.engine.config import EngineLimits
 from runtime.engine.steps.decode_device import Forward
-from runtime.engine.steps.draw_inputs import Computed, DrawShape, draw_arrays, room_for, write_draws
+from runtime.engine.steps.draw_inputs import Computed, DrawShape, WrittenDraws, draw_arrays, room_for
 from runtime.engine.steps.ragged import Layout
 from runtime.sampling_arrays import SAMPLING_FIELDS, SamplingArrays
 from runtime.tensor.tensor import Tensor
@@ -34,8 +34,7 @@ _ROOM = 1 << 17
 """Ids that each list of draws may have: of penalties, and of biases."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
+class _Shape(NamedTuple):
     """All of a layout that its recording does not read from arrays. ``max_seq_len``: rounded up."""
 
     num_tokens: int
@@ -47,10 +46,12 @@ class _Shape:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """``inputs``, ``draws``: what the recording reads. ``left``: what each replay leaves behind."""
+    """``inputs``, ``draws``: what the recording reads; ``shaped``: the inputs' own. ``left``: what each replay leaves
+    behind."""
 
     recording: Recording
     inputs: Layout
+    shaped: list[NDArray[Any]]
     draws: list[NDArray[Any]] | None
     left: Computed
 
@@ -71,6 +72,8 @@ class RecordedForwards:
         self.num_steps = 0
         self._arena = Arena()
         self._kept: dict[_Shape, _Recorded] = {}  # the one used last comes last
+        self._given: list[NDArray[Any] | None] = [None] * (5 + num_groups)  # each input as it was written last
+        self._written = WrittenDraws()
         tokens = max(limits.max_num_batched_tokens, limits.max_model_len)  # some styles compute a prompt whole
         seqs = limits.max_num_seqs
         self._token_ids, self._positions = np.zeros((2, tokens), np.int32)
@@ -110,13 +113,15 @@ class RecordedForwards:
         self._kept[shape] = kept
         if len(self._kept) > NUM_KEPT:
             del self._kept[next(iter(self._kept))]
-        for recorded, given in zip(kept.inputs.shaped, layout.shaped):
-            recorded[...] = given
+        for i, (recorded, given) in enumerate(zip(kept.shaped, layout.shaped)):
+            if given is not self._given[i]:  # else it was given before
+                self._given[i] = given
+                recorded[...] = given
         recorded_tables, tables = kept.inputs.block_tables, layout.block_tables
         width = min(tables.shape[2], recorded_tables.shape[2])
         recorded_tables[:, :, :width] = tables[:, :, :width]  # all that the sequences have
         if kept.draws is not None and draws is not None:
-            write_draws(kept.draws, draws)
+            self._written.write(kept.draws, draws)
         kept.recording.replay()
         self.num_steps += 1
         return kept.left
@@ -160,4 +165,4 @@ class RecordedForwards:
             left = Computed(borrowed(computed.hidden), logits, drawn, tuple(map(borrowed, computed.kept)))
         except ValueError as error:
             raise NotRecordableError("a forward pass returns what no kernel has made") from error
-        return _Recorded(recording, inputs, draws, left)
+        return _Recorded(recording, inputs, inputs.shaped, draws, left)

@@ -99,6 +99,11 @@ class SamplingRows:
         self.keeps_outputs[load.row] = False
         self._flags[:, load.row] = True
 
+    @property
+    def has_broken(self) -> bool:
+        """Whether the parameters of some row could not be written."""
+        return bool(self._broken)
+
     def write_outputs(self, rows: Rows, positions: NDArray[np.int64], token_ids: NDArray[np.int32]) -> None:
         """The tokens at ``positions [n]`` of the rows' outputs; what is behind them counts no more."""
         for row, position, token_id in zip(rows.tolist(), positions.tolist(), token_ids.tolist()):

@@ -155,6 +155,12 @@ class StepInput(msgspec.Struct, kw_only=True):
         num_seqs = len(self.rows)
         return len(self.token_ids) == num_seqs == np.count_nonzero(self.num_draws)
 
+    @property
+    def draws_everywhere(self) -> bool:
+        """Whether one is drawn behind each token, and some chunk has several: decodes with proposals."""
+        counts, num_draws = self.counts, self.num_draws
+        return len(self.token_ids) > len(counts) and (counts is num_draws or bool((counts == num_draws).all()))
+
 
 def encode(step: StepInput) -> bytes:
     """As MessagePack."""
