@@ -22,6 +22,27 @@ def test_naps_are_as_long_as_looks_cost_and_grow() -> None:
     assert naps.begin(1.0, 1e-3) == MOST_STEPS
 
 
+def test_a_nap_is_rested_through_up_to_the_steps_that_are_timed() -> None:
+    naps = Naps()
+    assert not naps.rests()
+    assert naps.begin(50e-6, 1e-3) == 25
+    assert [naps.rests() for _ in range(24)] == [True] * 23 + [False]
+    assert [naps.sleeps_on() for _ in range(3)] == [True, True, False]
+    assert naps.begin(50e-6, 1e-3) == 50
+    naps.end()
+    assert not naps.rests()
+
+
+def test_gains_pay_for_first_steps_only_while_these_are_not_paid_for() -> None:
+    account = TrialAccount()
+    account.bound(1.0, 30.0)
+    account.settle(1.0)
+    assert (account.balance_s, account.setup_s) == (3.0, 2.0)
+    account.set_up(5.0, 1.0)
+    account.settle(1.0)
+    assert (account.balance_s, account.setup_s) == (3.5, -2.5)
+
+
 def test_an_account_bounds_what_trials_and_recordings_lose() -> None:
     account = TrialAccount()
     assert not account.allows(0.0), "no step is known"
