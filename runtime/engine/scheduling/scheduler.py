@@ -208,7 +208,7 @@ class Scheduler:
 
         if self.drafts:
             # Lest proposals take the room of a picture, step by step.
-            has_room = not any([each.is_at_whole_picture for each in (*self.running, *self.waiting[:1])])
+            has_room = not any(each.is_at_whole_picture for each in (*self.running, *self.waiting[:1]))
             num_running, switch = len(self.running), self.limits.rotary_switch
             for chunk in step.chunks:
                 drafts = self.drafts.pop(chunk.sequence, None)

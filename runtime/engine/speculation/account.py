@@ -25,8 +25,8 @@ CREDIT_STEPS = 2.0
 
 class TrialAccount:
     """Each step without proposals pays in a share of its time, each with them what it was faster than the same tokens
-    without, or takes out what it was slower. The first step of a shape is paid for apart, by half of what is gained while
-    the last ones are not paid for.
+    without, or takes out what it was slower. The first step of a shape is paid for apart, by half of what is gained as
+    long as those before are not paid for.
 
     balance_s  what steps with proposals may be slower; None: no step is known
     setup_s    what first steps of a shape may take more than the ones after them
