@@ -29,7 +29,7 @@ from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element_types import SHIFTS
 from numba_kernels.cuda.intrinsics.fragments import load_all, multiply_all
 from numba_kernels.cuda.intrinsics.integer import minimum_u32
-from numba_kernels.cuda.intrinsics.unpack import raise_all
+from numba_kernels.cuda.intrinsics.unpack import moved_all
 from numba_kernels.cuda.intrinsics.unpack_bytes import BYTE_ORDER, BYTES_SHIFT, bytes_all
 from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32
 from numba_kernels.cuda.packing import Packing
@@ -222,7 +222,7 @@ def _halves(element: str, lane_words: int) -> Factors:
         return uint32(target + (lane & uint32(3)) * uint32(16))
 
     def step_taker(word: int, step: int) -> Any:
-        unpack = raise_all(element, tuple((4 * r, word + 4 * r + lane_words * step) for r in range(2)))
+        unpack = moved_all(element, tuple((4 * r, word + 4 * r + lane_words * step) for r in range(2)))
         load_x = load_all("shared", ((0, 0, step * 64),))
 
         @device_function

@@ -159,30 +159,11 @@ def unpack_all(element: str, dtype: str, plan: tuple[tuple[int, int, int, int], 
     )
 
 
-RAISED = {"u4": 64, "u8": 1024}
-"""What integers are too large by, that `raise_all` unpacks."""
-
-
-def _raised(builder: Any, element: str, words: list[Any]) -> list[Any]:
-    """Integers as float16, with the unit's exponent: nothing is added or taken away."""
-    pairs = []
-    for word in words:
-        if element == "u8":
-            for shift in (0, 8):
-                both = builder.lshr(word, _constant(shift)) if shift else word
-                pairs.append(builder.or_(builder.and_(both, _constant(0x00FF00FF)), _constant(0x64006400)))
-            continue
-        for i in range(4):  # each nibble comes to bits 4 to 7 of its half, which count ones where the unit is 64
-            moved = builder.shl(word, _constant(4)) if i == 0 else builder.lshr(word, _constant(4 * i - 4))
-            pairs.append(builder.or_(builder.and_(moved, _constant(0x00F000F0)), _constant(0x54005400)))
-    return pairs
-
-
 @functools.cache
-def raise_all(element: str, plan: tuple[tuple[int, int], ...]) -> Any:
-    """A function ``(pairs, words) -> None``: as `unpack_all` for float16, but nothing is multiplied or added. Integers
-    are `RAISED` too large, floats ``2 ** SHIFTS`` too small; both are exact. Each entry of `plan` is (first of 4
-    elements of `pairs`, first element of `words`)."""
+def moved_all(element: str, plan: tuple[tuple[int, int], ...]) -> Any:
+    """A function ``(pairs, words) -> None``: as `unpack_all` for float16 and elements that are floats, but nothing is
+    multiplied: they are ``2 ** SHIFTS`` too small. Each entry of `plan` is (first of 4 elements of `pairs`, first
+    element of `words`)."""
 
     def generate(context, builder, signature, arguments):
         for first, word in plan:
@@ -190,9 +171,7 @@ def raise_all(element: str, plan: tuple[tuple[int, int], ...]) -> Any:
                 builder.load(_place(context, builder, signature.args[1], arguments[1], word + index))
                 for index in range(words_of(element))
             ]
-            is_integer = element in INTEGERS
-            pairs = _raised(builder, element, words) if is_integer else _UNPACK[element](builder, "f16", words, None)
-            for index, pair in enumerate(pairs):
+            for index, pair in enumerate(_UNPACK[element](builder, "f16", words, None)):
                 builder.store(pair, _place(context, builder, signature.args[0], arguments[0], first + index))
         return context.get_dummy_value()
 

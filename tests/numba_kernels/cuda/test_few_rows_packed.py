@@ -17,7 +17,7 @@ UNITS = {"bf16": 2.0**-8, "f16": 2.0**-11}
 DEFAULT = [
     ("u8", "bf16", (3, 70, 264), "emulated:sm_90a"), ("u4_g128", "bf16", (16, 100, 520), "emulated:sm_80"),
     ("u4_g128_zeros", "f16", (1, 33, 648), "emulated:sm_90a"),
-    ("e2m1_g16_e4m3", "bf16", (2, 40, 328), "emulated:sm_90a"), ("u8", "bf16", (1, 6200, 72), "emulated:sm_90a"),
+    ("e2m1_g16_e4m3", "bf16", (2, 40, 328), "emulated:sm_90a"), ("u8", "bf16", (1, 9000, 72), "emulated:sm_90a"),  # in two turns
 ]  # fmt: skip
 SWEEP = [
     ("u4_g128_zeros", "bf16", (70, 40, 264), "emulated:sm_120a"),
@@ -89,6 +89,7 @@ def test_equals_float64(gpu, name, dtype, sizes):
     [
         ("e2m1_g32_exponents", (1, 48, 1160)), pytest.param("u8", (5, 48, 136), marks=pytest.mark.exhaustive),
         pytest.param("u4_g32", (17, 112, 328), marks=pytest.mark.exhaustive),
+        pytest.param("u4_g128", (1, 5008, 264), marks=pytest.mark.exhaustive),  # in turns
     ],
 )  # fmt: skip
 def test_gated_units(gpu, name, sizes):
