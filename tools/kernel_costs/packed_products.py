@@ -19,7 +19,10 @@ from tools.kernel_costs.roofline import ISSUES, streamed
 SIZE = 8192
 ROWS = (1, 16)
 REGISTERS = 128  # a thread's at most, of up to 16 rows
-INSTRUCTIONS = {"bf16": (165, 165), "u8": (232, 615), "e4m3_g128": (334, 602), "u4_g128": (480, 1101)}
+INSTRUCTIONS = {
+    "bf16": (165, 165), "u8": (packed_row.UNPACKING["u8"], 615), "e4m3_g128": (packed_row.UNPACKING["e4m3"], 602),
+    "u4_g128": (packed_row.UNPACKING["u4"], 1101),
+}  # fmt: skip
 """Machine instructions of a warp in the main loop, for each 4 KB of the weight (nvdisasm, sm_90a), by `ROWS`: packed
 weights by `packed_row` and by `few_rows`, bf16 by the latter."""
 
