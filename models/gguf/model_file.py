@@ -179,7 +179,7 @@ class GgufHeadMaps:
                 " must be [heads, latent, keys] and [heads, values, latent]"
             )
         self.file, self.name, self.type_name = keys.file, keys.name, keys.type_name
-        self.shape = (heads * (key_dim + values.shape[1]), latent)
+        self.shape: tuple[int, ...] = (heads * (key_dim + values.shape[1]), latent)
         self.dtype: DType | None = keys.dtype if keys.dtype == values.dtype else float32
         self.size_bytes = keys.size_bytes + values.size_bytes
         self.block_format: str | None = None
