@@ -3,9 +3,9 @@
 A block takes up to 64 columns at a time, 16 a team; a team's warps share K (of a gated unit there are teams of the
 gate's rows and of up's). All of a block share x, which it brings to shared memory once, so that a block has as many
 columns as leave enough blocks, and where there are more of these than multiprocessors, each takes columns in turns. (A
-block's registers fill a multiprocessor: the next one could not bring its x meanwhile. The kernel for one turn is shorter,
-by some 0.4 µs on an H200.) The weight's first bytes are asked for before the grid in front has ended. Sums of a team meet in shared memory, and are added in the order of K. How
-K is split depends on (N, K) alone.
+block's registers fill a multiprocessor: the next one could not bring its x meanwhile. The kernel for one turn is its
+own, which is shorter, by some 0.4 µs on an H200.) The weight's first bytes are asked for before the grid in front has
+ended. Sums of a team meet in shared memory, and are added in the order of K. How K is split depends on (N, K) alone.
 
 Threads: x lanes, y the streams of K, z the teams.
 """
