@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.models.driver import relative_error
+from tests.models.driver import mean_relative_error, relative_error
 from tests.models.golden_weights import golden_tensor
 from tests.models.vision import gemma3_cases, llava_cases
 from tests.models.vision.cases import FOLDER, IMAGE, SEED
@@ -55,6 +55,7 @@ def make_case(module: ModuleType, case: str) -> None:
     (FOLDER / f"{case}.json").write_text(json.dumps(shapes, separators=(",", ":")))
     embeddings = torch.stack(list(made.pooler_output)).numpy()
     error = np.float64(relative_error(rough, logits))
+    found["bfloat16_mean_error"] = np.float64(mean_relative_error(rough, logits))
     np.savez_compressed(FOLDER / f"{case}.npz", embeddings=embeddings, logits=logits, bfloat16_error=error, **found)
     print(case, embeddings.shape, logits.shape, error, found.get("greedy"))
 

@@ -16,25 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from numba_kernels.cache import njit
+from runtime.images.columns import BITS, resized_columns
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 Array = np.ndarray[Any, Any]
 
-_BITS = 22
-"""Of a tap behind its point."""
-
-_HALF = 1 << (_BITS - 1)
-
-_ROWS = 16
-"""Lines whose columns are resized together."""
-
-_WIDE = 4 * _ROWS
-"""Bytes of a column of these."""
-
-_GROUP = 4
-"""Taps that are summed at once."""
+_HALF = 1 << (BITS - 1)
 
 _BICUBIC = 3
 """Pillow's number of the filter."""
@@ -50,7 +39,7 @@ def cut(image: Image, height: int, width: int, patch_size: int, merge_size: int,
         image = image.resize((width, height), _BICUBIC)
     resized, channels, owner = _columns_resized(image, width)
     if height == image.height:
-        first, taps = np.arange(height), np.full((height, 1), 1 << _BITS, np.int32)
+        first, taps = np.arange(height), np.full((height, 1), 1 << BITS, np.int32)
     else:
         first, taps = line_taps(image.height, height)
     rows, columns = height // patch_size, width // patch_size
@@ -95,13 +84,9 @@ def _columns_resized(image: Image, width: int) -> tuple[NDArray[np.uint8], int, 
         packed = np.empty((image.height * image.width, 4), np.uint8)
         packed[:, :3] = pixels.reshape(-1, 3)
         pixels = packed.ravel()
-    first, taps = line_taps(image.width, width)
-    padded = np.zeros((width, -(-taps.shape[1] // _GROUP) * _GROUP), np.int32)
-    padded[:, : taps.shape[1]] = taps
-    resized = np.empty(image.height * width, np.uint32)
-    _resize_columns(pixels.view(np.uint32), image.height, image.width, first, padded, resized)
+    resized = resized_columns(pixels, image.height, image.width, *line_taps(image.width, width))
     del owner
-    return resized.view(np.uint8), 4, None
+    return resized, 4, None
 
 
 def line_taps(size: int, new_size: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
@@ -117,7 +102,7 @@ def line_taps(size: int, new_size: int) -> tuple[NDArray[np.int64], NDArray[np.i
     weights = _bicubic((taps + first[:, None] - centres[:, None] + 0.5) * (1.0 / stretch))
     weights[taps >= (end - first)[:, None]] = 0.0
     weights /= np.cumsum(weights, axis=1)[:, -1:]  # one by one, as Pillow sums them
-    fixed = weights * (1 << _BITS)
+    fixed = weights * (1 << BITS)
     return first, (fixed + np.copysign(0.5, fixed)).astype(np.int32)
 
 
@@ -160,69 +145,8 @@ _CAPSULE_POINTER.restype, _CAPSULE_POINTER.argtypes = ctypes.c_void_p, [ctypes.p
 
 
 @njit
-def _resize_columns(pixels: Array, height: int, width: int, first: Array, taps: Array, out: Array) -> None:
-    """Pixels of four bytes, line by line; column x becomes the sum of columns from `first[x]` on."""
-    new_width, num_taps = taps.shape
-    strip = np.zeros((width + num_taps) * _ROWS, np.uint32)  # some lines, column by column
-    made = np.empty(new_width * _ROWS, np.uint32)
-    source, target = strip.view(np.uint8), made.view(np.uint8)
-    for top in range(0, height, _ROWS):
-        count = min(_ROWS, height - top)
-        for left in range(0, width, 16):
-            right = min(left + 16, width)
-            for row in range(count):
-                line = pixels[(top + row) * width :]
-                for x in range(left, right):
-                    strip[x * _ROWS + row] = line[x]
-        for x in range(new_width):
-            at = source[_WIDE * first[x] :]
-            if num_taps == 4:
-                _sum_four(at, taps[x], target[_WIDE * x :])
-            elif num_taps == 8:
-                _sum_eight(at, taps[x], target[_WIDE * x :])
-            else:
-                _sum_many(at, taps[x], target[_WIDE * x :])
-        for left in range(0, new_width, 16):
-            right = min(left + 16, new_width)
-            for row in range(count):
-                line = out[(top + row) * new_width :]
-                for x in range(left, right):
-                    line[x] = made[x * _ROWS + row]
-
-
-@njit
-def _sum_four(at: Array, taps: Array, out: Array) -> None:
-    a, b, c, d = taps[0], taps[1], taps[2], taps[3]
-    for i in range(_WIDE):
-        total = np.int32(at[i]) * a + np.int32(at[i + _WIDE]) * b
-        total += np.int32(at[i + 2 * _WIDE]) * c + np.int32(at[i + 3 * _WIDE]) * d
-        out[i] = _byte(np.int32(total + _HALF))  # not wider: 32 bits are enough, and twice as fast
-
-
-@njit
-def _sum_eight(at: Array, taps: Array, out: Array) -> None:
-    a, b, c, d, e, f, g, h = taps[0], taps[1], taps[2], taps[3], taps[4], taps[5], taps[6], taps[7]
-    for i in range(_WIDE):
-        total = np.int32(at[i]) * a + np.int32(at[i + _WIDE]) * b
-        total += np.int32(at[i + 2 * _WIDE]) * c + np.int32(at[i + 3 * _WIDE]) * d
-        total += np.int32(at[i + 4 * _WIDE]) * e + np.int32(at[i + 5 * _WIDE]) * f
-        total += np.int32(at[i + 6 * _WIDE]) * g + np.int32(at[i + 7 * _WIDE]) * h
-        out[i] = _byte(np.int32(total + _HALF))  # not wider: 32 bits are enough, and twice as fast
-
-
-@njit
-def _sum_many(at: Array, taps: Array, out: Array) -> None:
-    sums = np.full(_WIDE, _HALF, np.int32)
-    for tap in range(0, taps.shape[0], 4):
-        here = at[_WIDE * tap :]
-        _add_four(sums, here, here[_WIDE:], here[2 * _WIDE :], here[3 * _WIDE :], taps[tap : tap + 4])
-    for i in range(_WIDE):
-        out[i] = _byte(sums[i])
-
-
-@njit
 def _byte(total: int) -> np.uint8:
-    return np.uint8(min(max(np.int32(total >> _BITS), np.int32(0)), np.int32(255)))
+    return np.uint8(min(max(np.int32(total >> BITS), np.int32(0)), np.int32(255)))
 
 
 @njit

@@ -153,3 +153,12 @@ def relative_error(ours: Array, theirs: Array) -> float:
     if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
         return float("inf")
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+
+def mean_relative_error(ours: Array, theirs: Array) -> float:
+    """The same of the squares' means, roots of them: |a - b| / |b|. It says what rounding does on average, where the
+    largest of a few thousand differences is a matter of luck."""
+    assert ours.shape == theirs.shape
+    if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
+        return float("inf")
+    return float(np.linalg.norm(ours.astype(np.float64) - theirs) / np.linalg.norm(theirs.astype(np.float64)))
