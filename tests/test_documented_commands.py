@@ -118,6 +118,7 @@ ELSEWHERE = {
         "python3 -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python gguf numpy",
         "python3 -m venv .venv-reference && .venv-reference/bin/pip install torch transformers numpy",
         "python -m tools.compare_towers --reference .venv-reference/bin/python --side 24 --num-layers 4 --num-rounds 9",
+        "python -m tools.compare_pictures --reference .venv-reference/bin/python",
         "python -m tools.compare_harmony", "python tools/page_rounding.py", "python -m tools.make_eagle3_goldens",
         "python -m tools.make_mtp_goldens",
         "python tools/compare_triton.py --markdown docs/triton_comparison.md --json docs/triton_comparison.json",
