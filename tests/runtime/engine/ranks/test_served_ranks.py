@@ -36,7 +36,7 @@ def client_of(
     ranks, stages = SPLITS[split]
     return ProcessEngineClient(
         str(model), device=device, max_model_len=64, num_blocks=16, seed=0, tensor_parallel_size=ranks,
-        pipeline_parallel_size=stages,
+        pipeline_parallel_size=stages, decode_graphs="off" if fault else "auto",  # recorded steps call no layer
         supervision=Supervision(
             first_delay_s=0.05, healthy_s=0.0, hang_timeout_s=HANG_S[device],
             command=python_module("tests.runtime.engine.ranks.faulty_engine"),
