@@ -101,8 +101,9 @@ def quantised_tensors(has_whole_maps: bool) -> tuple[dict[str, Array], dict[str,
 @pytest.mark.parametrize("has_whole_maps", [False, True])
 def test_quantised_is_its_dequantised_twin(tmp_path: Path, has_whole_maps: bool) -> None:
     blocks, floats = quantised_tensors(has_whole_maps)
-    stored = {"type_of": lambda name: Ggml.Q4_0, "has_whole_maps": has_whole_maps}
-    path = write_gguf(tmp_path / "model.gguf", CONFIG, blocks, **stored)
+    path = write_gguf(
+        tmp_path / "model.gguf", CONFIG, blocks, type_of=lambda name: Ggml.Q4_0, has_whole_maps=has_whole_maps
+    )
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     write_safetensors(tmp_path / "model.safetensors", floats)
     ids, twin = list(range(3, 24)), load_model(tmp_path)
