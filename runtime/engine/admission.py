@@ -44,7 +44,7 @@ def prepare(request: EngineRequest, info: EngineInfo) -> Request:
             f"{room} of the context of {info.max_model_len}",
             param="min_tokens",
         )
-    pictures = _pictures(request.images, prompt_ids, info.images)
+    pictures = pictures_of(request.images, prompt_ids, info.images)
     return Request(
         request.request_id,
         prompt_ids,
@@ -62,7 +62,7 @@ def prepare(request: EngineRequest, info: EngineInfo) -> Request:
     )
 
 
-def _pictures(
+def pictures_of(
     images: Sequence[ImageItem], prompt_ids: NDArray[np.int32], support: ImageSupport | None
 ) -> Pictures | None:
     """The scheduler's record of a prompt's images. Raises ``RequestError``."""

@@ -44,7 +44,7 @@ from runtime.engine.scheduling.step import Step
 from runtime.engine.speculation.drafter import LeftChunk
 from runtime.engine.speculation.speculator import SpeculationCounters, Speculator
 from runtime.engine.steps.assemble import Assembled, Assembler
-from runtime.engine.steps.embedder import Embedder
+from runtime.engine.steps.embedder import Embedder, Embedding
 from runtime.engine.steps.executor import Computation, Drawn, Executor, ExecutorLostError, KeptRows
 from runtime.engine.steps.step_input import Mode, RowLoad
 from runtime.engine.timeline import TIMELINE_STEPS, ChunkKey, StepRecord, Timeline
@@ -125,7 +125,7 @@ class Engine:
         self.overlaps = executor.overlaps
         mode: Mode = "eager" if limits.decode_graphs == "off" else "record"
         self.assembler = Assembler(limits.max_num_seqs, executor.num_groups, limits.block_size, mode)
-        self.embedder = Embedder(executor, limits, info.vocab_size)
+        self.embedder = Embedder(executor, limits, info.vocab_size, info.images)
         self.speculator: Speculator | None = None
         self.opened = OpenRequests(self.scheduler, seed)
         if speculator is not None:
@@ -136,7 +136,7 @@ class Engine:
         if info.images is not None:
             rows = None if info.device == "cpu" else GPU_ROWS_PER_TOKEN * limits.max_num_batched_tokens
             self.pictures = PictureQueue(executor, info.images, EncodingBudget(rows))
-            self.opened.on_request_end = self.pictures.release
+            self.opened.on_request_end = self.embedder.on_end = self.pictures.release
         self.timeline: Timeline = deque(maxlen=TIMELINE_STEPS)
         self._block_events: BlockEvents | None = None
         self._masks = MaskComputer()
@@ -216,6 +216,14 @@ class Engine:
         if request.awaits_pictures:
             assert self.pictures is not None, "prepared for another engine"
             self.pictures.add(request)
+
+    def embed(self, embedding: Embedding) -> None:
+        """Begin with a prepared embedding: with its pictures first, if it has any."""
+        if embedding.pictures is None:
+            self.embedder.add(embedding)
+        else:
+            assert self.pictures is not None, "prepared for another engine"
+            self.pictures.add(embedding)
 
     def cancel(self, request_id: str, index: int | None = None) -> list[EngineOutput]:
         """End a request (or one choice of it) now and free its blocks.
@@ -365,10 +373,20 @@ class Engine:
     def _encode(self, pictures: PictureQueue, outputs: list[EngineOutput]) -> None:
         """Go on with the pictures that requests wait for."""
 
-        def fail(request: Request) -> None:
-            outputs.extend(self.opened.end(request, "error", "the pictures could not be encoded"))
+        def start(request: Request | Embedding) -> None:
+            if isinstance(request, Embedding):
+                self.embedder.add(request)
+            else:
+                self.opened.start_with_pictures(request)
 
-        pictures.advance(self.opened.start_with_pictures, fail, is_idle=not (self._open or self.scheduler.has_work))
+        def fail(request: Request | Embedding) -> None:
+            if isinstance(request, Embedding):
+                self.embedder.fail(request, "the pictures could not be encoded")
+                pictures.release(request)
+            else:
+                outputs.extend(self.opened.end(request, "error", "the pictures could not be encoded"))
+
+        pictures.advance(start, fail, is_idle=not (self._open or self.scheduler.has_work))
 
     def _start_compiled(self, outputs: list[EngineOutput]) -> bool:
         """Let the requests queue whose grammars are compiled; False when there is nothing else to do yet."""

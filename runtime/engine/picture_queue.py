@@ -16,9 +16,13 @@ from runtime.engine.encoding_budget import EncodingBudget
 from runtime.engine.messages import ImageSupport
 from runtime.engine.scheduling.pictures import Picture, PictureKeys
 from runtime.engine.scheduling.sequence import Request
+from runtime.engine.steps.embedder import Embedding
 from runtime.engine.steps.executor import Executor
 
 logger = logging.getLogger("xserv.engine")
+
+Holder = Request | Embedding
+"""Whose prompt has pictures."""
 
 Key = tuple[str | None, bytes]
 """Whose pictures, and which: nothing is shared across tenants."""
@@ -31,7 +35,7 @@ class _Entry:
     slot: int
     num_tokens: int
     is_made: bool = False
-    holders: set[Request] = field(default_factory=set)
+    holders: set[Holder] = field(default_factory=set)
 
 
 class PictureQueue:
@@ -46,7 +50,7 @@ class PictureQueue:
         self.budget = budget
         self.keys = PictureKeys()
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()  # the one that was let go last comes last
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[Holder] = deque()
         self._num_tokens = 0
         self._next_slot = 0
         self._current: Key | None = None
@@ -59,13 +63,14 @@ class PictureQueue:
     def num_kept_tokens(self) -> int:
         return self._num_tokens
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Holder) -> None:
         """A request that awaits its pictures."""
         assert request.pictures is not None
         self._waiting.append(request)
-        request.prefix_keys = self.keys.prompt_keys(request.prompt_ids, request.pictures)
+        if isinstance(request, Request):
+            request.prefix_keys = self.keys.prompt_keys(request.prompt_ids, request.pictures)
 
-    def release(self, request: Request) -> None:
+    def release(self, request: Holder) -> None:
         """The request has ended."""
         for key in list(self._entries):
             entry = self._entries[key]
@@ -75,7 +80,7 @@ class PictureQueue:
         self._waiting = deque(each for each in self._waiting if each is not request)
 
     def advance(
-        self, start: Callable[[Request], None], fail: Callable[[Request], None], *, is_idle: bool
+        self, start: Callable[[Holder], None], fail: Callable[[Holder], None], *, is_idle: bool
     ) -> None:
         """Encode for a while. ``start`` is told of requests whose pictures are all there, ``fail`` of those whose
         pictures could not be encoded. ``is_idle``: nothing else is there to do."""
@@ -99,10 +104,10 @@ class PictureQueue:
                 request.pictures.patches.clear()
                 start(request)
 
-    def _key(self, request: Request, item: Picture) -> Key:
+    def _key(self, request: Holder, item: Picture) -> Key:
         return request.cache_salt, item.digest
 
-    def _hold(self, request: Request) -> bool:
+    def _hold(self, request: Holder) -> bool:
         """Make room for all pictures of a request, and hold them; False: there is none yet."""
         assert request.pictures is not None
         wanted = {self._key(request, item): item for item in request.pictures.items}
@@ -123,7 +128,7 @@ class PictureQueue:
             self._entries[key].holders.add(request)
         return True
 
-    def _encode_some(self, request: Request) -> None:
+    def _encode_some(self, request: Holder) -> None:
         """Compute a piece of a picture, or several."""
         pictures = request.pictures
         assert pictures is not None

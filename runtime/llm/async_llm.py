@@ -91,10 +91,10 @@ class AsyncLLM(LoadedModel):
         self, prompt: Prompt, *, pooling: str = "last", normalize: bool = True
     ) -> EmbeddingRequestOutput:
         """The hidden states of a prompt after the final norm as one vector: see ``LLM.embed``."""
-        text, ids = await asyncio.to_thread(self._encode, prompt)
+        text, ids, images, salt = await asyncio.to_thread(self._asked_embedding, prompt)
         while True:
             try:
-                future = self.client.embed(ids, pooling)
+                future = self.client.embed(ids, pooling, images, salt)
                 break
             except QueueFullError as error:
                 await asyncio.sleep(error.retry_after_s)

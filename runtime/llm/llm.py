@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.engine.admission import prepare
 from runtime.engine.errors import QueueFullError, RequestError
-from runtime.engine.messages import EngineOutput
+from runtime.engine.messages import EngineOutput, ImageItem
 from runtime.engine.option_names import known_options
 from runtime.engine.sampling_params import SamplingParams
 from runtime.llm.beam_search import BeamSearch, BeamSearchParams
@@ -135,19 +135,19 @@ class LLM(LoadedModel):
         normalize: bool = True,
         use_tqdm: bool = True,
     ) -> list[EmbeddingRequestOutput]:
-        """The hidden states of prompts after the final norm, one vector a prompt, in their order.
+        """The hidden states of prompts, images included, after the final norm, one vector a prompt, in their order.
 
         pooling    "last": the last token's; "mean": the mean of all
         normalize  make each vector's length one
 
         Raises ``RequestError``, ``EngineDeadError``, ``EmbeddingError``.
         """
-        encoded = [self._encode(prompt) for prompt in as_list(prompts)]
+        asked = [self._asked_embedding(prompt) for prompt in as_list(prompts)]
         waiting: list[tuple[str | None, list[int], Future[NDArray[np.float32]]]] = []
         found = []
         try:
-            for text, ids in encoded:
-                waiting.append((text, ids, self._start_embedding(ids, pooling)))
+            for text, ids, images, salt in asked:
+                waiting.append((text, ids, self._start_embedding(ids, pooling, images, salt)))
             with progress("Prompts", len(waiting), use_tqdm) as advance:
                 for text, ids, future in waiting:
                     found.append(self._embedded(text, ids, future.result(), normalize))
@@ -228,10 +228,12 @@ class LLM(LoadedModel):
                 open_jobs[job.request_id] = job
                 return
 
-    def _start_embedding(self, token_ids: list[int], pooling: str) -> Future[NDArray[np.float32]]:
+    def _start_embedding(
+        self, token_ids: list[int], pooling: str, images: tuple[ImageItem, ...], cache_salt: str | None
+    ) -> Future[NDArray[np.float32]]:
         while True:
             try:
-                return self.client.embed(token_ids, pooling)
+                return self.client.embed(token_ids, pooling, images, cache_salt)
             except QueueFullError as error:
                 time.sleep(error.retry_after_s)
 

@@ -205,9 +205,7 @@ class LoadedModel:
             ids = bad_words_token_ids(params.bad_words, self.tokenizer) + (params.bad_words_token_ids or [])
             params = msgspec.structs.replace(params, bad_words=None, bad_words_token_ids=ids)
         self._grammars.check(params.grammar)
-        images: tuple[ImageItem, ...] = ()
-        if isinstance(prompt, Mapping) and prompt.get("images"):
-            token_ids, images = with_images(token_ids, prompt["images"], self.client.info)
+        token_ids, images = self._with_images(prompt, token_ids)
         request = EngineRequest(
             request_id=request_id or self._new_id(),
             prompt_token_ids=token_ids,
@@ -217,6 +215,18 @@ class LoadedModel:
             **scheduling_of(prompt),
         )
         return Job(request, text, self.tokenizer, answer_format or AnswerFormat())
+
+    def _with_images(self, prompt: Prompt, token_ids: list[int]) -> tuple[list[int], tuple[ImageItem, ...]]:
+        """A prompt's ids with those of its images, and these."""
+        if isinstance(prompt, Mapping) and prompt.get("images"):
+            return with_images(token_ids, prompt["images"], self.client.info)
+        return token_ids, ()
+
+    def _asked_embedding(self, prompt: Prompt) -> tuple[str | None, list[int], tuple[ImageItem, ...], str | None]:
+        """A prompt's text, ids, images, and whose encoded images it may find."""
+        text, token_ids = self._encode(prompt, takes_images=True)
+        salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
+        return text, *self._with_images(prompt, token_ids), salt
 
     def _new_id(self) -> str:
         return f"llm-{next(self._request_ids)}"
@@ -234,7 +244,7 @@ class LoadedModel:
     def _encode(self, prompt: Prompt, *, takes_images: bool = False) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
             if prompt.get("images") and not takes_images:
-                raise RequestError("images are read by generate, chat and stream alone", param="images")
+                raise RequestError("images are read by generate, chat, stream and embed alone", param="images")
             if "prompt_token_ids" in prompt:
                 return prompt.get("prompt"), list(prompt["prompt_token_ids"])
             if not isinstance(prompt.get("prompt"), str):

@@ -33,6 +33,7 @@ from runtime.engine.messages import (
     EngineRequest,
     EngineState,
     EngineStats,
+    ImageItem,
     RoutingStats,
     StepView,
 )
@@ -223,9 +224,15 @@ class Fleet:
         """See ``EngineClient.logits``."""
         return self._idlest().logits(token_ids)
 
-    def embed(self, token_ids: Sequence[int], pooling: str = "last") -> Future[NDArray[np.float32]]:
+    def embed(
+        self,
+        token_ids: Sequence[int],
+        pooling: str = "last",
+        images: Sequence[ImageItem] = (),
+        cache_salt: str | None = None,
+    ) -> Future[NDArray[np.float32]]:
         """See ``EngineClient.embed``."""
-        return self._idlest().embed(token_ids, pooling)
+        return self._idlest().embed(token_ids, pooling, images, cache_salt)
 
     def reset_prefix_cache(self) -> Future[NDArray[np.float32]]:
         """See ``EngineClient.reset_prefix_cache``: of all engines that are ready, and the sums."""

@@ -1,4 +1,5 @@
-"""`POST /v1/embeddings`: texts or token ids to vectors, by the hidden states of the served decoder.
+"""`POST /v1/embeddings`: texts, token ids or a conversation, which may have pictures, to vectors, by the hidden states
+of the served decoder.
 
 A decoder was not trained to embed, so these say less than those of a model that was; but its last token has read the
 whole input, and the mean of all is a robust summary."""
@@ -18,13 +19,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
+from runtime.engine.messages import ImageItem
 from runtime.errors import XservError
 from server.errors import from_engine, internal_error, invalid
 from server.openai_api.answers import Embedding, EmbeddingList, EmbeddingUsage
 from server.openai_api.schema import EmbeddingRequest
-from server.requests.prompt import embedding_inputs
+from server.requests.prompt import embedding_conversation, embedding_inputs
 from server.service import Service
 from server.transport.body import decode_body, read_body
+from server.transport.exchange import Exchange
 from server.transport.json_answer import JsonAnswer
 from server.transport.sse import watch_disconnect
 
@@ -38,6 +41,8 @@ class AskedEmbeddings:
     """A request that has passed every check but the engine's."""
 
     inputs: list[list[int]]
+    images: tuple[ImageItem, ...]
+    cache_salt: str | None
     pooling: str
     dimensions: int | None
     is_normalized: bool
@@ -48,22 +53,39 @@ async def create_embeddings(request: Request) -> Response:
     """All inputs are asked for at once; when the client leaves, those that wait are not computed."""
     service: Service = request.app.state.service
     body = await read_body(request, service.config)
-    asked = await service.prepare(len(body), partial(_prepare, service, body))
+    tenant = Exchange.of(request).tenant
+    asked = await service.prepare_conversation(body, partial(_prepare, service, tenant, body))
     vectors = await embed(request, service, asked)
     answer = await service.prepare(vectors[0].nbytes * len(vectors), partial(_answer, service, asked, vectors))
     return JsonAnswer(answer)
 
 
-def _prepare(service: Service, body: bytes) -> AskedEmbeddings:
+def _prepare(service: Service, tenant: str | None, body: bytes) -> AskedEmbeddings:
     """All that a request costs before the engine has it. Raises `ApiError`."""
-    return prepare_embeddings(service, decode_body(body, EmbeddingRequest, service.config))
+    return prepare_embeddings(service, decode_body(body, EmbeddingRequest, service.config), tenant)
 
 
-def prepare_embeddings(service: Service, asked: EmbeddingRequest) -> AskedEmbeddings:
-    """A decoded request's inputs as ids, admitted nowhere yet. Raises `ApiError`."""
+def prepare_embeddings(service: Service, asked: EmbeddingRequest, tenant: str | None = None) -> AskedEmbeddings:
+    """A decoded request's inputs as ids, admitted nowhere yet; `tenant` is whose pictures they are. Raises
+    `ApiError`."""
     service.check_model(asked.model)
+    if (asked.input is None) == (asked.messages is None):
+        raise invalid("input", "Send either input or messages.", "missing_required_parameter")
+    if asked.mm_processor_kwargs is not None and asked.messages is None:
+        raise invalid("mm_processor_kwargs", "mm_processor_kwargs is for messages, not for input.")
+    tokenizer, config, info = service.tokenizer, service.config, service.client.info
+    images: tuple[ImageItem, ...] = ()
+    if asked.messages is None:
+        inputs = embedding_inputs(asked, tokenizer, config, info)
+    else:
+        prompt = embedding_conversation(
+            asked, tokenizer, config, service.answer_format, info, service.pictures, tenant
+        )
+        inputs, images = [prompt.token_ids], prompt.images
     return AskedEmbeddings(
-        inputs=embedding_inputs(asked, service.tokenizer, service.config, service.client.info),
+        inputs=inputs,
+        images=images,
+        cache_salt=None if tenant is None or config.share_prefix_cache else f"{tenant}:",
         pooling=asked.pooling or "last",
         dimensions=asked.dimensions,
         is_normalized=asked.normalize is not False,
@@ -93,7 +115,7 @@ async def _vectors(request: Request, service: Service, asked: AskedEmbeddings) -
 
     try:
         for token_ids in asked.inputs:
-            futures.append(service.client.embed(token_ids, asked.pooling))
+            futures.append(service.client.embed(token_ids, asked.pooling, asked.images, asked.cache_salt))
         async with watch_disconnect(request.receive, leave):
             return [await asyncio.wrap_future(future) for future in futures]
     except asyncio.CancelledError:
@@ -101,7 +123,7 @@ async def _vectors(request: Request, service: Service, asked: AskedEmbeddings) -
             raise ClientDisconnect from None
         raise
     except (EngineDeadError, QueueFullError, RequestError) as error:
-        raise from_engine(error, {"token_ids": "input"}) from None
+        raise from_engine(error, {"token_ids": "input", "images": "messages"}) from None
     except XservError as error:
         logger.error("an embedding failed: %s", error)
         raise internal_error() from None

@@ -350,8 +350,8 @@ def description(model_names: tuple[str, ...], vocab_size: int, *, reads_images: 
         "properties": {"min_pixels": pixels, "max_pixels": pixels} if reads_images else {},
         "additionalProperties": False,
     }
-    chat = components["ChatCompletionRequest"]["properties"]
-    chat["mm_processor_kwargs"] = {"anyOf": [kwargs, _NULL], "default": None}
+    for name in ("ChatCompletionRequest", "EmbeddingRequest"):
+        components[name]["properties"]["mm_processor_kwargs"] = {"anyOf": [kwargs, _NULL], "default": None}
     for item in items:
         for name in {"content", "output"}.intersection(components[item.__name__]["properties"]):
             if item is not InputReasoning:

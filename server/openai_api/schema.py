@@ -297,6 +297,8 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """`POST /v1/embeddings`.
 
     input            a text, texts, the ids of one input, or those of several
+    messages         instead of it: a conversation, which may have pictures, as the chat template writes it
+    mm_processor_kwargs  of these pictures, as in a chat
     encoding_format  "float": numbers; "base64": the same as little-endian float32
     dimensions       only the first so many numbers, at length one again; the model must have them
     pooling          which hidden states become the embedding: the last token's ("last"), or the mean of all
@@ -306,7 +308,9 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     """
 
     model: str | None = None
-    input: EmbeddingInput
+    input: EmbeddingInput | None = None
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None = None
     pooling: Literal["last", "mean"] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 import jinja2
@@ -41,12 +41,34 @@ def embedding_inputs(
     request: EmbeddingRequest, tokenizer: Tokenizer | None, config: ServerConfig, info: EngineInfo
 ) -> list[list[int]]:
     """The token ids of each input. Raises `ApiError` 400."""
+    assert request.input is not None
     adds_special_tokens = request.add_special_tokens is not False
     most = info.max_model_len
     return [
         _checked(_cut(ids, request.truncate_prompt_tokens, most), "input", info, most)
         for ids in _given_ids(request.input, "input", tokenizer, config, adds_special_tokens=adds_special_tokens)
     ]
+
+
+def embedding_conversation(
+    request: EmbeddingRequest,
+    tokenizer: Tokenizer | None,
+    config: ServerConfig,
+    answer_format: AnswerFormat,
+    info: EngineInfo,
+    pictures: PictureReader | None,
+    tenant: str | None,
+) -> ConversationPrompt:
+    """A conversation that is to be embedded, without the beginning of an answer. Raises `ApiError` 400."""
+    assert request.messages is not None
+    for field in ("add_special_tokens", "truncate_prompt_tokens"):
+        if getattr(request, field) is not None:
+            raise invalid(field, f"{field} is for input, not for messages.")
+    chat = ChatCompletionRequest(
+        messages=request.messages, mm_processor_kwargs=request.mm_processor_kwargs, add_generation_prompt=False
+    )
+    prompt = whole_conversation(chat, tokenizer, config, answer_format, pictures, tenant)
+    return replace(prompt, token_ids=_checked(prompt.token_ids, "messages", info, info.max_model_len))
 
 
 def _given_ids(

@@ -28,6 +28,7 @@ from runtime.engine.messages import (
     EngineState,
     EngineStats,
     FinishReason,
+    ImageItem,
     RoutingStats,
     StepView,
 )
@@ -120,8 +121,16 @@ class EngineClient(Protocol):
         """
         ...
 
-    def embed(self, token_ids: Sequence[int], pooling: str = "last") -> Future[NDArray[np.float32]]:
+    def embed(
+        self,
+        token_ids: Sequence[int],
+        pooling: str = "last",
+        images: Sequence[ImageItem] = (),
+        cache_salt: str | None = None,
+    ) -> Future[NDArray[np.float32]]:
         """The hidden states after the final norm, pooled ("last", "mean"): ``[hidden_size]`` float32, of any length.
+
+        ``images`` are the prompt's; ``cache_salt`` says whose encoded pictures it may find.
 
         Returns at once; a cancelled future costs no further forward pass. Raises ``RequestError``,
         ``QueueFullError``, ``EngineDeadError``; the future, ``EmbeddingError`` and ``EngineDeadError``.
@@ -262,9 +271,15 @@ class ThreadEngineClient:
         """``logits`` that does not wait; they are computed between two steps. Raises ``EngineDeadError``."""
         return self._compute(partial(self._engine.logits, token_ids))
 
-    def embed(self, token_ids: Sequence[int], pooling: str = "last") -> Future[NDArray[np.float32]]:
+    def embed(
+        self,
+        token_ids: Sequence[int],
+        pooling: str = "last",
+        images: Sequence[ImageItem] = (),
+        cache_salt: str | None = None,
+    ) -> Future[NDArray[np.float32]]:
         """See ``EngineClient.embed``."""
-        embedding = self._engine.embedder.prepare(token_ids, pooling)
+        embedding = self._engine.embedder.prepare(token_ids, pooling, images, cache_salt)
         max_waiting = self._engine.limits.max_waiting
         with self._condition:
             self._check_alive()
@@ -394,7 +409,7 @@ class ThreadEngineClient:
         return []
 
     def _add_embedding(self, embedding: Embedding) -> list[EngineOutput]:
-        self._engine.embedder.add(embedding)
+        self._engine.embed(embedding)
         return []
 
     def _show_steps(self) -> None:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import msgspec
 
 from runtime.engine.errors import EngineDeadError
-from runtime.engine.messages import EngineOutput, EngineRequest, StepView
+from runtime.engine.messages import EngineOutput, EngineRequest, ImageItem, StepView
 from runtime.engine.process.parent import die_with_parent
 from runtime.engine.process.wire import (
     Answer,
@@ -233,8 +233,8 @@ class ProcessServer:
                 client.cancel(request_id, index)
             case Pause(request_id, is_paused):
                 (client.pause if is_paused else client.resume)(request_id)
-            case Call(call_id, name, arguments):
-                self._call(client, call_id, name, arguments)
+            case Call(call_id, name, arguments, images):
+                self._call(client, call_id, name, arguments, images)
             case CancelCall(call_id):
                 future = self._calls.get(call_id)
                 if future is not None:
@@ -258,10 +258,12 @@ class ProcessServer:
     def _receive(self, output: EngineOutput) -> None:
         self._outputs.append(output)
 
-    def _call(self, client: ThreadEngineClient, call_id: int, name: str, arguments: list[Any]) -> None:
+    def _call(
+        self, client: ThreadEngineClient, call_id: int, name: str, arguments: list[Any], images: tuple[ImageItem, ...]
+    ) -> None:
         computations: dict[str, Callable[..., Future[Any]]] = {
             "logits": client.start_logits,
-            "embed": client.embed,
+            "embed": lambda token_ids, pooling, salt: client.embed(token_ids, pooling, images, salt),
             "reset_prefix_cache": client.reset_prefix_cache,
         }
         try:

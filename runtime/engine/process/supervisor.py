@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from runtime.engine.admission import as_token_ids, prepare
 from runtime.engine.config import EngineConfig, EngineSettings
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
-from runtime.engine.messages import EngineInfo, EngineRequest, EngineState, EngineStats, StepView
+from runtime.engine.messages import EngineInfo, EngineRequest, EngineState, EngineStats, ImageItem, StepView
 from runtime.engine.process.child import READ_TIMEOUT_S, EngineProcess, RunningEngine
 from runtime.engine.process.client import EngineClient
 from runtime.engine.process.delivery import Delivery, OutputSink
@@ -234,9 +234,15 @@ class ProcessEngineClient:
         """See ``EngineClient.logits``."""
         return self._call("logits", token_ids).result()
 
-    def embed(self, token_ids: Sequence[int], pooling: str = "last") -> Future[NDArray[np.float32]]:
+    def embed(
+        self,
+        token_ids: Sequence[int],
+        pooling: str = "last",
+        images: Sequence[ImageItem] = (),
+        cache_salt: str | None = None,
+    ) -> Future[NDArray[np.float32]]:
         """See ``EngineClient.embed``; what it raises there the future may raise here."""
-        return self._call("embed", token_ids, pooling)
+        return self._call("embed", token_ids, pooling, cache_salt, images=images)
 
     def reset_prefix_cache(self) -> Future[NDArray[np.float32]]:
         """See ``EngineClient.reset_prefix_cache``."""
@@ -305,11 +311,15 @@ class ProcessEngineClient:
                 process.kill()
         self._supervisor.join()
 
-    def _call(self, name: CallName, token_ids: Sequence[int], *arguments: str) -> Future[NDArray[np.float32]]:
+    def _call(
+        self, name: CallName, token_ids: Sequence[int], *arguments: str | None, images: Sequence[ImageItem] = ()
+    ) -> Future[NDArray[np.float32]]:
         ids: list[int] = as_token_ids("token_ids", token_ids, self.info.vocab_size).tolist()
-        return self._send_call(name, [ids, *arguments])
+        return self._send_call(name, [ids, *arguments], tuple(images))
 
-    def _send_call(self, name: CallName, arguments: list[list[int] | str]) -> Future[NDArray[np.float32]]:
+    def _send_call(
+        self, name: CallName, arguments: list[list[int] | str | None], images: tuple[ImageItem, ...] = ()
+    ) -> Future[NDArray[np.float32]]:
         future: Future[NDArray[np.float32]] = Future()
         with self._lock:
             process = self._live_process()
@@ -317,7 +327,7 @@ class ProcessEngineClient:
                 raise QueueFullError(self.info.max_waiting, RETRY_AFTER_S)
             self._num_calls = call_id = self._num_calls + 1
             self._calls[call_id] = future
-            process.send(frame(Call(call_id, name, arguments)))
+            process.send(frame(Call(call_id, name, arguments, images)))
         future.add_done_callback(partial(self._cancel_call, call_id))
         return future
 

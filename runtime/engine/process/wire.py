@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from runtime.engine.config import EngineConfig
-from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats, StepView
+from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats, ImageItem, StepView
 from runtime.errors import XservError
 
 MAX_FRAME_BYTES = 1 << 30
@@ -85,11 +85,12 @@ class Watch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
-    """Compute something, with these arguments; ``Answer`` or ``CallFailed`` comes once."""
+    """Compute something, with these arguments, and a prompt's images; ``Answer`` or ``CallFailed`` comes once."""
 
     call_id: int
     name: CallName
-    arguments: list[list[int] | str]
+    arguments: list[list[int] | str | None]
+    images: tuple[ImageItem, ...] = ()
 
 
 class CancelCall(msgspec.Struct, frozen=True, tag=True):

@@ -37,7 +37,7 @@ from runtime.engine.steps.executor import (
     UnsupportedStepError,
 )
 from runtime.engine.steps.local_executor import LocalExecutor
-from runtime.engine.steps.step_input import StepInput
+from runtime.engine.steps.step_input import PassPictures, StepInput
 from runtime.rank_notices import Span, Tally
 from runtime.tensor.tensor import Tensor
 
@@ -250,6 +250,8 @@ class _SharedPass:
     def __init__(self, side_pass: SidePass, executor: ParallelExecutor) -> None:
         self._side_pass, self._executor = side_pass, executor
 
-    def run(self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int]) -> Tensor:
-        message = RunPass(list(token_ids), [int(start) for start in starts])
-        return self._executor.together(message, lambda: self._side_pass.run(token_ids, starts))
+    def run(
+        self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int], pictures: PassPictures | None = None
+    ) -> Tensor:
+        message = RunPass(list(token_ids), [int(start) for start in starts], pictures)
+        return self._executor.together(message, lambda: self._side_pass.run(token_ids, starts, pictures))

@@ -128,9 +128,9 @@ class RankProcess:
                 case StartPass(lengths):
                     side_pass = None  # before there is room for another
                     side_pass = executor.side_pass(lengths)
-                case RunPass(token_ids, starts):
+                case RunPass(token_ids, starts, pictures):
                     assert side_pass is not None, "a pass was started"
-                    side_pass.run(token_ids, starts)
+                    side_pass.run(token_ids, starts, pictures)
                 case Logits(token_ids):
                     executor.logits(token_ids)
                 case other:

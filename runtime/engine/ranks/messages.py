@@ -14,7 +14,7 @@ from runtime.engine.config import EngineConfig, EngineLimits
 from runtime.engine.process import wire
 from runtime.engine.process.wire import Problem
 from runtime.engine.steps.drawn import Drawn
-from runtime.engine.steps.step_input import StepInput, from_array, to_array
+from runtime.engine.steps.step_input import PassPictures, StepInput, from_array, to_array
 
 # To a rank
 
@@ -110,6 +110,7 @@ class RunPass(msgspec.Struct, frozen=True, tag=True):
 
     token_ids: list[NDArray[np.int32]]
     starts: list[int]
+    pictures: PassPictures | None = None
 
 
 class Logits(msgspec.Struct, frozen=True, tag=True):

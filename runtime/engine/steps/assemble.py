@@ -9,6 +9,7 @@ from operator import attrgetter
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.engine.scheduling.pictures import Pictures
 from runtime.engine.scheduling.sequence import Request, Sequence
 from runtime.engine.scheduling.step import Chunk, Step
 from runtime.engine.steps.step_input import (
@@ -199,20 +200,30 @@ def _add_pictures(step: StepInput, sequences: list[Sequence]) -> None:
             if known > 0 and pictures.positions is not None:
                 has_axes = True
                 own[:, :known] = pictures.positions[:, start : start + known]
-            for item, slot in zip(pictures.items, pictures.slots, strict=True):
-                low, high = max(item.first_token, start), min(item.end, end)
-                if low < high:
-                    features.append(FeatureSpan(slot, low - item.first_token, first + low - start, high - low))
-            for low, high in pictures.whole:
-                if low < end and high > start:
-                    assert start <= low < high <= end, "a picture is cut"
-                    uncut.append(UncutSpan(first + low - start, high - low))
+            spans, wholes = chunk_spans(pictures, start, end, first)
+            features += spans
+            uncut += wholes
         positions.append(own)
         first += count
     if has_axes:
         step.rotary_positions = np.concatenate(positions, axis=1)
     step.features = features
     step.uncut_spans = uncut
+
+
+def chunk_spans(pictures: Pictures, start: int, end: int, first: int) -> tuple[list[FeatureSpan], list[UncutSpan]]:
+    """What a prompt's tokens from ``start`` to ``end`` have of its pictures, and of what may not be cut; the first of
+    these tokens is token ``first`` of the step."""
+    features, uncut = list[FeatureSpan](), list[UncutSpan]()
+    for item, slot in zip(pictures.items, pictures.slots, strict=True):
+        low, high = max(item.first_token, start), min(item.end, end)
+        if low < high:
+            features.append(FeatureSpan(slot, low - item.first_token, first + low - start, high - low))
+    for low, high in pictures.whole:
+        if low < end and high > start:
+            assert start <= low < high <= end, "a picture is cut"
+            uncut.append(UncutSpan(first + low - start, high - low))
+    return features, uncut
 
 
 def _tokens_of(chunks: list[Chunk], num_tokens: int) -> NDArray[np.int32]:

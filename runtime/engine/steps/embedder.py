@@ -2,14 +2,15 @@
 
 One forward pass at a time, of at most ``max_num_batched_tokens`` tokens, between two steps: so running requests wait
 for no more than they would for a chunk of somebody's prompt. Short prompts share a pass, a longer one takes several.
-They have pages of their own for the time of the work, and know nothing of the scheduler's.
+One with pictures comes here when the engine has encoded them, and shares none. They have pages of their own for the
+time of the work, and know nothing of the scheduler's.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
@@ -19,11 +20,15 @@ from numpy.typing import NDArray
 
 from runtime import ops
 from runtime.dtype import float32
-from runtime.engine.admission import as_token_ids
+from runtime.engine.admission import as_token_ids, pictures_of
 from runtime.engine.checks import check_one_of
 from runtime.engine.config import EngineLimits
 from runtime.engine.errors import RequestError
+from runtime.engine.messages import ImageItem, ImageSupport
+from runtime.engine.scheduling.pictures import Pictures
+from runtime.engine.steps.assemble import chunk_spans
 from runtime.engine.steps.executor import Executor, ExecutorLostError, SidePass
+from runtime.engine.steps.step_input import PassPictures
 from runtime.errors import XservError
 from runtime.tensor.tensor import Tensor
 
@@ -47,6 +52,8 @@ class Embedding:
     future        of the embedding ``[hidden_size]`` float32; when it is cancelled, no further pass is spent on it
     num_computed  tokens whose keys and values are in the pages
     total         sum of their hidden states, ``[hidden_size]`` float64
+    pictures      of the prompt; None: there are none
+    cache_salt    whose pictures' embeddings it may find
     """
 
     token_ids: NDArray[np.int32]
@@ -54,6 +61,13 @@ class Embedding:
     future: Future[NDArray[np.float32]]
     num_computed: int = 0
     total: NDArray[np.float64] | float = 0.0
+    pictures: Pictures | None = None
+    cache_salt: str | None = None
+
+    @property
+    def request_id(self) -> str:
+        """For the log: it has none."""
+        return "of an embedding"
 
     @property
     def num_left(self) -> int:
@@ -63,13 +77,18 @@ class Embedding:
 class Embedder:
     """The prompts that wait for their embedding, in the order in which they came.
 
-    ``prepare`` may be called on any thread; the rest belongs to the engine's loop.
+    ``prepare`` may be called on any thread; the rest belongs to the engine's loop. ``on_end`` is told of each that had
+    pictures, when it is over.
     """
 
-    def __init__(self, executor: Executor, limits: EngineLimits, vocab_size: int) -> None:
+    def __init__(
+        self, executor: Executor, limits: EngineLimits, vocab_size: int, images: ImageSupport | None = None
+    ) -> None:
         self._executor = executor
         self._limits = limits
         self._vocab_size = vocab_size
+        self._images = images
+        self.on_end: Callable[[Embedding], None] | None = None
         self._waiting: deque[Embedding] = deque()
         self._pass: SidePass | None = None  # of a prompt that takes several: the first that waits
 
@@ -77,7 +96,9 @@ class Embedder:
     def has_work(self) -> bool:
         return bool(self._waiting)
 
-    def prepare(self, token_ids: Sequence[int], pooling: str) -> Embedding:
+    def prepare(
+        self, token_ids: Sequence[int], pooling: str, images: Sequence[ImageItem] = (), cache_salt: str | None = None
+    ) -> Embedding:
         """A checked prompt of 1 … ``max_model_len`` tokens. Raises ``RequestError``."""
         check_one_of("pooling", pooling, POOLINGS)
         ids = as_token_ids("token_ids", token_ids, self._vocab_size)
@@ -88,10 +109,25 @@ class Embedder:
                 param="token_ids",
                 code="context_length_exceeded",
             )
-        return Embedding(ids, "mean" if pooling == "mean" else "last", Future())
+        return Embedding(
+            ids, "mean" if pooling == "mean" else "last", Future(),
+            pictures=pictures_of(images, ids, self._images), cache_salt=cache_salt,
+        )  # fmt: skip
 
     def add(self, embedding: Embedding) -> None:
+        """One whose pictures are encoded, if it has any."""
         self._waiting.append(embedding)
+
+    def fail(self, embedding: Embedding, why: str) -> None:
+        """Tell who waits for it."""
+        embedding.num_computed = len(embedding.token_ids)
+        if not embedding.future.done() and embedding.future.set_running_or_notify_cancel():
+            embedding.future.set_exception(EmbeddingError(why))
+
+    def _end_first(self) -> None:
+        embedding = self._waiting.popleft()
+        if embedding.pictures is not None and self.on_end is not None:
+            self.on_end(embedding)
 
     def advance(self) -> None:
         """One forward pass, if there is work for one. A failure is told to those whose prompts it had. Raises
@@ -106,40 +142,43 @@ class Embedder:
         except Exception:
             logger.exception("the embedding of %d prompts failed", len(chosen))
             for embedding in chosen:
-                embedding.num_computed = len(embedding.token_ids)
-                if not embedding.future.done() and embedding.future.set_running_or_notify_cancel():
-                    embedding.future.set_exception(EmbeddingError("the model failed at this embedding"))
+                self.fail(embedding, "the model failed at this embedding")
         while self._waiting and not self._waiting[0].num_left:
-            self._waiting.popleft()
+            self._end_first()
         if not (self._waiting and self._waiting[0].num_computed):
             self._pass = None
 
     def _choose(self) -> list[Embedding]:
         """The prompts of the next pass: the first alone, or as many whole ones as fit."""
         while self._waiting and self._waiting[0].future.cancelled():
-            self._waiting.popleft()
+            self._end_first()
             self._pass = None
         if not self._waiting:
             return []
         chosen, room = [self._waiting[0]], self._limits.max_num_batched_tokens - self._waiting[0].num_left
-        if room < 0 or self._waiting[0].num_computed:
+        if room < 0 or self._waiting[0].num_computed or self._waiting[0].pictures is not None:
             return chosen
         for embedding in list(self._waiting)[1 : self._limits.max_num_seqs]:
             room -= embedding.num_left
-            if room < 0:
+            if room < 0 or embedding.pictures is not None:
                 break
             chosen.append(embedding)
         return chosen
 
     def _run(self, chosen: list[Embedding]) -> None:
         starts = [embedding.num_computed for embedding in chosen]
-        ids = [
-            embedding.token_ids[start : start + self._limits.max_num_batched_tokens]
-            for embedding, start in zip(chosen, starts)
-        ]
+        most = self._limits.max_num_batched_tokens
+        ids = [embedding.token_ids[start : start + most] for embedding, start in zip(chosen, starts)]
+        pictures = None
+        if (own := chosen[0].pictures) is not None:
+            count = own.whole_chunk(starts[0], len(ids[0]), most)
+            assert count > 0, "no step can compute the pictures side by side"
+            ids, end = [ids[0][:count]], starts[0] + count
+            rotary = None if own.positions is None else np.ascontiguousarray(own.positions[:, starts[0] : end])
+            pictures = PassPictures(starts[0], count, rotary, *chunk_spans(own, starts[0], end, 0))
         if self._pass is None:
             self._pass = self._executor.side_pass([len(embedding.token_ids) for embedding in chosen])
-        hidden = self._pass.run(ids, starts)  # [num_tokens, hidden_size]
+        hidden = self._pass.run(ids, starts, pictures)  # [num_tokens, hidden_size]
         counts = np.array([len(each) for each in ids])
         ends = np.cumsum(counts)
         indices = Tensor.from_numpy((ends - 1).astype(np.int32)).to(hidden.device)

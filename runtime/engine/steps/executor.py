@@ -13,7 +13,7 @@ from runtime.batch import Batch
 from runtime.device.device import Device
 from runtime.dtype import DType
 from runtime.engine.steps.drawn import Drawn as Drawn
-from runtime.engine.steps.step_input import StepInput
+from runtime.engine.steps.step_input import PassPictures, StepInput
 from runtime.errors import XservError
 from runtime.kv.cache import KVCache, KVCacheSpec
 from runtime.rank_notices import Span, Tally
@@ -49,9 +49,11 @@ class Model(Protocol):
 class SidePass(Protocol):
     """Prompts that are computed beside the steps."""
 
-    def run(self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int]) -> Tensor:
+    def run(
+        self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int], pictures: PassPictures | None = None
+    ) -> Tensor:
         """The hidden states ``[num_tokens, hidden_size]`` of the tokens at ``starts`` of each prompt, all before which
-        were computed. Waits until no step runs."""
+        were computed. Waits until no step runs. ``pictures``: of the only prompt."""
         ...
 
 

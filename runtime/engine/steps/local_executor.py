@@ -43,7 +43,7 @@ from runtime.engine.steps.rejection import reject
 from runtime.engine.steps.rows import Rows
 from runtime.engine.steps.sampler import token_logprobs
 from runtime.engine.steps.side_pass import PagedSidePass, slices
-from runtime.engine.steps.step_input import PromptLogprobs, StepInput
+from runtime.engine.steps.step_input import PassPictures, PromptLogprobs, StepInput
 from runtime.engine.steps.verification import Draws, Verifications
 from runtime.kv.cache import HostPages, KVCache
 from runtime.kv.transfer import KVTransfer
@@ -231,7 +231,7 @@ class LocalExecutor:
         return work() if self._worker is None else self._worker.submit(work).result()
 
     def side_pass(self, lengths: Sequence[int]) -> SidePass:
-        made = PagedSidePass(self.model, self.limits, lengths, self._before_pass)
+        made = PagedSidePass(self.model, self.limits, lengths, self._before_pass, self.pictures)
         return made if not self._is_staged else _StagedPass(made, self)
 
     def _before_pass(self) -> None:
@@ -516,8 +516,10 @@ class _StagedPass:
     def __init__(self, side_pass: PagedSidePass, executor: LocalExecutor) -> None:
         self._side_pass, self._executor = side_pass, executor
 
-    def run(self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int]) -> Tensor:
-        hidden, executor = self._side_pass.run(token_ids, starts), self._executor
+    def run(
+        self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int], pictures: PassPictures | None = None
+    ) -> Tensor:
+        hidden, executor = self._side_pass.run(token_ids, starts, pictures), self._executor
         found = executor.brought_back(lambda: hidden, hidden.shape, hidden.dtype)
         executor.finish_queued()
         return hidden if found is None else found

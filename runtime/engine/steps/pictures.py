@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from runtime import ops
 from runtime.batch import Batch, EncodedTokens
-from runtime.engine.steps.step_input import StepInput
+from runtime.engine.steps.step_input import PassPictures, StepInput
 from runtime.images.patches import NormalisedPatches, Rule
 from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
@@ -97,8 +97,8 @@ class PictureStore:
         self._encodings.pop(slot, None)
         self._made.pop(slot, None)
 
-    def complete(self, batch: Batch, step: StepInput) -> None:
-        """Give a step's batch its positions and its pictures' embeddings."""
+    def complete(self, batch: Batch, step: StepInput | PassPictures) -> None:
+        """Give a step's or a pass's batch its positions and its pictures' embeddings."""
         if step.rotary_positions is not None:
             assert isinstance(self._model, RotatingModel), "the model has no axes"
             batch.rope = self._model.rotations(step.rotary_positions)

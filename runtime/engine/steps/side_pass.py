@@ -10,7 +10,9 @@ from numpy.typing import NDArray
 from runtime.engine.config import EngineLimits
 from runtime.engine.steps.block_tables import BlockTables
 from runtime.engine.steps.executor import Model
+from runtime.engine.steps.pictures import PictureStore
 from runtime.engine.steps.ragged import lay_out
+from runtime.engine.steps.step_input import PassPictures
 from runtime.kv.cache import KVCache
 from runtime.tensor.tensor import Tensor
 
@@ -22,12 +24,19 @@ class PagedSidePass:
     """See `SidePass`. Prompts of ``lengths`` tokens, and the pages that their keys and values are written to.
 
     synchronize  waits until no step runs
+    store        of the pictures' embeddings, where the model reads pictures
     """
 
     def __init__(
-        self, model: Model, limits: EngineLimits, lengths: Sequence[int], synchronize: Callable[[], None]
+        self,
+        model: Model,
+        limits: EngineLimits,
+        lengths: Sequence[int],
+        synchronize: Callable[[], None],
+        store: PictureStore | None = None,
     ) -> None:
         self._synchronize = synchronize
+        self._store = store
         self._model = model
         self._limits = limits
         spec, size = model.kv_cache_spec(limits.block_size), limits.block_size
@@ -44,7 +53,9 @@ class PagedSidePass:
                 num_used += count
         self._pages = KVCache(spec, num_used)
 
-    def run(self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int]) -> Tensor:
+    def run(
+        self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int], pictures: PassPictures | None = None
+    ) -> Tensor:
         self._synchronize()
         counts = np.array([len(ids) for ids in token_ids])
         no_logits = np.empty(0, np.int32)
@@ -52,7 +63,11 @@ class PagedSidePass:
             np.concatenate(token_ids), self._rows, np.array(starts), counts, self._tables, no_logits,
             self._rotary_offsets,
         )  # fmt: skip
-        return self._model.forward(layout.batch(self._model.device, exact=self._limits.exact), self._pages)
+        batch = layout.batch(self._model.device, exact=self._limits.exact)
+        if pictures is not None:
+            assert self._store is not None, "pictures were encoded"
+            self._store.complete(batch, pictures)
+        return self._model.forward(batch, self._pages)
 
 
 def slices(vocab_size: int, first: int, end: int) -> Iterator[tuple[int, int]]:

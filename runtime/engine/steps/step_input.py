@@ -162,6 +162,24 @@ class StepInput(msgspec.Struct, kw_only=True):
         return len(self.token_ids) > len(counts) and (counts is num_draws or bool((counts == num_draws).all()))
 
 
+class PassPictures(msgspec.Struct, array_like=True, gc=False):
+    """The same of a pass beside the steps: of one prompt's tokens from ``start`` on."""
+
+    start: int
+    count: int
+    rotary_positions: NDArray[np.int32] | None
+    features: list[FeatureSpan]
+    uncut_spans: list[UncutSpan]
+
+    @property
+    def starts(self) -> NDArray[np.int64]:
+        return np.array([self.start])
+
+    @property
+    def counts(self) -> NDArray[np.int64]:
+        return np.array([self.count])
+
+
 def encode(step: StepInput) -> bytes:
     """As MessagePack."""
     return _ENCODER.encode(step)

@@ -202,11 +202,80 @@ def test_on_emulated_gpus(folder: Path, expected: Drawn, alone: Any, device: str
         assert drawn(llm, asked(PICTURES), [5, 6, 7, 8]) == [expected, alone([5, 6, 7, 8], [])]
 
 
+@pytest.mark.emulator
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("device", ["emulated:sm_80", "emulated:sm_90a"])
+def test_exact_schedules_on_emulated_gpus(folder: Path, alone: Any, device: str) -> None:
+    """Proposals, prefix hits, preemption and swap beside pictures change no bit."""
+    expected: list[list[Drawn]] = []
+    for options in (
+        {"max_num_batched_tokens": 64, "enable_prefix_caching": False},
+        {"max_num_batched_tokens": 16, "speculation": "ngram"},
+        {"max_num_batched_tokens": 24, "num_blocks": 18, "preemption": "recompute"},
+        {"max_num_batched_tokens": 24, "num_blocks": 18, "preemption": "swap", "swap_space_bytes": 1 << 20},
+    ):
+        with opened(folder, device=device, dtype="float32", exact=True, **options) as llm:
+            for _ in range(2):  # the second time from cached pages
+                expected.append(drawn(llm, *[asked(PICTURES)] * 2, [5, 6, 7, 8], params=greedy(24)))
+            if "num_blocks" in options:
+                assert llm.client.stats().num_preemptions > 0
+    assert expected[0][0].token_ids == alone(PROMPT, PICTURES, 24).token_ids
+    assert all(each == expected[0] for each in expected)
+
+
 def test_preempted_sequences_compute_their_pictures_again(folder: Path, alone: Any, expected: Drawn) -> None:
     long = alone(PROMPT, PICTURES, 40)
     with opened(folder, num_blocks=18, max_num_batched_tokens=16, preemption="recompute") as llm:
         assert drawn(llm, *[asked(PICTURES)] * 3, params=greedy(40)) == [long] * 3
         assert llm.client.stats().num_preemptions > 0
+
+
+@pytest.mark.parametrize("most", [64, 7])
+def test_embeddings_read_pictures(folder: Path, most: int) -> None:
+    """Those of the model alone, in one pass or in several, beside texts and other requests, and encoded once."""
+    with opened(folder, max_num_batched_tokens=most, enable_prefix_caching=False) as llm:
+        prompts = [asked(PICTURES), [5, 6, 7, 8], asked([picture(7), *PICTURES[1:]]), asked(PICTURES)]
+        expected = hidden_alone(folder, PROMPT, PICTURES)
+        for pooling, wanted in (("last", expected[-1]), ("mean", expected.mean(axis=0))):
+            found = [
+                np.array(each.outputs.embedding)
+                for each in llm.embed(prompts, pooling=pooling, normalize=False, use_tqdm=False)
+            ]
+            assert np.abs(found[0] - wanted).max() < 1e-4 * np.abs(wanted).max()
+            assert np.array_equal(found[0], found[3])
+            assert not np.allclose(found[0], found[2], rtol=1e-2)
+        assert drawn(llm, asked(PICTURES)) == drawn(llm, asked(PICTURES))
+        for images, message in (([PICTURES[0]], "images"), ([b"x", *PICTURES[1:]], r"images\[0\]")):
+            with pytest.raises(RequestError, match=message):
+                llm.embed(asked(images))
+
+
+def hidden_alone(folder: Path, prompt: Sequence[int], pictures: Sequence[Any]) -> Any:
+    """What the model alone makes of the prompt's tokens, `[num_tokens, hidden_size]`."""
+    model: Any = load_model(folder)
+    seen: list[Any] = []
+    forward = model.forward
+    model.forward = lambda batch, pages: seen.append(forward(batch, pages)) or seen[-1]
+    rule = read_patch_rule(folder, model.patch_rule)
+    ids, spans, made, left = [], [], [], list(pictures)
+    for token in prompt:
+        if token != IMAGE:
+            ids.append(token)
+            continue
+        patches = make_patches(left.pop(0), rule)
+        rows, columns = patches.rows // 2, patches.columns // 2
+        spans.append((len(ids), rows, columns))
+        made.append(model.tower(normalised(patches.pixels, rule), patches.grid))
+        ids += [IMAGE] * (rows * columns)
+    positions, _ = token_positions(len(ids), spans)
+
+    def complete(batch: Batch, start: int) -> None:
+        batch.rope = model.rotations(positions)
+        batch.encoded = tuple(EncodedTokens(span[0], rows) for span, rows in zip(spans, made))
+        (batch.positions,) = ops.place([np.arange(batch.num_tokens, dtype=np.int32)], model.device)
+
+    ModelDriver(model, complete=complete).step({0: ids})
+    return seen[0].numpy().astype(np.float64)
 
 
 def test_pages_are_found_by_the_picture(folder: Path, alone: Any, expected: Drawn) -> None:

@@ -233,7 +233,7 @@ def test_logprobs(served: Served, client: ollama.Client) -> None:
 def test_vectors(served: Served, client: ollama.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[list[int], str]] = []
 
-    def embed(token_ids: list[int], pooling: str) -> Future[Any]:
+    def embed(token_ids: list[int], pooling: str, *_: Any) -> Future[Any]:
         asked.append((token_ids, pooling))
         future: Future[Any] = Future()
         future.set_result(np.array([3.0, 4.0, 0.0], np.float32))
