@@ -4,6 +4,8 @@ A pixel is four bytes, and two neighbours are one vector of eight sums. So four 
 is transposed, and each new pixel is written once.
 """
 
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, call-arg"
+
 from __future__ import annotations
 
 from typing import Any
@@ -59,7 +61,7 @@ def _resize(pixels: Array, height: int, pitch: int, begin: Array, taps: Array, n
 
 
 @intrinsic
-def _sum_four(typingctx, pixels, at, pitch, taps, tap, num_pairs, out, target, new_pitch):  # type: ignore[no-untyped-def]
+def _sum_four(typingctx, pixels, at, pitch, taps, tap, num_pairs, out, target, new_pitch):
     """Of `2 * num_pairs` pixels from byte `at` on, in each of four lines, the sum by taps from `tap` on, to byte
     `target` and the same places of the lines behind."""
     byte, word, size = ir.IntType(8), ir.IntType(32), ir.IntType(64)

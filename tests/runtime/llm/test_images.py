@@ -73,7 +73,7 @@ def test_what_a_user_types_is_text(llm: LLM) -> None:
 def test_pictures_and_places_must_agree(llm: LLM) -> None:
     with pytest.raises(RequestError, match=r"1 image tokens .* 2 images"):
         llm.generate({"prompt": f"a{PAD}", "images": [PIXELS, PIXELS]}, PARAMS)
-    with pytest.raises(RequestError, match="images are read by generate"):
-        llm.embed({"prompt": f"a{PAD}", "images": [PIXELS]})
+    with pytest.raises(RequestError, match=r"1 image tokens .* 2 images"):
+        llm.embed({"prompt": f"a{PAD}", "images": [PIXELS, PIXELS]})
     with pytest.raises(RequestError, match="needs 'image'"):
         llm.chat(messages({"type": "image"}), PARAMS)

@@ -49,12 +49,13 @@ URI = f"data:image/png;base64,{BASE64}"
 
 @dataclass
 class Pictures:
-    """A server of a model that reads pictures, what `LLM` answers to "Look:", the picture, "What?", and a web that has
-    the picture."""
+    """A server of a model that reads pictures, what `LLM` answers to "Look:", the picture, "What?", and makes of it as
+    an embedding, and a web that has the picture."""
 
     real: Real
     token_ids: list[int]
     prompt_ids: list[int]
+    embedding: list[float]
     url: str
 
 
@@ -66,12 +67,14 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pictures]:
     with LLM(folder, compile_ahead=False, **OPTIONS) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
         (expected,) = llm.chat(question, params, use_tqdm=False)
+        (embedded,) = llm.embed({"prompt": f"[user]Look:{PAD}What?", "images": [PIXELS]}, use_tqdm=False)
     with web(says(f"{OK}\nContent-Length: {len(FILE)}", FILE)) as place:
         config = ServerConfig(limit_images=3, allow_image_urls=True, allow_image_hosts=(place,))
         with serving_real(folder, config=config, **OPTIONS) as real:
             yield Pictures(
-                real, expected.outputs[0].token_ids, list(expected.prompt_token_ids), f"http://{place}/a.png"
-            )
+                real, expected.outputs[0].token_ids, list(expected.prompt_token_ids), embedded.outputs.embedding,
+                f"http://{place}/a.png",
+            )  # fmt: skip
 
 
 def content(url: Any, **image: Any) -> list[dict[str, Any]]:
@@ -178,6 +181,28 @@ def test_ollamas_chat(served: Pictures) -> None:
     answer = served.real.http.post("/api/chat", json={**asked, "messages": [wrong]})
     assert answer.status_code == 400
     assert "messages[0].images[1]" in answer.json()["error"]
+
+
+def test_embeddings(served: Pictures) -> None:
+    def embed(**body: Any) -> Any:
+        return served.real.http.post("/v1/embeddings", json=body).json()
+
+    for url in (URI, served.url):
+        found = embed(messages=[{"role": "user", "content": content(url)}])
+        np.testing.assert_allclose(found["data"][0]["embedding"], served.embedding, rtol=0, atol=1e-5)
+        assert found["usage"]["prompt_tokens"] == len(served.prompt_ids) - 3  # "[a]": no answer begins
+    other = content(f"data:image/png;base64,{base64.b64encode(file_of(PIXELS[::-1])).decode()}")
+    again = embed(messages=[{"role": "user", "content": other}])["data"][0]["embedding"]
+    assert np.abs(np.array(again) - served.embedding).max() > 1e-3
+    asked = [{"role": "user", "content": content(URI)}]
+    for body, name in (
+        ({"messages": asked, "input": "a"}, "input"), ({}, "input"), ({"messages": []}, "messages"),
+        ({"input": "a", "mm_processor_kwargs": {}}, "mm_processor_kwargs"),
+        ({"messages": asked, "truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
+        ({"messages": asked, "add_special_tokens": False}, "add_special_tokens"),
+        ({"messages": [{"role": "user", "content": content("data:image/png;base64,AAAA")}]}, "messages[0].content[1].image_url"),
+    ):  # fmt: skip
+        assert embed(**body)["error"]["param"].startswith(name), body
 
 
 def test_what_is_typed_is_text(served: Pictures) -> None:
