@@ -195,12 +195,13 @@ def test_embeddings(served: Pictures) -> None:
     again = embed(messages=[{"role": "user", "content": other}])["data"][0]["embedding"]
     assert np.abs(np.array(again) - served.embedding).max() > 1e-3
     asked = [{"role": "user", "content": content(URI)}]
+    broken = [{"role": "user", "content": content("data:image/png;base64,AAAA")}]
     for body, name in (
         ({"messages": asked, "input": "a"}, "input"), ({}, "input"), ({"messages": []}, "messages"),
         ({"input": "a", "mm_processor_kwargs": {}}, "mm_processor_kwargs"),
         ({"messages": asked, "truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
         ({"messages": asked, "add_special_tokens": False}, "add_special_tokens"),
-        ({"messages": [{"role": "user", "content": content("data:image/png;base64,AAAA")}]}, "messages[0].content[1].image_url"),
+        ({"messages": broken}, "messages[0].content[1].image_url"),
     ):  # fmt: skip
         assert embed(**body)["error"]["param"].startswith(name), body
 

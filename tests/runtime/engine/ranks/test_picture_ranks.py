@@ -1,4 +1,4 @@
-"""Requests with pictures on several ranks, which encode them together: the answers are one rank's."""
+"""Requests with pictures on several ranks, which encode them together: answers and embeddings are one rank's."""
 
 from __future__ import annotations
 
@@ -17,12 +17,16 @@ CONTENT = [{"type": "image", "image": str(FOLDER / "chart.png")}, {"type": "text
 ANSWER = "The blue bar is the largest."
 
 
-def asked(**settings: Any) -> tuple[str, str]:
-    """The answer, and its tokens' log probabilities."""
+def asked(**settings: Any) -> tuple[str, str, list[float]]:
+    """The answer, its tokens' log probabilities, and the prompt's embedding."""
     params = SamplingParams(max_tokens=8, temperature=0.0, logprobs=2)
     with LLM(str(FOLDER), max_model_len=512, **settings) as llm:
-        output = llm.chat([{"role": "user", "content": CONTENT}], params)[0].outputs[0]
-    return output.text, repr(output.logprobs)
+        answer = llm.chat([{"role": "user", "content": CONTENT}], params)[0]
+        # The picture's place is one token in what is asked, and many in what was read.
+        ids = [id for i, id in enumerate(answer.prompt_token_ids) if i == 0 or id != answer.prompt_token_ids[i - 1]]
+        asked = {"prompt_token_ids": ids, "images": [CONTENT[0]["image"]]}
+        embedded = llm.embed(asked, use_tqdm=False)[0].outputs.embedding
+    return answer.outputs[0].text, repr(answer.outputs[0].logprobs), embedded
 
 
 @pytest.mark.exhaustive  # towers on ranks are tested each time, in threads (`tests/models/vision/test_tower_ranks.py`)
