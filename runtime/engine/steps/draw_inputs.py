@@ -25,13 +25,14 @@ _SEED = SAMPLING_FIELDS[_SEED_AT][1]
 class Computed(NamedTuple):
     """What a model's forward pass leaves behind, and what a recorded step draws.
 
-    hidden  [num_tokens, hidden_size]
+    hidden  [num_tokens, hidden_size]; None on a stage that another one follows: what it has sent lies where the sums of
+            later passes do
     logits  [num_draws, vocab_size]; None: none are wanted
     drawn   [2 n + 1] int32, as `ops.draw` writes it, n at least the step's draws; None: they were not drawn from
     kept    [num_tokens, hidden_size] behind each layer that is kept
     """
 
-    hidden: Tensor
+    hidden: Tensor | None
     logits: Tensor | None
     drawn: Tensor | None = None
     kept: tuple[Tensor, ...] = ()

@@ -404,7 +404,8 @@ class LocalExecutor:
         hidden, logits = self.model.forward(batch, self.kv_cache), None
         if self.draws and batch.logits_indices.shape[0]:
             logits = self.model.compute_logits(ops.gather_rows(hidden, batch.logits_indices))
-        return Computed(hidden, logits, kept=tuple(batch.kept[layer] for layer in self._kept_layers))
+        kept = tuple(batch.kept[layer] for layer in self._kept_layers)
+        return Computed(hidden if self.draws else None, logits, kept=kept)
 
     def _draw(
         self,
@@ -501,7 +502,8 @@ class LocalExecutor:
             logprobs[i] = entry
         return logprobs
 
-    def _prompt_logprobs(self, hidden: Tensor, wanted: PromptLogprobs) -> list[TokenLogprobs]:
+    def _prompt_logprobs(self, hidden: Tensor | None, wanted: PromptLogprobs) -> list[TokenLogprobs]:
+        assert hidden is not None, "the last stage has it"
         entries, begin = [], wanted.first
         for first, end in slices(self.vocab_size, begin, begin + len(wanted.targets)):
             logits = self.model.compute_logits(hidden[first:end])

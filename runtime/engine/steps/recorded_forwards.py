@@ -161,8 +161,8 @@ class RecordedForwards:
             return Tensor.over(self._arena.borrowed(tensor.array), float32)
 
         try:
-            logits = None if computed.logits is None else borrowed(computed.logits)
-            left = Computed(borrowed(computed.hidden), logits, drawn, tuple(map(borrowed, computed.kept)))
+            hidden, logits = (None if each is None else borrowed(each) for each in (computed.hidden, computed.logits))
+            left = Computed(hidden, logits, drawn, tuple(map(borrowed, computed.kept)))
         except ValueError as error:
             raise NotRecordableError("a forward pass returns what no kernel has made") from error
         return _Recorded(recording, inputs, inputs.shaped, draws, left)

@@ -71,11 +71,13 @@ class LightEngine:
         self.embedder = SimpleNamespace(
             has_work=False,
             advance=lambda: None,
-            prepare=lambda token_ids, pooling: SimpleNamespace(future=Future()),
-            add=lambda embedding: None,  # nobody computes it
+            prepare=lambda token_ids, pooling, images, cache_salt: SimpleNamespace(future=Future()),
         )
         self.num_unscheduled = self.num_unscheduled_tokens = self.num_requests = self.num_tokens = 0
         self._open: dict[str, tuple[Request, dict[int, int]]] = {}  # drawn tokens by choice
+
+    def embed(self, embedding: Any) -> None:
+        """Nobody computes it."""
 
     @property
     def has_work(self) -> bool:

@@ -257,7 +257,7 @@ def test_steps_on_the_emulated_gpu(tmp_path: Path, num_steps: int) -> None:
         folder,
         device="emulated:sm_80",
         dtype="float32",
-        **TINY,
+        **{**TINY, "num_blocks": 14},  # so few that it has to preempt in so few steps
         exact=True,
         preemption="swap",
         swap_space_bytes=16 * lone.executor.kv_cache.spec.bytes_per_block,
