@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 Argument = int | float | bytes
 """A kernel's argument: a number, an address, or a tensor map."""
 
+UNASKED_SHARED_BYTES = 32 << 10
+"""Dynamic shared memory that a kernel has without asking for more: 48 KiB less its own arrays, which only the driver
+knows, and which are no more than 16."""
+
 MOST_BLOCKS = (2**31 - 1, 65_535, 65_535)
 MOST_THREADS = 1024
 MOST_CLUSTER_BLOCKS = 8  # more are not portable
@@ -33,11 +37,10 @@ class Kernel:
         self.compiled = compiled
         self._module = context.call("cuModuleLoadData", compiled.image)
         self.function = context.call("cuModuleGetFunction", self._module, compiled.name.encode())
-        self._shared_bytes = 0
+        self._shared_bytes = UNASKED_SHARED_BYTES
 
     def allow_shared(self, size_bytes: int) -> None:
-        """Lets launches have so much dynamic shared memory: 48 KiB less the kernel's own arrays need no leave, but the
-        driver alone knows these."""
+        """Lets launches have so much dynamic shared memory."""
         if size_bytes > self._shared_bytes:
             attribute = self.context.driver.types.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             self.context.call("cuFuncSetAttribute", self.function, attribute, size_bytes)

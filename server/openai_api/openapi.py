@@ -439,6 +439,13 @@ def _complete(schema: Json, request: type[msgspec.Struct], model_names: tuple[st
         texts = {"type": "array", "items": {"type": "string"}, "minItems": 1}
         one = {**ids, "minItems": 1}
         fields[name] = {"anyOf": [{"type": "string"}, texts, one, {"type": "array", "items": one, "minItems": 1}]}
+    if request in (EmbeddingRequest, PoolingRequest):
+        of_messages = dict.fromkeys(("messages", "mm_processor_kwargs"), _NULL)
+        of_input = dict.fromkeys(("input", "add_special_tokens", "truncate_prompt_tokens"), _NULL)
+        schema["oneOf"] = [
+            {"required": ["input"], "properties": of_messages},
+            {"required": ["messages"], "properties": {"messages": {"type": "array"}, **of_input}},
+        ]
     if request is ScoreRequest:
         schema["oneOf"] = [{"required": ["text_1", "text_2"]}, {"required": ["queries", "documents"]}]
     if request is ResponsesRequest:

@@ -20,6 +20,7 @@ from server.openai_api.embeddings import AskedEmbeddings, Vector, embed, encoded
 from server.openai_api.schema import EmbeddingRequest
 from server.service import Service, new_id
 from server.transport.body import decode_body, read_body
+from server.transport.exchange import Exchange
 from server.transport.json_answer import JsonAnswer
 from server.vllm_api.schema import (
     Pooled,
@@ -42,7 +43,8 @@ async def create_pooling(request: Request) -> Response:
     """Vectors of inputs, in vLLM's shape."""
     service: Service = request.app.state.service
     body = await read_body(request, service.config)
-    asked = await service.prepare(len(body), partial(_prepare_pooling, service, body))
+    tenant = Exchange.of(request).tenant
+    asked = await service.prepare_conversation(body, partial(_prepare_pooling, service, tenant, body))
     vectors = await embed(request, service, asked)
     data = [
         Pooled(index=index, data=encoded(shaped(vector, asked), is_base64=asked.is_base64))
@@ -55,12 +57,12 @@ async def create_pooling(request: Request) -> Response:
     )
 
 
-def _prepare_pooling(service: Service, body: bytes) -> AskedEmbeddings:
+def _prepare_pooling(service: Service, tenant: str | None, body: bytes) -> AskedEmbeddings:
     asked = decode_body(body, PoolingRequest, service.config)
     if asked.task not in (None, "embed"):
         reason = "a decoder has no classifier, and hidden states of single tokens are not sent"
         raise invalid("task", f"Unsupported value: task {asked.task!r} ({reason}).", "unsupported_value")
-    return prepare_embeddings(service, asked)
+    return prepare_embeddings(service, asked, tenant)
 
 
 async def create_scores(request: Request) -> Response:
