@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 Argument = int | float | bytes
 """A kernel's argument: a number, an address, or a tensor map."""
 
-UNASKED_SHARED_BYTES = 32 << 10
-"""Dynamic shared memory that a kernel has without asking for more: 48 KiB less its own arrays, which only the driver
-knows, and which are no more than 16."""
+UNASKED_SHARED_BYTES = 48 << 10
+"""Shared memory that a kernel may have without asking for more, its own arrays included."""
 
 MOST_BLOCKS = (2**31 - 1, 65_535, 65_535)
 MOST_THREADS = 1024
@@ -37,7 +36,8 @@ class Kernel:
         self.compiled = compiled
         self._module = context.call("cuModuleLoadData", compiled.image)
         self.function = context.call("cuModuleGetFunction", self._module, compiled.name.encode())
-        self._shared_bytes = UNASKED_SHARED_BYTES
+        # What a PTX has of its own is not known here: it asks each time that it wants more.
+        self._shared_bytes = 0 if compiled.is_ptx else UNASKED_SHARED_BYTES - compiled.static_shared_bytes
 
     def allow_shared(self, size_bytes: int) -> None:
         """Lets launches have so much dynamic shared memory."""

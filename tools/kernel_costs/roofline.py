@@ -17,6 +17,7 @@ from pathlib import Path
 from numba_kernels.cuda import gemm, megakernel
 from numba_kernels.cuda.gemm import hopper
 from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K
+from numba_kernels.cuda.gemm.packed_row import UNPACKING
 from tools.kernel_costs.latencies import Timing, under_way_bytes
 from tools.kernel_costs.launch_lists import Launched, Step
 
@@ -24,8 +25,8 @@ COMPARISON = Path(__file__).resolve().parents[2] / "docs" / "triton_comparison.j
 ISSUES = 4  # warp instructions a clock and multiprocessor
 EXPONENTIALS = 16  # a clock and multiprocessor (CUDA Programming Guide, "Arithmetic Instructions", throughput)
 GATHERED_LOOPS = {
-    "experts_packed_gather_e2m1_g32_exponents": 498, "experts_packed_gather_u4_g128": 254,
-    "experts_packed_gather_u8": 95, "experts_packed_e2m1_g32_exponents": 1032,
+    "experts_packed_gather_e2m1_g32_exponents": UNPACKING["e2m1"], "experts_packed_gather_u4_g128": UNPACKING["u4"],
+    "experts_packed_gather_u8": UNPACKING["u8"], "experts_packed_e2m1_g32_exponents": 1032,
 }  # fmt: skip
 """Machine instructions of a warp in the main loop, for each 4 KB of the weight (nvdisasm, sm_90a)."""
 FEW_ROWS = 64  # up to here a product streams its weight

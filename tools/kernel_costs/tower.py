@@ -24,7 +24,8 @@ BLOCKS_PER_SM = 1
 """Of 128 threads and 128 queries with heads of 72, at least."""
 
 MMA_SHARE = 0.63
-"""What `mma.sync` reaches of the rate of wgmma on Hopper (arXiv 2402.13499, 62.9 % on average)."""
+"""What `mma.sync` reaches of the rate of wgmma on Hopper: an estimate. (62.9 % on average were ascribed to arXiv
+2402.13499, where it was looked for and not found; an H200's tower as a whole did 195 TFLOP/s, host included.)"""
 
 _PATCHES = TOKENS * MERGE
 _LAYER = ((_PATCHES, 3 * WIDTH, WIDTH), (_PATCHES, WIDTH, WIDTH), (_PATCHES, INNER, WIDTH), (_PATCHES, WIDTH, INNER))

@@ -39,6 +39,7 @@ MOST_ROWS = 256
 ROWS = 4  # of the router, that a warp multiplies
 _TURNS = 2  # loads of each of them that a lane has on their way
 _MOST_PER_LANE = 8  # experts: 256 of them
+MOST_SIZE = 20480  # elements of a row, which a block has in shared memory
 _BLOCKS = 2  # of a multiprocessor, that clusters may fill: with more tokens each has one block
 DTYPES = ("f16", "bf16")
 
@@ -94,6 +95,14 @@ def _multiplier(dtype: str) -> tuple[Any, Any]:
     return begin, multiply
 
 
+@device_function
+def aim(rows, router, first, num_experts, row_bytes):
+    """Where experts from `first` on have their rows; beyond the last one that one is computed again, and not kept."""
+    for c in range(ROWS):
+        expert = minimum_u32(uint32(first + uint32(c)), uint32(num_experts - uint32(1)))
+        rows[c] = router + uint64(expert) * row_bytes
+
+
 @functools.cache
 def _kernel(dtype: str, per_lane: int, scores: str, is_cluster: bool) -> Specialisation:
     """Arguments: x [T, H], norm [H] float32, normalised [T, H], router [E, H], bias [E] float32 or 0, logits [T, E]
@@ -131,11 +140,7 @@ def _kernel(dtype: str, per_lane: int, scores: str, is_cluster: bool) -> Special
         slot = divide_u32(warp, sharing)
         first = minimum_u32(uint32(uint32(warp - slot * sharing) * length), size)
         last = minimum_u32(uint32(first + length), size)
-        group = slot
-        for c in range(ROWS):
-            # Beyond the last expert, that one is computed again, and not kept.
-            expert = minimum_u32(uint32(rank * own + group * uint32(ROWS) + uint32(c)), uint32(num_experts - uint32(1)))
-            rows[c] = router + uint64(expert) * row_bytes
+        aim(rows, router, uint32(rank * own + slot * uint32(ROWS)), num_experts, row_bytes)
         if slot < at_once:
             begin(loaded, rows, first, last, lane)
         wait_for_previous_grid()
@@ -174,11 +179,8 @@ def _kernel(dtype: str, per_lane: int, scores: str, is_cluster: bool) -> Special
                 if lane < uint32(ROWS):
                     parts[warp, lane] = sums[0]
             base = uint32(base + at_once)
-            group = uint32(group + at_once)
             if base < groups:
-                for c in range(ROWS):
-                    expert = uint32(rank * own + group * uint32(ROWS) + uint32(c))
-                    rows[c] = router + uint64(minimum_u32(expert, uint32(num_experts - uint32(1)))) * row_bytes
+                aim(rows, router, uint32(rank * own + uint32(base + slot) * uint32(ROWS)), num_experts, row_bytes)
                 if slot < at_once:
                     begin(loaded, rows, first, last, lane)
             sync_block()
@@ -226,10 +228,6 @@ def can_plan(num_rows: int, size: int, num_experts: int, dtype: str, num_groups:
     return is_there and 0 < num_rows <= MOST_ROWS and size % VECTOR_WIDTH[dtype] == 0 and size <= MOST_SIZE
 
 
-MOST_SIZE = 20480
-"""Elements of a row, in shared memory that needs no leave."""
-
-
 def plan(
     num_rows: int, size: int, num_experts: int, dtype: str, scores: str, num_sms: int,
     max_clusters: tuple[tuple[int, int], ...],
@@ -239,10 +237,8 @@ def plan(
     Args:
         max_clusters: as `Gpu.max_clusters`; none on a device without clusters.
     """
-    blocks = 1
     most = min(MAX_BLOCKS, -(-num_experts // ROWS), _BLOCKS * num_sms // num_rows)
-    for cluster_size, _ in max_clusters:
-        blocks = max(blocks, cluster_size if cluster_size <= most else 1)
+    blocks = max((each for each, _ in max_clusters if each <= most), default=1)
     is_cluster = blocks > 1
     return Launch(
         _kernel(dtype, lane_experts(num_experts), scores, is_cluster), (num_rows * blocks, 1, 1), (THREADS, 1, 1),
