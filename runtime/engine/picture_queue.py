@@ -87,6 +87,9 @@ class PictureQueue:
         self.budget.begin(is_idle=is_idle)
         while self._waiting and self.budget.next_rows():
             request = self._waiting[0]
+            if isinstance(request, Embedding) and request.future.cancelled():
+                self.release(request)
+                continue
             if not self._hold(request):
                 return  # until others have ended
             try:

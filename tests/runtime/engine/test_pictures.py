@@ -81,6 +81,24 @@ def alone(folder: Path) -> Any:
     return model_alone(folder)
 
 
+def read_by(
+    model: Any, rule: Any, prompt: Sequence[int], pictures: Sequence[Any]
+) -> tuple[list[int], list[tuple[int, int, int]], tuple[EncodedTokens, ...]]:
+    """A prompt's tokens with the pictures' own, where these lie, and what the tower makes of them."""
+    ids: list[int] = []
+    spans, made, left = [], [], list(pictures)
+    for token in prompt:
+        if token != IMAGE:
+            ids.append(token)
+            continue
+        patches = make_patches(left.pop(0), rule)
+        rows, columns = patches.rows // 2, patches.columns // 2
+        spans.append((len(ids), rows, columns))
+        made.append(model.tower(normalised(patches.pixels, rule), patches.grid))
+        ids += [IMAGE] * (rows * columns)
+    return ids, spans, tuple(EncodedTokens(span[0], rows) for span, rows in zip(spans, made))
+
+
 def model_alone(folder: Path) -> Any:
     """Draws greedily with the model alone: the whole prompt at once, then token by token."""
     model: Any = load_model(folder)
@@ -88,23 +106,13 @@ def model_alone(folder: Path) -> Any:
     rule = read_patch_rule(folder, model.patch_rule)
 
     def draw(prompt: Sequence[int], pictures: Sequence[Any], num_new: int = NUM_NEW) -> Drawn:
-        ids: list[int] = []
-        spans, made, left = [], [], list(pictures)
-        for token in prompt:
-            if token != IMAGE:
-                ids.append(token)
-                continue
-            patches = make_patches(left.pop(0), rule)
-            rows, columns = patches.rows // 2, patches.columns // 2
-            spans.append((len(ids), rows, columns))
-            made.append(model.tower(normalised(patches.pixels, rule), patches.grid))
-            ids += [IMAGE] * (rows * columns)
+        ids, spans, encoded = read_by(model, rule, prompt, pictures)
         positions, offset = token_positions(len(ids), spans)
 
         def complete(batch: Batch, start: int) -> None:
             if start == 0:
                 batch.rope = model.rotations(positions)
-                batch.encoded = tuple(EncodedTokens(span[0], rows) for span, rows in zip(spans, made))
+                batch.encoded = encoded
                 own = np.arange(batch.num_tokens, dtype=np.int32)
             else:
                 own = np.array([start + offset], np.int32)
@@ -250,28 +258,35 @@ def test_embeddings_read_pictures(folder: Path, most: int) -> None:
                 llm.embed(asked(images))
 
 
+def test_pictures_of_an_embedding_that_nobody_wants_are_not_encoded(folder: Path) -> None:
+    with opened(folder) as llm:
+        _, ids, images, salt = llm._asked_embedding(asked(PICTURES))
+    engine = build_engine(folder, max_num_batched_tokens=64)
+    given_up, wanted = (engine.embedder.prepare(ids, "last", images, salt) for _ in range(2))
+    given_up.future.cancel()
+    for embedding, num_kept in ((given_up, 0), (wanted, 1)):
+        engine.embed(embedding)
+        while engine.has_work or engine.embedder.has_work:
+            engine.step()
+            engine.embedder.advance()
+        assert engine.pictures is not None
+        assert (engine.pictures.num_kept_tokens > 0) == num_kept
+    assert np.isfinite(wanted.future.result()).all()
+    engine.close()
+
+
 def hidden_alone(folder: Path, prompt: Sequence[int], pictures: Sequence[Any]) -> Any:
     """What the model alone makes of the prompt's tokens, `[num_tokens, hidden_size]`."""
     model: Any = load_model(folder)
     seen: list[Any] = []
     forward = model.forward
     model.forward = lambda batch, pages: seen.append(forward(batch, pages)) or seen[-1]
-    rule = read_patch_rule(folder, model.patch_rule)
-    ids, spans, made, left = [], [], [], list(pictures)
-    for token in prompt:
-        if token != IMAGE:
-            ids.append(token)
-            continue
-        patches = make_patches(left.pop(0), rule)
-        rows, columns = patches.rows // 2, patches.columns // 2
-        spans.append((len(ids), rows, columns))
-        made.append(model.tower(normalised(patches.pixels, rule), patches.grid))
-        ids += [IMAGE] * (rows * columns)
+    ids, spans, encoded = read_by(model, read_patch_rule(folder, model.patch_rule), prompt, pictures)
     positions, _ = token_positions(len(ids), spans)
 
     def complete(batch: Batch, start: int) -> None:
         batch.rope = model.rotations(positions)
-        batch.encoded = tuple(EncodedTokens(span[0], rows) for span, rows in zip(spans, made))
+        batch.encoded = encoded
         (batch.positions,) = ops.place([np.arange(batch.num_tokens, dtype=np.int32)], model.device)
 
     ModelDriver(model, complete=complete).step({0: ids})
