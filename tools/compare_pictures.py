@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.bench.peers.child_process import ChildProcess
+from runtime.bench.peers.child_process import ChildProcess, answering_program
 from runtime.engine.messages import ImageSupport
 from runtime.engine.prompt_images import place_images, prepare_image
 from runtime.images.errors import ImageError
@@ -57,10 +57,8 @@ RULES: dict[str, tuple[Rule, dict[str, Any]]] = {
 }
 """Our rule, and what transformers' processor gets for the same."""
 
-PEER = """
-import json, os, sys
-replies = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
+PEER = answering_program(
+    """
 import hashlib
 import numpy as np, PIL, torch, transformers
 from PIL import Image
@@ -107,15 +105,8 @@ def run(number):
         except ValueError as error:
             found[name] = ["refused", str(error)]
     return found
-
-for line in sys.stdin:
-    request = json.loads(line)
-    try:
-        reply = {"load": load, "run": run}[request.pop("op")](**request)
-    except Exception as error:
-        reply = {"error": f"{type(error).__name__}: {error}"}
-    print(json.dumps(reply), file=replies, flush=True)
 """
+)
 
 
 def main() -> int:

@@ -22,7 +22,7 @@ from models.registry import load_config, load_model, tensor_layout
 from numba_kernels.cpu.running.pool import NUM_THREADS
 from runtime.bench.environment import describe_machine
 from runtime.bench.metrics import BenchmarkError
-from runtime.bench.peers.child_process import ChildProcess
+from runtime.bench.peers.child_process import ChildProcess, answering_program
 from runtime.bench.pictures.shapes import write_qwen3_vl
 from runtime.bench.pictures.tower import seconds
 from runtime.dtype import bfloat16
@@ -30,10 +30,9 @@ from runtime.dtype import bfloat16
 MOST_ERROR = 1e-3
 """Of the largest embedding: weights are seeded and stored in bfloat16, and both sides compute in float32."""
 
-PEER = """
-import json, os, sys, time
-replies = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
+PEER = answering_program(
+    """
+import time
 import numpy as np, torch
 from safetensors.torch import load_file
 import transformers
@@ -61,15 +60,8 @@ def run(path=None):
         found = made.pooler_output if hasattr(made, "pooler_output") else made[0]
         np.save(path, found.numpy())
     return {"seconds": seconds}
-
-for line in sys.stdin:
-    request = json.loads(line)
-    try:
-        reply = {"load": load, "run": run}[request.pop("op")](**request)
-    except Exception as error:
-        reply = {"error": f"{type(error).__name__}: {error}"}
-    print(json.dumps(reply), file=replies, flush=True)
 """
+)
 
 
 def compare(reference: str, *, side: int, num_layers: int, num_rounds: int) -> dict[str, Any]:
