@@ -217,6 +217,10 @@ class Service:
             return await self.prepare(len(body), work)
         return await asyncio.get_running_loop().run_in_executor(self.pictures.threads, work)
 
+    def salt_of(self, tenant: str | None, given: str | None = None) -> str | None:
+        """What tells a tenant's cached prefixes and pictures from others', beside a salt that the request gives."""
+        return given if tenant is None or self.config.share_prefix_cache else f"{tenant}:{given or ''}"
+
     def admit(self, request: Request, generation: Generation, renamed: Mapping[str, str]) -> None:
         """Admits the generation, under its tenant's salt where there are tenants. Raises `ApiError`; `renamed` maps the
         engine's field names to the request's."""
@@ -226,9 +230,8 @@ class Service:
         exchange.meter = generation.meter = RequestMeter(
             self.metrics.generation, generation.params, generation.arrival_time_s
         )
-        if exchange.tenant is not None and not self.config.share_prefix_cache:
-            salt = f"{exchange.tenant}:{generation.scheduling.cache_salt or ''}"
-            generation.scheduling = replace(generation.scheduling, cache_salt=salt)
+        salt = self.salt_of(exchange.tenant, generation.scheduling.cache_salt)
+        generation.scheduling = replace(generation.scheduling, cache_salt=salt)
         if self.config.log_prompts:
             self._log_prompts(generation)
         try:

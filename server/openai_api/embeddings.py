@@ -85,7 +85,7 @@ def prepare_embeddings(service: Service, asked: EmbeddingRequest, tenant: str | 
     return AskedEmbeddings(
         inputs=inputs,
         images=images,
-        cache_salt=None if tenant is None or config.share_prefix_cache else f"{tenant}:",
+        cache_salt=service.salt_of(tenant),
         pooling=asked.pooling or "last",
         dimensions=asked.dimensions,
         is_normalized=asked.normalize is not False,
