@@ -122,6 +122,8 @@ def main() -> int:
         )  # fmt: skip
         tokens = Tokenizer.from_pretrained(FOLDER)
         for number, (height, width) in enumerate(SIZES[: args.sizes]):
+            if number % 50 == 0:
+                print(f"{number} sizes, {wrong} differences", file=sys.stderr, flush=True)
             theirs = peer.ask("run", number=number)
             picture = drawn(number, height, width)
             for name, (rule, _) in RULES.items():

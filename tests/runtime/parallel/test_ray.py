@@ -3,6 +3,8 @@ application, asked through the SDK, from one replica to two."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import socket
 import subprocess
 import time
@@ -21,6 +23,7 @@ from runtime.engine.process.wire import Start
 from runtime.parallel.fleet import Fleet
 from runtime.parallel.ray_engines import RayEngines, RayError, _with_ranks
 from tests.models.folders import load_golden, write_model
+from tests.runtime.engine.process.test_handshake import silence
 from tests.runtime.engine.process.test_process_faults import LIGHT, Sink, is_gone, request
 from tests.waiting import TIMEOUT_S, wait_until
 
@@ -30,6 +33,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
 WAIT_S = 120.0
 """For what Ray does in its own time."""
+PIDFD_GETFD = 438
+"""A system call of Linux."""
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +94,8 @@ def test_engines_are_placed_and_started_again_when_their_actor_is_killed(cluster
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("split", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
 def test_ranks_of_one_engine_on_two_nodes(cluster: Any, split: dict[str, int], tmp_path: Path) -> None:
-    """An actor a rank, each on a node of its own: the tokens are those of transformers; a rank that is killed, and a
-    connection that is lost, end all ranks, and the engine is started again."""
+    """An actor a rank, each on a node of its own: the tokens are those of transformers; a rank that is killed, a
+    connection that is lost, and a node that says nothing any more, end all ranks, and the engine is started again."""
     golden = load_golden("qwen2_tied")
     model = str(write_model(tmp_path, golden))
     settings: Any = {
@@ -110,7 +115,7 @@ def test_ranks_of_one_engine_on_two_nodes(cluster: Any, split: dict[str, int], t
         assert len(nodes) == len(set(nodes.values())) == 2, "a rank on each node"
         expected = golden.greedy_ids["float32"][:6]
         assert ask("first", 6).token_ids() == expected
-        for number, end in enumerate((_kill_second_rank, _break_ranks_connection)):
+        for number, end in enumerate((_kill_second_rank, _break_ranks_connection, _silence_rank)):
             [client] = fleet.engines
             before = client.pid
             ranks = rank_processes()
@@ -136,12 +141,29 @@ def _kill_second_rank(client: Any) -> None:
 
 def _break_ranks_connection(client: Any) -> None:
     """What is left of it when a network between two nodes goes: neither side is told by the other's end."""
-    [rank] = rank_processes()
-    [connection] = [each for each in psutil.Process(rank).net_connections() if each.status == "ESTABLISHED"]
+    _, connection = _ranks_connection()
     subprocess.run(
         ["ss", "-K", "dst", connection.raddr.ip, "dport", "=", str(connection.raddr.port)], check=True,
         stdout=subprocess.DEVNULL,
     )  # fmt: skip
+
+
+def _silence_rank(client: Any) -> None:
+    """Its process goes on, and nothing reaches it."""
+    rank, connection = _ranks_connection()
+    process = os.pidfd_open(rank)
+    descriptor = ctypes.CDLL(None, use_errno=True).syscall(PIDFD_GETFD, process, connection.fd, 0)
+    os.close(process)
+    assert descriptor >= 0, os.strerror(ctypes.get_errno())
+    with socket.socket(fileno=descriptor) as its:
+        silence(its)
+
+
+def _ranks_connection() -> tuple[int, Any]:
+    """The only rank's process id, and its connection to the engine."""
+    [rank] = rank_processes()
+    [connection] = [each for each in psutil.Process(rank).net_connections() if each.status == "ESTABLISHED"]
+    return rank, connection
 
 
 def rank_processes() -> list[int]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from runtime.engine.process import handshake
-from runtime.engine.process.handshake import MAGIC, HandshakeError, Listener, join
+from runtime.engine.process.handshake import MAGIC, HandshakeError, Listener, join, watch_connection
 
 SECRET = b"s" * 32
 
@@ -76,3 +78,43 @@ def test_a_server_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(handshake, "TIMEOUT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(HandshakeError, match="too long"):
         join("127.0.0.1", server.getsockname()[1], SECRET)
+
+
+SO_ATTACH_FILTER = 26
+
+
+def silence(connection: socket.socket) -> None:
+    """Has the kernel drop all that comes for this side, acknowledgements included, and so answer nothing: what is left
+    of a machine that has gone."""
+    drop_all = np.array([0x06], np.uint64)  # BPF: return 0
+    connection.setsockopt(
+        socket.SOL_SOCKET, SO_ATTACH_FILTER, struct.pack("@HP", 1, drop_all.ctypes.data)
+    )
+
+
+@pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "sending"])
+def test_a_machine_that_has_gone_is_noticed_within_5_s_and_one_that_is_only_busy_is_not(is_busy: bool) -> None:
+    """Both at once: a side that does not read is no reason, as long as its kernel answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        pairs = []
+        for _ in range(2):
+            ours = socket.create_connection(server.getsockname())
+            pairs.append((ours, server.accept()[0]))
+            watch_connection(ours)
+    (gone, its), (busy, other) = pairs
+    silence(its)
+    begun = time.monotonic()
+    if is_busy:
+        gone.sendall(b"a step")
+        busy.sendall(b"a step")
+    busy.settimeout(6.0)
+    gone.settimeout(6.0)
+    with pytest.raises(TimeoutError) as error:
+        gone.recv(1)
+    assert error.value.errno is not None, "the kernel has ended it, not this test"
+    assert 3.0 < time.monotonic() - begun < 5.0
+    time.sleep(max(0.0, begun + 5.5 - time.monotonic()))
+    other.sendall(b"an answer")
+    assert busy.recv(9) == b"an answer"
+    for each in (gone, its, busy, other):
+        each.close()
