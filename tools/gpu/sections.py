@@ -29,6 +29,7 @@ EMULATED_TESTS = (
         "linear/test_reordered_columns", "kv/test_transfer_gpu", "test_latent_ops", "test_scaling",
         "engine/test_gpu_engine", "engine/test_kv_cache_dtype", "engine/test_experts", "engine/test_gpu_swapping",
         "engine/test_pictures", "engine/test_whole_pictures", "engine/test_window_groups", "engine/test_fuzz",
+        "engine/speculation/test_same_answers",
         "engine/steps/test_decode_arrays", "engine/steps/test_decode_graphs", "engine/steps/test_forward_graphs",
         "engine/steps/test_kept_layers", "engine/steps/test_megakernel", "engine/steps/test_sampler",
     )),
@@ -110,7 +111,7 @@ def sections() -> Iterator[Section]:
     yield Section("environment", "environment:cases", 40, 30)
     yield Section("first launches", "first_launches:cases", 60, 25)
     yield Section("bandwidth", "speed:bandwidth", 30, is_timed=True)
-    yield Section("hopper gemm", "correctness:hopper_gemm", 40, 20)
+    yield Section("hopper gemm", "correctness:hopper_gemm", 80, 20)
     yield Section("gemm", "correctness:gemm", 40, 20)
     yield Section("experts", "experts:cases", 35, 30)
     yield Section("quantized", "quantized:cases", 40, 20)
