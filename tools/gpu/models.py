@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import statistics
 import tempfile
@@ -231,6 +232,7 @@ def verification(options: Options, name: str) -> Iterator[Case]:
     """Steps that try a request's prediction, beside steps of one token."""
     model = Model(options, name, max_num_seqs=2)
     yield Case("tokens of a step", lambda: _verification(model))
+    yield Case("timeline of a step that tries", lambda: _timeline_of_tries(model))
     model.close()
 
 
@@ -264,6 +266,25 @@ def _verification(model: Model) -> Result:
     return {
         "by_tokens": steps_by_count, "most_to_one": round(most / one, 3) if one else None, "same_at_the_start": same,
     }  # fmt: skip
+
+
+def _timeline_of_tries(model: Model) -> Result:
+    """Of steps that follow an answer which such steps gave before, so that nearly all of them try as much. Behind
+    `_verification`, by which all is tried."""
+    prompt_len, output_len = (6, 24) if model.options.is_quick else (CONTEXT, OUTPUT)
+    prompts = model.prompts(1, prompt_len)
+    predicted, _ = model.run(prompts, output_len)
+    for _ in range(3):
+        predicted, _ = model.run(prompts, output_len, predicted)
+    name, kept = f"{model.name}-tries", list[StepRecord]()
+
+    def run() -> None:
+        kept.extend(model.run(prompts, output_len, predicted)[1])
+
+    found = node_timeline(model.options, name, run, _graphs(model))
+    counts = [sum(chunk.num_tokens for chunk in step.chunks) for step in kept[1:]]
+    starts_ms = [round(1e3 * (after.start_s - before.start_s), 3) for before, after in itertools.pairwise(kept[1:])]
+    return found | {"tokens_of_steps": counts, "from_start_to_start_ms": starts_ms}
 
 
 def in_short(options: Options, name: str) -> Iterator[Case]:

@@ -111,6 +111,8 @@ def test_what_is_refused():
 )  # fmt: skip
 def test_products_of_e4m3(gpu, name, m, n, k, activation):
     """Rows, or 128 of K of them, are rounded as ml_dtypes rounds them; sums are those of their products, in float32."""
+    if gpu.arch == "sm_90a":  # a real GPU in the place of the emulated ones
+        pytest.skip("Hopper multiplies e4m3 by wgmma alone")
     rng = np.random.default_rng([m, n, k])
     matrix = packed_matrix(name, n * (2 if activation else 1), k, "bf16")
     group = 128 if name != "e4m3" else k

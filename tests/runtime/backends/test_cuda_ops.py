@@ -254,6 +254,7 @@ def test_a_norm_of_small_weights_stays_apart_in_float16(
     assert relative_error(actual, scaled @ matrix.array.astype(np.float64).T) <= (6e-4 if dtype == "float16" else 1e-2)
 
 
+@pytest.mark.planted
 def test_a_tier_that_the_device_has_not() -> None:
     with pytest.raises(InvalidArgumentError, match="gemm is 'hopper', which needs sm_90a: emulated:sm_80 is sm_80"):
         LoadOptions(device=Device("emulated:sm_80"), gemm="hopper")

@@ -132,7 +132,7 @@ def test_a_second_start_compiles_no_kernel(tmp_path: Path) -> None:
         "    params = SamplingParams(temperature=0.0, max_tokens=4)\n"
         "    print(llm.chat([{'role': 'user', 'content': 'What is 17 plus 25?'}], params)[0].outputs[0].text)\n"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     for start in ("first", "second"):
         command = [sys.executable, "-c", script, start]
         result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, cwd=ROOT)

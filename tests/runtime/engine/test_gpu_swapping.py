@@ -81,6 +81,7 @@ def test_swapped_sequences_answer_as_alone_on_the_cpu(tmp_path: Path) -> None:
             check_same(lone, each, results[each.request_id].token_ids(index), expected.token_ids(index))
 
 
+@pytest.mark.planted
 def test_kernels_that_do_not_wait_for_the_blocks_are_found(
     tmp_path: Path, fragile_gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:

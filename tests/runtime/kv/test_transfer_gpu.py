@@ -118,6 +118,7 @@ def check_random_steps(gpu: Gpu, seed: int) -> None:
     rig.gpu.allocator.check_integrity()
 
 
+@pytest.mark.planted
 def test_a_layer_waits_for_its_own_pages_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(emulated(monkeypatch))
     addresses = [rig.page(layer, 0, 0) for layer in range(NUM_LAYERS)]
@@ -157,7 +158,7 @@ def read_and_arrive(rig: Rig) -> None:
     rig.transfer.run([], [(0, 4)], [])
 
 
-@pytest.mark.parametrize("is_planted", [False, True])
+@pytest.mark.parametrize("is_planted", [False, pytest.param(True, marks=pytest.mark.planted)])
 @pytest.mark.parametrize(
     ("hazard", "is_of_side_stream"),
     [
@@ -234,6 +235,7 @@ def test_copies_under_way_outlive_who_asked_for_them(monkeypatch: pytest.MonkeyP
     gpu.pinned.check_integrity()
 
 
+@pytest.mark.planted
 def test_more_host_pages_than_can_be_pinned_are_refused_with_the_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = emulated(monkeypatch)
     spec = KVCacheSpec(1, num_kv_heads=2, head_dim=64, block_size=16, dtype=float16, device=gpu.device)

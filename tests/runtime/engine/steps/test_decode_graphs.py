@@ -415,6 +415,7 @@ def test_nothing_is_collected_while_a_step_is_recorded(tmp_path: Path) -> None:
     assert gc.isenabled()
 
 
+@pytest.mark.planted
 def test_a_replay_that_does_not_wait_for_the_blocks_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from runtime.device.gpu import Gpu
 from runtime.engine.engine import Engine
 from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.steps.block_tables import BlockTables
@@ -80,6 +81,8 @@ def test_they_are_those_of_the_sequence_alone(name: str, device: str, graphs: st
                     assert np.array_equal(given.to("cpu").array.astype(np.float32)[rows], whole[begin:end])
                     num_checked += end - begin
     stats = engine.stats()
-    assert (stats.num_graph_steps > 0, stats.num_forward_steps > 0) == (graphs == "on", graphs == "on")
+    assert (stats.num_graph_steps > 0) == (graphs == "on")
+    if device == "cpu" or Gpu.of(device).driver.is_emulated:  # a real one records forwards that wait for their launches
+        assert (stats.num_forward_steps > 0) == (graphs == "on")
     assert num_checked > 100
     engine.close()

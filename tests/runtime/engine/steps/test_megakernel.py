@@ -131,6 +131,7 @@ def test_a_cpu_and_other_modes_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.planted
 def test_a_grid_that_does_not_run_at_once_is_refused() -> None:
     gpu = new_gpu("sm_90a")
     launch = megakernel.plan(
