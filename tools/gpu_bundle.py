@@ -38,7 +38,7 @@ from tools.gpu.unpack import PACKAGES  # noqa: E402
 MOST_BYTES = 40_000_000
 """Of the whole folder: what a working tree leaves of 64 MiB."""
 
-CARRIED = ("packaging", "msgspec", "gguf", "numba-cuda", "cuda-bindings", "cuda-core", "cuda-pathfinder")
+CARRIED = ("packaging", "msgspec", "gguf", "llguidance", "numba-cuda", "cuda-bindings", "cuda-core", "cuda-pathfinder")
 GLIBCS = (17, 24, 27, 28, 31, 34, 35)
 """Minor versions of glibc 2 whose wheels may be taken: the machine's own is 2.35 or newer."""
 
