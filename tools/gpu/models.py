@@ -259,12 +259,14 @@ def _verification(model: Model) -> Result:
         str(count): {
             "steps": len(steps), "step_ms": quartiles_ms([step.end_s - step.start_s for step in steps]),
             "host_ms": quartiles_ms([step.host_s for step in steps]),
+            "run_ms": quartiles_ms([step.run_s for step in steps]),
         }
         for count, steps in sorted(found.items())
     }  # fmt: skip
     one, most = (steps_by_count[str(count)]["step_ms"][1] for count in (1, max(several)))
     return {
         "by_tokens": steps_by_count, "most_to_one": round(most / one, 3) if one else None, "same_at_the_start": same,
+        "replayed": model.engine.stats().num_forward_steps,
     }  # fmt: skip
 
 
@@ -276,7 +278,7 @@ def _timeline_of_tries(model: Model) -> Result:
     predicted, _ = model.run(prompts, output_len)
     for _ in range(3):
         predicted, _ = model.run(prompts, output_len, predicted)
-    name, kept = f"{model.name}-tries", list[StepRecord]()
+    name, kept = f"{model.name}-tries", []  # type: str, list[StepRecord]
 
     def run() -> None:
         kept.extend(model.run(prompts, output_len, predicted)[1])
