@@ -282,14 +282,14 @@ class _RowsByExpert:
         arguments += [tokens_of, out.address, columns, weight.shape[2], self.num_experts]
         if tile is not None:
             machine = machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)
-            joined = None
+            joined, packing = None, weight.packing if tile.num_unpackers else None
             if weight.packing is None:
                 arguments.append(weight.maps_address)
-            else:
+            elif packing is None:
                 written_out = self._written_out(weight)
                 arguments.append(written_out.address)
                 joined = written_out.shape[0], written_out.shape[1]
-            launch = _plan_hopper(self.num_tiles, columns, dtype, activation, tile, machine, joined)
+            launch = _plan_hopper(self.num_tiles, columns, dtype, activation, tile, machine, joined, packing)
         elif weight.packing is not None:
             launch = _plan_packed(self.num_tiles, columns, dtype, weight.packing.name, activation, self.tile_rows)
         elif _has_fast_rows(source, weight):

@@ -1,6 +1,7 @@
 """Which tile is the fastest for so many rows of each expert: what `runtime.backends.cuda_experts` chooses by models.
 
-`mma.sync` stands beside each tile of `wgmma`; before these, quantised experts are written out. The layers are those of
+`mma.sync` stands beside each tile of `wgmma`; before some of these, quantised experts are written out, in front of the
+others' products they are unpacked. The layers are those of
 "experts speed", which says what they are and checks what comes out.
 """
 
@@ -25,7 +26,7 @@ from tools.gpu.sections import Case, Options, Result
 from tools.gpu.speed import stopwatch_of
 
 ROWS = {
-    ("gpt-oss-20b", "mxfp4"): (64, 128, 256), ("gpt-oss-20b", "bf16"): (32, 64, 128, 192, 256),
+    ("gpt-oss-20b", "mxfp4"): (128, 8, 512, 64, 2, 256, 32), ("gpt-oss-20b", "bf16"): (32, 64, 128, 192, 256),
     ("qwen3-30b-a3b", "bf16"): (32, 64, 128, 256),
 }  # fmt: skip
 """Of each expert, by model and format."""
@@ -59,7 +60,10 @@ def _times(stopwatch: Stopwatch, mixture: Mixture) -> Result:
         with patch.object(cuda_experts, "_hopper_tile", lambda *_: tile):
             return Recorded(gpu, lambda: ops.experts(x, chosen, gate_up, down, "silu"))
 
-    competitors = {"mma.sync" if tile is None else str(tile): recorded(tile) for tile in (None, *hopper.TILES)}
+    tiles: dict[str, Tile | None] = {"mma.sync": None, **{str(tile): tile for tile in hopper.TILES}}
+    if gate_up.packing is not None and gpu.arch == hopper.ARCH:
+        tiles |= {f"unpacked {tile}": tile for tile in hopper.UNPACKING_TILES}
+    competitors = {name: recorded(tile) for name, tile in tiles.items()}
     times = stopwatch.times(competitors)
     return {
         "sizes": [tokens, mixture.num_experts, top_k, mixture.hidden, mixture.inner],

@@ -1,7 +1,8 @@
 """Which kernel is the fastest for 17 to 256 rows of quantised weights: every way that a plan may take, timed by itself.
 
-The ways are `few_rows` in blocks of 16, 32 and 64 rows, `packed_tiles`, rows that are rounded to bytes first, and the
-weight written out in front of a 16-bit product. What plans believe of each stands beside it, in "modelled".
+The ways are `few_rows` in blocks of 16, 32 and 64 rows, `packed_tiles`, `hopper_packed` with each tile and split of K,
+rows that are rounded to bytes first, and the weight written out in front of a 16-bit product. What plans believe of each
+stands beside it, in "modelled".
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from unittest.mock import patch
 import numpy as np
 
 from numba_kernels.cuda import dequantize, gemm, rounded_rows
-from numba_kernels.cuda.gemm import few_rows, few_rows_shape, packed_tiles
+from numba_kernels.cuda.gemm import few_rows, few_rows_shape, hopper, hopper_packed, packed_tiles
 from runtime import ops
 from runtime.backends import cuda_linear, cuda_packed
 from runtime.backends.cuda_packed import Planned
@@ -31,6 +32,7 @@ from tools.gpu.speed import stopwatch_of
 FORMATS = ("int4 g128", "fp8", "fp8 blocks", "mxfp4", "int8")
 SHAPES = ((8192, 8192), (6144, 4096), (4096, 12288))
 ROWS = (64, 32, 128, 17, 48, 96, 256)
+HOPPER_FORMATS, HOPPER_ROWS = ("int4 g128", "mxfp4"), (64, 128, 2048, 256, 32, 16, 512)
 FULL_FORMATS = FORMATS[:3]
 """With all of these rows; the others have the first three."""
 
@@ -45,6 +47,17 @@ def cases(options: Options) -> Iterator[Case]:
             for rows in (17,) if options.is_quick else ROWS if name in FULL_FORMATS else ROWS[:3]:
                 run = functools.partial(_measure, options, stopwatch, name, rows, width, depth)
                 yield Case(f"{name}, {rows} x {width} x {depth}", run)
+
+
+def hopper_cases(options: Options) -> Iterator[Case]:
+    """The same of two formats and one shape, from a decode step's rows to a prompt's: what `hopper_packed` is chosen
+    by."""
+    stopwatch = stopwatch_of(options)
+    width, depth = (64, 128) if options.is_quick else SHAPES[0]
+    for rows in HOPPER_ROWS[:1] if options.is_quick else HOPPER_ROWS:
+        for name in HOPPER_FORMATS[:1] if options.is_quick else HOPPER_FORMATS:
+            run = functools.partial(_measure, options, stopwatch, name, rows, width, depth)
+            yield Case(f"{name}, {rows} x {width} x {depth}", run)
 
 
 def _measure(options: Options, stopwatch: Stopwatch, name: str, rows: int, width: int, depth: int) -> Result:
@@ -95,6 +108,12 @@ def _ways(
     if product.m > few_rows_shape.MAX_ROWS:
         planned = Planned(packed_tiles.plan(product, machine))
         found["packed_tiles"] = planned, packed_tiles.seconds(product, machine)
+    if not hopper_packed.why_not(product, machine):
+        for tile, parts in hopper_packed.options(product.k):
+            seconds = hopper_packed.tile_seconds(product, machine, tile, parts)
+            found[f"hopper_packed {tile} in {parts}"] = (
+                Planned(hopper.plan_tile(product, machine, tile, parts)), seconds
+            )  # fmt: skip
     if cuda_packed.can_round(weight, product, machine):
         found["rounded"] = cuda_packed.plan_rounded(weight, product, machine, has_norm=False), (
             rounded_rows.seconds(product.m, product.k, machine.memory_bytes)

@@ -20,7 +20,7 @@ EMULATED_TESTS = (
     *(f"numba_kernels/cuda/test_{name}.py" for name in (
         "attention", "attention_exact", "attention_hopper", "byte_tiles", "decode_inputs", "dequantize", "embedding",
         "experts", "few_rows", "few_rows_packed", "gemm", "gemm_choice", "gemm_fused", "gemm_hopper", "gemv",
-        "hopper_bytes", "hopper_intrinsics", "kv_cache", "logprobs", "norm", "packed_tiles", "quantised_pages", "rope",
+        "hopper_bytes", "hopper_intrinsics", "hopper_packed", "kv_cache", "logprobs", "norm", "packed_tiles", "quantised_pages", "rope",
         "rounded_norm", "sampling", "segments", "softmax", "activation",
     )),
     *(f"runtime/{name}.py" for name in (
@@ -124,6 +124,7 @@ def sections() -> Iterator[Section]:
     yield Section("goals", "speed:goals", 70, 60, is_timed=True)
     yield Section("kernels", "speed:kernels", 65, 30, is_timed=True)
     yield Section("quantized speed", "quantized_speed:linear", 40, 20, is_timed=True)
+    yield Section("hopper packed tuning", "packed_tuning:hopper_cases", 45, 20, is_timed=True)
     yield Section("experts speed", "quantized_speed:experts", 40, 20, is_timed=True)
     yield Section("experts tuning", "experts_tuning:cases", 20, 10, is_timed=True)
     yield Section("sampling speed", "sampling:speed", 35, 20, is_timed=True)

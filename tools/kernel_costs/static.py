@@ -31,6 +31,7 @@ from numba_kernels.cuda.gemm import (
     few_rows_shape,
     hopper,
     hopper_bytes,
+    hopper_packed,
     packed_stream,
     packed_tiles,
     tensor_core,
@@ -86,13 +87,31 @@ def machine_facts(text: str, code: Sequence[MachineInstruction]) -> MachineFacts
     opcodes = [each.opcode for each in code]
     num_early = num_there = 0
     if _WAIT in text:
-        waits = [index for index, opcode in enumerate(opcodes) if opcode.startswith("ACQBULK")]
-        num_early = num_early_loads(text)
-        num_there = sum(opcode.startswith("LDG") for opcode in opcodes[: waits[0]])
+        num_early, num_there = num_early_loads(text), _num_early_loads_of_code(code)
     meets = any(opcode.startswith("UCGABAR") for opcode in opcodes)
     fences = sum(opcode.startswith("MEMBAR") and not opcode.endswith(".CTA") for opcode in opcodes)
     swaps = sum(opcode.startswith("ATOM") and ".CAS" in opcode for opcode in opcodes)
     return MachineFacts(num_early, max(0, num_early - num_there), fences if meets else 0, swaps)
+
+
+def _num_early_loads_of_code(code: Sequence[MachineInstruction]) -> int:
+    """How many loads from device memory a kernel may execute before it waits for the grid in front. Warps with roles of
+    their own wait each for itself, so that a load may stand behind another one's wait."""
+    seen, waiting, count = set[int](), [0], 0
+    while waiting:
+        index = waiting.pop()
+        while index < len(code) and index not in seen:
+            seen.add(index)
+            each = code[index]
+            if each.opcode.startswith("ACQBULK"):
+                break
+            count += each.opcode.startswith("LDG")
+            if each.target is not None:
+                waiting.append(each.target)
+            if each.is_certain and each.opcode.startswith(("BRA", "EXIT")):
+                break
+            index += 1
+    return count
 
 
 def num_early_loads(text: str) -> int:
@@ -215,7 +234,8 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
     if name.startswith("gemm_packed_tiles"):
         return packed_tiles.shared_bytes(constants["weight"], constants["dtype"])
     if name.startswith("experts_hopper"):
-        return {str(tile): tile for tile in experts.hopper.TILES}[constants["tile"]].shared_bytes
+        tiles = experts.hopper.TILES if packing is None else experts.hopper.UNPACKING_TILES
+        return {str(tile): tile for tile in tiles}[constants["tile"]].shared_bytes
     if name.startswith("experts_packed_gather"):  # rows of 8,192 numbers, or three times as many in all
         return (3 if constants["activation"] == "" else 1) * packed_stream.row_bytes(packing, 8192)
     if name.startswith("experts_packed"):
@@ -225,7 +245,8 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
     if name.startswith("gemm_hopper_bytes"):
         return hopper_bytes.TILE.shared_bytes
     if name.startswith("gemm_hopper"):
-        return {str(tile): tile for tile in (*hopper.TILES, hopper.NARROW)}[constants["tile"]].shared_bytes
+        tiles = (*hopper.TILES, hopper.NARROW) if packing is None else hopper_packed.TILES
+        return {str(tile): tile for tile in tiles}[constants["tile"]].shared_bytes
     if name.startswith("attention_flash_hopper"):
         return flash_hopper.shared_bytes(constants["head_dim"])
     if name.startswith("sampling"):

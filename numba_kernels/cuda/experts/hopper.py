@@ -17,8 +17,10 @@ Quantised experts that many rows go to are written out as 16-bit rows first, one
 (`dequantize`), over which one map goes: a tile that ends behind its expert's columns reads the next one's, and drops
 what they give.
 
+Or they are unpacked into the stages (`gemm.hopper_unpack`), by warps that copy x beside it: tiles of 64 rows or 128.
+
 Arguments: those of all tiers (`tiled`), and the address of the experts' maps, `MAP_BYTES` each (`map_layout`), or the
-map of all.
+map of all. Where weights are unpacked, those of all tiers.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from numba import cuda, types
 
 from numba_kernels.cuda.experts import tensor_core
 from numba_kernels.cuda.experts.tiled import ARGUMENT_TYPES
+from numba_kernels.cuda.gemm import hopper_packed
 from numba_kernels.cuda.gemm.gating import ACTIVATIONS
 from numba_kernels.cuda.gemm.hopper import ARCH, CLOCK_HZ
 from numba_kernels.cuda.gemm.hopper_ring import (
@@ -42,8 +45,10 @@ from numba_kernels.cuda.gemm.hopper_ring import (
     tile_multiplier,
     tile_order,
 )
+from numba_kernels.cuda.gemm.hopper_unpack import column_scaler, tile_unpacker
 from numba_kernels.cuda.gemm.product import Machine
 from numba_kernels.cuda.gemm.tensor_core import EFFICIENCY, MEDIUM
+from numba_kernels.cuda.gemm.weight_stream import TILE_COLUMNS
 from numba_kernels.cuda.intrinsics import cluster, convert, mbarrier, memory, mma, tma
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.intrinsics.device import device_function
@@ -51,6 +56,7 @@ from numba_kernels.cuda.intrinsics.element_types import VECTOR_WIDTH
 from numba_kernels.cuda.intrinsics.integer import minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, set_registers, sync_block, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import shuffle_index_b32, sync_warp
+from numba_kernels.cuda.packing import PACKINGS, Packing
 from numba_kernels.cuda.specialisation import TENSOR_MAP, Launch, Specialisation, TensorMapLayout
 
 uint16, uint32, uint64, float32 = types.uint16, types.uint32, types.uint64, types.float32
@@ -59,10 +65,10 @@ PAIR = Tile(256, 2, 4, cluster=2)
 ALONE = Tile(256, 2, 4)
 LOW = Tile(256, 1, 5)
 TILES = (LOW, ALONE, PAIR)
+UNPACKING_TILES = hopper_packed.TILES
 MAP_BYTES = 128
 MAP_ROWS = 64  # of the weight, that one copy moves
 _LAG = 2  # stages that x is on its way; one less than may be, as the last one is free only when the next is multiplied
-_PRODUCER_WARPS, _COPY_ROWS = 4, 16  # rows of x that these bring at a time, 16 bytes a lane
 # Cycles of a stage, and of a tile's ends. That of the pair is measured on an H200 (512 rows of each expert); the others
 # are estimates: the same for as many rows, and more for half as many.
 STEP_CYCLES = {PAIR: 1300, ALONE: 1350, LOW: 900}
@@ -80,13 +86,15 @@ def map_layout(dtype: str, rows: int, depth: int) -> TensorMapLayout:
 @functools.cache
 def _ring_starter(tile: Tile) -> Any:
     """A device function, called by one thread: makes a ring's barriers. A stage is full after each producer's warp has
-    arrived, whose copies are there, and the thread that told how many bytes the TMA brings."""
+    arrived, whose copies are there, and, unless they unpack the weight, the thread that told how many bytes the TMA
+    brings."""
     num_stages, num_readers = tile.num_stages, 4 * tile.num_consumers * tile.cluster
+    num_fillers = tile.num_unpackers or tile.producers + 1
 
     @device_function
     def start_ring(full, empty):
         for stage in range(num_stages):
-            mbarrier.init(uint32(full + uint32(8 * stage)), uint32(_PRODUCER_WARPS + 1))
+            mbarrier.init(uint32(full + uint32(8 * stage)), uint32(num_fillers))
             mbarrier.init(uint32(empty + uint32(8 * stage)), uint32(num_readers))
         mbarrier.fence_init()
 
@@ -205,8 +213,10 @@ def _rows_storer(dtype: str, num_columns: int, activation: str) -> Any:
 
 
 @functools.cache
-def _kernel(dtype: str, tile: Tile, activation: str, is_joined: bool = False) -> Specialisation:
-    """`is_joined`: one map goes over all experts' rows."""
+def _kernel(
+    dtype: str, tile: Tile, activation: str, is_joined: bool = False, weight_name: str = ""
+) -> Specialisation:
+    """`is_joined`: one map goes over all experts' rows. `weight_name`: of a packing that some warps unpack."""
     block_m, block_n, num_stages, blocks = tile.block_m, tile.block_n, tile.num_stages, tile.cluster
     pieces_at, barriers_at, x_bytes, stage_bytes = tile.pieces_at, tile.barriers_at, tile.x_bytes, tile.stage_bytes
     num_sums, is_gated = block_n // 2, activation != ""
@@ -214,8 +224,9 @@ def _kernel(dtype: str, tile: Tile, activation: str, is_joined: bool = False) ->
     start_ring, multiply_tile = _ring_starter(tile), tile_multiplier(dtype, tile)
     load_weight, place_of = _weight_loader(tile, is_gated), tile_order(GROUP_ROWS // blocks)
     store_rows = _rows_storer(dtype, columns, activation)
-    copies = block_m // _COPY_ROWS
-    moves_registers = tile.num_consumers > 1  # else each thread has more than it needs
+    producers, rows_at_once = tile.producers, 4 * tile.producers  # a lane copies 16 bytes of x at a time
+    copies = block_m // rows_at_once
+    moves_registers = tile.num_consumers > 1 and not weight_name  # else each thread has more than it needs
     fewer_registers, more_registers = set_registers(40, is_more=False), set_registers(232, is_more=True)
     wait_for_older, wait_for_all = memory.copy_async_wait(_LAG), memory.copy_async_wait(0)
 
@@ -225,16 +236,8 @@ def _kernel(dtype: str, tile: Tile, activation: str, is_joined: bool = False) ->
         size = uint32(16) if uint32(start + chunk * uint32(8)) < k else uint32(0)
         at = x + (uint64(start) * uint64(2) if size != uint32(0) else uint64(0))
         for i in range(copies):
-            memory.copy_async_16(uint32(target + uint32(2048 * i)), at + uint64(sources[i]) * uint64(16), size)
+            memory.copy_async_16(uint32(target + uint32(128 * rows_at_once * i)), at + uint64(sources[i]) * uint64(16), size)
         memory.copy_async_commit()
-
-    @device_function
-    def hand_over(full, lane):
-        """A stage whose copies have arrived goes to `wgmma`."""
-        tma.fence_shared()
-        sync_warp()
-        if lane == uint32(0):
-            mbarrier.arrive(full)
 
     @device_function
     def next_stage(stage, phase):
@@ -243,6 +246,39 @@ def _kernel(dtype: str, tile: Tile, activation: str, is_joined: bool = False) ->
             stage = uint32(0)
             phase ^= uint32(1)
         return stage, phase
+
+    @device_function
+    def hand_over(full, lane, late):
+        """The oldest of the stages that are late, whose copies have arrived, goes to `wgmma`."""
+        behind, num_behind = late
+        tma.fence_shared()
+        sync_warp()
+        if lane == uint32(0):
+            mbarrier.arrive(uint32(full + behind * uint32(8)))
+        behind, _ = next_stage(behind, uint32(0))
+        return behind, uint32(num_behind - uint32(1))
+
+    @device_function
+    def hand_over_older(full, stage, lane, late):
+        """Of this stage, too, the copies are on their way."""
+        behind, num_behind = late
+        late = behind, uint32(num_behind + uint32(1))
+        if num_behind == uint32(_LAG):
+            wait_for_older()
+            late = hand_over(full, lane, late)
+        return late
+
+    @device_function
+    def fetch(x, at, barrier, sources, start, k, warp, lane):
+        chunk, own_row = lane & uint32(7), uint32(uint32(warp * uint32(32) + lane) >> uint32(3))
+        place = uint32(at + own_row * uint32(128) + ((chunk ^ (own_row & uint32(7))) << uint32(4)))
+        copy_rows(sources, x, place, chunk, start, k)
+
+    unpack_tile = load_columns = scale_columns = None
+    is_packed, num_held = weight_name != "", block_n // 32
+    if is_packed:
+        unpack_tile = tile_unpacker(tile, weight_name, dtype, is_gated, fetch, hand_over_older)
+        load_columns, scale_columns = column_scaler(tile, weight_name, dtype, is_gated)
 
     def experts(x, table, tiles, num_tiles, tokens, out, n, k, num_experts, maps):
         shared = uint32((memory.shared_address(cuda.shared.array(0, uint32)) + uint32(1023)) & uint32(0xFFFFFC00))
@@ -266,12 +302,11 @@ def _kernel(dtype: str, tile: Tile, activation: str, is_joined: bool = False) ->
         tiles_n = uint32((n + uint32(columns - 1)) // uint32(columns))
         num_all = uint32(count * tiles_n)
         stage = uint32(0)
-        if warp < uint32(_PRODUCER_WARPS):
+        if warp < uint32(producers):
             if moves_registers:
                 fewer_registers()
-            phase, behind, num_behind = uint32(1), uint32(0), uint32(0)
+            phase, late = uint32(1), (uint32(0), uint32(0))
             chunk, own_row = thread & uint32(7), thread >> uint32(3)
-            place = uint32(shared + own_row * uint32(128) + ((chunk ^ (own_row & uint32(7))) << uint32(4)))
             chunks_a_row = k >> uint32(3)
             sources = cuda.local.array(copies, uint32)
             while index < num_all:
@@ -281,38 +316,38 @@ def _kernel(dtype: str, tile: Tile, activation: str, is_joined: bool = False) ->
                 last = uint32(first_row + rows - uint32(1))
                 first_row = uint32(first_row + rank * uint32(block_m) + own_row)
                 for i in range(copies):
-                    row = minimum_u32(uint32(first_row + uint32(16 * i)), last)  # the last one is repeated
+                    row = minimum_u32(uint32(first_row + uint32(rows_at_once * i)), last)  # the last one is repeated
                     if tokens != uint64(0):
                         row = memory.load_b32(tokens + uint64(row) * uint64(4))
                     sources[i] = uint32(row * chunks_a_row + chunk)
-                weight = maps
-                if is_joined:
-                    column = uint32(column + expert * (n * uint32(2) if is_gated else n))
+                if is_packed:
+                    weight = memory.load_b64(table + uint64(expert) * uint64(8))
+                    stage, phase, late = unpack_tile(
+                        x, weight, shared, full, empty, stage, phase, late, warp, lane, sources, column, n, k,
+                        uint32(0), k,
+                    )  # fmt: skip
                 else:
-                    weight = maps + uint64(expert) * uint64(MAP_BYTES)
-                    if thread == uint32(0):
-                        _acquire_map(weight)
-                start = uint32(0)
-                while start < k:
-                    mbarrier.wait(uint32(empty + stage * uint32(8)), phase)
-                    if thread == uint32(0):
-                        target, barrier = uint32(shared + stage * uint32(stage_bytes)), uint32(full + stage * uint32(8))
-                        load_weight(weight, target, barrier, rank, column, n, start)
-                    copy_rows(sources, x, uint32(place + stage * uint32(stage_bytes)), chunk, start, k)
-                    if num_behind == uint32(_LAG):
-                        wait_for_older()
-                        hand_over(uint32(full + behind * uint32(8)), lane)
-                        behind, _ = next_stage(behind, uint32(0))
+                    weight = maps
+                    if is_joined:
+                        column = uint32(column + expert * (n * uint32(2) if is_gated else n))
                     else:
-                        num_behind = uint32(num_behind + uint32(1))
-                    stage, phase = next_stage(stage, phase)
-                    start = uint32(start + uint32(BLOCK_K))
+                        weight = maps + uint64(expert) * uint64(MAP_BYTES)
+                        if thread == uint32(0):
+                            _acquire_map(weight)
+                    start = uint32(0)
+                    while start < k:
+                        mbarrier.wait(uint32(empty + stage * uint32(8)), phase)
+                        at, barrier = uint32(shared + stage * uint32(stage_bytes)), uint32(full + stage * uint32(8))
+                        if thread == uint32(0):
+                            load_weight(weight, at, barrier, rank, column, n, start)
+                        fetch(x, at, barrier, sources, start, k, warp, lane)
+                        late = hand_over_older(full, stage, lane, late)
+                        stage, phase = next_stage(stage, phase)
+                        start = uint32(start + uint32(BLOCK_K))
                 index = uint32(index + step)
             wait_for_all()
-            while num_behind > uint32(0):
-                hand_over(uint32(full + behind * uint32(8)), lane)
-                behind, _ = next_stage(behind, uint32(0))
-                num_behind = uint32(num_behind - uint32(1))
+            while late[1] > uint32(0):
+                late = hand_over(full, lane, late)
             launch_dependents()
             if blocks > 1:
                 left = uint32(0)
@@ -323,7 +358,7 @@ def _kernel(dtype: str, tile: Tile, activation: str, is_joined: bool = False) ->
         else:
             if moves_registers:
                 more_registers()
-            warp = uint32(warp - uint32(_PRODUCER_WARPS))
+            warp = uint32(warp - uint32(producers))
             x_part = uint32(shared + (warp >> uint32(2)) * uint32(64 * BLOCK_K * 2))
             weight_part = uint32(shared + uint32(x_bytes))
             piece = uint32(shared + uint32(pieces_at) + warp * uint32(PIECE_BYTES))
@@ -331,28 +366,39 @@ def _kernel(dtype: str, tile: Tile, activation: str, is_joined: bool = False) ->
                 empty = cluster.address_in(empty, lane & uint32(blocks - 1))
             num_steps = uint32((k + uint32(BLOCK_K - 1)) // uint32(BLOCK_K))
             phase = uint32(0)
-            sums = cuda.local.array(num_sums, float32)
+            sums, column_scales = cuda.local.array(num_sums, float32), cuda.local.array(num_held, float32)
             while index < num_all:
                 row_tile, column_tile = place_of(index, count, tiles_n)
                 column = uint32(column_tile * uint32(columns))
                 expert, first_row, rows, _ = memory.load_4xb32(tiles + uint64(row_tile) * uint64(16))
                 bias = memory.load_b64(table + uint64(uint32(num_experts + expert)) * uint64(8))
+                if is_packed:
+                    weight = memory.load_b64(table + uint64(expert) * uint64(8))
+                    load_columns(column_scales, weight, n, k, column, lane)
                 stage, phase = multiply_tile(
                     sums, x_part, weight_part, full, empty, stage, phase, lane, num_steps
                 )  # fmt: skip
+                if is_packed:
+                    scale_columns(sums, column_scales, lane)
                 row = uint32(first_row + rank * uint32(block_m) + warp * uint32(16))
                 store_rows(sums, piece, lane, bias, out, uint32(first_row + rows), n, row, column)
                 index = uint32(index + step)
 
+    inner = device_function(experts)
+
+    def packed_experts(x, table, tiles, num_tiles, tokens, out, n, k, num_experts):
+        inner(x, table, tiles, num_tiles, tokens, out, n, k, num_experts, uint64(0))
+
+    way, by = f"_{weight_name}" if is_packed else "_joined" if is_joined else "", f"_{activation}" if activation else ""
     return Specialisation(
-        name=f"experts_hopper{'_joined' if is_joined else ''}_{dtype}_{tile}{f'_{activation}' if activation else ''}",
-        kernel=cuda.jit(experts),
-        argument_types=(*ARGUMENT_TYPES, TENSOR_MAP if is_joined else uint64),
+        name=f"experts_hopper{way}_{dtype}_{tile}{by}",
+        kernel=cuda.jit(packed_experts if is_packed else experts),
+        argument_types=ARGUMENT_TYPES if is_packed else (*ARGUMENT_TYPES, TENSOR_MAP if is_joined else uint64),
         max_threads=tile.num_threads,
         min_blocks=1,
         min_capability=90,
         needs_arch_features=True,
-        constants={"dtype": dtype, "tile": str(tile), "activation": activation},
+        constants={"dtype": dtype, "tile": str(tile), "activation": activation, "weight": weight_name or dtype},
     )
 
 
@@ -360,6 +406,13 @@ def can_plan(arch: str, dtype: str, columns: int, depth: int) -> bool:
     """Whether it multiplies rows of this type and length by so many columns; all begins on 16-byte bounds."""
     width = VECTOR_WIDTH[dtype]
     return arch == ARCH and dtype != "f32" and columns % width == 0 and depth % width == 0 and depth > 0
+
+
+def can_unpack(arch: str, packing: Packing, dtype: str, columns: int, depth: int, *, is_gated: bool) -> bool:
+    """Whether it multiplies 16-bit rows of this length by packed experts of so many columns; a gated one has as many
+    twice."""
+    is_whole = columns % TILE_COLUMNS == 0 or not is_gated
+    return is_whole and can_plan(arch, dtype, columns, depth) and hopper_packed.can_unpack(packing, dtype)
 
 
 def tile_rows(tile: Tile) -> int:
@@ -404,15 +457,16 @@ def choose_tile(num_rows: int, num_experts: int, columns: int, depth: int, machi
 
 def plan(
     tiles: int, columns: int, dtype: str, activation: str, tile: Tile, machine: Machine,
-    joined: tuple[int, int] | None = None,
+    joined: tuple[int, int] | None = None, packing: Packing | None = None,
 ) -> Launch:  # fmt: skip
     """For at most so many tiles of rows, at least one, and what `can_plan` allows. `joined`: the weights lie one behind
-    the other, so many rows of that length in all, and their address is the last argument."""
+    the other, so many rows of that length in all, and their address is the last argument. `packing`: they are packed,
+    the tile is one of `UNPACKING_TILES`, and `can_unpack` allows it."""
     width = tile.block_n // 2 if activation else tile.block_n
     clusters = min(tiles * -(-columns // width), machine.clusters_at_once(tile.cluster))
     maps = () if joined is None else ((len(ARGUMENT_TYPES), map_layout(dtype, *joined)),)
     return Launch(
-        _kernel(dtype, tile, activation, joined is not None), (clusters * tile.cluster, 1, 1),
+        _kernel(dtype, tile, activation, joined is not None, packing.name if packing else ""), (clusters * tile.cluster, 1, 1),
         (tile.num_threads, 1, 1), tile.shared_bytes, cluster=(tile.cluster, 1, 1), maps=maps,
     )  # fmt: skip
 
@@ -424,3 +478,7 @@ def specialisations() -> Iterator[Specialisation]:
             for activation in ("", *ACTIVATIONS):
                 for is_joined in (False, True):
                     yield _kernel(dtype, tile, activation, is_joined)
+    for weight in PACKINGS:
+        for tile in UNPACKING_TILES:
+            for activation in ("", "silu", *(("clamped_silu",) if weight == "e2m1_g32_exponents" else ())):
+                yield _kernel("bf16", tile, activation, weight_name=weight)

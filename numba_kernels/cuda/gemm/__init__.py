@@ -1,7 +1,7 @@
 """Matrix product: ``y[M, N] = x[M, K] . w[N, K]^T + bias[N] + residual[M, N]``, and with a plain ``B[K, N]``.
 
 x and w are f32, f16 or bf16, both of one dtype, or w is packed (`packing.py`): elements of 4 or 8 bits with scales,
-which `packed_row`, `few_rows` and `packed_tiles` unpack in registers; y and the residual are of that dtype or f32
+which `packed_row`, `few_rows`, `packed_tiles` and `hopper_packed` unpack in registers; y and the residual are of that dtype or f32
 (logits); the bias is f32 or of w's dtype. Sums are float32; bias and residual are added in float32 and the result is
 rounded once. All arrays are C-contiguous; the residual may be y itself.
 
@@ -16,6 +16,7 @@ A ladder of tiers, each in its own file, which says what it changes against the 
     packed_row    one row times a packed weight, unpacked to float16 without a factor (bf16)
     packed_tiles  many rows times a packed weight: tensor_core's tiles, unpacked behind shared memory (f16, bf16)
     hopper        wgmma fed by the TMA, warps with roles, clusters (f16, bf16; sm_90a)
+    hopper_packed hopper's rows times a packed weight, which warps of their own unpack into its stages
 
 Beside them `byte_tiles` and, on Hopper, `hopper_bytes` multiply rows that were rounded to bytes (`rounded_rows.py`,
 `rounded_norm.py`) by a weight of such.
@@ -42,6 +43,7 @@ from numba_kernels.cuda.gemm import (
     gemv,
     hopper,
     hopper_bytes,
+    hopper_packed,
     naive,
     packed_row,
     packed_tiles,
@@ -75,7 +77,8 @@ __all__ = [
 
 TIERS: dict[str, ModuleType] = {
     "naive": naive, "tiled": tiled, "gemv": gemv, "packed_row": packed_row, "few_rows": few_rows,
-    "hopper": hopper, "tensor_core": tensor_core, "packed_tiles": packed_tiles, "register": register,
+    "hopper": hopper, "tensor_core": tensor_core, "hopper_packed": hopper_packed, "packed_tiles": packed_tiles,
+    "register": register,
 }  # fmt: skip
 """A tier is a module with the functions
 

@@ -207,6 +207,15 @@ def quad_gater(activation: str) -> Any:
 
 
 @device_function
+def scale_each(values, scales):
+    """4 elements of a row, each times its own scale."""
+    return (
+        scale_element(values[0], scales[0]), scale_element(values[1], scales[1]),
+        scale_element(values[2], scales[2]), scale_element(values[3], scales[3]),
+    )  # fmt: skip
+
+
+@device_function
 def scale_quad(values, scale):
     """4 elements times their row's scale."""
     return (

@@ -38,6 +38,7 @@ from numba_kernels.cuda.gemm.hopper_ring import (
     tile_multiplier,
     tile_order,
 )
+from numba_kernels.cuda.gemm.hopper_unpack import column_scaler, dense_unpacker
 from numba_kernels.cuda.gemm.product import Machine, Product, tile_named
 from numba_kernels.cuda.intrinsics import cluster, mbarrier, memory, tma
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
@@ -76,14 +77,20 @@ GATES = tuple(GATED)
 
 
 @functools.cache
-def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisation:
+def kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str, weight_name: str = "") -> Specialisation:
+    """`weight_name`: of a packing, whose weight some warps of the tile unpack."""
     block_m, block_n, num_stages, blocks = tile.block_m, tile.block_n, tile.num_stages, tile.cluster
     pieces_at, barriers_at, x_bytes = tile.pieces_at, tile.barriers_at, tile.x_bytes
-    num_sums, num_pieces = block_n // 2, 8 * tile.num_consumers
+    num_sums, num_held, num_pieces, producers = block_n // 2, block_n // 32, 8 * tile.num_consumers, tile.producers
     start_ring, multiply_tile = ring_starter(tile), tile_multiplier(dtype, tile)
     ask_ahead, load_tile, wait_until_read_by_all = tile_loader(tile, is_gated=way_out in GATES)
+    is_packed, unpack_tile, load_columns, scale_columns = weight_name != "", None, None, None
+    if is_packed:
+        unpack_tile = dense_unpacker(tile, weight_name, dtype, way_out in GATES)
+        load_columns, scale_columns = column_scaler(tile, weight_name, dtype, way_out in GATES)
     place_of = tile_order(max(1, GROUP_ROWS // blocks))
-    moves_registers = num_sums > 64 and tile.num_consumers > 1  # else each thread has more than it needs
+    # Else each thread has what it needs: those that unpack take as many as those that multiply.
+    moves_registers = num_sums > 64 and tile.num_consumers > 1 and not is_packed
     fewer_registers, more_registers = set_registers(24, is_more=False), set_registers(240, is_more=True)
     stores_tiles, has_residual, is_gated = way_out != "rows", way_out == "tiles_residual", way_out in GATES
     columns = block_n // 2 if is_gated else block_n  # of the output, a tile
@@ -104,7 +111,8 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
         lane, warp = thread & uint32(31), shuffle_index_b32(thread >> uint32(5), uint32(0))  # ptxas sees: one a warp
         if thread == uint32(0):
             tma.prefetch_map(x)
-            tma.prefetch_map(weight)
+            if not is_packed:
+                tma.prefetch_map(weight)
             if has_residual:
                 for number in range(num_pieces):
                     mbarrier.init(uint32(arrived + uint32(8 * number)), uint32(1))
@@ -123,10 +131,20 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
         index = uint32(uint32(cuda.blockIdx.x) // uint32(blocks))
         step = uint32(uint32(cuda.gridDim.x) // uint32(blocks))
         stage = uint32(0)
-        if warp < uint32(4):
+        if warp < uint32(producers):
             if moves_registers:
                 fewer_registers()
-            if thread == uint32(0):
+            if is_packed:
+                phase, late = uint32(1), (uint32(0), uint32(0))
+                while index < num_tiles:
+                    row_tile, column_tile = place_of(index, tiles_m, tiles_n)
+                    stage, phase, late = unpack_tile(
+                        x, weight, shared, full, empty, stage, phase, late, warp, lane,
+                        uint32(row_tile * uint32(block_m)), uint32(column_tile * uint32(columns)), n, k, uint32(0), k,
+                    )  # fmt: skip
+                    index = uint32(index + step)
+                launch_dependents()
+            elif thread == uint32(0):
                 phase = uint32(1)
                 row_tile, column_tile = place_of(index, tiles_m, tiles_n)
                 column = uint32(column_tile * uint32(columns))
@@ -148,7 +166,7 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
             if moves_registers:
                 more_registers()
             wait_for_previous_grid()
-            warp = uint32(warp - uint32(4))
+            warp = uint32(warp - uint32(producers))
             x_part = uint32(shared + (warp >> uint32(2)) * uint32(64 * BLOCK_K * 2))
             weight_part = uint32(shared + uint32(x_bytes))
             piece = uint32(shared + uint32(pieces_at) + warp * uint32(piece_bytes))
@@ -157,7 +175,7 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
                 empty = cluster.address_in(empty, lane & uint32(blocks - 1))
             num_steps = uint32((k + uint32(BLOCK_K - 1)) // uint32(BLOCK_K))
             phase, residual_phase = uint32(0), uint32(0)
-            sums = cuda.local.array(num_sums, float32)
+            sums, column_scales = cuda.local.array(num_sums, float32), cuda.local.array(num_held, float32)
             while index < num_tiles:
                 row_tile, column_tile = place_of(index, tiles_m, tiles_n)
                 row = uint32((row_tile * uint32(blocks) + rank) * uint32(block_m) + warp * uint32(16))
@@ -165,9 +183,13 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
                 if has_residual and lane == uint32(0):
                     load_residual(piece, arrived, residual, row, column)
                 scales = load_scales(x_squares, row, m, x_parts, k, eps, lane)
+                if is_packed:
+                    load_columns(column_scales, weight, n, k, column, lane)
                 stage, phase = multiply_tile(
                     sums, x_part, weight_part, full, empty, stage, phase, lane, num_steps
                 )  # fmt: skip
+                if is_packed:
+                    scale_columns(sums, column_scales, lane)
                 if stores_tiles:
                     store_tile(
                         sums, scales, piece, arrived, residual_phase, lane, bias, bias_is_f32, residual, out, squares,
@@ -181,10 +203,10 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
                 wait_until_read()
 
     return Specialisation(
-        name=f"gemm_hopper_{dtype}_{out_dtype}_{tile}_{way_out}",
+        name=f"gemm_hopper_{f'{weight_name}_' if is_packed else ''}{dtype}_{out_dtype}_{tile}_{way_out}",
         kernel=cuda.jit(gemm),
         argument_types=(
-            TENSOR_MAP, TENSOR_MAP, uint64, TENSOR_MAP if has_residual else uint64,
+            TENSOR_MAP, uint64 if is_packed else TENSOR_MAP, uint64, TENSOR_MAP if has_residual else uint64,
             TENSOR_MAP if stores_tiles else uint64, *ARGUMENT_TYPES[5:],
         ),
         max_threads=tile.num_threads,
@@ -192,7 +214,7 @@ def _kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str) -> Specialisat
         min_capability=90,
         needs_arch_features=True,
         constants={
-            "dtype": dtype, "out_dtype": out_dtype, "tile": str(tile), "way_out": way_out,
+            "dtype": dtype, "out_dtype": out_dtype, "tile": str(tile), "way_out": way_out, "weight": weight_name or dtype,
             "square_columns": SQUARE_PIECES * piece_columns if has_residual else 0,
         },
     )  # fmt: skip
@@ -296,17 +318,19 @@ def plan(product: Product, machine: Machine, tile: str = "") -> Launch:
 
 
 def plan_tile(product: Product, machine: Machine, tile: Tile, parts: int = 1) -> Launch:
-    """As `plan`, by one of `TILES` or, with K in several parts, of `SPLIT_TILES`."""
+    """As `plan`, by one of `TILES` or, with K in several parts, of `SPLIT_TILES`; a packed weight, by one of
+    `hopper_packed`'s tiles."""
     m, n, k, dtype, out_dtype, epilogue = product.m, product.n, product.k, product.x, product.out, product.epilogue
     activation, width = epilogue.activation, product.weight_rows
     tiles = -(-m // (tile.block_m * tile.cluster)) * -(-width // tile.block_n)
     x_map = TensorMapLayout(dtype, (k, m), (k * 2,), (BLOCK_K, tile.block_m), 128)
     part_rows = tile.block_n // (2 if activation else tile.cluster)
     weight_map = TensorMapLayout(dtype, (k, width), (k * 2,), (BLOCK_K, part_rows), 128)
-    maps: tuple[tuple[int, TensorMapLayout], ...] = ((0, x_map), (1, weight_map))
+    packed = product.weight if tile.num_unpackers else ""
+    maps: tuple[tuple[int, TensorMapLayout], ...] = ((0, x_map),) if packed else ((0, x_map), (1, weight_map))
     way_out = "rows"
     if parts > 1:
-        kernel = hopper_split.kernel(dtype, out_dtype, tile, activation)
+        launched = hopper_split.kernel(dtype, out_dtype, tile, activation, packed)
         blocks, cluster_blocks = tiles * parts, parts
     else:
         if activation or (out_dtype == dtype and epilogue.is_aligned and n % 8 == 0):
@@ -314,10 +338,10 @@ def plan_tile(product: Product, machine: Machine, tile: Tile, parts: int = 1) ->
             maps, way_out = (*maps, (4, out_map)), activation or "tiles"
             if epilogue.has_residual and not activation:
                 maps, way_out = (*maps, (3, out_map)), "tiles_residual"
-        kernel, cluster_blocks = _kernel(dtype, out_dtype, tile, way_out), tile.cluster
+        launched, cluster_blocks = kernel(dtype, out_dtype, tile, way_out, packed), tile.cluster
         blocks = min(tiles, machine.clusters_at_once(tile.cluster)) * tile.cluster
     return Launch(
-        kernel, (blocks, 1, 1), (tile.num_threads, 1, 1), tile.shared_bytes, cluster=(cluster_blocks, 1, 1), maps=maps
+        launched, (blocks, 1, 1), (tile.num_threads, 1, 1), tile.shared_bytes, cluster=(cluster_blocks, 1, 1), maps=maps
     )
 
 
@@ -328,7 +352,7 @@ def specialisations() -> Iterator[Specialisation]:
             activations = GATES if out_dtype == dtype else ()
             for tile in TILES:
                 for way_out in (*WAYS_OUT, *activations) if out_dtype == dtype else WAYS_OUT[:1]:
-                    yield _kernel(dtype, out_dtype, tile, way_out)
+                    yield kernel(dtype, out_dtype, tile, way_out)
             for tile in SPLIT_TILES:
                 for activation in ("", *activations):
                     yield hopper_split.kernel(dtype, out_dtype, tile, activation)

@@ -33,12 +33,19 @@ class Tile:
         num_consumers: groups of four warps that multiply, 64 rows each.
         num_stages: K tiles that shared memory holds.
         cluster: blocks, one below the other, that share the weight's tile: each loads its part of it for all of them.
+        num_unpackers: warps that unpack a packed weight (`hopper_unpack.py`); 0: the TMA brings it.
     """
 
     block_n: int
     num_consumers: int
     num_stages: int
     cluster: int = 1
+    num_unpackers: int = 0
+
+    @property
+    def producers(self) -> int:
+        """Warps in front of those that multiply."""
+        return max(4, self.num_unpackers)
 
     @property
     def block_m(self) -> int:
@@ -46,7 +53,7 @@ class Tile:
 
     @property
     def num_threads(self) -> int:
-        return 128 * (1 + self.num_consumers)
+        return 32 * self.producers + 128 * self.num_consumers
 
     @property
     def piece_columns(self) -> int:
@@ -116,11 +123,12 @@ def tile_order(group_rows: int) -> Any:
 def ring_starter(tile: Tile) -> Any:
     """A device function, called by one thread: makes a ring's barriers. The others see them after a barrier."""
     num_stages, num_arrivals = tile.num_stages, 4 * tile.num_consumers * tile.cluster
+    num_fillers = 1 + tile.num_unpackers
 
     @device_function
     def start_ring(full, empty):
         for stage in range(num_stages):
-            mbarrier.init(uint32(full + uint32(8 * stage)), uint32(1))
+            mbarrier.init(uint32(full + uint32(8 * stage)), uint32(num_fillers))
             mbarrier.init(uint32(empty + uint32(8 * stage)), uint32(num_arrivals))
         mbarrier.fence_init()
 

@@ -24,10 +24,13 @@ from numba_kernels.cuda.gemm.epilogue import (
     can_finish_quads,
     finisher,
     quad_gater,
+    scale_each,
     scale_quad,
     scales_leaver,
 )
 from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K, Tile, ring_starter, tile_loader, tile_multiplier
+from numba_kernels.cuda.gemm.hopper_unpack import dense_unpacker, slots_ahead
+from numba_kernels.cuda.gemm.weight_stream import packed_stream
 from numba_kernels.cuda.intrinsics import cluster, memory, mma, tma
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element import quad_loader, quad_storer
@@ -40,6 +43,7 @@ from numba_kernels.cuda.intrinsics.sync import (
     wait_for_previous_grid,
 )
 from numba_kernels.cuda.intrinsics.warp import shuffle_index_b32, sync_warp, warp_sum
+from numba_kernels.cuda.packing import packing_of
 from numba_kernels.cuda.specialisation import TENSOR_MAP, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
@@ -50,15 +54,26 @@ LEAST_STEPS = 4  # stages that each block has at least: below, filling the ring 
 
 
 @functools.cache
-def kernel(dtype: str, out_dtype: str, tile: Tile, activation: str = "") -> Specialisation:
-    """Of a tile that is no cluster's; the launch's cluster is the number of parts, each of at least one stage."""
+def kernel(
+    dtype: str, out_dtype: str, tile: Tile, activation: str = "", weight_name: str = ""
+) -> Specialisation:
+    """Of a tile that is no cluster's; the launch's cluster is the number of parts, each of at least one stage, or of a
+    packed weight, `weight_name`, one slot."""
     block_m, block_n, num_stages, x_bytes = tile.block_m, tile.block_n, tile.num_stages, tile.x_bytes
     barriers_at, num_consumers, num_sums = tile.pieces_at, tile.num_consumers, tile.block_n // 2
     is_gated, gate_quad = activation != "", quad_gater(activation) if activation else None
     columns = block_n // 2 if is_gated else block_n  # of the output, a tile
     quads = columns // 4
     pass_rows = 128 * num_consumers // quads  # that all threads have four columns of
-    assert is_gated or quads == 32  # so that a warp adds up the squares of a row
+    assert is_gated or quads % 32 == 0  # so that a warp adds up squares of a row
+    producers, is_packed, unpack_tile, row_scales_of = tile.producers, weight_name != "", None, None
+    unit_steps = 1  # stages at whose multiples K is split
+    if is_packed:
+        packing = packing_of(weight_name)
+        assert packing is not None
+        unpack_tile = dense_unpacker(tile, weight_name, dtype, is_gated)
+        row_scales_of = packed_stream(packing, dtype, is_gated, slots_ahead(tile, packing)).row_scales
+        unit_steps = packing.slot // BLOCK_K
     scales_at, leave_scales = tile.scales_at, scales_leaver(8)
     start_ring, multiply_tile = ring_starter(tile), tile_multiplier(dtype, tile)
     ask_ahead, load_tile, _ = tile_loader(tile, is_gated=is_gated)
@@ -94,7 +109,8 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, activation: str = "") -> Spec
         lane, warp = thread & uint32(31), shuffle_index_b32(thread >> uint32(5), uint32(0))  # ptxas sees: one a warp
         if thread == uint32(0):
             tma.prefetch_map(x)
-            tma.prefetch_map(weight)
+            if not is_packed:
+                tma.prefetch_map(weight)
             start_ring(full, empty)
         sync_block()
 
@@ -108,9 +124,25 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, activation: str = "") -> Spec
         scales = uint32(shared + uint32(scales_at))  # of the rows that this block finishes
         num_steps = uint32((k + uint32(BLOCK_K - 1)) // uint32(BLOCK_K))
         start, end = divide_u32(uint32(num_steps * rank), parts), divide_u32(uint32(num_steps * (rank + 1)), parts)
-        if warp < uint32(4):
-            if thread == uint32(0):
-                first, last_k = uint32(start * uint32(BLOCK_K)), uint32(end * uint32(BLOCK_K))
+        if is_packed:
+            num_units = uint32((num_steps + uint32(unit_steps - 1)) // uint32(unit_steps))
+            start = uint32(divide_u32(uint32(num_units * rank), parts) * uint32(unit_steps))
+            end = uint32(divide_u32(uint32(num_units * (rank + 1)), parts) * uint32(unit_steps))
+            end = minimum_u32(end, num_steps)
+        if warp < uint32(producers):
+            first, last_k = uint32(start * uint32(BLOCK_K)), uint32(end * uint32(BLOCK_K))
+            if is_packed:
+                unpack_tile(
+                    x, weight, shared, full, empty, uint32(0), uint32(1), (uint32(0), uint32(0)), warp, lane,
+                    first_row, first_column, n, k, first, minimum_u32(last_k, k),
+                )  # fmt: skip
+                launch_dependents()
+                leave_scales(
+                    scales, x_squares, uint32(first_row + row), uint32(last - row), m, x_parts, k, eps, warp,
+                    uint32(producers), lane,
+                )  # fmt: skip
+                cluster.release_shared()
+            elif thread == uint32(0):
                 num_asked = ask_ahead(weight, shared, full, uint32(0), first_column, n, first, last_k)
                 wait_for_previous_grid()
                 load_tile(
@@ -130,7 +162,7 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, activation: str = "") -> Spec
             cluster.wait()
         else:
             wait_for_previous_grid()
-            warp = uint32(warp - uint32(4))
+            warp = uint32(warp - uint32(producers))
             x_part = uint32(shared + (warp >> uint32(2)) * uint32(64 * BLOCK_K * 2))
             weight_part = uint32(shared + uint32(x_bytes))
             sums = cuda.local.array(num_sums, float32)
@@ -151,10 +183,16 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, activation: str = "") -> Spec
             values, ups = cuda.local.array((ROWS_AT_ONCE, 4), float32), cuda.local.array((ROWS_AT_ONCE, 4), float32)
             places, before = cuda.local.array(ROWS_AT_ONCE, uint32), cuda.local.array((ROWS_AT_ONCE, 4), float32)
             added = (float32(0.0), float32(0.0), float32(0.0), float32(0.0))
+            of_columns, of_ups = added, added
             number = uint32(warp * uint32(32) + lane)
             column = uint32(number % uint32(quads) * uint32(4))
             at_column = uint32(first_column + column)
             is_by_quads, is_inside = can_finish_quads(bias, residual, out, n), at_column < n
+            if is_packed and is_inside:
+                row_scales = row_scales_of(weight, n, k) + uint64(at_column) * uint64(4)
+                of_columns = memory.load_4xf32(row_scales)
+                if is_gated:
+                    of_ups = memory.load_4xf32(row_scales + uint64(n) * uint64(4))
             if is_by_quads and is_inside and bias != uint64(0):
                 if bias_is_f32 != uint32(0):
                     added = load_bias_f32(bias + uint64(at_column) * uint64(4))
@@ -184,8 +222,13 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, activation: str = "") -> Spec
                         at_row, total = uint32(first_row + each), float32(0.0)
                         scale = memory.shared_load_f32(uint32(scales + (each - first_finished) * uint32(4)))
                         quad = (values[i, 0], values[i, 1], values[i, 2], values[i, 3])
+                        if is_packed:
+                            quad = scale_each(quad, of_columns)
                         if is_gated:
-                            quad = gate_quad(quad, (ups[i, 0], ups[i, 1], ups[i, 2], ups[i, 3]), scale)
+                            up_quad = (ups[i, 0], ups[i, 1], ups[i, 2], ups[i, 3])
+                            if is_packed:
+                                up_quad = scale_each(up_quad, of_ups)
+                            quad = gate_quad(quad, up_quad, scale)
                         else:
                             quad = scale_quad(quad, scale)
                         a, b, c, d = quad
@@ -206,7 +249,7 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, activation: str = "") -> Spec
                         if not is_gated and squares != uint64(0):
                             total = warp_sum(total)
                             if lane == uint32(0):
-                                part = uint64(at_row) * uint64(n // uint32(block_n)) + uint64(column_tile)
+                                part = uint64(at_row) * uint64(n // uint32(128)) + uint64(at_column // uint32(128))
                                 memory.store_f32(squares + part * uint64(4), total)
                 row = uint32(row + uint32(ROWS_AT_ONCE * pass_rows))
         sync_warp()
@@ -214,15 +257,16 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, activation: str = "") -> Spec
         cluster.wait()
 
     return Specialisation(
-        name=f"gemm_hopper_split_{dtype}_{out_dtype}_{tile}{'_' if is_gated else ''}{activation}",
+        name=f"gemm_hopper_split_{f'{weight_name}_' if is_packed else ''}{dtype}_{out_dtype}_{tile}"
+        f"{'_' if is_gated else ''}{activation}",
         kernel=cuda.jit(gemm),
-        argument_types=(TENSOR_MAP, TENSOR_MAP, *ARGUMENT_TYPES[2:]),
+        argument_types=(TENSOR_MAP, uint64 if is_packed else TENSOR_MAP, *ARGUMENT_TYPES[2:]),
         max_threads=tile.num_threads,
         min_blocks=1,
         min_capability=90,
         needs_arch_features=True,
         constants={
             "dtype": dtype, "out_dtype": out_dtype, "tile": str(tile), "activation": activation,
-            "square_columns": 0 if is_gated else block_n,
+            "weight": weight_name or dtype, "square_columns": 0 if is_gated else 128,
         },
     )  # fmt: skip

@@ -49,6 +49,10 @@ class WeightStream:
         load: a slot's ``(words, scales, zeros, rows, scale_rows, zero_rows, column, end, is_whole)``.
         load_early: the same in front of `wait_for_previous_grid`.
         unpack: a slot's and step's ``(pairs, factors, words, scales, zeros)``; None: words are pairs.
+        spread, unpack_words: the two halves of it, ``(factors, scales, zeros)`` and ``(pairs, factors, words)``, of a
+            slot, a step, and the first of 8 elements of `factors`.
+        is_spread_alike: whether steps 2 i and 2 i + 1 of a slot have the same factors.
+        row_scales: ``(weight, n, k)``: the address of the rows' scales.
         scale_columns, scale_column: ``(values of 4 columns or one, weight, n, k, column)``: times their rows' scales.
     """
 
@@ -65,6 +69,10 @@ class WeightStream:
     unpack: Callable[[int, int], Any] | None
     scale_columns: Any
     scale_column: Any
+    spread: Callable[..., Any] | None = None
+    unpack_words: Callable[..., Any] | None = None
+    is_spread_alike: bool = True
+    row_scales: Any = None
 
     @property
     def num_steps(self) -> int:
@@ -80,7 +88,7 @@ def weight_stream(weight: str, dtype: str, row_tiles: int, is_gated: bool, has_p
         return _plain(is_gated)
     has_few_registers = packing.steps == 4 and (packing.has_zeros or not has_parts)
     is_tight = row_tiles == 4 and (has_few_registers or scale_words_of(packing, dtype) > MANY_SCALE_WORDS)
-    return _packed(packing, dtype, is_gated, 1 if is_tight else PACKED_SLOTS)
+    return packed_stream(packing, dtype, is_gated, 1 if is_tight else PACKED_SLOTS)
 
 
 def unit_of(weight: str) -> int:
@@ -138,7 +146,9 @@ def _plain(is_gated: bool) -> WeightStream:
     )  # fmt: skip
 
 
-def _packed(packing: Packing, dtype: str, is_gated: bool, num_slots: int) -> WeightStream:
+@functools.cache
+def packed_stream(packing: Packing, dtype: str, is_gated: bool, num_slots: int) -> WeightStream:
+    """Of a packed weight, with so many slots ahead."""
     find, slot_elements = sections_of(packing, dtype), packing.slot
     scale_words, zero_words = packing.chunk_bytes(dtype) // 4, packing.zeros_bytes(dtype) // 4  # of a tile and slot
     scale_step = TILE_ROWS * packing.halves * packing.chunk_bytes(dtype)  # bytes from slot to slot
@@ -212,7 +222,10 @@ def _packed(packing: Packing, dtype: str, is_gated: bool, num_slots: int) -> Wei
 
         return load
 
-    def unpacker(slot: int, step: int) -> Any:
+    is_shifted = not has_scales and packing.element not in INTEGERS
+    shift = half_pair(2.0 ** SHIFTS.get((packing.element, dtype), 0), dtype)
+
+    def spreader(slot: int, step: int, base: int = 0) -> Any:
         lane_scale = (step if halves == 2 else step * packing.lane_scales // packing.steps) if has_scales else 0
 
         def spread(kind: str, words: int, numbers_a_word: int, first: int) -> Any:
@@ -223,29 +236,47 @@ def _packed(packing: Packing, dtype: str, is_gated: bool, num_slots: int) -> Wei
                 plan.append((first + r, word, number % numbers_a_word))
             return spread_all(kind, dtype, tuple(plan))
 
-        is_shifted = not has_scales and packing.element not in INTEGERS
-        spread_scales = spread(packing.scale, scale_words, 4 // packing.scale_bytes(dtype), 0) if has_scales else None
-        spread_zeros = spread("value", zero_words, 4 // ITEM_BYTES[dtype], 4) if has_zeros else None
-        shift = half_pair(2.0 ** SHIFTS.get((packing.element, dtype), 0), dtype)
+        spread_scales = spread_zeros = None
+        if has_scales:
+            spread_scales = spread(packing.scale, scale_words, 4 // packing.scale_bytes(dtype), base)
+        if has_zeros:
+            spread_zeros = spread("value", zero_words, 4 // ITEM_BYTES[dtype], base + 4)
+
+        @device_function
+        def spread_all_factors(factors, scales, zeros):
+            if has_scales:
+                spread_scales(factors, scales)
+            if is_shifted:
+                for r in range(4):
+                    factors[base + r] = uint32(shift)
+            if has_zeros:
+                spread_zeros(factors, zeros)
+
+        return spread_all_factors
+
+    def words_unpacker(slot: int, step: int, base: int = 0) -> Any:
         unpack_words = unpack_all(
             packing.element, dtype,
             tuple(
-                (4 * r, 16 * slot + 4 * r + packing.lane_words * step, r if has_scales or is_shifted else -1,
-                 4 + r if has_zeros else -1)
+                (4 * r, 16 * slot + 4 * r + packing.lane_words * step, base + r if has_scales or is_shifted else -1,
+                 base + 4 + r if has_zeros else -1)
                 for r in range(4)
             ), has_zeros,
         )  # fmt: skip
 
         @device_function
-        def unpack(pairs, factors, words, scales, zeros):
-            if has_scales:
-                spread_scales(factors, scales)
-            if is_shifted:
-                for r in range(4):
-                    factors[r] = uint32(shift)
-            if has_zeros:
-                spread_zeros(factors, zeros)
+        def unpack(pairs, factors, words):
             unpack_words(pairs, words, factors, factors)
+
+        return unpack
+
+    def unpacker(slot: int, step: int) -> Any:
+        spread, unpack_words = spreader(slot, step), words_unpacker(slot, step)
+
+        @device_function
+        def unpack(pairs, factors, words, scales, zeros):
+            spread(factors, scales, zeros)
+            unpack_words(pairs, factors, words)
 
         return unpack
 
@@ -270,5 +301,6 @@ def _packed(packing: Packing, dtype: str, is_gated: bool, num_slots: int) -> Wei
     return WeightStream(
         unit_of(packing.name), num_slots, packing.steps, 16 * num_slots, max(1, 2 * num_slots * scale_words),
         max(1, 2 * num_slots * zero_words), place, advance, functools.partial(loader, "stream"),
-        functools.partial(loader, "stream_early"), unpacker, scale_columns, scale_column,
+        functools.partial(loader, "stream_early"), unpacker, scale_columns, scale_column, spreader, words_unpacker,
+        halves == 1 and 2 * packing.lane_scales <= packing.steps, row_scales_of,
     )  # fmt: skip

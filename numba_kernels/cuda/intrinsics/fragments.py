@@ -128,6 +128,23 @@ def copy_rows(count: int, target_step: int) -> Any:
 
 
 @functools.cache
+def exchange_all(plan: tuple[tuple[int, int], ...]) -> Any:
+    """A function ``(words, is_exchanged) -> None``: for each ``(i, j)`` of `plan`, words[i] and words[j] change places
+    in lanes whose `is_exchanged` (uint32) is not 0."""
+
+    def generate(context, builder, signature, arguments):
+        is_exchanged = builder.icmp_unsigned("!=", arguments[1], ir.Constant(_WORD, 0))
+        for pair in plan:
+            places = [_place(context, builder, signature.args[0], arguments[0], index) for index in pair]
+            first, second = map(builder.load, places)
+            builder.store(builder.select(is_exchanged, second, first), places[0])
+            builder.store(builder.select(is_exchanged, first, second), places[1])
+        return context.get_dummy_value()
+
+    return intrinsic(lambda typing_context, words, is_exchanged: (types.void(words, types.uint32), generate))
+
+
+@functools.cache
 def multiply_all(dtype: str, plan: tuple[tuple[int, tuple[int, ...], tuple[int, ...]], ...]) -> Any:
     """A function ``(sums, a, b) -> None``: each entry of `plan` is one `mma.sync` of 16x8x16, in their order.
 

@@ -308,6 +308,9 @@ EACH = {
 }  # fmt: skip
 
 
+PACKED = {"mxfp4": "e2m1_g32_exponents", "int4": "u4_g64", "fp8": "e4m3", "int8": "u8"}
+
+
 def quantised_layer(gpu: Gpu, rng: np.random.Generator, kind: str, count: int, hidden: int, inner: int) -> Layer:
     layer = Layer(gpu.device, count, hidden, inner, "bf16")
     options = LoadOptions.parse(device=str(gpu.device), dtype="bfloat16")
@@ -385,6 +388,30 @@ def test_quantised_experts_that_are_written_out(gpu: Gpu, monkeypatch: pytest.Mo
         assert sum(name.startswith("dequantize_experts") for name in names) == 2
         for each in wanted:
             assert relative_error(found[-1], each) <= TOLERANCE["bf16"]
+        np.testing.assert_array_equal(found[-1], found[0])
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param("mxfp4"), *(pytest.param(each, marks=pytest.mark.exhaustive) for each in EACH if each != "mxfp4")]
+)
+def test_quantised_experts_that_are_unpacked_for_wgmma(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Tiles of both heights, to the same bits: experts of no row, three and more than a tile's; K and columns that end
+    within theirs."""
+    rng, names = np.random.default_rng(10), launched_names(monkeypatch)
+    layer = quantised_layer(gpu, rng, kind, 5, 160, 144)
+    rule, activation = RoutingRule(num_experts=5, top_k=2), "clamped_silu" if kind == "mxfp4" else "silu"
+    chosen = np.array([[0, 4]] * 140 + [[4, 1]] * 3 + [[3, 0]] * 16, np.int32)
+    weights = rng.uniform(size=chosen.shape).astype(np.float32)
+    routing = Routing(Tensor.from_numpy(chosen), Tensor.from_numpy(weights), rule)
+    x = rng.standard_normal((len(chosen), 160))
+    found: list[Array] = []
+    for tile in hopper.UNPACKING_TILES:
+        monkeypatch.setattr(cuda_experts, "_hopper_tile", lambda *_, tile=tile: tile)
+        names.clear()
+        found.append(layer(x, routing, activation))
+        both = [name for name in names if name.startswith("experts_hopper")]
+        assert both == [f"experts_hopper_{PACKED[kind]}_bf16_{tile}{way}" for way in (f"_{activation}", "")]
+        assert relative_error(found[-1], layer.wanted(x, routing, activation)) <= TOLERANCE["bf16"]
         np.testing.assert_array_equal(found[-1], found[0])
 
 

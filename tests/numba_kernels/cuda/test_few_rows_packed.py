@@ -32,8 +32,12 @@ SWEEP = [
 ]  # fmt: skip
 
 
-def product(gpu, name, dtype, sizes, *, out_dtype="", activation="", bias=False, residual=False, tier="auto"):
-    """(what a device gives, what it should, by how much it may be off). One row goes to `packed_row` where it may."""
+def product(
+    gpu, name, dtype, sizes, *, out_dtype="", activation="", bias=False, residual=False, tier="auto", is_aligned=True,
+    plan=None,
+):
+    """(what a device gives, what it should, by how much it may be off). One row goes to `packed_row` where it may.
+    `plan`: what makes the launch of a product and a machine, in place of `gemm.plan`."""
     m, n, k = sizes
     rng = np.random.default_rng([m, n, k])
     matrix = packed_matrix(name, n * (2 if activation else 1), k, dtype)
@@ -43,13 +47,13 @@ def product(gpu, name, dtype, sizes, *, out_dtype="", activation="", bias=False,
         rng.standard_normal(shape, dtype=np.float32).astype(numpy_dtype(kind)) if is_there else None
         for shape, kind, is_there in (((n,), "f32", bias), ((m, n), out_dtype, residual))
     ]
-    epilogue = gemm.Epilogue(has_residual=residual, is_aligned=True, activation=activation)
+    epilogue = gemm.Epilogue(has_residual=residual, is_aligned=is_aligned, activation=activation)
     asked = gemm.Product(m, n, k, dtype, name, out_dtype, epilogue)
     machine = gemm.machine_of(gpu.arch, gpu.properties.num_sms)
     if m == 1 and gemm.can_read(asked, machine, "packed_row"):
         tier = "packed_row"
     assert gemm.can_read(asked, machine, tier)
-    launch = gemm.plan(asked, machine, tier)
+    launch = gemm.plan(asked, machine, tier) if plan is None else plan(asked, machine)
     assert launch is not None
     assert name in launch.specialisation.name
     held = [put(gpu, x), put(gpu, matrix.block), *(None if term is None else put(gpu, term) for term in terms)]

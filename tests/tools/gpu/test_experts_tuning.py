@@ -14,5 +14,6 @@ from tools.gpu.sections import Options
 def test_every_tile_is_timed() -> None:
     (case,) = experts_tuning.cases(Options("emulated:sm_90a", is_quick=True))
     found = case.run()["us"]
-    assert list(found) == ["mma.sync", *map(str, hopper.TILES)]
+    unpacked = [f"unpacked {tile}" for tile in hopper.UNPACKING_TILES]
+    assert list(found) == ["mma.sync", *map(str, hopper.TILES), *unpacked]
     assert all(us > 0 for us in found.values())

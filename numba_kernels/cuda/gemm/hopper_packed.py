@@ -1,0 +1,103 @@
+"""Hopper, packed weights, from 17 rows on: `wgmma` as in `hopper`, whose weight's tile is unpacked into its stages.
+
+Against `packed_tiles` and `few_rows`, whose products are `mma.sync`'s, it changes
+
+- the arithmetic: `wgmma`, which multiplies at twice their rate, while other warps unpack (`hopper_unpack.py`);
+- how often a weight is unpacked: once for 64 or 128 rows, by warps that do nothing else;
+- the way in of x: the TMA's.
+
+Against a weight that is written out first (`dequantize`) it reads a quarter of the bytes or half, once, and needs no
+memory. All else, roles, ring and ways out, is `hopper`'s, and K is split among the blocks of a cluster as there
+(`hopper_split`), by whole slots of the weight.
+
+The order in which `wgmma` adds is its own: exact products do not come here.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+
+from numba_kernels.cuda.gemm import hopper, hopper_split
+from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K, Tile
+from numba_kernels.cuda.gemm.product import Machine, Product
+from numba_kernels.cuda.packing import PACKINGS, Packing, packing_of
+from numba_kernels.cuda.specialisation import Launch, Specialisation
+
+LOW = Tile(256, 1, 5, num_unpackers=8)
+HIGH = Tile(256, 2, 4, num_unpackers=4)
+TILES = (LOW, HIGH)
+PARTS = (1, 2, 4, 8)
+
+# As `hopper`'s model. Estimates, all of them: a stage's products, and no less than a scheduler's warps take to unpack
+# it; the ends are those of the other tier's tiles of as many rows.
+STEP_CYCLES = {LOW: 700, HIGH: 1250}
+ENDS_CYCLES = {LOW: 4700, HIGH: 2400}
+
+
+def can_unpack(packing: Packing, dtype: str) -> bool:
+    """Whether a packing's scales come in whole words."""
+    return dtype != "f32" and packing.chunk_bytes(dtype) % 4 == 0
+
+
+def why_not(product: Product, machine: Machine) -> str:
+    """Why it cannot compute a product; "" if it can."""
+    packing = packing_of(product.weight)
+    if packing is None:
+        return "multiplies packed weights"
+    if machine.arch != hopper.ARCH:
+        return f"needs {hopper.ARCH}, the device is {machine.arch}"
+    can_walk = product.is_weight_layout and product.is_aligned and product.k > 0 and not product.num_segments
+    if not can_walk or not can_unpack(packing, product.x):
+        return "reads packed weights for 16-bit rows on 16-byte bounds, with scales of 4 bytes or more a lane"
+    if product.epilogue.activation and (product.exact or product.n % 16 or product.out != product.x):
+        return "gates columns in sixteens, to x's type, and not exactly"
+    return ""
+
+
+def options(k: int, *, exact: bool = False) -> list[tuple[Tile, int]]:
+    """The tiles, and in how many parts each may split K: exact products never do, so that the choice changes no bit."""
+    most = 1 if exact else max(1, -(-k // BLOCK_K) // (2 * hopper_split.LEAST_STEPS))
+    return [(tile, parts) for tile in TILES for parts in PARTS if parts <= most]
+
+
+def _cycles(tile: Tile, parts: int, m: int, n: int, k: int, machine: Machine) -> int:
+    clusters = -(-m // tile.block_m) * -(-n // tile.block_n)
+    num_steps, num_rounds = -(-k // BLOCK_K), -(-clusters // machine.clusters_at_once(parts))
+    ends = ENDS_CYCLES[tile] if parts == 1 else hopper.SPLIT_ENDS_CYCLES[parts]
+    return num_rounds * (-(-num_steps // parts) * STEP_CYCLES[tile] + ends)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(m: int, n: int, k: int, machine: Machine, *, exact: bool = False) -> tuple[Tile, int]:
+    """The tile and the parts with which ``out [m, n]`` takes the fewest cycles."""
+    return min(options(k, exact=exact), key=lambda option: _cycles(*option, m, n, k, machine))
+
+
+def tile_seconds(product: Product, machine: Machine, tile: Tile, parts: int) -> float:
+    """By that model, or by the weight's way from memory."""
+    cycles = _cycles(tile, parts, product.m, product.weight_rows, product.k, machine)
+    from_memory = product.weight_bytes / (hopper.MEMORY_SHARE * machine.memory_bytes)
+    return max(cycles / hopper.CLOCK_HZ, from_memory + hopper.FIRST_CYCLES / hopper.CLOCK_HZ)
+
+
+def seconds(product: Product, machine: Machine) -> float:
+    """Never, until it was measured: plans take it where it is asked for by name, and tuning times it."""
+    return math.inf
+
+
+def plan(product: Product, machine: Machine) -> Launch:
+    """A launch for a product that it can compute and that is not empty."""
+    tile, parts = choose(product.m, product.weight_rows, product.k, machine, exact=product.exact)
+    return hopper.plan_tile(product, machine, tile, parts)
+
+
+def specialisations() -> Iterator[Specialisation]:
+    """Those of bf16 that models come with; others are compiled when they are first launched."""
+    for weight in PACKINGS:
+        for tile in TILES:
+            for way_out in (*hopper.WAYS_OUT, "silu"):
+                yield hopper.kernel("bf16", "bf16", tile, way_out, weight)
+            for activation in ("", "silu"):
+                yield hopper_split.kernel("bf16", "bf16", tile, activation, weight)
