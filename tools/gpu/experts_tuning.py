@@ -1,8 +1,8 @@
 """Which tile is the fastest for so many rows of each expert: what `runtime.backends.cuda_experts` chooses by models.
 
-`mma.sync` stands beside each tile of `wgmma`; before some of these, quantised experts are written out, in front of the
-others' products they are unpacked. The layers are those of
-"experts speed", which says what they are and checks what comes out.
+`mma.sync` stands beside each tile of `wgmma`. Quantised experts are written out in front of these, or unpacked by them.
+The layers are those of "experts speed", which says what they are and checks what comes out; here tiles are compared
+with each other.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from unittest.mock import patch
 import numpy as np
 
 from numba_kernels.cuda.experts import hopper
+from numba_kernels.cuda.gemm.hopper import ARCH
 from numba_kernels.cuda.gemm.hopper_ring import Tile
 from runtime import ops
 from runtime.backends import cuda_experts
-from runtime.bench.kernels.cases import Inputs
+from runtime.bench.kernels.cases import TOLERANCE, Inputs
 from runtime.bench.kernels.timing import Stopwatch
 from runtime.routing import Routing, RoutingRule
 from tools.gpu.quantized import put
@@ -37,17 +38,20 @@ def cases(options: Options) -> Iterator[Case]:
     stopwatch = stopwatch_of(options)
     if options.is_quick:
         tiny = Mixture("tiny", "mxfp4", 6, 3, 2, 64, 64)
-        yield Case(tiny.name, functools.partial(_times, stopwatch, tiny))
+        yield Case(tiny.name, functools.partial(_times, options, stopwatch, tiny))
         return
     for (model, name), counts in ROWS.items():
         num_experts, top_k, *_ = sizes = MIXTURES[model]
         for rows in counts:
             mixture = Mixture(model, name, rows * num_experts // top_k, *sizes)
-            yield Case(f"{model}, {name}, {rows} rows each", functools.partial(_times, stopwatch, mixture))
+            yield Case(f"{model}, {name}, {rows} rows each", functools.partial(_times, options, stopwatch, mixture))
 
 
-def _times(stopwatch: Stopwatch, mixture: Mixture) -> Result:
-    """Microseconds of both products with the order and the sum, by tile. Each expert has equally many rows."""
+def _times(options: Options, stopwatch: Stopwatch, mixture: Mixture) -> Result:
+    """Microseconds of both products with the order and the sum, by tile. Each expert has equally many rows.
+
+    Raises AssertionError where a tile's results are not near those of `mma.sync`.
+    """
     gpu, tokens, top_k = stopwatch.gpu, mixture.tokens, mixture.top_k
     gate_up, down = mixture_weights(gpu, mixture.format, mixture.num_experts, mixture.hidden, mixture.inner)[0]
     x = put(gpu, Inputs(gpu, 1).normal((tokens, mixture.hidden), "bf16"))
@@ -61,9 +65,16 @@ def _times(stopwatch: Stopwatch, mixture: Mixture) -> Result:
             return Recorded(gpu, lambda: ops.experts(x, chosen, gate_up, down, "silu"))
 
     tiles: dict[str, Tile | None] = {"mma.sync": None, **{str(tile): tile for tile in hopper.TILES}}
-    if gate_up.packing is not None and gpu.arch == hopper.ARCH:
+    if gate_up.packing is not None and gpu.arch == ARCH:
         tiles |= {f"unpacked {tile}": tile for tile in hopper.UNPACKING_TILES}
     competitors = {name: recorded(tile) for name, tile in tiles.items()}
+    if not options.is_dry:
+        results = {name: each.result.to("cpu").array.astype(np.float32) for name, each in competitors.items()}
+        wanted = results["mma.sync"]
+        for name, found in results.items():
+            error = float(np.abs(found - wanted).max() / np.abs(wanted).max())
+            if not error <= TOLERANCE["bf16"]:
+                raise AssertionError(f"{name}: off by {error:.3g} of the largest value of mma.sync's")
     times = stopwatch.times(competitors)
     return {
         "sizes": [tokens, mixture.num_experts, top_k, mixture.hidden, mixture.inner],

@@ -1,8 +1,8 @@
 """Which kernel is the fastest for 17 to 256 rows of quantised weights: every way that a plan may take, timed by itself.
 
 The ways are `few_rows` in blocks of 16, 32 and 64 rows, `packed_tiles`, `hopper_packed` with each tile and split of K,
-rows that are rounded to bytes first, and the weight written out in front of a 16-bit product. What plans believe of each
-stands beside it, in "modelled".
+rows that are rounded to bytes first, and the weight written out in front of a 16-bit product. What plans believe of
+each stands beside it, in "modelled".
 """
 
 from __future__ import annotations

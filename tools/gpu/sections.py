@@ -20,8 +20,8 @@ EMULATED_TESTS = (
     *(f"numba_kernels/cuda/test_{name}.py" for name in (
         "attention", "attention_exact", "attention_hopper", "byte_tiles", "decode_inputs", "dequantize", "embedding",
         "experts", "few_rows", "few_rows_packed", "gemm", "gemm_choice", "gemm_fused", "gemm_hopper", "gemv",
-        "hopper_bytes", "hopper_intrinsics", "hopper_packed", "kv_cache", "logprobs", "norm", "packed_tiles", "quantised_pages", "rope",
-        "rounded_norm", "sampling", "segments", "softmax", "activation",
+        "hopper_bytes", "hopper_intrinsics", "hopper_packed", "kv_cache", "logprobs", "norm", "packed_tiles",
+        "quantised_pages", "rope", "rounded_norm", "sampling", "segments", "softmax", "activation",
     )),
     *(f"runtime/{name}.py" for name in (
         "backends/test_cuda_ops", "backends/test_cuda_sampling", "backends/test_cuda_tensor", "device/test_graph",

@@ -32,6 +32,7 @@ from numba_kernels.cuda import (
 )
 from numba_kernels.cuda.attention.parts import MIN_PART_KEYS, record
 from numba_kernels.cuda.gemm import few_rows_shape, hopper, packed_row, packed_tiles
+from numba_kernels.cuda.gemm.hopper_packed import HIGH, LOW
 from numba_kernels.cuda.gemm.hopper_ring import Tile
 from numba_kernels.cuda.gemm.packed_stream import ROWS as PACKED_ROWS
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
@@ -110,6 +111,8 @@ def _gemms() -> Iterator[Case]:
         yield _packed_gemm(packing, 1, 1024, 1024, "packed_row")
     for packing in ("u8", "u4_g128", "e4m3_g128", "e2m1_g32_exponents"):
         yield _packed_gemm(packing, 256, 512, 512, "packed_tiles")
+    for packing, tile in (("u4_g128", HIGH), ("u4_g128", LOW), ("u8", HIGH), ("e2m1_g32_exponents", HIGH)):
+        yield _packed_gemm(packing, tile.block_m, 512, 512, "hopper_packed", tile)
     yield _bytes_gemm("u8", 256, 512, 512)
     for packing in gemm.hopper_bytes.WEIGHTS:
         yield _bytes_gemm(packing, 256, 512, 512, arch="sm_120a")
@@ -165,8 +168,10 @@ def _exact_gemm(m: int, n: int, k: int) -> Case:
     return Case(f"gemm exact bf16 m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)
 
 
-def _packed_gemm(name: str, m: int, n: int, k: int, tier: str = "few_rows") -> Case:
-    """A product with a packed weight, of any bits: every one means a number."""
+def _packed_gemm(
+    name: str, m: int, n: int, k: int, tier: str = "few_rows", hopper_tile: Tile | None = None
+) -> Case:
+    """A product with a packed weight, of any bits: every one means a number. `hopper_tile`: whole K, by that tile."""
     packing = packing_of(name)
     assert packing is not None
     weight_bytes = packing.size_bytes(n, k, "bf16")
@@ -174,7 +179,10 @@ def _packed_gemm(name: str, m: int, n: int, k: int, tier: str = "few_rows") -> C
     def run(bench: Bench) -> None:
         epilogue = gemm.Epilogue(has_residual=False, is_aligned=True)
         product = gemm.Product(m, n, k, "bf16", name, epilogue=epilogue)
-        launch = gemm.plan(product, gemm.machine_of(bench.gpu.arch), tier)
+        machine = gemm.machine_of(bench.gpu.arch)
+        launch = gemm.plan(product, machine, tier)
+        if hopper_tile is not None:
+            launch = hopper.plan_tile(product, machine, hopper_tile)
         x, weight = bench.normal((m, k), "bf16"), bench.put(np.zeros(weight_bytes, np.uint8))
         bench.launch(launch, x, weight, 0, 0, bench.empty(m * n * 2), m, n, k, 0, *gemm.NO_SQUARES)
 
@@ -183,6 +191,8 @@ def _packed_gemm(name: str, m: int, n: int, k: int, tier: str = "few_rows") -> C
     rows = m  # of a block
     if tier == "packed_tiles":
         columns, rows = packed_tiles.BLOCK_N, packed_tiles.BLOCK_M
+    elif hopper_tile is not None:
+        columns, rows = hopper_tile.block_n, hopper_tile.block_m
     elif tier == "packed_row":
         columns = PACKED_ROWS * packed_row.teams(n, is_gated=False)
     x_reads = 2 if tier == "packed_row" else 1  # for the largest number, and to be staged

@@ -236,7 +236,8 @@ def _kernel(
         size = uint32(16) if uint32(start + chunk * uint32(8)) < k else uint32(0)
         at = x + (uint64(start) * uint64(2) if size != uint32(0) else uint64(0))
         for i in range(copies):
-            memory.copy_async_16(uint32(target + uint32(128 * rows_at_once * i)), at + uint64(sources[i]) * uint64(16), size)
+            place = uint32(target + uint32(128 * rows_at_once * i))
+            memory.copy_async_16(place, at + uint64(sources[i]) * uint64(16), size)
         memory.copy_async_commit()
 
     @device_function
@@ -466,8 +467,9 @@ def plan(
     clusters = min(tiles * -(-columns // width), machine.clusters_at_once(tile.cluster))
     maps = () if joined is None else ((len(ARGUMENT_TYPES), map_layout(dtype, *joined)),)
     return Launch(
-        _kernel(dtype, tile, activation, joined is not None, packing.name if packing else ""), (clusters * tile.cluster, 1, 1),
-        (tile.num_threads, 1, 1), tile.shared_bytes, cluster=(tile.cluster, 1, 1), maps=maps,
+        _kernel(dtype, tile, activation, joined is not None, packing.name if packing else ""),
+        (clusters * tile.cluster, 1, 1), (tile.num_threads, 1, 1), tile.shared_bytes, cluster=(tile.cluster, 1, 1),
+        maps=maps,
     )  # fmt: skip
 
 

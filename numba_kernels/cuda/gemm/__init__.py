@@ -1,9 +1,9 @@
 """Matrix product: ``y[M, N] = x[M, K] . w[N, K]^T + bias[N] + residual[M, N]``, and with a plain ``B[K, N]``.
 
 x and w are f32, f16 or bf16, both of one dtype, or w is packed (`packing.py`): elements of 4 or 8 bits with scales,
-which `packed_row`, `few_rows`, `packed_tiles` and `hopper_packed` unpack in registers; y and the residual are of that dtype or f32
-(logits); the bias is f32 or of w's dtype. Sums are float32; bias and residual are added in float32 and the result is
-rounded once. All arrays are C-contiguous; the residual may be y itself.
+which `packed_row`, `few_rows`, `packed_tiles` and `hopper_packed` unpack in registers; y and the residual are of that
+dtype or f32 (logits); the bias is f32 or of w's dtype. Sums are float32; bias and residual are added in float32 and the
+result is rounded once. All arrays are C-contiguous; the residual may be y itself.
 
 A ladder of tiers, each in its own file, which says what it changes against the one before:
 

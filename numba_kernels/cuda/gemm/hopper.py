@@ -214,8 +214,8 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str, weight_name: st
         min_capability=90,
         needs_arch_features=True,
         constants={
-            "dtype": dtype, "out_dtype": out_dtype, "tile": str(tile), "way_out": way_out, "weight": weight_name or dtype,
-            "square_columns": SQUARE_PIECES * piece_columns if has_residual else 0,
+            "dtype": dtype, "out_dtype": out_dtype, "tile": str(tile), "way_out": way_out,
+            "weight": weight_name or dtype, "square_columns": SQUARE_PIECES * piece_columns if has_residual else 0,
         },
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Hopper, packed weights, from 17 rows on: `wgmma` as in `hopper`, whose weight's tile is unpacked into its stages.
+"""Hopper, packed weights: `wgmma` as in `hopper`, whose weight's tile is unpacked into its stages.
 
 Against `packed_tiles` and `few_rows`, whose products are `mma.sync`'s, it changes
 
@@ -28,12 +28,12 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 LOW = Tile(256, 1, 5, num_unpackers=8)
 HIGH = Tile(256, 2, 4, num_unpackers=4)
 TILES = (LOW, HIGH)
-PARTS = (1, 2, 4, 8)
 
 # As `hopper`'s model. Estimates, all of them: a stage's products, and no less than a scheduler's warps take to unpack
 # it; the ends are those of the other tier's tiles of as many rows.
 STEP_CYCLES = {LOW: 700, HIGH: 1250}
 ENDS_CYCLES = {LOW: 4700, HIGH: 2400}
+SPLIT_ENDS_CYCLES = {2: 10_300, 3: 9_500, 4: 8_700, 6: 10_800, 8: 12_900}  # by parts
 
 
 def can_unpack(packing: Packing, dtype: str) -> bool:
@@ -59,20 +59,24 @@ def why_not(product: Product, machine: Machine) -> str:
 def options(k: int, *, exact: bool = False) -> list[tuple[Tile, int]]:
     """The tiles, and in how many parts each may split K: exact products never do, so that the choice changes no bit."""
     most = 1 if exact else max(1, -(-k // BLOCK_K) // (2 * hopper_split.LEAST_STEPS))
-    return [(tile, parts) for tile in TILES for parts in PARTS if parts <= most]
+    return [(tile, parts) for tile in TILES for parts in (1, *SPLIT_ENDS_CYCLES) if parts <= most]
 
 
 def _cycles(tile: Tile, parts: int, m: int, n: int, k: int, machine: Machine) -> int:
     clusters = -(-m // tile.block_m) * -(-n // tile.block_n)
     num_steps, num_rounds = -(-k // BLOCK_K), -(-clusters // machine.clusters_at_once(parts))
-    ends = ENDS_CYCLES[tile] if parts == 1 else hopper.SPLIT_ENDS_CYCLES[parts]
+    ends = ENDS_CYCLES[tile] if parts == 1 else SPLIT_ENDS_CYCLES[parts]
     return num_rounds * (-(-num_steps // parts) * STEP_CYCLES[tile] + ends)
 
 
 @functools.lru_cache(maxsize=4096)
 def choose(m: int, n: int, k: int, machine: Machine, *, exact: bool = False) -> tuple[Tile, int]:
     """The tile and the parts with which ``out [m, n]`` takes the fewest cycles."""
-    return min(options(k, exact=exact), key=lambda option: _cycles(*option, m, n, k, machine))
+
+    def key(option: tuple[Tile, int]) -> int:
+        return _cycles(*option, m, n, k, machine)
+
+    return min(options(k, exact=exact), key=key)
 
 
 def tile_seconds(product: Product, machine: Machine, tile: Tile, parts: int) -> float:

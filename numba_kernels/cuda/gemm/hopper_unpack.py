@@ -1,15 +1,15 @@
 """How packed weights come to the Hopper tier's ring: warps unpack them into the stages, where `wgmma` reads them.
 
-`wgmma` takes a factor from shared memory, or the first one from registers; there a lane has pairs 2t and 2t + 1 of each
-16 bytes of a row. A packed weight's lane has all of them (`packing.py`), as one load is most: what it unpacks of a step
-is one chunk of 16 bytes, for one store, where the TMA would have put it. So
+`wgmma` takes a factor from shared memory, or the first one from registers. There lane t of a row has the pair t of each
+16 bytes, where a packed weight's lane has all four (`packing.py`). But what it unpacks of a step is one chunk of 16
+bytes, for one store, where the TMA would have put it. So
 
-- some warps only unpack, 32 of the tile's columns each or twice as many. Each loads its columns, 16 bytes a lane, a slot
-  or two ahead, to registers (`weight_stream.py`): device memory has been asked long before a stage is free;
+- some warps only unpack, 32 of the tile's columns each or twice as many. Each loads its columns, 16 bytes a lane, a
+  slot or two ahead, to registers (`weight_stream.py`): device memory has been asked long before a stage is free;
 - a step is half a stage. Lanes of odd rows take the second one first: neighbours in a store lie in other banks so;
 - a stage is full once each of these warps has handed its part over, by a fence, and the TMA has brought x, which the
   first of them asks for;
-- the weight passes through shared memory as often as one of 16 bits does, and through all in front of it as a quarter.
+- the weight passes through shared memory as one of 16 bits does, and through all in front of it in its own bytes.
 
 The scales of the weight's rows are columns' of the output, and wait in registers for the sums.
 """
@@ -38,7 +38,7 @@ WARP_ROWS = 32  # of the weight
 
 
 def slots_ahead(tile: Tile, packing: Packing) -> int:
-    """That a warp has on their way, of 16 or 32 loads each: as many as registers allow. A slot of 4 bits is two stages."""
+    """That a warp has on their way: as many as registers allow. A slot of 4 bits is two stages."""
     return 2 if tile.block_n == WARP_ROWS * tile.num_unpackers or packing.slot == BLOCK_K else 1
 
 
@@ -46,9 +46,11 @@ def slots_ahead(tile: Tile, packing: Packing) -> int:
 def stage_unpacker(tile: Tile, weight: str, dtype: str, is_gated: bool, slot: int, pair: int) -> Any:
     """A device function for an unpacking warp: two steps of its slot, which are a stage, go to shared memory."""
     packing = packing_of(weight)
-    assert packing is not None and packing.steps % 2 == 0 and 2 * STEP == BLOCK_K
+    assert packing is not None
+    assert 2 * STEP == BLOCK_K  # and slots are even numbers of steps
     stream = packed_stream(packing, dtype, is_gated, slots_ahead(tile, packing))
-    assert stream.spread is not None and stream.unpack_words is not None
+    assert stream.spread is not None
+    assert stream.unpack_words is not None
     first, second = 2 * pair, 2 * pair + 1
     second_base = 0 if stream.is_spread_alike else 8
     spread_first, spread_second = stream.spread(slot, first), stream.spread(slot, second, 8)
@@ -98,7 +100,8 @@ def tile_unpacker(tile: Tile, weight: str, dtype: str, is_gated: bool, fetch: An
     """
     packing = packing_of(weight)
     has_two_parts = tile.block_n == 2 * WARP_ROWS * tile.num_unpackers
-    assert packing is not None and tile.cluster == 1
+    assert packing is not None
+    assert tile.cluster == 1
     assert has_two_parts or tile.block_n == WARP_ROWS * tile.num_unpackers
     num_slots, slot_elements, stages_a_slot = slots_ahead(tile, packing), packing.slot, packing.slot // BLOCK_K
     stream = packed_stream(packing, dtype, is_gated, num_slots)
@@ -173,7 +176,8 @@ def tile_unpacker(tile: Tile, weight: str, dtype: str, is_gated: bool, fetch: An
         # Row g of its tiles of 8; chunk t, or of odd rows the one half a row further, in its swizzled place.
         g = lane >> uint32(2)
         chunk = uint32(((lane & uint32(3)) | ((g & uint32(1)) << uint32(2))) ^ g)
-        target = uint32(uint32(x_bytes) + (warp * uint32(warp_columns) + g) * uint32(2 * BLOCK_K) + (chunk << uint32(4)))
+        first_row = uint32(warp * uint32(warp_columns) + g)
+        target = uint32(uint32(x_bytes) + first_row * uint32(2 * BLOCK_K) + (chunk << uint32(4)))
         while start < end:
             next_start, is_whole = uint32(start + uint32(group)), uint32(start + uint32(2 * group)) <= end
             advance(rows, scale_rows, zero_rows)
@@ -240,8 +244,8 @@ def dense_unpacker(tile: Tile, weight: str, dtype: str, is_gated: bool) -> Any:
 
 @functools.cache
 def column_scaler(tile: Tile, weight: str, dtype: str, is_gated: bool) -> tuple[Any, Any]:
-    """Two device functions for consumers: of a tile's columns, scales that this lane is to hold, loaded; and sums, times
-    their columns' scales, which come from the lanes that hold them."""
+    """Two device functions for consumers: loads the scales of a tile's columns, which a warp's lanes hold together; and
+    multiplies sums by those of their columns."""
     packing = packing_of(weight)
     assert packing is not None
     row_scales_of = packed_stream(packing, dtype, is_gated, slots_ahead(tile, packing)).row_scales

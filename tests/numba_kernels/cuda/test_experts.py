@@ -391,9 +391,8 @@ def test_quantised_experts_that_are_written_out(gpu: Gpu, monkeypatch: pytest.Mo
         np.testing.assert_array_equal(found[-1], found[0])
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param("mxfp4"), *(pytest.param(each, marks=pytest.mark.exhaustive) for each in EACH if each != "mxfp4")]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", EACH)
 def test_quantised_experts_that_are_unpacked_for_wgmma(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Tiles of both heights, to the same bits: experts of no row, three and more than a tile's; K and columns that end
     within theirs."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -11,7 +9,6 @@ from numba_kernels.cuda import gemm
 from numba_kernels.cuda.gemm import hopper, hopper_packed
 from numba_kernels.cuda.gemm.hopper_packed import HIGH, LOW
 from numba_kernels.cuda.packing import PACKINGS
-from runtime.device.gpu import Gpu
 from tests.numba_kernels.cuda.harness import empty, get, numpy_dtype, put
 from tests.numba_kernels.cuda.packed_cases import packed_matrix
 from tests.numba_kernels.cuda.test_few_rows_packed import product
@@ -54,20 +51,55 @@ def test_equals_float64(gpu, name, dtype, sizes, tile, parts, is_aligned):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(
     ("name", "sizes", "tile", "parts"),
     [("u4_g32", (70, 176, 328), LOW, 1), ("u8", (140, 112, 136), HIGH, 1), ("e2m1_g16_e4m3", (33, 144, 520), HIGH, 2)],
 )
-def test_gated_units(gpu, name, sizes, tile, parts, activation):
-    if activation == "gelu_tanh":
-        launch = by(tile, parts)(
-            gemm.Product(*sizes, "bf16", name, epilogue=gemm.Epilogue(False, True, activation)),
-            gemm.machine_of(hopper.ARCH),
-        )
-        assert activation in launch.specialisation.name
-        return
+def test_gated_units(gpu, name, sizes, tile, parts):
     got, expected, bound = product(
-        gpu, name, "bf16", sizes, activation=activation, plan=by(tile, parts), tier="hopper_packed"
+        gpu, name, "bf16", sizes, activation="silu", plan=by(tile, parts), tier="hopper_packed"
     )
     assert (np.abs(got - expected) <= bound).all(), (np.abs(got - expected) / bound).max()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("tile", "parts"), [(LOW, 1), (HIGH, 3)])
+def test_squares_are_left_for_the_norm_behind(gpu, tile, parts):
+    """Sums of squares of what a product with a residual has written, 128 columns each."""
+    m, n, k = 20, 512, 456
+    rng = np.random.default_rng(5)
+    matrix = packed_matrix("u8", n, k, "bf16")
+    x, residual = (rng.standard_normal(shape).astype(numpy_dtype("bf16")) for shape in ((m, k), (m, n)))
+    asked = gemm.Product(m, n, k, "bf16", "u8", epilogue=gemm.Epilogue(is_aligned=True))
+    launch = by(tile, parts)(asked, gemm.machine_of(gpu.arch))
+    assert gemm.square_columns(launch, n) == 128
+    held = [put(gpu, each) for each in (x, matrix.block, residual)]
+    out, squares = empty(gpu, (m, n), "bf16"), empty(gpu, (m, 4), "f32")
+    gpu.launch(
+        launch, held[0].address, held[1].address, 0, held[2].address, out.address, m, n, k, 0, 0, 0, 0.0,
+        squares.address,
+    )  # fmt: skip
+    y = get(gpu, out, (m, n), "bf16").astype(np.float64)
+    expected = (y**2).reshape(m, 4, 128).sum(axis=2)
+    assert np.abs(get(gpu, squares, (m, 4), "f32") / expected - 1).max() < 2e-2  # of what was rounded afterwards
+
+
+def test_what_is_split():
+    """Exact products never; others among as many blocks as have two slots and more each."""
+    assert {parts for _, parts in hopper_packed.options(4096, exact=True)} == {1}
+    assert {parts for _, parts in hopper_packed.options(4096)} == {1, 2, 3, 4, 6, 8}
+    assert {parts for _, parts in hopper_packed.options(1024)} == {1, 2}
+    assert all(tile.shared_bytes <= 227 * 1024 for tile in hopper_packed.TILES)
+
+
+def test_what_is_refused():
+    for options in ({"x": "f32"}, {"k": 9}, {"num_segments": 8, "out": "f32"}, {"weight": "bf16"}, {"k": 0}):
+        options = {"m": 2, "n": 8, "k": 8, "x": "bf16", "weight": "u8", **options}
+        options["epilogue"] = gemm.Epilogue(has_residual=False)
+        assert hopper_packed.why_not(gemm.Product(**options), gemm.machine_of(hopper.ARCH))
+    gated = gemm.Product(2, 24, 8, "bf16", "u8", epilogue=gemm.Epilogue(False, True, "silu"))
+    assert hopper_packed.why_not(gated, gemm.machine_of(hopper.ARCH))
+    plain = gemm.Product(2, 24, 8, "bf16", "u8")
+    assert not hopper_packed.why_not(plain, gemm.machine_of(hopper.ARCH))
+    assert hopper_packed.why_not(plain, gemm.machine_of("sm_100a"))
+    assert gemm.choose(gemm.Product(512, 4096, 4096, "bf16", "u8"), gemm.machine_of(hopper.ARCH)) == "packed_tiles"
