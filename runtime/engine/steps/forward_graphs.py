@@ -6,7 +6,8 @@ in chunks beside decodes, step after step has the same shape; so have decodes th
 shape that comes once is never recorded: a recording costs two to three times its launches (Qwen3-8B on an H200, before
 launches became cheaper: 16 to 20 ms, recorded 36 to 60). Nor is one whose pass keeps the GPU longer than the host: 256
 tokens took 22 ms and replayed 8, but 2,048 took 46 and replayed 46. That is measured when the shape first comes; what
-an emulated device takes says nothing, and its shapes are recorded.
+an emulated device takes says nothing, and its shapes are recorded. So are those of steps that try proposals: they come
+again and again, and nothing else runs while one is launched.
 
 A recording plans attention for the batch's own longest chunk, and for sequences up to a power of two: the plans, and so
 the bits, are those of the eager pass.
@@ -81,6 +82,11 @@ class _Shape(NamedTuple):
     max_query_len: int
     max_seq_len: int
     draws: DrawShape | None
+
+    @property
+    def tries(self) -> bool:
+        """Whether it is one of the few to which steps with proposals are brought."""
+        return self.draws is not None and 1 < self.max_query_len <= _WIDTHS[-1] and self.num_logits == self.num_tokens
 
 
 _QUERY_STARTS, _LOGITS_INDICES = 2, 4
@@ -231,11 +237,12 @@ class ForwardGraphs:
         return computed
 
     def _is_worth_recording(self, shape: _Shape) -> bool:
-        """Whether it came before, and the GPU waited for its launches. Ranks agree: what came is the same on all."""
+        """Whether it came before, and the GPU waited for its launches, or it is one of few. Ranks agree: what came is
+        the same on all."""
         before = self._seen.get(shape)
         if before is None or self._has_given_up:
             return False
-        if self._agree(not self.looks_at_times or before.waited):
+        if self._agree(not self.looks_at_times or shape.tries or before.waited):
             del self._seen[shape]
             return True
         if self._agree is not alone or before.end.is_done():

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from runtime.device import gpu as gpu_module
@@ -136,6 +137,25 @@ def test_a_shape_that_keeps_the_gpu_busy_is_not_recorded(
     answers = prompts_of_one_shape(engine, 4)
     assert (engine.stats().num_recorded_forwards, engine.stats().num_forward_steps) == (count, 3 * count)
     assert all(len(answer.token_ids()) == 1 for answer in answers.values())
+    engine.close()
+
+
+def test_steps_that_try_proposals_are_recorded_however_long_they_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward_graphs, "WAITING", 0.0)
+    engine = new_engine(
+        write_model(tmp_path, load_golden("llama_default")), "emulated:sm_80", enable_prefix_caching=False
+    )
+    forwards_of(engine).looks_at_times = True
+    assert engine.speculator is not None
+    engine.speculator.tries_all()
+    asked, answer = request("x", range(3, 9), max_tokens=40, ignore_eos=True), list[int]()
+    for _ in range(2):
+        engine.add(msgspec.structs.replace(asked, prediction=answer))
+        answer = run_to_end(engine)["x"].token_ids()
+    assert engine.stats().num_recorded_forwards > 0
+    assert engine.stats().num_forward_steps > 1
     engine.close()
 
 
