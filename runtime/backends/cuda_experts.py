@@ -139,7 +139,7 @@ def _can_gather(x: Tensor, chosen: Routing, gate_up: ExpertsWeight, down: Expert
 
 
 def _hopper_tile(x: Tensor, rows: int, gate_up: ExpertsWeight, down: ExpertsWeight) -> Tile | None:
-    """Of both products, where `wgmma` does them; quantised experts are then written out in front of them."""
+    """Of both products, where `wgmma` does them; it unpacks quantised experts, or they are written out in front of it."""
     if x.address % 16 or gate_up.exact or gate_up.shape[1] % (2 * VECTOR_WIDTH[x.dtype.ptx]):
         return None
     gpu = Gpu.of(x.device)
@@ -148,6 +148,13 @@ def _hopper_tile(x: Tensor, rows: int, gate_up: ExpertsWeight, down: ExpertsWeig
         return hopper.choose_tile(rows, *gate_up.shape, machine)
     if gate_up.packing is None or down.packing is None:
         return None
+    tile = hopper.unpacking_tile(rows, down.shape[0])
+    if tile is not None and all(
+        hopper.can_unpack(machine.arch, each.packing, x.dtype.ptx, columns, each.shape[2], is_gated=each is gate_up)
+        for each, columns in ((gate_up, gate_up.shape[1] // 2), (down, down.shape[1]))
+        if each.packing is not None
+    ):
+        return tile
     return _tile_of_written_out(x, rows, (gate_up, down), machine)
 
 

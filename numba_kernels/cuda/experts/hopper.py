@@ -26,6 +26,7 @@ map of all. Where weights are unpacked, those of all tiers.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,6 +67,8 @@ ALONE = Tile(256, 2, 4)
 LOW = Tile(256, 1, 5)
 TILES = (LOW, ALONE, PAIR)
 UNPACKING_TILES = hopper_packed.TILES
+LEAST_UNPACKED_ROWS = math.inf
+"""Of each expert, from which on quantised experts are unpacked for `wgmma`. Never, until it was measured."""
 MAP_BYTES = 128
 MAP_ROWS = 64  # of the weight, that one copy moves
 _LAG = 2  # stages that x is on its way; one less than may be, as the last one is free only when the next is multiplied
@@ -414,6 +417,15 @@ def can_unpack(arch: str, packing: Packing, dtype: str, columns: int, depth: int
     twice."""
     is_whole = columns % TILE_COLUMNS == 0 or not is_gated
     return is_whole and can_plan(arch, dtype, columns, depth) and hopper_packed.can_unpack(packing, dtype)
+
+
+def unpacking_tile(num_rows: int, num_experts: int) -> Tile | None:
+    """For so many rows of that many packed experts, spread evenly: as low as they are; None where they are too few. The
+    choice changes no bit."""
+    rows = num_rows / min(num_experts, num_rows)
+    if rows < LEAST_UNPACKED_ROWS:
+        return None
+    return hopper_packed.LOW if rows <= hopper_packed.LOW.block_m else hopper_packed.HIGH
 
 
 def tile_rows(tile: Tile) -> int:

@@ -29,6 +29,9 @@ LOW = Tile(256, 1, 5, num_unpackers=8)
 HIGH = Tile(256, 2, 4, num_unpackers=4)
 TILES = (LOW, HIGH)
 
+LEAST_ROWS = math.inf
+"""From so many on plans may take it. Never, until it was measured: tuning times it, and it can be asked for by name."""
+
 # As `hopper`'s model. Estimates, all of them: a stage's products, and no less than a scheduler's warps take to unpack
 # it; the ends are those of the other tier's tiles of as many rows.
 STEP_CYCLES = {LOW: 700, HIGH: 1250}
@@ -87,8 +90,10 @@ def tile_seconds(product: Product, machine: Machine, tile: Tile, parts: int) -> 
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """Never, until it was measured: plans take it where it is asked for by name, and tuning times it."""
-    return math.inf
+    """By `tile_seconds` of what is chosen; never for exact products, nor for fewer rows than `LEAST_ROWS`."""
+    if product.exact or product.m < LEAST_ROWS:
+        return math.inf
+    return tile_seconds(product, machine, *choose(product.m, product.weight_rows, product.k, machine))
 
 
 def plan(product: Product, machine: Machine) -> Launch:
