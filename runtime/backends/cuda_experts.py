@@ -139,7 +139,7 @@ def _can_gather(x: Tensor, chosen: Routing, gate_up: ExpertsWeight, down: Expert
 
 
 def _hopper_tile(x: Tensor, rows: int, gate_up: ExpertsWeight, down: ExpertsWeight) -> Tile | None:
-    """Of both products, where `wgmma` does them; it unpacks quantised experts, or they are written out in front of it."""
+    """Of both products, where `wgmma` does them; it unpacks quantised experts, or they are written out before it."""
     if x.address % 16 or gate_up.exact or gate_up.shape[1] % (2 * VECTOR_WIDTH[x.dtype.ptx]):
         return None
     gpu = Gpu.of(x.device)
