@@ -50,7 +50,7 @@ def test_equals_float64(gpu: Gpu, dtype: str) -> None:
 
 HEAD_DIMS = [  # one panel and its parts, two, four; every page size
     ("bf16", 128, 16, None),
-    ("f16", 256, 8, 101),
+    pytest.param("f16", 256, 8, 101, marks=pytest.mark.exhaustive),
     pytest.param("bf16", 80, 32, None, marks=pytest.mark.exhaustive),
     pytest.param("f16", 24, 16, None, marks=pytest.mark.exhaustive),
     pytest.param("bf16", 96, 8, 101, marks=pytest.mark.exhaustive),

@@ -45,8 +45,8 @@ def test_integers_are_exact(gpu, tier, dtype):
 
 @pytest.mark.parametrize(
     ("tier", "dtype"),
-    [("naive", "f16"), ("tiled", "f32"), ("register", "f32"), ("tensor_core", "f16"), ("tensor_core", "bf16"),
-     pytest.param("register", "bf16", marks=pytest.mark.exhaustive)],
+    [("naive", "f16"), ("tiled", "f32"), ("tensor_core", "bf16"), *(pytest.param(*each, marks=pytest.mark.exhaustive)
+     for each in (("register", "f32"), ("tensor_core", "f16"), ("register", "bf16")))],
 )  # fmt: skip
 def test_plain_b(gpu, tier, dtype):
     for seed, (m, n, k) in enumerate(SHAPES):
@@ -58,8 +58,11 @@ def test_plain_b(gpu, tier, dtype):
         product.check(product.run(gpu, tier))
 
 
-@pytest.mark.parametrize(("tier", "dtype"), [("naive", "f16"), ("tiled", "bf16"), ("register", "f16"),
-                                             ("tensor_core", "f16"), ("tensor_core", "bf16")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tier", "dtype"),
+    [("naive", "f16"), ("tiled", "bf16"), ("tensor_core", "bf16"), *(pytest.param(*each, marks=pytest.mark.exhaustive)
+     for each in (("register", "f16"), ("tensor_core", "f16")))],
+)  # fmt: skip
 def test_float32_output_of_narrow_factors(gpu, tier, dtype):
     for sizes in ((3, 77, 40), (40, 50, 64), (21, 36, 11)):
         product = case(sizes, dtype, "f32", bias=dtype)
