@@ -76,7 +76,8 @@ def run(
         ("hopper/large", "bf16", (300, 264, 72), 8), ("hopper/narrow/2", "bf16", (70, 136, 520), 132),
         ("hopper/small", "bf16", (20, 77, 72), 4), ("register", "f32", (9, 33, 68), 4), ("gemv", "f32", (7, 33, 68), 4),
         *(pytest.param(*each, marks=exhaustive) for each in (
-            ("few_rows", "f16", (33, 70, 136), 132), ("tiled", "bf16", (9, 33, 65), 4), ("naive", "f16", (9, 33, 65), 4), ("gemv", "f16", (2, 21, 65), 4),
+            ("few_rows", "f16", (33, 70, 136), 132), ("tiled", "bf16", (9, 33, 65), 4),
+            ("naive", "f16", (9, 33, 65), 4), ("gemv", "f16", (2, 21, 65), 4),
             ("tensor_core", "f16", (130, 130, 129), 8), ("tensor_core/128x256x64_s2", "bf16", (130, 264, 136), 8),
             ("hopper/small/4", "f16", (130, 77, 1032), 36),
         )),
