@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from tests.models.folders import Array, golden_tensors, load_golden, write_safetensors
 from tests.models.golden_weights import golden_tensor
 
@@ -36,4 +38,26 @@ def write_with_prediction(folder: Path, case: str, **changes: Array) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text((golden.folder / "config.json").read_text())
     write_safetensors(folder / "model.safetensors", {**golden_tensors(golden), **tensors})
+    return folder
+
+
+def write_bigrams(folder: Path, case: str, *, share: float = 0.0) -> Path:
+    """A model whose layers add nothing, so that the last token says the next one, and a prediction layer that says the
+    same. ``share``: layers add so much of what they would, so that it is wrong now and then."""
+    golden = load_golden(case)
+    tensors, own = golden_tensors(golden), prediction_tensors(case)
+    for each in (tensors, own):
+        for name, array in each.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                array *= share
+            elif name.endswith("enorm.weight"):
+                array[:] = 1.0
+    for name, array in own.items():
+        if name.endswith("eh_proj.weight"):
+            array[:] = np.eye(*array.shape)
+        elif name.endswith("shared_head.norm.weight"):
+            array[:] = tensors["model.norm.weight"]
+    folder.mkdir()
+    (folder / "config.json").write_text((golden.folder / "config.json").read_text())
+    write_safetensors(folder / "model.safetensors", {**tensors, **own})
     return folder

@@ -19,8 +19,8 @@ from runtime.engine.errors import RequestError
 from runtime.engine.make_engine import build_engine, describe_engine
 from runtime.engine.messages import EngineRequest
 from runtime.engine.sampling_params import SamplingParams
-from tests.models.folders import golden_tensors, load_golden, write_model, write_safetensors
-from tests.models.mtp_cases import CASES, prediction_tensors, write_with_prediction
+from tests.models.folders import load_golden, write_model
+from tests.models.mtp_cases import CASES, write_bigrams, write_with_prediction
 from tests.runtime.engine.speculation.noted import Proposals, note_proposals
 
 
@@ -45,26 +45,6 @@ def ask(engine: Engine, **params: Any) -> dict[str, list[int]]:
     engine.check_invariants()
     engine.close()
     return answers
-
-
-def write_bigrams(folder: Path, case: str) -> Path:
-    """A model whose layers add nothing, so that the last token says the next one, and a prediction layer that says the
-    same."""
-    golden = load_golden(case)
-    tensors, own = golden_tensors(golden), prediction_tensors(case)
-    for each in (tensors, own):
-        for name, array in each.items():
-            if name.endswith(("o_proj.weight", "down_proj.weight", "enorm.weight")):
-                array[:] = name.endswith("enorm.weight")
-    for name, array in own.items():
-        if name.endswith("eh_proj.weight"):
-            array[:] = np.eye(*array.shape)
-        elif name.endswith("shared_head.norm.weight"):
-            array[:] = tensors["model.norm.weight"]
-    folder.mkdir()
-    (folder / "config.json").write_text((golden.folder / "config.json").read_text())
-    write_safetensors(folder / "model.safetensors", {**tensors, **own})
-    return folder
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from models.base import Model
 from models.decoder import Decoder
 from models.eagle3 import load_eagle3
 from runtime.engine.config import EngineConfig
 from runtime.engine.make_engine import loaded_model
 from tests.models.folders import load_golden, write_model
-from tools.compare_speculation import Comparison, compare
+from tools.compare_speculation import Comparison, compare, write_untrained
 
 
 def check(found: Comparison, *, has_eagle3: bool, is_trained: bool = True) -> None:
@@ -29,24 +27,10 @@ def test_on_the_bundled_model() -> None:
     folder = Path("models/demo").resolve()
     model = loaded_model(folder, EngineConfig(max_model_len=96, device="cpu"))
     drafter = load_eagle3(folder / "drafter", model, device="cpu")
-    found = compare(model, folder, 300, 7, eagle3=drafter, takes_turns=True, device="cpu")
+    found = compare(model, folder, 300, 7, states=[drafter], takes_turns=True, device="cpu")
     check(found, has_eagle3=True)
     assert found.num_preemptions > 0
     assert set(found.ends) == {"length", "stop", "stop string"}
-
-
-def untrained(folder: Path, model: Model) -> Path:
-    """The config of a drafter for a model, which knows half of its tokens."""
-    config = model.config
-    folder.mkdir()
-    values = {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-6,
-        "draft_vocab_size": config.vocab_size // 2, "eagle_aux_hidden_state_layer_ids": [0, config.num_layers],
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(values))
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -57,11 +41,12 @@ def test_on_other_families(name: str, tmp_path: Path) -> None:
     """Windows in groups of pages, experts, absolute positions."""
     folder = write_model(tmp_path, load_golden(name))
     model = loaded_model(folder, EngineConfig(max_model_len=48, device="cpu", dtype="float32"))
-    eagle3 = None
+    states = []
     if isinstance(model, Decoder):
-        eagle3 = load_eagle3(untrained(tmp_path / "drafter", model), model, device="cpu", load_format="dummy")
-    found = compare(model, folder, 25, 3, eagle3=eagle3, device="cpu", max_model_len=48)
-    check(found, has_eagle3=eagle3 is not None, is_trained=False)
+        own = write_untrained(tmp_path / "drafter", model)
+        states.append(load_eagle3(own, model, device="cpu", load_format="dummy"))
+    found = compare(model, folder, 25, 3, states=states, device="cpu", max_model_len=48)
+    check(found, has_eagle3=len(states) > 0, is_trained=False)
 
 
 @pytest.mark.exhaustive
@@ -70,4 +55,4 @@ def test_on_an_emulated_gpu(arch: str) -> None:
     folder, settings = Path("models/demo").resolve(), {"device": f"emulated:{arch}", "exact": True}
     model = loaded_model(folder, EngineConfig(max_model_len=96, **settings))  # type: ignore[arg-type]
     drafter = load_eagle3(folder / "drafter", model, **settings)  # type: ignore[arg-type]
-    check(compare(model, folder, 25, 11, eagle3=drafter, **settings), has_eagle3=True)
+    check(compare(model, folder, 25, 11, states=[drafter], **settings), has_eagle3=True)
