@@ -420,8 +420,11 @@ class Engine:
         record = StepRecord(self.scheduler.num_steps, time.monotonic())
         record.num_running, record.num_waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         speculator = self.speculator
-        if speculator is not None and not speculator.rests() and speculator.is_asked:
-            self.scheduler.drafts = speculator.propose(self.scheduler.running)
+        if speculator is not None:
+            if speculator.num_resting:
+                speculator.num_resting -= 1
+            elif speculator.is_asked:
+                self.scheduler.drafts = speculator.propose(self.scheduler.running)
         step = self.scheduler.schedule()
         planned = time.monotonic()
         record.schedule_s = planned - record.start_s
@@ -584,11 +587,12 @@ class Engine:
                 accepted = dict(zip(opened.assembled.drawing, drawn.counts, strict=True))
             self.scheduler.commit(step, accepted)
             if drawn is not None and opened.assembled is not None:
-                if self.speculator is not None and self.speculator.observes:
-                    self._note_proposals(self.speculator, opened.assembled, step, accepted)
+                speculator = self.speculator
+                if speculator is not None and not speculator.num_resting and speculator.observes:
+                    self._note_proposals(speculator, opened.assembled, step, accepted)
                 self.opened.append(opened.assembled, drawn, ended, outputs)
-                if self.speculator is not None and self.speculator.reads_states and following is None:
-                    self._show_states(self.speculator, opened.assembled)
+                if speculator is not None and speculator.reads_states and following is None:
+                    self._show_states(speculator, opened.assembled)
                 num_tokens = opened.assembled.input.num_tokens
                 if self.pictures is not None and opened.assembled.input.are_decodes:
                     self.pictures.budget.observe(record.run_s)

@@ -25,6 +25,7 @@ class Naps:
     after each, until proposals pay.
 
     is_asleep   whether the step that was asked for last is left out
+    num_resting  steps of the nap that begins of which nothing is asked
     takes_naps  whether a step that is looked at takes longer than one that is not
     """
 
@@ -39,19 +40,15 @@ class Naps:
 
     @property
     def is_seen(self) -> bool:
-        """Whether the time of the step that was asked for last is taken."""
+        """Whether the time of the step that was asked for last is taken, which is none of those that rest."""
         return not self.is_asleep or self._left < _NUM_SEEN
 
-    def rests(self) -> bool:
-        """Whether the next step is left out, and its time is not taken either; if so it is counted."""
-        if self._left > _NUM_SEEN:
-            self._left -= 1
-            self.is_asleep = True
-            return True
-        return False
+    @property
+    def num_resting(self) -> int:
+        return max(0, self._length - _NUM_SEEN)
 
     def sleeps_on(self) -> bool:
-        """Whether the next step is left out."""
+        """Whether the next step is left out, of those whose time is taken."""
         self.is_asleep = self._left > 0
         if self.is_asleep:
             self._left -= 1
@@ -59,10 +56,11 @@ class Naps:
 
     def begin(self, spent_s: float, plain_s: float) -> int:
         """A look took so long, and nothing is tried; a step without proposals takes ``plain_s``. Returns the length of
-        the nap that begins, 0: none does."""
+        the nap that begins, 0: none does. ``sleeps_on`` is asked at its end alone, behind ``num_resting`` steps."""
         least = int((spent_s + _UNSEEN_S) / (SHARE_LOOKING * plain_s))
         self._length = min(MOST_STEPS, max(least, min(2 * self._length, _LONGER * least))) if least > 2 else 0
-        self._left = self._length
+        self.is_asleep = self._length > 0
+        self._left = min(self._length, _NUM_SEEN)
         return self._length
 
     def end(self) -> None:

@@ -110,6 +110,9 @@ class Speculator:
     hang_s    a drafter that takes so long for one sequence is turned off
     clock     seconds
     wanted    the hidden states that the drafter reads; None: none
+    reads_states  whether `follow` is to be called
+    num_resting   steps to come that are left out, so that nothing is asked or told: the engine counts them down. Where
+                  steps are short, a call for each would take more than a percent of them.
     """
 
     def __init__(
@@ -139,6 +142,8 @@ class Speculator:
         self._has_just_tried = False  # in the step before
         self._num_asked = 0
         self._is_held = False
+        self.reads_states = self._follower is not None
+        self.num_resting = 0
         self._hang_s = hang_s
         self._clock = clock
         self._account = TrialAccount()
@@ -147,13 +152,8 @@ class Speculator:
 
     @property
     def observes(self) -> bool:
-        """Whether it wants to know of the step that it was asked about last."""
+        """Whether it wants to know of the step that it was asked about last, where it does not rest."""
         return self._naps.is_seen and self.is_asked
-
-    def rests(self) -> bool:
-        """Whether there is nothing to ask before the next step, nor to know of it: a short way through most steps while
-        proposals do not pay."""
-        return not self._is_held and self._naps.rests()
 
     @property
     def is_on(self) -> bool:
@@ -168,12 +168,17 @@ class Speculator:
     def tries_all(self) -> None:
         """From now on try as many proposals as there are."""
         self._fixed = True
+        self._wake()
 
     def expect(self, request: Request) -> None:
         """The request has come."""
         if len(request.prediction) and request.speculates:
             self._num_predicted += len(request.open_sequences)
-            self._naps.end()
+            self._wake()
+
+    def _wake(self) -> None:
+        self._naps.end()
+        self.num_resting = 0
 
     def wants_tokens(self) -> bool:
         """Whether the step behind the one that runs should be planned when that one's tokens are known: while
@@ -181,6 +186,8 @@ class Speculator:
         self._num_asked += 1
         every = TRIAL_STEPS_PREDICTED if self._num_predicted else TRIAL_STEPS
         self._is_held = bool(self._tried) or self._num_asked % every == 0
+        if self._is_held:
+            self._wake()
         return self._is_held
 
     def propose(self, running: Iterable[Sequence]) -> dict[Sequence, list[int]]:
@@ -188,14 +195,13 @@ class Speculator:
         All of a sequence's tokens have to be known."""
         if self._tried:
             self._tried = {}
-        if self._is_held:
-            self._naps.end()
-        elif self._naps.sleeps_on():
+        if not self._is_held and self._naps.sleeps_on():
             return {}
         begun = time.perf_counter()
         drafts = self._propose(running)
         if not drafts and self._plain_s > 0.0 and not self._fixed and not self._num_predicted:
             num_steps = self._naps.begin(time.perf_counter() - begun, self._plain_s)
+            self.num_resting = self._naps.num_resting
             for one in (*self._chances, *self._by_sequence.values()) if num_steps else ():
                 one.forget(num_steps, hopes=self._account.is_full)
             self._account.earn(self._plain_s, num_steps)
@@ -335,16 +341,12 @@ class Speculator:
         most = plain * (1 + num_drafts / num_sequences)
         if is_first:
             self._account.set_up(seconds - (self.times.tried(num_sequences + num_drafts) or most), plain)
-        seconds = self.times.tried(num_sequences + num_drafts) or seconds
+        if not is_cold:
+            seconds = self.times.tried(num_sequences + num_drafts) or seconds
         gained = num_kept / num_sequences * plain - min(seconds, most)
         self._account.settle(gained)
         if gained > 0.0:
-            self._naps.end()
-
-    @property
-    def reads_states(self) -> bool:
-        """Whether `follow` is to be called."""
-        return self._follower is not None
+            self._wake()
 
     def follow(self, kept: KeptRows, chunks: Callable[[], list[LeftChunk]]) -> None:
         """A step is over, and left hidden states. See `StateDrafter`."""
@@ -443,6 +445,7 @@ class Speculator:
         logger.error("the drafter %s %s: it is off", drafter.name, why, exc_info=with_trace)
         if drafter is self._drafter:
             self._drafter = self._follower = self._batch_drafter = self._distribution_drafter = None
+            self.reads_states = False
         else:
             self._predictions = None
 

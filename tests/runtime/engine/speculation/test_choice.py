@@ -13,6 +13,7 @@ from runtime.engine.speculation.drafter import Ids
 from runtime.engine.speculation.speculator import Speculator
 from tests.runtime.engine.fakes import VOCAB_SIZE
 from tests.runtime.engine.speculation.test_ngram import grow, sequence
+from tests.runtime.engine.speculation.test_speculator import ask
 
 LENGTH = 128
 """Tokens of each answer; another sequence follows."""
@@ -48,7 +49,7 @@ def speed(curve: Callable[[int, int], float], num: int, rate: float, num_steps: 
             grow(fresh, [4])
             fresh.num_computed = 3
             left[fresh] = LENGTH
-        drafts = one.propose(left)
+        drafts = ask(one, left)
         now += curve(num, sum(map(len, drafts.values())))
         kept = {}
         for each in left:
@@ -57,7 +58,8 @@ def speed(curve: Callable[[int, int], float], num: int, rate: float, num_steps: 
             left[each] -= kept[each]
         tokens += sum(kept.values())
         number += 1
-        one.observe(number, {each: len(ids) for each, ids in drafts.items()}, kept, is_pure=True)
+        if not one.num_resting and one.observes:
+            one.observe(number, {each: len(ids) for each, ids in drafts.items()}, kept, is_pure=True)
         for each in [each for each in left if not left[each]]:
             del left[each]
             one.end(each)
@@ -92,7 +94,7 @@ def test_it_falls_to_none_when_proposals_are_right_no_more() -> None:
     grow(running, [4])
     running.num_computed = 3
     for step in range(400):
-        drafts = one.propose([running])
+        drafts = ask(one, [running])
         count = len(drafts.get(running, ()))
         tried.append(count)
         now += 1.0 + 0.1 * count

@@ -11,8 +11,10 @@ def test_naps_are_as_long_as_looks_cost_and_grow() -> None:
     assert naps.begin(20e-6, 0.1) == 0, "a look is nothing beside such a step"
     assert not naps.sleeps_on()
     assert naps.begin(50e-6, 1e-3) == 25
-    seen = [naps.sleeps_on() and naps.is_seen for _ in range(25)]
-    assert seen == [False] * 23 + [True] * 2, "the last two are timed"
+    assert naps.num_resting == 23
+    assert naps.is_asleep
+    assert not naps.is_seen
+    assert [naps.sleeps_on() and naps.is_seen for _ in range(2)] == [True] * 2, "the last two are timed"
     assert not naps.sleeps_on()
     assert [naps.begin(50e-6, 1e-3) for _ in range(3)] == [50, 100, 100]
     assert naps.takes_naps
@@ -20,17 +22,6 @@ def test_naps_are_as_long_as_looks_cost_and_grow() -> None:
     assert not naps.takes_naps
     assert not naps.sleeps_on()
     assert naps.begin(1.0, 1e-3) == MOST_STEPS
-
-
-def test_a_nap_is_rested_through_up_to_the_steps_that_are_timed() -> None:
-    naps = Naps()
-    assert not naps.rests()
-    assert naps.begin(50e-6, 1e-3) == 25
-    assert [naps.rests() for _ in range(24)] == [True] * 23 + [False]
-    assert [naps.sleeps_on() for _ in range(3)] == [True, True, False]
-    assert naps.begin(50e-6, 1e-3) == 50
-    naps.end()
-    assert not naps.rests()
 
 
 def test_gains_pay_for_first_steps_only_while_these_are_not_paid_for() -> None:

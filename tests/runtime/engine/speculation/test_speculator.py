@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,14 @@ def sevens(one: Sequence, most: int) -> tuple[Ids, int]:
     return np.full(most, 7, np.int32), 3
 
 
+def ask(one: Speculator, running: Iterable[Sequence]) -> dict[Sequence, list[int]]:
+    """As the engine asks before each step: nothing, of one that rests."""
+    if one.num_resting:
+        one.num_resting -= 1
+        return {}
+    return one.propose(running)
+
+
 def teach(times: StepTimes, num_sequences: int, seconds: Callable[[int], float]) -> None:
     for drafts in (0, *WIDTHS):
         for _ in range(4):
@@ -61,7 +69,7 @@ def settle(one: Speculator, running: list[Sequence], kept: Callable[[int], int],
     """The widths that are tried while each sequence keeps `kept(proposed)` of its proposals."""
     widths = []
     for number in range(steps):
-        drafts = one.propose(running)
+        drafts = ask(one, running)
         counts = {each: len(ids) for each, ids in drafts.items()}
         widths.append(sum(counts.values()))
         # Not one step after the other, so that this test's times are not taken for a step's.
