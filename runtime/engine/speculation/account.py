@@ -16,6 +16,9 @@ gains. Where proposals never pay, trying them again and again does not either.""
 MOST_STEPS = 2.0
 """Steps with the most proposals whose time may be lost when what did pay does so no more."""
 
+GAINS = 2.0
+"""So many times as much may be lost of what was gained: where proposals pay, a few bad ones in a row do not end them."""
+
 MOST_SETUP_STEPS = 100.0
 """Steps without proposals that a first step may have taken: the machine may have slept."""
 
@@ -43,7 +46,7 @@ class TrialAccount:
         self._limit_s = MOST_STEPS * longest_s
         if self.balance_s is None:
             self.balance_s = self.setup_s = CREDIT_STEPS * plain_s
-        self.balance_s = min(max(self.balance_s, -self._limit_s), self._limit_s)  # times were wrong, or others
+        self._keep(self.balance_s)  # times were wrong, or others
 
     def allows(self, loss_s: float) -> bool:
         """Whether a step may lose so much."""
@@ -63,7 +66,8 @@ class TrialAccount:
         """Steps without proposals."""
         if self.balance_s is not None:
             seconds = plain_s * num_steps
-            self.balance_s = min(self.balance_s + ALLOWANCE * self._share * seconds, self._limit_s)
+            if self.balance_s < self._limit_s:
+                self.balance_s = min(self.balance_s + ALLOWANCE * self._share * seconds, self._limit_s)
             self.setup_s = min(self.setup_s + SETUP_ALLOWANCE * seconds, self._limit_s)
 
     def settle(self, gained_s: float) -> None:
@@ -73,7 +77,10 @@ class TrialAccount:
             if gained_s > 0.0 and self.setup_s < 0.0:
                 self.setup_s = min(self.setup_s + 0.5 * gained_s, self._limit_s)
                 gained_s *= 0.5
-            self.balance_s = min(max(self.balance_s + gained_s, -self._limit_s), self._limit_s)
+            self._keep(self.balance_s + gained_s)
+
+    def _keep(self, balance_s: float) -> None:
+        self.balance_s = min(max(balance_s, -self._limit_s), GAINS * self._limit_s)
 
     def set_up(self, excess_s: float, plain_s: float) -> None:
         """The first step of a shape took so much longer than it will. No more than `MOST_SETUP_STEPS` is believed."""

@@ -10,6 +10,7 @@ now and then.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
@@ -58,6 +59,10 @@ TRIAL_STEPS = 64
 
 TRIAL_STEPS_PREDICTED = 4
 """The same while a request has a prediction, which is short."""
+
+PLAIN_STEPS, MOST_PLAIN_STEPS = 4, 64
+"""Steps with proposals before one without, though they pay, and at most between two, each time twice as many: otherwise
+nobody would know whether that is still so, where the machine's speed changes."""
 
 HANG_S = 1.0
 
@@ -140,6 +145,8 @@ class Speculator:
         self._next = 0  # whose turn it is to be looked at first
         self._last_end: tuple[int, int, float] | None = None  # of the step before: number, sequences, when
         self._has_just_tried = False  # in the step before
+        self._most_wanted = 0  # of one sequence in the look before, by how near the sequences' ends are
+        self._num_tried, self._most_tried = 0, PLAIN_STEPS  # steps with proposals since the latest without
         self._num_asked = 0
         self._is_held = False
         self.reads_states = self._follower is not None
@@ -197,9 +204,18 @@ class Speculator:
             self._tried = {}
         if not self._is_held and self._naps.sleeps_on():
             return {}
+        if self._num_tried >= self._most_tried and not self._fixed and not self._is_held:
+            self._num_tried, self._most_tried = 0, min(2 * self._most_tried, MOST_PLAIN_STEPS)
+            return {}
         begun = time.perf_counter()
         drafts = self._propose(running)
+        self._num_tried += 1 if drafts else 0
         if not drafts and self._plain_s > 0.0 and not self._fixed and not self._num_predicted:
+            self._num_tried, self._most_tried = 0, PLAIN_STEPS
+            if self._has_just_tried and self._most_wanted < self._most:
+                # Only these sequences' ends are too near: what pays for others is looked for as soon as they have ended.
+                self.num_resting = self._most_wanted
+                return drafts
             num_steps = self._naps.begin(time.perf_counter() - begun, self._plain_s)
             self.num_resting = self._naps.num_resting
             for one in (*self._chances, *self._by_sequence.values()) if num_steps else ():
@@ -332,13 +348,12 @@ class Speculator:
         disturbed, or recorded, which the first of its shape pays for. ``is_cold``: it came behind a nap, so that it
         tells nothing of one that follows another: where steps are short, code and memory that have not been used for
         long make it take twice as long."""
-        is_first = not self.times.is_known(num_sequences, num_drafts)
+        is_first, plain = not self.times.is_known(num_sequences, num_drafts), self.times.plain(num_sequences)
+        most = math.inf if plain is None else plain * (1 + num_drafts / num_sequences)
         if is_first or not is_cold:
-            self.times.observe(num_sequences, num_drafts, seconds)
-        plain = self.times.plain(num_sequences)
+            self.times.observe(num_sequences, num_drafts, min(seconds, 2.0 * most))
         if plain is None:
             return
-        most = plain * (1 + num_drafts / num_sequences)
         if is_first:
             self._account.set_up(seconds - (self.times.tried(num_sequences + num_drafts) or most), plain)
         if not is_cold:
@@ -387,6 +402,7 @@ class Speculator:
             if not sequence.num_pending and sequence.request.speculates
         ]
         wanted = [(sequence, most) for sequence, most in wanted if most > 0]
+        self._most_wanted = max((most for _, most in wanted), default=0)
         if self._batch_drafter is not None and wanted:
             self._prepare(self._batch_drafter, wanted)
         for sequence, most in wanted:

@@ -28,6 +28,11 @@ WIDTHS = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8),
 """How many proposals a step may have in all. Steps of the same shape run from one recording."""
 
 
+_FASTER = 0.7
+"""A plain step that takes so much of what was known shows that the machine is another now: the ones before it are
+forgotten."""
+
+
 class _Times:
     """The latest of one kind of steps."""
 
@@ -42,6 +47,17 @@ class _Times:
         return sorted(self.seen)[len(self.seen) // _QUARTER]
 
 
+class _TriedTimes(_Times):
+    """Each beside the plain steps of its time, with their number of sequences: cores are slower when others use them, and
+    plain steps, which are timed all the time, tell by how much."""
+
+    __slots__ = ("beside",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beside: deque[tuple[int, float]] = deque(maxlen=_KEPT)
+
+
 class StepTimes:
     """Seconds from the end of one step of decodes to the end of the next, everything in between included."""
 
@@ -49,7 +65,7 @@ class StepTimes:
         self._number = 0
         self._passed = 0.0  # steps that count beside those that were measured
         self._plain: dict[int, _Times] = {}  # by sequences
-        self._tried: dict[int, _Times] = {}  # by tokens
+        self._tried: dict[int, _TriedTimes] = {}  # by tokens
         self._shapes: dict[tuple[int, int], int] = {}
 
     def observe(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
@@ -58,10 +74,17 @@ class StepTimes:
         is_known = self.is_known(num_sequences, num_drafts)
         self._number += 1
         self._shapes[num_sequences, num_drafts] = self._number
-        if is_known:
-            kind, key = (self._tried, num_sequences + num_drafts) if num_drafts else (self._plain, num_sequences)
-            times = kind.setdefault(key, _Times())
-            if self._is_stale(times):
+        if is_known and num_drafts:
+            tried = self._tried.setdefault(num_sequences + num_drafts, _TriedTimes())
+            if self._is_stale(tried):
+                tried.seen.clear()
+                tried.beside.clear()
+            tried.seen.append(seconds)
+            tried.beside.append((num_sequences, self.plain(num_sequences) or 0.0))
+            tried.latest = self._number + int(self._passed)
+        elif is_known:
+            times = self._plain.setdefault(num_sequences, _Times())
+            if self._is_stale(times) or (times.seen and seconds < _FASTER * times.seconds):
                 times.seen.clear()
             times.seen.append(seconds)
             times.latest = self._number + int(self._passed)
@@ -76,11 +99,19 @@ class StepTimes:
 
     def plain(self, num_sequences: int) -> float | None:
         """Of a step without proposals; None: not known."""
-        return self._known(self._plain, num_sequences)
+        times = self._plain.get(num_sequences)
+        return None if times is None or self._is_stale(times) else times.seconds
 
     def tried(self, num_tokens: int) -> float | None:
-        """Of a step with proposals, by all its tokens; None: not known."""
-        return self._known(self._tried, num_tokens)
+        """Of a step with proposals, by all its tokens, at the speed of plain steps now; None: not known."""
+        times = self._tried.get(num_tokens)
+        if times is None or self._is_stale(times):
+            return None
+        found = []
+        for seconds, (num_sequences, before) in zip(times.seen, times.beside, strict=True):
+            now = self.plain(num_sequences)
+            found.append(seconds * now / before if now is not None and before > 0.0 else seconds)
+        return sorted(found)[len(found) // _QUARTER]
 
     def curve(self, num_sequences: int) -> list[float]:
         """Of a step without proposals, then with each of ``WIDTHS``; empty while that without is not known. Between
@@ -90,7 +121,7 @@ class StepTimes:
             return []
         points = [(num_sequences, plain)]
         for tokens in sorted(self._tried):
-            seconds = self._known(self._tried, tokens)
+            seconds = self.tried(tokens)
             if tokens > num_sequences and seconds is not None:
                 doubt = _DOUBT ** len(self._tried[tokens].seen)
                 points.append((tokens, plain + max(0.0, seconds - plain) * (1.0 - doubt)))
@@ -107,10 +138,6 @@ class StepTimes:
                 (below, first), (above, second) = points[place - 1], points[place]
                 curve.append(first + (tokens - below) / (above - below) * (second - first))
         return curve
-
-    def _known(self, kind: dict[int, _Times], key: int) -> float | None:
-        times = kind.get(key)
-        return None if times is None or self._is_stale(times) else times.seconds
 
     def _is_stale(self, times: _Times) -> bool:
         return self._number + int(self._passed) - times.latest >= _STALE_STEPS

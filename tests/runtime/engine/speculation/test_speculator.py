@@ -81,7 +81,7 @@ def test_all_are_tried_where_they_cost_nothing_and_none_where_they_never_hold() 
     running = decoding()
     good = Speculator(Scripted(sevens), 7, VOCAB_SIZE)
     teach(good.times, 1, lambda drafts: 1.0 + 0.02 * drafts)
-    assert settle(good, running, lambda proposed: proposed)[-10:] == [7] * 10
+    assert settle(good, running, lambda proposed: proposed, steps=64)[-30:].count(7) >= 28
     bad = Speculator(Scripted(sevens), 7, VOCAB_SIZE)
     teach(bad.times, 1, lambda drafts: 1.0 + 0.1 * drafts)
     widths = settle(bad, running, lambda proposed: 0, steps=400)
