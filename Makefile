@@ -10,8 +10,9 @@ OPTIONS := $(if $(MODEL),--model $(MODEL)) $(if $(DEVICE),--device $(DEVICE)) $(
 
 .PHONY: chat serve test test-all lint style types tests all-tests clean
 
+# The bundled mixture of experts has learned to call a calculator.
 chat: $(INSTALLED)
-	@$(BIN)/python -m runtime.cli chat $(OPTIONS)
+	@$(BIN)/python -m runtime.cli chat $(OPTIONS) $(if $(filter %demo_moe %demo_moe/,$(MODEL)),--calculator)
 
 serve: $(INSTALLED)
 	@$(BIN)/python -m runtime.cli serve $(OPTIONS)

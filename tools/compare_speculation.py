@@ -8,10 +8,10 @@ grammars, log probabilities, three choices) run in rounds, each under a schedule
 sequences are preempted and swapped, few tokens in a step, chunks of odd lengths, prompts that others have computed,
 requests that come while others run, and some that are cancelled. Each round runs without speculation and with every
 drafter (with `--turns`: with one of them after another), whose proposals are all tried: whether that pays is not asked.
-Those that read no hidden states run on one engine, which keeps its recordings. On a GPU it runs with `exact`. Models take turns; `babyllama` is
-a small Llama with random weights, `prediction_layer` a tiny GLM-4.5 whose prediction layer is often right. A model without
-a drafter of its own has an untrained one. Prints what differs, and by drafter how many requests it had and how many
-proposals were tried and kept, after each hundred requests.
+Those that read no hidden states run on one engine, which keeps its recordings. On a GPU it runs with `exact`. Models
+take turns; `babyllama` is a small Llama with random weights, `prediction_layer` a tiny GLM-4.5 whose prediction layer
+is often right. A model without a drafter of its own has an untrained one. Prints what differs, and by drafter how many
+requests it had and how many proposals were tried and kept, after each hundred requests.
 """
 
 from __future__ import annotations
@@ -226,7 +226,8 @@ def _request(
     prompt = [rng.choice(alphabet) for _ in range(rng.randrange(1, max_model_len // 2))]
     if rng.random() < 0.5:
         prompt = [(alphabet * max_model_len)[i] for i in range(len(prompt))]
-    params: dict[str, Any] = {"max_tokens": rng.randint(1, min(most_output, max_model_len // 2 - 1)), "temperature": 0.0}
+    most = min(most_output, max_model_len // 2 - 1)
+    params: dict[str, Any] = {"max_tokens": rng.randint(1, most), "temperature": 0.0}
     params["ignore_eos"] = rng.random() < 0.6
     if rng.random() < 0.7:
         params |= {"temperature": rng.choice((0.3, 1.0, 1.5)), "seed": rng.randrange(2**40)}
@@ -362,7 +363,7 @@ def write_untrained(folder: Path, model: Model) -> Path:
 def main() -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--models", nargs="+", help=f"folders, babyllama, {PREDICTION_LAYER}; default: the bundled model")
+    parser.add_argument("--models", nargs="+", help=f"folders, babyllama, {PREDICTION_LAYER}; default: bundled")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)

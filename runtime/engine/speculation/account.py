@@ -17,7 +17,7 @@ MOST_STEPS = 2.0
 """Steps with the most proposals whose time may be lost when what did pay does so no more."""
 
 GAINS = 2.0
-"""So many times as much may be lost of what was gained: where proposals pay, a few bad ones in a row do not end them."""
+"""So many times as much may be lost of what was gained: where proposals pay, a few bad ones do not end them."""
 
 MOST_SETUP_STEPS = 100.0
 """Steps without proposals that a first step may have taken: the machine may have slept."""

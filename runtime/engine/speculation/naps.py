@@ -15,6 +15,9 @@ _UNSEEN_S = 5e-5
 """What a look costs beside what is seen of it: the step is asked about afterwards, by Python that has not run for long
 (40 to 60 microseconds on Zen 3)."""
 
+_PAUSE = 2
+"""Steps between one with proposals and those whose time is taken: the first takes longer where steps are short."""
+
 _NUM_SEEN = 2
 """At a nap's end, steps whose time is taken: what a step takes that nobody asks. The second is timed, from the first's
 end."""
@@ -62,6 +65,12 @@ class Naps:
         self.is_asleep = self._length > 0
         self._left = min(self._length, _NUM_SEEN)
         return self._length
+
+    def pause(self) -> int:
+        """A short nap, in which proposals pay: steps without them take their time again behind a few of their kind.
+        Returns how many steps come of which nothing is asked."""
+        self.is_asleep, self._left = True, _NUM_SEEN
+        return _PAUSE
 
     def end(self) -> None:
         """Something came that is worth a look, or proposals paid."""

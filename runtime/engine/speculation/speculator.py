@@ -60,9 +60,9 @@ TRIAL_STEPS = 64
 TRIAL_STEPS_PREDICTED = 4
 """The same while a request has a prediction, which is short."""
 
-PLAIN_STEPS, MOST_PLAIN_STEPS = 4, 64
-"""Steps with proposals before one without, though they pay, and at most between two, each time twice as many: otherwise
-nobody would know whether that is still so, where the machine's speed changes."""
+PLAIN_STEPS, MOST_PLAIN_STEPS = 16, 64
+"""Steps with proposals before a few without, though they pay, and at most between two such pauses, each time twice as
+many: otherwise nobody would know whether that is still so, where the machine's speed changes."""
 
 HANG_S = 1.0
 
@@ -206,6 +206,7 @@ class Speculator:
             return {}
         if self._num_tried >= self._most_tried and not self._fixed and not self._is_held:
             self._num_tried, self._most_tried = 0, min(2 * self._most_tried, MOST_PLAIN_STEPS)
+            self.num_resting = self._naps.pause() - 1  # this one is the first
             return {}
         begun = time.perf_counter()
         drafts = self._propose(running)
@@ -213,7 +214,7 @@ class Speculator:
         if not drafts and self._plain_s > 0.0 and not self._fixed and not self._num_predicted:
             self._num_tried, self._most_tried = 0, PLAIN_STEPS
             if self._has_just_tried and self._most_wanted < self._most:
-                # Only these sequences' ends are too near: what pays for others is looked for as soon as they have ended.
+                # These sequences' ends are too near: what pays for others is looked for when they have ended.
                 self.num_resting = self._most_wanted
                 return drafts
             num_steps = self._naps.begin(time.perf_counter() - begun, self._plain_s)
@@ -325,7 +326,8 @@ class Speculator:
                 counts[2] += count
                 counts[3] += accepted
         total = sum(drafted.values())
-        is_cold, self._has_just_tried = not self._has_just_tried and self._naps.takes_naps, total > 0
+        was_trying, self._has_just_tried = self._has_just_tried, total > 0
+        is_cold = not was_trying and self._naps.takes_naps
         is_asleep = self._naps.is_asleep
         last, self._last_end = self._last_end, None
         if is_pure:
@@ -336,7 +338,7 @@ class Speculator:
             self._settle(len(kept), total, sum(kept.values()), now - last[2], is_cold=is_cold)
         elif not self._is_held:  # a held one is no plain one
             plain = self.times.plain(len(kept))
-            if is_asleep or plain is None or not self._naps.takes_naps:
+            if is_asleep or plain is None or not (was_trying or self._naps.takes_naps):
                 self.times.observe(len(kept), 0, now - last[2])
             if not is_asleep and plain is not None:  # naps have paid
                 self._account.earn(plain)

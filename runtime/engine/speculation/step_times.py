@@ -48,8 +48,8 @@ class _Times:
 
 
 class _TriedTimes(_Times):
-    """Each beside the plain steps of its time, with their number of sequences: cores are slower when others use them, and
-    plain steps, which are timed all the time, tell by how much."""
+    """Each beside the plain steps of its time, with their number of sequences: cores are slower when others use them,
+    and plain steps, which are timed all the time, tell by how much."""
 
     __slots__ = ("beside",)
 

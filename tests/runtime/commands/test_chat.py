@@ -10,10 +10,13 @@ import re
 import select
 import signal
 import struct
+import subprocess
 import sys
 import termios
 import time
 from pathlib import Path
+
+import pytest
 
 from tests.runtime.commands.running import ROOT, STORIES, invoke, needs_stories, run
 
@@ -170,6 +173,31 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(stories: Path, tmp_path: Pa
     assert terminal.end() == 0
     history = (tmp_path / "xserv" / "chat_history").read_text()
     assert "+Once upon a time" in history
+
+
+@pytest.mark.exhaustive
+def test_the_bundled_experts_talk_think_and_call_their_tool(tmp_path: Path) -> None:
+    """`make chat MODEL=models/demo_moe`, as a person sees it: thoughts are dim, so is the call with its result."""
+    command = ["make", "-n", "-o", ".venv/.installed", "chat", "MODEL=models/demo_moe"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.splitlines()
+    options = said[-1].split()
+    assert options[0] == ".venv/bin/python"
+    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}
+    terminal = Terminal([sys.executable, *options[1:]], env)
+    terminal.wait_for(r"demo_moe on \w+, 2048 tokens of context")
+    terminal.wait_for(PROMPT)
+    dim, plain = re.escape("\x1b[2m"), re.escape("\x1b[0m")
+    terminal.type("Who are you?\r")
+    terminal.wait_for(rf"{dim}Small{plain}{dim} talk{plain}")
+    terminal.wait_for(r"I am xserv-demo-moe")
+    terminal.wait_for(PROMPT)
+    terminal.type("What is 34 times 12?\r")
+    terminal.wait_for(rf"{dim} calculator{plain}")
+    terminal.wait_for(rf'{dim}\r\ncalculator\({{"expression":"34\*12"}}\) = 408\r\n{plain}')
+    terminal.wait_for(r"34 \* 12 = 408")
+    terminal.wait_for(PROMPT)
+    terminal.type("/exit\r")
+    assert terminal.end() == 0
 
 
 def test_the_bundled_model_adds() -> None:

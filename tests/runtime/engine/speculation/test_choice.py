@@ -101,7 +101,7 @@ def test_it_falls_to_none_when_proposals_are_right_no_more() -> None:
         is_right = step < 200
         one.observe(step, {running: count}, {running: 1 + (count if is_right else 0)}, is_pure=True)
     assert set(tried[50:200]) == {0, 7}
-    assert tried[50:200].count(0) <= 4, "of which the time of a step without is known"
+    assert tried[50:200].count(0) <= 20, "in pauses, of which the time of a step without is known"
     assert sum(tried[200:]) < 120, "a tenth of a step each: less than 6 % of 200 steps"
     assert sum(tried[300:]) * 0.1 < 0.02 * 100
 

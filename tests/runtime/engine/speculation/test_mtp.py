@@ -9,7 +9,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from models.errors import ModelLoadError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from runtime.engine.speculation.account import MOST_SETUP_STEPS, TrialAccount
 from runtime.engine.speculation.naps import MOST_STEPS, Naps
+from runtime.engine.speculation.step_times import StepTimes
 
 
 def test_naps_are_as_long_as_looks_cost_and_grow() -> None:
@@ -22,6 +23,29 @@ def test_naps_are_as_long_as_looks_cost_and_grow() -> None:
     assert not naps.takes_naps
     assert not naps.sleeps_on()
     assert naps.begin(1.0, 1e-3) == MOST_STEPS
+
+
+def test_a_pause_is_timed_behind_steps_of_its_kind() -> None:
+    naps = Naps()
+    assert naps.pause() == 2
+    assert not naps.is_seen
+    assert [naps.sleeps_on() and naps.is_seen for _ in range(2)] == [True] * 2
+    assert not naps.sleeps_on()
+    assert not naps.takes_naps
+
+
+def test_times_beside_plain_steps_are_those_of_the_machine_now() -> None:
+    """It is twice as fast from now on."""
+    times = StepTimes()
+    for _ in range(2):
+        times.observe(1, 0, 1.0)
+        times.observe(1, 7, 4.0)
+    times.observe(1, 7, 4.0)
+    assert times.tried(8) == 4.0
+    times.observe(1, 0, 0.5)
+    assert times.plain(1) == 0.5
+    assert times.tried(8) == 2.0
+    assert times.curve(1)[7] == 0.5 + 1.5 * 0.75, "two measurements leave a quarter in doubt"
 
 
 def test_gains_pay_for_first_steps_only_while_these_are_not_paid_for() -> None:
