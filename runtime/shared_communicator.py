@@ -20,11 +20,13 @@ import numpy as np
 
 from numba_kernels.cpu.collectives import (
     CHUNK_BYTES,
+    DIFFERENT,
     HAS_ABORTED,
     LINE_BYTES,
     SPINS,
     YIELDS,
     add_kernel,
+    description_at,
     gather_kernel,
     header_bytes,
     meet_kernel,
@@ -76,7 +78,7 @@ class _Region:
     Attributes:
         rank, num_ranks: which of how many it is.
         shared: where the region begins.
-        counter: memory of this rank's own, whose first number is that of its collectives.
+        counter: memory of this rank's own, in which its collectives count.
         counted: where that lies.
         slots: bytes before the region's slots.
     """
@@ -215,7 +217,8 @@ class SharedCommunicator:
         self._begun_ns = time.perf_counter_ns()
 
     def end_step(self, number: int) -> None:
-        """Meets the others at the end of a step, so that a rank that had fewer collectives in it is found."""
+        """Tells the others of the end of a step, so that a rank that had fewer collectives in it is found: here, or
+        where this rank or the other meets them next."""
         if self.num_ranks > 1:
             self._meet("end of step", number, 0)
         self._notices.count_span(Span(number, self._begun_ns, time.perf_counter_ns(), int(self._step[1])))
@@ -268,14 +271,19 @@ class SharedCommunicator:
         description = size * len(_KINDS) + _KINDS.index(kind)
 
         def explain(status: int) -> CommunicatorError:
-            count = int(where.counter[0])
-            call = f"{kind} {self._described(kind, size, place)} as its collective {count}"
-            return self._explain(status, call)
+            return self._explain(status, self._call_at(where, int(where.counter[DIFFERENT])))
 
         meet_kernel()(
             1, 1, region.shared, region.counted, self._flag, region.rank, region.num_ranks, description, place,
-            *self._patience, explain=explain,
+            *self._patience, int(kind != "end of step"), explain=explain,
         )  # fmt: skip
+
+    def _call_at(self, region: _Region, number: int) -> str:
+        """What this rank called as a collective."""
+        begin = region.shared - self._flag + description_at(region.num_ranks, region.rank, number)
+        description, place = self._memory[begin : begin + 16].view(np.int64)
+        size, kind = divmod(int(description), len(_KINDS))
+        return f"{_KINDS[kind]} {self._described(_KINDS[kind], size, int(place))} as its collective {number}"
 
     def _add(self, target: int, size: int, region: _Region | None = None) -> None:
         tickets, region = -(-size // CHUNK_BYTES), region or self._stage

@@ -5,13 +5,16 @@
 Every rank is a process with a hollow model (`runtime.bench.scheduling.overhead`), so that what is left is telling the
 ranks of each step, drawing, and meeting them at its end. Engines of one rank and of several take turns. Processor time
 is the driver's thread's; what a thread spends in looking whether the others have come is in it, which on fewer
-processors than ranks is most of it, and is shown without that, too: without the meeting, whose other ranks run behind.
+processors than ranks is most of it, and is shown without that, too: without the meeting, whose other ranks run behind. Processors that share a core, caches or a clock make a
+thread slower by being busy; so one rank is timed alone, and beside as many engines of one rank as there are other ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -66,7 +69,7 @@ def engine_on(num_ranks: int, num_seqs: int, num_steps: int, *, meets: bool) -> 
 
 
 def step_ms(num_ranks: int, num_seqs: int, num_steps: int, *, meets: bool = True) -> float:
-    """The median over the last `num_steps` steps that decode all."""
+    """The mean over the last `num_steps` steps that decode all: the driver waits for the others in some of them."""
     engine, times = engine_on(num_ranks, num_seqs, num_steps, meets=meets), []
     try:
         while engine.has_work:
@@ -78,7 +81,35 @@ def step_ms(num_ranks: int, num_seqs: int, num_steps: int, *, meets: bool = True
     finally:
         engine.close()
     assert len(times) >= num_steps, f"{len(times)} of {num_steps} steps decoded all"
-    return statistics.median(times[-num_steps:])
+    return statistics.mean(times[-num_steps:])
+
+
+def step_beside_ms(num_others: int, num_seqs: int, num_steps: int) -> float:
+    """One rank's, while other processes run engines of their own."""
+    command = [sys.executable, *python_module("tools.rank_step_cost"), "--busy", "--num-seqs", str(num_seqs)]
+    others = [
+        subprocess.Popen(command, env={**os.environ, "NUMBA_NUM_THREADS": "1"}, stdout=subprocess.PIPE)
+        for _ in range(num_others)
+    ]
+    try:
+        for other in others:
+            assert other.stdout is not None
+            other.stdout.readline()  # it runs
+        return step_ms(1, num_seqs, num_steps)
+    finally:
+        for other in others:
+            other.kill()
+            other.communicate()
+
+
+def be_busy(num_seqs: int) -> None:
+    """Run steps until the process is killed."""
+    while True:
+        engine = loaded_engine(num_seqs, BLOCK_SIZE, 2000, 0, "cpu")
+        engine.step()
+        print(flush=True)
+        while engine.has_work:
+            engine.step()
 
 
 def rank_main() -> None:
@@ -116,12 +147,15 @@ def report(num_ranks: int, num_seqs: int, num_steps: int, num_rounds: int) -> di
     rounds: list[dict[str, float]] = []
     for _ in range(num_rounds):
         found = {"one": step_ms(1, num_seqs, num_steps)}
+        found["one_beside"] = step_beside_ms(num_ranks - 1, num_seqs, num_steps)
         for name, more in (("meeting", []), ("not_meeting", ["--alone"])):
             group.COMMAND = (*python_module("tools.rank_step_cost"), *more)  # type: ignore[assignment]
             found[name] = step_ms(num_ranks, num_seqs, num_steps, meets=not more)
         rounds.append(found)
     more_ms = {
-        name: statistics.median(each[name] - each["one"] for each in rounds) for name in ("meeting", "not_meeting")
+        f"{name} over {base}": statistics.median(each[name] - each[base] for each in rounds)
+        for base in ("one", "one_beside")
+        for name in ("meeting", "not_meeting")
     }
     return {"num_ranks": num_ranks, "num_seqs": num_seqs, "num_steps": num_steps, "rounds": rounds, "more_ms": more_ms}
 
@@ -132,9 +166,12 @@ def main() -> None:
     parser.add_argument("--num-seqs", type=int, default=32)
     parser.add_argument("--num-steps", type=int, default=400)
     parser.add_argument("--num-rounds", type=int, default=5)
+    parser.add_argument("--busy", action="store_true", help="run steps of one rank until killed; for the tool's own use")
     given = parser.parse_args()
     if given.num_ranks < 2:
         parser.error(f"--num-ranks is {given.num_ranks}, must be at least 2")
+    if given.busy:
+        be_busy(given.num_seqs)
     found = report(given.num_ranks, given.num_seqs, given.num_steps, given.num_rounds)
     for each in found["rounds"]:
         print("  ".join(f"{name} {value:.3f} ms" for name, value in each.items()))

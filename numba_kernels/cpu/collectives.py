@@ -5,13 +5,18 @@ The memory, in cache lines of 64 bytes, for R ranks:
 | lines | what |
 |---|---|
 | 0 | 0, or 1 + the rank that has given up; where there are several such memories, that of the first counts |
-| 1 … R | how many collectives each rank has met the others at |
-| R + 1 … 3 R | twice, by turns: what each rank's collective is, and the place in the model that called it |
+| 1 … R | how many collectives each rank has come to |
+| then `DESCRIBED` times R, by turns | what each rank's collective is, and the place in the model that called it |
 
-and two slots a rank, by turns, for what a collective carries. A collective is three launches: `publish` copies this
+and two slots a rank, by turns, for what a collective carries. Such a collective is three launches: `publish` copies this
 rank's numbers to its slot, `meet` says so and waits until all have, and a third reads the slots. Who has met the others
-at collective n has read the slots of n - 1, so that two slots are enough. Numbers are added in the order of ranks, on
-every rank. As all kernels do these run in recordings: which collective it is they count in memory of their own.
+at one has read the slots of the one before, so that two slots are enough. Numbers are added in the order of ranks, on
+every rank. As all kernels do these run in recordings; in memory of their own they count, in words of 8 bytes: the
+collectives that this rank has come to, those of them that it has compared with all others', those that carried
+something, and the one that was not as another rank's.
+
+The end of a step carries nothing. There `meet` waits for nobody: the rank goes on, and compares later. Only a rank that
+is `MOST_AHEAD` collectives before another waits, until that has caught up.
 """
 
 from __future__ import annotations
@@ -33,19 +38,26 @@ DIFFER = 2
 """What `meet` sets its status to: a rank has given up, or ranks called different collectives."""
 
 CHUNK_BYTES = 1 << 15  # a ticket's
+MOST_AHEAD = 31
+DESCRIBED = 2 * MOST_AHEAD + 2
+"""Who has come to collective n knows that all have come to n - 1 - MOST_AHEAD, and so that all have compared what was
+called before n - DESCRIBED + 1, in whose place n is described."""
+POSTED, COMPARED, CARRIED, DIFFERENT = range(4)
+"""Of a rank's own words."""
 SPINS = 2_000  # looks before the processor is left to others
 YIELDS = 2_000  # times that it is left before the thread sleeps for a moment
 _NAP_US = 50
+_LONG_NAP_US = 1000  # of one that is far ahead
 
 PUBLISH = Fields("*shared *counter *source slots slot_bytes rank ranks num_bytes")
-MEET = Fields("*shared *counter *flag rank ranks description place spins yields")
+MEET = Fields("*shared *counter *flag rank ranks description place spins yields waits")
 ADD = Fields("*shared *counter *target slots slot_bytes ranks num_bytes")
 GATHER = Fields("*shared *counter *target slots slot_bytes ranks first_byte most_bytes share_bytes row_bytes")
 
 
 def header_bytes(num_ranks: int) -> int:
     """Bytes in front of the slots."""
-    return (1 + 3 * num_ranks) * LINE_BYTES
+    return (1 + (1 + DESCRIBED) * num_ranks) * LINE_BYTES
 
 
 def _called(name, num_arguments):
@@ -70,20 +82,25 @@ _usleep = _called("usleep", 1)
 
 
 @njit(nogil=True)
-def wait_a_moment(looks, spins=SPINS, yields=YIELDS):
+def wait_a_moment(looks, spins=SPINS, yields=YIELDS, nap_us=_NAP_US):
     """What somebody does who has looked so often, before the next look."""
     if looks < spins:
         atomic.pause()
     elif looks < spins + yields:
         _sched_yield(0)
     else:
-        _usleep(_NAP_US)
+        _usleep(nap_us)
 
 
 @njit(nogil=True)
-def _slot(a, counter, rank):
-    """Where a rank's slot of a collective lies."""
-    return a.shared + a.slots + ((counter & 1) * a.ranks + rank) * a.slot_bytes
+def _slot(a, number, rank):
+    """Where a rank's slot of a collective lies, the number-th that carries something."""
+    return a.shared + a.slots + ((number & 1) * a.ranks + rank) * a.slot_bytes
+
+
+def description_at(num_ranks: int, rank: int, collective: int) -> int:
+    """Where two words say what a rank's collective is: bytes from the begin of the memory."""
+    return (1 + num_ranks + collective % DESCRIBED * num_ranks + rank) * LINE_BYTES
 
 
 @functools.cache
@@ -92,7 +109,7 @@ def publish_kernel() -> Kernel:
 
     def publish(arguments, ticket):
         a = carray(arguments, 1)[0]
-        target = _slot(a, int64_at(a.counter, 1)[0] + 1, a.rank)
+        target = _slot(a, int64_at(a.counter, 4)[CARRIED] + 1, a.rank)
         first = ticket * CHUNK_BYTES
         count = min(CHUNK_BYTES, a.num_bytes - first)
         int8_at(target + first, count)[:] = int8_at(a.source + first, count)
@@ -102,37 +119,62 @@ def publish_kernel() -> Kernel:
 
 @functools.cache
 def meet_kernel() -> Kernel:
-    """Says what this rank's collective is, waits for the others' and compares; one ticket. It looks `spins` times at
-    once and `yields` times when others have had the processor, then from time to time."""
+    """Says what this rank's collective is, and compares it with the others'; one ticket. With ``waits`` it waits until
+    all have come; without, it compares what it can. It looks ``spins`` times at once and ``yields`` times when others
+    have had the processor, then from time to time."""
 
     @njit(nogil=True)
     @name_by_content
-    def wait_for(shared, flag, line, count, spins, yields):
+    def wait_for(shared, flag, line, count, spins, yields, nap_us):
         """Whether the rank has come; no: one has given up."""
         looks = 0
         while atomic.load(shared + line * LINE_BYTES) < count:
             if atomic.load(flag) != 0:
                 return False
             looks += 1
-            wait_a_moment(looks, spins, yields)
+            wait_a_moment(looks, spins, yields, nap_us)
         return True
+
+    @njit(nogil=True)
+    @name_by_content
+    def has_come(a, count):
+        """Whether all ranks have come to a collective."""
+        for rank in range(a.ranks):
+            if atomic.load(a.shared + (1 + rank) * LINE_BYTES) < count:
+                return False
+        return True
+
+    @njit(nogil=True)
+    @name_by_content
+    def described(a, rank, count):
+        """What a rank's collective is, and its place."""
+        return int64_at(a.shared + (1 + a.ranks + count % DESCRIBED * a.ranks + rank) * LINE_BYTES, 2)
 
     def meet(arguments, ticket):
         a = carray(arguments, 1)[0]
-        counter = int64_at(a.counter, 1)
-        count = counter[0] + 1
-        described = a.shared + (1 + a.ranks + (count & 1) * a.ranks) * LINE_BYTES
-        mine = int64_at(described + a.rank * LINE_BYTES, 2)
+        own = int64_at(a.counter, 4)
+        count = own[POSTED] + 1
+        mine = described(a, a.rank, count)
         mine[0], mine[1] = a.description, a.place
         atomic.store(a.shared + (1 + a.rank) * LINE_BYTES, count)
-        counter[0] = count
-        for rank in range(a.ranks):
-            if not wait_for(a.shared, a.flag, 1 + rank, count, a.spins, a.yields):
-                a.status = HAS_ABORTED
-                return
-            if int64_at(described + rank * LINE_BYTES, 2)[0] != a.description:
-                a.status = DIFFER
-                return
+        own[POSTED] = count
+        own[CARRIED] += a.waits
+        awaited, nap_us = (count, _NAP_US) if a.waits else (0, _LONG_NAP_US)
+        while own[COMPARED] < count:
+            number = own[COMPARED] + 1
+            if number > awaited and not has_come(a, number):
+                if number > count - MOST_AHEAD:
+                    return
+                awaited = count - MOST_AHEAD // 2
+            own[DIFFERENT] = number
+            for rank in range(a.ranks):
+                if not wait_for(a.shared, a.flag, 1 + rank, number, a.spins, a.yields, nap_us):
+                    a.status = HAS_ABORTED
+                    return
+                if described(a, rank, number)[0] != described(a, a.rank, number)[0]:
+                    a.status = DIFFER
+                    return
+            own[COMPARED] = number
 
     return Kernel(meet, MEET)
 
@@ -143,13 +185,13 @@ def add_kernel() -> Kernel:
 
     def add(arguments, ticket):
         a = carray(arguments, 1)[0]
-        count = int64_at(a.counter, 1)[0]
+        number = int64_at(a.counter, 4)[CARRIED]
         first = ticket * CHUNK_BYTES
         size = min(CHUNK_BYTES, a.num_bytes - first) // 4
         target = float32_at(a.target + first, size)
-        target[:] = float32_at(_slot(a, count, 0) + first, size)
+        target[:] = float32_at(_slot(a, number, 0) + first, size)
         for rank in range(1, a.ranks):
-            added = float32_at(_slot(a, count, rank) + first, size)
+            added = float32_at(_slot(a, number, rank) + first, size)
             for i in range(size):
                 target[i] += added[i]
 
@@ -165,11 +207,11 @@ def gather_kernel() -> Kernel:
 
     def gather(arguments, ticket):
         a = carray(arguments, 1)[0]
-        count = int64_at(a.counter, 1)[0]
+        number = int64_at(a.counter, 4)[CARRIED]
         for rank in range(a.ranks):
             has = min(a.share_bytes, a.row_bytes - rank * a.share_bytes) - a.first_byte
             size = max(0, min(has, a.most_bytes))
-            source = _slot(a, count, rank) + ticket * size
+            source = _slot(a, number, rank) + ticket * size
             target = a.target + ticket * a.row_bytes + rank * a.share_bytes + a.first_byte
             int8_at(target, size)[:] = int8_at(source, size)
 

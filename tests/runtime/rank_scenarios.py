@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 
+from numba_kernels.cpu.collectives import MOST_AHEAD
 from numba_kernels.cpu.running.arena import Arena
 from numba_kernels.cpu.running.recording import record
 from runtime import ops
@@ -76,6 +77,36 @@ def one_fewer(ranks: SharedCommunicator) -> None:
     if ranks.rank != 1:
         ranks.all_reduce(_numbers(0, 16))
     ranks.end_step(7)
+    ranks.agree(True)
+
+
+def ahead(ranks: SharedCommunicator) -> None:
+    """Rank 0 does not wait at the ends of steps until it is too far ahead of one that comes late."""
+    if ranks.rank:
+        time.sleep(1.0)
+        begun = time.monotonic()
+    else:
+        begun = time.monotonic()
+        for number in range(MOST_AHEAD):
+            ranks.end_step(number)
+        assert time.monotonic() - begun < 0.5, "it waited"
+    for number in range(ranks.rank and MOST_AHEAD, 0, -1):
+        ranks.end_step(MOST_AHEAD - number)
+    for number in range(MOST_AHEAD, 2 * MOST_AHEAD):
+        ranks.end_step(number)
+        if number > 40 and number % 3 == 0:
+            x = _numbers(ranks.rank, 100)
+            ranks.all_reduce(x)
+            expected = sum(_numbers(rank, 100).array for rank in range(ranks.num_ranks))
+            assert np.array_equal(x.array, expected), number
+    if ranks.rank == 0:
+        assert time.monotonic() - begun > 0.5, "it did not wait for who came late"
+
+
+def other_end(ranks: SharedCommunicator) -> None:
+    """Found several steps later."""
+    for number in range(1, 5 * MOST_AHEAD):
+        ranks.end_step(number + (ranks.rank == 1 and number > 3))
 
 
 def wrong_type(ranks: SharedCommunicator) -> None:

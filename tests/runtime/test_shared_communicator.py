@@ -43,7 +43,8 @@ def test_sums_and_gathers(num_ranks: int) -> None:
         ("other_collective", ["rank 0 called all_reduce of 64 bytes at ", "rank 1 called all_gather of 64 bytes at "]),
         ("other_count", ["rank 0 called all_reduce of 64 bytes at ", "rank 1 called all_reduce of 68 bytes at "]),
         ("swapped", ["rank 0 called all_gather_columns of 64 bytes", "rank 1 called all_reduce of 64 bytes at "]),
-        ("one_fewer", ["rank 0 called all_reduce of 64 bytes at ", "rank 1 called end of step 7"]),
+        ("one_fewer", ["rank 0 called all_reduce of 64 bytes at ", "rank 1 called end of step 7 as its collective 1"]),
+        ("other_end", ["rank 0 called end of step 4 as its collective 4", "rank 1 called end of step 5 as its coll"]),
     ],
 )
 def test_a_mistake_is_named_on_every_rank(scenario: str, calls: list[str]) -> None:
@@ -51,6 +52,11 @@ def test_a_mistake_is_named_on_every_rank(scenario: str, calls: list[str]) -> No
         assert "ranks do not do the same" in said
         assert all(call in said for call in calls), said
         assert said.count(" at runtime/rank_scenarios.py:") == sum(" of step " not in call for call in calls), said
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_rank_ends_steps_before_the_others_do_up_to_a_bound(num_ranks: int) -> None:
+    assert run("ahead", num_ranks) == [""] * num_ranks
 
 
 def test_a_type_that_ranks_do_not_add_is_refused() -> None:
