@@ -78,7 +78,7 @@ def main() -> None:
         answers[kind] += 1
 
     before = memory(options.pid)
-    with httpx.Client(base_url=options.url, timeout=60) as client, ThreadPoolExecutor(options.clients) as threads:
+    with httpx.Client(base_url=options.url, timeout=600) as client, ThreadPoolExecutor(options.clients) as threads:
         for sent in [threads.submit(send, client, number) for number in range(options.cases)]:
             sent.result()
     for kind, count in sorted(answers.items()):

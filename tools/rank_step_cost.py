@@ -3,10 +3,11 @@
     python -m tools.rank_step_cost --num-ranks 4
 
 Every rank is a process with a hollow model (`runtime.bench.scheduling.overhead`), so that what is left is telling the
-ranks of each step, drawing, and meeting them at its end. Engines of one rank and of several take turns. Processor time
-is the driver's thread's; what a thread spends in looking whether the others have come is in it, which on fewer
-processors than ranks is most of it, and is shown without that, too: without the meeting, whose other ranks run behind. Processors that share a core, caches or a clock make a
-thread slower by being busy; so one rank is timed alone, and beside as many engines of one rank as there are other ranks.
+ranks of each step, drawing, and meeting them at its end. Engines of one rank and of several take turns. Processor
+time is the driver's thread's; what a thread spends in looking whether the others have come is in it, which on fewer
+processors than ranks is most of it, and is shown without that, too: without the meeting, whose other ranks run
+behind. Processors that share a core, caches or a clock make a thread slower by being busy; so one rank is timed
+alone, and beside as many engines of one rank as there are other ranks.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def main() -> None:
     parser.add_argument("--num-seqs", type=int, default=32)
     parser.add_argument("--num-steps", type=int, default=400)
     parser.add_argument("--num-rounds", type=int, default=5)
-    parser.add_argument("--busy", action="store_true", help="run steps of one rank until killed; for the tool's own use")
+    parser.add_argument("--busy", action="store_true", help="be one rank until killed; for the tool's own use")
     given = parser.parse_args()
     if given.num_ranks < 2:
         parser.error(f"--num-ranks is {given.num_ranks}, must be at least 2")

@@ -8,12 +8,12 @@ The memory, in cache lines of 64 bytes, for R ranks:
 | 1 … R | how many collectives each rank has come to |
 | then `DESCRIBED` times R, by turns | what each rank's collective is, and the place in the model that called it |
 
-and two slots a rank, by turns, for what a collective carries. Such a collective is three launches: `publish` copies this
-rank's numbers to its slot, `meet` says so and waits until all have, and a third reads the slots. Who has met the others
-at one has read the slots of the one before, so that two slots are enough. Numbers are added in the order of ranks, on
-every rank. As all kernels do these run in recordings; in memory of their own they count, in words of 8 bytes: the
-collectives that this rank has come to, those of them that it has compared with all others', those that carried
-something, and the one that was not as another rank's.
+and two slots a rank, by turns, for what a collective carries. Such a collective is three launches: `publish` copies
+this rank's numbers to its slot, `meet` says so and waits until all have, and a third reads the slots. Who has met the
+others at one has read the slots of the one before, so that two slots are enough. Numbers are added in the order of
+ranks, on every rank. As all kernels do these run in recordings; in memory of their own they count, in words of 8
+bytes: the collectives that this rank has come to, those of them that it has compared with all others', those that
+carried something, and the one that was not as another rank's.
 
 The end of a step carries nothing. There `meet` waits for nobody: the rank goes on, and compares later. Only a rank that
 is `MOST_AHEAD` collectives before another waits, until that has caught up.
@@ -139,7 +139,7 @@ def meet_kernel() -> Kernel:
     @name_by_content
     def has_come(a, count):
         """Whether all ranks have come to a collective."""
-        for rank in range(a.ranks):
+        for rank in range(a.ranks):  # noqa: SIM110  Numba knows no all()
             if atomic.load(a.shared + (1 + rank) * LINE_BYTES) < count:
                 return False
         return True

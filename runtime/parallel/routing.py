@@ -40,8 +40,8 @@ MISS_WEIGHT = 2
 """What a token counts that an engine must compute although another one has it."""
 
 MOVE_WEIGHT = 8
-"""What it counts against an engine's account: a copy of a prefix takes room for long, from prefixes that are then computed
-again in turn. Simulated and measured, 2 and 4 lose throughput on shared prefixes and win none on skewed ones."""
+"""What it counts against an engine's account: a copy of a prefix takes room for long, from prefixes that are then
+computed again in turn. Simulated and measured, 2 and 4 lose throughput on shared prefixes, and win none on skewed."""
 
 
 @dataclass(slots=True, eq=False)
