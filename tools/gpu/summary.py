@@ -154,7 +154,7 @@ def _experts(found: dict[str, Any]) -> list[str]:
 def _steps(found: dict[str, Any]) -> list[str]:
     rows = []
     for name, case in results(found, "verification").items():
-        for count, steps in case["by_tokens"].items():
+        for count, steps in case.get("by_tokens", {}).items():  # a timeline has none
             rows.append((name, count, steps["steps"], _middle(steps["step_ms"]), _middle(steps["host_ms"])))
     return _table(("", "tokens of a step", "steps", "step ms", "host ms"), rows)
 
