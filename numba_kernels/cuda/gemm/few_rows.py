@@ -348,7 +348,6 @@ def _kernel(
         if num_stages > 2:
             copy_now_1(place, tile_step, x_stages, column, end, num_tiles, chosen)
             copy_now_2(place, tile_step, x_stages, column, end, num_tiles, chosen)
-        launch_dependents()
         warp = uint32(rank + num_streams * team)
         if leaves_early:
             leave_scales(scales, x_squares, uint32(0), m, m, x_parts, k, eps, warp, uint32(BLOCK_WARPS), lane)
@@ -385,6 +384,7 @@ def _kernel(
             position, column = uint32(position + uint32(group)), next_column
             place += uint64(group * 2)
 
+        launch_dependents()  # not before: blocks of the next grid would lie two on one multiprocessor, none on another
         wait_for_all()
         if not leaves_early:
             leave_scales(scales, x_squares, uint32(0), m, m, x_parts, k, eps, warp, uint32(BLOCK_WARPS), lane)

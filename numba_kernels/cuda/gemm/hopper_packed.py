@@ -29,14 +29,16 @@ LOW = Tile(256, 1, 5, num_unpackers=8)
 HIGH = Tile(256, 2, 4, num_unpackers=4)
 TILES = (LOW, HIGH)
 
-LEAST_ROWS = math.inf
-"""From so many on plans may take it. Never, until it was measured: tuning times it, and it can be asked for by name."""
+LEAST_ROWS, MOST_ROWS = 33, 512
+"""For which plans take it. `few_rows` is as fast with 32; a weight that is written out takes 384 µs with 2,048 and 133
+with 512, this 467 and 126 (INT4, 8192 x 8192)."""
 
-# As `hopper`'s model. Estimates, all of them: a stage's products, and no less than a scheduler's warps take to unpack
-# it; the ends are those of the other tier's tiles of as many rows.
-STEP_CYCLES = {LOW: 700, HIGH: 1250}
-ENDS_CYCLES = {LOW: 4700, HIGH: 2400}
-SPLIT_ENDS_CYCLES = {2: 10_300, 3: 9_500, 4: 8_700, 6: 10_800, 8: 12_900}  # by parts
+# As `hopper`'s model, fitted to an H200's times of INT4 and MXFP4, 8192 x 8192, 16 to 2,048 rows (docs/measurements,
+# 2026-11-26, the evening). A stage's cycles are those of unpacking: `wgmma` alone would take half.
+STEP_CYCLES = {LOW: 930, HIGH: 1530}
+ENDS_CYCLES = {LOW: 10_000, HIGH: 8_000}
+SPLIT_ENDS_CYCLES = {2: 13_500, 3: 13_000, 4: 13_000, 6: 13_000, 8: 13_000}  # by parts
+_LAUNCH_S = 6e-6  # and the first bytes, for a comparison with `few_rows`, whose model has them
 
 
 def can_unpack(packing: Packing, dtype: str) -> bool:
@@ -86,12 +88,12 @@ def tile_seconds(product: Product, machine: Machine, tile: Tile, parts: int) -> 
     """By that model, or by the weight's way from memory."""
     cycles = _cycles(tile, parts, product.m, product.weight_rows, product.k, machine)
     from_memory = product.weight_bytes / (hopper.MEMORY_SHARE * machine.memory_bytes)
-    return max(cycles / hopper.CLOCK_HZ, from_memory + hopper.FIRST_CYCLES / hopper.CLOCK_HZ)
+    return _LAUNCH_S + max(cycles / hopper.CLOCK_HZ, from_memory + hopper.FIRST_CYCLES / hopper.CLOCK_HZ)
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """By `tile_seconds` of what is chosen; never for exact products, nor for fewer rows than `LEAST_ROWS`."""
-    if product.exact or product.m < LEAST_ROWS:
+    """By `tile_seconds` of what is chosen; never for exact products, nor for other numbers of rows than those."""
+    if product.exact or not LEAST_ROWS <= product.m <= MOST_ROWS:
         return math.inf
     return tile_seconds(product, machine, *choose(product.m, product.weight_rows, product.k, machine))
 

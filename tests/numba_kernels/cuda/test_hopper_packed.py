@@ -102,15 +102,13 @@ def test_what_is_refused():
     plain = gemm.Product(2, 24, 8, "bf16", "u8")
     assert not hopper_packed.why_not(plain, gemm.machine_of(hopper.ARCH))
     assert hopper_packed.why_not(plain, gemm.machine_of("sm_100a"))
-    assert gemm.choose(gemm.Product(512, 4096, 4096, "bf16", "u8"), gemm.machine_of(hopper.ARCH)) != "hopper_packed"
 
 
-def test_when_it_would_be_chosen(monkeypatch):
-    """From `LEAST_ROWS` rows on, by its model, and never for exact products."""
-    monkeypatch.setattr(hopper_packed, "LEAST_ROWS", 17)
+def test_when_it_is_chosen():
+    """From `LEAST_ROWS` to `MOST_ROWS`, by its model, and never for exact products."""
     machine = gemm.machine_of(hopper.ARCH)
-    products = {m: gemm.Product(m, 8192, 8192, "bf16", "u4_g128") for m in (16, 64, 2048)}
-    gemm.choose.cache_clear()
-    assert [gemm.choose(each, machine) for each in products.values()] == ["few_rows", "hopper_packed", "hopper_packed"]
-    gemm.choose.cache_clear()
+    products = {m: gemm.Product(m, 8192, 8192, "bf16", "u4_g128") for m in (32, 33, 64, 512, 513)}
+    assert [gemm.choose(each, machine) == "hopper_packed" for each in products.values()] == [
+        False, True, True, True, False
+    ]  # fmt: skip
     assert hopper_packed.seconds(gemm.Product(64, 8192, 8192, "bf16", "u4_g128", exact=True), machine) == np.inf
