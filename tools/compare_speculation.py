@@ -150,9 +150,7 @@ def compare(
         rng = random.Random(f"{seed} {number}")
         config = _config(rng, model, settings)
         vocab_size, length = model.config.vocab_size, config.max_model_len or 64
-        requests = [_request(rng, i, vocab_size, length, most_output, tokenizer) for i in range(count)]
-        if not can_say_json:
-            requests = [_without_grammar(request) for request in requests]
+        requests = [_request(rng, i, vocab_size, length, most_output, tokenizer, can_say_json) for i in range(count)]
         arrivals = sorted(rng.randrange(40) for _ in requests)
         cancels = {rng.randrange(5, 60): f"r{rng.randrange(count)}" for _ in range(2)}
         engine = engine_over(model, folder, config, "compared")
@@ -220,7 +218,8 @@ def _config(rng: random.Random, model: Model, settings: dict[str, Any]) -> Engin
 
 
 def _request(
-    rng: random.Random, number: int, vocab_size: int, max_model_len: int, most_output: int, tokenizer: Tokenizer | None
+    rng: random.Random, number: int, vocab_size: int, max_model_len: int, most_output: int,
+    tokenizer: Tokenizer | None, can_say_json: bool,
 ) -> EngineRequest:  # fmt: skip
     alphabet = [rng.randrange(3, vocab_size) for _ in range(rng.choice((2, 5, 200)))]
     prompt = [rng.choice(alphabet) for _ in range(rng.randrange(1, max_model_len // 2))]
@@ -247,6 +246,8 @@ def _request(
             {"structured_outputs": {"json": SCHEMA}},
         )
     )  # fmt: skip
+    if not can_say_json:
+        params.pop("structured_outputs", None)
     if "structured_outputs" in params:
         from runtime.engine.grammar.structured_outputs import StructuredOutputsParams
 
@@ -261,12 +262,6 @@ def _request(
         prompt_token_ids=prompt,
         params=SamplingParams(**params),
         cache_salt=rng.choice((None, None, "tenant")),
-    )
-
-
-def _without_grammar(request: EngineRequest) -> EngineRequest:
-    return msgspec.structs.replace(
-        request, params=msgspec.structs.replace(request.params, structured_outputs=None)
     )
 
 
