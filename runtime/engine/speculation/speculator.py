@@ -192,7 +192,7 @@ class Speculator:
         proposals pay, and now and then to see whether they would. Asked once a step, where steps overlap."""
         self._num_asked += 1
         every = TRIAL_STEPS_PREDICTED if self._num_predicted else TRIAL_STEPS
-        self._is_held = bool(self._tried) or self._num_asked % every == 0
+        self._is_held = self._fixed or bool(self._tried) or self._num_asked % every == 0
         if self._is_held:
             self._wake()
         return self._is_held
