@@ -399,7 +399,7 @@ class Gpu:
             return launch
         streams = self._streams
         follows, streams.ends_with_kernel = streams.ends_with_kernel, True
-        if follows and self.kernel(launch.specialisation).compiled.waits_for_dependency:
+        if follows and not launch.starts_late and self.kernel(launch.specialisation).compiled.waits_for_dependency:
             return replace(launch, is_dependent=True)
         return launch
 

@@ -92,6 +92,12 @@ def test_may_be_launched_before_the_kernel_in_front_ends(gpu, tier, k):
     product.check(get(gpu, out, (m, n), "bf16"))
 
 
+def test_blocks_that_fit_twice_on_a_multiprocessor_start_late(gpu):
+    with gpu.chained():
+        rows = [gpu._in_chain(plan("few_rows", m, 64, 640, "bf16")).is_dependent for m in (17, 16, 17)]
+    assert rows == [False, False, True]  # in front of the first there is nothing
+
+
 def test_writes_nothing_beyond_its_output(gpu):
     product = case((18, 13, 24), "bf16", bias=None, residual=False)
     m, n, k = product.sizes
