@@ -53,7 +53,7 @@ SLOW = {
     "xserv info --device cpu --pipeline-parallel-size 2": "stage 1",
     "xserv bench latency": "",
     "xserv bench routing": "",
-    "xserv bench routing --device cpu --num-requests 120 --cached-prefixes 6 --num-rounds 1 "
+    "xserv bench routing --device cpu --num-requests 480 --cached-prefixes 6 --num-rounds 1 "
     "--policies round-robin,prefix-aware": "lost",
     "python -m tools.simulate --shared-prefixes 1000,64,2000,100,16,0 --config qwen3-8b --gpu h200 --num-blocks 2500 "
     "--max-concurrency 64 --replicas 4": "hit_rate",

@@ -96,8 +96,8 @@ def machine_facts(text: str, code: Sequence[MachineInstruction]) -> MachineFacts
 
 def _num_early_loads_of_code(code: Sequence[MachineInstruction]) -> int:
     """How many loads from device memory a kernel may execute before it waits for the grid in front. Warps with roles of
-    their own wait each for itself: a load may stand behind another one's wait. What divides may be a function of its own,
-    in front of the kernel; one ends with a branch to itself."""
+    their own wait each for itself: a load may stand behind another one's wait. What divides may be a function of its
+    own, in front of the kernel; one ends with a branch to itself."""
     starts = [0, *(index + 1 for index, each in enumerate(code) if each.target == index)]
     seen, waiting, count = set[int](), starts, 0
     while waiting:
