@@ -117,6 +117,7 @@ def test_every_tier_of_the_matrix_product_gives_the_answer(tmp_path: Path, gemm:
 
 
 @pytest.mark.exhaustive  # tests/runtime/test_ops.py does it each time, without an engine
+@pytest.mark.planted
 def test_a_second_start_compiles_no_kernel(tmp_path: Path) -> None:
     """The first process fills the cache of kernels; in the second, compiling would be an error."""
     script = (
