@@ -1,10 +1,10 @@
 """The goals beside what a model of an H200 makes of them, with latencies: bands, and every number that they assume.
 
-    python -m tools.kernel_goals [--product H200] [--into docs/kernels_report.md] [--measured FILE]
+    python -m tools.kernel_goals [--product H200] [--into docs/kernels_report.md] [--measured FILE ...]
 
 `kernel_costs/roofline.py` and `latencies.py` describe the model, `published.py` what it is held against. `--measured`
-takes a report of `xserv bench kernels --output-json`, or gpu_check's, from a GPU; only the latter knows torch, and the
-prefill's share.
+takes reports of `xserv bench kernels --output-json`, or gpu_check's, from a GPU; only the latter know torch, the
+prefill's share, and a model's steps.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
@@ -28,13 +29,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--product", default="H200", help="of sm_90a: H100 or H200")
     parser.add_argument("--into", type=Path, metavar="FILE", help="a page whose section is made anew")
-    parser.add_argument("--measured", type=Path, metavar="FILE", help="a report of bench kernels or of gpu_check")
+    parser.add_argument(
+        "--measured", type=Path, nargs="+", default=[], metavar="FILE",
+        help="reports of bench kernels or of gpu_check; a later one's goals take the place of an earlier one's",
+    )  # fmt: skip
     asked = parser.parse_args(arguments)
     model = model_of(asked.product)
-    try:
-        measured = rows_of(json.loads(asked.measured.read_text())) if asked.measured is not None else []
-    except ValueError as error:
-        parser.error(f"{asked.measured}: {error}")
+    measured: list[dict[str, Any]] = []
+    for file in asked.measured:
+        try:
+            rows = rows_of(json.loads(file.read_text()))
+        except ValueError as error:
+            parser.error(f"{file}: {error}")
+        anew = {row["goal"] for row in rows}
+        measured = [row for row in measured if row["goal"] not in anew] + rows
     section = as_markdown(model, modelled(model), forecasts(), measured)
     print(section)
     if asked.into is not None:

@@ -184,15 +184,23 @@ def test_an_emulated_report_is_refused(tmp_path: Path, capsys: pytest.CaptureFix
     assert "nothing in it was measured" in capsys.readouterr().err
 
 
-def test_a_checks_report_tells_the_prefills_share() -> None:
+def test_a_checks_report_tells_the_prefills_share_and_the_models_steps() -> None:
     kernels = [{"shape": "1 x 8192 queries, 8192 keys", "share_of_torch": 0.9}, {"shape": "1 x 2048 queries"}]
     rows = [{"goal": "gemm", "value": 1.0}]
     sections = {
         "goals": {"cases": {"gemm": {"result": {"rows": rows}}, "graph": {"error": "it is wrong"}}},
         "kernels": {"cases": {str(number): {"result": row} for number, row in enumerate(kernels)}},
-    }
+        "qwen3-8b": {"cases": {"load": {"result": {}}, "batch 1": {"result": {"tpot_ms": [4.3, 4.4, 4.5]}}}},
+        "qwen3-8b batches": {"cases": {
+            "batch 32": {"result": {"batch": 32, "prompt_len": 2048, "prefill_ms": 99.0}},
+            "prefill 2048": {"result": {"prompt_len": 2048, "prefill_ms": [44.0, 45.0, 46.0]}},
+        }},
+    }  # fmt: skip
     found = rows_of({"is_emulated": False, "sections": sections})
-    assert found == [{"goal": "gemm", "value": 1.0}, {"goal": "prefill", "value": 0.9}]
+    assert found == [
+        {"goal": "gemm", "value": 1.0}, {"goal": "prefill", "value": 0.9}, {"goal": "tpot", "value": 4.4},
+        {"goal": "prefill_2k", "value": 45.0},
+    ]  # fmt: skip
     assert rows_of({"is_emulated": False, "sections": {}}) == []
 
 

@@ -117,6 +117,10 @@ def rows_of(report: dict[str, Any]) -> list[dict[str, Any]]:
     for row in _results(report, "kernels"):
         if row["shape"].startswith("1 x 8192 queries") and "share_of_torch" in row:
             found.append({"goal": "prefill", "value": row["share_of_torch"]})
+    found += [{"goal": "tpot", "value": row["tpot_ms"][1]} for row in _results(report, "qwen3-8b") if "tpot_ms" in row]
+    for row in _results(report, "qwen3-8b batches"):
+        if row.get("prompt_len") == 2048 and "batch" not in row:
+            found.append({"goal": "prefill_2k", "value": row["prefill_ms"][1]})
     return found
 
 
