@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measured: list[dict[str, Any]] = []
     for file in asked.measured:
         try:
-            rows = rows_of(json.loads(file.read_text()))
+            rows = [row for row in rows_of(json.loads(file.read_text())) if row.get("value") is not None]
         except ValueError as error:
             parser.error(f"{file}: {error}")
         anew = {row["goal"] for row in rows}
