@@ -187,7 +187,7 @@ def test_no_other_architecture_has_it(arch):
 
 
 def test_instructions():
-    text = compile_ptx(hopper._kernel("bf16", "bf16", hopper.LARGE, "tiles_residual"), "sm_90a")
+    text = compile_ptx(hopper.kernel("bf16", "bf16", hopper.LARGE, "tiles_residual"), "sm_90a")
     assert not re.search(r"\.f64|\.local|\bcall", text)
     for name in (
         "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16", ".multicast::cluster", "setmaxnreg", "stmatrix",
