@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -12,6 +13,9 @@ import pytest
 
 from models.errors import ModelLoadError
 from runtime.communicator import CommunicatorError
+from runtime.device import device as device_module
+from runtime.device import gpu as gpu_module
+from runtime.device.driver import open_driver
 from runtime.engine.engine import Engine
 from runtime.engine.make_engine import build_engine
 from runtime.engine.ranks import group
@@ -26,6 +30,15 @@ MOST_S = 5.0
 TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 STAGES = pytest.param(PIPELINE, marks=pytest.mark.exhaustive)
 DEVICES = ["cpu", pytest.param("emulated:sm_90a", marks=[pytest.mark.emulator, pytest.mark.exhaustive])]
+
+
+@pytest.fixture(autouse=True)
+def own_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is in this process: its driver, which a fault ends, is not the next test's."""
+    opened = functools.cache(open_driver.__wrapped__)
+    for module in (device_module, gpu_module):
+        monkeypatch.setattr(module, "open_driver", opened)
+    monkeypatch.setattr(gpu_module, "_opened", {})
 
 
 def engine_with(
