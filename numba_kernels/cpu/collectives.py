@@ -103,6 +103,9 @@ def description_at(num_ranks: int, rank: int, collective: int) -> int:
     return (1 + num_ranks + collective % DESCRIBED * num_ranks + rank) * LINE_BYTES
 
 
+_description_at = njit(nogil=True)(description_at)
+
+
 @functools.cache
 def publish_kernel() -> Kernel:
     """Copies this rank's bytes to its slot; a ticket is `CHUNK_BYTES`."""
@@ -148,7 +151,7 @@ def meet_kernel() -> Kernel:
     @name_by_content
     def described(a, rank, count):
         """What a rank's collective is, and its place."""
-        return int64_at(a.shared + (1 + a.ranks + count % DESCRIBED * a.ranks + rank) * LINE_BYTES, 2)
+        return int64_at(a.shared + _description_at(a.ranks, rank, count), 2)
 
     def meet(arguments, ticket):
         a = carray(arguments, 1)[0]

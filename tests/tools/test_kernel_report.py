@@ -129,10 +129,11 @@ def test_machine_code_is_read_in_its_order() -> None:
     ptx = "ld.global.L1::no_allocate.v4.b32 {}\nld.param.u32 {}\nld.global.b32 {}\n"
     ptx += "griddepcontrol.wait;\nld.global.b32 {}"
     load, wait = "/*0000*/ LDG.E.128 R4, desc[UR4][R2.64] ;\n", "/*0010*/ ACQBULK ;\n"
+    divides = "/*0000*/ RET.ABS.NODEC R20 0x0 ;\n.L_x_0:\n/*0010*/ BRA `(.L_x_0);\n"  # in front of the kernel
     meet = "/*0020*/ MEMBAR.ALL.CTA ;\n/*0030*/ MEMBAR.ALL.GPU ;\n/*0040*/ UCGABAR_ARV ;\n"
     for code, facts in (
         (load + load + wait + load, MachineFacts(2, 0)), (load + wait + load + load, MachineFacts(2, 1)),
-        (load + load + wait + meet, MachineFacts(2, 0, 1)),
+        (load + load + wait + meet, MachineFacts(2, 0, 1)), (divides + load + load + wait, MachineFacts(2, 0)),
     ):  # fmt: skip
         assert machine_facts(ptx, parse_machine_code(code)) == facts
     below = "@%p1 bra $L__1;\nbra.uni $L__2;\n$L__1:\nld.global.b32 {}\nret;\n$L__2:\nld.global.b32 {}\n"

@@ -278,12 +278,12 @@ def _timeline_of_tries(model: Model) -> Result:
     predicted, _ = model.run(prompts, output_len)
     for _ in range(3):
         predicted, _ = model.run(prompts, output_len, predicted)
-    name, kept = f"{model.name}-tries", []  # type: str, list[StepRecord]
+    kept: list[StepRecord] = []
 
     def run() -> None:
         kept.extend(model.run(prompts, output_len, predicted)[1])
 
-    found = node_timeline(model.options, name, run, _graphs(model))
+    found = node_timeline(model.options, f"{model.name}-tries", run, _graphs(model))
     counts = [sum(chunk.num_tokens for chunk in step.chunks) for step in kept[1:]]
     starts_ms = [round(1e3 * (after.start_s - before.start_s), 3) for before, after in itertools.pairwise(kept[1:])]
     return found | {"tokens_of_steps": counts, "from_start_to_start_ms": starts_ms}

@@ -10,7 +10,7 @@ Against a weight that is written out first (`dequantize`) it reads a quarter of 
 memory. All else, roles, ring and ways out, is `hopper`'s, and K is split among the blocks of a cluster as there
 (`hopper_split`), by whole slots of the weight.
 
-The order in which `wgmma` adds is its own: exact products do not come here.
+The order in which `wgmma` adds is its own: no plan of an exact product chooses it. One that names it never splits K.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LEAST_ROWS, MOST_ROWS = 33, 512
 with 512, this 467 and 126 (INT4, 8192 x 8192)."""
 
 # As `hopper`'s model, fitted to an H200's times of INT4 and MXFP4, 8192 x 8192, 16 to 2,048 rows (docs/measurements,
-# 2026-11-26, the evening). A stage's cycles are those of unpacking: `wgmma` alone would take half.
+# 2026-11-26, the evening). A stage's cycles are those of unpacking: by its rate `wgmma` takes 490 and 980.
 STEP_CYCLES = {LOW: 930, HIGH: 1530}
 ENDS_CYCLES = {LOW: 10_000, HIGH: 8_000}
 SPLIT_ENDS_CYCLES = {2: 13_500, 3: 13_000, 4: 13_000, 6: 13_000, 8: 13_000}  # by parts

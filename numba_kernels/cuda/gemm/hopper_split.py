@@ -123,12 +123,14 @@ def kernel(
         row, last = divide_u32(uint32(block_m) * rank, parts), divide_u32(uint32(block_m) * (rank + 1), parts)
         scales = uint32(shared + uint32(scales_at))  # of the rows that this block finishes
         num_steps = uint32((k + uint32(BLOCK_K - 1)) // uint32(BLOCK_K))
-        start, end = divide_u32(uint32(num_steps * rank), parts), divide_u32(uint32(num_steps * (rank + 1)), parts)
         if is_packed:
             num_units = uint32((num_steps + uint32(unit_steps - 1)) // uint32(unit_steps))
             start = uint32(divide_u32(uint32(num_units * rank), parts) * uint32(unit_steps))
             end = uint32(divide_u32(uint32(num_units * (rank + 1)), parts) * uint32(unit_steps))
             end = minimum_u32(end, num_steps)
+        else:
+            start = divide_u32(uint32(num_steps * rank), parts)
+            end = divide_u32(uint32(num_steps * (rank + 1)), parts)
         if warp < uint32(producers):
             first, last_k = uint32(start * uint32(BLOCK_K)), uint32(end * uint32(BLOCK_K))
             if is_packed:

@@ -210,16 +210,17 @@ class ForwardGraphs:
         while length < layout.max_seq_len:
             length *= 2
         length = min(length, self._limits.max_model_len)
-        num_tokens, num_seqs = len(layout.token_ids), len(layout.seq_lens)
-        num_logits, longest = len(layout.logits_indices), layout.max_query_len
-        if draws is not None and 1 < longest <= _WIDTHS[-1] and num_logits == num_tokens:
-            places = self._batch_sizes[bisect_left(self._batch_sizes, num_seqs)]
-            longest = _WIDTHS[bisect_left(_WIDTHS, longest)]
-            num_tokens = num_logits = places * longest
-            num_seqs = 2 * places
-        return _Shape(
-            num_tokens, num_seqs, num_logits, longest, length, None if draws is None else shape_of(draws, num_logits)
-        )
+        num_logits = len(layout.logits_indices)
+        shape = _Shape(
+            len(layout.token_ids), len(layout.seq_lens), num_logits, layout.max_query_len, length,
+            None if draws is None else shape_of(draws, num_logits),
+        )  # fmt: skip
+        if draws is None or not shape.tries:
+            return shape
+        places = self._batch_sizes[bisect_left(self._batch_sizes, shape.num_seqs)]
+        longest = _WIDTHS[bisect_left(_WIDTHS, shape.max_query_len)]
+        num_tokens = places * longest
+        return _Shape(num_tokens, 2 * places, num_tokens, longest, length, shape_of(draws, num_tokens))
 
     def _run_timed(self, shape: _Shape, batch: Batch, forward: Forward) -> Computed:
         """From Python. What it took is remembered if the shape is new, and could be recorded."""

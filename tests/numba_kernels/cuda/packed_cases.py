@@ -3,13 +3,16 @@ read them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
 
-from numba_kernels.cuda import rounded_rows
+from numba_kernels.cuda import gemm, rounded_rows
 from numba_kernels.cuda.packing import Packing, arrange, packing_of
+from numba_kernels.cuda.specialisation import Launch
+from runtime.device.gpu import Gpu
 from tests.numba_kernels.cuda.harness import empty, get, numpy_dtype, put
 
 FLOATS = {"e4m3": ml_dtypes.float8_e4m3fn, "e2m1": ml_dtypes.float4_e2m1fn}
@@ -73,3 +76,24 @@ def rounded_e4m3(gpu, x: np.ndarray, *, is_grouped: bool):
     codes = lanes.transpose(0, 2, 1, 4, 3, 5).reshape(tiles * 8, slots * 64)[:m, :k]
     scales = held[first:].view(np.float32).reshape(-1, tiles * 8).T[:m]
     return memory, memory.address + first, codes.view(ml_dtypes.float8_e4m3fn), scales
+
+
+def check_squares(gpu: Gpu, plan: Callable[[gemm.Product, gemm.Machine], Launch], k: int, columns: int) -> None:
+    """What a product with a residual leaves for the norm behind it: sums of squares of what it has written, so many
+    columns each."""
+    m, n = 20, 4 * columns
+    rng = np.random.default_rng(5)
+    matrix = packed_matrix("u8", n, k, "bf16")
+    x, residual = (rng.standard_normal(shape).astype(numpy_dtype("bf16")) for shape in ((m, k), (m, n)))
+    asked = gemm.Product(m, n, k, "bf16", "u8", epilogue=gemm.Epilogue(is_aligned=True))
+    launch = plan(asked, gemm.machine_of(gpu.arch))
+    assert gemm.square_columns(launch, n) == columns
+    held = [put(gpu, each) for each in (x, matrix.block, residual)]
+    out, squares = empty(gpu, (m, n), "bf16"), empty(gpu, (m, 4), "f32")
+    gpu.launch(
+        launch, held[0].address, held[1].address, 0, held[2].address, out.address, m, n, k, 0, 0, 0, 0.0,
+        squares.address,
+    )  # fmt: skip
+    y = get(gpu, out, (m, n), "bf16").astype(np.float64)
+    expected = (y**2).reshape(m, 4, columns).sum(axis=2)
+    assert np.abs(get(gpu, squares, (m, 4), "f32") / expected - 1).max() < 2e-2  # of what was rounded afterwards

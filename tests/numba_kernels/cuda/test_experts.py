@@ -363,6 +363,15 @@ def test_quantised_experts(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, kind: str)
         monkeypatch.setattr(cuda_experts, "_GATHERED_TOKENS", 4)
 
 
+def uneven(rng: np.random.Generator, num_first: int) -> tuple[Routing, Array]:
+    """Choices of two of 5 experts, and rows of 160: one expert has none, others three, 16 and more than a tile's."""
+    chosen = np.array([[0, 4]] * num_first + [[4, 1]] * 3 + [[3, 0]] * 16, np.int32)
+    weights = rng.uniform(size=chosen.shape).astype(np.float32)
+    rule = RoutingRule(num_experts=5, top_k=2)
+    routing = Routing(Tensor.from_numpy(chosen), Tensor.from_numpy(weights), rule)
+    return routing, rng.standard_normal((len(chosen), 160))
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", EACH)
 def test_quantised_experts_that_are_written_out(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
@@ -370,11 +379,9 @@ def test_quantised_experts_that_are_written_out(gpu: Gpu, monkeypatch: pytest.Mo
     all tiles, to the same bits."""
     rng, names = np.random.default_rng(9), launched_names(monkeypatch)
     layer = quantised_layer(gpu, rng, kind, 5, 160, 144)
-    rule, activation = RoutingRule(num_experts=5, top_k=2), "clamped_silu" if kind == "mxfp4" else "silu"
-    chosen = np.array([[0, 4]] * 200 + [[4, 1]] * 3 + [[3, 0]] * 16, np.int32)
-    weights = rng.uniform(size=chosen.shape).astype(np.float32)
-    routing = Routing(Tensor.from_numpy(chosen), Tensor.from_numpy(weights), rule)
-    x = rng.standard_normal((len(chosen), 160))
+    activation = "clamped_silu" if kind == "mxfp4" else "silu"
+    routing, x = uneven(rng, 200)
+    monkeypatch.setattr(hopper, "unpacking_tile", lambda *_: None)
     monkeypatch.setattr(cuda_experts, "_tile_of_written_out", lambda *_: None)
     wanted = [layer.wanted(x, routing, activation), layer(x, routing, activation)]
     found: list[Array] = []
@@ -398,11 +405,8 @@ def test_quantised_experts_that_are_unpacked_for_wgmma(gpu: Gpu, monkeypatch: py
     within theirs."""
     rng, names = np.random.default_rng(10), launched_names(monkeypatch)
     layer = quantised_layer(gpu, rng, kind, 5, 160, 144)
-    rule, activation = RoutingRule(num_experts=5, top_k=2), "clamped_silu" if kind == "mxfp4" else "silu"
-    chosen = np.array([[0, 4]] * 140 + [[4, 1]] * 3 + [[3, 0]] * 16, np.int32)
-    weights = rng.uniform(size=chosen.shape).astype(np.float32)
-    routing = Routing(Tensor.from_numpy(chosen), Tensor.from_numpy(weights), rule)
-    x = rng.standard_normal((len(chosen), 160))
+    activation = "clamped_silu" if kind == "mxfp4" else "silu"
+    routing, x = uneven(rng, 140)
     found: list[Array] = []
     for tile in hopper.UNPACKING_TILES:
         monkeypatch.setattr(cuda_experts, "_hopper_tile", lambda *_, tile=tile: tile)

@@ -9,8 +9,7 @@ from numba_kernels.cuda import gemm
 from numba_kernels.cuda.gemm import hopper, hopper_packed
 from numba_kernels.cuda.gemm.hopper_packed import HIGH, LOW
 from numba_kernels.cuda.packing import PACKINGS
-from tests.numba_kernels.cuda.harness import empty, get, numpy_dtype, put
-from tests.numba_kernels.cuda.packed_cases import packed_matrix
+from tests.numba_kernels.cuda.packed_cases import check_squares
 from tests.numba_kernels.cuda.test_few_rows_packed import product
 
 pytestmark = pytest.mark.emulator
@@ -65,23 +64,7 @@ def test_gated_units(gpu, name, sizes, tile, parts):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("tile", "parts"), [(LOW, 1), (HIGH, 3)])
 def test_squares_are_left_for_the_norm_behind(gpu, tile, parts):
-    """Sums of squares of what a product with a residual has written, 128 columns each."""
-    m, n, k = 20, 512, 456
-    rng = np.random.default_rng(5)
-    matrix = packed_matrix("u8", n, k, "bf16")
-    x, residual = (rng.standard_normal(shape).astype(numpy_dtype("bf16")) for shape in ((m, k), (m, n)))
-    asked = gemm.Product(m, n, k, "bf16", "u8", epilogue=gemm.Epilogue(is_aligned=True))
-    launch = by(tile, parts)(asked, gemm.machine_of(gpu.arch))
-    assert gemm.square_columns(launch, n) == 128
-    held = [put(gpu, each) for each in (x, matrix.block, residual)]
-    out, squares = empty(gpu, (m, n), "bf16"), empty(gpu, (m, 4), "f32")
-    gpu.launch(
-        launch, held[0].address, held[1].address, 0, held[2].address, out.address, m, n, k, 0, 0, 0, 0.0,
-        squares.address,
-    )  # fmt: skip
-    y = get(gpu, out, (m, n), "bf16").astype(np.float64)
-    expected = (y**2).reshape(m, 4, 128).sum(axis=2)
-    assert np.abs(get(gpu, squares, (m, 4), "f32") / expected - 1).max() < 2e-2  # of what was rounded afterwards
+    check_squares(gpu, by(tile, parts), 456, 128)
 
 
 def test_what_is_split():

@@ -8,8 +8,8 @@ import pytest
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.gemm import packed_tiles
 from numba_kernels.cuda.packing import PACKINGS
-from tests.numba_kernels.cuda.harness import empty, get, numpy_dtype, put
-from tests.numba_kernels.cuda.packed_cases import packed_matrix
+from numba_kernels.cuda.specialisation import Launch
+from tests.numba_kernels.cuda.packed_cases import check_squares
 from tests.numba_kernels.cuda.test_few_rows_packed import product
 
 DEFAULT = [
@@ -47,24 +47,12 @@ def test_gated_units(gpu, name, sizes):
 
 
 def test_squares_are_left_for_the_norm_behind(gpu):
-    """The sums of squares of what a product with a residual has written, 32 columns each."""
-    m, n, k = 20, 128, 136
-    rng = np.random.default_rng(5)
-    matrix = packed_matrix("u8", n, k, "bf16")
-    x, residual = (rng.standard_normal(shape).astype(numpy_dtype("bf16")) for shape in ((m, k), (m, n)))
-    asked = gemm.Product(m, n, k, "bf16", "u8", epilogue=gemm.Epilogue(is_aligned=True))
-    launch = gemm.plan(asked, gemm.machine_of(gpu.arch), "packed_tiles")
-    assert launch is not None
-    assert gemm.square_columns(launch, n) == packed_tiles.WARP_N
-    held = [put(gpu, each) for each in (x, matrix.block, residual)]
-    out, squares = empty(gpu, (m, n), "bf16"), empty(gpu, (m, 4), "f32")
-    gpu.launch(
-        launch, held[0].address, held[1].address, 0, held[2].address, out.address, m, n, k, 0, 0, 0, 0.0,
-        squares.address,
-    )  # fmt: skip
-    y = get(gpu, out, (m, n), "bf16").astype(np.float64)
-    expected = (y**2).reshape(m, 4, 32).sum(axis=2)
-    assert np.abs(get(gpu, squares, (m, 4), "f32") / expected - 1).max() < 2e-2  # of what was rounded afterwards
+    def plan(asked: gemm.Product, machine: gemm.Machine) -> Launch:
+        launch = gemm.plan(asked, machine, "packed_tiles")
+        assert launch is not None
+        return launch
+
+    check_squares(gpu, plan, 136, packed_tiles.WARP_N)
 
 
 def test_it_is_chosen_for_many_rows_and_never_for_exact_ones():
