@@ -344,7 +344,7 @@ def test_pictures_are_kept_within_a_bound_and_encoded_once(engine: Any, monkeypa
 
     monkeypatch.setattr(engine.executor, "start_encoding", counted)
     support = msgspec.structs.replace(engine.info.images, max_tokens=8)  # two pictures of 4 tokens
-    engine.pictures = PictureQueue(engine.executor, support, EncodingBudget(40))
+    engine.pictures = engine.steps.pictures = PictureQueue(engine.executor, support, EncodingBudget(40))
     engine.opened.on_request_end = engine.pictures.release
     for name, seeds in (("a", (1,)), ("b", (1, 2)), ("c", (3, 4)), ("d", (3,)), ("e", (1,))):
         engine.add(request(name, *(item(seed, 1 + 4 * place) for place, seed in enumerate(seeds))))

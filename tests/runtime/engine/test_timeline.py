@@ -122,7 +122,7 @@ def test_a_failed_step_is_marked() -> None:
 
 
 def test_the_oldest_records_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.engine.engine.TIMELINE_STEPS", 5)
+    monkeypatch.setattr("runtime.engine.open_steps.TIMELINE_STEPS", 5)
     engine = make_engine()
     engine.add(request("x", [1], max_tokens=9))
     run_to_end(engine)

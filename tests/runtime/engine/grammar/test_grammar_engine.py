@@ -226,8 +226,8 @@ def test_a_grammar_that_cannot_be_compiled_ends_its_request_alone(
 
 def masks_are_computed(engine: Any) -> None:
     """Until then nobody may touch a matcher of the step that is under way."""
-    assert engine._masks._thread is not None
-    engine._masks._thread.submit(lambda: None).result()
+    assert engine.steps._masks._thread is not None
+    engine.steps._masks._thread.submit(lambda: None).result()
 
 
 def test_a_matcher_that_fails_ends_its_request_alone(each_loop: bool, engines: Any) -> None:

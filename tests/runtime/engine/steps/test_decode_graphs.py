@@ -190,13 +190,13 @@ def test_an_engine_at_rest_records_what_the_last_step_was_without(
 def counted_leads(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each step that was planned while another ran, whether it started at once."""
     leads: list[bool] = []
-    lead = engine._lead
+    lead = engine.steps.lead
 
     def noted(*arguments: Any) -> bool:
         leads.append(lead(*arguments))
         return leads[-1]
 
-    monkeypatch.setattr(engine, "_lead", noted)
+    monkeypatch.setattr(engine.steps, "lead", noted)
     return leads
 
 
@@ -274,7 +274,7 @@ def test_who_arrives_is_not_kept_waiting_by_a_step_that_leads(tmp_path: Path, mo
 
     engine.step(arrive)
     assert not leads[-1]
-    assert [chunk.sequence.request.request_id for chunk in engine._open[-1].step.chunks] == ["old", "new"]
+    assert [chunk.sequence.request.request_id for chunk in engine.steps.open[-1].step.chunks] == ["old", "new"]
     run_to_end(engine)
     engine.close()
 
