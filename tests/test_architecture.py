@@ -86,8 +86,9 @@ PEERS = {f"runtime.bench.peers.peer_{name}" for name in ("child", "transformers"
 """Scripts that another Python runs, against other engines. Nobody else imports them."""
 
 EXECUTING = {f"runtime.engine.steps.{name}" for name in (
-    "step_input", "executor", "local_executor", "rows", "sampler", "ragged", "side_pass", "recorded_forwards",
-    "forward_graphs", "megakernel", "decode_arrays", "decode_graphs", "decode_device", "decode_cpu", "decode_gpu",
+    "step_input", "executor", "local_executor", "draw_results", "rows", "sampler", "ragged", "side_pass",
+    "recorded_forwards", "forward_graphs", "megakernel", "decode_arrays", "decode_graphs", "decode_device",
+    "decode_cpu", "decode_gpu",
 )}  # fmt: skip
 PLANNING = ("runtime.engine.scheduling", "runtime.engine.steps.assemble", "runtime.engine.open_requests")
 """An executor knows steps by their value alone: what runs them reads no sequence, request or plan."""

@@ -24,9 +24,9 @@ from runtime.communicator import RankCommunicator, begins_here, ends_here
 from runtime.device.errors import LaunchError
 from runtime.dtype import DType, float32
 from runtime.engine.config import EngineLimits
-from runtime.engine.messages import TokenLogprobs
 from runtime.engine.steps.decode_graphs import DecodeGraphs, DecodeRun, GraphKey
-from runtime.engine.steps.draw_inputs import Computed, read_drawn
+from runtime.engine.steps.draw_inputs import Computed
+from runtime.engine.steps.draw_results import DrawResults
 from runtime.engine.steps.executor import (
     DrawMasks,
     Drawn,
@@ -39,11 +39,9 @@ from runtime.engine.steps.executor import (
 )
 from runtime.engine.steps.pictures import PictureModel, PictureStore
 from runtime.engine.steps.ragged import Layout, largest, lay_out
-from runtime.engine.steps.rejection import reject
 from runtime.engine.steps.rows import Rows
-from runtime.engine.steps.sampler import token_logprobs
-from runtime.engine.steps.side_pass import PagedSidePass, slices
-from runtime.engine.steps.step_input import PassPictures, PromptLogprobs, StepInput
+from runtime.engine.steps.side_pass import PagedSidePass, StagedSidePass, slices
+from runtime.engine.steps.step_input import StepInput
 from runtime.engine.steps.verification import Draws, Verifications
 from runtime.kv.cache import HostPages, KVCache
 from runtime.kv.transfer import KVTransfer
@@ -100,6 +98,7 @@ class LocalExecutor:
         max_blocks = -(-limits.max_model_len // limits.block_size)
         self.num_groups = len(kv_cache.spec.group_windows)
         self.rows = Rows(limits.max_num_seqs, max_blocks, self.num_groups, limits.block_size, vocab_size)
+        self._results = DrawResults(model, self.rows, vocab_size)
         is_cpu = model.device.kind == "cpu"
         self.overlaps = limits.overlap == "on" or (limits.overlap == "auto" and not is_cpu)
         self._worker: ThreadPoolExecutor | None = None
@@ -232,7 +231,7 @@ class LocalExecutor:
 
     def side_pass(self, lengths: Sequence[int]) -> SidePass:
         made = PagedSidePass(self.model, self.limits, lengths, self._before_pass, self.pictures)
-        return made if not self._is_staged else _StagedPass(made, self)
+        return made if not self._is_staged else StagedSidePass(made, self.brought_back, self.finish_queued)
 
     def _before_pass(self) -> None:
         self.synchronize()
@@ -418,138 +417,19 @@ class LocalExecutor:
         computed: Computed,
     ) -> Drawn:
         if not self.draws:
-            self._wait_for_stage()
+            self.finish_queued()
             return Drawn()
-        logits = computed.logits
         if computed.kept:
             self.kept_rows = KeptRows(step.number, computed.kept, np.cumsum(step.counts) - step.counts)
-        prompt_logprobs = [self._prompt_logprobs(computed.hidden, wanted) for wanted in step.prompt_logprobs]
-        if logits is None:
-            return Drawn(prompt_logprobs=prompt_logprobs)
-        failed: list[int] = []
-        if masks is not None:
-            places, words, failed = masks.wait()
-            assert arrays.allowed_mask is not None, "rows with masks were loaded so"
-            arrays.allowed_mask[places] &= words[:, : arrays.allowed_mask.shape[1]]
-        if computed.drawn is not None:
-            token_ids, is_valid = read_drawn(computed.drawn, len(draws.rows))
-        else:
-            token_ids, is_valid = ops.sample(logits, arrays)
-        if proposed is not None and draws.proposals is not None and draws.counts is not None:
-            token_ids, is_valid = token_ids.copy(), is_valid.copy()
-            reject(logits, arrays, draws.counts, draws.proposals, proposed, token_ids, is_valid)
-        if failed or broken:
-            is_valid[[*failed, *broken]] = False
-        logprobs = self._logprobs(draws.rows, token_ids, is_valid, logits)
-        drawn = Drawn(
-            token_ids=token_ids.tolist(),
-            is_valid=is_valid.tolist(),
-            counts=draws.counts,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            broken=broken,
-        )
-        rows, positions = draws.rows, draws.positions
-        if draws.proposals is not None:
-            drawn, kept = _accepted(drawn, draws.proposals.tolist())
-            rows, positions, token_ids = rows[kept], positions[kept], token_ids[kept]
-        self.rows.note(rows, token_ids)
-        if np.count_nonzero(self.rows.sampling.keeps_outputs[rows]):
-            self.rows.note_outputs(rows, positions, token_ids, draws.version)
-        return drawn
-
-    def _wait_for_stage(self) -> None:
-        """Until the device has come past what was queued; on the cpu it is done."""
-        self.finish_queued()
+        return self._results.draw(step.prompt_logprobs, draws, arrays, broken, masks, proposed, computed)
 
     def _drawn_by_graph(self, step: StepInput, run: DecodeRun, version: int) -> Drawn:
         token_ids, is_valid = run.wait()
         if not self.draws:
             return Drawn()
-        rows = self.rows
         if run.kept:
             self.kept_rows = KeptRows(step.number, tuple(run.kept), run.places)
-        rows.note(step.rows, token_ids)
-        if run.keeps_outputs:
-            positions = step.starts + 1 - rows.sampling.num_prompt_tokens[step.rows]
-            rows.note_outputs(step.rows, positions, token_ids, version)
-        logprobs = None
-        if run.logits is not None:
-            logprobs = self._logprobs(step.rows, token_ids, is_valid, run.logits, run.places)
-        return Drawn(token_ids=token_ids.tolist(), is_valid=is_valid.tolist(), logprobs=logprobs)
-
-    def _logprobs(
-        self,
-        rows: NDArray[np.int64],
-        token_ids: NDArray[np.int32],
-        is_valid: NDArray[np.bool_],
-        logits: Tensor,
-        places: NDArray[np.intp] | None = None,
-    ) -> list[TokenLogprobs | None] | None:
-        """``rows``: of each draw; ``places``: the rows of the logits that are the draws', unless all are, in order."""
-        counts = self.rows.sampling.num_alternatives[rows]
-        if largest(counts) < 0:
-            return None
-        wanted = np.flatnonzero((counts >= 0) & is_valid)
-        if not wanted.size:
-            return None
-        if places is not None or len(wanted) < len(counts):
-            indices = wanted if places is None else places[wanted]
-            logits = ops.gather_rows(logits, Tensor.from_numpy(indices.astype(np.int32)).to(logits.device))
-        found = token_logprobs(logits, token_ids[wanted], counts[wanted].tolist())
-        logprobs: list[TokenLogprobs | None] = [None] * len(counts)
-        for i, entry in zip(wanted.tolist(), found):
-            logprobs[i] = entry
-        return logprobs
-
-    def _prompt_logprobs(self, hidden: Tensor | None, wanted: PromptLogprobs) -> list[TokenLogprobs]:
-        assert hidden is not None, "the last stage has it"
-        entries, begin = [], wanted.first
-        for first, end in slices(self.vocab_size, begin, begin + len(wanted.targets)):
-            logits = self.model.compute_logits(hidden[first:end])
-            targets = wanted.targets[first - begin : end - begin]
-            entries += token_logprobs(logits, targets, [wanted.num_alternatives] * (end - first))
-        return entries
-
-
-class _StagedPass:
-    """See `SidePass`: hidden states come from the last stage to the first; other stages give what they handed over."""
-
-    def __init__(self, side_pass: PagedSidePass, executor: LocalExecutor) -> None:
-        self._side_pass, self._executor = side_pass, executor
-
-    def run(
-        self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int], pictures: PassPictures | None = None
-    ) -> Tensor:
-        hidden, executor = self._side_pass.run(token_ids, starts, pictures), self._executor
-        found = executor.brought_back(lambda: hidden, hidden.shape, hidden.dtype)
-        executor.finish_queued()
-        return hidden if found is None else found
-
-
-def _accepted(drawn: Drawn, proposals: list[int]) -> tuple[Drawn, list[int]]:
-    """The tokens of each chunk up to the first draw that differs from the proposal that the next one stood behind; and
-    which draws these are."""
-    assert drawn.counts is not None
-    kept: list[int] = []
-    counts: list[int] = []
-    first = 0
-    for most in drawn.counts:
-        last, end = first, first + most
-        while last + 1 < end and drawn.is_valid[last] and drawn.token_ids[last] == proposals[last]:
-            last += 1
-        kept += range(first, last + 1)
-        counts.append(last + 1 - first)
-        first = end
-    accepted = Drawn(
-        token_ids=[drawn.token_ids[i] for i in kept],
-        is_valid=[drawn.is_valid[i] for i in kept],
-        counts=counts,
-        logprobs=None if drawn.logprobs is None else [drawn.logprobs[i] for i in kept],
-        prompt_logprobs=drawn.prompt_logprobs,
-        broken=[at for at, i in enumerate(kept) if i in drawn.broken],
-    )
-    return accepted, kept
+        return self._results.of_graph(step, run, token_ids, is_valid, version)
 
 
 def _raise(error: Exception) -> Never:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.dtype import DType
 from runtime.engine.config import EngineLimits
 from runtime.engine.steps.block_tables import BlockTables
 from runtime.engine.steps.executor import Model
@@ -18,6 +19,9 @@ from runtime.tensor.tensor import Tensor
 
 LOGITS_SLICE_ELEMENTS = 1 << 23
 """Most logits (float32 elements) held at once for log probabilities of prompts: 32 MiB."""
+
+BringBack = Callable[[Callable[[], Tensor], tuple[int, ...], DType], Tensor | None]
+"""Hands what the last stage makes, of a shape and type, to the first one; None elsewhere."""
 
 
 class PagedSidePass:
@@ -68,6 +72,21 @@ class PagedSidePass:
             assert self._store is not None, "pictures were encoded"
             self._store.complete(batch, pictures)
         return self._model.forward(batch, self._pages)
+
+
+class StagedSidePass:
+    """See `SidePass`: hidden states come from the last stage to the first; other stages give what they handed over."""
+
+    def __init__(self, side_pass: PagedSidePass, bring_back: BringBack, finish_queued: Callable[[], None]) -> None:
+        self._side_pass, self._bring_back, self._finish_queued = side_pass, bring_back, finish_queued
+
+    def run(
+        self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int], pictures: PassPictures | None = None
+    ) -> Tensor:
+        hidden = self._side_pass.run(token_ids, starts, pictures)
+        found = self._bring_back(lambda: hidden, hidden.shape, hidden.dtype)
+        self._finish_queued()
+        return hidden if found is None else found
 
 
 def slices(vocab_size: int, first: int, end: int) -> Iterator[tuple[int, int]]:

@@ -1,0 +1,156 @@
+"""What a step drew, from what its model computed: tokens, whether they hold, their log probabilities, and which
+proposals are kept. The executor's rows are told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime import ops
+from runtime.engine.messages import TokenLogprobs
+from runtime.engine.steps.decode_graphs import DecodeRun
+from runtime.engine.steps.draw_inputs import Computed, read_drawn
+from runtime.engine.steps.executor import DrawMasks, Drawn, Model
+from runtime.engine.steps.ragged import largest
+from runtime.engine.steps.rejection import reject
+from runtime.engine.steps.rows import Rows
+from runtime.engine.steps.sampler import token_logprobs
+from runtime.engine.steps.side_pass import slices
+from runtime.engine.steps.step_input import PromptLogprobs, StepInput
+from runtime.engine.steps.verification import Draws
+from runtime.sampling_arrays import SamplingArrays
+from runtime.tensor.tensor import Tensor
+
+
+class DrawResults:
+    """Draws for the rows of an executor, over the vocabulary of its model."""
+
+    def __init__(self, model: Model, rows: Rows, vocab_size: int) -> None:
+        self._model = model
+        self._rows = rows
+        self._vocab_size = vocab_size
+
+    def draw(
+        self,
+        wanted_of_prompts: list[PromptLogprobs],
+        draws: Draws,
+        arrays: SamplingArrays,
+        broken: list[int],
+        masks: DrawMasks | None,
+        proposed: Sequence[NDArray[np.float32] | None] | None,
+        computed: Computed,
+    ) -> Drawn:
+        """Draw from what the model computed.
+
+        broken    draws whose own parameters raise an error: they are not valid
+        proposed  what proposals were drawn from, by chunk that draws; None: proposals are kept where they equal a draw
+        """
+        logits = computed.logits
+        prompt_logprobs = [self._prompt_logprobs(computed.hidden, wanted) for wanted in wanted_of_prompts]
+        if logits is None:
+            return Drawn(prompt_logprobs=prompt_logprobs)
+        failed: list[int] = []
+        if masks is not None:
+            places, words, failed = masks.wait()
+            assert arrays.allowed_mask is not None, "rows with masks were loaded so"
+            arrays.allowed_mask[places] &= words[:, : arrays.allowed_mask.shape[1]]
+        if computed.drawn is not None:
+            token_ids, is_valid = read_drawn(computed.drawn, len(draws.rows))
+        else:
+            token_ids, is_valid = ops.sample(logits, arrays)
+        if proposed is not None and draws.proposals is not None and draws.counts is not None:
+            token_ids, is_valid = token_ids.copy(), is_valid.copy()
+            reject(logits, arrays, draws.counts, draws.proposals, proposed, token_ids, is_valid)
+        if failed or broken:
+            is_valid[[*failed, *broken]] = False
+        logprobs = self._logprobs(draws.rows, token_ids, is_valid, logits)
+        drawn = Drawn(
+            token_ids=token_ids.tolist(),
+            is_valid=is_valid.tolist(),
+            counts=draws.counts,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            broken=broken,
+        )
+        rows, positions = draws.rows, draws.positions
+        if draws.proposals is not None:
+            drawn, kept = _accepted(drawn, draws.proposals.tolist())
+            rows, positions, token_ids = rows[kept], positions[kept], token_ids[kept]
+        self._rows.note(rows, token_ids)
+        if np.count_nonzero(self._rows.sampling.keeps_outputs[rows]):
+            self._rows.note_outputs(rows, positions, token_ids, draws.version)
+        return drawn
+
+    def of_graph(
+        self, step: StepInput, run: DecodeRun, token_ids: NDArray[np.int32], is_valid: NDArray[np.bool_], version: int
+    ) -> Drawn:
+        """What a decode graph drew. ``version``: the rows', when the step began."""
+        rows = self._rows
+        rows.note(step.rows, token_ids)
+        if run.keeps_outputs:
+            positions = step.starts + 1 - rows.sampling.num_prompt_tokens[step.rows]
+            rows.note_outputs(step.rows, positions, token_ids, version)
+        logprobs = None
+        if run.logits is not None:
+            logprobs = self._logprobs(step.rows, token_ids, is_valid, run.logits, run.places)
+        return Drawn(token_ids=token_ids.tolist(), is_valid=is_valid.tolist(), logprobs=logprobs)
+
+    def _logprobs(
+        self,
+        rows: NDArray[np.int64],
+        token_ids: NDArray[np.int32],
+        is_valid: NDArray[np.bool_],
+        logits: Tensor,
+        places: NDArray[np.intp] | None = None,
+    ) -> list[TokenLogprobs | None] | None:
+        """``rows``: of each draw; ``places``: the rows of the logits that are the draws', unless all are, in order."""
+        counts = self._rows.sampling.num_alternatives[rows]
+        if largest(counts) < 0:
+            return None
+        wanted = np.flatnonzero((counts >= 0) & is_valid)
+        if not wanted.size:
+            return None
+        if places is not None or len(wanted) < len(counts):
+            indices = wanted if places is None else places[wanted]
+            logits = ops.gather_rows(logits, Tensor.from_numpy(indices.astype(np.int32)).to(logits.device))
+        found = token_logprobs(logits, token_ids[wanted], counts[wanted].tolist())
+        logprobs: list[TokenLogprobs | None] = [None] * len(counts)
+        for i, entry in zip(wanted.tolist(), found):
+            logprobs[i] = entry
+        return logprobs
+
+    def _prompt_logprobs(self, hidden: Tensor | None, wanted: PromptLogprobs) -> list[TokenLogprobs]:
+        assert hidden is not None, "the last stage has it"
+        entries, begin = [], wanted.first
+        for first, end in slices(self._vocab_size, begin, begin + len(wanted.targets)):
+            logits = self._model.compute_logits(hidden[first:end])
+            targets = wanted.targets[first - begin : end - begin]
+            entries += token_logprobs(logits, targets, [wanted.num_alternatives] * (end - first))
+        return entries
+
+
+def _accepted(drawn: Drawn, proposals: list[int]) -> tuple[Drawn, list[int]]:
+    """The tokens of each chunk up to the first draw that differs from the proposal that the next one stood behind; and
+    which draws these are."""
+    assert drawn.counts is not None
+    kept: list[int] = []
+    counts: list[int] = []
+    first = 0
+    for most in drawn.counts:
+        last, end = first, first + most
+        while last + 1 < end and drawn.is_valid[last] and drawn.token_ids[last] == proposals[last]:
+            last += 1
+        kept += range(first, last + 1)
+        counts.append(last + 1 - first)
+        first = end
+    accepted = Drawn(
+        token_ids=[drawn.token_ids[i] for i in kept],
+        is_valid=[drawn.is_valid[i] for i in kept],
+        counts=counts,
+        logprobs=None if drawn.logprobs is None else [drawn.logprobs[i] for i in kept],
+        prompt_logprobs=drawn.prompt_logprobs,
+        broken=[at for at, i in enumerate(kept) if i in drawn.broken],
+    )
+    return accepted, kept
