@@ -3,12 +3,17 @@
 Numba inlines a kernel's device functions (`intrinsics.device`), which makes it long, and then goes over all of it again
 for each call, each variable, each operator. Inside `quick_passes` a kernel compiles in less than half the time:
 
-    run_untyped_passes     a device function is read once a kernel, not once a call
-    Scope, Loc             copies of inlined code share what nobody changes
+    run_untyped_passes     a device function is read once, not once a call
+    inline_ir              what is inlined is copied once, and shares what nobody changes
+    list_vars              an instruction's variables, found by the types of its fields
     _run_ssa               a variable's versions are sought in the blocks that name it
     compute_live_map       sets of variables are bits of a number
     PostProcessor.run      what only generators need is left out
-    resolve_function_type  a call is typed once for each function and types of arguments
+    resolve_function_type, get_call_type
+                           a call is typed once for each function and types of arguments
+    get_function           what lowers it is sought once
+    _find_singly_assigned  assignments are counted once, not once a variable
+    str                    instructions are not written out for a trace that nobody reads
 
 They replace functions of one version of numba-cuda, which `pyproject.toml` fixes; of another, none. A test compiles
 kernels with and without them: the PTX is the same.
@@ -17,16 +22,20 @@ kernels with and without them: the PTX is the same.
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+import functools
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
 from numba.core.types import BaseFunction
-from numba.cuda.core import analysis, inline_closurecall, ir, postproc, ssa
+from numba.cuda import lowering
+from numba.cuda.core import analysis, inline_closurecall, ir, ir_utils, postproc, ssa
+from numba.cuda.core.base import BaseContext as LoweringContext
 from numba.cuda.core.bytecode import FunctionIdentity
 from numba.cuda.core.compiler_lock import global_compiler_lock
+from numba.cuda.core.targetconfig import ConfigStack
 from numba.cuda.typing.context import BaseContext
 
 REPLACED_VERSION = "0.30.4"  # of numba-cuda
@@ -38,16 +47,21 @@ def quick_passes() -> Iterator[None]:
     if version("numba-cuda") != REPLACED_VERSION:
         yield
         return
-    replaced: list[tuple[Any, str, Any]] = [
-        (inline_closurecall.InlineWorker, "run_untyped_passes", _reader_of_functions()),
-        (ir.Scope, "__deepcopy__", _copy_of_scope),
-        (ir.Loc, "__deepcopy__", lambda loc, memo: loc),
-        (ssa, "_run_ssa", _run_ssa),
-        (analysis, "compute_live_map", _compute_live_map),
-        (postproc.PostProcessor, "run", _post_process),
-        (BaseContext, "resolve_function_type", _resolver_of_calls()),
-    ]
     with global_compiler_lock:
+        replaced: list[tuple[Any, str, Any]] = [
+            (inline_closurecall.InlineWorker, "run_untyped_passes", _reader_of_functions()),
+            (inline_closurecall.InlineWorker, "inline_ir", _inliner()),
+            (ir.Stmt, "list_vars", _list_vars_of_statement),
+            (ir.Expr, "list_vars", _list_vars_of_expression),
+            (ssa, "_run_ssa", _run_ssa),
+            (analysis, "compute_live_map", _compute_live_map),
+            (postproc.PostProcessor, "run", _post_process),
+            (BaseContext, "resolve_function_type", _resolver_of_calls()),
+            (BaseFunction, "get_call_type", _typer_of_calls()),
+            (LoweringContext, "get_function", _finder_of_implementations()),
+            (lowering.Lower, "_find_singly_assigned_variable", _find_singly_assigned_variable),
+            (lowering, "str", lambda instruction: ""),
+        ]
         before = [(owner, name, vars(owner).get(name)) for owner, name, _ in replaced]
         try:
             for owner, name, function in replaced:
@@ -61,17 +75,22 @@ def quick_passes() -> Iterator[None]:
                     setattr(owner, name, function)
 
 
+@functools.cache
+def _functions_read() -> dict[Any, Any]:
+    """The IR of each device function that any kernel has called: functions of modules and of cached factories."""
+    return {}
+
+
 def _reader_of_functions() -> Callable[..., Any]:
     """`InlineWorker.run_untyped_passes`, which reads each function once. Who inlines its IR copies that first."""
     read = inline_closurecall.InlineWorker.run_untyped_passes
-    known: dict[Any, Any] = {}
+    known = _functions_read()
 
     def run_untyped_passes(worker: Any, function: Any, enable_ssa: bool = False) -> Any:
-        if function not in known:
-            known[function] = read(worker, function, enable_ssa)
-            return known[function]
+        if (function, enable_ssa) not in known:
+            known[function, enable_ssa] = read(worker, function, enable_ssa)
         worker.flags.enable_ssa = enable_ssa
-        found = known[function].copy()
+        found = known[function, enable_ssa].copy()
         identity = copy.copy(found.func_id)  # a number of its own, which names the variables of this call
         identity.unique_id = next(FunctionIdentity._unique_ids)
         identity.unique_name = f"{identity.func_qualname}${identity.unique_id}"
@@ -81,14 +100,109 @@ def _reader_of_functions() -> Callable[..., Any]:
     return run_untyped_passes
 
 
-def _copy_of_scope(scope: Any, memo: dict[int, Any]) -> Any:
-    """A scope's copy, with the same variables. Numba copies each variable with it, once for every block."""
-    made = ir.Scope(scope.parent, scope.loc)
-    made.localvars._con.update(scope.localvars._con)
-    made.redefined.update(scope.redefined)
-    made.var_redefinitions.update({name: set(names) for name, names in scope.var_redefinitions.items()})
-    memo[id(scope)] = made
+def _inliner() -> Callable[..., Any]:
+    """`InlineWorker.inline_ir` of code without types: one copy, whose variables are renamed while it is made."""
+    inline = inline_closurecall.InlineWorker.inline_ir
+
+    def inline_ir(
+        worker: Any, caller: Any, block: Any, place: int, callee: Any, free: Any, arg_typs: Any = None
+    ) -> Any:
+        if worker._permit_update_type_and_call_maps:
+            return inline(worker, caller, block, place, callee, free, arg_typs=arg_typs)
+        if worker.validator is not None:
+            worker.validator(callee)
+        scope, statement = block.scope, block.body[place]
+        first = max(ir_utils._the_max_label.next(), max(caller.blocks)) + 1
+        (callee_scope,) = {id(each.scope): each.scope for each in callee.blocks.values()}.values()
+        renamed = {
+            variable.name: scope.redefine(
+                inline_closurecall._created_inlined_var_name(callee.func_id.unique_name, variable.name),
+                loc=variable.loc,
+            )
+            for variable in tuple(callee_scope.localvars._con.values())
+            if variable.name not in free
+        }
+        copied = {label: _copy_of_block(each, renamed) for label, each in callee.blocks.items()}
+        blocks = inline_closurecall.simplify_CFG(inline_closurecall.add_offset_to_labels(copied, first))
+        entry = min(blocks)
+        ir_utils._the_max_label.update(max(blocks))
+        arguments = inline_closurecall._get_callee_args(statement.value, callee.func_id.func, statement.loc, caller)
+        inline_closurecall._replace_args_with(blocks, arguments)
+        rest = ir.Block(scope, block.loc)
+        rest.body = block.body[place + 1 :]
+        rest_label = inline_closurecall.next_label()
+        caller.blocks[rest_label] = rest
+        block.body = [*block.body[:place], ir.Jump(entry, statement.loc)]
+        order = inline_closurecall.find_topo_order(blocks)
+        inline_closurecall._replace_returns(blocks, statement.target, rest_label)
+        definitions = caller._definitions
+        if statement.value in definitions.get(statement.target.name, ()):
+            definitions[statement.target.name].remove(statement.value)
+        for label in order:
+            blocks[label].scope = scope
+            inline_closurecall._add_definitions(caller, blocks[label])
+            caller.blocks[label] = blocks[label]
+        return callee, blocks, renamed, [(rest_label, rest), *((label, blocks[label]) for label in order)]
+
+    return inline_ir
+
+
+def _copy_of_block(block: Any, renamed: dict[str, Any]) -> Any:
+    """A block with statements of its own, in the same scope."""
+    made = ir.Block(block.scope, block.loc)
+    made.body = [_copy_of(statement, renamed) for statement in block.body]
     return made
+
+
+def _copy_of(node: Any, renamed: dict[str, Any]) -> Any:
+    """A statement, or what it holds, with other variables. Places, constants and values are the same."""
+    kind = type(node)
+    if issubclass(kind, ir.var_types):
+        return renamed.get(node.name, node)
+    if issubclass(kind, ir.inst_types):
+        made = object.__new__(kind)
+        for name, value in node.__dict__.items():
+            made.__dict__[name] = _copy_of(value, renamed)
+        return made
+    if kind is dict:
+        return {name: _copy_of(value, renamed) for name, value in node.items()}
+    if kind is list or kind is tuple:
+        return kind([_copy_of(value, renamed) for value in node])
+    return node
+
+
+@functools.cache
+def _holds(kind: type) -> str:
+    """What an object of a type, in an instruction, tells of the instruction's variables."""
+    for held, bases in (("variable", ir.var_types), ("own", ir.inst_types), ("items", (list, tuple)), ("values", dict)):
+        if issubclass(kind, bases):
+            return held
+    return ""
+
+
+def _variables_in(values: Iterable[Any]) -> list[Any]:
+    found = []
+    for value in values:
+        held = _holds(type(value))
+        if not held:
+            continue
+        if held == "variable":
+            found.append(value)
+        elif held == "own":
+            found += value.list_vars()
+        else:
+            found += _variables_in(value if held == "items" else value.values())
+    return found
+
+
+def _list_vars_of_statement(statement: Any) -> list[Any]:
+    """`Stmt.list_vars`."""
+    return _variables_in(statement.__dict__.values())
+
+
+def _list_vars_of_expression(expression: Any) -> list[Any]:
+    """`Expr.list_vars`."""
+    return _variables_in(expression._kws.values())
 
 
 def _run_ssa(blocks: dict[int, Any]) -> dict[int, Any]:
@@ -167,6 +281,59 @@ def _post_process(processor: Any, emit_dels: bool = False, extend_lifetimes: boo
     function.generator_info = None
     if emit_dels:
         processor._insert_var_dels(extend_lifetimes=extend_lifetimes)
+
+
+def _typer_of_calls() -> Callable[..., Any]:
+    """`BaseFunction.get_call_type`, which remembers the signatures of functions with positional arguments."""
+    typed = BaseFunction.get_call_type
+    known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def get_call_type(function: Any, context: Any, arguments: Any, keywords: Any) -> Any:
+        if keywords:
+            return typed(function, context, arguments, keywords)
+        flags = ConfigStack.top_or_none()
+        key = id(function), id(context), id(flags), tuple(arguments)
+        if key not in known:
+            signature = typed(function, context, arguments, keywords)
+            known[key] = signature, function._impl_keys[signature.args], function, context, flags
+        signature, implementation = known[key][:2]
+        function._impl_keys[signature.args] = implementation
+        return signature
+
+    return get_call_type
+
+
+def _finder_of_implementations() -> Callable[..., Any]:
+    """`BaseContext.get_function` of lowering, which remembers what it found."""
+    find = LoweringContext.get_function
+    known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def get_function(context: Any, function: Any, signature: Any, _firstcall: bool = True) -> Any:
+        if not isinstance(function, BaseFunction):
+            return find(context, function, signature, _firstcall)
+        implementation = function.get_impl_key(signature.as_function())
+        key = id(context), id(function), id(implementation), signature.args, signature.return_type
+        if key not in known:
+            known[key] = find(context, function, signature, _firstcall), context, function, implementation
+        return known[key][0]
+
+    return get_function
+
+
+def _find_singly_assigned_variable(lowering: Any) -> None:
+    """`Lower._find_singly_assigned_variable`, which counts the assignments of all variables at once."""
+    blocks = lowering.func_ir.blocks
+    uses = analysis.compute_use_defs(blocks)
+    elsewhere = set().union(*uses.usemap.values(), analysis.must_use_alloca(blocks))
+    defining = Counter(name for names in uses.defmap.values() for name in names)
+    assigned: Counter[str] = Counter()
+    for label, block in blocks.items():
+        names = uses.defmap[label]
+        assigned.update(each.target.name for each in block.find_insts(ir.assign_types) if each.target.name in names)
+    lowering._singly_assigned_vars = {
+        name for name, count in defining.items() if count == 1 and assigned[name] == 1 and name not in elsewhere
+    }
+    lowering._blk_local_varmap = {}
 
 
 def _resolver_of_calls() -> Callable[..., Any]:
