@@ -369,7 +369,7 @@ def test_a_good_tree_passes(tmp_path: Path) -> None:
         ),
         ("tokenizer/merges.py", "from .bpe import x", "tokenizer.bpe -> tokenizer.merges -> tokenizer.bpe"),
         ("runtime/engine/steps/rows.py", "from runtime.engine.scheduling import x", "an executor sees no sequences"),
-        ("server/app.py", "from tools.soak import run", "tools is imported by nobody"),
+        ("server/app.py", "from tools.serving.soak import run", "tools is imported by nobody"),
         ("server/app.py", "import tests.fakes", "tests is imported by nobody"),
         ("server/app.py", "def f():\n  import torch.nn", "server.app:2 imports torch.nn: other engines"),
         ("models/base.py", "from transformers import AutoModel", "other engines stay outside"),

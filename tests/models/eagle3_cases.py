@@ -1,4 +1,4 @@
-"""Tiny EAGLE-3 drafters: what `speculators` is asked for, by case (`tools/make_eagle3_goldens.py`)."""
+"""Tiny EAGLE-3 drafters: what `speculators` is asked for, by case (`tools/references/make_eagle3_goldens.py`)."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ _NAMES = {np.dtype(numpy): name for name, numpy in _NUMPY.items()}
 
 @dataclass(frozen=True)
 class Golden:
-    """One case of `tools/generate_reference.py`."""
+    """One case of `tools/references/generate_reference.py`."""
 
     name: str
     seed: int

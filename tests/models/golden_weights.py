@@ -1,6 +1,6 @@
 """The weights of the golden models, made again from a seed wherever they are needed.
 
-`tools/generate_reference.py` gives them to transformers, the tests write them into model folders. They come
+`tools/references/generate_reference.py` gives them to transformers, the tests write them into model folders. They come
 from the raw 64-bit stream of PCG64, which numpy promises never to change, and from exact float32
 arithmetic, so every machine makes the same bits. Needs numpy alone.
 """

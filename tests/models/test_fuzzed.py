@@ -1,6 +1,8 @@
-"""Twenty models of `tools/fuzz_models.py`, with transformers' answers kept: every family, odd sizes, tight engines.
+"""Twenty models of `tools/comparing/fuzz_models.py`, with transformers' answers kept.
 
-    python tools/fuzz_models.py --peer-python PYTHON --num 20 --write-goldens tests/models/fuzzed
+They are of every family, and of odd sizes; engines are tight.
+
+    python tools/comparing/fuzz_models.py --peer-python PYTHON --num 20 --write-goldens tests/models/fuzzed
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import pytest
 
 from tests.models.folders import write_safetensors
 from tests.models.golden_weights import golden_tensor
-from tools.fuzzing.check import check
+from tools.comparing.fuzzing.check import check
 
 FOLDER = Path(__file__).parent / "fuzzed"
 KEPT = json.loads((FOLDER / "cases.json").read_text())

@@ -1,4 +1,4 @@
-"""Small random models of every family against Hugging Face transformers (`tools/generate_reference.py`).
+"""Small random models of every family against Hugging Face transformers (`tools/references/generate_reference.py`).
 
 float32 within 1e-4 (1e-5 here) and bfloat16 within 2e-2 of the largest logit, the same best token at every
 position, and the same greedy continuation; where bfloat16's diverges, each token is among the other's five

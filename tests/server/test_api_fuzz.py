@@ -1,5 +1,5 @@
-"""A thousand requests, right, wrong and spoilt, by the server's own description of itself (tools/fuzz_api.py sends
-more): no 5xx, no hang, no answer that is not described."""
+"""A thousand requests, right, wrong and spoilt, by the server's own description of itself
+(tools/serving/fuzz_api.py sends more): no 5xx, no hang, no answer that is not described."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.real_server import serving_real
-from tools.fuzz_api import Fuzzer
+from tools.serving.fuzz_api import Fuzzer
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:schemathesis")

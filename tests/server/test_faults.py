@@ -22,7 +22,7 @@ import pytest
 
 from tests.server.planted_engine import LOADING, SAMPLING
 from tests.waiting import TIMEOUT_S
-from tools.soaking.server_process import Holdings, ServerProcess, growth
+from tools.serving.soaking.server_process import Holdings, ServerProcess, growth
 
 PLANTED = "tests.server.planted_engine"
 SMALL = ("--device", "cpu", "--kv-cache-memory-bytes", "33554432", "--max-num-seqs", "32", "--log-level", "warning")

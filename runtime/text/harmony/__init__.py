@@ -12,5 +12,5 @@
     grammar.py         grammars that force calls, or an answer's form in the final channel
     prompt.py          whether a model speaks harmony, and how its prompt leaves the answer
 
-Rendering and reading follow the package `openai-harmony`; `tools/compare_harmony.py` compares the two.
+Rendering and reading follow the package `openai-harmony`; `tools/comparing/compare_harmony.py` compares the two.
 """

@@ -1,6 +1,6 @@
 """Quantised checkpoints that their own libraries wrote: the same floats bit for bit, and the dequantised twin's logits.
 
-`tools/make_quantized_models.py` makes the fixtures.
+`tools/references/make_quantized_models.py` makes the fixtures.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """gpt-oss with experts in MXFP4: transformers' floats and logits, and the twins in floats, stacked or not.
 
-`tools/make_quantized_models.py mxfp4` makes the model.
+`tools/references/make_quantized_models.py mxfp4` makes the model.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`xserv quantize`: the tensors and the config that the format's own library writes, and numbers near the model's.
 
 That compressed_tensors reads the folders, and makes of them the floats that we do, was seen with
-`tools/make_quantized_models.py read FOLDER ...`.
+`tools/references/make_quantized_models.py read FOLDER ...`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Tiny models that read pictures, and what they are asked: shared by the tests and `tools/make_vision_goldens.py`."""
+"""Tiny models that read pictures, and what they are asked.
+
+The tests and `tools/references/make_vision_goldens.py` share them.
+"""
 
 from __future__ import annotations
 

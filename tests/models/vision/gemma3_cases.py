@@ -1,4 +1,7 @@
-"""Tiny Gemma 3s that read pictures, and what they are asked: shared by the tests and `tools/make_llava_goldens.py`."""
+"""Tiny Gemma 3s that read pictures, and what they are asked.
+
+The tests and `tools/references/make_llava_goldens.py` share them.
+"""
 
 from __future__ import annotations
 

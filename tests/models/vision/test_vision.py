@@ -1,6 +1,6 @@
 """Models that read pictures against transformers: the tower's embeddings, positions, logits, and what is drawn behind.
 
-Made by `tools/make_vision_goldens.py`. Chunks may cut a picture anywhere.
+Made by `tools/references/make_vision_goldens.py`. Chunks may cut a picture anywhere.
 """
 
 from __future__ import annotations

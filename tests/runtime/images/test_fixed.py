@@ -1,5 +1,5 @@
 """Pictures of one size against transformers' processors of CLIP, SigLIP and Gemma 3: the resized bytes of 126 sizes
-and of files in all modes. Made by `tools/make_image_goldens.py`."""
+and of files in all modes. Made by `tools/references/make_image_goldens.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`LLM.beam_search` beside transformers' (tools/generate_reference.py beam_search), and what it refuses."""
+"""`LLM.beam_search` beside transformers' (tools/references/generate_reference.py beam_search), and what it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Answers with speculation are those without, to the bit of log probabilities (`tools/compare_speculation.py`)."""
+"""Answers with speculation are those without, to the bit of log probabilities.
+
+`tools/comparing/compare_speculation.py` compares many more.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from models.eagle3 import load_eagle3
 from runtime.engine.config import EngineConfig
 from runtime.engine.make_engine import loaded_model
 from tests.models.folders import load_golden, write_model
-from tools.compare_speculation import Comparison, compare, write_untrained
+from tools.comparing.compare_speculation import Comparison, compare, write_untrained
 
 
 def check(found: Comparison, *, has_eagle3: bool, is_trained: bool = True) -> None:

@@ -1,11 +1,12 @@
-"""Harmony beside the package `openai-harmony`: what `tools/compare_harmony.py` compares, in part and as a whole."""
+"""Harmony beside the package `openai-harmony`, in part and as a whole: what `tools/comparing/compare_harmony.py`
+compares."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.tokenizer.support import shared
-from tools.compare_harmony import Comparison, write_vocabulary
+from tools.comparing.compare_harmony import Comparison, write_vocabulary
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,255 @@
+"""Runs random small models of every family and compares each with Hugging Face transformers.
+
+    python tools/comparing/fuzz_models.py --peer-python PYTHON [--seed N] [--num M] [--family qwen3 ...]
+    python tools/comparing/fuzz_models.py --peer-python PYTHON --case FILE
+    python tools/comparing/fuzz_models.py --peer-python PYTHON --num 20 --write-goldens tests/models/fuzzed
+
+`PYTHON` has torch and transformers (`fuzzing/oracle.py` runs there, once for all models). Case `i` of seed `N` is
+always the same model (`fuzzing/cases.py`), run on the cpu in whole steps and in tight ones (chunked prompts, few
+blocks, so that prefixes are found and sequences preempted), and on one of the emulated devices. Compared are
+
+- the prompts' logits: max|a - b| / max|b| within 1e-4 in float32 and 2e-2 in bfloat16 and float16, or three times what
+  transformers itself loses in that type where that is more; where rounding may choose other experts, of half of the
+  rows, and nothing else is compared with transformers then;
+- greedy tokens: equal in float32 (but for ties); else, where they part, each among the other's five best; and the log
+  probabilities up to there;
+- the same requests alone, together and again, where arithmetic promises it (cpu, or exact): tokens and the bits of log
+  probabilities, greedy and drawn, in every run of the device that is exact, and in every other one.
+
+Each failure is made smaller while it stays one and printed as JSON, which `--case` runs again. Exit status 1 if there
+was any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import json
+import logging
+import multiprocessing
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tools.comparing.fuzzing.cases import Case, classes_of, draw_case, families  # noqa: E402
+from tools.comparing.fuzzing.check import Findings, check  # noqa: E402
+
+ORACLE = ROOT / "tools" / "comparing" / "fuzzing" / "oracle.py"
+HANG_S = 600
+"""A case that takes longer has failed."""
+MAX_SHRINKS = 40
+
+
+class Oracle:
+    """transformers in its own Python, and a folder for the models that it makes."""
+
+    def __init__(self, python: str) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="fuzz-models-")
+        self._process = subprocess.Popen(
+            [python, str(ORACLE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def make(self, case: Case) -> tuple[Path, dict[str, Any]]:
+        """The model folder of a case, and what the oracle says of it."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        folder = Path(self._folder.name) / "model"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        config_class, architecture = classes_of(case["family"])
+        request = {"config_class": config_class, "architecture": architecture, "folder": str(folder)}
+        request |= {name: case[name] for name in ("fields", "dtype", "weights", "prompts", "num_new")}
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the oracle ended with status {self._process.wait()}")
+        return folder, json.loads(line)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._folder.cleanup()
+
+
+class Checker:
+    """Has cases checked in a process that is a new one after each failure: a fault of an emulated device stays."""
+
+    def __init__(self, oracle: Oracle) -> None:
+        self._oracle = oracle
+        self._pool: ProcessPoolExecutor | None = None
+        self.total = Findings()
+        self.largest = 0.0  # relative error of logits in the latest case
+
+    def check(self, case: Case) -> list[str]:
+        """What is wrong with a case; empty if nothing is."""
+        folder, answer = self._oracle.make(case)
+        if "refused" in answer:
+            self.total.covered[f"refused by transformers: {answer['refused']}"] += 1
+            return []
+        if self._pool is None:
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=quiet)
+        try:
+            findings = self._pool.submit(check, case, folder, answer["noise"]).result(HANG_S)
+        except BrokenProcessPool:
+            findings = Findings([f"the process died: {case['runs']}"])
+        except TimeoutError:
+            findings = Findings([f"no answer for {HANG_S} s"])
+        self.largest = max(findings.worst.values(), default=float("nan"))
+        self.total.add(findings)
+        if findings.failures:
+            self.close()
+        return findings.failures
+
+    def close(self) -> None:
+        if self._pool is not None:
+            for process in multiprocessing.active_children():
+                process.kill()
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = None
+
+
+def quiet() -> None:
+    """Logs and traces of threads say again what the findings say."""
+    logging.disable(logging.CRITICAL)
+    threading.excepthook = lambda arguments: None
+
+
+def smaller(case: Case) -> Iterator[Case]:
+    """The case with one thing less."""
+    for index in range(len(case["runs"])):
+        if len(case["runs"]) > 1:
+            yield {**case, "runs": case["runs"][:index] + case["runs"][index + 1 :]}
+    for index in range(len(case["prompts"])):
+        if len(case["prompts"]) > 1:
+            yield {**case, "prompts": case["prompts"][:index] + case["prompts"][index + 1 :]}
+    if case["num_new"] > 1:
+        yield {**case, "num_new": 1}
+    if case["dtype"] != "float32":
+        yield {**case, "dtype": "float32"}
+    fields = case["fields"]
+    layers = "n_layer" if "n_layer" in fields else "num_hidden_layers"
+    if fields[layers] > 1 and "layer_types" not in fields and "no_rope_layers" not in fields:
+        yield {**case, "fields": {**fields, layers: 1}}
+    for name, value in fields.items():
+        if value is True:
+            yield {**case, "fields": {**fields, name: False}}
+        if name in ("sliding_window", "n_inner", "attn_logit_softcapping", "final_logit_softcapping") and value:
+            yield {**case, "fields": {**fields, name: None}}
+    if fields.get("rope_parameters", {}).get("rope_type", "default") != "default":
+        yield {**case, "fields": {**fields, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}}
+    for index, run in enumerate(case["runs"]):
+        for name in run:
+            if name not in ("device", "block_size", "num_blocks", "preemption"):
+                changed = copy.deepcopy(case)
+                del changed["runs"][index][name]
+                if name == "swap_space_bytes":
+                    del changed["runs"][index]["preemption"]
+                yield changed
+
+
+def shrunk(checker: Checker, case: Case) -> Case:
+    """A smaller case that fails, too."""
+    tries = 0
+    while True:
+        for candidate in smaller(case):
+            tries += 1
+            if tries > MAX_SHRINKS:
+                return case
+            if checker.check(candidate):
+                case = candidate
+                break
+        else:
+            return case
+
+
+def write_goldens(oracle: Oracle, folder: Path, seed: int, num: int, families: list[str], devices: list[str]) -> None:
+    """Small cases that `tests/models/test_fuzzed.py` runs without the oracle: `cases.json` and `oracle.npz`."""
+    kept: list[dict[str, Any]] = []
+    arrays: dict[str, Any] = {}
+    for index in itertools.count():
+        if len(kept) == num:
+            break
+        case = draw_case(random.Random(f"{seed}:{index}"), families[len(kept) % len(families)], devices, is_small=True)
+        made, answer = oracle.make(case)
+        if "refused" in answer:
+            continue
+        config = json.loads((made / "config.json").read_text())
+        with np.load(made / "oracle.npz") as stored:
+            arrays |= {f"{len(kept)}_{name}": array for name, array in stored.items()}
+        kept.append({"case": {name: case[name] for name in case if name != "fields"}, "config": config, **answer})
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cases.json").write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n")
+    np.savez_compressed(folder / "oracle.npz", **arrays)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--peer-python", required=True, help="a Python with torch and transformers")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num", type=int, default=20, help="models")
+    parser.add_argument("--first", type=int, default=0, help="number of the first model")
+    parser.add_argument("--family", nargs="*", choices=families(), default=families())
+    parser.add_argument("--device", nargs="*", default=["emulated:sm_80", "emulated:sm_90a"])
+    parser.add_argument("--emulated-share", type=float, default=0.4, help="of models that run on a device, too")
+    parser.add_argument("--case", type=Path, help="run this case instead")
+    parser.add_argument("--write-goldens", type=Path, help="keep small cases and their answers in this folder")
+    parser.add_argument("--no-shrink", action="store_true", help="print failing cases as they were drawn")
+    options = parser.parse_args()
+    oracle = Oracle(options.peer_python)
+    if options.write_goldens:
+        write_goldens(oracle, options.write_goldens, options.seed, options.num, options.family, options.device)
+        oracle.close()
+        return 0
+    checker = Checker(oracle)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left running
+    num_failed, start = 0, time.monotonic()
+    try:
+        for index in range(options.first, options.first + (1 if options.case else options.num)):
+            if options.case:
+                case = json.loads(options.case.read_text())
+            else:
+                rng = random.Random(f"{options.seed}:{index}")
+                devices = options.device if rng.random() < options.emulated_share else []
+                case = draw_case(rng, options.family[index % len(options.family)], devices)
+            began = time.monotonic()
+            said = checker.check(case)
+            devices = ", ".join(run["device"] for run in case["runs"])
+            took = f"{time.monotonic() - began:.1f} s, {checker.largest:.0e}" + (", FAILED" if said else "")
+            print(f"{index} {case['family']} {case['dtype']} on {devices}: {took}", flush=True)
+            if said:
+                num_failed += 1
+                print("\n".join(f"    {each}" for each in said), flush=True)
+                if not options.no_shrink:
+                    case = shrunk(checker, case)
+                    print("\n".join(f"    smaller: {each}" for each in checker.check(case)))
+                print(f"    {json.dumps(case)}", flush=True)
+    finally:
+        checker.close()
+        oracle.close()
+    worst = {name: f"{error:.1e}" for name, error in checker.total.worst.items()}
+    print(f"{num_failed} failed in {time.monotonic() - start:.0f} s; largest errors {worst}")
+    print("\n".join(f"{count:7} {what}" for what, count in sorted(checker.total.covered.items())))
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""The other side of `fuzz_models.py`: transformers makes models and says what they answer, one JSON line each.
+
+A script for a Python with torch and transformers (the extra `reference`); of this project it reads the golden weights
+alone. A request names a configuration class, its fields, the weights' seed and type, prompts, and a folder. The folder
+then holds the model as `save_pretrained` writes it, and `oracle.npz`: for each prompt its greedy continuation
+(`greedy_0` …) and the logits of both (`logits_0` …, `[tokens, vocabulary]`, float32 arithmetic over the rounded
+weights). The answer tells how far the model in its own type is from that, or, in float32, the one whose products are
+float64's (`noise`, relative to the largest logit), and names and shapes of the weights; or why transformers refuses the
+configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from tests.models.golden_weights import golden_tensor, named_tensors, stored_tensors
+
+
+def make(request: dict[str, Any]) -> dict[str, Any]:
+    """The folder of one request."""
+    folder = Path(request["folder"])
+    dtype = getattr(torch, request["dtype"])
+    try:
+        config = getattr(transformers, request["config_class"])(**request["fields"])
+        model_class = getattr(transformers, request["architecture"])
+        model = model_class._from_config(config, dtype=torch.float32)
+    except (ValueError, TypeError, KeyError, AssertionError, StrictDataclassError) as error:
+        return {"refused": " ".join(f"{request['config_class']}: {error}".split())[:200]}
+    with torch.no_grad():
+        tensors = [
+            stored
+            for name, parameter in named_tensors(model)
+            for stored in stored_tensors(name, parameter, config.model_type)
+        ]
+        for name, place in tensors:
+            place.copy_(torch.from_numpy(golden_tensor(name, tuple(place.shape), request["weights"])))
+    shapes = {name: list(place.shape) for name, place in tensors}
+    model.to(dtype).save_pretrained(folder)
+
+    def loaded(wanted: torch.dtype) -> Any:  # again from the folder, as its users get it
+        return model_class.from_pretrained(
+            folder, dtype=wanted, attn_implementation="eager", experts_implementation="eager"
+        ).eval()
+
+    arrays, noise = {}, 0.0
+    try:
+        reference = loaded(torch.float32)
+        own = loaded(torch.float64 if dtype is torch.float32 else dtype)
+        for index, prompt in enumerate(request["prompts"]):
+            greedy, logits = _continued(reference, prompt, request["num_new"])
+            arrays[f"greedy_{index}"], arrays[f"logits_{index}"] = np.array(greedy), logits
+            difference = np.abs(_continued(own, prompt, request["num_new"], greedy)[1] - logits).max()
+            noise = max(noise, float(difference / np.abs(logits).max()))
+    except ValueError as error:  # a configuration that is found wanting only when the model runs
+        return {"refused": f"{request['config_class']}: {error}"[:200]}
+    np.savez(folder / "oracle.npz", allow_pickle=False, **arrays)
+    return {"noise": noise, "shapes": shapes}
+
+
+def _continued(
+    model: Any, prompt: list[int], num_new: int, forced: list[int] | None = None
+) -> tuple[list[int], np.ndarray]:
+    """The greedy continuation (or the `forced` one), and the logits of the prompt and of each token but the last: each
+    from the whole of what stands before it, without a cache, since a longrope's factors depend on the length."""
+    ids, rows = list(prompt), _logits(model, prompt)
+    for at in range(num_new):
+        if at:
+            rows = np.concatenate((rows, _logits(model, ids)[-1:]))
+        ids.append(int(rows[-1].argmax()) if forced is None else forced[at])
+    return ids[len(prompt) :], rows
+
+
+def _logits(model: Any, ids: list[int]) -> np.ndarray:
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids]), use_cache=False).logits[0].float().numpy()
+    assert logits.shape[0] == len(ids)
+    return logits
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    for line in sys.stdin:
+        print(json.dumps(make(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

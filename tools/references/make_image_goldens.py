@@ -1,0 +1,86 @@
+"""Writes what transformers' image processors make (``backend="pil"``): ``tests/runtime/images/golden_patches.json`` of
+``Qwen2VLImageProcessorPil``, ``golden_fixed.json`` of those of CLIP, SigLIP and Gemma 3.
+
+    python -m tools.references.make_image_goldens          # needs transformers, torch and Pillow
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.runtime.images.pictures import FIXED, PICTURES, SIZES, SMALL_SIZES, picture_bytes, small_picture
+
+TARGET = Path(__file__).resolve().parents[2] / "tests/runtime/images/golden_patches.json"
+HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+RULES: dict[str, dict[str, Any]] = {
+    "qwen2.5": {"patch_size": 14, "size": {"shortest_edge": 3136, "longest_edge": 1003520}},
+    "qwen3": {"patch_size": 16, "size": {"shortest_edge": 65536, "longest_edge": 16777216}, **HALVES},
+    "small": {"patch_size": 16, "size": {"shortest_edge": 4096, "longest_edge": 65536}, **HALVES},
+}
+
+
+def main() -> None:
+    import transformers
+    from PIL import Image, ImageOps
+    from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as oracle
+
+    grids = {
+        name: [
+            oracle.smart_resize(
+                *size, 2 * rule["patch_size"], rule["size"]["shortest_edge"], rule["size"]["longest_edge"]
+            )
+            for size in SIZES
+        ]
+        for name, rule in RULES.items()
+    }
+    pictures = {}
+    for name in PICTURES:
+        image = ImageOps.exif_transpose(Image.open(io.BytesIO(picture_bytes(name))))
+        for rule in ("qwen2.5", "small"):
+            raw = oracle.Qwen2VLImageProcessorPil(**RULES[rule], do_rescale=False, do_normalize=False)
+            pixels = raw([image], return_tensors="np")["pixel_values"]
+            made = oracle.Qwen2VLImageProcessorPil(**RULES[rule])([image], return_tensors="np")
+            values = made["pixel_values"].ravel()
+            pictures[f"{rule}/{name}"] = {
+                "grid": made["image_grid_thw"][0].tolist(),
+                "shape": list(pixels.shape),
+                "sha256": hashlib.sha256(pixels.astype(np.uint8).tobytes()).hexdigest(),
+                "normalised": [float(each) for each in values[:: max(1, values.size // 7)][:7]],
+            }
+    found = {"transformers": transformers.__version__, "grids": grids, "pictures": pictures}
+    TARGET.write_text(json.dumps(found, separators=(",", ":")), encoding="utf-8")
+    make_fixed()
+
+
+def make_fixed() -> None:
+    import transformers
+    from PIL import Image, ImageOps
+
+    found: dict[str, Any] = {}
+    for name, case in FIXED.items():
+        settings = {field: value for field, value in case.items() if field != "processor"}
+        kind = getattr(transformers, f"{case['processor']}ImageProcessorPil")
+        raw, whole = kind(**settings, do_rescale=False, do_normalize=False), kind(**settings)
+
+        def made(image: Any, raw: Any = raw) -> str:
+            pixels = np.asarray(raw([image], return_tensors="np")["pixel_values"][0])
+            return hashlib.sha256(pixels.astype(np.uint8).tobytes()).hexdigest()[:16]
+
+        files = {one: ImageOps.exif_transpose(Image.open(io.BytesIO(picture_bytes(one)))) for one in PICTURES}
+        values = np.asarray(whole([files["rgb"]], return_tensors="np")["pixel_values"][0]).ravel()
+        found[name] = {
+            "files": {one: made(image) for one, image in files.items()},
+            "sizes": [made(small_picture(*size)) for size in SMALL_SIZES],
+            "normalised": [float(each) for each in values[:: max(1, values.size // 7)][:7]],
+        }
+    TARGET.with_name("golden_fixed.json").write_text(json.dumps(found, separators=(",", ":")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Writes what prediction layers of tiny models make of given hidden states, by the layers of transformers.
+
+    python -m tools.references.make_mtp_goldens          # needs torch and transformers
+
+transformers passes over these layers, but they consist of what it has: a layer of the family behind two norms and a
+map. Each case of `tests/models/mtp_cases.py` becomes a file in `tests/models/mtp`: the hidden states behind the model's
+last layer, the tokens, and the logits of each step ahead. Weights are made again from their seeds.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+
+from tests.models.folders import golden_tensors, load_golden
+from tests.models.golden_weights import named_tensors, stored_tensors
+from tests.models.mtp_cases import CASES, FOLDER, NUM_STEPS, NUM_TOKENS, prediction_tensors
+
+
+def main() -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    FOLDER.mkdir(exist_ok=True)
+    for case in CASES:
+        golden = load_golden(case)
+        given = json.loads((golden.folder / "config.json").read_text())
+        number, eps = given["num_hidden_layers"], given["rms_norm_eps"]
+        config = AutoConfig.for_model(**{**given, "num_hidden_layers": number + 1})
+        model: Any = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+        ).eval()
+        arrays = {**golden_tensors(golden), **prediction_tensors(case)}
+        weights = {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
+        own = f"model.layers.{number}."
+        with torch.no_grad():
+            for name, parameter in named_tensors(model):
+                if name.startswith(own):
+                    for stored, part in stored_tensors(name, parameter, given["model_type"]):
+                        part.copy_(weights[stored])
+        layer, head, table = model.model.layers[number], weights["lm_head.weight"], weights["model.embed_tokens.weight"]
+
+        def normed(x: Any, name: str, weights: Any = weights, eps: float = eps) -> Any:
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weights[f"{name}.weight"]
+
+        def run(ids: Any, hidden: Any, own: str = own, layer: Any = layer, model: Any = model, table: Any = table,
+                weights: Any = weights) -> Any:  # fmt: skip
+            x = torch.cat([normed(table[ids], f"{own}enorm"), normed(hidden, f"{own}hnorm")], -1)
+            x = (x @ weights[f"{own}eh_proj.weight"].T)[None]
+            positions = torch.arange(len(ids))[None]
+            mask = torch.full((len(ids), len(ids)), -torch.inf).triu(1)[None, None]
+            turned = model.model.rotary_emb(x, positions)
+            made = layer(x, attention_mask=mask, position_ids=positions, position_embeddings=turned)
+            return (made[0] if isinstance(made, tuple) else made)[0]
+
+        torch.manual_seed(golden.seed)
+        states = torch.randn(NUM_TOKENS, given["hidden_size"]) * 2
+        ids = torch.randint(0, given["vocab_size"], (NUM_TOKENS,))
+        logits = np.full((NUM_STEPS, NUM_TOKENS, given["vocab_size"]), np.nan, np.float32)
+        with torch.no_grad():
+            read = normed(states, "model.norm")
+            for column in range(NUM_TOKENS):
+                hidden = read[: column + 1]
+                for step in range(min(NUM_STEPS, NUM_TOKENS - column)):
+                    x = run(ids[: column + step + 1], hidden)
+                    logits[step, column] = (normed(x[-1:], f"{own}shared_head.norm") @ head.T)[0].numpy()
+                    hidden = torch.cat([hidden, x[-1:]])
+        np.savez_compressed(
+            FOLDER / f"{case}.npz", states=states.numpy(), token_ids=ids.numpy().astype(np.int32), logits=logits
+        )
+        print(case, (FOLDER / f"{case}.npz").stat().st_size, "bytes")
+
+
+if __name__ == "__main__":
+    main()

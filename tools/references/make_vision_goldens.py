@@ -1,0 +1,103 @@
+"""Writes what transformers makes of the tiny models of `tests/models/vision/cases.py`.
+
+    python -m tools.references.make_vision_goldens          # needs transformers and torch
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from tests.models.golden_weights import golden_tensor
+from tests.models.vision.cases import CASES, FOLDER, GRIDS, IMAGE, PROMPT, SEED, patches_of, stored_tensors
+
+NUM_NEW = 6
+"""Tokens drawn behind the prompt."""
+
+
+def main() -> None:
+    for case in CASES:
+        make_case(case)
+
+
+def make_case(case: str) -> None:
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**CASES[case])
+    config._attn_implementation = "eager"
+    model: Any = transformers.AutoModelForImageTextToText.from_config(config).eval()
+    shapes: dict[str, tuple[int, ...]] = {}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            shapes[name] = tuple(parameter.shape)
+            parameter.copy_(torch.from_numpy(golden_tensor(name, shapes[name], SEED)))
+        grids = torch.tensor([[1, *grid] for grid in GRIDS])
+        pixels = torch.from_numpy(np.concatenate([patches_of(case, index) for index in range(len(GRIDS))]))
+        made = model.model.get_image_features(pixels, grids)
+        kinds = torch.tensor([[int(token == IMAGE) for token in PROMPT]])
+        ids = torch.tensor([PROMPT])
+        positions, deltas = positions_of(model, ids, kinds, grids)
+        found = {
+            "embeddings": torch.cat(list(made.pooler_output)).numpy(),
+            "positions": positions[:, 0].numpy().astype(np.int32),
+            "delta": deltas.numpy().ravel(),
+        }
+        for index, deep in enumerate(getattr(made, "deepstack_features", None) or ()):
+            found[f"deepstack_{index}"] = (torch.cat(list(deep)) if isinstance(deep, tuple) else deep).numpy()
+        logits = []
+        for _ in range(NUM_NEW):
+            count = ids.shape[1] - len(PROMPT)
+            tail = (torch.arange(len(PROMPT), ids.shape[1]) + deltas.item()).expand(3, 1, -1)
+            extended = torch.cat([positions, tail], dim=2).long()
+            kinds_now = torch.cat([kinds, torch.zeros(1, count, dtype=kinds.dtype)], dim=1)
+            out = model(
+                input_ids=ids, pixel_values=pixels, image_grid_thw=grids, position_ids=extended,
+                mm_token_type_ids=kinds_now,
+            )  # fmt: skip
+            logits = out.logits[0].numpy()
+            chosen = int(logits[-1].argmax())
+            ids = torch.cat([ids, torch.tensor([[chosen]])], dim=1)
+        found["logits"] = logits
+        found["greedy"] = ids[0, len(PROMPT) :].numpy().astype(np.int32)
+    check_stored(model, shapes)
+    (FOLDER / f"{case}.json").write_text(json.dumps(shapes, separators=(",", ":")))
+    np.savez_compressed(FOLDER / f"{case}.npz", **found)
+    print(case, {name: array.shape for name, array in found.items()}, found["delta"], found["greedy"])
+
+
+def check_stored(model: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+    """transformers makes this model of the tests' checkpoint."""
+    import torch
+    from safetensors.numpy import save_file
+
+    with TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        save_file(stored_tensors(shapes), Path(folder) / "model.safetensors", metadata={"format": "pt"})
+        loaded = type(model).from_pretrained(folder)
+    parameters = dict(loaded.named_parameters())
+    assert all(torch.equal(parameters[name], each) for name, each in model.named_parameters())
+
+
+def positions_of(model: Any, ids: Any, kinds: Any, grids: Any) -> tuple[Any, Any]:
+    """transformers' `get_rope_index`. It takes a run of picture tokens for one picture: of two side by side, the second
+    is given as another kind of the same axis rule, a video of one frame."""
+    import torch
+
+    kinds = kinds.clone()
+    first = int(torch.nonzero(kinds[0])[0])
+    count = GRIDS[0][0] * GRIDS[0][1] // 4
+    second = slice(first + count, first + count + GRIDS[1][0] * GRIDS[1][1] // 4)
+    kinds[0, second] = 2
+    positions, deltas = model.model.get_rope_index(
+        ids, mm_token_type_ids=kinds, image_grid_thw=grids[[0, 2, 3]], video_grid_thw=grids[[1]]
+    )
+    return positions, deltas
+
+
+if __name__ == "__main__":
+    main()
