@@ -3,13 +3,13 @@
     python -m tools.gpu_bundle gpu_bundle                                  # for sm_90a; kernels, and packages for 3.12
     python -m tools.gpu_bundle gpu_bundle --image ptx --quick --no-packages    # for gpu_check --device emulated:sm_90a
 
-Kernels: each section of gpu_check runs on a device that does nothing, which notes what is launched (`gpu/collect.py`),
-and so does the serving of its models in all kinds of batches. What is noted is compiled, unless the cache has it, and
-goes into one bundle for each architecture, where KernelCache finds it by sources, specialisation and architecture.
-Cubins are checked to need no symbol from elsewhere.
+Kernels: each section of gpu_check runs on a device that does nothing, which notes what is launched
+(`gpu/checking/collect.py`), and so does the serving of its models in all kinds of batches. What is noted is compiled,
+unless the cache has it, and goes into one bundle for each architecture, where KernelCache finds it by sources,
+specialisation and architecture. Cubins are checked to need no symbol from elsewhere.
 
 Packages: wheels of this environment's versions, for the Python and the machine that are named, of what an image for
-GPUs may lack or have too old. They are used there only if so (`gpu/unpack.py`).
+GPUs may lack or have too old. They are used there only if so (`gpu/checking/unpack.py`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 from runtime.device.kernel_bundle import Bundle, merge_bundles  # noqa: E402
-from tools.gpu.elf_symbols import undefined_symbols  # noqa: E402
+from tools.gpu.checking.elf_symbols import undefined_symbols  # noqa: E402
+from tools.gpu.checking.unpack import PACKAGES  # noqa: E402
 from tools.gpu.sections import sections  # noqa: E402
-from tools.gpu.unpack import PACKAGES  # noqa: E402
 
 MOST_BYTES = 40_000_000
 """Of the whole folder: what a working tree leaves of 64 MiB."""
@@ -101,7 +101,7 @@ def collect(
         while waiting and len(running) < len(os.sched_getaffinity(0)):
             number, name = waiting.pop(0)
             part = scratch / f"{number}.bundle"
-            command = [sys.executable, "-m", "tools.gpu.collect", name, "--device", device, "--arch", arch]
+            command = [sys.executable, "-m", "tools.gpu.checking.collect", name, "--device", device, "--arch", arch]
             command += ["--part", str(part), *["--quick"] * is_quick]
             with part.with_suffix(".log").open("wb") as log:
                 running[name] = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT), part

@@ -31,10 +31,10 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from tools.gpu.report import Report  # noqa: E402
-from tools.gpu.runner import LEAST_S, Launcher, run_section  # noqa: E402
+from tools.gpu.checking.report import Report  # noqa: E402
+from tools.gpu.checking.runner import LEAST_S, Launcher, run_section  # noqa: E402
+from tools.gpu.checking.unpack import prepare  # noqa: E402
 from tools.gpu.sections import Options, Section, sections  # noqa: E402
-from tools.gpu.unpack import prepare  # noqa: E402
 
 BUDGET_S = 540.0
 THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "NUMBA_NUM_THREADS")

@@ -13,7 +13,7 @@ from runtime.bench.kernels.goals import GOALS
 from runtime.device import gpu as gpu_module
 from runtime.device.emulator.driver.architectures import H100, H200
 from tools import kernel_goals
-from tools.gpu.models import MODELS, TINY
+from tools.gpu.serving.models import MODELS, TINY
 from tools.kernel_costs.forecast import (
     StepForecast,
     context_of,

@@ -27,8 +27,8 @@ from runtime.device.nccl import NcclComm, NcclError, candidates, open_nccl
 from runtime.dtype import DType, float32
 from runtime.own_packages import python_module
 from runtime.rank_notices import Notices, notices_bytes, shared_memory
-from tools.gpu.asking import DEMO, ask, first_difference, ids_of
 from tools.gpu.sections import ROOT, Case, Options, Result
+from tools.gpu.serving.asking import DEMO, ask, first_difference, ids_of
 
 SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_DEBUG": "WARN"}
 TWO_RANKS_S = 30.0

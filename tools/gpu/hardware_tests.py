@@ -33,7 +33,7 @@ def session(options: Options, file: str, known: Collection[str], report: Callabl
         plugins: list[object] = [_Reporter(known, report)]
         marks = "gpu"  # of those of emulated devices, all: a GPU has time for what is exhaustive elsewhere
         if file in EMULATED_TESTS:
-            from tools.gpu.stand_in import StandIn
+            from tools.gpu.checking.stand_in import StandIn
 
             plugins.append(StandIn(options))
             marks = ""

@@ -32,7 +32,7 @@ def _watch(options: Options, tool: str, section: str) -> Result:
         results = Path(folder) / "results"
         command = [
             program, "--tool", tool, "--error-exitcode", "99", "--print-limit", "20", sys.executable, "-m",
-            "tools.gpu.worker", section, "--device", options.device, "--quick", "--results", str(results),
+            "tools.gpu.checking.worker", section, "--device", options.device, "--quick", "--results", str(results),
         ]  # fmt: skip
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
         lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []

@@ -1,7 +1,8 @@
 """What gpu_check does, in the order of what is worth knowing first.
 
 A section is a family of cases that one process goes through. Its cases come from a function ``cases(options)`` of a
-module in this room, which only that process imports: this file needs nothing but Python.
+module in this folder, which only that process imports: this file needs nothing but Python. `kernels` holds those about
+single kernels, `serving` those about whole models; `checking` goes through them and reports.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class Section:
 
     Attributes:
         name: as in the report.
-        source: "module:function" in this room; the function takes `Options` and yields cases. One that is called
+        source: "module:function" in this folder; the function takes `Options` and yields cases. One that is called
             "session" runs them itself, and takes the names not to be run and where to report, too.
         limit_s: seconds for all of its cases on a GPU, after which the process is ended; a resumed run goes on.
         case_limit_s: seconds after which a case that has not reported hangs.
@@ -109,47 +110,55 @@ class Section:
 def sections() -> Iterator[Section]:
     """All of them, the most telling first."""
     yield Section("environment", "environment:cases", 40, 30)
-    yield Section("first launches", "first_launches:cases", 60, 25)
-    yield Section("bandwidth", "speed:bandwidth", 30, is_timed=True)
-    yield Section("hopper gemm", "correctness:hopper_gemm", 80, 20)
-    yield Section("gemm", "correctness:gemm", 40, 20)
-    yield Section("experts", "experts:cases", 35, 30)
-    yield Section("quantized", "quantized:cases", 40, 20)
-    yield Section("attention", "correctness:attention", 40, 20)
-    yield Section("rows", "correctness:rows", 30, 20)
-    yield Section("sampling", "sampling:correctness", 35, 20)
-    yield Section("qwen3-8b", "models:batch_1", 50, 45, models=("qwen3-8b",), argument="qwen3-8b", is_timed=True)
-    yield Section("qwen3-0.6b", "models:batch_1", 40, 35, models=("qwen3-0.6b",), argument="qwen3-0.6b", is_timed=True)
-    yield Section("megakernel", "models:megakernel", 35, 30, argument="qwen3-0.6b", is_timed=True)
-    yield Section("goals", "speed:goals", 70, 60, is_timed=True)
-    yield Section("kernels", "speed:kernels", 65, 30, is_timed=True)
-    yield Section("quantized speed", "quantized_speed:linear", 40, 20, is_timed=True)
-    yield Section("hopper packed tuning", "packed_tuning:hopper_cases", 45, 20, is_timed=True)
-    yield Section("experts speed", "quantized_speed:experts", 40, 20, is_timed=True)
-    yield Section("experts tuning", "experts_tuning:cases", 20, 10, is_timed=True)
-    yield Section("sampling speed", "sampling:speed", 35, 20, is_timed=True)
-    yield Section("attention parts", "attention_parts:cases", 25, 20, is_timed=True)
-    yield Section("tuning", "tuning:cases", 60, 20, is_timed=True)
-    yield Section("packed tuning", "packed_tuning:cases", 45, 20, is_timed=True)
-    yield Section("gemv loads", "gemv_loads:cases", 25, 20, is_timed=True)
+    yield Section("first launches", "kernels.first_launches:cases", 60, 25)
+    yield Section("bandwidth", "kernels.speed:bandwidth", 30, is_timed=True)
+    yield Section("hopper gemm", "kernels.correctness:hopper_gemm", 80, 20)
+    yield Section("gemm", "kernels.correctness:gemm", 40, 20)
+    yield Section("experts", "kernels.experts:cases", 35, 30)
+    yield Section("quantized", "kernels.quantized:cases", 40, 20)
+    yield Section("attention", "kernels.correctness:attention", 40, 20)
+    yield Section("rows", "kernels.correctness:rows", 30, 20)
+    yield Section("sampling", "kernels.sampling:correctness", 35, 20)
     yield Section(
-        "qwen3-8b batches", "models:batches", 80, 60, models=("qwen3-8b",), argument="qwen3-8b", is_timed=True
+        "qwen3-8b", "serving.models:batch_1", 50, 45, models=("qwen3-8b",), argument="qwen3-8b", is_timed=True
     )
     yield Section(
-        "qwen3-0.6b batches", "models:batches", 40, 35, models=("qwen3-0.6b",), argument="qwen3-0.6b", is_timed=True
+        "qwen3-0.6b", "serving.models:batch_1", 40, 35, models=("qwen3-0.6b",), argument="qwen3-0.6b", is_timed=True
     )
+    yield Section("megakernel", "serving.models:megakernel", 35, 30, argument="qwen3-0.6b", is_timed=True)
+    yield Section("goals", "kernels.speed:goals", 70, 60, is_timed=True)
+    yield Section("kernels", "kernels.speed:kernels", 65, 30, is_timed=True)
+    yield Section("quantized speed", "kernels.quantized_speed:linear", 40, 20, is_timed=True)
+    yield Section("hopper packed tuning", "kernels.packed_tuning:hopper_cases", 45, 20, is_timed=True)
+    yield Section("experts speed", "kernels.quantized_speed:experts", 40, 20, is_timed=True)
+    yield Section("experts tuning", "kernels.experts_tuning:cases", 20, 10, is_timed=True)
+    yield Section("sampling speed", "kernels.sampling:speed", 35, 20, is_timed=True)
+    yield Section("attention parts", "kernels.attention_parts:cases", 25, 20, is_timed=True)
+    yield Section("tuning", "kernels.tuning:cases", 60, 20, is_timed=True)
+    yield Section("packed tuning", "kernels.packed_tuning:cases", 45, 20, is_timed=True)
+    yield Section("gemv loads", "kernels.gemv_loads:cases", 25, 20, is_timed=True)
+    yield Section(
+        "qwen3-8b batches", "serving.models:batches", 80, 60, models=("qwen3-8b",), argument="qwen3-8b", is_timed=True
+    )
+    yield Section(
+        "qwen3-0.6b batches", "serving.models:batches", 40, 35, models=("qwen3-0.6b",), argument="qwen3-0.6b",
+        is_timed=True,
+    )  # fmt: skip
     for model in ("gpt-oss-20b", "qwen3-8b int4", "qwen3-8b fp8", "12 layers of qwen3-30b-a3b"):
-        yield Section(model, "models:in_short", 30, 25, models=(model,), argument=model, is_timed=True)
-    yield Section("verification", "models:verification", 25, 20, argument="qwen3-8b", is_timed=True)
-    yield Section("tower", "tower:cases", 20, 15, is_timed=True)
+        yield Section(model, "serving.models:in_short", 30, 25, models=(model,), argument=model, is_timed=True)
+    yield Section("verification", "serving.models:verification", 25, 20, argument="qwen3-8b", is_timed=True)
+    yield Section("tower", "serving.tower:cases", 20, 15, is_timed=True)
     yield Section("nccl", "collectives:cases", 90, 50)
-    yield Section("speculation", "speculation:correctness", 60, 40)
-    yield Section("vision", "vision:correctness", 30, 25)
+    yield Section("speculation", "serving.speculation:correctness", 60, 40)
+    yield Section("vision", "serving.vision:correctness", 30, 25)
     for name in ("qwen3-0.6b", "qwen3-8b"):
         yield Section(
-            f"speculation speed {name}", "speculation:speed", 30, 25, models=(name,), argument=name, is_timed=True
+            f"speculation speed {name}", "serving.speculation:speed", 30, 25, models=(name,), argument=name,
+            is_timed=True,
+        )  # fmt: skip
+        yield Section(
+            f"mixed load {name}", "serving.mixed_load:cases", 45, 30, models=(name,), argument=name, is_timed=True
         )
-        yield Section(f"mixed load {name}", "mixed_load:cases", 45, 30, models=(name,), argument=name, is_timed=True)
     for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
         name = path.stem.removeprefix("test_").removesuffix("_on_hardware")
         yield Section(f"tests {name}", "hardware_tests:session", 90, 60, argument=f"gpu/{path.name}")

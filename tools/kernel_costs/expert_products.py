@@ -13,7 +13,7 @@ from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K
 from numba_kernels.cuda.gemm.tensor_core import EFFICIENCY
 from numba_kernels.cuda.packing import packing_of
 from runtime.device.emulator.driver.architectures import GpuModel, model_of
-from tools.gpu.models import IN_SHORT
+from tools.gpu.serving.models import IN_SHORT
 from tools.kernel_costs.latencies import EDGES, Timing
 from tools.kernel_costs.launch_lists import Launched, decode_step
 from tools.kernel_costs.page import table

@@ -11,7 +11,7 @@ import numpy as np
 from numba_kernels.cuda import attention, gemm
 from runtime.bench.kernels.bench_kernels import QWEN3_8B
 from runtime.device.emulator.driver.architectures import H100, H200, GpuModel
-from tools.gpu.models import MODELS
+from tools.gpu.serving.models import MODELS
 from tools.kernel_costs.counts import Bench
 from tools.kernel_costs.latencies import EDGES, Timing
 from tools.kernel_costs.launch_lists import FactsOf, Launched, Step, compiled, decode_step, launched_of

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from runtime.device.emulator.driver.architectures import H100, H200, GpuModel
-from tools.gpu.models import MODELS
+from tools.gpu.serving.models import MODELS
 from tools.kernel_costs.cases import Case, attention_case, gemm_case
 from tools.kernel_costs.counts import Bench
 from tools.kernel_costs.forecast import draw_instructions

@@ -18,8 +18,8 @@ from runtime.device.kernel_bundle import Bundle, merge_bundles, write_bundle
 from runtime.errors import DeviceError
 from tests.runtime.device.kernels import scale
 from tests.runtime.device.test_kernel_bundle import compiled
-from tools.gpu import unpack
-from tools.gpu.elf_symbols import symbols, undefined_symbols
+from tools.gpu.checking import unpack
+from tools.gpu.checking.elf_symbols import symbols, undefined_symbols
 from tools.gpu.sections import ROOT, sections
 
 DEVICE = "emulated:sm_90a"

@@ -17,10 +17,12 @@ from runtime.bench.kernels.cases import Prepared
 from runtime.bench.kernels.table import error_share
 from tests.runtime.device.emulated import new_gpu
 from tools import gpu_check
-from tools.gpu import graph_timeline, products, worker
-from tools.gpu.first_launches import _copy
-from tools.gpu.products import Wanted, check_product
+from tools.gpu.checking import worker
+from tools.gpu.kernels import products
+from tools.gpu.kernels.first_launches import _copy
+from tools.gpu.kernels.products import Wanted, check_product
 from tools.gpu.sections import EMULATED_TESTS, ROOT, Case, Options, sections
+from tools.gpu.serving import graph_timeline
 
 
 def test_three_commands_are_enough_and_names_are_unique() -> None:
@@ -40,7 +42,8 @@ def test_three_commands_are_enough_and_names_are_unique() -> None:
 def test_every_section_names_its_function() -> None:
     for section in sections():
         module, _, function = section.source.partition(":")
-        assert f"def {function}(" in (ROOT / "tools" / "gpu" / f"{module}.py").read_text(), section.name
+        file = ROOT / "tools" / "gpu" / f"{module.replace('.', '/')}.py"
+        assert f"def {function}(" in file.read_text(), section.name
 
 
 def test_what_the_parent_imports_needs_no_package() -> None:
@@ -68,8 +71,8 @@ def test_texts_in_a_models_own_tokens() -> None:
     """Without the packages of its tokenizer, and for these the same."""
     pytest.importorskip("regex")
     from runtime.text.load import read_tokenizer
-    from tools.gpu.asking import DEMO, first_difference, ids_of
-    from tools.gpu.speculation import QUESTIONS
+    from tools.gpu.serving.asking import DEMO, first_difference, ids_of
+    from tools.gpu.serving.speculation import QUESTIONS
 
     tokenizer = read_tokenizer(DEMO)
     prompts = [f"<|user|>{question}<|assistant|>" for question in QUESTIONS]
@@ -80,7 +83,7 @@ def test_texts_in_a_models_own_tokens() -> None:
 
 def test_the_pictures_answers_are_the_cpus() -> None:
     """Those that a GPU's are compared with."""
-    from tools.gpu import vision
+    from tools.gpu.serving import vision
 
     assert vision.answers(Options("cpu"), "float32") == json.loads(vision.ANSWERS.read_text())
 

@@ -37,7 +37,7 @@ class Launcher:
     """How a worker is started: its command without arguments, and its environment."""
 
     environment: Mapping[str, str]
-    command: tuple[str, ...] = (sys.executable, "-m", "tools.gpu.worker")
+    command: tuple[str, ...] = (sys.executable, "-m", "tools.gpu.checking.worker")
 
 
 def run_section(

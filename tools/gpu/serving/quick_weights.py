@@ -25,7 +25,7 @@ from runtime.linear.packed_matrix import MatrixPart, prepare_packed
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 from runtime.linear.weight import GpuWeight, RowWeight
 from runtime.tensor.tensor import Tensor
-from tools.gpu.packed_layers import FORMATS, random_matrix
+from tools.gpu.kernels.packed_layers import FORMATS, random_matrix
 
 _STD = 0.02
 Array = np.ndarray[Any, Any]

@@ -19,7 +19,7 @@ from runtime.bench.kernels.cases import TOLERANCE, Array, Inputs, sampled
 from runtime.device.gpu import Gpu
 from runtime.linear.norm import RmsNorm
 from runtime.tensor.tensor import Tensor
-from tools.gpu.packed_layers import Layer, launched_names, packed_layer, planned_of, rounded_rows
+from tools.gpu.kernels.packed_layers import Layer, launched_names, packed_layer, planned_of, rounded_rows
 from tools.gpu.sections import Case, Options, Result
 
 Use = Literal["plain", "normed", "residual", "gated"]

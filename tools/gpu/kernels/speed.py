@@ -15,8 +15,8 @@ from runtime.bench.kernels import cases as bench
 from runtime.bench.kernels.table import prepare, row_of, timed, verify
 from runtime.bench.kernels.timing import Stopwatch
 from runtime.device.gpu import Gpu
+from tools.gpu.kernels.torch_peer import Torch, bind
 from tools.gpu.sections import Case, Options, Result
-from tools.gpu.torch_peer import Torch, bind
 
 NUM_RUNS = 30
 

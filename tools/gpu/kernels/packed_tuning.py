@@ -22,12 +22,12 @@ from runtime.backends.cuda_packed import Planned
 from runtime.bench.kernels.cases import Inputs, sampled
 from runtime.bench.kernels.timing import Stopwatch
 from runtime.linear.weight import PackedWeight
-from tools.gpu.packed_layers import packed_layer
-from tools.gpu.packed_layers import rounded_rows as numpy_rounded
-from tools.gpu.quantized import errors, put
-from tools.gpu.quantized_speed import Recorded
+from tools.gpu.kernels.packed_layers import packed_layer
+from tools.gpu.kernels.packed_layers import rounded_rows as numpy_rounded
+from tools.gpu.kernels.quantized import errors, put
+from tools.gpu.kernels.quantized_speed import Recorded
+from tools.gpu.kernels.speed import stopwatch_of
 from tools.gpu.sections import Case, Options, Result
-from tools.gpu.speed import stopwatch_of
 
 FORMATS = ("int4 g128", "fp8", "fp8 blocks", "mxfp4", "int8")
 SHAPES = ((8192, 8192), (6144, 4096), (4096, 12288))

@@ -21,10 +21,10 @@ from runtime.backends import cuda_experts
 from runtime.bench.kernels.cases import TOLERANCE, Inputs
 from runtime.bench.kernels.timing import Stopwatch
 from runtime.routing import Routing, RoutingRule
-from tools.gpu.quantized import put
-from tools.gpu.quantized_speed import MIXTURES, Mixture, Recorded, mixture_weights
+from tools.gpu.kernels.quantized import put
+from tools.gpu.kernels.quantized_speed import MIXTURES, Mixture, Recorded, mixture_weights
+from tools.gpu.kernels.speed import stopwatch_of
 from tools.gpu.sections import Case, Options, Result
-from tools.gpu.speed import stopwatch_of
 
 ROWS = {
     ("gpt-oss-20b", "mxfp4"): (128, 8, 512, 64, 2, 256, 32), ("gpt-oss-20b", "bf16"): (32, 64, 128, 192, 256),

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tools.gpu.asking import ask
-from tools.gpu.models import Model, config_of, quartiles_ms
 from tools.gpu.sections import Case, Options, Result
+from tools.gpu.serving.asking import ask
+from tools.gpu.serving.models import Model, config_of, quartiles_ms
 
 if TYPE_CHECKING:
     from runtime.device.stream import Event

@@ -13,8 +13,8 @@ from runtime.bench.kernels.cases import product_case
 from runtime.bench.kernels.table import prepare, verify
 from runtime.device.gpu import Gpu
 from tools import tune_kernels
+from tools.gpu.kernels.speed import stopwatch_of
 from tools.gpu.sections import Case, Options, Result
-from tools.gpu.speed import stopwatch_of
 
 SHAPES = ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288))
 ROWS = (16, 32, 64, 128, 256, 512, 1024, 48, 96, 192, 384)

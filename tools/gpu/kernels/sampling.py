@@ -14,8 +14,8 @@ from runtime.device.device import Device
 from runtime.dtype import int32
 from runtime.sampling_arrays import SAMPLING_FIELDS, SamplingArrays
 from runtime.tensor.tensor import Tensor
+from tools.gpu.kernels.speed import stopwatch_of
 from tools.gpu.sections import Case, Options, Result
-from tools.gpu.speed import stopwatch_of
 
 VOCABULARY = 151_936
 KINDS: dict[str, dict[str, float]] = {

@@ -1,4 +1,6 @@
-"""Which kernels a section of gpu_check launches, compiled: `python -m tools.gpu.collect SECTION --part FILE ...`.
+"""Which kernels a section of gpu_check launches, compiled.
+
+    python -m tools.gpu.checking.collect SECTION --part FILE ...
 
 The section's own code runs on a device that does nothing, at the sizes and on the paths of the real one, and every
 kernel that it asks for is noted. What a case finds is zeros, so that its comparisons fail behind its launches; those of
@@ -31,9 +33,9 @@ from runtime.device.kernel_cache import KernelCache, is_meant_for
 from runtime.device.kernel_key import kernel_index
 from runtime.device.kernel_list import KernelList
 from runtime.device.nccl import Nccl
-from tools.gpu import lenient
+from tools.gpu.checking import lenient
+from tools.gpu.checking.worker import outcome
 from tools.gpu.sections import Options, Section, find
-from tools.gpu.worker import outcome
 
 if TYPE_CHECKING:
     from numba_kernels.cuda.specialisation import Specialisation
@@ -43,7 +45,7 @@ EXPECTED = ("AssertionError", "Failed: DID NOT RAISE", "BenchmarkError")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.gpu.collect")
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu.checking.collect")
     parser.add_argument("section")
     parser.add_argument("--device", required=True, help="cuda:0, or emulated:sm_90a for kernels as PTX")
     parser.add_argument("--arch", required=True)
@@ -105,7 +107,7 @@ def served(section: Section, options: Options, arch: str) -> list[Specialisation
     """The kernels with which the section's models are served, in batches and prompts of all kinds."""
     from runtime.engine.config import EngineConfig
     from runtime.engine.model_kernels import kernels_of_model
-    from tools.gpu.models import config_of, quick_weights_of
+    from tools.gpu.serving.models import config_of, quick_weights_of
 
     found = []
     for name in section.models:

@@ -9,7 +9,7 @@ from numba_kernels.cuda.gemm import hopper
 from runtime.bench.kernels import cases as bench
 from runtime.bench.kernels.table import prepare, verify
 from runtime.device.gpu import Gpu
-from tools.gpu.products import Wanted, check_product
+from tools.gpu.kernels.products import Wanted, check_product
 from tools.gpu.sections import Case, Options, Result
 
 SERVED = ((6144, 4096), (4096, 4096), (4096, 12288), (4096, 1024), (1024, 3072))

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tools.gpu.report import MOST_FILES, Report
+from tools.gpu.checking.report import MOST_FILES, Report
+from tools.gpu.checking.summary import summary
 from tools.gpu.sections import Options
-from tools.gpu.summary import summary
 
 REAL, EMULATED = Options("cuda:0"), Options("emulated:sm_90a", is_quick=True)
 

@@ -12,8 +12,8 @@ from numba_kernels.cuda.gemm import hopper
 from runtime.bench.kernels.cases import Inputs, numpy_dtype
 from runtime.device.gpu import Gpu
 from runtime.device.graph import Graph
-from tools.gpu.first_kernels import CLUSTER, COLUMNS, ROWS, plan_copy
-from tools.gpu.products import Wanted, check_product
+from tools.gpu.kernels.first_kernels import CLUSTER, COLUMNS, ROWS, plan_copy
+from tools.gpu.kernels.products import Wanted, check_product
 from tools.gpu.sections import Case, Options, Result
 
 

@@ -14,8 +14,8 @@ from numba_kernels.cuda.gemm import Product, gemv, machine_of
 from numba_kernels.cuda.specialisation import Launch
 from runtime.bench.kernels.cases import Inputs, numpy_dtype
 from runtime.device.graph import Graph
+from tools.gpu.kernels.speed import stopwatch_of
 from tools.gpu.sections import Case, Options, Result
-from tools.gpu.speed import stopwatch_of
 
 SHAPES = ((4096, 4096), (24576, 4096), (4096, 12288), (1024, 1024))
 CHAIN = 36

@@ -16,8 +16,8 @@ from models.registry import load_model
 from runtime.bench.pictures.shapes import write_qwen3_vl
 from runtime.bench.pictures.tower import flops_of, products_of
 from runtime.device.gpu import Gpu
-from tools.gpu.models import quick_weights_of
 from tools.gpu.sections import Case, Options, Result
+from tools.gpu.serving.models import quick_weights_of
 
 SIDES = (64, 32)
 """Patches of 16 pixels along a side: 1024 and 512 pixels."""

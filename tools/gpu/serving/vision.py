@@ -1,6 +1,6 @@
 """Pictures on the device: the bundled model that reads them says what it says on the cpu.
 
-    python -m tools.gpu.vision       # writes vision_answers.json anew
+    python -m tools.gpu.serving.vision       # writes vision_answers.json anew
 
 That file has the cpu's answers, so that a lent GPU does not wait for the cpu's kernels to be compiled.
 """
@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from tools.gpu.asking import ask, first_difference, ids_of
 from tools.gpu.sections import ROOT, Case, Options, Result
+from tools.gpu.serving.asking import ask, first_difference, ids_of
 
 MODEL = ROOT / "models" / "demo_vision"
 ANSWERS = Path(__file__).with_name("vision_answers.json")

@@ -16,9 +16,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from tools.gpu.runner import Outcome
+from tools.gpu.checking.runner import Outcome
+from tools.gpu.checking.summary import summary
 from tools.gpu.sections import Options
-from tools.gpu.summary import summary
 
 MOST_FILES = 8
 MOST_BYTES = 16 << 20

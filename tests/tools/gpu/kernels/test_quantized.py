@@ -18,12 +18,12 @@ from runtime.device.gpu import Gpu
 from runtime.linear.options import LoadOptions
 from runtime.linear.packed_matrix import MatrixPart, prepare_packed
 from runtime.linear.weight import PackedWeight
-from tools.gpu import packed_layers, quantized, quantized_speed
-from tools.gpu.models import STORED, TINY
-from tools.gpu.packed_layers import FORMATS, packed_layer, random_matrix
-from tools.gpu.quantized import Wanted, check, errors
-from tools.gpu.quick_weights import quick_weights
+from tools.gpu.kernels import packed_layers, quantized, quantized_speed
+from tools.gpu.kernels.packed_layers import FORMATS, packed_layer, random_matrix
+from tools.gpu.kernels.quantized import Wanted, check, errors
 from tools.gpu.sections import Options
+from tools.gpu.serving.models import STORED, TINY
+from tools.gpu.serving.quick_weights import quick_weights
 
 pytestmark = pytest.mark.emulator
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tools.gpu import runner
-from tools.gpu.runner import Launcher, Outcome, run_section
+from tools.gpu.checking import runner
+from tools.gpu.checking.runner import Launcher, Outcome, run_section
 from tools.gpu.sections import Options, Section
 
 SECTION = Section("planted", "nowhere:cases", limit_s=60, case_limit_s=20)

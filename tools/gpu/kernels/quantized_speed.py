@@ -21,11 +21,11 @@ from runtime.bench.kernels.timing import Stopwatch
 from runtime.device.gpu import Gpu
 from runtime.linear.experts import ExpertsWeight
 from runtime.routing import Routing, RoutingRule
-from tools.gpu.packed_layers import Layer, float_layer, packed_layer
-from tools.gpu.quantized import Wanted, check, errors, put
-from tools.gpu.quick_weights import copied
+from tools.gpu.kernels.packed_layers import Layer, float_layer, packed_layer
+from tools.gpu.kernels.quantized import Wanted, check, errors, put
+from tools.gpu.kernels.speed import stopwatch_of
 from tools.gpu.sections import Case, Options, Result
-from tools.gpu.speed import stopwatch_of
+from tools.gpu.serving.quick_weights import copied
 
 FORMATS = ("int4 g128", "mxfp4", "fp8 blocks", "fp8", "w8a8", "int8", "int4 g32", "nvfp4")
 ROWS = (1, 16, 2048, 64, 128)

@@ -11,8 +11,8 @@ from numba_kernels.cuda.attention import planning
 from runtime.bench.kernels.cases import attention_case
 from runtime.bench.kernels.table import prepare, verify
 from runtime.device.gpu import Gpu
+from tools.gpu.kernels.speed import stopwatch_of
 from tools.gpu.sections import Case, Options, Result
-from tools.gpu.speed import stopwatch_of
 
 SHAPES = ((32, 1023), (1, 1023), (1, 16383), (8, 2047), (128, 1023))
 """Sequences, and tokens of each before the one that is decoded; 32 query heads on 8 KV heads of 128."""

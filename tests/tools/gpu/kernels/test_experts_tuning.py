@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from numba_kernels.cuda.experts import hopper
-from tools.gpu import experts_tuning
+from tools.gpu.kernels import experts_tuning
 from tools.gpu.sections import Options
 
 

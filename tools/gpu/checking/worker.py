@@ -1,4 +1,4 @@
-"""The process that goes through a section's cases: `python -m tools.gpu.worker SECTION --results FILE ...`.
+"""The process that goes through a section's cases: `python -m tools.gpu.checking.worker SECTION --results FILE ...`.
 
 What it finds goes to FILE as it is known, a line of JSON each:
 
@@ -28,7 +28,7 @@ LOST = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tools.gpu.worker")
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu.checking.worker")
     parser.add_argument("section")
     parser.add_argument("--device", required=True)
     parser.add_argument("--quick", action="store_true")

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from tools.gpu.graph_timeline import node_timeline
 from tools.gpu.sections import Case, Options, Result
+from tools.gpu.serving.graph_timeline import node_timeline
 
 if TYPE_CHECKING:
     from runtime.engine.engine import Engine
@@ -105,7 +105,7 @@ def config_of(options: Options, name: str) -> dict[str, Any]:
 
 def quick_weights_of(name: str) -> contextlib.AbstractContextManager[None]:
     """While a model is loaded: its weights cost little, and are quantised as `STORED` says of this name."""
-    from tools.gpu.quick_weights import quick_weights
+    from tools.gpu.serving.quick_weights import quick_weights
 
     return quick_weights(STORED.get(name, {}))
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tools.gpu.asking import DEMO, ask, first_difference, ids_of
-from tools.gpu.models import CONTEXT, OUTPUT, Model, config_of, quartiles_ms
 from tools.gpu.sections import Case, Options, Result
+from tools.gpu.serving.asking import DEMO, ask, first_difference, ids_of
+from tools.gpu.serving.models import CONTEXT, OUTPUT, Model, config_of, quartiles_ms
 
 if TYPE_CHECKING:
     from runtime.engine.scheduling.sequence import Sequence as Choice
