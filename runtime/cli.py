@@ -38,7 +38,7 @@ class Program(CommandGroup):
     def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
         if cmd_name != "bench":
             return super().get_command(ctx, cmd_name)
-        from runtime.commands.benchmarks import bench
+        from runtime.commands.bench.program import bench
 
         command: Any = typer.main.get_command(bench)
         command.rich_help_panel = MEASURE

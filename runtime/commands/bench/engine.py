@@ -1,0 +1,148 @@
+"""`xserv bench latency | throughput | streaming | exact | overhead`: an engine, and what its steps cost the host."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from runtime.commands.options import EngineOptions, integers
+from runtime.commands.report import ReportOptions, listing
+
+
+def latency(
+    engine: EngineOptions,
+    output: ReportOptions,
+    input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 32,
+    output_len: Annotated[int, typer.Option(help="New tokens of each.")] = 128,
+    batch_size: Annotated[int, typer.Option(help="Prompts in the batch.")] = 8,
+    num_iters_warmup: Annotated[int, typer.Option(help="Runs before the timed ones.")] = 3,
+    num_iters: Annotated[int, typer.Option(help="Timed runs.")] = 10,
+) -> None:
+    """How long one batch takes."""
+    from runtime.bench.scheduling.latency import bench_latency
+    from runtime.llm import LLM
+
+    with LLM(**engine.arguments()) as llm:
+        report = bench_latency(
+            llm,
+            input_len=input_len,
+            output_len=output_len,
+            batch_size=batch_size,
+            num_iters_warmup=num_iters_warmup,
+            num_iters=num_iters,
+        )
+    lines = {"avg latency (s)": report["avg_latency"]}
+    lines.update({f"p{q} latency (s)": value for q, value in report["percentiles"].items()})
+    output.deliver(report, listing(report, lines))
+
+
+def throughput(
+    engine: EngineOptions,
+    output: ReportOptions,
+    input_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 32,
+    output_len: Annotated[int, typer.Option(help="New tokens of each.")] = 128,
+    num_prompts: Annotated[int, typer.Option(help="How many prompts.")] = 64,
+) -> None:
+    """How much comes out when all requests are there from the start."""
+    from runtime.bench.scheduling.throughput import bench_throughput
+    from runtime.llm import LLM
+
+    with LLM(**engine.arguments()) as llm:
+        report = bench_throughput(llm, input_len=input_len, output_len=output_len, num_prompts=num_prompts)
+    names = (
+        "elapsed_time",
+        "num_requests",
+        "total_num_tokens",
+        "requests_per_second",
+        "tokens_per_second",
+        "output_tokens_per_second",
+    )
+    output.deliver(report, listing(report, {name.replace("_", " "): report[name] for name in names}))
+
+
+def streaming(
+    engine: EngineOptions,
+    output: ReportOptions,
+    num_requests: Annotated[int, typer.Option(help="Requests of one burst.")] = 32,
+    prompt_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 4,
+    max_tokens: Annotated[int, typer.Option(help="New tokens of each.")] = 8,
+    num_warmup_rounds: Annotated[int, typer.Option(help="Bursts before the timed ones.")] = 2,
+    num_rounds: Annotated[int, typer.Option(help="Timed bursts; the median one is reported.")] = 5,
+) -> None:
+    """A burst: many short requests in the same moment."""
+    from runtime.bench.load.streaming import bench_streaming
+    from runtime.llm import LLM
+
+    with LLM(**engine.arguments()) as llm:
+        report = bench_streaming(
+            llm,
+            num_requests=num_requests,
+            prompt_len=prompt_len,
+            max_tokens=max_tokens,
+            num_warmup_rounds=num_warmup_rounds,
+            num_rounds=num_rounds,
+        )
+    lines = {"burst (s)": report["duration"], "submit wall (ms)": report["submit_wall_ms"]}
+    for name, title in (("add_request", "add request"), ("ttft", "TTFT"), ("e2el", "latency")):
+        for kind in ("mean", "p50", "p99"):
+            lines[f"{kind} {title} (ms)"] = report[f"{kind}_{name}_ms"]
+    if report["ttft_ratio"] is not None:
+        lines["p50 TTFT / one request of as many tokens"] = report["ttft_ratio"]
+    lines["completion throughput (tokens/s)"] = report["completion_throughput"]
+    output.deliver(report, listing(report, lines))
+
+
+def exact(
+    engine: EngineOptions,
+    output: ReportOptions,
+    num_requests: Annotated[int, typer.Option(help="How many requests.")] = 300,
+    num_schedules: Annotated[int, typer.Option(help="How many ways to serve them; the first serves each alone.")] = 13,
+    num_rounds: Annotated[int, typer.Option(help="Timed runs of the exact and of the default mode, in turns.")] = 5,
+) -> None:
+    """Whether answers are equal to the bit under every schedule, and what that costs. Exit status 1: they are not."""
+    from runtime.bench.scheduling.exact import bench_exact, engine_maker
+
+    arguments = engine.arguments()
+    make_exact = engine_maker(arguments, exact=True)
+    make_default = engine_maker(arguments, exact=False)
+    report = bench_exact(
+        make_exact,
+        make_default,
+        num_requests=num_requests,
+        num_schedules=num_schedules,
+        num_rounds=num_rounds,
+        max_model_len=engine.max_model_len or 96,
+        seed=engine.seed or 0,
+        report_progress=lambda line: print(line, file=sys.stderr),
+    )
+    lines: dict[str, Any] = {row["name"]: f"{row['num_different']} differ" for row in report["schedules"]}
+    lines["choices"] = report["num_choices"]
+    lines["cost (exact time / default time)"] = report["cost"]
+    output.deliver(report, listing(report, lines))
+    if not report["is_exact"]:
+        raise typer.Exit(1)
+
+
+def overhead(
+    output: ReportOptions,
+    batch_sizes: Annotated[str, typer.Option(help="Sequences in a step, comma-separated.")] = "32,256",
+    context_lens: Annotated[str, typer.Option(help="Tokens of each, comma-separated.")] = "64,4096",
+    num_steps: Annotated[int, typer.Option(help="Timed steps of each.")] = 200,
+) -> None:
+    """What a decode step costs the host beside the computation."""
+    from runtime.bench.scheduling.overhead import bench_overhead
+
+    sizes, lens = integers("batch_sizes", batch_sizes), integers("context_lens", context_lens)
+    report = bench_overhead(batch_sizes=sizes, context_lens=lens, num_steps=num_steps)
+    lines = {}
+    for result in report["results"]:
+        what = f"{result['num_seqs']} x {result['context_len']} tokens"
+        lines[f"{what}, host (ms a step)"] = result["host_ms"]
+        if "graph_host_ms" in result:
+            lines[f"{what}, as a graph"] = result["graph_host_ms"]
+    output.deliver(report, listing(report, lines))
+
+
+COMMANDS = (latency, throughput, streaming, exact, overhead)
