@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from models.base import Model
-    from models.config import ModelConfig
+    from models.checkpoints.hub import resolve_model
+    from models.configuration.config import ModelConfig
+    from models.configuration.generation_config import GenerationConfig, load_generation_config
     from models.errors import ConfigError, ModelLoadError
-    from models.generation_config import GenerationConfig, load_generation_config
-    from models.hub import resolve_model
     from models.registry import load_config, load_model
 
 _HOMES = {
     "ConfigError": "models.errors",
-    "GenerationConfig": "models.generation_config",
+    "GenerationConfig": "models.configuration.generation_config",
     "Model": "models.base",
-    "ModelConfig": "models.config",
+    "ModelConfig": "models.configuration.config",
     "ModelLoadError": "models.errors",
     "load_config": "models.registry",
-    "load_generation_config": "models.generation_config",
+    "load_generation_config": "models.configuration.generation_config",
     "load_model": "models.registry",
-    "resolve_model": "models.hub",
+    "resolve_model": "models.checkpoints.hub",
 }
 
 __all__ = [

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from models.base import Model
-from models.config import ModelConfig
-from models.json_fields import Fields
+from models.configuration.config import ModelConfig
+from models.configuration.json_fields import Fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Architecture:
         name: such as "LlamaForCausalLM".
         model_type: such as "llama"; a config without `architectures` is known by it.
         read_config: makes the config of the file's fields. It reads every field that the arithmetic depends on;
-            what it leaves unread is refused by name, unless it is harmless (`models.harmless_fields`).
+            what it leaves unread is refused by name, unless it is harmless (`models.configuration.harmless_fields`).
         model_class: is made from what `read_config` returns.
     """
 

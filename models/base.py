@@ -9,8 +9,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import ClassVar
 
-from models.config import ModelConfig
-from models.maker import Maker
+from models.configuration.config import ModelConfig
+from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
 from runtime.communicator import begins_here, ends_here

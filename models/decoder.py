@@ -16,11 +16,11 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from models.base import Model
-from models.config import ModelConfig
+from models.configuration.config import ModelConfig
+from models.configuration.rope_config import RopeConfig
 from models.errors import ModelLoadError
-from models.maker import Maker
-from models.rope_config import RopeConfig
-from models.shares import Share
+from models.makers.maker import Maker
+from models.makers.shares import Share
 from runtime import ops
 from runtime.batch import Batch
 from runtime.kv.cache import KVCache

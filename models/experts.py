@@ -9,12 +9,12 @@ import re
 from dataclasses import dataclass
 from typing import Any, cast
 
-from models.config import ModelConfig
+from models.checkpoints.stacked import Order
+from models.configuration.config import ModelConfig
+from models.configuration.json_fields import Fields
 from models.decoder import Decoder, DecoderConfig, FeedForward, Layer, NormKind, PreNormLayer
 from models.errors import ModelLoadError
-from models.json_fields import Fields
-from models.maker import Maker
-from models.stacked import Order
+from models.makers.maker import Maker
 from runtime import ops
 from runtime.linear.linear import Linear
 from runtime.linear.norm import RmsNorm
@@ -59,7 +59,7 @@ class MoeConfig(DecoderConfig):
         dense_layers: numbers of the layers that have an MLP instead.
         shared_size: columns of the expert that all tokens go to; 0: there is none.
         qk_norm: of queries and keys, as `Attention` takes it.
-        num_prediction_layers: layers behind the model's own that predict further tokens (`models.mtp`).
+        num_prediction_layers: layers behind the model's own that predict further tokens (`models.drafters.mtp`).
     """
 
     expert_size: int

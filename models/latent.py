@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from models.decoder import DecoderConfig
-from models.maker import Maker
+from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
 from runtime.kv.cache import KVCache

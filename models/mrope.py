@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from models.configuration.rope_config import RopeConfig
 from models.rope import inverse_frequencies
-from models.rope_config import RopeConfig
 from runtime import ops
 from runtime.device.device import Device
 from runtime.ops import RopeTable

@@ -11,18 +11,21 @@ from typing import Any, Literal, Unpack
 
 from models.architecture import Architecture
 from models.base import Model
-from models.checkpoint import Checkpoint, TensorLayout
-from models.config import ModelConfig
-from models.dummy import DummyCheckpoint
+from models.checkpoints.checkpoint import Checkpoint, TensorLayout
+from models.checkpoints.dummy import DummyCheckpoint
+from models.checkpoints.model_files import open_model
+from models.checkpoints.stacked import take_apart
+from models.configuration.config import ModelConfig
+from models.configuration.harmless_fields import is_harmless
+from models.configuration.json_fields import Fields
 from models.errors import ModelLoadError
 from models.families import known_architectures
-from models.harmless_fields import is_harmless
-from models.json_fields import Fields
-from models.maker import DeclaringMaker, LoadingMaker, Maker, TensorSource
-from models.model_files import open_model
+from models.makers.declaration import TensorSource
+from models.makers.declaring_maker import DeclaringMaker
+from models.makers.loading_maker import LoadingMaker
+from models.makers.maker import Maker
 from models.quantized.on_load import RoundedSource
 from models.quantized.scheme import read_quantization
-from models.stacked import take_apart
 from models.stages import balanced, counted
 from runtime.dtype import float32
 from runtime.errors import InvalidArgumentError

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from models.configuration.rope_config import RopeConfig
 from models.errors import ModelLoadError
-from models.rope_config import RopeConfig
 from runtime.device.device import CPU, Device
 from runtime.ops import RopeTable
 from runtime.tensor.tensor import Tensor

@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from models.hub import model_name
+from models.checkpoints.hub import model_name
 from runtime.device.device import Device
 from runtime.engine.config import EngineConfig
 from runtime.engine.errors import EngineDeadError

@@ -28,8 +28,8 @@ from typing import Any
 
 import uvicorn
 
-from models.hub import local_model, model_name
-from models.model_files import open_model
+from models.checkpoints.hub import local_model, model_name
+from models.checkpoints.model_files import open_model
 from runtime.device.device import Device
 from runtime.engine.make_client import StartingClient
 from runtime.engine.messages import EngineOutput, EngineRequest

@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _draw(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
-    from models.hub import resolve_model
+    from models.checkpoints.hub import resolve_model
     from runtime.device.device import best_device
 
     device = options.device

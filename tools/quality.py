@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from models.hub import BUNDLED_MODEL
+from models.checkpoints.hub import BUNDLED_MODEL
 from models.quantized.write import Calibration, quantize_folder
 from runtime import LLM, SamplingParams
 from runtime.bench.environment import describe_machine

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.architecture import Architecture
-from models.config import read_common
+from models.configuration.config import read_common
+from models.configuration.json_fields import Fields
+from models.configuration.rope_config import parse_rope, rope_fields
 from models.decoder import Layer, PreNormLayer
 from models.experts import ExpertsForm, MoeConfig, MoeDecoder
 from models.families.glm_moe import read_sigmoid_rule
-from models.json_fields import Fields
 from models.latent import LatentAttention, LatentForm
-from models.maker import Maker
-from models.rope_config import parse_rope, rope_fields
+from models.makers.maker import Maker
 from runtime.routing import RoutingRule
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from models.architecture import Architecture
-from models.config import read_common, read_layer_types
+from models.configuration.config import read_common, read_layer_types
+from models.configuration.json_fields import Fields
+from models.configuration.rope_config import RopeConfig, parse_rope
 from models.decoder import Decoder, DecoderConfig, Layer, SandwichLayer
-from models.json_fields import Fields
-from models.maker import Maker
-from models.rope_config import RopeConfig, parse_rope
+from models.makers.maker import Maker
 
 _NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 

@@ -15,10 +15,10 @@ from dataclasses import fields as dataclass_fields
 from types import MappingProxyType
 
 from models.architecture import Architecture
-from models.config import outer_fields
+from models.configuration.config import outer_fields
+from models.configuration.json_fields import Fields
 from models.families.gemma import GemmaConfig, GemmaModel, read_gemma3
-from models.json_fields import Fields
-from models.maker import Maker
+from models.makers.maker import Maker
 from models.picture_decoder import PictureDecoder
 from models.towers.encoding import Pace, PatchRows, PictureTower, Pieces
 from models.towers.plain_vit import PlainVit, PlainVitConfig, read_plain_vit

@@ -4,11 +4,11 @@ matrix for gate and up. Glm4 has norms behind attention and MLP, too."""
 from __future__ import annotations
 
 from models.architecture import Architecture
-from models.config import read_common
+from models.configuration.config import read_common
+from models.configuration.json_fields import Fields
+from models.configuration.rope_config import parse_rope
 from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer, SandwichLayer
-from models.json_fields import Fields
-from models.maker import Maker
-from models.rope_config import parse_rope
+from models.makers.maker import Maker
 
 _GLM4_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 

@@ -6,10 +6,10 @@ that is in no weight, within the best groups.
 from __future__ import annotations
 
 from models.architecture import Architecture
-from models.config import read_common
+from models.configuration.config import read_common
+from models.configuration.json_fields import Fields
+from models.configuration.rope_config import parse_rope
 from models.experts import ExpertsForm, MoeConfig, MoeDecoder
-from models.json_fields import Fields
-from models.rope_config import parse_rope
 from runtime.routing import RoutingRule
 
 

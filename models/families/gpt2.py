@@ -16,9 +16,17 @@ from typing import Literal, cast
 
 from models.architecture import Architecture
 from models.base import Model
-from models.config import GELU_NAMES, ModelConfig, read_choice, read_dtype, read_token_ids, read_vocab_size
-from models.json_fields import REQUIRED, Fields
-from models.maker import Maker, Width
+from models.configuration.config import (
+    GELU_NAMES,
+    ModelConfig,
+    read_choice,
+    read_dtype,
+    read_token_ids,
+    read_vocab_size,
+)
+from models.configuration.json_fields import REQUIRED, Fields
+from models.makers.declaration import Width
+from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
 from runtime.kv.cache import KVCache

@@ -8,12 +8,12 @@ divided by their sum. Checkpoints hold a layer's experts as one tensor, in float
 from __future__ import annotations
 
 from models.architecture import Architecture
-from models.config import read_common, read_layer_types
+from models.configuration.config import read_common, read_layer_types
+from models.configuration.json_fields import Fields
+from models.configuration.rope_config import parse_rope
 from models.decoder import Layer, PreNormLayer
 from models.experts import ExpertsForm, MoeConfig, MoeDecoder, read_rule
-from models.json_fields import Fields
-from models.maker import Maker
-from models.rope_config import parse_rope
+from models.makers.maker import Maker
 
 
 class GptOssModel(MoeDecoder):

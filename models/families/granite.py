@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from models.architecture import Architecture
-from models.config import read_common
+from models.configuration.config import read_common
+from models.configuration.json_fields import Fields
+from models.configuration.rope_config import parse_rope
 from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer
-from models.json_fields import Fields
-from models.maker import Maker
-from models.rope_config import parse_rope
+from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
 from runtime.kv.cache import KVCache

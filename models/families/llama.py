@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.architecture import Architecture
-from models.config import agree_with_layer_types, read_common, read_layer_types
+from models.configuration.config import agree_with_layer_types, read_common, read_layer_types
+from models.configuration.json_fields import Fields
+from models.configuration.rope_config import KINDS, parse_rope
 from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer
-from models.json_fields import Fields
-from models.maker import Maker
-from models.rope_config import KINDS, parse_rope
+from models.makers.maker import Maker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,10 +16,10 @@ from types import MappingProxyType
 from typing import Any, Literal, cast
 
 from models.architecture import Architecture
-from models.config import GELU_NAMES, outer_fields, read_choice
+from models.configuration.config import GELU_NAMES, outer_fields, read_choice
+from models.configuration.json_fields import Fields
 from models.families.llama import LlamaConfig, LlamaModel, read_llama, read_mistral, read_qwen2
-from models.json_fields import Fields
-from models.maker import Maker
+from models.makers.maker import Maker
 from models.picture_decoder import PictureDecoder
 from models.towers.encoding import Pace, PatchRows, PictureTower, Pieces
 from models.towers.plain_vit import PlainVit, PlainVitConfig, read_plain_vit

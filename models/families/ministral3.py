@@ -6,11 +6,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from models.architecture import Architecture
-from models.config import read_common
+from models.configuration.config import read_common
+from models.configuration.json_fields import Fields
+from models.configuration.rope_config import parse_rope, rope_fields
 from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer
-from models.json_fields import Fields
-from models.maker import Maker
-from models.rope_config import parse_rope, rope_fields
+from models.makers.maker import Maker
 
 
 class Ministral3Model(Decoder):

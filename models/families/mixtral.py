@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from models.architecture import Architecture
+from models.configuration.json_fields import Fields
 from models.experts import ExpertsForm, MoeConfig, MoeDecoder, read_rule
 from models.families.llama import read_decoder
-from models.json_fields import Fields
 
 
 class MixtralModel(MoeDecoder):

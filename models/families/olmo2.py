@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from models.architecture import Architecture
-from models.config import read_common, read_layer_types
+from models.configuration.config import read_common, read_layer_types
+from models.configuration.json_fields import Fields
+from models.configuration.rope_config import RopeConfig, parse_rope
 from models.decoder import Attention, Decoder, DecoderConfig, GatedMlp, Layer
-from models.json_fields import Fields
-from models.maker import Maker
-from models.rope_config import RopeConfig, parse_rope
+from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
 from runtime.kv.cache import KVCache

@@ -13,11 +13,11 @@ twice, but changes short sequences, which are most.
 from __future__ import annotations
 
 from models.architecture import Architecture
-from models.config import read_common
+from models.configuration.config import read_common
+from models.configuration.json_fields import Fields
+from models.configuration.rope_config import parse_rope
 from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer
-from models.json_fields import Fields
-from models.maker import Maker
-from models.rope_config import parse_rope
+from models.makers.maker import Maker
 
 
 class Phi3Model(Decoder):

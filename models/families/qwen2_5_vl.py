@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from models.architecture import Architecture
-from models.config import agree_with_layer_types, outer_fields, read_common
+from models.configuration.config import agree_with_layer_types, outer_fields, read_common
+from models.configuration.json_fields import Fields
+from models.configuration.rope_config import parse_rope, rope_fields
 from models.families.llama import LlamaConfig, LlamaModel, windows_of_qwen
-from models.json_fields import Fields
-from models.maker import Maker
+from models.makers.maker import Maker
 from models.mrope import parted_axes
 from models.picture_decoder import AxesDecoder
-from models.rope_config import parse_rope, rope_fields
 from models.towers.qwen2_5_vl import WindowedTower, WindowedTowerConfig, read_windowed_tower
 from runtime.images.patches import PatchRule
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.architecture import Architecture
-from models.config import outer_fields
+from models.configuration.config import outer_fields
+from models.configuration.json_fields import Fields
+from models.configuration.rope_config import rope_fields
 from models.experts import ExpertsForm, MoeConfig, MoeDecoder, dense_layers, read_rule
 from models.families.llama import LlamaConfig, LlamaModel, read_decoder
-from models.json_fields import Fields
-from models.maker import Maker
+from models.makers.maker import Maker
 from models.mrope import interleaved_axes
 from models.picture_decoder import AxesDecoder
-from models.rope_config import rope_fields
 from models.towers.qwen3_vl import Tower, TowerConfig, read_tower
 from runtime.images.patches import PatchRule
 

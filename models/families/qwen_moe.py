@@ -6,9 +6,9 @@ Layers are Qwen2's and Qwen3's; some may have an MLP instead of experts.
 from __future__ import annotations
 
 from models.architecture import Architecture
+from models.configuration.json_fields import Fields
 from models.experts import MoeConfig, MoeDecoder, dense_layers, read_rule
 from models.families.llama import read_decoder, windows_of_qwen
-from models.json_fields import Fields
 
 
 def read_qwen2_moe(fields: Fields) -> MoeConfig:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from models.architecture import Architecture
-from models.config import read_common, read_layer_types
+from models.configuration.config import read_common, read_layer_types
+from models.configuration.json_fields import Fields
+from models.configuration.rope_config import parse_rope
 from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer
-from models.json_fields import Fields
-from models.maker import Maker
-from models.rope_config import parse_rope
+from models.makers.maker import Maker
 
 
 class SmolLM3Model(Decoder):

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from models.configuration.json_fields import REQUIRED, Fields
 from models.errors import ConfigError
 from models.gguf.architectures import ARCHITECTURES, GgufArchitecture, Keys
 from models.gguf.reader import GgufFile, GgufTensor, Strings, Value
-from models.json_fields import REQUIRED, Fields
 from runtime.dtype import DType
 
 _LONGEST_LIST = 1 << 14  # as many layers as a model may have

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoint import Checkpoint
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.stored_tensor import StoredTensor
+from models.configuration.json_fields import Fields
 from models.errors import ConfigError, WeightsError
 from models.gguf.architectures import GgufArchitecture
 from models.gguf.config import config_values, find_architecture, plain
 from models.gguf.formats import Array
 from models.gguf.reader import GgufFile, GgufTensor
-from models.json_fields import Fields
-from models.stored_tensor import StoredTensor
 from runtime.dtype import DType, float32
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 from tokenizer.errors import TokenizerFileError
@@ -34,7 +34,7 @@ _SAMPLING = {
 
 
 class GgufModel:
-    """The files of a model in GGUF; see `models.model_files.ModelFiles`.
+    """The files of a model in GGUF; see `models.checkpoints.model_files.ModelFiles`.
 
     Raises `WeightsError` and `ConfigError`, naming file, key or tensor, and value, for what is malformed, missing or
     not supported.
@@ -116,7 +116,7 @@ class GgufModel:
 
 
 class GgufWeight:
-    """One tensor of a file, in the rows of the model's safetensors; see `models.checkpoint.StoredTensor`.
+    """One tensor of a file, in the rows of the model's safetensors; see `models.checkpoints.checkpoint.StoredTensor`.
 
     `index` is its number among those that are stacked in the file's tensor. `pairs_of` elements of a head, neighbours
     of which are rotated together, are the two halves there; 0: rows stay. `norm_offset` was added.
@@ -169,7 +169,8 @@ class GgufWeight:
 
 class GgufHeadMaps:
     """The map from a latent row to heads' keys and values, `[heads (keys + values), latent]`, of which a file has the
-    parts: keys `[heads, latent, keys]` and values `[heads, values, latent]`. See `models.checkpoint.StoredTensor`."""
+    parts: keys `[heads, latent, keys]` and values `[heads, values, latent]`. See
+    `models.checkpoints.checkpoint.StoredTensor`."""
 
     def __init__(self, keys: GgufWeight, values: GgufWeight) -> None:
         heads, latent, key_dim = keys.shape if len(keys.shape) == 3 else (0, 0, 0)

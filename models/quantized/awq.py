@@ -12,7 +12,7 @@ from typing import Self
 
 import numpy as np
 
-from models.json_fields import Fields
+from models.configuration.json_fields import Fields
 from models.quantized.fp8 import SCALES
 from models.quantized.gptq import FROM_TRAINING
 from models.quantized.parts import FLOATS, Array, MatrixParts, ModuleTensors, Part, refusal

@@ -23,12 +23,13 @@ from typing import Any
 import numpy as np
 
 from models.base import Model
-from models.checkpoint import Checkpoint
-from models.config import ModelConfig
+from models.checkpoints.checkpoint import Checkpoint
+from models.configuration.config import ModelConfig
 from models.decoder import Attention, Decoder, DecoderConfig, GatedMlp, PreNormLayer
 from models.errors import WeightsError
 from models.experts import MoeConfig
-from models.maker import LinearDeclaration, LoadingMaker
+from models.makers.declaration import LinearDeclaration
+from models.makers.loading_maker import LoadingMaker
 from runtime import ops
 from runtime.batch import Batch
 from runtime.dtype import bfloat16, float32

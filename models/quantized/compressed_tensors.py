@@ -28,7 +28,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from models.json_fields import Fields
+from models.configuration.json_fields import Fields
 from models.quantized.fp8 import SCALES, SCALES_OF_PAGES, as_bytes, scale_part
 from models.quantized.gptq import unpacked
 from models.quantized.names import compiled

@@ -16,10 +16,10 @@ from typing import Self
 import ml_dtypes
 import numpy as np
 
-from models.json_fields import Fields
+from models.checkpoints.stored_tensor import StoredTensor
+from models.configuration.json_fields import Fields
 from models.quantized.names import UnconvertedModules
 from models.quantized.parts import FLOATS, Array, MatrixParts, ModuleTensors, Part, refusal
-from models.stored_tensor import StoredTensor
 from runtime.linear.quantized import ActivationScheme, QuantizedLayout
 
 SCALES = {

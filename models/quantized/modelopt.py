@@ -21,7 +21,7 @@ from typing import Self
 
 import numpy as np
 
-from models.json_fields import Fields
+from models.configuration.json_fields import Fields
 from models.quantized.fp8 import SCALES, SCALES_OF_PAGES, as_bytes, scale_part
 from models.quantized.parts import FLOATS, Array, MatrixParts, ModuleTensors, Part, refusal
 from runtime.linear.quantized import ActivationScheme, QuantizedLayout

@@ -14,7 +14,7 @@ from typing import Self
 import ml_dtypes
 import numpy as np
 
-from models.json_fields import Fields
+from models.configuration.json_fields import Fields
 from models.quantized.parts import MatrixParts, ModuleTensors, Part, refusal
 from runtime.linear.quantized import QuantizedLayout
 

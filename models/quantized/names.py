@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from models.json_fields import Fields
+from models.configuration.json_fields import Fields
 
 _LONGEST_PATTERN = 4096
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))"

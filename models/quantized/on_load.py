@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from models.errors import WeightsError
-from models.maker import TensorSource
+from models.makers.declaration import TensorSource
 from runtime.dtype import DType
 from runtime.linear.quantise import Rounding, quantise
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix

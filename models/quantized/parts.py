@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from models.checkpoints.stored_tensor import StoredTensor
 from models.errors import WeightsError
-from models.stored_tensor import StoredTensor
 from runtime.dtype import DType
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix, pack_halves, unpack_halves
 
@@ -94,7 +94,7 @@ class MatrixParts:
         order: gives the group of each column, int ``[K]``, in the matrix's order; codes come so, too.
         checks: raise `WeightsError` for what else the files must say.
         stack_shape: of a matrix in which those of all experts stand one under another: the shape of the tensor that
-            holds them in floats (`models.stacked`).
+            holds them in floats (`models.checkpoints.stacked`).
     """
 
     layout: QuantizedLayout
@@ -110,7 +110,7 @@ class MatrixParts:
 
 
 class QuantizedTensor:
-    """A matrix as the model asks for it; see `models.stored_tensor.StoredTensor`.
+    """A matrix as the model asks for it; see `models.checkpoints.stored_tensor.StoredTensor`.
 
     Attributes:
         dtype: what it is dequantised to if nothing else is asked for.

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
-from models.checkpoint import Checkpoint
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.stored_tensor import StoredTensor
+from models.configuration.json_fields import Fields, read_json_object
 from models.errors import WeightsError
-from models.json_fields import Fields, read_json_object
 from models.quantized.awq import AwqScheme
 from models.quantized.compressed_tensors import CompressedTensorsScheme
 from models.quantized.fp8 import Fp8Scheme
@@ -18,7 +19,6 @@ from models.quantized.gptq import GptqScheme
 from models.quantized.modelopt import QUANT_CONFIG, ModelOptScheme
 from models.quantized.mxfp4 import STACKED_PARTS, Mxfp4Scheme
 from models.quantized.parts import MatrixParts, ModuleTensors, QuantizedTensor
-from models.stored_tensor import StoredTensor
 from runtime.dtype import DType, bfloat16
 
 FIELD = "quantization_config"

@@ -13,15 +13,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from models.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from models.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from models.checkpoints.model_files import ModelFolder
+from models.checkpoints.safetensors_file import write_tensors
 from models.errors import ModelLoadError, WeightsError
 from models.families import known_architectures
-from models.model_files import ModelFolder
 from models.quantized.calibrate import Folded, calibrate
 from models.quantized.parts import refusal
 from models.quantized.scheme import FIELD
 from models.registry import load_config, quantisable_matrices
-from models.safetensors_file import write_tensors
 from runtime.dtype import DType, float32
 from runtime.errors import InvalidArgumentError
 from runtime.linear.quantise import Rounding, quantise

@@ -14,9 +14,9 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from models.config import GELU_NAMES, read_choice
-from models.json_fields import Fields
-from models.maker import Maker
+from models.configuration.config import GELU_NAMES, read_choice
+from models.configuration.json_fields import Fields
+from models.makers.maker import Maker
 from models.towers.encoding import Pace, PatchRows, PictureTower, through
 from models.towers.full_attention import FullAttention
 from models.towers.shares import share_of_tower

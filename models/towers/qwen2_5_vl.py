@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from models.config import SILU_NAMES, read_choice
-from models.json_fields import Fields
-from models.maker import Maker
+from models.configuration.config import SILU_NAMES, read_choice
+from models.configuration.json_fields import Fields
+from models.makers.maker import Maker
 from models.towers.encoding import Pace, PatchRows, PictureTower, Pieces, through
 from models.towers.full_attention import FullAttention
 from models.towers.qwen3_vl import axial_rope, patch_places

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from models.shares import UNIT, Share, share_of_width
+from models.makers.shares import UNIT, Share, share_of_width
 from numba_kernels.segments import SEGMENTS, STEP
 from runtime.linear.options import LoadOptions
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from models.hub import resolve_model
+from models.checkpoints.hub import resolve_model
 from runtime.bench.environment import describe_machine
 from runtime.bench.metrics import BenchmarkError, check_finite
 from runtime.device.device import Device

@@ -25,7 +25,7 @@ def info(
     """
     import msgspec
 
-    from models.model_files import open_model
+    from models.checkpoints.model_files import open_model
     from runtime.engine.config import EngineConfig
     from runtime.engine.make_engine import describe_engine
 

@@ -38,7 +38,7 @@ def build(
     from runtime.device.driver import cuda_bindings
 
     cuda_bindings("the kernels' compiler")  # before anything is imported that needs it
-    from models.hub import resolve_model
+    from models.checkpoints.hub import resolve_model
     from runtime.device.kernel_bundle import write_bundle
     from runtime.device.kernel_cache import KernelCache
     from runtime.engine.config import EngineConfig

@@ -22,7 +22,7 @@ def quantize(
     calibration_tokens: Annotated[int, typer.Option(help="So much of it.", min=1)] = 4096,
 ) -> None:
     """Write a model with quantised matrices, as compressed-tensors: for xserv, vLLM, SGLang and transformers."""
-    from models.hub import resolve_model
+    from models.checkpoints.hub import resolve_model
     from models.quantized.write import Calibration, quantize_folder
     from runtime.commands.info import size
     from runtime.progress import ON_STDERR

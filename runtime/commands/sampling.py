@@ -16,7 +16,7 @@ def sampling_params(llm: LLM, given: dict[str, Any], max_tokens: int | None) -> 
     """
     import msgspec
 
-    from models.generation_config import load_generation_config
+    from models.configuration.generation_config import load_generation_config
 
     config = load_generation_config(llm.client.info.model_path)
     length = max_tokens if config.max_new_tokens is None else config.max_new_tokens

@@ -23,7 +23,7 @@ def tokenize(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Show the token ids and tokens of a text, one a line; with --decode, the text of ids."""
-    from models.hub import resolve_model
+    from models.checkpoints.hub import resolve_model
     from runtime.text.load import read_tokenizer
 
     tokenizer = read_tokenizer(resolve_model(model))

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from models.base import Model
-from models.eagle3 import load_eagle3
-from models.generation_config import load_generation_config
-from models.hidden_state_drafter import HiddenStateDrafter
-from models.hub import model_name, resolve_model
-from models.mtp import load_mtp
-from models.preprocessing import read_patch_rule
+from models.checkpoints.hub import model_name, resolve_model
+from models.configuration.generation_config import load_generation_config
+from models.configuration.preprocessing import read_patch_rule
+from models.drafters.eagle3 import load_eagle3
+from models.drafters.hidden_state_drafter import HiddenStateDrafter
+from models.drafters.mtp import load_mtp
 from models.registry import declare_model, load_model, stages_of
 from runtime.communicator import Communicator, DeclaredRank, DeclaredStage, Pipeline, RankCommunicator
 from runtime.device.device import Device

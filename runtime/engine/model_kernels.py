@@ -11,7 +11,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from models.model_files import open_model
+from models.checkpoints.model_files import open_model
 from runtime.device.kernel_list import KernelList
 from runtime.engine.config import EngineConfig
 from runtime.engine.messages import EngineOutput, EngineRequest, ImageItem, ImageSupport

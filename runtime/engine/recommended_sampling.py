@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from models.generation_config import load_generation_config
+from models.configuration.generation_config import load_generation_config
 
 
 def recommended_sampling(folder: str | Path) -> dict[str, Any]:

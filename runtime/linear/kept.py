@@ -9,8 +9,8 @@
 | fp8, scales of rows or all, or of blocks or groups of a multiple of 128 of K | `fp8`: scales repeated, float32 |
 
 Columns may be stored in another order (`desc_act`): products take x's columns in that order. Tables that are read row
-by row, and experts, have no such products (`models.maker`). No number is rounded anew. What else there is becomes
-floats while it is loaded.
+by row, and experts, have no such products (`models.makers.maker`). No number is rounded anew. What else there is
+becomes floats while it is loaded.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from models.model_files import open_model
+from models.checkpoints.model_files import open_model
 from tokenizer.errors import TokenizerFileError
 
 if TYPE_CHECKING:

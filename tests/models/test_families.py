@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from models.base import Model
+from models.configuration.json_fields import read_json_object
 from models.decoder import Decoder
 from models.errors import ConfigError
 from models.families.gemma import GemmaModel
 from models.families.phi3 import Phi3Model
-from models.json_fields import read_json_object
-from models.maker import DeclaringMaker
+from models.makers.declaring_maker import DeclaringMaker
 from models.registry import parse_config
 from models.rope import make_rope_table
 from runtime.dtype import DType, bfloat16, float16, float32

@@ -17,8 +17,8 @@ from models.registry import declare_model, load_model
 from runtime.linear.options import LoadSettings
 from tests.models.driver import logits_of
 from tests.models.folders import load_golden, write_model
+from tests.models.makers.test_maker import ThreadCommunicator
 from tests.models.shared_families import FAMILIES, WITHOUT_EXACT_RANKS, write_shared
-from tests.models.test_maker import ThreadCommunicator
 
 exhaustive = pytest.mark.exhaustive
 Array = np.ndarray[Any, Any]

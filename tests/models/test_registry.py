@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import models
-from models.checkpoint import TensorLayout
-from models.dummy import DummyCheckpoint
+from models.checkpoints.checkpoint import TensorLayout
+from models.checkpoints.dummy import DummyCheckpoint
 from models.errors import ConfigError, ModelLoadError, WeightsError
 from models.families.gpt2 import GPT2Model
 from models.families.llama import LlamaModel
@@ -331,7 +331,7 @@ def test_a_bad_folder(
 
 def test_what_compiles_ahead_wakes_neither_numba_nor_the_hub() -> None:
     code = (
-        "import json, sys, models; from models.config import load_dtype;"
+        "import json, sys, models; from models.configuration.config import load_dtype;"
         "folder = models.resolve_model(None); load_dtype(folder); models.load_generation_config(folder);"
         "print(json.dumps([name in sys.modules for name in ('numba', 'runtime.ops', 'huggingface_hub')]))"
     )

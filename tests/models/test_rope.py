@@ -8,10 +8,10 @@ import math
 import numpy as np
 import pytest
 
+from models.configuration.json_fields import Fields
+from models.configuration.rope_config import RopeConfig, parse_rope
 from models.errors import ConfigError
-from models.json_fields import Fields
 from models.rope import inverse_frequencies, make_rope_table
-from models.rope_config import RopeConfig, parse_rope
 from tests.models.folders import GOLDENS
 
 REFERENCES = json.loads((GOLDENS / "rope.json").read_text())

@@ -25,7 +25,7 @@ assert runtime.__path__[0].startswith({root!r}), runtime.__path__
 USERS = """
 from msgspec.json import decode
 from typer.testing import CliRunner
-from models.generation_config import load_generation_config
+from models.configuration.generation_config import load_generation_config
 from runtime.cli import app
 from runtime.commands.options import SamplingOptions
 from runtime.commands.slash import run_slash

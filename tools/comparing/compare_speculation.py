@@ -32,12 +32,12 @@ import msgspec
 import numpy as np
 
 from models.base import Model
+from models.checkpoints.hub import resolve_model
 from models.decoder import Decoder
-from models.eagle3 import load_eagle3
+from models.drafters.eagle3 import load_eagle3
+from models.drafters.hidden_state_drafter import HiddenStateDrafter
+from models.drafters.mtp import load_mtp
 from models.experts import MoeConfig
-from models.hidden_state_drafter import HiddenStateDrafter
-from models.hub import resolve_model
-from models.mtp import load_mtp
 from runtime.engine.config import OWN_DRAFTER, EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.make_engine import engine_over, limits_of, loaded_model
@@ -52,7 +52,7 @@ from runtime.engine.speculation.state_proposer import StateProposer
 from runtime.kv.groups import blocks_of_sequence
 from runtime.text.load import load_tokenizer
 from runtime.text.pipeline import TextPipeline
-from tests.models.mtp_cases import write_bigrams
+from tests.models.drafters.mtp_cases import write_bigrams
 from tokenizer import Tokenizer
 
 ROUND, PIECE = 50, 100

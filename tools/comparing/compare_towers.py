@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from models.dummy import DummyCheckpoint
+from models.checkpoints.dummy import DummyCheckpoint
 from models.registry import load_config, load_model, tensor_layout
 from numba_kernels.cpu.running.pool import NUM_THREADS
 from runtime.bench.environment import describe_machine

@@ -35,9 +35,9 @@ EMULATED_TESTS = (
         "engine/steps/test_kept_layers", "engine/steps/test_megakernel", "engine/steps/test_sampler",
     )),
     *(f"models/{name}.py" for name in (
-        "test_eagle3", "test_experts", "test_fuzzed", "test_goldens_gpu", "test_goldens_tiers", "test_int8_gpu",
-        "quantized/test_gpu", "quantized/test_mxfp4", "gguf/test_experts", "vision/test_vision", "vision/test_llava",
-        "vision/test_gemma3",
+        "drafters/test_eagle3", "test_experts", "test_fuzzed", "test_goldens_gpu", "test_goldens_tiers",
+        "test_int8_gpu", "quantized/test_gpu", "quantized/test_mxfp4", "gguf/test_experts", "vision/test_vision",
+        "vision/test_llava", "vision/test_gemma3",
     )),
 )  # fmt: skip
 """Tests whose emulated devices of the GPU's architecture are the GPU itself here (`stand_in`)."""

@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 
 import models.registry
-from models.dummy import DummyCheckpoint
+from models.checkpoints.dummy import DummyCheckpoint
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.packing import packing_of
 from runtime.device.compiled_kernel import CompiledKernel

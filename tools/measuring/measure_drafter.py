@@ -14,7 +14,7 @@ import statistics
 import time
 from collections import defaultdict
 
-from models.hub import resolve_model
+from models.checkpoints.hub import resolve_model
 from runtime.engine.config import EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.make_engine import engine_of

@@ -24,7 +24,7 @@ AT_ONCE = 65
 
 def write(path: str) -> None:
     """Ids of each question and its right answer, and where the model lies."""
-    from models.hub import BUNDLED_MODEL
+    from models.checkpoints.hub import BUNDLED_MODEL
     from runtime.text.load import read_tokenizer
     from tools.demo_model import tasks
 

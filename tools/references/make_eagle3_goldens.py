@@ -2,8 +2,8 @@
 
     python -m tools.references.make_eagle3_goldens          # needs speculators, transformers and torch
 
-Each case of `tests/models/eagle3_cases.py` becomes a folder in `tests/models/eagle3`: the checkpoint, and
-`expected.npz` with the hidden states and tokens that it was given, and the logits of each step ahead.
+Each case of `tests/models/drafters/eagle3_cases.py` becomes a folder in `tests/models/drafters/eagle3`: the checkpoint,
+and `expected.npz` with the hidden states and tokens that it was given, and the logits of each step ahead.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.models.eagle3_cases import CASES, FOLDER, NUM_STEPS, NUM_TOKENS, TARGET_LAYERS
+from tests.models.drafters.eagle3_cases import CASES, FOLDER, NUM_STEPS, NUM_TOKENS, TARGET_LAYERS
 
 
 def main() -> None:

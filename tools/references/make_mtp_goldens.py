@@ -3,8 +3,8 @@
     python -m tools.references.make_mtp_goldens          # needs torch and transformers
 
 transformers passes over these layers, but they consist of what it has: a layer of the family behind two norms and a
-map. Each case of `tests/models/mtp_cases.py` becomes a file in `tests/models/mtp`: the hidden states behind the model's
-last layer, the tokens, and the logits of each step ahead. Weights are made again from their seeds.
+map. Each case of `tests/models/drafters/mtp_cases.py` becomes a file in `tests/models/drafters/mtp`: the hidden states
+behind the model's last layer, the tokens, and the logits of each step ahead. Weights are made again from their seeds.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from tests.models.drafters.mtp_cases import CASES, FOLDER, NUM_STEPS, NUM_TOKENS, prediction_tensors
 from tests.models.folders import golden_tensors, load_golden
 from tests.models.golden_weights import named_tensors, stored_tensors
-from tests.models.mtp_cases import CASES, FOLDER, NUM_STEPS, NUM_TOKENS, prediction_tensors
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from models.hub import resolve_model
+from models.checkpoints.hub import resolve_model
 from runtime.bench.environment import describe_engine
 from runtime.bench.metrics import BenchmarkError, check_finite
 from runtime.bench.peers.child_process import ChildProcess

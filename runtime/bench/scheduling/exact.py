@@ -180,7 +180,7 @@ def _bits_of(entry: TokenLogprobs) -> tuple[int, int, bytes, tuple[int, ...]]:
 
 def engine_maker(arguments: Mapping[str, Any], *, exact: bool) -> MakeEngine:
     """Engines over one loading of the model; `arguments` are `build_engine`'s. Raises as it does."""
-    from models.hub import model_name, resolve_model
+    from models.checkpoints.hub import model_name, resolve_model
     from runtime.engine.config import EngineConfig
     from runtime.engine.make_engine import engine_over, loaded_model
 

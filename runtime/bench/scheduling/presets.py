@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from runtime.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from models.config import ModelConfig
+    from models.configuration.config import ModelConfig
 
 
 def _shape(architecture: str, model_type: str, sizes: tuple[int, ...], **fields: Any) -> dict[str, Any]:

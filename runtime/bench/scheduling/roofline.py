@@ -17,7 +17,7 @@ from runtime.bench.scheduling.step_model import Pipeline, StepFeatures
 from runtime.kv.groups import cut_layers, of_layers
 
 if TYPE_CHECKING:
-    from models.config import ModelConfig
+    from models.configuration.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

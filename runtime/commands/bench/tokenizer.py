@@ -25,7 +25,7 @@ def tokenizer(
     loads: Annotated[int, typer.Option(help="Processes that load each tokenizer.")] = 3,
 ) -> None:
     """Encoding and decoding, one thread, beside tokenizers and tiktoken where installed; the same ids, or no time."""
-    from models.hub import resolve_model
+    from models.checkpoints.hub import resolve_model
     from runtime.bench.tokenizers.bench_tokenizer import as_lines, bench_tokenizer
 
     chosen: list[str | None] = [*folders] if folders else [None]

@@ -18,10 +18,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import tokenizer
-from models.config import load_dtype
+from models.checkpoints.hub import resolve_model
+from models.checkpoints.model_files import open_model
+from models.configuration.config import load_dtype
 from models.experts import MoeConfig
-from models.hub import resolve_model
-from models.model_files import open_model
 from models.registry import load_config
 from numba_kernels.cache_files import locked
 from runtime.device.device import Device

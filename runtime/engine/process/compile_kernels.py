@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING
 
 import msgspec
 
-from models.model_files import open_model
+from models.checkpoints.model_files import open_model
 from runtime.device.errors import CompileError
 from runtime.engine.config import EngineConfig, available_memory_bytes
 from runtime.engine.process.parent import end_with_parent

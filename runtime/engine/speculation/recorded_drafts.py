@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from models.hidden_state_drafter import HiddenStateDrafter
+from models.drafters.hidden_state_drafter import HiddenStateDrafter
 from numba_kernels.cpu.running.arena import Arena
 from numba_kernels.cpu.running.recording import NotRecordableError, Recording, record
 from runtime import ops

@@ -1,4 +1,4 @@
-"""A drafter that reads hidden states (`models.hidden_state_drafter`) at work: what each step leaves of the model's.
+"""A drafter that reads hidden states at work (`models.drafters`): what each step leaves of the model's.
 
 A pair is what it computes at once: token i + 1 of a sequence, and the model's hidden states at token i. It comes when
 the step that computed token i is over, and its key and value go into pages of the drafter's own, one behind another.
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from models.hidden_state_drafter import HiddenStateDrafter
+from models.drafters.hidden_state_drafter import HiddenStateDrafter
 from runtime import ops
 from runtime.engine.config import EngineLimits
 from runtime.engine.scheduling.block_pool import BlockPool, Chain

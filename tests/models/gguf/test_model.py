@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Ggml
 
+from models.checkpoints.model_files import open_model
 from models.errors import ConfigError, ModelLoadError, WeightsError
-from models.model_files import open_model
 from models.registry import declare_model, load_config, load_model
 from runtime.dtype import bfloat16, float16, float32
 from runtime.linear.format import GGML_FORMATS

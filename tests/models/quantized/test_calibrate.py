@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from models.checkpoints.hub import BUNDLED_MODEL
+from models.checkpoints.model_files import open_model
+from models.checkpoints.safetensors_file import SafetensorsFile
 from models.errors import ModelLoadError
 from models.families import known_architectures
-from models.hub import BUNDLED_MODEL
-from models.model_files import open_model
 from models.quantized.calibrate import calibrate
 from models.quantized.write import Calibration, quantize_folder
 from models.registry import load_config, load_model, quantisable_matrices
-from models.safetensors_file import SafetensorsFile
 from runtime.cli import app
 from runtime.errors import InvalidArgumentError
 from runtime.linear.quantise import Rounding

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.model_files import open_model
+from models.checkpoints.model_files import open_model
+from models.checkpoints.safetensors_file import SafetensorsFile
 from models.registry import declare_model, load_model
-from models.safetensors_file import SafetensorsFile
 from runtime.dtype import DType, float32
 from runtime.linear.quantized import QuantizedLayout
 from tests.models.driver import logits_of, relative_error

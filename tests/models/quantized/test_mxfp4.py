@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.checkpoint import open_checkpoint
+from models.checkpoints.checkpoint import open_checkpoint
+from models.checkpoints.model_files import open_model
 from models.errors import ConfigError, WeightsError
 from models.experts import Experts, MoeDecoder
-from models.model_files import open_model
 from models.registry import declare_model, load_config, load_model, tensor_layout
 from runtime.dtype import DType, bfloat16, float32
 from tests.models.driver import Array, logits_of, relative_error

@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from models.checkpoints.model_files import open_model
 from models.errors import WeightsError
-from models.model_files import open_model
 from models.quantized.on_load import HEAD, ROUNDINGS
 from models.registry import declare_model, load_model
 from runtime.dtype import bfloat16, float32

@@ -12,10 +12,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from models.checkpoints.model_files import open_model
+from models.checkpoints.safetensors_file import SafetensorsFile
 from models.errors import ConfigError, ModelLoadError, WeightsError
-from models.model_files import open_model
 from models.registry import declare_model, load_model
-from models.safetensors_file import SafetensorsFile
 from runtime.errors import XservError
 from tests.models.driver import logits_of
 from tests.models.folders import change_config, write_safetensors

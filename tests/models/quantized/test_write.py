@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from models.checkpoints.model_files import open_model
+from models.checkpoints.safetensors_file import SafetensorsFile
 from models.errors import ModelLoadError
-from models.model_files import open_model
 from models.quantized.write import OUTPUT_FORMATS, quantize_folder
 from models.registry import load_model
-from models.safetensors_file import SafetensorsFile
 from runtime.cli import app
 from runtime.dtype import bfloat16, float16, float32
 from runtime.errors import InvalidArgumentError

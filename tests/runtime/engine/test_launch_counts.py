@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cuda.bindings import driver as bindings
 
-import models.dummy
+import models.checkpoints.dummy
 from models.families.llama import LlamaModel
 from numba_kernels.cuda.gemm.segments import most_rows
 from numba_kernels.segments import SEGMENTS
@@ -107,7 +107,7 @@ class Counted:
         fields: dict[str, Any] = QWEN3_8B,
     ) -> None:  # fmt: skip
         monkeypatch.setattr(gpu_module, "_opened", {})
-        monkeypatch.setattr(models.dummy.DummyCheckpoint, "array", _zeros)
+        monkeypatch.setattr(models.checkpoints.dummy.DummyCheckpoint, "array", _zeros)
         (folder / "config.json").write_text(json.dumps(fields | {"num_hidden_layers": num_layers}))
         driver = CountingDriver("sm_90a")
         opened = Driver(driver, bindings, arch="sm_90a")
@@ -139,7 +139,7 @@ class Counted:
         monkeypatch.undo()
 
 
-def _zeros(checkpoint: models.dummy.DummyCheckpoint, name: str) -> np.ndarray:
+def _zeros(checkpoint: models.checkpoints.dummy.DummyCheckpoint, name: str) -> np.ndarray:
     return np.zeros(checkpoint._shapes[name], checkpoint._dtype.numpy)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from models.safetensors_file import SafetensorsFile
+from models.checkpoints.safetensors_file import SafetensorsFile
 from runtime.engine.admission import prepare
 from runtime.engine.config import EngineConfig, EngineSettings
 from runtime.engine.make_engine import build_engine, describe_engine

@@ -18,8 +18,8 @@ import pytest
 
 pytest.importorskip("PIL", reason="needs Pillow (extra vision)")
 
+from models.configuration.preprocessing import read_patch_rule
 from models.picture_decoder import AxesDecoder
-from models.preprocessing import read_patch_rule
 from models.registry import load_model
 from runtime import ops
 from runtime.batch import Batch, EncodedTokens

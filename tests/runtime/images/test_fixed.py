@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("PIL", reason="needs Pillow (extra vision)")
 
+from models.configuration.preprocessing import read_patch_rule
 from models.errors import ConfigError
-from models.preprocessing import read_patch_rule
 from runtime.images.decoding import decode
 from runtime.images.errors import ImageError
 from runtime.images.patches import FixedRule, Patches, Rule, make_patches, normalised

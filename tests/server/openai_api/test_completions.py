@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from models.hub import BUNDLED_MODEL
+from models.checkpoints.hub import BUNDLED_MODEL
 from runtime.engine.messages import EngineRequest
 from runtime.text.load import load_tokenizer
 from server.openai_api.logprobs import Echo

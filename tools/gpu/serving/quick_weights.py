@@ -15,9 +15,9 @@ from unittest.mock import patch
 
 import numpy as np
 
-import models.maker
+import models.makers.loading_maker
 import models.registry
-from models.dummy import DummyCheckpoint
+from models.checkpoints.dummy import DummyCheckpoint
 from runtime import ops
 from runtime.bench.kernels.cases import MOST_DRAWN
 from runtime.device.gpu import Gpu
@@ -94,7 +94,7 @@ def quick_weights(stored: Mapping[str, str]) -> Iterator[None]:
 
     with (
         patch.object(models.registry, "DummyCheckpoint", type("Weights", (QuickWeights,), attributes)),
-        patch.object(models.maker, "prepare_packed", packed),
+        patch.object(models.makers.loading_maker, "prepare_packed", packed),
         patch.object(ops, "prepare_linear", rows),
         patch.object(MatrixPart, "has_nan", False),  # there is none, and looking for it takes long
     ):

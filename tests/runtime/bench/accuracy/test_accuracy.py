@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from models.hub import BUNDLED_MODEL
+from models.checkpoints.hub import BUNDLED_MODEL
 from runtime import LLM, SamplingParams
 from runtime.bench.accuracy.gsm8k import (
     SAMPLE,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from models.hub import resolve_model
+from models.checkpoints.hub import resolve_model
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.tokenizers import bench_tokenizer as bench
 from runtime.bench.tokenizers.bench_tokenizer import (

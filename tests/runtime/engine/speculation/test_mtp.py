@@ -1,7 +1,8 @@
 """A prediction layer in the engine: right where it must be, the same however its sequence was computed; no token
 changes.
 
-Its arithmetic is held in `tests/models/test_mtp.py`; its pages and pairs are an EAGLE-3 drafter's (`test_eagle3`)."""
+Its arithmetic is held in `tests/models/drafters/test_mtp.py`; its pages and pairs are an EAGLE-3 drafter's
+(`test_eagle3`)."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from runtime.engine.errors import RequestError
 from runtime.engine.make_engine import build_engine, describe_engine
 from runtime.engine.messages import EngineRequest
 from runtime.engine.sampling_params import SamplingParams
+from tests.models.drafters.mtp_cases import CASES, write_bigrams, write_with_prediction
 from tests.models.folders import load_golden, write_model
-from tests.models.mtp_cases import CASES, write_bigrams, write_with_prediction
 from tests.runtime.engine.speculation.noted import Proposals, note_proposals
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from models.decoder import Decoder
-from models.eagle3 import load_eagle3
+from models.drafters.eagle3 import load_eagle3
 from runtime.engine.config import EngineConfig
 from runtime.engine.make_engine import loaded_model
 from tests.models.folders import load_golden, write_model

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from models.stored_tensor import Array, StoredTensor
+from models.checkpoints.stored_tensor import Array, StoredTensor
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 
 Order = Literal["by_turns", "in_runs"]
@@ -79,7 +79,7 @@ def take_apart(
 
 
 class StackedTensor:
-    """One of a stack's tensors; see `models.stored_tensor.StoredTensor`."""
+    """One of a stack's tensors; see `models.checkpoints.stored_tensor.StoredTensor`."""
 
     block_format: str | None = None
 

@@ -9,9 +9,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
-from models.checkpoint import Checkpoint, open_checkpoint
+from models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from models.configuration.json_fields import Fields, config_path, read_json_object
 from models.gguf.model_file import GgufModel
-from models.json_fields import Fields, config_path, read_json_object
 from models.quantized.scheme import add_quantization, read_quantization, with_quantized
 from tokenizer.loading import TokenizerFiles, read_folder
 

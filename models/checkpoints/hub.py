@@ -17,7 +17,7 @@ from typing import Any
 from models.errors import GatedModelError, HubError, HubOfflineError, ModelNotFoundError
 from runtime.progress import ON_STDERR, Reporter, Show
 
-BUNDLED_MODEL = Path(__file__).parent / "demo"
+BUNDLED_MODEL = Path(__file__).parents[1] / "demo"
 BUNDLED_MODEL_NAME = "xserv-demo"
 
 _WANTED_FILES = ["*.json", "model*.safetensors", "*.jinja", "merges.txt", "LICENSE*", "README.md"]

@@ -15,12 +15,13 @@ import pytest
 
 import models.demo
 import models.demo_moe
-from models.checkpoint import Checkpoint, open_checkpoint
+from models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from models.checkpoints.safetensors_file import SafetensorsFile
 from models.errors import ModelLoadError
 from models.families import known_architectures
-from models.maker import DeclaringMaker, LoadingMaker
+from models.makers.declaring_maker import DeclaringMaker
+from models.makers.loading_maker import LoadingMaker
 from models.registry import declare_model, load_config, load_model, tensor_layout
-from models.safetensors_file import SafetensorsFile
 from runtime.dtype import DType, bfloat16, float32
 from runtime.linear.format import quantized_format
 from runtime.linear.options import LoadOptions, LoadSettings
@@ -324,7 +325,7 @@ def test_what_exact_mode_cannot_share_is_refused(tmp_path: Path) -> None:
         load_model(folder, communicator=communicator, exact=True)
 
 
-FIXTURES = Path(__file__).parent / "quantized" / "fixtures"
+FIXTURES = Path(__file__).parents[1] / "quantized" / "fixtures"
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from models.checkpoints.other_formats import remedy
 from models.errors import ConfigError, one_line
-from models.other_formats import remedy
 from tokenizer.lfs import pointer_problem
 
 _LARGEST_JSON_BYTES = 64 << 20  # an index of half a million tensors fits

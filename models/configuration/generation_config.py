@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from models.json_fields import Fields
-from models.model_files import open_model
+from models.checkpoints.model_files import open_model
+from models.configuration.json_fields import Fields
 from runtime.sampling_table import COLUMNS, Column
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from models.configuration.generation_config import load_generation_config
+from models.configuration.harmless_fields import HARMLESS, NEUTRAL
+from models.configuration.json_fields import Fields, read_json_object
+from models.configuration.rope_config import RopeConfig
 from models.decoder import DecoderConfig
 from models.errors import ConfigError
-from models.generation_config import load_generation_config
-from models.harmless_fields import HARMLESS, NEUTRAL
-from models.json_fields import Fields, read_json_object
 from models.registry import load_config, parse_config
-from models.rope_config import RopeConfig
 from runtime.dtype import bfloat16, float16, float32
 from tests.models.folders import CASES, GOLDENS
 from tests.models.published_configs import PUBLISHED

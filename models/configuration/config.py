@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from models.checkpoints.model_files import open_model
+from models.configuration.json_fields import REQUIRED, Fields
 from models.errors import ConfigError
-from models.json_fields import REQUIRED, Fields
-from models.model_files import open_model
-from models.shares import Share, equal_share, share_of_heads, share_of_width
+from models.makers.shares import Share, equal_share, share_of_heads, share_of_width
 from runtime.dtype import DType, bfloat16, float16, float32
 
 FLOAT_DTYPES = (float32, float16, bfloat16)  # the types a weight may be stored in

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 import models
-from models import hub as hub_module
+from models.checkpoints import hub as hub_module
+from models.checkpoints.hub import resolve_model
 from models.errors import ModelLoadError, ModelNotFoundError
-from models.hub import resolve_model
 
 ROOT = Path(models.__file__).parent.parent
 COMMIT = "a" * 40
@@ -127,8 +127,8 @@ class Hub:
 ASK = """
 import json, os, sys
 from models.errors import ModelLoadError
-from models import hub as hub_module
-from models.hub import resolve_model
+from models.checkpoints import hub as hub_module
+from models.checkpoints.hub import resolve_model
 from runtime.progress import Reporter, say_on_stderr
 results = []
 for name in sys.argv[1:]:

@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
 from models.base import Model
-from models.eagle3 import load_eagle3
+from models.drafters.eagle3 import load_eagle3
 from models.errors import ModelLoadError
 from models.registry import load_model
-from tests.models.eagle3_cases import CASES, FOLDER, NUM_STEPS, NUM_TOKENS, TARGET_LAYERS
+from tests.models.drafters.eagle3_cases import CASES, FOLDER, NUM_STEPS, NUM_TOKENS, TARGET_LAYERS
+from tests.models.drafters.one_drafter import Alone
 from tests.models.folders import load_golden, write_model
-from tests.models.one_drafter import Alone
 
 TARGET: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 40, "hidden_size": 16,

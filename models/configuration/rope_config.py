@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from models.json_fields import Fields
+from models.configuration.json_fields import Fields
 
 _LEAST, _MOST = 1e-6, 1e12  # of any base or factor: far beyond all that is used, and far from float32's limits
 

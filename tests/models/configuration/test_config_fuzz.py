@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.config import ModelConfig
+from models.configuration.config import ModelConfig
+from models.configuration.harmless_fields import HARMLESS, NEUTRAL
+from models.configuration.rope_config import RopeConfig
 from models.errors import ConfigError
-from models.harmless_fields import HARMLESS, NEUTRAL
 from models.registry import parse_config
 from models.rope import make_rope_table
-from models.rope_config import RopeConfig
 from tests.models.folders import CASES, GOLDENS
 
 SOURCES = [

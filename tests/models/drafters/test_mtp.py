@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from models.drafters.mtp import load_mtp
 from models.errors import ModelLoadError
-from models.mtp import load_mtp
 from models.registry import load_model
+from tests.models.drafters.mtp_cases import CASES, FOLDER, NUM_STEPS, NUM_TOKENS, write_with_prediction
+from tests.models.drafters.one_drafter import Alone
 from tests.models.folders import change_config, load_golden, write_model
-from tests.models.mtp_cases import CASES, FOLDER, NUM_STEPS, NUM_TOKENS, write_with_prediction
-from tests.models.one_drafter import Alone
 
 DEVICES = ["cpu", pytest.param("emulated:sm_80", marks=[pytest.mark.emulator, pytest.mark.exhaustive])]
 

@@ -22,12 +22,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.base import Model
+from models.checkpoints.dummy import DummyCheckpoint
+from models.checkpoints.model_files import open_model
 from models.decoder import Decoder
-from models.dummy import DummyCheckpoint
 from models.errors import ModelLoadError
 from models.experts import MoeConfig, MoeDecoder
-from models.maker import DeclaringMaker, LoadingMaker, Maker, TensorSource
-from models.model_files import open_model
+from models.makers.declaration import TensorSource
+from models.makers.declaring_maker import DeclaringMaker
+from models.makers.loading_maker import LoadingMaker
+from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
 from runtime.dtype import float32

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from models.hidden_state_drafter import HiddenStateDrafter
+from models.drafters.hidden_state_drafter import HiddenStateDrafter
 from runtime.batch import Batch
 from runtime.engine.steps.block_tables import BlockTables
 from runtime.engine.steps.ragged import lay_out

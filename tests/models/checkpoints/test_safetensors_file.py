@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from models.checkpoints.safetensors_file import SafetensorsFile
 from models.errors import WeightsError
-from models.safetensors_file import SafetensorsFile
 from tests.models.folders import write_safetensors
 
 

@@ -7,7 +7,7 @@ from typing import cast
 
 from msgspec.structs import replace
 
-from models.json_fields import Fields, read_json_object
+from models.configuration.json_fields import Fields, read_json_object
 from runtime.images.patches import FixedRule, Resample, Rule
 
 FILE = "preprocessor_config.json"

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoint import TensorLayout
+from models.checkpoints.checkpoint import TensorLayout
 from runtime.dtype import DType
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 from runtime.tensor.cast import cast_array

@@ -1,5 +1,5 @@
 """What a drafter is that reads a model's hidden states: a small decoder over pairs of a token and what the model has
-one token before. `models.eagle3` and `models.mtp` are two; `runtime.engine.speculation.state_proposer` runs them.
+one token before. `eagle3` and `mtp` beside it are two; `runtime.engine.speculation.state_proposer` runs them.
 """
 
 from __future__ import annotations

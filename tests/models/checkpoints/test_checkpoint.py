@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.checkpoint import Checkpoint, open_checkpoint
+from models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from models.errors import ConfigError, ModelLoadError, WeightsError
 from models.registry import load_config, tensor_layout
 from runtime.dtype import bfloat16, float32

@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from models.checkpoints.other_formats import remedy
+from models.checkpoints.safetensors_file import SafetensorsFile
+from models.checkpoints.stacked import Stack, take_apart
+from models.checkpoints.stored_tensor import StoredTensor
+from models.configuration.json_fields import read_json_object
 from models.errors import ConfigError, ModelLoadError, WeightsError
-from models.json_fields import read_json_object
-from models.other_formats import remedy
-from models.safetensors_file import SafetensorsFile
-from models.stacked import Stack, take_apart
-from models.stored_tensor import StoredTensor
 from runtime.dtype import DType, bfloat16, float16, float32
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 

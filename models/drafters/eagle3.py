@@ -22,15 +22,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.base import Model
-from models.checkpoint import Checkpoint
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.dummy import DummyCheckpoint
+from models.checkpoints.model_files import open_model
+from models.configuration.harmless_fields import is_harmless
+from models.configuration.json_fields import Fields
 from models.decoder import Attention, Decoder, GatedMlp, NormKind
-from models.dummy import DummyCheckpoint
 from models.errors import ConfigError, ModelLoadError, WeightsError
 from models.families.llama import LlamaConfig, read_llama, read_qwen3
-from models.harmless_fields import is_harmless
-from models.json_fields import Fields
-from models.maker import DeclaringMaker, LoadingMaker, Maker, TensorSource
-from models.model_files import open_model
+from models.makers.declaration import TensorSource
+from models.makers.declaring_maker import DeclaringMaker
+from models.makers.loading_maker import LoadingMaker
+from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
 from runtime.dtype import float32

@@ -1,0 +1,1 @@
+"""A model's `config.json` and the files beside it, read strictly."""

@@ -1,0 +1,1 @@
+"""What a model asks for its matrices, vectors and tables."""

@@ -1,0 +1,127 @@
+"""What a maker asks a checkpoint for, and where a checkpoint's tensors come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from models.makers.shares import Share
+from runtime.dtype import DType
+from runtime.linear.norm import RmsNorm
+from runtime.linear.options import Split
+from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
+
+Array = np.ndarray[Any, Any]
+Width = int | Share
+
+
+class TensorSource(Protocol):
+    """Where tensors come from: a `Checkpoint` or a `DummyCheckpoint`."""
+
+    def main_dtype(self) -> DType: ...
+
+    def dtype(self, name: str) -> DType: ...
+
+    def array(self, name: str) -> Array: ...
+
+    def block_format(self, name: str) -> str | None: ...
+
+    def blocks(self, name: str) -> Array: ...
+
+    def quantized(self, name: str) -> QuantizedLayout | None: ...
+
+    def order(self, name: str) -> Array | None: ...
+
+    def matrix(self, name: str) -> QuantizedMatrix: ...
+
+    def release(self, name: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LinearDeclaration:
+    """A linear map: stored as one tensor for each name, or as one for all outputs. Names lack `.weight` and `.bias`.
+
+    `rows` and `columns` are this rank's shares of each of the outputs and of the inputs; tensors are stored whole.
+    `is_segmented`: ranks add up K in the order of `numba_kernels.segments`. `norm` is that of its inputs. `kernel` is
+    the shape that a convolution's inputs are stored in.
+    """
+
+    names: tuple[str, ...]
+    rows: tuple[Share, ...]
+    columns: Share
+    has_bias: bool
+    is_transposed: bool
+    split: Split | None
+    rank: int
+    num_ranks: int
+    is_segmented: bool
+    norm: RmsNorm | None
+    kernel: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert len(self.names) in (1, len(self.rows)), f"{self.names} cannot be stored as {self.rows}"
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """This rank's number of each."""
+        return tuple(share.count for share in self.rows)
+
+    @property
+    def inputs(self) -> int:
+        """This rank's number."""
+        return self.columns.count
+
+    @property
+    def whole_shape(self) -> tuple[int, int]:
+        """(N, K) of all ranks' map."""
+        return sum(share.whole for share in self.rows), self.columns.whole
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether this rank has a part of the inputs."""
+        return self.split == "inputs" and self.num_ranks > 1
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K) of this rank's map."""
+        return sum(self.outputs), self.inputs
+
+    @property
+    def stored_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Each tensor's name and shape in the checkpoint."""
+        wholes = tuple(share.whole for share in self.rows)
+        inputs = self.columns.whole
+        for name, count in zip(self.names, wholes if len(self.names) > 1 else (sum(wholes),), strict=True):
+            shape = (inputs, count) if self.is_transposed else (count, *(self.kernel or (inputs,)))
+            yield f"{name}.weight", shape
+            if self.has_bias:
+                yield f"{name}.bias", (count,)
+
+    @property
+    def parts(self) -> Iterator[tuple[str, slice, slice]]:
+        """For each of the outputs its tensor's name, and the rows and columns that this rank takes of it."""
+        columns = slice(None)
+        if self.split == "inputs":
+            columns = slice(self.columns.first, self.columns.first + self.columns.count)
+        names = self.names if len(self.names) > 1 else self.names * len(self.rows)
+        first = 0
+        for name, share in zip(names, self.rows, strict=True):
+            start = first + share.first
+            yield name, slice(start, start + share.count), columns
+            first = 0 if len(self.names) > 1 else first + share.whole
+
+    @property
+    def adds_bias(self) -> bool:
+        """Whether this rank adds the bias. Where the ranks' results are added one does; each, to the segments' sum."""
+        return self.has_bias and (self.split != "inputs" or self.rank == 0 or self.is_segmented)
+
+
+def several(widths: Width | Sequence[Width]) -> Sequence[Width]:
+    return (widths,) if isinstance(widths, int | Share) else widths
+
+
+def whole_width(width: Width) -> int:
+    return width.whole if isinstance(width, Share) else width

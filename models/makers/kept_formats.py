@@ -1,0 +1,126 @@
+"""In which format a map's weights are kept: as they are stored, as was asked for, or as floats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from models.errors import ModelLoadError
+from models.makers.declaration import LinearDeclaration, TensorSource
+from models.makers.shares import Share
+from numba_kernels.cuda.packing import Packing, packing_of
+from runtime.dtype import DType
+from runtime.linear.experts import can_stay_packed
+from runtime.linear.format import GGML_FORMATS, WeightFormat
+from runtime.linear.kept import kept_format
+from runtime.linear.options import LoadOptions
+from runtime.linear.packed_matrix import packing_for
+
+
+@dataclass(frozen=True, slots=True)
+class KeptFormats:
+    """What a maker's maps may be kept as.
+
+    Attributes:
+        options: where weights go, and what was asked for.
+        source: where they come from; None: nobody knows yet.
+        dtype: the type of most weights.
+        prefix: of names, for messages.
+        is_expert: whether the maps are experts.
+        keeps_order: whether products may take columns in another order.
+    """
+
+    options: LoadOptions
+    source: TensorSource | None
+    dtype: DType
+    prefix: str
+    is_expert: bool
+    keeps_order: bool
+
+    def kept(self, name: str, columns: Share, declaration: LinearDeclaration | None = None) -> WeightFormat | None:
+        """The format in which a quantised matrix is kept as it is stored: on the cpu, if nothing else is asked for,
+        there is a kernel for it, and this rank's columns lie between its blocks."""
+        options = self.options
+        layout = None if self.source is None else self.source.quantized(name)
+        is_cut = declaration is not None and declaration.is_cut
+        unit = 1
+        if layout is not None:
+            if layout.has_order and (is_cut or not self.keeps_order):
+                return None
+            part = replace(layout, shape=(layout.shape[0], columns.count))
+            format, unit = kept_format(part, options), layout.block[1] or 1
+        elif self.source is None or options.dtype or options.format or options.device.kind != "cpu":
+            return None
+        else:
+            format = GGML_FORMATS.get(self.source.block_format(name) or "")
+            if format is not None and columns.whole % format.split:
+                return None
+        if format is None:
+            return None
+        if is_cut and declaration is not None:
+            step = format.segment_step if declaration.is_segmented else format.split
+            return format if all(is_at_borders(columns, each) for each in (unit, step)) else None
+        return format
+
+    def packing(self, declaration: LinearDeclaration) -> Packing | None:
+        """How a GPU keeps a quantised map as it is stored; None: it becomes floats. Its parts must agree."""
+        options = self.options
+        if self.source is None or options.device.kind == "cpu":
+            return None
+        if options.format or options.gemm == "cublas":
+            return None
+        found = set()
+        for name in declaration.names:
+            layout = None if declaration.is_transposed else self.source.quantized(f"{name}.weight")
+            packing = None if layout is None else packing_for(layout)
+            if layout is not None and layout.has_order and not self._can_reorder(declaration):
+                packing = None
+            found.add((packing, layout is not None and layout.has_order))
+        packing, has_order = found.pop() if len(found) == 1 else (None, False)
+        if packing is not None and has_order and not self._has_one_order(declaration):
+            packing = None
+        if packing is not None and declaration.is_cut:
+            blocks = (self.source.quantized(f"{name}.weight") for name in declaration.names)
+            sizes = [max(1, packing.group), *(layout.block[1] for layout in blocks if layout is not None)]
+            if not all(is_at_borders(declaration.columns, size) for size in sizes if size):
+                return None
+        if packing is None or not self.is_expert:
+            return packing
+        return packing if self._can_stay(packing, declaration.outputs, declaration.inputs) else None
+
+    def _has_one_order(self, declaration: LinearDeclaration) -> bool:
+        """Whether the columns of all parts are stored in the same order, as those of maps of one input mostly are."""
+        assert self.source is not None
+        orders = [self.source.order(f"{name}.weight") for name in declaration.names]
+        return all(each is not None and np.array_equal(each, orders[0]) for each in orders)  # type: ignore[arg-type]
+
+    def _can_reorder(self, declaration: LinearDeclaration) -> bool:
+        """Whether a GPU's map takes x's columns in another order. Ranks cannot, and exact mode has one's bits."""
+        return self.keeps_order and not declaration.is_cut and not declaration.is_segmented
+
+    def keeps_asked(self, outputs: int | Sequence[int], inputs: int) -> bool:
+        """Whether experts are kept in the format that the user asked for."""
+        packing = None if self.options.format is None else packing_of(self.options.format.packing)
+        each = (outputs,) if isinstance(outputs, int) else outputs
+        return self.options.device.kind == "cpu" or packing is None or self._can_stay(packing, each, inputs)
+
+    def _can_stay(self, packing: Packing, outputs: Sequence[int], inputs: int) -> bool:
+        """See `can_stay_packed`; `outputs` are this rank's. Raises ModelLoadError where exact mode's ranks would keep
+        floats of what one rank keeps packed."""
+        can_stay, num_ranks = can_stay_packed(packing, self.dtype, outputs, inputs), self.options.num_ranks
+        whole = [each * num_ranks for each in outputs]
+        is_shared = self.options.exact and num_ranks > 1
+        if is_shared and not can_stay and can_stay_packed(packing, self.dtype, whole, inputs):
+            raise ModelLoadError(
+                f"{self.prefix}: {outputs[0]} columns of quantised experts are not multiplied as the {whole[0]} of one"
+                f" rank are, so exact needs fewer ranks than {num_ranks}"
+            )
+        return can_stay
+
+
+def is_at_borders(share: Share, unit: int) -> bool:
+    """Whether a share begins and ends between units of the whole."""
+    end = share.first + share.count
+    return share.first % unit == 0 and (end % unit == 0 or end == share.whole)

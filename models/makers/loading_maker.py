@@ -1,0 +1,178 @@
+"""The maker that reads: a model's pieces from a checkpoint, or from dummy weights, put where they are used."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from models.configuration.rope_config import RopeConfig
+from models.errors import ModelLoadError, WeightsError
+from models.makers.declaration import Array, LinearDeclaration, TensorSource
+from models.makers.maker import Maker
+from models.makers.shares import Share
+from models.rope import make_rope_table
+from runtime import ops
+from runtime.dtype import float16, float32
+from runtime.linear.options import LoadOptions
+from runtime.linear.packed_matrix import MatrixPart, prepare_packed
+from runtime.linear.weight import (
+    BlockRows,
+    LinearWeight,
+    MatrixSource,
+)
+from runtime.ops import RopeTable
+from runtime.routing import HeadRouting
+from runtime.tensor.cast import cast_array
+from runtime.tensor.tensor import Tensor
+
+_FLOAT16_INFINITY = 0x7C00  # its bits; NaN's are greater
+
+
+class LoadingMaker(Maker):
+    """Makes the pieces from a source that fits the model's layout, and tells how many bytes it has made.
+
+    Attributes:
+        dequantised_bytes: bytes of quantised tensors, as they are stored, that became floats; by what they are.
+    """
+
+    _source: TensorSource
+
+    def __init__(
+        self,
+        options: LoadOptions,
+        max_positions: int,
+        source: TensorSource,
+        tell: Callable[[int], None] = lambda size_bytes: None,
+    ) -> None:
+        super().__init__(options, max_positions, source.main_dtype())
+        self._source = source
+        self._tell = tell
+        self.dequantised_bytes = Counter[str]()  # shared with the makers below
+
+    def _count(self, size_bytes: int) -> None:
+        super()._count(size_bytes)
+        self._tell(self.size_bytes)
+
+    def _new_head_routing(self, heads: int) -> HeadRouting:
+        made = super()._new_head_routing(heads)
+        made.reserve()
+        return made
+
+    def rope(self, rope: RopeConfig) -> RopeTable:
+        """See `Maker.rope`."""
+        return make_rope_table(rope, self.max_positions, self.options.device)
+
+    def _linear(self, declaration: LinearDeclaration) -> LinearWeight:
+        def part(name: str, rows: slice, columns: slice) -> MatrixSource:
+            share, format = declaration.columns, None
+            if not declaration.is_transposed:
+                format = self._formats.kept(f"{name}.weight", share, declaration)
+            if format is None:
+                return matrix(name, rows, columns)
+            first, end = share.first, share.first + share.count
+            if self._source.quantized(f"{name}.weight") is not None:
+                return self._source.matrix(f"{name}.weight").cut(rows).cut_columns(first, end)
+            blocks = BlockRows(self._source.blocks(f"{name}.weight")[rows], format, share.whole)
+            return blocks.cut_columns(first, end)
+
+        def matrix(name: str, rows: slice, columns: slice) -> Tensor:
+            if declaration.is_transposed:
+                if (layout := self._source.quantized(f"{name}.weight")) is not None:
+                    raise ModelLoadError(
+                        f"tensor '{name}.weight' is quantised ({layout.name}), which is not read for this architecture:"
+                        " its maps are stored inputs first"
+                    )
+                return Tensor.from_numpy(self._array(f"{name}.weight", (columns, rows)).T)
+            array = self._array(f"{name}.weight", (rows, columns))
+            return Tensor.from_numpy(array.reshape(len(array), -1) if declaration.kernel else array)
+
+        biases = []
+        if self._formats.packing(declaration) is not None:
+            parts = [
+                MatrixPart(self._source.matrix(f"{name}.weight"), rows, columns)
+                for name, rows, columns in declaration.parts
+            ]
+            if not any(part.has_nan for part in parts):
+                if declaration.adds_bias:
+                    biases = [
+                        Tensor.from_numpy(self._rounded(f"{name}.bias", (rows,)))
+                        for name, rows, _ in declaration.parts
+                    ]
+                kept = prepare_packed(parts, biases, self.options, declaration.split, declaration.whole_shape)
+                self._release(declaration)
+                return kept
+        weights: list[MatrixSource] = []
+        whole_rows = []
+        is_part = declaration.is_cut
+        for name, rows, columns in declaration.parts:
+            weights.append(part(name, rows, columns))
+            if is_part and self.options.format_of(self._source.dtype(f"{name}.weight")).has_row_scales:
+                whole_rows.append(matrix(name, rows, slice(None)))
+            if declaration.adds_bias:
+                biases.append(Tensor.from_numpy(self._rounded(f"{name}.bias", (rows,))))
+        packed = ops.prepare_linear(
+            weights, biases or None, self.options, split=declaration.split, whole_rows=whole_rows or None,
+            norm=declaration.norm, whole_shape=declaration.whole_shape,
+        )  # fmt: skip
+        del weights, whole_rows
+        self._release(declaration)
+        return packed
+
+    def _derived(
+        self, name: str, rows: Share, columns: int, shapes: Sequence[tuple[int, int]],
+        make: Callable[[Array], Iterator[Array]],
+    ) -> list[LinearWeight]:  # fmt: skip
+        maps = make(self._array(name, (slice(rows.first, rows.first + rows.count), slice(0, columns))))
+        made = [ops.prepare_linear([Tensor.from_numpy(each)], None, self.options) for each in maps]
+        self._source.release(name)
+        return made
+
+    def _release(self, declaration: LinearDeclaration) -> None:
+        for name, _ in declaration.stored_shapes:
+            self._source.release(name)
+
+    def _vector(self, name: str, size: Share, add: float) -> Tensor:
+        return self._keep(self._rounded(name, (slice(size.first, size.first + size.count),)) + np.float32(add), name)
+
+    def _median(self, name: str, add: float) -> float:
+        return float(np.median(np.abs(self._rounded(name) + np.float32(add))))
+
+    def _table(self, name: str, rows: int, columns: Share) -> Tensor:
+        places = (slice(None), slice(columns.first, columns.first + columns.count)) if columns.is_part else ()
+        array = self._array(name, places)
+        is_own = array.flags.owndata or self.options.device.kind != "cpu"  # what goes to a GPU is copied there
+        return self._keep(array if is_own else array.copy(), name)
+
+    def _keep(self, array: Array, name: str) -> Tensor:
+        tensor = Tensor.from_numpy(array).to(self.options.device)
+        tensor.storage.freeze()
+        self._source.release(name)
+        return tensor
+
+    def _rounded(self, name: str, places: tuple[slice, ...] = ()) -> Array:
+        return np.array(self._array(name, places), np.float32)
+
+    def _array(self, name: str, places: tuple[slice, ...] = ()) -> Array:
+        dtype = self._dtype_of(self._source.dtype(name))
+        if (kind := self._source.block_format(name)) is not None:
+            self.dequantised_bytes[kind] += self._source.blocks(name).nbytes
+        if self._source.quantized(name) is not None:
+            rows, columns = (*places, slice(None), slice(None))[:2]
+            matrix = self._source.matrix(name)
+            self.dequantised_bytes[matrix.layout.name] += matrix.size_bytes
+            converted: Array = matrix.dequantise(dtype, rows)[:, columns]
+        elif self._source.dtype(name) is dtype:
+            return self._source.array(name)[places]
+        else:
+            converted = cast_array(self._source.array(name)[places], dtype)
+        if dtype is float16 and _has_infinity(converted):
+            largest = np.abs(cast_array(self._source.array(name)[places], float32)).max()
+            raise WeightsError(f"tensor {name!r}: {largest:g} is more than float16 holds, which is 65504")
+        return converted
+
+
+def _has_infinity(array: Array) -> bool:
+    """Whether float16 held not all of what was converted to it."""
+    return array.size > 0 and int((array.view(np.uint16) & 0x7FFF).max()) >= _FLOAT16_INFINITY

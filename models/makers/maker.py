@@ -1,0 +1,400 @@
+"""Makers: a model's constructor asks one for its matrices, vectors and tables, and so says each of them once.
+
+First it runs over a `DeclaringMaker`, which takes notes of names and shapes: a checkpoint is checked, and bytes are
+known, before anything is read. Then it runs over a `LoadingMaker`, which reads a checkpoint or makes dummy weights and
+holds the source of one map at a time, so that loading needs little more than one copy of the weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Self, TypeVar
+
+import numpy as np
+
+from models.checkpoints.stacked import Order, Stack
+from models.configuration.rope_config import RopeConfig
+from models.errors import ModelLoadError
+from models.makers.declaration import Array, LinearDeclaration, TensorSource, Width, several, whole_width
+from models.makers.kept_formats import KeptFormats, is_at_borders
+from models.makers.shares import Share, equal_share
+from runtime.communicator import begins_here, ends_here
+from runtime.dtype import DType
+from runtime.linear.experts import ExpertsWeight
+from runtime.linear.linear import Linear
+from runtime.linear.norm import RmsNorm
+from runtime.linear.options import LoadOptions, Split
+from runtime.linear.shared_table import SharedTable
+from runtime.linear.weight import (
+    LinearWeight,
+    PanelWeight,
+    RowWeight,
+    logits_share,
+)
+from runtime.ops import RopeTable
+from runtime.routing import MOST_HEAD_TOKENS, HeadRouting
+from runtime.tensor.tensor import Tensor
+
+T = TypeVar("T")
+
+
+class Maker(ABC):
+    """Makes the pieces of a model, or of a stage of it.
+
+    Attributes:
+        options: where weights go, and as what. On a GPU, where the activations have the weights' type, all matrices are
+            of one: `dtype` is never None there, but the checkpoint's main type.
+        dtype: the type of the weights, or of most of them where each keeps its own.
+        max_positions: tokens that a sequence may have, for position tables.
+        layer_bytes: bytes of each layer that `layers` has made.
+    """
+
+    def __init__(self, options: LoadOptions, max_positions: int, main_dtype: DType) -> None:
+        if options.dtype is None and options.device.kind != "cpu":
+            options = replace(options, dtype=main_dtype)
+        self.options = options
+        self.dtype = options.dtype or main_dtype
+        self.max_positions = max_positions
+        self._prefix = ""
+        self._source: TensorSource | None = None
+        self._sizes: list[int] = []  # shared with the makers below, as is what follows
+        self.layer_bytes: list[int] = []
+        self.tables: set[str] = set()  # names of the token table and the output head
+        self.heads: set[str] = set()  # of the head alone, or of what is both
+        self._is_quantisable = True
+        self._is_expert = False
+        self._keeps_order = True
+        self._copies: dict[str, str] = {}  # what may be stored besides, or instead of, the tensor that it must equal
+        self._head_routings: dict[int, HeadRouting] = {}  # shared with the makers below
+        self._stacks: dict[str, Stack] = {}  # what may be stored instead of the tensors that it holds
+
+    def under(self, name: str) -> Self:
+        """This maker for names that begin with `name.`."""
+        inner = copy.copy(self)
+        inner._prefix = f"{self._prefix}{name}."
+        return inner
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all that was made, as it is kept."""
+        return sum(self._sizes)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the model begins in this stage."""
+        return begins_here(self.options.pipeline)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the model ends in this stage."""
+        return ends_here(self.options.pipeline)
+
+    def own_layers(self, count: int) -> range:
+        """The numbers of this stage's layers, of so many."""
+        pipeline = self.options.pipeline
+        return range(count) if pipeline is None else self.options.stages[pipeline.stage]
+
+    def in_first(self, make: Callable[[], T]) -> T:
+        """What is made, in the first stage; in others None, and nobody uses it there."""
+        nothing: Any = None
+        return make() if self.is_first else nothing
+
+    def layers(self, name: str, count: int, make: Callable[[int, Maker], T]) -> list[T]:
+        """This stage's layers, of the `count` that stand under `name.0`, `name.1` and so on; `make` is given a number
+        and what makes the layer's pieces."""
+        made = []
+        for index in self.own_layers(count):
+            before = self.size_bytes
+            made.append(make(index, self.under(f"{name}.{index}")))
+            self.layer_bytes.append(self.size_bytes - before)
+        return made
+
+    def linear(
+        self,
+        names: str | Sequence[str],
+        *,
+        outputs: Width | Sequence[Width],
+        inputs: Width,
+        has_bias: bool = False,
+        is_transposed: bool = False,
+        split: Split | None = None,
+        norm: RmsNorm | None = None,
+        kernel: tuple[int, ...] = (),
+    ) -> Linear:
+        """The map `name.weight [outputs, inputs]` (`is_transposed`: stored as `[inputs, outputs]`) and, with
+        `has_bias`, `name.bias [outputs]`.
+
+        Several names become one map, their outputs one after another. One name with several outputs is stored so.
+        `split` says which side is cut between ranks; sizes of that side are then this rank's shares, and numbers are
+        shares of which each rank has as much. `norm` goes in front of it.
+        """
+        assert norm is None or split != "inputs", "a rank does not see the rows that it would normalise"
+        names = (names,) if isinstance(names, str) else names
+        declaration = LinearDeclaration(
+            names=tuple(self._prefix + name for name in names),
+            rows=tuple(self._share(each, is_cut=split == "outputs") for each in several(outputs)),
+            columns=self._share(inputs, is_cut=split == "inputs"),
+            has_bias=has_bias,
+            is_transposed=is_transposed,
+            split=split,
+            rank=self.options.rank,
+            num_ranks=self.options.num_ranks,
+            is_segmented=self.options.num_segments(split) > 0,
+            norm=norm,
+            kernel=kernel,
+        )
+        weight = self._linear(declaration)
+        self._count(weight.size_bytes)
+        is_added = declaration.is_cut
+        unit = weight.format.segment_step if declaration.is_segmented else weight.format.split
+        if is_added and not is_at_borders(declaration.columns, unit):
+            mode = " in exact mode" if declaration.is_segmented else ""
+            raise ModelLoadError(
+                f"{', '.join(declaration.names)}: a rank would have {declaration.inputs} inputs, but"
+                f" {weight.format.name} is cut at multiples of {unit}{mode}"
+            )
+        return Linear(weight, self.options.communicator if is_added else None, norm)
+
+    @property
+    def _formats(self) -> KeptFormats:
+        return KeptFormats(self.options, self._source, self.dtype, self._prefix, self._is_expert, self._keeps_order)
+
+    def _share(self, width: Width, *, is_cut: bool) -> Share:
+        if isinstance(width, Share):
+            return width if is_cut else Share(width.count, 0, width.count)
+        return equal_share(width, self.options.rank, self.options.num_ranks) if is_cut else Share(width, 0, width)
+
+    def experts(
+        self, names: str | Sequence[str], *, count: int, outputs: Width | Sequence[Width], inputs: Width,
+        has_bias: bool = False, stack: str = "", stack_order: Order = "in_runs", split: Split | None = None,
+    ) -> ExpertsWeight:  # fmt: skip
+        """The maps of so many experts, each as `linear` makes it of `experts.<number>.<name>`.
+
+        With a `stack` they may all be stored in `experts.<stack> [count, inputs, outputs]`, columns of several names in
+        that order, and their biases in `experts.<stack>_bias [count, outputs]`.
+
+        With a `split` a rank has its share of every expert; who adds what ranks have made is the caller.
+
+        On a GPU quantised experts become floats where no kernel multiplies them (`can_stay_packed`). Raises
+        ModelLoadError where there are no kernels for such experts.
+        """
+        device, gemm = self.options.device, self.options.gemm
+        if gemm != "auto":
+            raise ModelLoadError(f"{self._prefix}experts: gemm is {gemm!r}, must be 'auto' for mixtures of experts")
+        if stack:
+            self._note_stack(stack, "weight", names, (count, whole_width(inputs)), outputs, stack_order)
+        if stack and has_bias:
+            self._note_stack(f"{stack}_bias", "bias", names, (count,), outputs, stack_order)
+        rows = [self._share(each, is_cut=split == "outputs").count for each in several(outputs)]
+        columns = self._share(inputs, is_cut=split == "inputs").count
+        makers = [self.under(f"experts.{number}") for number in range(count)]
+        for each in makers:
+            each._is_expert, each._keeps_order = True, False
+            if not each._formats.keeps_asked(rows, columns):
+                each.options = replace(self.options, format=None)
+        made = ExpertsWeight(
+            [
+                each.linear(names, outputs=outputs, inputs=inputs, has_bias=has_bias, split=split).weight
+                for each in makers
+            ]
+        )
+        if device.kind != "cpu":
+            self._count(16 * count)  # of the table of where they lie
+        return made
+
+    def _note_stack(
+        self, stack: str, part: str, names: str | Sequence[str], shape: tuple[int, ...],
+        outputs: Width | Sequence[Width], order: Order,
+    ) -> None:  # fmt: skip
+        """`shape` is that of the stack without its outputs."""
+        total = sum(whole_width(each) for each in several(outputs))
+        parts = tuple(f"{name}.{part}" for name in ((names,) if isinstance(names, str) else names))
+        under = f"{self._prefix}experts"
+        self._stacks[f"{under}.{stack}"] = Stack((*shape, total), under, parts, order)
+
+    def latent_maps(
+        self, name: str, *, heads: Share, key_dim: int, value_dim: int, rotary_dim: int, latent_dim: int
+    ) -> tuple[ExpertsWeight, ExpertsWeight]:
+        """The map `name.weight [heads (key_dim + value_dim), latent_dim]` out of latent rows, absorbed into the maps
+        beside it: for each of this rank's heads one for queries, `[rotary_dim + latent_dim, key_dim + rotary_dim]`, and
+        one for results, `[value_dim, latent_dim]`.
+
+        A query comes with the key's part first; it goes out with what is rotated first, unchanged, and then what the
+        latent row is multiplied with. They are floats, whatever the options say.
+        """
+        if self.options.gemm != "auto":
+            raise ModelLoadError(
+                f"{self._prefix}{name}: gemm is {self.options.gemm!r}, must be 'auto' for latent attention"
+            )
+        inner = copy.copy(self)
+        inner.options = replace(self.options, format=None, rounding="")
+
+        def maps_of(stored: Array) -> Iterator[Array]:
+            """Of queries for these heads, then of results."""
+            parts = stored.reshape(heads.count, key_dim + value_dim, latent_dim)
+            for part in parts:
+                keys = np.zeros((rotary_dim + latent_dim, key_dim + rotary_dim), stored.dtype)
+                keys[:rotary_dim, key_dim:] = np.eye(rotary_dim, dtype=np.float32)
+                keys[rotary_dim:, :key_dim] = part[:key_dim].T
+                yield keys
+            for part in parts:
+                yield np.ascontiguousarray(part[key_dim:])
+
+        count = heads.count
+        shapes = [(rotary_dim + latent_dim, key_dim + rotary_dim)] * count + [(value_dim, latent_dim)] * count
+        made = inner._derived(
+            f"{self._prefix}{name}.weight", heads.times(key_dim + value_dim), latent_dim, shapes, maps_of
+        )
+        for weight in made:
+            self._count(weight.size_bytes)
+        if self.options.device.kind != "cpu":
+            self._count(2 * 16 * count)  # of the tables of where they lie
+        return ExpertsWeight(made[:count]), ExpertsWeight(made[count:])
+
+    def head_routing(self, heads: int) -> HeadRouting:
+        """How rows of so many heads find the maps of theirs; one for all layers."""
+        if heads not in self._head_routings:
+            self._head_routings[heads] = self._new_head_routing(heads)
+            self._count(2 * 4 * heads * MOST_HEAD_TOKENS)
+        return self._head_routings[heads]
+
+    def _new_head_routing(self, heads: int) -> HeadRouting:
+        return HeadRouting(heads, self.options.device)
+
+    def unrounded(self) -> Self:
+        """This maker for maps that are not quantised, whatever the options say."""
+        inner = copy.copy(self)
+        inner.options = replace(self.options, format=None, rounding="")
+        inner._is_quantisable = False
+        return inner
+
+    def router(self, name: str, *, outputs: int, inputs: int, has_bias: bool = False) -> Linear:
+        """A small map whose numbers decide what else is computed: it is not quantised, whatever the options say."""
+        return self.unrounded().linear(name, outputs=outputs, inputs=inputs, has_bias=has_bias)
+
+    def convolution(self, name: str, *, outputs: int, kernel: tuple[int, ...], has_bias: bool) -> Linear:
+        """A convolution whose stride is its size, `name.weight [outputs, *kernel]`, as a map of its windows, flat. It
+        is not quantised, whatever the options say."""
+        inner = self.unrounded()
+        return inner.linear(name, outputs=outputs, inputs=math.prod(kernel), has_bias=has_bias, kernel=kernel)
+
+    def embedding(
+        self, name: str, *, head: str, rows: int, columns: int, is_tied: bool
+    ) -> tuple[Tensor | LinearWeight | SharedTable, Linear]:
+        """The table `name.weight [rows, columns]` and the output head `head.weight` of the same shape.
+
+        With `is_tied` they are one matrix, kept once, and a checkpoint may store either or both. Ranks share out the
+        columns of the one and the rows of the other, but one matrix lies whole in each. Of several stages the first
+        has the table and the last the head; what a stage has not is None, and nobody uses it there.
+        """
+        nothing: Any = None
+        self.tables |= {f"{self._prefix}{each}.weight" for each in (name, head)}
+        self.heads.add(f"{self._prefix}{name if is_tied else head}.weight")
+        inner = copy.copy(self)
+        inner._keeps_order = False  # rows of a table are read as they are
+        if not is_tied:
+            table: Tensor | LinearWeight | SharedTable
+            if not self.is_first:
+                table = nothing
+            elif inner._formats.kept(f"{self._prefix}{name}.weight", Share(columns, 0, columns)):
+                table = inner.linear(name, outputs=rows, inputs=columns).weight
+            else:
+                table = self._shared_table(f"{name}.weight", rows, columns)
+            return table, self._shared_head(head, rows, columns) if self.is_last else nothing
+        self._copies[f"{self._prefix}{head}.weight"] = f"{self._prefix}{name}.weight"
+        if not (self.is_first or self.is_last):
+            return nothing, nothing
+        tied = inner.linear(name, outputs=rows, inputs=columns)
+        return tied.weight, self._shared_out(tied) if self.is_last else nothing
+
+    def _shared_out(self, head: Linear) -> Linear:
+        """The output head, of which each rank multiplies its share where there are several."""
+        communicator, weight = self.options.communicator, head.weight
+        if communicator is None or not isinstance(weight, PanelWeight | RowWeight):
+            return head
+        width = weight.shape[0]
+        share = logits_share(width, communicator.num_ranks)
+        if not share:
+            return head
+        first = communicator.rank * share
+        return Linear(weight.part(first, min(width, first + share)), communicator, head.norm, width)
+
+    def _shared_table(self, name: str, rows: int, columns: int) -> Tensor | SharedTable:
+        communicator = self.options.communicator
+        share = 0 if communicator is None else logits_share(columns, communicator.num_ranks)
+        if communicator is None or not share:
+            return self.table(name, rows, columns)
+        first = communicator.rank * share
+        mine = Share(columns, first, min(share, columns - first))
+        return SharedTable(self.table(name, rows, mine), communicator, share, columns)
+
+    def _shared_head(self, name: str, rows: int, columns: int) -> Linear:
+        """The output head that is no table, too: each rank has its share of it alone."""
+        communicator = self.options.communicator
+        share = 0 if communicator is None else logits_share(rows, communicator.num_ranks)
+        if communicator is None or not share:
+            return self.linear(name, outputs=rows, inputs=columns)
+        first = communicator.rank * share
+        mine = Share(rows, first, min(share, rows - first))
+        head = self.linear(name, outputs=mine, inputs=columns, split="outputs")
+        return Linear(head.weight, communicator, head.norm, rows)
+
+    def vector(self, name: str, size: Width, *, add: float = 0.0) -> Tensor:
+        """`name [size]` plus `add` as float32, after rounding to the weights' type; norms are computed in float32. Of a
+        share it is that part."""
+        made = self._vector(self._prefix + name, self._share(size, is_cut=isinstance(size, Share)), add)
+        self._count(4 * made.size)
+        return made
+
+    def exact_vector(self, name: str, size: int) -> Tensor:
+        """The same without rounding: small differences of its numbers decide what else is computed."""
+        inner = copy.copy(self)
+        inner.options = replace(self.options, dtype=None, format=None, rounding="")
+        return inner.vector(name, size)
+
+    def rms_norm(self, name: str, size: int, eps: float, *, add: float = 0.0) -> RmsNorm:
+        """The norm in front of a linear map, whose weight is the `vector` of that name."""
+        median = self._median(self._prefix + name, add)
+        return RmsNorm(self.vector(name, size, add=add), eps, median)
+
+    def table(self, name: str, rows: int, columns: Width) -> Tensor:
+        """`name [rows, columns]` in the weights' type, for looking rows up; of a share those columns."""
+        made = self._table(self._prefix + name, rows, self._share(columns, is_cut=isinstance(columns, Share)))
+        self._count(made.size * made.dtype.itemsize)
+        return made
+
+    @abstractmethod
+    def rope(self, rope: RopeConfig) -> RopeTable:
+        """The table of rotary positions, up to `max_positions`."""
+
+    def _count(self, size_bytes: int) -> None:
+        """So many bytes of weights have been made."""
+        self._sizes.append(size_bytes)
+
+    def _dtype_of(self, stored: DType) -> DType:
+        """The type of a tensor that is stored in this one."""
+        return self.options.dtype or stored
+
+    @abstractmethod
+    def _linear(self, declaration: LinearDeclaration) -> LinearWeight: ...
+
+    @abstractmethod
+    def _derived(
+        self, name: str, rows: Share, columns: int, shapes: Sequence[tuple[int, int]],
+        make: Callable[[Array], Iterator[Array]],
+    ) -> list[LinearWeight]:  # fmt: skip
+        """Maps of these shapes, which `make` makes of these rows of a stored matrix' floats, in its type."""
+
+    @abstractmethod
+    def _vector(self, name: str, size: Share, add: float) -> Tensor: ...
+
+    @abstractmethod
+    def _median(self, name: str, add: float) -> float:
+        """The median of a vector's magnitudes."""
+
+    @abstractmethod
+    def _table(self, name: str, rows: int, columns: Share) -> Tensor: ...
