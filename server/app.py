@@ -21,6 +21,8 @@ from starlette.types import ASGIApp, Scope
 from runtime.engine.process.client import EngineClient
 from server.anthropic_api.endpoints import count_tokens, create_message
 from server.config import ServerConfig
+from server.description.docs_page import get_docs
+from server.description.openapi import get_description
 from server.errors import (
     ApiError,
     handle_api_error,
@@ -39,10 +41,8 @@ from server.ollama_api.endpoints import chat, generate
 from server.ollama_api.models import get_api_version, list_loaded, list_tags, show
 from server.openai_api.chat import create_chat_completion
 from server.openai_api.completions import create_completion
-from server.openai_api.docs_page import get_docs
 from server.openai_api.embeddings import create_embeddings
 from server.openai_api.models import get_model, get_version, list_models
-from server.openai_api.openapi import get_description
 from server.openai_api.tokenization import detokenize, tokenize
 from server.rendering.endpoint import render
 from server.requests.cancellation import cancel_request

@@ -31,7 +31,7 @@ from runtime.commands.options import SamplingOptions
 from runtime.commands.slash import run_slash
 from runtime.engine.errors import RequestError
 from runtime.engine.sampling_params import SamplingParams
-from server.openai_api.openapi import description
+from server.description.openapi import description
 from server.openai_api.schema import ChatCompletionRequest, CompletionRequest
 from server.requests.sampling import chat_params, completion_params
 from server.responses_api.request import chat_request

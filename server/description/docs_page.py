@@ -10,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from server.openai_api.openapi import description_of
+from server.description.openapi import description_of
 from server.service import Service
 
 Json = dict[str, Any]

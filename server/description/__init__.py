@@ -1,0 +1,1 @@
+"""The server's description of itself: `/openapi.json`, and the page that shows it."""
