@@ -19,6 +19,7 @@ from runtime.engine.ranks.messages import (
     Masks,
     Note,
     Record,
+    RunNext,
     RunPass,
     RunStep,
     StartEncoding,
@@ -59,6 +60,7 @@ class ParallelExecutor:
         self.overlaps = local.overlaps
         self.num_groups = local.num_groups
         self._opened: _Shared | None = None
+        self._told: StepInput | None = None  # the latest step
 
     def start(
         self, step: StepInput, masks: DrawMasks | None = None,
@@ -68,7 +70,7 @@ class ParallelExecutor:
             raise UnsupportedStepError("proposed: ranks are not sent the distributions of proposals")
         if self._opened is not None and self._is_staged:
             self._opened.finish()
-        self._tell(RunStep(step, masks is not None))
+        self._tell_step(step, has_masks=masks is not None)
         shared = None if masks is None or self._is_staged else _SharedMasks(masks, self.ranks)
         try:
             computation = self.local.start(step, shared)
@@ -163,6 +165,13 @@ class ParallelExecutor:
             return work()
         except Exception as error:
             raise self.lost(error) from error
+
+    def _tell_step(self, step: StepInput, *, has_masks: bool) -> None:
+        before, self._told = self._told, step
+        if before is not None and step.goes_on(before):
+            self._tell(RunNext(step.number, step.starts, step.additions, has_masks))
+        else:
+            self._tell(RunStep(step, has_masks))
 
     def _tell(self, message: ToRank) -> None:
         if self.ranks.communicator.is_aborted:

@@ -39,6 +39,7 @@ from runtime.engine.ranks.messages import (
     Masks,
     Note,
     Record,
+    RunNext,
     RunPass,
     RunStep,
     StartEncoding,
@@ -87,10 +88,18 @@ class RankProcess:
         os._exit(EXIT_FAILED)
 
     def _listen(self) -> NoReturn:
+        step: StepInput | None = None  # the latest
         with suppress(OSError):
             while messages := self._reader.read():
-                for message in messages:
-                    self._messages.put(DECODER.decode(message))
+                for data in messages:
+                    message = DECODER.decode(data)
+                    if isinstance(message, RunStep):
+                        step = message.step
+                    elif isinstance(message, RunNext):
+                        assert step is not None, "it goes on with another"
+                        step = step.next(message.number, message.starts, message.additions)
+                        message = RunStep(step, message.has_masks)
+                    self._messages.put(message)
         os._exit(EXIT_DRIVER_GONE)
 
     def _obey(self) -> NoReturn:

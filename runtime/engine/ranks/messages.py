@@ -14,7 +14,7 @@ from runtime.engine.config import EngineConfig, EngineLimits
 from runtime.engine.process import wire
 from runtime.engine.process.wire import Problem
 from runtime.engine.steps.drawn import Drawn
-from runtime.engine.steps.step_input import PassPictures, StepInput, from_array, to_array
+from runtime.engine.steps.step_input import BlockAddition, PassPictures, StepInput, from_array, to_array
 
 # To a rank
 
@@ -54,6 +54,15 @@ class RunStep(msgspec.Struct, frozen=True, tag=True):
     """See ``Executor.start``. ``has_masks``: masks of its draws follow."""
 
     step: StepInput
+    has_masks: bool
+
+
+class RunNext(msgspec.Struct, frozen=True, tag=True):
+    """The same of a step that goes on with what the step before did: see ``StepInput.next``."""
+
+    number: int
+    starts: NDArray[np.int64]
+    additions: list[BlockAddition]
     has_masks: bool
 
 
@@ -120,8 +129,8 @@ class Logits(msgspec.Struct, frozen=True, tag=True):
 
 
 ToRank = (
-    Load | Allocate | RunStep | Masks | Note | Record | StartEncoding | Encode | DropEncoded | StartPass | RunPass
-    | Logits
+    Load | Allocate | RunStep | RunNext | Masks | Note | Record | StartEncoding | Encode | DropEncoded | StartPass
+    | RunPass | Logits
 )
 
 # From a rank

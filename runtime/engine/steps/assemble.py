@@ -60,6 +60,7 @@ class Assembler:
         self._planned_rows: list[int] = []
         self._order: NDArray[np.intp] = np.empty(0, np.intp)  # its chunks by row
         self._rows: NDArray[np.int64] = np.empty(0, np.int64)
+        self._one_each, self._last_of_each = self._ones[:0], self._last_tokens[:0]  # of decodes, as long as its rows
         self._sequences: list[Sequence] = []  # by row
         self._has_pictures = False
 
@@ -71,8 +72,8 @@ class Assembler:
             self._sort(chunks, planned_rows)
         rows, drawing = self._rows, self._sequences
         starts = np.array([chunk.start for chunk in chunks], np.int64)[self._order]
-        last_positions, counts, num_draws = starts, self._ones[:count], self._ones[:count]
-        token_ids = self._last_tokens[:count]
+        last_positions, counts, num_draws = starts, self._one_each, self._one_each
+        token_ids = self._last_of_each
         prompt_logprobs: list[PromptLogprobs] = []
         prompt_requests: list[Request] = []
         if step.num_tokens == count + step.num_drafts and all(map(_IS_LAST, chunks)):
@@ -152,6 +153,7 @@ class Assembler:
         order = sorted(range(len(chunks)), key=planned_rows.__getitem__)
         self._planned_rows, self._order = planned_rows, np.array(order, np.intp)
         self._rows = np.array(planned_rows, np.int64)[self._order]
+        self._one_each, self._last_of_each = self._ones[: len(order)], self._last_tokens[: len(order)]
         self._sequences = [chunks[i].sequence for i in order]
         self._has_pictures = any(each.request.pictures is not None for each in self._sequences)
 

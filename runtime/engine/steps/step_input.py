@@ -132,6 +132,24 @@ class StepInput(msgspec.Struct, kw_only=True):
     features: list[FeatureSpan] = []
     uncut_spans: list[UncutSpan] = []
 
+    def goes_on(self, before: StepInput) -> bool:
+        """Whether it decodes the same rows as the step before, and has but its number, starts and additions to say."""
+        return (
+            self.rows is before.rows
+            and self.counts is before.counts
+            and self.num_draws is before.num_draws
+            and self.token_ids is before.token_ids
+            and self.mode == before.mode
+            and not (self.loads or self.has_transfers or self.prompt_logprobs or self.has_pictures or self.uncut_spans)
+        )
+
+    def next(self, number: int, starts: NDArray[np.int64], additions: list[BlockAddition]) -> StepInput:
+        """The step behind this one that `goes_on`."""
+        return StepInput(
+            number=number, rows=self.rows, starts=starts, counts=self.counts, num_draws=self.num_draws,
+            token_ids=self.token_ids, mode=self.mode, additions=additions,
+        )  # fmt: skip
+
     @property
     def num_seqs(self) -> int:
         return len(self.rows)
