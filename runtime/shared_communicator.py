@@ -33,7 +33,7 @@ from numba_kernels.cpu.collectives import (
     publish_kernel,
 )
 from numba_kernels.cpu.pipes import PIPE_BYTES, SLOT_BYTES, SLOTS, receive_kernel, send_kernel
-from numba_kernels.cpu.running.launch import Kernel, address_of, hold, new_array
+from numba_kernels.cpu.running.launch import Kernel, OwnLaunch, address_of, hold, new_array
 from numba_kernels.cpu.running.pool import NUM_THREADS
 from runtime.call_sites import calling_line, line_name
 from runtime.communicator import CommunicatorError
@@ -116,8 +116,14 @@ class SharedCommunicator:
             self._stage = _Region(
                 begin + _region_bytes(count) + stage * _region_bytes(num_ranks), rank, num_ranks
             )
-        self._step = np.zeros(LINE_BYTES // 8, np.int64)
-        self._stepped, self._begun_ns = address_of(self._step), 0
+        self._step_line, self._begun_ns = np.zeros(LINE_BYTES // 8, np.int64), 0
+        self._stepped, self._step = address_of(self._step_line), memoryview(self._step_line)
+        self._ends: OwnLaunch | None = None  # says the end of a step
+        if num_ranks > 1:
+            self._ends = OwnLaunch(
+                meet_kernel(), "description", self._stage.shared, self._stage.counted, begin, rank, num_ranks, 0, 0,
+                *self._patience, 0,
+            )  # fmt: skip
         texts, tallies = self._memory[header_bytes(count) :], self._memory[header_bytes(count) + count * TEXT_BYTES :]
         self._notices = Notices(
             self._memory[:8].view(np.int64), texts[: count * TEXT_BYTES].reshape(count, TEXT_BYTES),
@@ -191,7 +197,7 @@ class SharedCommunicator:
 
     def _hand_over(self, kind: str, kernel: Kernel, sender: int, x: Tensor) -> None:
         assert self.num_stages > 1, "there is no other stage"
-        hold(self._memory, self._step)
+        hold(self._memory, self._step_line)
         pipe = self._flag + _pipes_at(self.num_ranks, self.num_stages) + sender * PIPE_BYTES
         total, place = x.size_bytes, self._place()
         for first in range(0, total, SLOT_BYTES):
@@ -213,15 +219,17 @@ class SharedCommunicator:
         return f"{call}, but was sent {sent:,} bytes of step {step}"
 
     def begin_step(self, number: int) -> None:
-        self._step[:2] = number, 0
+        self._step[0], self._step[1] = number, 0
         self._begun_ns = time.perf_counter_ns()
 
     def end_step(self, number: int) -> None:
         """Tells the others of the end of a step, so that a rank that had fewer collectives in it is found: here, or
         where this rank or the other meets them next."""
-        if self.num_ranks > 1:
-            self._meet("end of step", number, 0)
-        self._notices.count_span(Span(number, self._begun_ns, time.perf_counter_ns(), int(self._step[1])))
+        if self._ends is not None:
+            status = self._ends(_description("end of step", number))
+            if status:
+                raise self._explain(status, self._call_at(self._stage, int(self._stage.counter[DIFFERENT])))
+        self._notices.count_span(Span(number, self._begun_ns, time.perf_counter_ns(), self._step[1]))
 
     def tallies(self) -> list[Tally]:
         return self._notices.tallies()
@@ -268,14 +276,14 @@ class SharedCommunicator:
     def _meet(self, kind: Kind, size: int, place: int, region: _Region | None = None) -> None:
         region = where = region or self._stage
         hold(self._memory, region.counter)
-        description = size * len(_KINDS) + _KINDS.index(kind)
+        description = _description(kind, size)
 
         def explain(status: int) -> CommunicatorError:
             return self._explain(status, self._call_at(where, int(where.counter[DIFFERENT])))
 
         meet_kernel()(
             1, 1, region.shared, region.counted, self._flag, region.rank, region.num_ranks, description, place,
-            *self._patience, int(kind != "end of step"), explain=explain,
+            *self._patience, 1, explain=explain,
         )  # fmt: skip
 
     def _call_at(self, region: _Region, number: int) -> str:
@@ -313,6 +321,11 @@ class SharedCommunicator:
             self._notices.give_up(self._number)
         self._notices.wait_for_all()
         return CommunicatorError(f"ranks do not do the same: {self.last_words()}")
+
+
+def _description(kind: Kind, size: int) -> int:
+    """What `meet` compares."""
+    return size * len(_KINDS) + _KINDS.index(kind)
 
 
 def _workers(tickets: int) -> int:

@@ -71,13 +71,18 @@ class Kernel:
     """A compiled body. Calling it runs ``num_tickets`` pieces of work on up to ``num_workers`` threads.
 
     The body is compiled (or read from disk) when the Kernel is made.
+
+    Attributes:
+        address: of the machine code.
+        packer: makes an argument block.
+        fields: what that holds.
     """
 
     def __init__(self, body: Callable[..., None], fields: Fields, fastmath: set[str] | bool = False) -> None:
         signature = types.void(types.CPointer(numba.from_dtype(fields.record)), types.intp)
-        self._address = CFunction(signature, body, CODE_FOLDER, error_model="numpy", fastmath=fastmath).address
-        self._packer = fields.packer
-        self._fields = fields
+        self.address = CFunction(signature, body, CODE_FOLDER, error_model="numpy", fastmath=fastmath).address
+        self.packer = fields.packer
+        self.fields = fields
         self._name = body.__name__
 
     def __call__(self, num_tickets: int, num_workers: int, *values: float, explain: Explain | None = None) -> None:
@@ -85,17 +90,17 @@ class Kernel:
         recording its replay does."""
         recording = current()
         if recording is not None:
-            for place, (name, value) in enumerate(zip(self._fields.names, values)):
+            for place, (name, value) in enumerate(zip(self.fields.names, values)):
                 what = f"{name} of {self._name}"
-                if place in self._fields.addresses:
+                if place in self.fields.addresses:
                     recording.check(int(value), what)
                 else:
                     assert value < _NO_SIZE, f"{what} is an address: its name needs a star"
-            recording.add(self._address, self._packer.pack(0, *values), num_tickets, num_workers, explain)
+            recording.add(self.address, self.packer.pack(0, *values), num_tickets, num_workers, explain)
             return
         with pool.lock:
-            self._packer.pack_into(_block, 0, 0, *values)
-            pool.run(self._address, _block_address, num_tickets, num_workers)
+            self.packer.pack_into(_block, 0, 0, *values)
+            pool.run(self.address, _block_address, num_tickets, num_workers)
             status = int(_status[0])
         if status:
             assert explain is not None, f"the kernel has set status {status}"
@@ -103,6 +108,28 @@ class Kernel:
 
 
 _status = _block[:8].view(np.int64)
+
+
+class OwnLaunch:
+    """A launch of one ticket on this thread, with arguments of its own, of which a call sets one: less work than to
+    call the kernel. Not to be recorded."""
+
+    def __init__(self, kernel: Kernel, changing: str, *values: float) -> None:
+        """`changing`: the integer field that calls set. `values`: the fields in their order."""
+        block = np.zeros(kernel.packer.size, np.uint8)
+        kernel.packer.pack_into(block, 0, 0, *values)
+        self._words, self._arguments = memoryview(block.view(np.int64)), address_of(block)
+        self._place = 1 + kernel.fields.names.index(changing)
+        self._kernel = kernel
+
+    def __call__(self, value: int) -> int:
+        """The status that the kernel set; 0: none."""
+        words = self._words
+        words[self._place] = value
+        pool.run_alone(self._kernel.address, self._arguments, 1)
+        status: int = words[0]
+        words[0] = 0
+        return status
 
 
 @intrinsic

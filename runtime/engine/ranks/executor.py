@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from runtime.device.errors import LaunchError
 from runtime.dtype import DType
-from runtime.engine.ranks.group import END_S, RankGroup
+from runtime.engine.ranks.group import END_S, UNREAD_BYTES, RankGroup
 from runtime.engine.ranks.messages import (
     DropEncoded,
     Encode,
@@ -19,12 +19,12 @@ from runtime.engine.ranks.messages import (
     Masks,
     Note,
     Record,
-    RunNext,
     RunPass,
-    RunStep,
     StartEncoding,
     StartPass,
     ToRank,
+    frame,
+    step_message,
 )
 from runtime.engine.steps.executor import (
     Computation,
@@ -158,9 +158,11 @@ class ParallelExecutor:
 
     def together(self, message: ToRank, work: Callable[[], T]) -> T:
         """The same on all ranks, behind the step that is under way: what is left of that, others have done by then."""
-        if self._opened is not None and not self.local.may_be_led:
+        data = frame(message)
+        # Ranks that wait for this one's part of a step read nothing.
+        if self._opened is not None and (len(data) > UNREAD_BYTES or not self.local.may_be_led):
             self._opened.finish()
-        self._tell(message)
+        self._tell(data)
         try:
             return work()
         except Exception as error:
@@ -168,15 +170,12 @@ class ParallelExecutor:
 
     def _tell_step(self, step: StepInput, *, has_masks: bool) -> None:
         before, self._told = self._told, step
-        if before is not None and step.goes_on(before):
-            self._tell(RunNext(step.number, step.starts, step.additions, has_masks))
-        else:
-            self._tell(RunStep(step, has_masks))
+        self._tell(frame(step_message(step, before, has_masks=has_masks)))
 
-    def _tell(self, message: ToRank) -> None:
+    def _tell(self, data: bytearray) -> None:
         if self.ranks.communicator.is_aborted:
             raise ExecutorLostError(f"the ranks have given up: {self.ranks.communicator.last_words()}")
-        self.ranks.send(message)
+        self.ranks.send_frame(data)
 
     def lost(self, error: Exception) -> ExecutorLostError:
         """What an error of this rank means for all, and what the others say of theirs."""

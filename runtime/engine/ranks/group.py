@@ -49,6 +49,9 @@ COMMAND = python_module("runtime.engine.ranks.main")
 END_S = 2.0
 """How long processes may take to end when they are told to; then they are killed."""
 
+UNREAD_BYTES = 1 << 16
+"""Of messages that a connection takes in any case before they are read."""
+
 LOOK_S = 0.1
 """How often who waits for a rank looks whether another has given up."""
 
@@ -140,20 +143,24 @@ class RankGroup:
 
     def send(self, message: ToRank) -> None:
         """The same to all. A rank that has ended gets nothing: the next collective tells."""
-        self._send_to(self._ranks, message)
+        self.send_frame(frame(message))
+
+    def send_frame(self, data: bytearray) -> None:
+        """The same. Ranks read what they are told when they have done what they were told before; with more than
+        `UNREAD_BYTES` who sends waits for that."""
+        for rank in self._ranks:
+            rank.send(data)
 
     def send_to_last_stage(self, message: ToRank) -> None:
         """To those that draw; of several stages."""
-        self._send_to(self._ranks[-self.shape.num_ranks :], message)
+        data = frame(message)
+        for rank in self._ranks[-self.shape.num_ranks :]:
+            rank.send(data)
 
     def send_to_earlier_stages(self, message: ToRank) -> None:
         """To those that draw nothing; of several stages."""
-        self._send_to(self._ranks[: -self.shape.num_ranks], message)
-
-    @staticmethod
-    def _send_to(ranks: Sequence[_Rank], message: ToRank) -> None:
         data = frame(message)
-        for rank in ranks:
+        for rank in self._ranks[: -self.shape.num_ranks]:
             rank.send(data)
 
     def wait_drawn(self, number: int) -> Drawn:
@@ -226,8 +233,10 @@ class _Rank:
         self._thread.start()
 
     def send(self, data: bytearray) -> None:
-        with suppress(OSError):
+        try:  # noqa: SIM105  each step goes this way
             self._writer.send(data)
+        except OSError:
+            pass
 
     def tell_its_end_to(self, communicator: RankCommunicator) -> None:
         """From now on, if it has not ended yet."""

@@ -13,20 +13,18 @@ import argparse
 import faulthandler
 import logging
 import os
-import queue
 import signal
 import socket
-import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.engine.process.wire import FrameReader, WaitingWriter
+from runtime.engine.process.wire import WaitingWriter
 from runtime.engine.process.wire_errors import problem_of
+from runtime.engine.ranks.inbox import Inbox
 from runtime.engine.ranks.messages import (
-    DECODER,
     Allocate,
     Allocated,
     Drew,
@@ -39,12 +37,10 @@ from runtime.engine.ranks.messages import (
     Masks,
     Note,
     Record,
-    RunNext,
     RunPass,
     RunStep,
     StartEncoding,
     StartPass,
-    ToRank,
     frame,
 )
 
@@ -59,7 +55,6 @@ logger = logging.getLogger("xserv.engine")
 LEAD_S = 0.005
 """How long a rank whose graph runs waits for a step that may be queued behind it, before it looks at the result."""
 
-EXIT_DRIVER_GONE = 72
 EXIT_FAILED = 1
 
 
@@ -67,15 +62,13 @@ class RankProcess:
     """One rank of a model."""
 
     def __init__(self, connection: socket.socket, memory: int | None) -> None:
-        self._reader = FrameReader(connection)
         self._writer = WaitingWriter(connection)
+        self._inbox = Inbox(connection)
         self._memory = memory
-        self._messages: queue.SimpleQueue[ToRank] = queue.SimpleQueue()
         self._communicator: RankCommunicator | None = None
 
     def run(self) -> NoReturn:
         """Do what the driver says until one of the ends that the file names. To be called on the main thread."""
-        threading.Thread(target=self._listen, name="xserv-rank-reader", daemon=True).start()
         try:
             self._obey()
         except BaseException as error:
@@ -87,32 +80,17 @@ class RankProcess:
                 self._writer.send(frame(Failed(problem_of(error))))
         os._exit(EXIT_FAILED)
 
-    def _listen(self) -> NoReturn:
-        step: StepInput | None = None  # the latest
-        with suppress(OSError):
-            while messages := self._reader.read():
-                for data in messages:
-                    message = DECODER.decode(data)
-                    if isinstance(message, RunStep):
-                        step = message.step
-                    elif isinstance(message, RunNext):
-                        assert step is not None, "it goes on with another"
-                        step = step.next(message.number, message.starts, message.additions)
-                        message = RunStep(step, message.has_masks)
-                    self._messages.put(message)
-        os._exit(EXIT_DRIVER_GONE)
-
     def _obey(self) -> NoReturn:
-        load = self._messages.get()
+        load = self._inbox.get()
         assert isinstance(load, Load), load
         _settle(load)
         executor = self._made(load)
         side_pass: SidePass | None = None
         running: Computation | None = None  # a graph, behind which the next step's may be queued
         while True:
-            if running is None and self._messages.empty():
+            if running is None and self._inbox.is_empty:
                 executor.finish_queued()
-            message = self._next(wait_s=None if running is None else LEAD_S)
+            message = self._inbox.get(wait_s=None if running is None else LEAD_S)
             if running is not None and not (isinstance(message, RunStep) and executor.can_lead(message.step)):
                 running.result()
                 running = None
@@ -145,13 +123,6 @@ class RankProcess:
                 case other:
                     raise AssertionError(f"{type(other).__name__} came when it could not")
 
-    def _next(self, wait_s: float | None) -> ToRank | None:
-        """The next message; None: it did not come in time."""
-        try:
-            return self._messages.get(timeout=wait_s)
-        except queue.Empty:
-            return None
-
     def _made(self, load: Load) -> LocalExecutor:
         from pathlib import Path
 
@@ -166,7 +137,7 @@ class RankProcess:
         folder = Path(load.folder)
         model = loaded_model(folder, load.config, communicator=communicator)
         self._writer.send(frame(Loaded(model.weight_bytes, free_memory_bytes(device))))
-        allocate = self._messages.get()
+        allocate = self._inbox.get()
         assert isinstance(allocate, Allocate), allocate
         executor = executor_over(model, folder, load.config, allocate.limits, allocate.vocab_size, communicator)
         self._writer.send(frame(Allocated()))
@@ -177,7 +148,7 @@ class RankProcess:
         from runtime.engine.steps.executor import UnsupportedStepError
 
         try:
-            computation = executor.start(step, _SentMasks(self._messages) if has_masks else None)
+            computation = executor.start(step, _SentMasks(self._inbox) if has_masks else None)
         except UnsupportedStepError:  # the driver has met it, too, and tells
             return None
         if executor.may_be_led:
@@ -199,11 +170,11 @@ class RankProcess:
 class _SentMasks:
     """See ``DrawMasks``: the driver's."""
 
-    def __init__(self, messages: queue.SimpleQueue[ToRank]) -> None:
-        self._messages = messages
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
 
     def wait(self) -> tuple[NDArray[np.intp], NDArray[np.uint32], list[int]]:
-        message = self._messages.get()
+        message = self._inbox.get()
         assert isinstance(message, Masks), message
         return message.places, message.words, message.failed
 

@@ -58,10 +58,10 @@ class RunStep(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunNext(msgspec.Struct, frozen=True, tag=True):
-    """The same of a step that goes on with what the step before did: see ``StepInput.next``."""
+    """The same of a step that goes on with what the step before did: see ``StepInput.next``. ``starts``: int64."""
 
     number: int
-    starts: NDArray[np.int64]
+    starts: bytes
     additions: list[BlockAddition]
     has_masks: bool
 
@@ -132,6 +132,22 @@ ToRank = (
     Load | Allocate | RunStep | RunNext | Masks | Note | Record | StartEncoding | Encode | DropEncoded | StartPass
     | RunPass | Logits
 )
+
+
+def step_message(step: StepInput, before: StepInput | None, *, has_masks: bool) -> RunStep | RunNext:
+    """What tells ranks of a step that were told of the one before, if there was one."""
+    if before is not None and step.goes_on(before):
+        return RunNext(step.number, step.starts.tobytes(), step.additions, has_masks)
+    return RunStep(step, has_masks)
+
+
+def told_step(message: RunStep | RunNext, before: StepInput | None) -> StepInput:
+    """What a rank was told of so."""
+    if isinstance(message, RunStep):
+        return message.step
+    assert before is not None, "it goes on with another"
+    return before.next(message.number, np.frombuffer(message.starts, np.int64), message.additions)
+
 
 # From a rank
 

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from runtime.engine.ranks.messages import DECODER, RunNext, RunStep, frame, step_message, told_step
 from runtime.engine.steps.executor import Computation, DrawMasks, UnsupportedStepError
 from runtime.engine.steps.step_input import (
     FeatureSpan,
@@ -65,20 +66,40 @@ def test_arrays_of_other_kinds_are_refused(dtype: str) -> None:
         decode(msgspec.msgpack.encode(fields))
 
 
+class Sender:
+    """Steps as they arrive that are sent. `way`: "whole", or as ranks are told of them."""
+
+    def __init__(self, way: str) -> None:
+        self.way, self.num_sent, self.num_next = way, 0, 0
+        self._before: tuple[StepInput, StepInput] | tuple[None, None] = None, None  # as it was sent, and arrived
+
+    def __call__(self, step: StepInput) -> StepInput:
+        self.num_sent += 1
+        if self.way == "whole":
+            return decode(encode(step))
+        sent, arrived = self._before
+        message = DECODER.decode(frame(step_message(step, sent, has_masks=False))[4:])
+        assert isinstance(message, RunStep | RunNext)
+        self.num_next += isinstance(message, RunNext)
+        self._before = _, found = step, told_step(message, arrived)
+        assert same(step, found)
+        return found
+
+
 @pytest.mark.usefixtures("each_loop")
 def test_steps_that_were_sent_run_the_same() -> None:
     """Preemption, chunks, penalties, bad words, log probabilities: an executor needs nothing but the value."""
     answers = []
-    for is_sent in (False, True):
-        engine = make_engine(num_blocks=20, swap_space_bytes=1 << 12)
-        start, num_sent = engine.executor.start, 0
+    for way in ("", "whole", "to ranks"):
+        engine, sender = make_engine(num_blocks=20, swap_space_bytes=1 << 12), Sender(way)
+        if way:
+            start = engine.executor.start
 
-        def sent(step: StepInput, masks: DrawMasks | None = None, start: Any = start) -> Computation:
-            nonlocal num_sent
-            num_sent += 1
-            return start(decode(encode(step)), masks)
+            def sent(
+                step: StepInput, masks: DrawMasks | None = None, start: Any = start, sender: Sender = sender
+            ) -> Computation:
+                return start(sender(step), masks)
 
-        if is_sent:
             engine.executor.start = sent  # type: ignore[method-assign]
         rng = random.Random(3)
         kinds: list[dict[str, Any]] = [
@@ -91,13 +112,14 @@ def test_steps_that_were_sent_run_the_same() -> None:
             engine.add(request(f"r{i}", prompt, max_tokens=rng.randrange(1, 30), **kinds[i % len(kinds)]))
         results = run_to_end(engine)
         assert engine.stats().num_preemptions > 0
-        assert (num_sent > 20) == is_sent
+        assert (sender.num_sent > 20) == bool(way)
+        assert (sender.num_next > 5) == (way == "to ranks")
         answers.append({
             name: [(o.index, o.new_token_ids, o.logprobs, o.prompt_logprobs, o.finish_reason) for o in each.outputs]
             for name, each in results.items()
         })
         engine.close()
-    assert answers[0] == answers[1]
+    assert answers[0] == answers[1] == answers[2]
 
 
 @pytest.mark.parametrize(
