@@ -73,8 +73,8 @@ class Notices:
         """`flag`: one number, 0 or 1 + the rank that gave up. `texts`: `[num_ranks, TEXT_BYTES]`, zeros at first, as
         are `tallies`, `[num_ranks, TALLY_BYTES]`."""
         self.rank, self.num_ranks = rank, len(texts)
-        self._flag, self._texts, self._tallies = memoryview(flag), texts, tallies.view(np.int64)
-        self._mine = memoryview(self._tallies[rank])  # whose numbers are written and read faster, one by one
+        self._flag, self._texts, self._tallies = flag.data, texts, tallies.view(np.int64)
+        self._mine = self._tallies[rank].data  # whose numbers are written and read faster, one by one
 
     @staticmethod
     def open(descriptor: int, rank: int, num_ranks: int) -> Notices:

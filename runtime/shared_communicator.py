@@ -117,7 +117,7 @@ class SharedCommunicator:
                 begin + _region_bytes(count) + stage * _region_bytes(num_ranks), rank, num_ranks
             )
         self._step_line, self._begun_ns = np.zeros(LINE_BYTES // 8, np.int64), 0
-        self._stepped, self._step = address_of(self._step_line), memoryview(self._step_line)
+        self._stepped, self._step = address_of(self._step_line), self._step_line.data
         self._ends: OwnLaunch | None = None  # says the end of a step
         if num_ranks > 1:
             self._ends = OwnLaunch(

@@ -117,8 +117,8 @@ class OwnLaunch:
     def __init__(self, kernel: Kernel, changing: str, *values: float) -> None:
         """`changing`: the integer field that calls set. `values`: the fields in their order."""
         block = np.zeros(kernel.packer.size, np.uint8)
-        kernel.packer.pack_into(block, 0, 0, *values)
-        self._words, self._arguments = memoryview(block.view(np.int64)), address_of(block)
+        kernel.packer.pack_into(block.data, 0, 0, *values)
+        self._words, self._arguments = block.view(np.int64).data, address_of(block)
         self._place = 1 + kernel.fields.names.index(changing)
         self._kernel = kernel
 

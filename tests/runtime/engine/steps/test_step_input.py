@@ -94,13 +94,7 @@ def test_steps_that_were_sent_run_the_same() -> None:
         engine, sender = make_engine(num_blocks=20, swap_space_bytes=1 << 12), Sender(way)
         if way:
             start = engine.executor.start
-
-            def sent(
-                step: StepInput, masks: DrawMasks | None = None, start: Any = start, sender: Sender = sender
-            ) -> Computation:
-                return start(sender(step), masks)
-
-            engine.executor.start = sent  # type: ignore[method-assign]
+            engine.executor.start = lambda step, *more, start=start, sender=sender: start(sender(step), *more)  # type: ignore[method-assign]
         rng = random.Random(3)
         kinds: list[dict[str, Any]] = [
             {"frequency_penalty": 0.7, "temperature": 0.9, "seed": 1}, {"logprobs": 2, "n": 2},
