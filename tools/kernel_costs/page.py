@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 
 from runtime.bench.kernels.counted import KINDS, Counts
-from tools.kernel_costs.cases import Case
+from tools.kernel_costs.case import Case
 from tools.kernel_costs.counts import PRODUCTS
 from tools.kernel_costs.static import StaticFacts
 

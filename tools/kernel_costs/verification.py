@@ -17,12 +17,14 @@ from dataclasses import dataclass
 
 from runtime.device.emulator.driver.architectures import H100, H200, GpuModel
 from tools.gpu.serving.models import MODELS
-from tools.kernel_costs.cases import Case, attention_case, gemm_case
+from tools.kernel_costs.attention_cases import attention_case
+from tools.kernel_costs.case import Case
 from tools.kernel_costs.counts import Bench
 from tools.kernel_costs.forecast import draw_instructions
 from tools.kernel_costs.latencies import Timing
 from tools.kernel_costs.launch_lists import FactsOf, Step, compiled, decode_step
 from tools.kernel_costs.page import table
+from tools.kernel_costs.product_cases import gemm_case
 from tools.kernel_costs.roofline import Context, step_s
 
 PROPOSALS = (0, 1, 3, 7)

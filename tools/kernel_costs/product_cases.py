@@ -1,0 +1,181 @@
+"""Matrix products for the kernel report: each tier, in floats, in segments, and with quantised weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from numba_kernels.cuda import (
+    dequantize,
+    gemm,
+    rounded_rows,
+)
+from numba_kernels.cuda.gemm import few_rows_shape, hopper, packed_row, packed_tiles
+from numba_kernels.cuda.gemm.hopper_packed import HIGH, LOW
+from numba_kernels.cuda.gemm.hopper_ring import Tile
+from numba_kernels.cuda.gemm.packed_stream import ROWS as PACKED_ROWS
+from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
+from numba_kernels.cuda.packing import packing_of
+from numba_kernels.segments import SEGMENTS
+from tools.kernel_costs.case import Case
+from tools.kernel_costs.counts import Bench, Work
+
+_ONE_COLUMN_A_LANE = (
+    "the tier's point: neighbouring lanes read different rows of the weight, and every element comes from memory"
+)
+
+
+def product_cases() -> Iterator[Case]:
+    for tier, dtype in (("naive", "f32"), ("tiled", "f32"), ("naive", "bf16"), ("tiled", "bf16")):
+        yield gemm_case(tier, (256, 256, 256), dtype, reason=_ONE_COLUMN_A_LANE if tier == "naive" else "")
+    for tier, dtype in (("register", "f32"), ("register", "bf16"), ("tensor_core", "bf16")):
+        yield gemm_case(tier, (256, 256, 256), dtype, (64, 64))
+    for dtype in ("bf16", "f32"):
+        yield gemm_case("gemv", (1, 1024, 1024), dtype, (1, 4))  # a warp reads x by itself
+    for rows in (1, 16, 64):
+        yield gemm_case("few_rows", (rows, 1024, 1024), "bf16", (64, 32))
+    # The large tile, of two blocks, which two multiprocessors take in turns; small ones; narrow ones, four of which
+    # share a sum.
+    yield gemm_case("hopper", (512, 512, 256), "bf16", (256, 256), hopper_tile=hopper.LARGE, num_multiprocessors=2)
+    yield gemm_case("hopper", (256, 256, 256), "bf16", (128, 128), hopper_tile=hopper.SMALL)
+    yield gemm_case("hopper", (128, 256, 1024), "bf16", (64, 128), hopper_tile=hopper.NARROW, parts=4)
+    for rows in (1, 128):
+        yield _exact_gemm(rows, 1024, 1024)
+    for packing in ("u8", "u4_g128", "e4m3_g128", "e2m1_g32_exponents", "e2m1_g16_e4m3"):
+        for rows in (1, 16, 64) if packing in ("u8", "u4_g128") else (1,):
+            yield _packed_gemm(packing, rows, 1024, 1024)
+    for packing in ("u8", "u4_g128"):
+        yield _packed_gemm(packing, 1, 1024, 1024, "packed_row")
+    for packing in ("u8", "u4_g128", "e4m3_g128", "e2m1_g32_exponents"):
+        yield _packed_gemm(packing, 256, 512, 512, "packed_tiles")
+    for packing, tile in (("u4_g128", HIGH), ("u4_g128", LOW), ("u8", HIGH), ("e2m1_g32_exponents", HIGH)):
+        yield _packed_gemm(packing, tile.block_m, 512, 512, "hopper_packed", tile)
+    yield _bytes_gemm("u8", 256, 512, 512)
+    for packing in gemm.hopper_bytes.WEIGHTS:
+        yield _bytes_gemm(packing, 256, 512, 512, arch="sm_120a")
+        yield _bytes_gemm(packing, 256, 512, 512)
+    for packing in ("e4m3_g128", "u4_g128"):
+        yield _dequantized(packing, 256, 1024)
+
+
+def gemm_case(
+    tier: str, sizes: tuple[int, int, int], dtype: str, tile: tuple[int, int] = (0, 0), *, reason: str = "",
+    hopper_tile: Tile | None = None, parts: int = 1, num_multiprocessors: int = 132,
+) -> Case:  # fmt: skip
+    """`tile`: rows and columns of the result for which x and the weight are read together; `hopper_tile` and `parts`
+    take the place of what the tier chooses."""
+    m, n, k = sizes
+
+    def run(bench: Bench) -> None:
+        product = gemm.Product(m, n, k, dtype, epilogue=gemm.Epilogue(has_residual=False, is_aligned=True))
+        machine = gemm.machine_of(bench.gpu.arch, num_multiprocessors)
+        launch = gemm.plan(product, machine, tier)
+        if hopper_tile is not None:
+            launch = hopper.plan_tile(product, machine, hopper_tile, parts)
+        x, weight = bench.normal((m, k), dtype), bench.normal((n, k), dtype)
+        bench.launch(launch, x, weight, 0, 0, bench.empty(m * n * size), m, n, k, 0, *gemm.NO_SQUARES)
+
+    size = ITEM_BYTES[dtype]
+    work = Work((m + n) * k * size, m * n * size, 2 * m * n * k, dtype != "f32")
+    tiled_bytes = 0
+    if tile != (0, 0):
+        tiled_bytes = (-(-n // tile[1]) * m + -(-m // tile[0]) * n) * k * size + m * n * size
+    has_tensor_cores = tier in ("tensor_core", "few_rows", "hopper")
+    name, shape = f"gemm {tier} {dtype} m={m}", f"{m} x {n} x {k}"
+    return Case(name, "gemm", shape, work, run, reason, tiled_bytes, has_tensor_cores)
+
+
+def _exact_gemm(m: int, n: int, k: int) -> Case:
+    """A product whose K is cut into segments: their sums are written, and read again."""
+
+    def run(bench: Bench) -> None:
+        product = gemm.Product(
+            m, n, k, "bf16", out="f32", epilogue=gemm.Epilogue(has_residual=False, is_aligned=True), exact=True,
+            num_segments=SEGMENTS,
+        )  # fmt: skip
+        launch = gemm.plan(product, gemm.machine_of(bench.gpu.arch), "auto")
+        x, weight = bench.normal((m, k), "bf16"), bench.normal((n, k), "bf16")
+        sums, out = bench.empty(SEGMENTS * m * n * 4), bench.empty(m * n * 2)
+        bench.launch(launch, x, weight, 0, 0, sums, m, n, k, 0, *gemm.NO_SQUARES)
+        bench.launch(gemm.segments.plan_add(SEGMENTS, m, n, "bf16"), sums, 0, 0, out, m, n, 0)
+
+    work = Work((m + n) * k * 2, m * n * 2, 2 * m * n * k, True)
+    rows = 16 if m <= 16 else 64
+    tiled_bytes = (-(-n // 64) * m + -(-m // rows) * n) * k * 2 + m * n * (2 + 2 * SEGMENTS * 4)
+    return Case(f"gemm exact bf16 m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)
+
+
+def _packed_gemm(
+    name: str, m: int, n: int, k: int, tier: str = "few_rows", hopper_tile: Tile | None = None
+) -> Case:
+    """A product with a packed weight, of any bits: every one means a number. `hopper_tile`: whole K, by that tile."""
+    packing = packing_of(name)
+    assert packing is not None
+    weight_bytes = packing.size_bytes(n, k, "bf16")
+
+    def run(bench: Bench) -> None:
+        epilogue = gemm.Epilogue(has_residual=False, is_aligned=True)
+        product = gemm.Product(m, n, k, "bf16", name, epilogue=epilogue)
+        machine = gemm.machine_of(bench.gpu.arch)
+        launch = gemm.plan(product, machine, tier)
+        if hopper_tile is not None:
+            launch = hopper.plan_tile(product, machine, hopper_tile)
+        x, weight = bench.normal((m, k), "bf16"), bench.put(np.zeros(weight_bytes, np.uint8))
+        bench.launch(launch, x, weight, 0, 0, bench.empty(m * n * 2), m, n, k, 0, *gemm.NO_SQUARES)
+
+    work = Work(m * k * 2 + weight_bytes, m * n * 2, 2 * m * n * k, True)
+    columns = few_rows_shape.COLUMNS * few_rows_shape.BLOCK_WARPS // few_rows_shape.split(n, k, name)  # of a block
+    rows = m  # of a block
+    if tier == "packed_tiles":
+        columns, rows = packed_tiles.BLOCK_N, packed_tiles.BLOCK_M
+    elif hopper_tile is not None:
+        columns, rows = hopper_tile.block_n, hopper_tile.block_m
+    elif tier == "packed_row":
+        columns = PACKED_ROWS * packed_row.teams(n, is_gated=False)
+    x_reads = 2 if tier == "packed_row" else 1  # for the largest number, and to be staged
+    tiled_bytes = -(-m // rows) * weight_bytes + -(-n // columns) * x_reads * m * k * 2 + m * n * 2
+    return Case(f"gemm {tier} {name} m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)
+
+
+def _bytes_gemm(name: str, m: int, n: int, k: int, arch: str = "") -> Case:
+    """A product whose rows were rounded to bytes by the launch in front, which is not in it: by `byte_tiles` int8, and
+    e4m3 on an architecture that is not the report's, else by `hopper_bytes`."""
+    packing, is_by_tiles = packing_of(name), name == "u8" or arch != ""
+    assert packing is not None
+    weight_bytes = packing.size_bytes(n, k, "bf16")
+    scales, x_bytes = rounded_rows.sections(m, k, is_grouped=packing.group > 0)
+
+    def run(bench: Bench) -> None:
+        epilogue = gemm.Epilogue(has_residual=False, is_aligned=True)
+        product, machine = gemm.Product(m, n, k, "bf16", name, epilogue=epilogue), gemm.machine_of(bench.gpu.arch)
+        launch = gemm.byte_tiles.plan(product) if is_by_tiles else gemm.hopper_bytes.plan(product, machine)
+        weight, x = (bench.put(np.zeros(size, np.uint8)) for size in (weight_bytes, x_bytes))
+        bench.launch(
+            launch, x, weight, 0, 0, bench.empty(m * n * 2), m, n, k, 0, x + scales, 0, 0.0,
+            0 if is_by_tiles else weight,
+        )  # fmt: skip
+
+    work = Work(x_bytes + weight_bytes, m * n * 2, 2 * m * n * k, True)
+    rows, columns = -(-m // gemm.byte_tiles.BLOCK_M), -(-n // gemm.byte_tiles.BLOCK_N)
+    tiled_bytes = rows * weight_bytes + columns * x_bytes + m * n * 2
+    if packing.group:  # each of 8 warps reads the scales of its 16 rows and 128 columns by itself, or of 64 and 32
+        warp_rows, warp_columns = (64, 32) if is_by_tiles else (16, 128)
+        scales_bytes = 8 * (4 * warp_rows + 2 * warp_columns) * k // packing.group
+        tiled_bytes = rows * (n * k + 4 * n) + columns * m * k + m * n * 2 + rows * columns * scales_bytes
+    tier = "byte_tiles" if is_by_tiles else "hopper_bytes"
+    title = f"gemm {tier} {name} m={m}{' ' if arch else ''}{arch}"
+    return Case(title, "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True, arch)
+
+
+def _dequantized(name: str, n: int, k: int) -> Case:
+    packing = packing_of(name)
+    assert packing is not None
+    size = packing.size_bytes(n, k, "bf16")
+
+    def run(bench: Bench) -> None:
+        packed, out = bench.put(np.zeros(size, np.uint8)), bench.empty(n * k * 2)
+        bench.launch(dequantize.plan(packing, n, k, "bf16"), packed, 0, out, 0, n, n, k, 1.0)
+
+    work = Work(size, n * k * 2, 2 * n * k)
+    return Case(f"dequantize {name} bf16", "dequantize", f"{n} x {k}", work, run, "", size + n * k * 2)
