@@ -55,7 +55,7 @@ from runtime.text.pipeline import TextPipeline
 from tests.models.drafters.mtp_cases import write_bigrams
 from tokenizer import Tokenizer
 
-ROUND, PIECE = 50, 100
+ROUND, PIECE = 200, 200
 """Requests of a schedule, and of a model before the next model's turn."""
 
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}}, "required": ["a"]}'

@@ -28,11 +28,11 @@ CREDIT_STEPS = 2.0
 
 class TrialAccount:
     """Each step without proposals pays in a share of its time, each with them what it was faster than the same tokens
-    without, or takes out what it was slower. The first step of a shape is paid for apart, by half of what is gained as
-    long as those before are not paid for.
+    without, or takes out what it was slower. What the first step of a shape loses is paid for apart, when it is known: by
+    half of what is gained as long as those before are not paid for.
 
     balance_s  what steps with proposals may be slower; None: no step is known
-    setup_s    what first steps of a shape may take more than the ones after them
+    setup_s    below zero while first steps of shapes are not paid for
     """
 
     def __init__(self) -> None:
@@ -45,17 +45,12 @@ class TrialAccount:
         """A step without proposals takes so long, one with the most of them so long."""
         self._limit_s = MOST_STEPS * longest_s
         if self.balance_s is None:
-            self.balance_s = self.setup_s = CREDIT_STEPS * plain_s
+            self.balance_s = CREDIT_STEPS * plain_s
         self._keep(self.balance_s)  # times were wrong, or others
 
     def allows(self, loss_s: float) -> bool:
         """Whether a step may lose so much."""
         return self.balance_s is not None and loss_s <= self.balance_s
-
-    @property
-    def is_full(self) -> bool:
-        """Whether little of what trying may cost has been spent of late."""
-        return self.balance_s is not None and self.balance_s >= 0.5 * self._limit_s
 
     @property
     def allows_setup(self) -> bool:
@@ -83,5 +78,5 @@ class TrialAccount:
         self.balance_s = min(max(balance_s, -self._limit_s), GAINS * self._limit_s)
 
     def set_up(self, excess_s: float, plain_s: float) -> None:
-        """The first step of a shape took so much longer than it will. No more than `MOST_SETUP_STEPS` is believed."""
+        """The first step of a shape took so much longer than its tokens without. No more than `MOST_SETUP_STEPS` is believed."""
         self.setup_s -= min(max(0.0, excess_s), MOST_SETUP_STEPS * plain_s)

@@ -15,6 +15,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,7 @@ from runtime.engine.speculation.drafter import (
     BatchDrafter,
     DistributionDrafter,
     Drafter,
+    Ids,
     LeftChunk,
     StateDrafter,
 )
@@ -43,16 +45,10 @@ LEAST_GAIN = 1.02
 SHARE_PAYING = 0.25
 """Of a step's time that looking for proposals may take while they pay; while they do not, see `naps`."""
 
-PRIOR, PRIOR_WEIGHT = 0.6, 4.0
+PRIOR, PRIOR_WEIGHT, SEQUENCE_WEIGHT = 0.6, 4.0, 8.0
 FADING = 0.95
 """A drafter's counts begin as so many proposals of which this share is kept, a sequence's with the drafter's own as so
 many; they fade as new ones come."""
-
-HOPED = 0.95
-"""What counts begin with instead where nothing promises anything, and the account has plenty left for trials."""
-
-FORGETTING = 0.99
-"""What is left of counts below that share after a step that did not try: what did not work may work now."""
 
 TRIAL_STEPS = 64
 """Steps that overlap with the next between two that do not, to see whether proposals would pay."""
@@ -88,14 +84,8 @@ class _Chance:
         self.kept = FADING * self.kept + kept
         self.lost = FADING * self.lost + is_lost
 
-    def forget(self, num_steps: int = 1, *, hopes: bool = False) -> None:
-        """``hopes``: though more were kept than at first was expected."""
-        if hopes or self.kept * (1.0 - PRIOR) < self.lost * PRIOR:
-            self.kept *= FORGETTING**num_steps
-            self.lost *= FORGETTING**num_steps
-
-    def of(self, prior: float) -> float:
-        return (self.kept + PRIOR_WEIGHT * prior) / (self.kept + self.lost + PRIOR_WEIGHT)
+    def of(self, prior: float, weight: float) -> float:
+        return (self.kept + weight * prior) / (self.kept + self.lost + weight)
 
 
 @dataclass(slots=True)
@@ -103,6 +93,14 @@ class _Tried:
     chance: _Chance
     sureness: int
     is_predicted: bool
+
+
+class _Watched(NamedTuple):
+    """Proposals for the tokens from place ``start`` of a sequence on, that were not tried."""
+
+    start: int
+    ids: Ids
+    sureness: int
 
 
 class Speculator:
@@ -139,6 +137,7 @@ class Speculator:
         self._chances = [_Chance() for _ in range(SUREST + 1)]  # by how sure the drafter was
         self._by_sequence: dict[Sequence, _Chance] = {}
         self._tried: dict[Sequence, _Tried] = {}
+        self._watched: dict[Sequence, _Watched] = {}
         self._predicted: set[Sequence] = set()  # whose proposals come from predictions
         self._lookup_s = 0.0  # of one sequence, fading
         self._pays = True  # as far as is known
@@ -219,8 +218,6 @@ class Speculator:
                 return drafts
             num_steps = self._naps.begin(time.perf_counter() - begun, self._plain_s)
             self.num_resting = self._naps.num_resting
-            for one in (*self._chances, *self._by_sequence.values()) if num_steps else ():
-                one.forget(num_steps, hopes=self._account.is_full)
             self._account.earn(self._plain_s, num_steps)
             self.times.pass_by(num_steps)
         return drafts
@@ -231,6 +228,8 @@ class Speculator:
         self._plain_s = plain or 0.0
         if not decodes or (plain is None and not self._fixed):
             return {}
+        for sequence in [*self._watched]:
+            self._compare(sequence)
         found = self._look(decodes, 0.0 if plain is None or self._fixed else plain)
         if not found:
             return {}
@@ -242,8 +241,6 @@ class Speculator:
             curve = self.times.curve(len(decodes))
             self._account.bound(curve[0], max(curve[: 1 + bisect_right(WIDTHS, len(decodes) * self._most)]))
             counts = self._best(found, len(decodes), curve)
-            if not counts and self._account.is_full:
-                counts = self._best(found, len(decodes), curve, HOPED)
             self._pays = len(counts) > 0
         drafts = {}
         for sequence, (ids, sureness) in found.items():
@@ -252,20 +249,31 @@ class Speculator:
                 drafts[sequence] = ids[:count]
                 is_predicted = sequence in self._predicted
                 self._tried[sequence] = _Tried(self._by_sequence[sequence], sureness, is_predicted)
-            else:
-                self._by_sequence[sequence].forget()
-                self._chances[sureness].forget()
+            elif sequence not in self._watched:
+                self._watched[sequence] = _Watched(sequence.num_tokens, np.array(ids, np.int32), sureness)
         return drafts
 
+    def _compare(self, sequence: Sequence, *, has_ended: bool = False) -> None:
+        """What has come of proposals that were watched: it tells as much as if they had been tried, and costs no step."""
+        start, ids, sureness = self._watched[sequence]
+        came = sequence.token_ids(start, min(sequence.num_tokens, start + len(ids)))
+        differs = (came != ids[: len(came)]).nonzero()[0]
+        if not (differs.size or has_ended or len(came) == len(ids)):
+            return
+        del self._watched[sequence]
+        kept = int(differs[0]) if differs.size else len(came)
+        self._chances[sureness].note(kept, differs.size > 0)
+        self._by_sequence[sequence].note(kept, differs.size > 0)
+
     def _best(
-        self, found: dict[Sequence, tuple[list[int], int]], num_decodes: int, curve: list[float], prior: float = PRIOR
+        self, found: dict[Sequence, tuple[list[int], int]], num_decodes: int, curve: list[float]
     ) -> dict[Sequence, int]:
         """How many of each one's proposals to try, by the chance that its next one is kept. If half of what they
         promise comes true, the account has to pay for the rest."""
         account = self._account
         chances: list[tuple[float, int, Sequence]] = []
         for sequence, (ids, sureness) in found.items():
-            together, chance = 1.0, self._chance(sequence, sureness, prior)
+            together, chance = 1.0, self._chance(sequence, sureness)
             for place in range(len(ids)):
                 together *= chance
                 chances.append((together, place, sequence))
@@ -347,7 +355,7 @@ class Speculator:
         self, num_sequences: int, num_drafts: int, num_kept: int, seconds: float, *, is_cold: bool
     ) -> None:
         """A step with proposals took so long. It is not taken to be slower than its tokens would be one by one: it was
-        disturbed, or recorded, which the first of its shape pays for. ``is_cold``: it came behind a nap, so that it
+        disturbed. What the first of a shape costs, which is recorded, has an account of its own. ``is_cold``: it came behind a nap, so that it
         tells nothing of one that follows another: where steps are short, code and memory that have not been used for
         long make it take twice as long."""
         is_first, plain = not self.times.is_known(num_sequences, num_drafts), self.times.plain(num_sequences)
@@ -357,7 +365,8 @@ class Speculator:
         if plain is None:
             return
         if is_first:
-            self._account.set_up(seconds - (self.times.tried(num_sequences + num_drafts) or most), plain)
+            self._account.set_up(seconds - num_kept / num_sequences * plain, plain)
+            return
         if not is_cold:
             seconds = self.times.tried(num_sequences + num_drafts) or seconds
         gained = num_kept / num_sequences * plain - min(seconds, most)
@@ -379,6 +388,8 @@ class Speculator:
         """The sequence has ended."""
         if len(sequence.request.prediction) and sequence.request.speculates:
             self._num_predicted -= 1
+        if sequence in self._watched:
+            self._compare(sequence, has_ended=True)
         self._by_sequence.pop(sequence, None)
         for drafter in (self._drafter, self._predictions):
             if drafter is not None:
@@ -467,12 +478,12 @@ class Speculator:
         else:
             self._predictions = None
 
-    def _chance(self, sequence: Sequence, sureness: int, prior: float = PRIOR) -> float:
-        """That a proposal is kept if all before it are. ``prior``: what a drafter begins with."""
+    def _chance(self, sequence: Sequence, sureness: int) -> float:
+        """That a proposal is kept if all before it are."""
         own = self._by_sequence.get(sequence)
         if own is None:
             own = self._by_sequence[sequence] = _Chance()
-        return own.of(self._chances[sureness].of(prior))
+        return own.of(self._chances[sureness].of(PRIOR, PRIOR_WEIGHT), SEQUENCE_WEIGHT)
 
 
 def _within(matcher: GrammarMatcher, ids: list[int], sureness: int, most: int) -> tuple[list[int], int]:

@@ -16,9 +16,10 @@ _UNMEASURED = 32
 """Steps that were not measured make a time as old as one that was: some 16,000 of them, a few seconds where steps are
 so short that most are left out."""
 
-_GUESS = 0.01
-"""Share of a plain step that a token is guessed to cost while less than two steps with proposals are known, and half of
-what tokens cost between two beyond them: less than it does, so that it is tried where it promises something."""
+_GUESS, _LEAST = 0.03, 0.01
+"""Share of a plain step that a token is guessed to cost while less than two steps with proposals are known; beyond two,
+half of what tokens cost between them, and at least the other: less than it does, so that it is tried where it promises
+something."""
 
 _DOUBT = 0.5
 """Of what a step costs more than a plain one: after one measurement, which may have been disturbed. After two, half of
@@ -131,9 +132,9 @@ class StepTimes:
             place = bisect_left(places, tokens)
             if place == len(points):
                 last, seconds = points[-1]
-                before, earlier = points[-2] if len(points) > 2 else points[-1]  # trying may cost something by itself
-                slope = 0.5 * (seconds - earlier) / max(1, last - before)
-                curve.append(seconds + (tokens - last) * max(_GUESS * plain, slope))
+                before, earlier = points[-2] if len(points) > 2 else points[0]  # trying may cost something by itself
+                slope = _GUESS * plain if len(points) < 3 else 0.5 * (seconds - earlier) / (last - before)
+                curve.append(seconds + (tokens - last) * max(_LEAST * plain, slope))
             else:
                 (below, first), (above, second) = points[place - 1], points[place]
                 curve.append(first + (tokens - below) / (above - below) * (second - first))

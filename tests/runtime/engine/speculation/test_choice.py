@@ -37,7 +37,7 @@ class Sevens:
 
 
 def speed(curve: Callable[[int, int], float], num: int, rate: float, num_steps: int, fixed: int | None = None) -> float:
-    """Tokens per second of ``num`` sequences whose proposals are right at this rate."""
+    """Tokens per second of ``num`` sequences whose next tokens are sevens at this rate."""
     now = 0.0
     one = Speculator(Sevens(), fixed or 7, VOCAB_SIZE, fixed=fixed is not None, clock=lambda: now)
     rng = random.Random(3)
@@ -53,8 +53,12 @@ def speed(curve: Callable[[int, int], float], num: int, rate: float, num_steps: 
         now += curve(num, sum(map(len, drafts.values())))
         kept = {}
         for each in left:
-            wrong = (at for at in range(len(drafts.get(each, ()))) if rng.random() >= rate)
-            kept[each] = min(left[each], 1 + next(wrong, len(drafts.get(each, ()))))
+            come = [7 if rng.random() < rate else 8]
+            while come[-1] == 7 and len(come) <= len(drafts.get(each, ())):
+                come.append(7 if rng.random() < rate else 8)
+            kept[each] = min(left[each], len(come))
+            grow(each, come[: kept[each]])
+            each.num_computed += kept[each]
             left[each] -= kept[each]
         tokens += sum(kept.values())
         number += 1
