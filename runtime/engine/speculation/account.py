@@ -41,16 +41,22 @@ class TrialAccount:
         self._limit_s = 0.0
         self._share = 1.0  # of the allowance
 
-    def bound(self, plain_s: float, longest_s: float) -> None:
-        """A step without proposals takes so long, one with the most of them so long."""
-        self._limit_s = MOST_STEPS * longest_s
+    def bound(self, plain_s: float, longest_s: float, num_steps: int = 1) -> None:
+        """A step without proposals takes so long, one with the most of them so long; so many of these are tried at
+        least."""
+        self._limit_s = MOST_STEPS * longest_s * num_steps
         if self.balance_s is None:
-            self.balance_s = CREDIT_STEPS * plain_s
+            self.balance_s = CREDIT_STEPS * plain_s * num_steps
         self._keep(self.balance_s)  # times were wrong, or others
 
     def allows(self, loss_s: float) -> bool:
         """Whether a step may lose so much."""
         return self.balance_s is not None and loss_s <= self.balance_s
+
+    @property
+    def is_full(self) -> bool:
+        """Whether little of what trying may cost has been spent of late."""
+        return self.balance_s is not None and self.balance_s >= 0.5 * self._limit_s
 
     @property
     def allows_setup(self) -> bool:

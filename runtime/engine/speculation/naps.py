@@ -8,7 +8,7 @@ SHARE_LOOKING = 0.004
 MOST_STEPS = 512
 """Without a look."""
 
-_LONGER = 4
+_LONGER = 2
 """Times what looking says that a nap may last: each is twice as long as the one before."""
 
 _UNSEEN_S = 5e-5

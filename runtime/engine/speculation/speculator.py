@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -45,7 +44,7 @@ LEAST_GAIN = 1.02
 SHARE_PAYING = 0.25
 """Of a step's time that looking for proposals may take while they pay; while they do not, see `naps`."""
 
-PRIOR, PRIOR_WEIGHT, SEQUENCE_WEIGHT = 0.6, 4.0, 8.0
+PRIOR, PRIOR_WEIGHT, SEQUENCE_WEIGHT = 0.6, 4.0, 24.0
 FADING = 0.95
 """A drafter's counts begin as so many proposals of which this share is kept, a sequence's with the drafter's own as so
 many; they fade as new ones come."""
@@ -59,6 +58,28 @@ TRIAL_STEPS_PREDICTED = 4
 PLAIN_STEPS, MOST_PLAIN_STEPS = 16, 64
 """Steps with proposals before a few without, though they pay, and at most between two such pauses, each time twice as
 many: otherwise nobody would know whether that is still so, where the machine's speed changes."""
+
+SHORT_S = 2e-3
+"""Steps without proposals that are shorter run code and read memory that is warm. One with proposals among them takes up
+to twice as long as one that follows others of its kind."""
+
+RUN_STEPS = 12
+"""So many steps with proposals follow one another where steps are short, until it is known whether they pay: the time of
+those before tells nothing."""
+
+COLD = 1.4
+"""How many times as long as later ones these take."""
+
+LEAST_WEIGHT = 8.0
+"""Proposals of a kind that have to have been compared with what came before any are tried, where steps are short: a run
+costs more than a look."""
+
+COMES_TRUE, COMES_TRUE_COMPARED = 0.5, 0.8
+"""Of what proposals promise, what the account counts on; where they have been compared with what came."""
+
+HOPED = 0.5
+"""Of what steps with proposals took longer than plain ones, if nothing pays and the account has plenty: they may have
+been disturbed when they were timed, and nothing tells but another trial."""
 
 HANG_S = 1.0
 
@@ -83,6 +104,10 @@ class _Chance:
     def note(self, kept: int, is_lost: bool) -> None:
         self.kept = FADING * self.kept + kept
         self.lost = FADING * self.lost + is_lost
+
+    @property
+    def weight(self) -> float:
+        return self.kept + self.lost
 
     def of(self, prior: float, weight: float) -> float:
         return (self.kept + weight * prior) / (self.kept + self.lost + weight)
@@ -144,6 +169,7 @@ class Speculator:
         self._next = 0  # whose turn it is to be looked at first
         self._last_end: tuple[int, int, float] | None = None  # of the step before: number, sequences, when
         self._has_just_tried = False  # in the step before
+        self._num_in_run = 0  # steps with proposals since the latest nap
         self._most_wanted = 0  # of one sequence in the look before, by how near the sequences' ends are
         self._num_tried, self._most_tried = 0, PLAIN_STEPS  # steps with proposals since the latest without
         self._num_asked = 0
@@ -160,6 +186,10 @@ class Speculator:
     def observes(self) -> bool:
         """Whether it wants to know of the step that it was asked about last, where it does not rest."""
         return self._naps.is_seen and self.is_asked
+
+    @property
+    def _is_short(self) -> bool:
+        return self._plain_s < SHORT_S
 
     @property
     def is_on(self) -> bool:
@@ -218,6 +248,7 @@ class Speculator:
                 return drafts
             num_steps = self._naps.begin(time.perf_counter() - begun, self._plain_s)
             self.num_resting = self._naps.num_resting
+            self._num_in_run = 0
             self._account.earn(self._plain_s, num_steps)
             self.times.pass_by(num_steps)
         return drafts
@@ -238,9 +269,11 @@ class Speculator:
             for sequence, (_, sureness) in found.items():
                 self._chance(sequence, sureness)  # is counted
         else:
-            curve = self.times.curve(len(decodes))
-            self._account.bound(curve[0], max(curve[: 1 + bisect_right(WIDTHS, len(decodes) * self._most)]))
+            curve = self.times.curve(len(decodes), len(decodes) * self._most)
+            self._account.bound(curve[0], max(curve), RUN_STEPS if self._is_short else 1)
             counts = self._best(found, len(decodes), curve)
+            if not counts and self._account.is_full:
+                counts = self._best(found, len(decodes), [curve[0] + HOPED * (each - curve[0]) for each in curve])
             self._pays = len(counts) > 0
         drafts = {}
         for sequence, (ids, sureness) in found.items():
@@ -250,6 +283,7 @@ class Speculator:
                 is_predicted = sequence in self._predicted
                 self._tried[sequence] = _Tried(self._by_sequence[sequence], sureness, is_predicted)
             elif sequence not in self._watched:
+                self._chance(sequence, sureness)  # is counted
                 self._watched[sequence] = _Watched(sequence.num_tokens, np.array(ids, np.int32), sureness)
         return drafts
 
@@ -263,22 +297,29 @@ class Speculator:
         del self._watched[sequence]
         kept = int(differs[0]) if differs.size else len(came)
         self._chances[sureness].note(kept, differs.size > 0)
-        self._by_sequence[sequence].note(kept, differs.size > 0)
+        if sequence in self._by_sequence:
+            self._by_sequence[sequence].note(kept, differs.size > 0)
 
     def _best(
         self, found: dict[Sequence, tuple[list[int], int]], num_decodes: int, curve: list[float]
     ) -> dict[Sequence, int]:
-        """How many of each one's proposals to try, by the chance that its next one is kept. If half of what they
-        promise comes true, the account has to pay for the rest."""
-        account = self._account
+        """How many of each one's proposals to try, by the chance that its next one is kept. If a part of what they
+        promise comes true, the account has to pay for the rest; where steps are short, for that of a whole run."""
+        account, is_short = self._account, self._is_short
+        is_running = is_short and 0 < self._num_in_run < RUN_STEPS
+        num_steps, cold, share = (RUN_STEPS, COLD, COMES_TRUE_COMPARED) if is_short else (1, 1.0, COMES_TRUE)
+        if self._num_in_run >= RUN_STEPS:
+            num_steps, cold = 1, 1.0
         chances: list[tuple[float, int, Sequence]] = []
         for sequence, (ids, sureness) in found.items():
+            if is_short and self._chances[sureness].weight < LEAST_WEIGHT:
+                continue
             together, chance = 1.0, self._chance(sequence, sureness)
             for place in range(len(ids)):
                 together *= chance
                 chances.append((together, place, sequence))
         chances.sort(key=lambda one: (-one[0], one[1]))
-        best_rate, best_width = LEAST_GAIN * num_decodes / curve[0], 0
+        best_rate, best_width = 0.0 if is_running else LEAST_GAIN * num_decodes / curve[0], 0
         expected, taken = float(num_decodes), 0
         for width, seconds in zip(WIDTHS, curve[1:]):
             if width > len(chances):
@@ -286,8 +327,10 @@ class Speculator:
             while taken < width:
                 expected += chances[taken][0]
                 taken += 1
-            comes_true = (num_decodes + 0.5 * (expected - num_decodes)) / num_decodes * curve[0]
-            if expected / seconds <= best_rate or not account.allows(seconds - comes_true):
+            comes_true = (num_decodes + share * (expected - num_decodes)) / num_decodes * curve[0]
+            if expected / seconds <= best_rate:
+                continue
+            if not is_running and not account.allows(num_steps * (cold * seconds - comes_true)):
                 continue
             if account.allows_setup or self.times.is_known(num_decodes, width):
                 best_rate, best_width = expected / seconds, width
@@ -335,7 +378,8 @@ class Speculator:
                 counts[3] += accepted
         total = sum(drafted.values())
         was_trying, self._has_just_tried = self._has_just_tried, total > 0
-        is_cold = not was_trying and self._naps.takes_naps
+        is_cold = self._is_short and self._num_in_run < RUN_STEPS // 2
+        self._num_in_run += 1 if total else 0
         is_asleep = self._naps.is_asleep
         last, self._last_end = self._last_end, None
         if is_pure:

@@ -37,26 +37,29 @@ forgotten."""
 class _Times:
     """The latest of one kind of steps."""
 
-    __slots__ = ("latest", "seen")
+    __slots__ = ("latest", "seconds", "seen")
 
     def __init__(self) -> None:
         self.seen: deque[float] = deque(maxlen=_KEPT)
+        self.seconds = 0.0  # of a quarter of these
         self.latest = 0
 
-    @property
-    def seconds(self) -> float:
-        return sorted(self.seen)[len(self.seen) // _QUARTER]
+    def note(self, seconds: float, number: int) -> None:
+        self.seen.append(seconds)
+        self.seconds = sorted(self.seen)[len(self.seen) // _QUARTER]
+        self.latest = number
 
 
 class _TriedTimes(_Times):
     """Each beside the plain steps of its time, with their number of sequences: cores are slower when others use them,
     and plain steps, which are timed all the time, tell by how much."""
 
-    __slots__ = ("beside",)
+    __slots__ = ("beside", "now")
 
     def __init__(self) -> None:
         super().__init__()
         self.beside: deque[tuple[int, float]] = deque(maxlen=_KEPT)
+        self.now: float | None = None  # at the speed of plain steps now; None: to be computed
 
 
 class StepTimes:
@@ -68,6 +71,7 @@ class StepTimes:
         self._plain: dict[int, _Times] = {}  # by sequences
         self._tried: dict[int, _TriedTimes] = {}  # by tokens
         self._shapes: dict[tuple[int, int], int] = {}
+        self._curve: tuple[int, int, int, list[float]] = (0, 0, 0, [])  # sequences, most, when it has to be made anew, and it
 
     def observe(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
         """A step of so many sequences tried so many proposals. The first of its shape may have been recorded, and
@@ -80,19 +84,24 @@ class StepTimes:
             if self._is_stale(tried):
                 tried.seen.clear()
                 tried.beside.clear()
-            tried.seen.append(seconds)
+            if len(tried.seen) < _KEPT:
+                self._curve = (0, 0, 0, [])
             tried.beside.append((num_sequences, self.plain(num_sequences) or 0.0))
-            tried.latest = self._number + int(self._passed)
+            tried.note(seconds, self._number + int(self._passed))
+            tried.now = None
         elif is_known:
             times = self._plain.setdefault(num_sequences, _Times())
             if self._is_stale(times) or (times.seen and seconds < _FASTER * times.seconds):
                 times.seen.clear()
-            times.seen.append(seconds)
-            times.latest = self._number + int(self._passed)
+            times.note(seconds, self._number + int(self._passed))
+            self._curve = (0, 0, 0, [])
+            for tried in self._tried.values():
+                tried.now = None
 
     def pass_by(self, num_steps: int) -> None:
         """So many steps were not measured: what was may have been disturbed, and is to be forgotten in the end."""
         self._passed += num_steps / _UNMEASURED
+        self._curve = (0, 0, 0, [])
 
     def is_known(self, num_sequences: int, num_drafts: int) -> bool:
         """Whether a step of this shape came before, and not too long ago."""
@@ -108,15 +117,21 @@ class StepTimes:
         times = self._tried.get(num_tokens)
         if times is None or self._is_stale(times):
             return None
-        found = []
-        for seconds, (num_sequences, before) in zip(times.seen, times.beside, strict=True):
-            now = self.plain(num_sequences)
-            found.append(seconds * now / before if now is not None and before > 0.0 else seconds)
-        return sorted(found)[len(found) // _QUARTER]
+        if times.now is None:
+            found = []
+            for seconds, (num_sequences, before) in zip(times.seen, times.beside, strict=True):
+                now = self.plain(num_sequences)
+                found.append(seconds * now / before if now is not None and before > 0.0 else seconds)
+            times.now = sorted(found)[len(found) // _QUARTER]
+        return times.now
 
-    def curve(self, num_sequences: int) -> list[float]:
-        """Of a step without proposals, then with each of ``WIDTHS``; empty while that without is not known. Between
-        two that are known by a straight line; beyond them by a guess that is too low."""
+    def curve(self, num_sequences: int, most: int = WIDTHS[-1]) -> list[float]:
+        """Of a step without proposals, then with each of ``WIDTHS`` up to the first that is ``most`` or more; empty while
+        that without is not known. Between two that are known by a straight line; beyond them by a guess that is too low.
+        While nothing new is learnt it is the same for a few steps: where steps are short, it takes a part of one."""
+        kept_sequences, kept_most, until, kept = self._curve
+        if kept_sequences == num_sequences and kept_most == most and self._number < until:
+            return kept
         plain = self.plain(num_sequences)
         if plain is None:
             return []
@@ -127,7 +142,7 @@ class StepTimes:
                 doubt = _DOUBT ** len(self._tried[tokens].seen)
                 points.append((tokens, plain + max(0.0, seconds - plain) * (1.0 - doubt)))
         curve, places = [plain], [tokens for tokens, _ in points]
-        for width in WIDTHS:
+        for width in WIDTHS[: 1 + bisect_left(WIDTHS, most)]:
             tokens = num_sequences + width
             place = bisect_left(places, tokens)
             if place == len(points):
@@ -138,6 +153,7 @@ class StepTimes:
             else:
                 (below, first), (above, second) = points[place - 1], points[place]
                 curve.append(first + (tokens - below) / (above - below) * (second - first))
+        self._curve = num_sequences, most, self._number + _KEPT, curve
         return curve
 
     def _is_stale(self, times: _Times) -> bool:
