@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 SHARE_LOOKING = 0.004
-"""Of the steps' time that looks may take while nothing comes of them."""
+"""Of the steps' time that looks may take while nothing comes of them; twice that while trials do without theirs."""
 
 MOST_STEPS = 512
 """Without a look."""
-
-_LONGER = 2
-"""Times what looking says that a nap may last: each is twice as long as the one before."""
 
 _UNSEEN_S = 5e-5
 """What a look costs beside what is seen of it: the step is asked about afterwards, by Python that has not run for long
@@ -24,8 +21,8 @@ end."""
 
 
 class Naps:
-    """After a look of which nothing came, so many steps are left out that looking takes its share of the time, and more
-    after each, until proposals pay.
+    """After a look of which nothing came, so many steps are left out that looking takes its share of the time, until
+    proposals pay.
 
     is_asleep   whether the step that was asked for last is left out
     num_resting  steps of the nap that begins of which nothing is asked
@@ -57,11 +54,12 @@ class Naps:
             self._left -= 1
         return self.is_asleep
 
-    def begin(self, spent_s: float, plain_s: float) -> int:
+    def begin(self, spent_s: float, plain_s: float, *, spares: bool = False) -> int:
         """A look took so long, and nothing is tried; a step without proposals takes ``plain_s``. Returns the length of
-        the nap that begins, 0: none does. ``sleeps_on`` is asked at its end alone, behind ``num_resting`` steps."""
-        least = int((spent_s + _UNSEEN_S) / (SHARE_LOOKING * plain_s))
-        self._length = min(MOST_STEPS, max(least, min(2 * self._length, _LONGER * least))) if least > 2 else 0
+        the nap that begins, 0: none does. ``spares``: trials have spent little of their part of late. ``sleeps_on`` is asked at its end alone, behind ``num_resting`` steps."""
+        share = 2.0 * SHARE_LOOKING if spares else SHARE_LOOKING
+        least = int((spent_s + _UNSEEN_S) / (share * plain_s))
+        self._length = min(MOST_STEPS, least) if least > 2 else 0
         self.is_asleep = self._length > 0
         self._left = min(self._length, _NUM_SEEN)
         return self._length

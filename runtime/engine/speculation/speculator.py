@@ -45,7 +45,7 @@ SHARE_PAYING = 0.25
 """Of a step's time that looking for proposals may take while they pay; while they do not, see `naps`."""
 
 PRIOR, PRIOR_WEIGHT, SEQUENCE_WEIGHT = 0.6, 4.0, 24.0
-FADING = 0.95
+FADING, SEQUENCE_FADING = 0.98, 0.95
 """A drafter's counts begin as so many proposals of which this share is kept, a sequence's with the drafter's own as so
 many; they fade as new ones come."""
 
@@ -98,12 +98,13 @@ class SpeculationCounters:
 class _Chance:
     """Proposals that were kept and the first ones that were not, as weights that fade."""
 
+    fading: float
     kept: float = 0.0
     lost: float = 0.0
 
     def note(self, kept: int, is_lost: bool) -> None:
-        self.kept = FADING * self.kept + kept
-        self.lost = FADING * self.lost + is_lost
+        self.kept = self.fading * self.kept + kept
+        self.lost = self.fading * self.lost + is_lost
 
     @property
     def weight(self) -> float:
@@ -159,7 +160,7 @@ class Speculator:
         self._most = most
         self._vocab_size = vocab_size
         self._fixed = fixed
-        self._chances = [_Chance() for _ in range(SUREST + 1)]  # by how sure the drafter was
+        self._chances = [_Chance(FADING) for _ in range(SUREST + 1)]  # by how sure the drafter was
         self._by_sequence: dict[Sequence, _Chance] = {}
         self._tried: dict[Sequence, _Tried] = {}
         self._watched: dict[Sequence, _Watched] = {}
@@ -246,7 +247,7 @@ class Speculator:
                 # These sequences' ends are too near: what pays for others is looked for when they have ended.
                 self.num_resting = self._most_wanted
                 return drafts
-            num_steps = self._naps.begin(time.perf_counter() - begun, self._plain_s)
+            num_steps = self._naps.begin(time.perf_counter() - begun, self._plain_s, spares=self._account.is_full)
             self.num_resting = self._naps.num_resting
             self._num_in_run = 0
             self._account.earn(self._plain_s, num_steps)
@@ -526,7 +527,7 @@ class Speculator:
         """That a proposal is kept if all before it are."""
         own = self._by_sequence.get(sequence)
         if own is None:
-            own = self._by_sequence[sequence] = _Chance()
+            own = self._by_sequence[sequence] = _Chance(SEQUENCE_FADING)
         return own.of(self._chances[sureness].of(PRIOR, PRIOR_WEIGHT), SEQUENCE_WEIGHT)
 
 
