@@ -55,7 +55,7 @@ from runtime.text.pipeline import TextPipeline
 from tests.models.drafters.mtp_cases import write_bigrams
 from tokenizer import Tokenizer
 
-ROUND, PIECE = 200, 200
+ROUND, PIECE = 50, 100
 """Requests of a schedule, and of a model before the next model's turn."""
 
 SCHEMA = '{"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yy"]}}, "required": ["a"]}'
@@ -138,16 +138,16 @@ class Comparison:
 def compare(
     model: Model, folder: Path, num_requests: int, seed: int, *, found: Comparison | None = None,
     states: Sequence[HiddenStateDrafter] = (), takes_turns: bool = False, drafters: Collection[str] = (),
-    most_output: int = MOST_OUTPUT, **settings: Any,
+    most_output: int = MOST_OUTPUT, round_size: int = ROUND, **settings: Any,
 ) -> Comparison:  # fmt: skip
-    """Runs so many requests in rounds of ``ROUND``, and adds what it finds to ``found``. A round has all drafters, or
+    """Runs so many requests in rounds of ``round_size``, and adds what it finds to ``found``. A round has all drafters, or
     one where they take turns. ``states``: drafters that read the model's hidden states. ``drafters``: the names of
     those that are wanted; empty: all."""
     found = found or Comparison()
     tokenizer = load_tokenizer(folder)
     can_say_json = tokenizer is not None and tokenizer.decode(tokenizer.encode('{"a": 1}')).strip() == '{"a": 1}'
-    for number in range(-(-num_requests // ROUND)):
-        count = min(ROUND, num_requests - number * ROUND)
+    for number in range(-(-num_requests // round_size)):
+        count = min(round_size, num_requests - number * round_size)
         rng = random.Random(f"{seed} {number}")
         config = _config(rng, model, settings)
         vocab_size, length = model.config.vocab_size, config.max_model_len or 64
@@ -366,7 +366,9 @@ def main() -> int:
     parser.add_argument("--turns", action="store_true", help="a round has one drafter, each in its turn")
     parser.add_argument("--drafters", nargs="+", default=[], help="of these names alone; default: all")
     parser.add_argument("--most-output", type=int, default=MOST_OUTPUT, help="tokens of an answer")
+    parser.add_argument("--round", type=int, default=ROUND, help="requests of a schedule")
     options = parser.parse_args()
+    piece = max(PIECE, options.round)
     settings = {"device": options.device, "exact": options.device != "cpu"}
     found, done = Comparison(), 0
     with tempfile.TemporaryDirectory(prefix="babyllama-") as scratch:
@@ -377,11 +379,12 @@ def main() -> int:
             model, folder = _model(name, settings, own)
             models.append((model, folder, _states(model, folder, own / "states", settings)))
         while done < options.requests:
-            model, folder, states = models[done // PIECE % len(models)]
-            count = min(PIECE, options.requests - done)
+            model, folder, states = models[done // piece % len(models)]
+            count = min(piece, options.requests - done)
             compare(
-                model, folder, count, options.seed + done // PIECE, found=found, states=states,
-                takes_turns=options.turns, drafters=options.drafters, most_output=options.most_output, **settings,
+                model, folder, count, options.seed + done // piece, found=found, states=states,
+                takes_turns=options.turns, drafters=options.drafters, most_output=options.most_output,
+                round_size=options.round, **settings,
             )  # fmt: skip
             done += count
             print(f"-- {done:,} requests, the latest of {folder.name}")
