@@ -140,8 +140,8 @@ def compare(
     states: Sequence[HiddenStateDrafter] = (), takes_turns: bool = False, drafters: Collection[str] = (),
     most_output: int = MOST_OUTPUT, round_size: int = ROUND, **settings: Any,
 ) -> Comparison:  # fmt: skip
-    """Runs so many requests in rounds of ``round_size``, and adds what it finds to ``found``. A round has all drafters, or
-    one where they take turns. ``states``: drafters that read the model's hidden states. ``drafters``: the names of
+    """Runs so many requests in rounds of ``round_size``, and adds what it finds to ``found``. A round has all drafters,
+    or one where they take turns. ``states``: drafters that read the model's hidden states. ``drafters``: the names of
     those that are wanted; empty: all."""
     found = found or Comparison()
     tokenizer = load_tokenizer(folder)

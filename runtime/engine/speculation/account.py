@@ -28,8 +28,8 @@ CREDIT_STEPS = 2.0
 
 class TrialAccount:
     """Each step without proposals pays in a share of its time, each with them what it was faster than the same tokens
-    without, or takes out what it was slower. What the first step of a shape loses is paid for apart, when it is known: by
-    half of what is gained as long as those before are not paid for.
+    without, or takes out what it was slower. What the first step of a shape loses is paid for apart, when it is known:
+    by half of what is gained as long as those before are not paid for.
 
     balance_s  what steps with proposals may be slower; None: no step is known
     setup_s    below zero while first steps of shapes are not paid for
@@ -40,13 +40,15 @@ class TrialAccount:
         self.setup_s = 0.0
         self._limit_s = 0.0
         self._share = 1.0  # of the allowance
+        self._fading = FADING
 
     def bound(self, plain_s: float, longest_s: float, num_steps: int = 1) -> None:
         """A step without proposals takes so long, one with the most of them so long; so many of these are tried at
         least."""
         self._limit_s = MOST_STEPS * longest_s * num_steps
+        self._fading = FADING ** (1.0 / num_steps)
         if self.balance_s is None:
-            self.balance_s = CREDIT_STEPS * plain_s * num_steps
+            self.balance_s = max(CREDIT_STEPS, float(num_steps)) * plain_s
         self._keep(self.balance_s)  # times were wrong, or others
 
     def allows(self, loss_s: float) -> bool:
@@ -56,7 +58,7 @@ class TrialAccount:
     @property
     def is_full(self) -> bool:
         """Whether little of what trying may cost has been spent of late."""
-        return self.balance_s is not None and self.balance_s >= 0.5 * self._limit_s
+        return self.balance_s is not None and self.balance_s >= 0.25 * self._limit_s
 
     @property
     def allows_setup(self) -> bool:
@@ -74,7 +76,7 @@ class TrialAccount:
     def settle(self, gained_s: float) -> None:
         """A step with proposals was faster by so much than its tokens without."""
         if self.balance_s is not None:
-            self._share = 1.0 if gained_s > 0.0 else max(LEAST_SHARE, FADING * self._share)
+            self._share = 1.0 if gained_s > 0.0 else max(LEAST_SHARE, self._fading * self._share)
             if gained_s > 0.0 and self.setup_s < 0.0:
                 self.setup_s = min(self.setup_s + 0.5 * gained_s, self._limit_s)
                 gained_s *= 0.5
@@ -84,5 +86,6 @@ class TrialAccount:
         self.balance_s = min(max(balance_s, -self._limit_s), GAINS * self._limit_s)
 
     def set_up(self, excess_s: float, plain_s: float) -> None:
-        """The first step of a shape took so much longer than its tokens without. No more than `MOST_SETUP_STEPS` is believed."""
+        """The first step of a shape took so much longer than its tokens without. No more than `MOST_SETUP_STEPS` is
+        believed."""
         self.setup_s -= min(max(0.0, excess_s), MOST_SETUP_STEPS * plain_s)

@@ -56,7 +56,8 @@ class Naps:
 
     def begin(self, spent_s: float, plain_s: float, *, spares: bool = False) -> int:
         """A look took so long, and nothing is tried; a step without proposals takes ``plain_s``. Returns the length of
-        the nap that begins, 0: none does. ``spares``: trials have spent little of their part of late. ``sleeps_on`` is asked at its end alone, behind ``num_resting`` steps."""
+        the nap that begins, 0: none does. ``sleeps_on`` is asked at its end alone, behind ``num_resting`` steps.
+        ``spares``: trials have spent little of their part of late."""
         share = 2.0 * SHARE_LOOKING if spares else SHARE_LOOKING
         least = int((spent_s + _UNSEEN_S) / (share * plain_s))
         self._length = min(MOST_STEPS, least) if least > 2 else 0

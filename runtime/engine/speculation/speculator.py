@@ -60,19 +60,19 @@ PLAIN_STEPS, MOST_PLAIN_STEPS = 16, 64
 many: otherwise nobody would know whether that is still so, where the machine's speed changes."""
 
 SHORT_S = 2e-3
-"""Steps without proposals that are shorter run code and read memory that is warm. One with proposals among them takes up
-to twice as long as one that follows others of its kind."""
+"""Steps without proposals that are shorter run code and read memory that is warm. One with proposals among them takes
+up to twice as long as one that follows others of its kind."""
 
-RUN_STEPS = 12
-"""So many steps with proposals follow one another where steps are short, until it is known whether they pay: the time of
-those before tells nothing."""
+RUN_STEPS = 16
+"""So many steps with proposals follow one another where steps are short, until it is known whether they pay: the first
+half of them tells nothing of the time that later ones take."""
 
 COLD = 1.4
 """How many times as long as later ones these take."""
 
 LEAST_WEIGHT = 8.0
-"""Proposals of a kind that have to have been compared with what came before any are tried, where steps are short: a run
-costs more than a look."""
+"""Proposals of a kind that have to have been compared with what came before any are tried, where steps are short: a
+run costs more than a look."""
 
 COMES_TRUE, COMES_TRUE_COMPARED = 0.5, 0.8
 """Of what proposals promise, what the account counts on; where they have been compared with what came."""
@@ -80,6 +80,9 @@ COMES_TRUE, COMES_TRUE_COMPARED = 0.5, 0.8
 HOPED = 0.5
 """Of what steps with proposals took longer than plain ones, if nothing pays and the account has plenty: they may have
 been disturbed when they were timed, and nothing tells but another trial."""
+
+HOPELESS = 0.7
+"""Of a plain step's tokens a second, what ends a run in its second half."""
 
 HANG_S = 1.0
 
@@ -289,7 +292,8 @@ class Speculator:
         return drafts
 
     def _compare(self, sequence: Sequence, *, has_ended: bool = False) -> None:
-        """What has come of proposals that were watched: it tells as much as if they had been tried, and costs no step."""
+        """What has come of proposals that were watched: it tells as much as if they had been tried, and costs no
+        step."""
         start, ids, sureness = self._watched[sequence]
         came = sequence.token_ids(start, min(sequence.num_tokens, start + len(ids)))
         differs = (came != ids[: len(came)]).nonzero()[0]
@@ -320,7 +324,9 @@ class Speculator:
                 together *= chance
                 chances.append((together, place, sequence))
         chances.sort(key=lambda one: (-one[0], one[1]))
-        best_rate, best_width = 0.0 if is_running else LEAST_GAIN * num_decodes / curve[0], 0
+        best_rate, best_width = LEAST_GAIN * num_decodes / curve[0], 0
+        if is_running:
+            best_rate = HOPELESS * best_rate if self._num_in_run > RUN_STEPS // 2 else 0.0
         expected, taken = float(num_decodes), 0
         for width, seconds in zip(WIDTHS, curve[1:]):
             if width > len(chances):
@@ -396,13 +402,11 @@ class Speculator:
             if not is_asleep and plain is not None:  # naps have paid
                 self._account.earn(plain)
 
-    def _settle(
-        self, num_sequences: int, num_drafts: int, num_kept: int, seconds: float, *, is_cold: bool
-    ) -> None:
+    def _settle(self, num_sequences: int, num_drafts: int, num_kept: int, seconds: float, *, is_cold: bool) -> None:
         """A step with proposals took so long. It is not taken to be slower than its tokens would be one by one: it was
-        disturbed. What the first of a shape costs, which is recorded, has an account of its own. ``is_cold``: it came behind a nap, so that it
-        tells nothing of one that follows another: where steps are short, code and memory that have not been used for
-        long make it take twice as long."""
+        disturbed. What the first of a shape costs, which is recorded, has an account of its own. ``is_cold``: it is one
+        of the first of a run, and tells nothing of later ones: where steps are short, code and memory that have not
+        been used for long make it take twice as long."""
         is_first, plain = not self.times.is_known(num_sequences, num_drafts), self.times.plain(num_sequences)
         most = math.inf if plain is None else plain * (1 + num_drafts / num_sequences)
         if is_first or not is_cold:

@@ -34,6 +34,12 @@ _FASTER = 0.7
 forgotten."""
 
 
+_Curve = tuple[int, int, int, list[float]]
+"""Of so many sequences, with at most so many proposals; the step when it is to be made anew; the times."""
+
+_NO_CURVE: _Curve = (0, 0, 0, [])
+
+
 class _Times:
     """The latest of one kind of steps."""
 
@@ -71,7 +77,7 @@ class StepTimes:
         self._plain: dict[int, _Times] = {}  # by sequences
         self._tried: dict[int, _TriedTimes] = {}  # by tokens
         self._shapes: dict[tuple[int, int], int] = {}
-        self._curve: tuple[int, int, int, list[float]] = (0, 0, 0, [])  # sequences, most, when it has to be made anew, and it
+        self._curve = _NO_CURVE
 
     def observe(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
         """A step of so many sequences tried so many proposals. The first of its shape may have been recorded, and
@@ -85,7 +91,7 @@ class StepTimes:
                 tried.seen.clear()
                 tried.beside.clear()
             if len(tried.seen) < _KEPT:
-                self._curve = (0, 0, 0, [])
+                self._curve = _NO_CURVE
             tried.beside.append((num_sequences, self.plain(num_sequences) or 0.0))
             tried.note(seconds, self._number + int(self._passed))
             tried.now = None
@@ -94,14 +100,14 @@ class StepTimes:
             if self._is_stale(times) or (times.seen and seconds < _FASTER * times.seconds):
                 times.seen.clear()
             times.note(seconds, self._number + int(self._passed))
-            self._curve = (0, 0, 0, [])
+            self._curve = _NO_CURVE
             for tried in self._tried.values():
                 tried.now = None
 
     def pass_by(self, num_steps: int) -> None:
         """So many steps were not measured: what was may have been disturbed, and is to be forgotten in the end."""
         self._passed += num_steps / _UNMEASURED
-        self._curve = (0, 0, 0, [])
+        self._curve = _NO_CURVE
 
     def is_known(self, num_sequences: int, num_drafts: int) -> bool:
         """Whether a step of this shape came before, and not too long ago."""
@@ -126,9 +132,9 @@ class StepTimes:
         return times.now
 
     def curve(self, num_sequences: int, most: int = WIDTHS[-1]) -> list[float]:
-        """Of a step without proposals, then with each of ``WIDTHS`` up to the first that is ``most`` or more; empty while
-        that without is not known. Between two that are known by a straight line; beyond them by a guess that is too low.
-        While nothing new is learnt it is the same for a few steps: where steps are short, it takes a part of one."""
+        """Of a step without proposals, then with each of ``WIDTHS`` up to the first that is ``most`` or more; empty
+        while that without is not known. Between two that are known by a straight line; beyond them by a guess that is
+        too low. Where all are known well it is the same for a few steps: making it takes a part of a short one."""
         kept_sequences, kept_most, until, kept = self._curve
         if kept_sequences == num_sequences and kept_most == most and self._number < until:
             return kept
