@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -14,6 +14,7 @@ from runtime.device.gpu import Gpu
 from runtime.device.kernel_cache import KernelCache
 from runtime.device.kernel_list import KernelList
 from runtime.device.toolkit import require_compiler
+from tests.kernel_budget import Loaded, is_over_budget
 
 if TYPE_CHECKING:
     from numba_kernels.cuda.specialisation import Specialisation
@@ -23,17 +24,21 @@ OURS = "numba_kernels.cuda."  # tests have kernels of their own, which may do as
 
 _loaded: list[tuple[Specialisation, str]] = []
 _examined: set[tuple[Specialisation, str]] = set()
+_assembled: set[tuple[object, str]] = set()  # the code of a kernel without its constants, and an architecture
 _load = Gpu.kernel
+_budget = Loaded()
 
 
 def _record(gpu: Gpu, specialisation: Specialisation) -> Kernel:
-    kernel = _load(gpu, specialisation)
     key = specialisation, gpu.arch
     is_ours = specialisation.kernel.py_func.__module__.startswith(OURS)
     if key not in _examined and gpu.driver.is_emulated and is_ours and not isinstance(gpu.kernel_cache, KernelList):
+        kernel = _budget.load(_load, gpu, specialisation)
         _examined.add(key)
         _loaded.append(key)
-    return kernel
+        _budget.names.add(specialisation.name)
+        return kernel
+    return _load(gpu, specialisation)
 
 
 Gpu.kernel = _record  # type: ignore[method-assign]
@@ -51,21 +56,46 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of pytest-xdist has ended."""
+    if "kernels" in getattr(node, "workeroutput", {}):
+        _budget.add(*node.workeroutput["kernels"])
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["kernels"] = _budget.plain()
+    elif is_over_budget(_budget, session.config) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if _budget.names:
+        terminalreporter.write_line(str(_budget), red=is_over_budget(_budget, config))
+
+
 @pytest.fixture(autouse=True)
 def kernels_are_fit_for_hardware() -> Iterator[None]:
-    """Fails a test that is the first to load a kernel which spills, uses local memory or float64, or about which ptxas
-    complains, or whose machine code is not as meant (it is read where nvdisasm is installed): the emulator would not
-    mind. `tests/tools/test_kernel_report.py` examines those that no test loads. Without the kernels' compiler they come
-    out of a bundle, and were examined where that was made."""
+    """Fails a test that is the first to load a kernel that uses local memory or float64. The first kernel of each code,
+    whatever its constants, may not spill either, have ptxas complain, or have machine code that is not as meant (it is
+    read where nvdisasm is installed). The emulator would not mind any of it. ptxas and nvdisasm take a second a kernel:
+    `tests/tools/test_kernel_report.py` has all of them assembled, on all architectures. Without the kernels' compiler
+    they come out of a bundle, and were examined where that was made."""
     yield
     if _loaded and _has_compiler():
         from tools.kernel_costs.machine_code import nvdisasm_if_any
-        from tools.kernel_costs.static import examine
+        from tools.kernel_costs.static import examine, examine_text
         from tools.kernel_report import offenders
 
         cache, nvdisasm = KernelCache(), nvdisasm_if_any()
-        facts = [found for each, arch in _loaded for found in examine(each, (arch,), cache, nvdisasm)]
+        loaded, facts = _loaded.copy(), []
         _loaded.clear()
+        assert [words for each, arch in loaded for words in examine_text(each, arch, cache)] == []
+        for each, arch in loaded:
+            if (key := (each.kernel.py_func.__code__, arch)) not in _assembled:
+                _assembled.add(key)
+                facts += examine(each, (arch,), cache, nvdisasm)
         assert offenders(facts, []) == []
 
 

@@ -12,6 +12,9 @@ for each call, each variable, each operator. Inside `quick_passes` a kernel comp
     resolve_function_type, get_call_type
                            a call is typed once for each function and types of arguments
     get_function           what lowers it is sought once
+    resolve_value_type     a constant is typed once, and a type measured once (get_abi_sizeof)
+    fixup_var_define_in_scope
+                           each scope is completed once, not once a block
     _find_singly_assigned  assignments are counted once, not once a variable
     str                    instructions are not written out for a trace that nobody reads
 
@@ -29,13 +32,15 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
+from llvmlite.ir import IdentifiedStructType
 from numba.core.types import BaseFunction
 from numba.cuda import lowering
-from numba.cuda.core import analysis, inline_closurecall, ir, ir_utils, postproc, ssa
+from numba.cuda.core import analysis, inline_closurecall, ir, ir_utils, postproc, ssa, untyped_passes
 from numba.cuda.core.base import BaseContext as LoweringContext
 from numba.cuda.core.bytecode import FunctionIdentity
 from numba.cuda.core.compiler_lock import global_compiler_lock
 from numba.cuda.core.targetconfig import ConfigStack
+from numba.cuda.target import CUDATypingContext
 from numba.cuda.typing.context import BaseContext
 
 REPLACED_VERSION = "0.30.4"  # of numba-cuda
@@ -59,6 +64,9 @@ def quick_passes() -> Iterator[None]:
             (BaseContext, "resolve_function_type", _resolver_of_calls()),
             (BaseFunction, "get_call_type", _typer_of_calls()),
             (LoweringContext, "get_function", _finder_of_implementations()),
+            (CUDATypingContext, "resolve_value_type", _typer_of_values()),
+            (LoweringContext, "get_abi_sizeof", _measurer_of_types()),
+            (untyped_passes, "fixup_var_define_in_scope", _complete_scopes),
             (lowering.Lower, "_find_singly_assigned_variable", _find_singly_assigned_variable),
             (lowering, "str", lambda instruction: ""),
         ]
@@ -283,19 +291,28 @@ def _post_process(processor: Any, emit_dels: bool = False, extend_lifetimes: boo
         processor._insert_var_dels(extend_lifetimes=extend_lifetimes)
 
 
+@functools.cache
+def _calls_typed() -> dict[tuple[Any, ...], tuple[Any, ...]]:
+    """The signature of each call that any kernel has made, with what lowers it, by the options it was compiled with."""
+    return {}
+
+
 def _typer_of_calls() -> Callable[..., Any]:
     """`BaseFunction.get_call_type`, which remembers the signatures of functions with positional arguments."""
     typed = BaseFunction.get_call_type
-    known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+    known = _calls_typed()
+    words: dict[int, tuple[str, Any]] = {}
 
     def get_call_type(function: Any, context: Any, arguments: Any, keywords: Any) -> Any:
         if keywords:
             return typed(function, context, arguments, keywords)
         flags = ConfigStack.top_or_none()
-        key = id(function), id(context), id(flags), tuple(arguments)
+        if id(flags) not in words:
+            words[id(flags)] = repr(flags), flags
+        key = id(function), id(context), words[id(flags)][0], tuple(arguments)
         if key not in known:
             signature = typed(function, context, arguments, keywords)
-            known[key] = signature, function._impl_keys[signature.args], function, context, flags
+            known[key] = signature, function._impl_keys[signature.args], function, context
         signature, implementation = known[key][:2]
         function._impl_keys[signature.args] = implementation
         return signature
@@ -318,6 +335,58 @@ def _finder_of_implementations() -> Callable[..., Any]:
         return known[key][0]
 
     return get_function
+
+
+def _typer_of_values() -> Callable[..., Any]:
+    """`CUDATypingContext.resolve_value_type`, which remembers the types of whole numbers and of functions."""
+    resolve = CUDATypingContext.resolve_value_type
+    known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
+    def resolve_value_type(context: Any, value: Any) -> Any:
+        kind = type(value)
+        if kind is int or kind is bool:
+            key: tuple[Any, ...] = (kind, value)
+        elif callable(value):
+            key = (id(context), id(value))
+        else:
+            return resolve(context, value)
+        if key not in known:
+            known[key] = resolve(context, value), value
+        return known[key][0]
+
+    return resolve_value_type
+
+
+@functools.cache
+def _sizes_of_types() -> dict[tuple[int, str], tuple[int, Any]]:
+    return {}
+
+
+def _measurer_of_types() -> Callable[..., Any]:
+    """`BaseContext.get_abi_sizeof` of lowering, which has LLVM read a module for each question."""
+    measure = LoweringContext.get_abi_sizeof
+    known = _sizes_of_types()
+
+    def get_abi_sizeof(context: Any, kind: Any) -> Any:
+        if isinstance(kind, IdentifiedStructType):  # whose text does not tell what it holds
+            return measure(context, kind)
+        key = id(context), str(kind)
+        if key not in known:
+            known[key] = measure(context, kind), context
+        return known[key][0]
+
+    return get_abi_sizeof
+
+
+def _complete_scopes(blocks: dict[int, Any]) -> None:
+    """`fixup_var_define_in_scope`: every scope knows the variables of all blocks."""
+    used = {
+        variable.name: variable for block in blocks.values() for each in block.body for variable in each.list_vars()
+    }
+    for scope in {id(block.scope): block.scope for block in blocks.values()}.values():
+        for name, variable in used.items():
+            if name not in scope.localvars:
+                scope.localvars.define(name, variable)
 
 
 def _find_singly_assigned_variable(lowering: Any) -> None:

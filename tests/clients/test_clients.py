@@ -105,12 +105,12 @@ def run_program(command: list[str], home: Path, **options: Any) -> list[dict[str
 
 
 def cases(libraries: Mapping[str, str]) -> list[Any]:
-    """Each library on each model; exhaustive, but where its environment is quick to make."""
+    """Each library on each model; exhaustive, but where it is quick to make and to import (litellm is slow)."""
     return [
         pytest.param(
             library,
             kind,
-            marks=[] if environment in QUICK and kind == "tools" else [pytest.mark.exhaustive],
+            marks=[] if environment in QUICK and kind == "tools" and library != "litellm" else [pytest.mark.exhaustive],
             id=f"{library}-{kind}",
         )
         for library, environment in libraries.items()

@@ -220,7 +220,7 @@ def _python(code: str, **environment: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # tests/numba_kernels/cpu/test_ahead.py has what processes find each time
 def test_a_second_process_compiles_nothing_and_nothing_is_printed(tmp_path):
     cache = {"XDG_CACHE_HOME": str(tmp_path)}
     counted = "from numba.core import event\nwith event.install_recorder('numba:run_pass') as passes:\n"

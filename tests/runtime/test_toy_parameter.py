@@ -139,7 +139,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         pytest.param(USERS, id="users"),
         pytest.param(KERNELS.format(device="cpu"), id="cpu", marks=pytest.mark.exhaustive),  # decodes do it, too
-        pytest.param(KERNELS.format(device="emulated:sm_80"), id="emulated"),
+        pytest.param(KERNELS.format(device="emulated:sm_80"), id="emulated", marks=pytest.mark.exhaustive),
         pytest.param(DECODES, id="decodes"),
     ],
 )

@@ -298,6 +298,13 @@ def examine(
     return found
 
 
+def examine_text(specialisation: Specialisation, arch: str, cache: KernelCache) -> list[str]:
+    """What no kernel may have, in words, by its PTX alone: float64 and local memory."""
+    text = cache.get(specialisation, arch, is_ptx=True).image.decode()
+    found = [words for pattern, words in ((_DOUBLE, "f64"), (_LOCAL, "local")) if pattern.search(text)]
+    return [f"{specialisation.name} on {arch}: {words} in its PTX" for words in found]
+
+
 def _examine(
     specialisation: Specialisation, arch: str, text: str, dynamic_bytes: int, nvdisasm: str | None
 ) -> StaticFacts:

@@ -174,7 +174,9 @@ def test_mixed_types(tmp_path: Path) -> None:
     assert list(open_model(path).checkpoint().bytes_by_format()) == ["Q4_K", "Q6_K", "F32"]
 
 
-@pytest.mark.parametrize("ggml", [Ggml.F16, Ggml.BF16], ids=lambda ggml: ggml.name)
+@pytest.mark.parametrize(
+    "ggml", [pytest.param(Ggml.F16, marks=pytest.mark.exhaustive), Ggml.BF16], ids=lambda ggml: ggml.name
+)
 def test_floats_of_sixteen_bits_are_kept(tmp_path: Path, ggml: Ggml) -> None:
     config, tensors, ids = twin_of(tmp_path / "twin", "llama_default")
     path = write_gguf(tmp_path / "model.gguf", config, tensors, type_of=lambda name: ggml)

@@ -51,8 +51,8 @@ print(sorted(used - made))
     ("family", "dtype", "quantization", "stored"),
     [
         ("qwen3", "bfloat16", "none", "uint16"),
-        ("gpt2", "float16", "none", "int16"),
-        ("qwen3", "float32", "int8", "float32"),
+        pytest.param("gpt2", "float16", "none", "int16", marks=pytest.mark.exhaustive),
+        pytest.param("qwen3", "float32", "int8", "float32", marks=pytest.mark.exhaustive),
     ],
 )  # fmt: skip
 def test_a_model_uses_nothing_else(tmp_path: Path, family: str, dtype: str, quantization: str, stored: str) -> None:

@@ -20,7 +20,8 @@ from tests.models.gguf.files import random_blocks
 from tests.numba_kernels.cpu.cases import normal, tensor
 from tests.oracles import ggml_blocks
 
-NAMES = list(GGML_FORMATS)
+RARELY = {"Q4_1", "Q5_0", "Q5_1", "IQ4_NL"}  # their kernels take seconds to compile; others have their planes
+NAMES = [pytest.param(each, marks=[pytest.mark.exhaustive] * (each in RARELY)) for each in GGML_FORMATS]
 SHAPES = [(1, 50, 256), (2, 17, 512), (3, 48, 256), (4, 5, 1024), (5, 100, 768), (6, 16, 256), (7, 200, 256)]
 SHAPES += [(13, 70, 768), (33, 49, 512), (130, 33, 512), (0, 10, 256)]
 

@@ -13,7 +13,6 @@ from tests.oracles.dense import relative_error
 
 # Largest error over largest value: the result's rounding, and in 16 bits that of the softmax weights.
 TOLERANCE = {"f32": 2e-6, "f16": 1.5e-3, "bf16": 1e-2}
-EACH_TIME = ("f32", pytest.param("f16", marks=pytest.mark.exhaustive), "bf16")
 
 CASES = [  # (context, queries) of each sequence, q heads, kv heads, window
     ([(0, 1)], 1, 1, None),
@@ -64,8 +63,16 @@ DECODES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", EACH_TIME)
-@pytest.mark.parametrize("tier", ["naive", "flash"])
+@pytest.mark.parametrize(
+    ("tier", "dtype"),
+    [
+        ("naive", "f32"), ("flash", "f32"), ("flash", "bf16"),
+        *(
+            pytest.param(*each, marks=pytest.mark.exhaustive)
+            for each in (("naive", "bf16"), ("naive", "f16"), ("flash", "f16"))
+        ),
+    ],
+)  # fmt: skip
 def test_equals_float64(gpu: Gpu, tier: str, dtype: str) -> None:
     rng = np.random.default_rng(1)
     for chunks, heads, kv_heads, window in CASES if dtype != "f16" else CASES[:12]:
@@ -150,15 +157,25 @@ def test_soft_caps(gpu: Gpu, tier: str, dtype: str) -> None:
         assert relative_error(out, batch.expected(scale, window, sinks, softcap)) < CAPPED[dtype], f"cap {softcap}"
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("f32", marks=pytest.mark.exhaustive), "bf16"])
 @pytest.mark.parametrize(
-    "tier", [*(pytest.param(tier, marks=pytest.mark.exhaustive) for tier in ("naive", "flash")), "decode"]
-)
-def test_pages_behind_a_window_may_be_given_up(gpu: Gpu, tier: str, dtype: str) -> None:
+    ("tier", "dtype", "head_dim", "block_size"),
+    [
+        ("decode", "bf16", 64, 16),
+        *(
+            pytest.param(tier, dtype, 24, 8, marks=pytest.mark.exhaustive)
+            for tier in ("naive", "flash", "decode") for dtype in ("f32", "bf16")
+        ),
+    ],
+)  # fmt: skip
+def test_pages_behind_a_window_may_be_given_up(
+    gpu: Gpu, tier: str, dtype: str, head_dim: int, block_size: int
+) -> None:
     """Whatever their block table's entries name then, NaN here, reaches no result; windows end within tiles."""
     rng = np.random.default_rng(8)
     chunks = [(150, 1), (201, 3), (20, 1)] if tier == "decode" else [(150, 40), (200, 1), (5, 30)]
-    batch = paged_batch(rng, chunks, heads=4, kv_heads=2, head_dim=24, dtype=dtype, block_size=8)
+    batch = paged_batch(
+        rng, chunks, heads=4, kv_heads=2, head_dim=head_dim, dtype=dtype, block_size=block_size
+    )  # fmt: skip
     for window in (100, 37, 1):  # the shorter ones give up more
         batch.give_up(window)
         out, _ = batch.run(gpu, 0.2, window, tier=tier, num_sms=132)
@@ -168,7 +185,7 @@ def test_pages_behind_a_window_may_be_given_up(gpu: Gpu, tier: str, dtype: str) 
 @pytest.mark.parametrize(
     ("gpu", "tier", "dtype"),
     [
-        ("emulated:sm_80", "flash", "bf16"),
+        pytest.param("emulated:sm_80", "flash", "bf16", marks=pytest.mark.exhaustive),
         pytest.param("emulated:sm_120a", "decode", "bf16", marks=pytest.mark.exhaustive),
         pytest.param("emulated:sm_80", "flash", "f32", marks=pytest.mark.exhaustive),
         pytest.param("emulated:sm_120a", "flash", "f32", marks=pytest.mark.exhaustive),
@@ -216,7 +233,7 @@ HEAD_DIMS = [
 
 
 @pytest.mark.parametrize(("dtype", "head_dim", "block_size"), HEAD_DIMS)
-@pytest.mark.parametrize("tier", ["flash", "decode"])
+@pytest.mark.parametrize("tier", [pytest.param("flash", marks=pytest.mark.exhaustive), "decode"])
 def test_head_dims(gpu: Gpu, tier: str, dtype: str, head_dim: int, block_size: int) -> None:
     rng = np.random.default_rng(head_dim)
     chunks = [(0, 37), (50, 40), (3, 1)] if tier == "flash" else [(150, 1), (3, 1), (33, 1)]

@@ -78,14 +78,22 @@ def test_more_experts_than_a_warp_has_places_for(gpu: Gpu) -> None:
         ops.route(put(np.zeros((1, 513), np.float32), gpu.device), rule)
 
 
+NORMED = (1, 64, 5, 2), (9, 136, 70, 8), (3, 2880, 32, 4)  # rows, columns, experts, of which so many are chosen
+
+
 @both_archs
 @pytest.mark.parametrize(
-    ("dtype", "scores"), [("bf16", "sigmoid"), pytest.param("f16", "softmax", marks=pytest.mark.exhaustive)]
+    ("dtype", "scores", "sizes"),
+    [
+        ("bf16", "sigmoid", NORMED[1:2]),
+        pytest.param("bf16", "sigmoid", NORMED, marks=pytest.mark.exhaustive),
+        pytest.param("f16", "softmax", NORMED, marks=pytest.mark.exhaustive),
+    ],
 )
-def test_normed_routes(gpu: Gpu, dtype: str, scores: Any) -> None:
+def test_normed_routes(gpu: Gpu, dtype: str, scores: Any, sizes: Any) -> None:
     """In one launch, near what three give, and each row as alone; logits far apart, so that rounding chooses alike."""
     kind = numpy_dtype(dtype)
-    for rows, hidden, num_experts, top_k in ((1, 64, 5, 2), (9, 136, 70, 8), (3, 2880, 32, 4)):
+    for rows, hidden, num_experts, top_k in sizes:
         rng = np.random.default_rng(hidden)
         rule = RoutingRule(num_experts=num_experts, top_k=top_k, normalises=True, scores=scores, scale=1.5)
         x = (rng.standard_normal((rows, hidden)) * 3).astype(kind)
@@ -327,18 +335,29 @@ def quantised_layer(gpu: Gpu, rng: np.random.Generator, kind: str, count: int, h
     return layer
 
 
+ROUTED = (("random", 1), ("random", 3), ("first", 140))
+BOTH_HEIGHTS = packed.FEW_ROWS, packed.BLOCK_M
+
+
 @both_archs
 @pytest.mark.parametrize(
-    "kind", ["mxfp4", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("int4", "fp8", "int8"))]
+    ("kind", "routed_as", "heights"),
+    [
+        ("mxfp4", ROUTED[1:2], (packed.FEW_ROWS,)),
+        *(pytest.param(each, ROUTED, BOTH_HEIGHTS, marks=pytest.mark.exhaustive) for each in EACH),
+    ],
+    ids=["mxfp4-few", *EACH],
 )
-def test_quantised_experts(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_quantised_experts(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, kind: str, routed_as: Any, heights: tuple[int, ...]
+) -> None:
     """As their dequantised numbers, with few rows an expert and many, in tiles of both heights, to the same bits."""
     rng = np.random.default_rng(6)
     count, hidden, inner = 5, 160, 96
     layer = quantised_layer(gpu, rng, kind, count, hidden, inner)
     rule = RoutingRule(num_experts=count, top_k=2)
     activation = "clamped_silu" if kind == "mxfp4" else "silu"
-    for how, tokens in (("random", 1), ("random", 3), ("first", 140)):
+    for how, tokens in routed_as:
         routing = routing_of(rng, how, tokens, rule)
         x, residual = rng.standard_normal((2, tokens, hidden))
         if tokens <= 4:  # straight over their experts
@@ -354,7 +373,7 @@ def test_quantised_experts(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, kind: str)
                 np.testing.assert_array_equal(layer(x, routing, activation, residual=residual), found[0])
         monkeypatch.setattr(cuda_experts, "_GATHERED_TOKENS", 0)
         found = []
-        for rows in (packed.FEW_ROWS, packed.BLOCK_M) if tokens > 1 else (packed.FEW_ROWS,):
+        for rows in heights if tokens > 1 else (packed.FEW_ROWS,):
             monkeypatch.setattr(packed, "choose_tile_rows", lambda *_, rows=rows: rows)
             found.append(layer(x, routing, activation, residual=residual))
             wanted = layer.wanted(x, routing, activation, residual=residual)
@@ -440,17 +459,20 @@ def test_when_experts_are_written_out(gpu: Gpu) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "hidden", "inner", "activation", "has_bias"),
+    ("dtype", "hidden", "inner", "activation", "has_bias", "tiles"),
     [
-        ("bf16", 72, 136, "clamped_silu", True),
-        pytest.param("bf16", 520, 64, "silu", False, marks=pytest.mark.exhaustive),
-        pytest.param("f16", 72, 136, "clamped_silu", True, marks=pytest.mark.exhaustive),
-        pytest.param("f16", 520, 64, "silu", False, marks=pytest.mark.exhaustive),
+        ("bf16", 72, 136, "clamped_silu", True, (hopper.PAIR,)),
+        *(
+            pytest.param(*each, hopper.TILES, marks=pytest.mark.exhaustive)
+            for dtype in ("bf16", "f16")
+            for each in ((dtype, 72, 136, "clamped_silu", True), (dtype, 520, 64, "silu", False))
+        ),
     ],
 )
 def test_hopper_tiles(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, dtype: str, hidden: int, inner: int, activation: str, has_bias: bool
-) -> None:
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, dtype: str, hidden: int, inner: int, activation: str, has_bias: bool,
+    tiles: Any,
+) -> None:  # fmt: skip
     """All tiles, to the same bits: experts of no row, one, a tile's and more; K, gates and columns that end within
     theirs; a gate that is clamped, with biases and without."""
     rng, names = np.random.default_rng(8), launched_names(monkeypatch)
@@ -461,7 +483,7 @@ def test_hopper_tiles(
     routing = Routing(Tensor.from_numpy(chosen), Tensor.from_numpy(weights), rule)
     x = rng.standard_normal((len(chosen), hidden)) * 4
     found: list[Array] = []
-    for tile in hopper.TILES:
+    for tile in tiles:
         monkeypatch.setattr(hopper, "choose_tile", lambda *_, tile=tile: tile)
         names.clear()
         found.append(layer(x, routing, activation))

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from numba_kernels.cuda import gemm
-from numba_kernels.cuda.compile import compile_ptx
 from numba_kernels.cuda.gemm import tensor_core
+from runtime.device.kernel_cache import KernelCache
 from tests.numba_kernels.cuda.gemm_cases import case, plan
 from tests.numba_kernels.cuda.harness import assert_equal, both_archs, empty, get, put
 
@@ -45,8 +45,8 @@ def test_integers_are_exact(gpu, tier, dtype):
 
 @pytest.mark.parametrize(
     ("tier", "dtype"),
-    [("naive", "f16"), ("tiled", "f32"), ("tensor_core", "bf16"), *(pytest.param(*each, marks=pytest.mark.exhaustive)
-     for each in (("register", "f32"), ("tensor_core", "f16"), ("register", "bf16")))],
+    [("naive", "f16"), ("tiled", "f32"), *(pytest.param(*each, marks=pytest.mark.exhaustive)
+     for each in (("register", "f32"), ("tensor_core", "f16"), ("tensor_core", "bf16"), ("register", "bf16")))],
 )  # fmt: skip
 def test_plain_b(gpu, tier, dtype):
     for seed, (m, n, k) in enumerate(SHAPES):
@@ -69,7 +69,7 @@ def test_float32_output_of_narrow_factors(gpu, tier, dtype):
         product.check(product.run(gpu, tier))
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("dtype", ["f32", pytest.param("bf16", marks=pytest.mark.exhaustive)])
 @both_archs
 def test_large_register_tiles(gpu, dtype):
     """A device of one multiprocessor is filled by the first large tile."""
@@ -78,13 +78,23 @@ def test_large_register_tiles(gpu, dtype):
         product.check(product.run(gpu, "register", num_multiprocessors=1))
 
 
-@pytest.mark.parametrize(("dtype", "out_dtype"), [("f16", "f32"), ("bf16", "bf16")])
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype", "tiles"),
+    [
+        ("bf16", "bf16", tensor_core.TILES[:-1]),
+        *(
+            pytest.param(*each, tensor_core.TILES, marks=pytest.mark.exhaustive)
+            for each in (("f16", "f32"), ("bf16", "bf16"))
+        ),
+    ],
+    ids=["bf16-small", "f16", "bf16"],
+)
 @both_archs
-def test_all_tiles(gpu, dtype, out_dtype):
+def test_all_tiles(gpu, dtype, out_dtype, tiles):
     """More row tiles than one group has, too; and all tiles give the same bits."""
     for sizes in ((129, 140, 72), (64, 300, 200), (1100, 130, 8)):
         product = case(sizes, dtype, out_dtype, integers=sizes[0] == 64)
-        first, *others = (product.run(gpu, "tensor_core", tile=str(tile)) for tile in tensor_core.TILES)
+        first, *others = (product.run(gpu, "tensor_core", tile=str(tile)) for tile in tiles)
         product.check(first)
         for other in others:
             assert_equal(other, first)
@@ -147,13 +157,13 @@ def test_residual_may_be_the_output(gpu, tier):
 @pytest.mark.parametrize("tier", TIERS)
 def test_writes_nothing_beyond_its_output(gpu, tier):
     """Rows of guards on both sides; the output begins on no 16-byte bound."""
-    product = case((18, 13, 24), "f16", bias=None, residual=False)
+    product = case((18, 13, 24), "bf16", bias=None, residual=False)
     m, n, k = product.sizes
-    guarded = put(gpu, np.full((m + 2, n), 7, np.float16))
+    guarded = put(gpu, np.full((m + 2, n), 7, product.x.dtype))
     x, weight = put(gpu, product.x), put(gpu, product.weight)
-    launch = plan(tier, m, n, k, "f16")
+    launch = plan(tier, m, n, k, "bf16")
     gpu.launch(launch, x.address, weight.address, 0, 0, guarded.address + 2 * n, m, n, k, 0, *gemm.NO_SQUARES)
-    out = get(gpu, guarded, (m + 2, n), "f16")
+    out = get(gpu, guarded, (m + 2, n), "bf16")
     assert (out[[0, -1]] == 7).all()
     product.check(out[1:-1])
 
@@ -183,7 +193,7 @@ def test_nan_stays_in_its_row(gpu, tier, dtype):
 @pytest.mark.parametrize("tier", [*TIERS, "gemv", "few_rows"])
 def test_no_double_precision_and_no_local_memory(tier):
     launch = plan(tier, 2, 64, 64, "f32" if tier == "register" else "bf16")
-    text = compile_ptx(launch.specialisation, "sm_90a")
+    text = KernelCache().get(launch.specialisation, "sm_90a", is_ptx=True).image.decode()
     assert not re.search(r"\.f64|\.local|\bcall", text)
     if tier == "tensor_core":
         assert {"mma.sync", "ldmatrix", "cp.async.cg"} == {

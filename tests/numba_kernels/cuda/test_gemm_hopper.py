@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from numba_kernels.cuda import gemm
-from numba_kernels.cuda.compile import compile_ptx
 from numba_kernels.cuda.gemm import hopper
+from runtime.device.kernel_cache import KernelCache
 from runtime.errors import InvalidArgumentError
 from tests.numba_kernels.cuda.gemm_cases import Case, case, plan
 from tests.numba_kernels.cuda.harness import assert_equal, get, put
@@ -187,7 +187,8 @@ def test_no_other_architecture_has_it(arch):
 
 
 def test_instructions():
-    text = compile_ptx(hopper.kernel("bf16", "bf16", hopper.LARGE, "tiles_residual"), "sm_90a")
+    kernel = hopper.kernel("bf16", "bf16", hopper.LARGE, "tiles")
+    text = KernelCache().get(kernel, "sm_90a", is_ptx=True).image.decode()
     assert not re.search(r"\.f64|\.local|\bcall", text)
     for name in (
         "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16", ".multicast::cluster", "setmaxnreg", "stmatrix",

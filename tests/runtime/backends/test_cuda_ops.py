@@ -139,7 +139,7 @@ def test_nothing_in_nothing_out() -> None:
     assert attend(zeros(0, 2, 8)).shape == (0, 16)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.exhaustive), "bfloat16"])
 def test_what_the_cpu_gives(dtype: str) -> None:
     rng = np.random.default_rng(1)
 

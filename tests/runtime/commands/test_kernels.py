@@ -59,6 +59,7 @@ def test_build_list_clear(folder: Path) -> None:
     assert "0 kernels" in invoke("list")[1]
 
 
+@pytest.mark.exhaustive  # tests/runtime/device and tests/tools/gpu have bundles each time
 def test_a_bundle_holds_what_a_launch_needs(folder: Path, tmp_path: Path) -> None:
     files = [tmp_path / f"{number}.zip" for number in range(2)]
     for file in files:
@@ -88,7 +89,10 @@ def test_a_bundle_holds_what_a_launch_needs(folder: Path, tmp_path: Path) -> Non
     ("arguments", "words"),
     [
         (["build", "--arch", "sm_9000"], "'sm_9000' is not one such as 'sm_80'"),
-        (["build", "--match", "no such kernel"], "no kernel for sm_90a has 'no such kernel'"),
+        pytest.param(
+            ["build", "--match", "no such kernel"], "no kernel for sm_90a has 'no such kernel'",
+            marks=pytest.mark.exhaustive,  # asks processes of its own
+        ),
         (["build", "--image", "elf"], "--image"),
         ([], "Missing command"),
     ],

@@ -204,12 +204,15 @@ TINY: EngineSettings = {
 @pytest.mark.parametrize(
     ("settings", "num_steps"),
     [
-        ({"overlap": "on", "preemption": "swap", "swap_space_bytes": 20}, 1000),
-        ({"overlap": "on", "preemption": "recompute", "victim": "least-recently-used"}, 500),
+        ({"overlap": "on", "preemption": "swap", "swap_space_bytes": 20}, 500),
+        pytest.param(
+            {"overlap": "on", "preemption": "recompute", "victim": "least-recently-used"}, 500,
+            marks=pytest.mark.exhaustive,
+        ),
         ({"overlap": "off", "preemption": "auto", "swap_space_bytes": 9}, 500),
     ],
-)
-def test_two_thousand_steps_of_the_demo_model(
+)  # fmt: skip
+def test_hundreds_of_steps_of_the_demo_model(
     settings: EngineSettings, num_steps: int, demo_answers: Answers
 ) -> None:
     """`swap_space_bytes` counts blocks here."""

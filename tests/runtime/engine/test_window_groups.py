@@ -81,7 +81,13 @@ def answers(engine: Engine, requests: list[EngineRequest]) -> dict[tuple[str, in
     }
 
 
-@pytest.mark.parametrize("layer_types", [MIXED, ("sliding_attention",) * 3], ids=["mixed", "all windows"])
+@pytest.mark.parametrize(
+    "layer_types",
+    [
+        pytest.param(MIXED, id="mixed"),
+        pytest.param(("sliding_attention",) * 3, id="all windows", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_pages_given_up_change_no_bit(
     layer_types: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

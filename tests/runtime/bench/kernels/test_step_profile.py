@@ -20,7 +20,7 @@ from runtime.engine.make_engine import build_engine
 
 TINY: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rope_theta": 1e6,
-    "rms_norm_eps": 1e-6, "attention_bias": False, "head_dim": 32, "vocab_size": 300, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-6, "attention_bias": False, "head_dim": 16, "vocab_size": 300, "max_position_embeddings": 256,
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "tie_word_embeddings": False, "dtype": "bfloat16",
 }  # fmt: skip
@@ -37,7 +37,7 @@ def engine_of(folder: Path, device: str, **settings: Any) -> Engine:
     settings = {"overlap": "off", "decode_graphs": "off"} | settings
     return build_engine(
         str(folder), device=device, load_format="dummy", max_model_len=64, max_num_seqs=4, kv_cache_bytes=1 << 22,
-        **settings,
+        block_size=8, **settings,
     )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "xserv" / "kernels"
 
 
+@pytest.mark.exhaustive  # `xserv kernels build` does it each time: tests/runtime/commands/test_kernels.py
 def test_processes_share_the_work(folder: Path) -> None:
     seen: list[tuple[int | None, int]] = []
     progress = compile_kernels(FAMILY, lambda done, total, name="": seen.append((total, done)), num_processes=2)
@@ -36,7 +37,7 @@ def test_processes_share_the_work(folder: Path) -> None:
     assert seen[0] == (len(names), 0)
     assert seen[-1] == (len(names), len(names))
     assert {each.kernel.name for each in KernelCache(folder).entries() if each.kernel} == names
-    again = compile_kernels(FAMILY, lambda *_: None, num_processes=3)
+    again = compile_kernels(FAMILY, lambda *_: None, num_processes=1)
     assert (again.num_new, again.num_there) == (0, len(names))
 
 
@@ -64,7 +65,7 @@ def test_a_kernel_that_does_not_compile_is_named(tmp_path: Path, monkeypatch: py
     )
     monkeypatch.setattr(kernels, "COMMAND", (str(program),))
     with pytest.raises(CompileError, match=r"kernel add_embedding_f32\S* does not compile: why"):
-        compile_kernels(FAMILY, lambda *_: None, num_processes=2)
+        compile_kernels(FAMILY, lambda *_: None, num_processes=1)
 
 
 @pytest.mark.emulator
