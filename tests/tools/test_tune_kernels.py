@@ -99,6 +99,7 @@ def test_plans_take_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.emulator
+@pytest.mark.exhaustive  # compiles every candidate
 def test_the_tool_writes_a_table_that_plans_can_read(tmp_path: Path) -> None:
     assert main(["--device", DEVICE, "--quick", "--rows", "16", "--folder", str(tmp_path)]) == 0
     ((dtype, n, k),) = read(tmp_path / "sm_90a.json")

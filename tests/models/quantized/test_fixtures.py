@@ -24,8 +24,10 @@ from tests.models.folders import change_config, write_safetensors
 
 FIXTURES = Path(__file__).parent / "fixtures"
 CASES = sorted(path.name for path in FIXTURES.iterdir() if (path / "config.json").exists())
-RARELY = ("ct_mixed", "ct_int8_asymmetric", "gptq_w8_reordered")
-"""Their kernels take ten seconds to compile."""
+RARELY = (
+    "ct_mixed", "ct_int8_asymmetric", "gptq_w8_reordered", "ct_w4_channel", "ct_w8_group", "ct_fp8_channel",
+)  # fmt: skip
+"""Their kernels take seconds to compile."""
 LAYER = "model.layers.0."
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 

@@ -66,8 +66,14 @@ def test_a_near_full_pool_never_deadlocks(first: int) -> None:
     assert min(num_preemptions, 5 * num_swaps, 5 * num_refused) > 150, "the pools are not near full"
 
 
-@pytest.mark.parametrize("batching", BATCHING)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "batching"),
+    [  # each policy and each way of batching once; all together in make test-all
+        pytest.param(policy, batching, marks=[pytest.mark.exhaustive] * (i % len(POLICIES) != j % len(POLICIES)))
+        for i, batching in enumerate(BATCHING)
+        for j, policy in enumerate(POLICIES)
+    ],
+)
 def test_steady_load(batching: str, policy: str) -> None:
     """Arrivals, aborts and failing steps all the time, for every victim rule and every way to cut prompts."""
     chunkings = CHUNKINGS if batching == "stall-free" else {"budget": {}}
