@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from runtime.engine.engine import Engine
+    from runtime.rank_notices import Tally
 
 SMALL: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rope_theta": 1e6,
@@ -37,6 +38,9 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 4, "tie_word_embeddings": True, "dtype": "float32",
 }  # fmt: skip
 """Of random weights, unless a model is named."""
+
+LATE_S = 5.0
+"""How much later than the others a rank may end its last step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +135,7 @@ def engine_in(layout: Layout, arguments: Mapping[str, Any]) -> Engine:
 
 
 def _run(engine: Engine, prompts: Sequence[list[int]], output_len: int) -> dict[str, Any]:
-    stepper, before, found = Stepper(engine), engine.executor.tallies(), dict[str, list[int]]()
+    stepper, before, found = Stepper(engine), _tallies(engine), dict[str, list[int]]()
     names = [stepper.add(prompt, output_len) for prompt in prompts]
     started, processor, num_steps = time.perf_counter(), time.thread_time(), 0
     while engine.has_work:
@@ -145,7 +149,7 @@ def _run(engine: Engine, prompts: Sequence[list[int]], output_len: int) -> dict[
         raise BenchmarkError(f"answers of {sorted(map(len, tokens))} tokens, not of {output_len}")
     computed = [
         (now.step_ns - then.step_ns - now.waited_ns + then.waited_ns) / 1e9
-        for then, now in zip(before, engine.executor.tallies(), strict=True)
+        for then, now in zip(before, _tallies(engine), strict=True)
     ]
     idle = [1.0 - each / seconds for each in computed]
     count = sum(map(len, prompts)) if output_len == 1 else len(prompts) * output_len
@@ -153,6 +157,16 @@ def _run(engine: Engine, prompts: Sequence[list[int]], output_len: int) -> dict[
         "tokens": tokens, "seconds": seconds, "tokens_per_s": count / seconds, "num_steps": num_steps,
         "idle": idle, "computed_s": computed, "driver_ms": 1e3 * (time.thread_time() - processor) / num_steps,
     }  # fmt: skip
+
+
+def _tallies(engine: Engine) -> list[Tally]:
+    """Of all ranks, when they have counted the steps that this one has done."""
+    until = time.monotonic() + LATE_S
+    while len({each.num_steps for each in engine.executor.tallies()}) > 1:
+        if time.monotonic() > until:
+            raise BenchmarkError(f"ranks have done {engine.executor.tallies()}")
+        time.sleep(0.001)
+    return engine.executor.tallies()
 
 
 def _stages(engine: Engine, layout: Layout, results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,13 +58,13 @@ def test_a_trace_is_replayed_in_each_layout_and_by_several_engines(tmp_path: Pat
     trace.write_text(
         "".join(
             json.dumps(
-                {"timestamp": 50 * turn, "input_length": 64 * (turn // 2 + 1), "output_length": 3,
+                {"timestamp": 50 * turn, "input_length": 512 * (turn // 2 + 1), "output_length": 24,
                  "hash_ids": [10 * (turn % 2) + number for number in range(turn // 2 + 1)]}
             ) + "\n"
             for turn in range(6)
         )
     )  # fmt: skip
-    requests = replace(read_trace(trace), hash_block_len=64)
+    requests = read_trace(trace).scaled(length=0.125)
     layouts = [each for text in ("1", "2", "1x2") for each in Layout.parse(text) if each.open_steps is None]
     policies: Any = ["round-robin", "prefix-aware"]
     with small_model() as model:
