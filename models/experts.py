@@ -195,3 +195,15 @@ def read_rule(fields: Fields, *, count: int, top_k: int, normalises: bool) -> Ro
     if chosen > count:
         raise fields.error("num_experts_per_tok", f"= {chosen} must be at most {count_name} = {count}")
     return RoutingRule(num_experts=count, top_k=chosen, normalises=normalises)
+
+
+def check_groups(fields: Fields, *, count: int, top_k: int, groups: int, best: int) -> None:
+    """That `top_k` of `count` experts can be chosen within the `best` of so many groups. Raises ConfigError."""
+    for name, value, limit, of in (
+        ("n_group", groups, count, "n_routed_experts"), ("topk_group", best, groups, "n_group"),
+        ("num_experts_per_tok", top_k, count // groups * best, "the experts of topk_group groups"),
+    ):  # fmt: skip
+        if value > limit:
+            raise fields.error(name, f"= {value} must be at most {of} = {limit}")
+    if count % groups:
+        raise fields.error("n_group", f"= {groups} must divide n_routed_experts = {count}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from models.decoder import Decoder
 from models.mrope import Array, rotations
 from runtime import ops
@@ -9,6 +11,17 @@ from runtime.batch import Batch
 from runtime.kv.cache import KVCache
 from runtime.ops import RopeTable
 from runtime.tensor.tensor import Tensor
+
+OLDER_NAMES = MappingProxyType({
+    "language_model.model.": "model.language_model.",
+    "language_model.lm_head.": "lm_head.",
+    "language_model.": "model.language_model.",
+    "vision_tower.vision_model.": "model.vision_tower.",
+    "vision_tower.": "model.vision_tower.",
+    "model.vision_tower.vision_model.": "model.vision_tower.",
+    "multi_modal_projector.": "model.multi_modal_projector.",
+})  # fmt: skip
+"""Beginnings of the names that older files of LLaVA and Gemma 3 have, and what they are now (`Model.renames`)."""
 
 
 class PictureDecoder(Decoder):

@@ -69,6 +69,17 @@ class Pipeline(Protocol):
         ...
 
 
+def check_columns(rank: int, num_ranks: int, width: int, share: int, columns: int) -> None:
+    """That a rank's ``width`` is its part of ``columns``, of which each rank but the last has ``share``. Raises
+    CommunicatorError."""
+    expected = min(share, columns - rank * share)
+    if width != expected or not 0 < columns - (num_ranks - 1) * share <= share:
+        raise CommunicatorError(
+            f"all_gather_columns: rank {rank} of {num_ranks} has {width} of {columns} columns, and each but the last"
+            f" {share}"
+        )
+
+
 def begins_here(pipeline: Pipeline | None) -> bool:
     """Whether a model begins here; without stages it does."""
     return pipeline is None or pipeline.stage == 0

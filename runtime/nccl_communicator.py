@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from runtime.communicator import CommunicatorError
+from runtime.communicator import CommunicatorError, check_columns
 from runtime.device.device import Device
 from runtime.device.gpu import Gpu
 from runtime.device.nccl import NcclComm, NcclError, Window
@@ -65,12 +65,7 @@ class NcclCommunicator:
 
     def all_gather_columns(self, tensor: Tensor, share: int, columns: int) -> Tensor:
         rows, width = tensor.shape
-        expected = min(share, columns - self.rank * share)
-        if width != expected or not 0 < columns - (self.num_ranks - 1) * share <= share:
-            raise CommunicatorError(
-                f"all_gather_columns: rank {self.rank} of {self.num_ranks} has {width} of {columns} columns, and each"
-                f" but the last {share}"
-            )
+        check_columns(self.rank, self.num_ranks, width, share, columns)
         if width < share:  # NCCL gathers as much of each
             padded = Tensor.empty((rows, share), tensor.dtype, self._device)
             self._gpu.fill(padded.address, 0, padded.size_bytes)

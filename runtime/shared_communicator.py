@@ -36,7 +36,7 @@ from numba_kernels.cpu.pipes import PIPE_BYTES, SLOT_BYTES, SLOTS, receive_kerne
 from numba_kernels.cpu.running.launch import Kernel, OwnLaunch, address_of, hold, new_array
 from numba_kernels.cpu.running.pool import NUM_THREADS
 from runtime.call_sites import calling_line, line_name
-from runtime.communicator import CommunicatorError
+from runtime.communicator import CommunicatorError, check_columns
 from runtime.dtype import DType, float32
 from runtime.rank_notices import TALLY_BYTES, TEXT_BYTES, Notices, Span, Tally, shared_memory
 from runtime.tensor.tensor import Tensor
@@ -149,12 +149,7 @@ class SharedCommunicator:
 
     def all_gather_columns(self, tensor: Tensor, share: int, columns: int) -> Tensor:
         rows, width = tensor.shape
-        expected = min(share, columns - self.rank * share)
-        if width != expected or not 0 < columns - (self.num_ranks - 1) * share <= share:
-            raise CommunicatorError(
-                f"all_gather_columns: rank {self.rank} of {self.num_ranks} has {width} of {columns} columns, and each"
-                f" but the last {share}"
-            )
+        check_columns(self.rank, self.num_ranks, width, share, columns)
         result = Tensor.over(new_array((rows, columns), tensor.dtype.numpy), tensor.dtype)
         size = tensor.dtype.itemsize
         self._gather("all_gather_columns", tensor, result, rows, share * size, columns * size)

@@ -13,7 +13,7 @@ from models.configuration.config import read_common
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import parse_rope, rope_fields
 from models.decoder import Layer, PreNormLayer
-from models.experts import ExpertsForm, MoeConfig, MoeDecoder
+from models.experts import ExpertsForm, MoeConfig, MoeDecoder, check_groups
 from models.families.glm_moe import read_sigmoid_rule
 from models.latent import LatentAttention, LatentForm
 from models.makers.maker import Maker
@@ -103,14 +103,7 @@ def read_deepseek_v2(fields: Fields) -> DeepseekConfig:
     else:
         known = "greedy, group_limited_greedy"
         raise fields.error("topk_method", f"{method!r:.80} is not supported; supported are {known}")
-    for name, value, limit, of in (
-        ("n_group", groups, count, "n_routed_experts"), ("topk_group", best, groups, "n_group"),
-        ("num_experts_per_tok", top_k, count // groups * best, "the experts of topk_group groups"),
-    ):  # fmt: skip
-        if value > limit:
-            raise fields.error(name, f"= {value} must be at most {of} = {limit}")
-    if count % groups:
-        raise fields.error("n_group", f"= {groups} must divide n_routed_experts = {count}")
+    check_groups(fields, count=count, top_k=top_k, groups=groups, best=best)
     scale = fields.number("routed_scaling_factor", 1.0)
     expert_size = fields.integer("moe_intermediate_size", 1407, most=1 << 24)
     return DeepseekConfig(

@@ -19,7 +19,7 @@ from models.configuration.config import outer_fields
 from models.configuration.json_fields import Fields
 from models.families.gemma import GemmaConfig, GemmaModel, read_gemma3
 from models.makers.maker import Maker
-from models.picture_decoder import PictureDecoder
+from models.picture_decoder import OLDER_NAMES, PictureDecoder
 from models.towers.encoding import Pace, PatchRows, PictureTower, Pieces
 from models.towers.plain_vit import PlainVit, PlainVitConfig, read_plain_vit
 from runtime import ops
@@ -56,13 +56,7 @@ class Gemma3VisionModel(PictureDecoder, GemmaModel):
     renames = MappingProxyType({
         "multi_modal_projector.mm_input_projection_weight": f"{_PROJECTION}.weight",
         "model.multi_modal_projector.mm_input_projection_weight": f"{_PROJECTION}.weight",
-        "language_model.model.": "model.language_model.",
-        "language_model.lm_head.": "lm_head.",
-        "language_model.": "model.language_model.",
-        "vision_tower.vision_model.": "model.vision_tower.",
-        "vision_tower.": "model.vision_tower.",
-        "model.vision_tower.vision_model.": "model.vision_tower.",
-        "multi_modal_projector.": "model.multi_modal_projector.",
+        **OLDER_NAMES,
     })  # fmt: skip
 
     def __init__(self, config: Gemma3VisionConfig, maker: Maker) -> None:

@@ -9,7 +9,7 @@ from models.architecture import Architecture
 from models.configuration.config import read_common
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import parse_rope
-from models.experts import ExpertsForm, MoeConfig, MoeDecoder
+from models.experts import ExpertsForm, MoeConfig, MoeDecoder, check_groups
 from runtime.routing import RoutingRule
 
 
@@ -45,14 +45,7 @@ def read_sigmoid_rule(
     count = fields.integer("n_routed_experts", count, most=1 << 16)
     top_k, groups = fields.integer("num_experts_per_tok", top_k), fields.integer("n_group", groups)
     best = fields.integer("topk_group", best)
-    for name, value, limit, of in (
-        ("n_group", groups, count, "n_routed_experts"), ("topk_group", best, groups, "n_group"),
-        ("num_experts_per_tok", top_k, count // groups * best, "the experts of topk_group groups"),
-    ):  # fmt: skip
-        if value > limit:
-            raise fields.error(name, f"= {value} must be at most {of} = {limit}")
-    if count % groups:
-        raise fields.error("n_group", f"= {groups} must divide n_routed_experts = {count}")
+    check_groups(fields, count=count, top_k=top_k, groups=groups, best=best)
     if count == groups:
         raise fields.error(
             "n_group", f"= {groups} leaves 1 expert in a group, but a group is as good as its best two: limit"

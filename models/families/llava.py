@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
-from types import MappingProxyType
 from typing import Any, Literal, cast
 
 from models.architecture import Architecture
@@ -20,7 +19,7 @@ from models.configuration.config import GELU_NAMES, outer_fields, read_choice
 from models.configuration.json_fields import Fields
 from models.families.llama import LlamaConfig, LlamaModel, read_llama, read_mistral, read_qwen2
 from models.makers.maker import Maker
-from models.picture_decoder import PictureDecoder
+from models.picture_decoder import OLDER_NAMES, PictureDecoder
 from models.towers.encoding import Pace, PatchRows, PictureTower, Pieces
 from models.towers.plain_vit import PlainVit, PlainVitConfig, read_plain_vit
 from models.towers.shares import share_of_tower
@@ -59,15 +58,7 @@ class LlavaModel(PictureDecoder, LlamaModel):
         r"|vision_tower\.(post_layernorm\.|head\.|embeddings\.position_ids|encoder\.layers\.).*)"
     )
 
-    renames = MappingProxyType({
-        "language_model.model.": "model.language_model.",
-        "language_model.lm_head.": "lm_head.",
-        "language_model.": "model.language_model.",
-        "vision_tower.vision_model.": "model.vision_tower.",
-        "vision_tower.": "model.vision_tower.",
-        "model.vision_tower.vision_model.": "model.vision_tower.",
-        "multi_modal_projector.": "model.multi_modal_projector.",
-    })  # fmt: skip
+    renames = OLDER_NAMES
 
     def __init__(self, config: LlavaConfig, maker: Maker) -> None:
         super().__init__(config, maker)
