@@ -31,6 +31,7 @@ from numba_kernels.cpu.gemm.block_tile import BlockSums
 from numba_kernels.cpu.gemm.blocks import BLOCKS
 from numba_kernels.cpu.gemm.e4m3_tile import UNPACKED, E4m3Sums
 from numba_kernels.cpu.gemm.int8_tile import Int8Sums
+from numba_kernels.cpu.gemm.unpacked_blocks import PREFIX, UnpackedSums
 from numba_kernels.cpu.intrinsics import simd
 from numba_kernels.cpu.intrinsics.simd import F32, I32, I64
 from numba_kernels.cpu.target import (
@@ -48,7 +49,7 @@ _WORDS = simd.vector(I32)
 
 def panels_at_once(stored, rows: int) -> int:
     """Panels that a lone tile of ``rows`` rows takes together, as far as its accumulators go round: one of blocks."""
-    if stored in BLOCKS or stored == UNPACKED:
+    if isinstance(stored, str):
         return 1
     return max(1, min(_MAX_PANELS, GEMM_ROWS // rows))
 
@@ -102,6 +103,8 @@ def _new_sums(stored, height, vectors):
     if stored in ("fp8", UNPACKED):
         sums = _new_sums(np.uint16 if ROUNDS_TO_BF16 else np.float32, height, vectors)
         return E4m3Sums(sums, is_unpacked=stored == UNPACKED)
+    if isinstance(stored, str) and stored.startswith(PREFIX):
+        return UnpackedSums(stored, height, vectors)
     if stored in BLOCKS:
         return BlockSums(stored, height, vectors)
     if stored is np.uint8:

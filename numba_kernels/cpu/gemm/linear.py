@@ -32,14 +32,15 @@ from numba_kernels.cpu.gemm.arranged_rows import (
     is_own_operand,
     operand_words,
 )
-from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, is_one_stream, start_of, x_words
+from numba_kernels.cpu.gemm.block_tile import is_one_stream, is_wide, start_of, x_row_words, x_words
 from numba_kernels.cpu.gemm.blocks import BLOCKS, X_GROUP
-from numba_kernels.cpu.gemm.e4m3_tile import PARTS, UNPACKED, UNPACKED_WORDS, unpack_blocks
+from numba_kernels.cpu.gemm.e4m3_tile import PARTS, UNPACKED_WORDS
 from numba_kernels.cpu.gemm.float_tile import gemm_tile_of, panels_at_once
 from numba_kernels.cpu.gemm.packed_words import GROUP_WORDS
+from numba_kernels.cpu.gemm.unpacked_blocks import PREFIX, unpack_blocks_of, unpacked_words
 from numba_kernels.cpu.intrinsics import atomic
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, address_of, float32_at, new_array
-from numba_kernels.cpu.target import GEMM_ROWS, PANEL_COLUMNS
+from numba_kernels.cpu.target import DOT, GEMM_ROWS, PANEL_COLUMNS, TILE_VECTORS
 from numba_kernels.segments import SEGMENTS
 
 MAX_BLOCK_WORDS = 128  # of K in a block, a multiple of GROUP_WORDS: 24 KB of panel
@@ -118,12 +119,23 @@ def product_parts(stored: Any) -> ProductParts:
     else:
         elements, unit_words = ELEMENTS_A_WORD[np.dtype(stored).name], 1
         span, span_row_words = (GROUP_WORDS, GROUP_ROW_WORDS) if is_int8 else (1, 1 if is_pairs else elements)
-    start, is_halved = (start_of(BLOCKS[stored]), BLOCKS[stored].group < X_GROUP) if is_integers else (0, False)
+    start, is_halved, are_wide, group_words = 0, False, False, 0
+    if is_integers:
+        block = BLOCKS[stored]
+        start, is_halved, are_wide = start_of(block), block.group < X_GROUP, is_wide(block)
+        group_words = x_row_words(block)
     gemm_tile = gemm_tile_of(stored)
-    unpacks = is_block and BLOCKS[stored].is_e4m3  # for many rows
-    unpacked_tile = gemm_tile_of(UNPACKED) if unpacks else gemm_tile
-    most_at_once = GEMM_ROWS // 2  # rows that meet numbers as they are unpacked
-    most_words = span * 4 // PARTS if unpacks else MAX_BLOCK_WORDS
+    is_e4m3 = is_block and BLOCKS[stored].is_e4m3
+    unpacks = is_e4m3 or (is_integers and DOT == "madd")  # for many rows
+    unpacked_tile, unpack_blocks, buffer_words, tile_words, parts = gemm_tile, None, 0, span, 1
+    most_at_once, most_words = 0, MAX_BLOCK_WORDS  # rows that meet numbers as they are unpacked
+    if unpacks:
+        unpacked_tile, unpack_blocks = gemm_tile_of(PREFIX + stored), unpack_blocks_of(stored)
+    if is_e4m3:
+        buffer_words = tile_words = UNPACKED_WORDS
+        most_at_once, most_words, parts = GEMM_ROWS // 2, span * 4 // PARTS, PARTS
+    elif unpacks:
+        buffer_words, most_at_once, most_words = unpacked_words(block), GEMM_ROWS, MAX_BLOCK_WORDS // TILE_VECTORS
     at_once = (1, *(panels_at_once(stored, rows) for rows in range(1, GEMM_ROWS + 1)))
     stream_ahead = STREAM_AHEAD_BYTES
     if is_block:
@@ -141,8 +153,8 @@ def product_parts(stored: Any) -> ProductParts:
             groups = a.depth // X_GROUP
             begin, end = groups * part // a.arranging_parts, groups * (part + 1) // a.arranging_parts
             x += begin * X_GROUP * 4
-            target += begin * X_ROW_WORDS * rows * 4
-            arrange_blocks(x, a.depth, (end - begin) * X_GROUP, rows, start, is_halved, target)
+            target += begin * group_words * rows * 4
+            arrange_blocks(x, a.depth, (end - begin) * X_GROUP, rows, start, is_halved, are_wide, target)
         elif is_int8:
             arrange_groups(x, a.depth, rows, target)
         elif is_pairs:
@@ -177,8 +189,8 @@ def product_parts(stored: Any) -> ProductParts:
         slot_bytes = slot_rows * _PANEL_ROW_BYTES
         step = _PANEL_ROW_BYTES if is_lone else -(-_PANEL_ROW_BYTES * a.tile_rows // rows)
         if unpacks and is_buffered:
-            buffer = np.empty((block_words // span * UNPACKED_WORDS, PANEL_COLUMNS), np.float32)
-            step = -(-step // PARTS)
+            buffer = np.empty((block_words // span * buffer_words, PANEL_COLUMNS), np.float32)
+            step = -(-step // parts)
         panel = first_panel
         while panel < last_panel:
             panels = at_once[rows] if is_lone and panel + at_once[rows] <= last_panel else 1
@@ -206,7 +218,7 @@ def product_parts(stored: Any) -> ProductParts:
                         if unpacks and is_buffered:
                             unpack_blocks(weight, count, address(buffer))
                             weight = address(buffer)
-                            count = count // span * UNPACKED_WORDS
+                            count = count // span * tile_words
                         for row in range(first_row, last_row, a.tile_rows):
                             height = min(a.tile_rows, last_row - row)
                             at = row * a.out_width + column

@@ -192,6 +192,13 @@ def not_unrolled(builder: ir.IRBuilder, count: int) -> ir.Value:
     return builder.call(same, [ir.Constant(I64, count)])
 
 
+def left_alone(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """A vector's value, of which LLVM does not know where it comes from: what is made of it stays where it is made."""
+    llvm.initialize_native_asmparser()
+    same = ir.InlineAsm(ir.FunctionType(value.type, [value.type]), "", "=x,0")
+    return builder.call(same, [value])
+
+
 def lanes_below(builder: ir.IRBuilder, first: int, count: ir.Value) -> ir.Value:
     """The mask of the lanes whose column ``first + lane`` is below ``count`` (i64)."""
     columns = ir.Constant(vector(I64), [first + lane for lane in range(LANES)])

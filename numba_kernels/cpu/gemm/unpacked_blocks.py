@@ -1,0 +1,245 @@
+"""Blocks of integers (`blocks`) that are unpacked once for many rows, on processors that lack vpdpbusd.
+
+Where rows are more than a tile has, some blocks of a panel are unpacked to a buffer in the first-level cache, and all
+tiles of rows meet them there: scales and minima of groups as floats, integers as they are multiplied
+(`block_tile.operand_of`). A block in the buffer is
+
+    [vector of columns][scales of groups, minima of groups, words][column of the vector]
+
+So a tile needs no instructions but those of its sums, and takes all columns of a vector at once: what is spread of x
+serves both registers. Its results are those of `block_tile.BlockSums`, to the bit.
+"""
+
+from __future__ import annotations
+
+import llvmlite.ir as ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from numba_kernels.cpu.gemm import e4m3_tile
+from numba_kernels.cpu.gemm.block_tile import (
+    PART,
+    X_WORDS,
+    add_bytes,
+    is_wide,
+    joined,
+    multiply_pairs,
+    operand_of,
+    places_of_unit,
+    scales_of,
+    short_words_of,
+    start_of,
+    weights_of,
+    x_row_words,
+    x_words,
+)
+from numba_kernels.cpu.gemm.blocks import BLOCKS, X_GROUP, Block
+from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics.simd import F32, I16, I32, I64
+from numba_kernels.cpu.target import LANES, PANEL_COLUMNS, TILE_VECTORS
+
+PREFIX = "unpacked "
+"""What the tile calls blocks in the buffer, before their name."""
+
+_MOST_ROWS, _MOST_JOINED_ROWS = 6, 3  # whose sums stay in registers; of those that are joined word by word
+_LINE_BYTES = 64
+_VECTOR_BYTES = LANES * 4
+_PARTS = range(LANES // PART)
+_WORDS, _FLOATS, _SHORTS = simd.vector(I32, PART), simd.vector(F32, PART), simd.vector(I16, 2 * PART)
+
+
+def _words_a_word(block: Block) -> int:
+    """Words that one of four elements becomes."""
+    return 2 if is_wide(block) else 1
+
+
+def _first_word(block: Block) -> int:
+    """Where integers begin in the buffer."""
+    return block.num_groups * (2 if block.minimum else 1)
+
+
+def unpacked_words(block: Block) -> int:
+    """Words of a column of a block in the buffer."""
+    return _first_word(block) + block.elements // 4 * _words_a_word(block)
+
+
+class UnpackedSums:
+    """The accumulators of a tile and how blocks in the buffer add to them; as `float_tile.Sums`. The tile's words are
+    those of the panel."""
+
+    is_scaled = False
+
+    def __init__(self, stored, height, vectors):
+        self.block = BLOCKS[stored.removeprefix(PREFIX)]
+        self.height = height
+        self.vectors = vectors
+        self.places = [(r, v) for r in range(height) for v in range(vectors)]
+        self.is_short = not is_wide(self.block) and X_WORDS // (X_GROUP // self.block.group) <= short_words_of(self.block)
+        most = _MOST_ROWS if self.is_short or is_wide(self.block) else _MOST_JOINED_ROWS
+        num_turns = -(-height // most)
+        self.turns = [range(height * turn // num_turns, height * (turn + 1) // num_turns) for turn in range(num_turns)]
+
+    def open(self, builder):
+        memory = cgutils.alloca_once(builder, ir.ArrayType(simd.vector(F32), self.height * self.vectors))
+        memory.align = 64
+        self.memory = builder.ptrtoint(memory, I64)
+        self.registers = {
+            (r, v): builder.gep(memory, [_i64(0), _i64(v * self.height + r)]) for r, v in self.places
+        }
+
+    def accumulate(self, builder, tile):
+        """Adds the tile's words of K."""
+        block = self.block
+        num_blocks = builder.sdiv(tile.words, _i64(block.words))
+        groups = block.elements // X_GROUP
+        group_bytes = x_row_words(block) * self.height * 4
+        vector_bytes = unpacked_words(block) * _VECTOR_BYTES
+        ahead_step = builder.sdiv(builder.mul(tile.step, _i64(block.words)), _i64(groups * self.vectors))
+        lines = -(-block.words * PANEL_COLUMNS * 4 // (2 * _LINE_BYTES * groups * self.vectors))  # of at least two tiles
+        with cgutils.for_range(builder, num_blocks, intp=I64) as loop:
+            for v in range(self.vectors):
+                vector_at = builder.add(tile.panel, builder.mul(loop.index, _i64(self.vectors * vector_bytes)))
+                vector_at = simd.offset(builder, vector_at, v * vector_bytes)
+                with cgutils.for_range(builder, simd.not_unrolled(builder, groups), intp=I64) as each:
+                    number = builder.add(builder.mul(loop.index, _i64(groups)), each.index)
+                    ahead = builder.add(builder.mul(number, _i64(self.vectors)), _i64(v))
+                    ahead = builder.add(tile.ahead, builder.mul(ahead, ahead_step))
+                    for line in range(lines):
+                        moved = builder.sdiv(builder.mul(ahead_step, _i64(line)), _i64(lines))
+                        simd.prefetch(builder, builder.add(ahead, moved))
+                    x_at = builder.add(tile.x, builder.mul(number, _i64(group_bytes)))
+                    for rows in self.turns:
+                        self._add_group(builder, vector_at, each.index, x_at, rows, v)
+
+    def _add_group(self, builder, vector_at, group, x_at, rows, v):
+        """A group of x: a vector of columns, these rows."""
+        block = self.block
+        halves = X_GROUP // block.group
+        words = X_WORDS // halves
+        behind = x_row_words(block) - 3
+
+        def row(word, r, kind):
+            return simd.splat(builder, simd.load(builder, simd.offset(builder, x_at, (word * self.height + r) * 4), kind, 4), PART)
+
+        def table(number, half):
+            """A scale or a minimum, of each part of the vector."""
+            index = builder.add(builder.mul(group, _i64(halves)), _i64(number * block.num_groups + half))
+            at = builder.add(vector_at, builder.mul(index, _i64(_VECTOR_BYTES)))
+            return [simd.load(builder, simd.offset(builder, at, part * PART * 4), _FLOATS, 4) for part in _PARTS]
+
+        group_bytes = X_WORDS * _words_a_word(block) * _VECTOR_BYTES
+        first = simd.offset(builder, vector_at, _first_word(block) * _VECTOR_BYTES)
+        first = builder.add(first, builder.mul(group, _i64(group_bytes)))
+        sums = {}
+        for half in range(halves):
+            wholes = self._integers(builder, first, x_at, rows, half * words, words)
+            scales = table(0, half)
+            for (r, part), whole in wholes.items():
+                if start_of(block):
+                    whole = builder.add(whole, row(behind + 1 + half, r, I32))
+                number = builder.sitofp(whole, _FLOATS)
+                if half:
+                    sums[r, part] = simd.fma(builder, number, scales[part], sums[r, part])
+                else:
+                    sums[r, part] = builder.fmul(number, scales[part])
+        if block.minimum:
+            minima = table(1, 0)
+            for (r, part), value in sums.items():
+                sums[r, part] = simd.fma(builder, row(behind + 2, r, F32), minima[part], value)
+        for (r, part), value in sums.items():
+            at = simd.offset(builder, self.memory, (v * self.height + r) * _VECTOR_BYTES + part * PART * 4)
+            total = simd.load(builder, at, _FLOATS, 4)
+            simd.store(builder, simd.fma(builder, value, row(behind, r, F32), total), at)
+
+    def _integers(self, builder, first, x_at, rows, start, words):
+        """The sums of products with so many words of x from ``start`` on, by row and part."""
+        block = self.block
+        is_short, step = self.is_short, 1
+        if not is_wide(block):
+            step = 2 if is_short else 1 << short_words_of(block).bit_length() - 1
+        kind = _SHORTS if is_short else _WORDS
+        sums = {(r, part): cgutils.alloca_once(builder, kind) for r in rows for part in _PARTS}
+        for each in sums.values():
+            builder.store(ir.Constant(kind, [0] * kind.count), each)
+        with cgutils.for_range(builder, simd.not_unrolled(builder, words // step), intp=I64) as loop:
+            at = builder.add(builder.mul(loop.index, _i64(step)), _i64(start))
+            word_at = builder.add(first, builder.mul(at, _i64(_words_a_word(block) * _VECTOR_BYTES)))
+            x_word = builder.add(x_at, builder.mul(at, _i64(self.height * 4)))
+            shorts = {key: builder.load(each) if is_short else None for key, each in sums.items()}
+            for word in range(step * _words_a_word(block)):
+                weights = [
+                    simd.load(builder, simd.offset(builder, word_at, word * _VECTOR_BYTES + part * PART * 4), _WORDS, 4)
+                    for part in _PARTS
+                ]
+                x_first = word * X_WORDS if is_wide(block) else word
+                for r in rows:
+                    place = simd.offset(builder, x_word, (x_first * self.height + r) * 4)
+                    value = simd.splat(builder, simd.load(builder, place, I32, 4), PART)
+                    for part in _PARTS:
+                        if is_wide(block):
+                            added = multiply_pairs(builder, weights[part], value)
+                            builder.store(builder.add(builder.load(sums[r, part]), added), sums[r, part])
+                        else:
+                            shorts[r, part] = add_bytes(builder, shorts[r, part], weights[part], value)
+            if not is_wide(block):
+                for key, each in sums.items():
+                    value = shorts[key] if is_short else builder.add(builder.load(each), joined(builder, shorts[key]))
+                    builder.store(value, each)
+        found = {key: simd.left_alone(builder, builder.load(each)) for key, each in sums.items()}
+        return {key: joined(builder, value) for key, value in found.items()} if is_short else found
+
+
+def unpack_blocks_of(stored):
+    """An intrinsic that writes ``words`` words of a panel, whole blocks, to the buffer at ``target``."""
+
+    if BLOCKS[stored].is_e4m3:
+        return e4m3_tile.unpack_blocks
+
+    @intrinsic
+    def unpack_blocks(typingctx, source, words, target):
+        block = BLOCKS[stored]
+
+        def codegen(context, builder, signature, args):
+            source, words, target = args
+            num_blocks = builder.sdiv(words, _i64(block.words))
+            with cgutils.for_range(builder, num_blocks, intp=I64) as loop:
+                at = builder.add(source, builder.mul(loop.index, _i64(block.words * PANEL_COLUMNS * 4)))
+                to = builder.add(target, builder.mul(loop.index, _i64(unpacked_words(block) * PANEL_COLUMNS * 4)))
+                with cgutils.for_range(
+                    builder, simd.not_unrolled(builder, TILE_VECTORS * len(_PARTS)), intp=I64
+                ) as part:
+                    vector = builder.sdiv(part.index, _i64(len(_PARTS)))
+                    inside = builder.mul(builder.srem(part.index, _i64(len(_PARTS))), _i64(PART * 4))
+                    source_at = builder.add(at, builder.mul(vector, _i64(block.words * _VECTOR_BYTES)))
+                    target_at = builder.add(to, builder.mul(vector, _i64(unpacked_words(block) * _VECTOR_BYTES)))
+                    _unpack(builder, block, builder.add(source_at, inside), builder.add(target_at, inside))
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 3), codegen
+
+    return unpack_blocks
+
+
+def _unpack(builder, block, at, target):
+    """A register of columns of a block."""
+
+    def load(word):
+        return simd.load(builder, simd.offset(builder, at, word * _VECTOR_BYTES), _WORDS, 4)
+
+    for number, values in enumerate(scales_of(builder, block, load)):
+        for group, value in enumerate(values):
+            simd.store(builder, value, simd.offset(builder, target, (number * block.num_groups + group) * _VECTOR_BYTES))
+    words_a_unit = block.unit // 4
+    with cgutils.for_range(builder, simd.not_unrolled(builder, block.elements // block.unit), intp=I64) as loop:
+        moved = places_of_unit(builder, block, loop.index)
+        unit_bytes = words_a_unit * _words_a_word(block) * _VECTOR_BYTES
+        to = simd.offset(builder, target, _first_word(block) * _VECTOR_BYTES)
+        to = builder.add(to, builder.mul(loop.index, _i64(unit_bytes)))
+        for word in range(words_a_unit):
+            for operand in operand_of(builder, block, weights_of(builder, block, at, moved, word * 4)):
+                simd.store(builder, operand, to)
+                to = simd.offset(builder, to, _VECTOR_BYTES)
+
+
+def _i64(value):
+    return ir.Constant(I64, value)
