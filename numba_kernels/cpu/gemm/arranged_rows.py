@@ -7,8 +7,8 @@ row, ``[words, h]``, so that a tile reads one stream however far apart rows lie:
     bfloat16 by vdpbf16ps         pairs of elements rounded to bfloat16; so for e4m3, which else takes floats
     int8                          groups of GROUP elements: their words of four int8 (see DOT_WORDS), then ``[h]``
                                   scales and ``[h]`` sums of a group times -ZERO_POINT: where integer sums begin
-    blocks of integers            groups of X_GROUP elements: words of four int8 (or of pairs of int16, see
-                                  `block_tile.x_row_words`), then ``[h]`` scales and two ``[h]`` that
+    blocks of integers            groups of X_GROUP elements: words of four int8 (of pairs of int16 in some cases, see
+                                  `unpacked_blocks`), then ``[h]`` scales and two ``[h]`` that
                                   `packed_words.quantize_block` tells
 
 int8: the scale of a group is its largest magnitude over 127 (https://arxiv.org/abs/2208.07339, by groups instead of
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from numba_kernels.cpu.gemm.block_tile import X_WORDS, x_words
+from numba_kernels.cpu.gemm.block_tile import X_WORDS, is_signed, x_words
 from numba_kernels.cpu.gemm.blocks import BLOCKS, X_GROUP
 from numba_kernels.cpu.gemm.packed_words import (
     GROUP,
@@ -38,6 +38,7 @@ from numba_kernels.cpu.gemm.packed_words import (
     split_pairs,
     transpose_words,
 )
+from numba_kernels.cpu.gemm.unpacked_blocks import unpacked_x_words
 from numba_kernels.cpu.running.launch import float32_at, int32_at
 from numba_kernels.cpu.target import DOT, LANES, ROUNDS_TO_BF16
 
@@ -56,7 +57,9 @@ def operand_words(stored: Any, depth: int) -> int:
     if stored is np.uint8:
         return -(-depth // GROUP) * GROUP_ROW_WORDS
     if stored in BLOCKS:
-        return -(-depth // BLOCKS[stored].elements) * x_words(BLOCKS[stored])
+        block = BLOCKS[stored]
+        words = unpacked_x_words(block) if is_signed(block) else x_words(block)  # the most
+        return -(-depth // block.elements) * words
     elements = ELEMENTS_A_WORD[np.dtype(stored).name]
     words = -(-depth // elements)
     return words if are_pairs(stored) else words * elements
@@ -126,22 +129,22 @@ def arrange_groups(x, depth, rows, target):
 
 
 @njit(nogil=True)
-def arrange_blocks(x, depth, length, rows, start, is_halved, is_wide, target):
+def arrange_blocks(x, depth, length, rows, start, is_halved, as_pairs, target):
     """A tile's quantised groups for weights in blocks, whose integer sums begin at ``start`` times the sum of x: the
-    first ``length`` elements of rows of ``depth``."""
+    first ``length`` elements of rows of ``depth``; ``as_pairs`` of int16."""
     quads = block_on_stack()
     evens = block_on_stack()
     odds = block_on_stack()
     line = LANES * 4
-    words = 2 * X_WORDS if is_wide else X_WORDS
+    words = 2 * X_WORDS if as_pairs else X_WORDS
     for element in range(0, length, X_GROUP):
         behind = target + words * rows * 4
         for row in range(rows):
-            place = target if rows == 1 and not is_wide else quads + row * line
+            place = target if rows == 1 and not as_pairs else quads + row * line
             quantize_block(x + (row * depth + element) * 4, place, behind + row * 4, rows * 4, start, is_halved)
-            if is_wide:
+            if as_pairs:
                 split_pairs(place, evens + row * line, odds + row * line)
-        if is_wide:
+        if as_pairs:
             transpose_words(evens, line, rows, X_WORDS, target, rows * 4)
             transpose_words(odds, line, rows, X_WORDS, target + X_WORDS * rows * 4, rows * 4)
         elif rows > 1:

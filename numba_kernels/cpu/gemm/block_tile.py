@@ -10,8 +10,8 @@ A register of columns goes through some blocks with all rows before the next one
 under way, and rows' values are operands in memory.
 
 vpdpbusd multiplies and adds four pairs of bytes; vpmaddubsw's sums of two products have 16 bits, which those of few
-bits fit for some words. Bytes would not: without vpdpbusd both sides are widened, and vpmaddwd multiplies and adds two
-pairs of int16: bytes 0 and 2 of a word, then bytes 1 and 3.
+bits fit for some words. Bytes would not: without vpdpbusd their magnitudes are multiplied, and x has the weights'
+signs. There, more rows than a tile's meet blocks that were unpacked for them (`unpacked_blocks`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from numba_kernels.cpu.intrinsics.simd import F32, I8, I16, I32, I64
 from numba_kernels.cpu.target import DOT, LANES, PANEL_COLUMNS, ROUNDS_TO_BF16, TILE_VECTORS
 
 X_WORDS = X_GROUP // 4  # of bytes
+X_ROW_WORDS = X_WORDS + 3
+"""With the scale, and the starts of both halves' sums, or of the whole and the sum itself."""
+
 PART = LANES // 2 if DOT == "madd" else LANES  # columns that a register holds
 
 _CHUNK = 256  # elements of K that a register goes through at once
@@ -35,8 +38,8 @@ _WORDS, _FLOATS = simd.vector(I32, PART), simd.vector(F32, PART)
 _PARTS_A_VECTOR = LANES // PART
 
 
-def is_wide(block: Block) -> bool:
-    """Whether weights and x are multiplied as pairs of int16."""
+def is_signed(block: Block) -> bool:
+    """Whether weights are signed bytes in registers, and x takes their signs."""
     return DOT == "madd" and block.zero == 128
 
 
@@ -52,25 +55,20 @@ def is_one_stream(block: Block) -> bool:
 
 def start_of(block: Block) -> int:
     """What integer sums begin at, times the sum of x."""
-    return 0 if is_wide(block) else -block.zero
-
-
-def x_row_words(block: Block) -> int:
-    """Words that a row of x takes beside X_GROUP elements of a block: integers (of pairs, the even ones and then the odd
-    ones), the scale, and the starts of both halves' sums, or of the whole and the sum itself."""
-    return X_WORDS * (2 if is_wide(block) else 1) + 3
+    return 0 if is_signed(block) else -block.zero
 
 
 def short_words_of(block: Block) -> int:
     """Words of products whose sums fit 16 bits."""
-    return max(1, _MOST_SHORT // (2 * 127 * block.largest))
+    largest = 127 if is_signed(block) else block.largest
+    return max(1, _MOST_SHORT // (2 * 127 * largest))
 
 
 def x_words(block: Block) -> int:
     """Words that a row of x takes beside a block."""
     if block.is_e4m3:
         return block.elements // 2 if ROUNDS_TO_BF16 else block.elements
-    return block.elements // X_GROUP * x_row_words(block)
+    return block.elements // X_GROUP * X_ROW_WORDS
 
 
 class BlockSums:
@@ -87,8 +85,8 @@ class BlockSums:
         streams = height < _FEW_ROWS and is_one_stream(self.block)
         self.steps = 1 if streams else max(1, _CHUNK // self.block.elements)  # blocks at once
         self.lines_a_prefetch = 4 if streams and DOT == "vnni" else 1
+        self.is_signed = is_signed(self.block)
         self.short_words = short_words_of(self.block)
-        self.behind = x_row_words(self.block) - 3  # words of integers of a row of x
 
     def open(self, builder):
         memory = cgutils.alloca_once(builder, ir.ArrayType(simd.vector(F32), self.height * self.vectors))
@@ -161,7 +159,7 @@ class BlockSums:
         groups_of_x = unit // X_GROUP
         with cgutils.for_range(builder, simd.not_unrolled(builder, block.elements // unit), intp=I64) as loop:
             moved = places_of_unit(builder, block, loop.index)
-            x_unit = builder.add(x_at, builder.mul(loop.index, _i64(groups_of_x * x_row_words(block) * self.height * 4)))
+            x_unit = builder.add(x_at, builder.mul(loop.index, _i64(groups_of_x * X_ROW_WORDS * self.height * 4)))
             first_group = builder.mul(loop.index, _i64(unit // block.group))
             lines = -(-self.block.words * unit // self.block.elements // _PARTS_A_VECTOR)
             line_at = builder.add(ahead, builder.mul(builder.mul(loop.index, _i64(lines)), line_step))
@@ -176,7 +174,7 @@ class BlockSums:
                     group = builder.add(first_group, _i64(index * X_GROUP // block.group + half))
                     return builder.load(builder.gep(table, [_i64(0), group]))
 
-                of_x = simd.offset(builder, x_unit, index * x_row_words(block) * self.height * 4)
+                of_x = simd.offset(builder, x_unit, index * X_ROW_WORDS * self.height * 4)
                 self._add_group(builder, of_x, weights, entry)
 
     def _add_group(self, builder, x_at, weights, entry):
@@ -190,7 +188,7 @@ class BlockSums:
         sums = [None] * self.height
         for half in range(halves):
             if start_of(self.block):
-                wholes = [simd.splat(builder, row(self.behind + 1 + half, r, I32), PART) for r in range(self.height)]
+                wholes = [simd.splat(builder, row(X_WORDS + 1 + half, r, I32), PART) for r in range(self.height)]
             else:
                 wholes = [_number(0)] * self.height
             wholes = self._integers(builder, wholes, weights, row, range(half * words, (half + 1) * words))
@@ -204,10 +202,10 @@ class BlockSums:
         if self.block.minimum:
             minimum = entry(self.tables[1], 0)
             for r in range(self.height):
-                below = simd.splat(builder, row(self.behind + 2, r, F32), PART)
+                below = simd.splat(builder, row(X_WORDS + 2, r, F32), PART)
                 sums[r] = simd.fma(builder, below, minimum, sums[r])
         for r, total in enumerate(self.totals):
-            scale_of_x = simd.splat(builder, row(self.behind, r, F32), PART)
+            scale_of_x = simd.splat(builder, row(X_WORDS, r, F32), PART)
             builder.store(simd.fma(builder, sums[r], scale_of_x, builder.load(total)), total)
 
     def _integers(self, builder, wholes, weights, row, words):
@@ -215,24 +213,37 @@ class BlockSums:
         wholes, shorts = list(wholes), [None] * self.height
         others = [None] * self.height  # a second chain of sums where there are few
         for number, word in enumerate(words, 1):
-            parts = operand_of(builder, self.block, weights(word))
+            weight = self._operand(builder, weights(word))
             for r in range(self.height):
                 value = simd.splat(builder, row(word, r, I32), PART)
-                if is_wide(self.block):
-                    odd = simd.splat(builder, row(X_WORDS + word, r, I32), PART)
-                    for part, pairs in zip(parts, (value, odd), strict=True):
-                        wholes[r] = builder.add(wholes[r], multiply_pairs(builder, part, pairs))
-                elif DOT == "madd":
-                    shorts[r] = add_bytes(builder, shorts[r], parts[0], value)
+                if DOT == "madd":
+                    shorts[r] = self._add_bytes(builder, shorts[r], weight, value)
                 elif self.height < _FEW_ROWS and number % 2 == 0:
-                    others[r] = _dot(builder, others[r] or _number(0), parts, value)
+                    others[r] = _dot(builder, others[r] or _number(0), weight, value)
                 else:
-                    wholes[r] = _dot(builder, wholes[r], parts, value)
-            if shorts[0] is not None and (number % self.short_words == 0 or number == len(words)):
+                    wholes[r] = _dot(builder, wholes[r], weight, value)
+            if DOT == "madd" and (number % self.short_words == 0 or number == len(words)):
                 for r in range(self.height):
                     wholes[r] = builder.add(wholes[r], joined(builder, shorts[r]))
+                    if self.is_signed:  # else LLVM goes row by row, for which all words' magnitudes find no room
+                        wholes[r] = simd.left_alone(builder, wholes[r])
                 shorts = [None] * self.height
         return [one if other is None else builder.add(one, other) for one, other in zip(wholes, others, strict=True)]
+
+    def _add_bytes(self, builder, sums, weight, value):
+        magnitudes, signs = weight
+        value = builder.bitcast(value, simd.vector(I8, 4 * PART))
+        return add_bytes(builder, sums, magnitudes, value if signs is None else _sign(builder, value, signs))
+
+    def _operand(self, builder, word):
+        """What a word of weights is multiplied as: itself, its magnitudes and signs, or four integers."""
+        if DOT == "vnni":
+            return word
+        if DOT == "madd":
+            bytes_ = builder.bitcast(word, simd.vector(I8, 4 * PART))
+            return (_sign(builder, bytes_, bytes_), bytes_) if self.is_signed else (bytes_, None)
+        shifted = [builder.lshr(word, _number(8 * byte)) for byte in range(4)]
+        return [builder.and_(each, _number(0xFF)) for each in shifted]
 
 
 def places_of_unit(builder, block, index):
@@ -247,8 +258,8 @@ def places_of_unit(builder, block, index):
 
 
 def weights_of(builder, block, at, moved, element):
-    """Four elements from ``element`` on, as bytes in each lane of the registers at ``at``; ``moved`` says of each plane
-    by how many bytes, and bits, it is moved."""
+    """Four elements from ``element`` on, as bytes in each lane, signed where `is_signed`; of the registers at ``at``,
+    whose planes are ``moved`` as `places_of_unit` says."""
     found, above = None, 0
     for plane in block.planes:
         byte, shift = plane.place(element)
@@ -265,23 +276,11 @@ def weights_of(builder, block, at, moved, element):
         found = part if found is None else builder.or_(found, part)
         above += plane.bits
     if block.table is not None:
-        values = [(value - block.zero) % 256 for value in block.table] if is_wide(block) else block.table
+        values = [(value - block.zero) % 256 for value in block.table] if is_signed(block) else block.table
         return _look_up(builder, found, values)
-    if block.is_bytes and not is_wide(block):
+    if block.is_bytes and not is_signed(block):
         return builder.xor(found, _number(0x80808080))
     return found
-
-
-def operand_of(builder, block, word):
-    """What a word of weights is multiplied as: itself, two words of pairs, or four integers."""
-    if is_wide(block):
-        eight = simd.splat_constant(I16, 8, 2 * PART)
-        pairs = builder.bitcast(word, simd.vector(I16, 2 * PART))
-        return [builder.ashr(builder.shl(pairs, eight), eight), builder.ashr(pairs, eight)]
-    if DOT != "portable":
-        return [word]
-    shifted = [builder.lshr(word, _number(8 * byte)) for byte in range(4)]
-    return [builder.and_(each, _number(0xFF)) for each in shifted]
 
 
 def scales_of(builder, block, load):
@@ -362,7 +361,7 @@ def _look_up(builder, indices, values):
 def _dot(builder, total, weight, value):
     """``total`` and the products of four bytes in each lane; by vpdpbusd or plainly."""
     if DOT == "vnni":
-        return simd.call(builder, "llvm.x86.avx512.vpdpbusd.512", _WORDS, [total, weight[0], value])
+        return simd.call(builder, "llvm.x86.avx512.vpdpbusd.512", _WORDS, [total, weight, value])
     for byte, part in enumerate(weight):
         up = builder.shl(value, _number(24 - 8 * byte))
         total = builder.add(total, builder.mul(part, builder.ashr(up, _number(24))))
@@ -370,7 +369,7 @@ def _dot(builder, total, weight, value):
 
 
 def add_bytes(builder, sums, weight, value):
-    """The sums of 16 bits and the products of two bytes in each half lane; no sums yet where they are None."""
+    """The sums of 16 bits (None: there are none yet) and the products of two bytes in each half lane."""
     weight, value = (builder.bitcast(each, simd.vector(I8, 4 * PART)) for each in (weight, value))
     pairs = simd.call(builder, "llvm.x86.avx2.pmadd.ub.sw", simd.vector(I16, 2 * PART), [weight, value])
     return pairs if sums is None else builder.add(sums, pairs)
@@ -385,6 +384,11 @@ def multiply_pairs(builder, weight, value):
 def joined(builder, shorts):
     """Neighbouring sums of 16 bits added up, one for each lane."""
     return multiply_pairs(builder, shorts, simd.splat_constant(I16, 1, 2 * PART))
+
+
+def _sign(builder, values, signs):
+    """The values with the sign of ``signs``, and 0 where those are."""
+    return simd.call(builder, "llvm.x86.avx2.psign.b", values.type, [values, signs])
 
 
 def _i64(value):

@@ -32,12 +32,17 @@ from numba_kernels.cpu.gemm.arranged_rows import (
     is_own_operand,
     operand_words,
 )
-from numba_kernels.cpu.gemm.block_tile import is_one_stream, is_wide, start_of, x_row_words, x_words
+from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, is_one_stream, is_signed, start_of, x_words
 from numba_kernels.cpu.gemm.blocks import BLOCKS, X_GROUP
 from numba_kernels.cpu.gemm.e4m3_tile import PARTS, UNPACKED_WORDS
 from numba_kernels.cpu.gemm.float_tile import gemm_tile_of, panels_at_once
 from numba_kernels.cpu.gemm.packed_words import GROUP_WORDS
-from numba_kernels.cpu.gemm.unpacked_blocks import PREFIX, unpack_blocks_of, unpacked_words
+from numba_kernels.cpu.gemm.unpacked_blocks import (
+    PREFIX,
+    group_row_words,
+    unpack_blocks_of,
+    unpacked_words,
+)
 from numba_kernels.cpu.intrinsics import atomic
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, address_of, float32_at, new_array
 from numba_kernels.cpu.target import DOT, GEMM_ROWS, PANEL_COLUMNS, TILE_VECTORS
@@ -47,6 +52,7 @@ MAX_BLOCK_WORDS = 128  # of K in a block, a multiple of GROUP_WORDS: 24 KB of pa
 STREAM_AHEAD_BYTES = 4096  # how far a lone pass over the weight prefetches
 BLOCK_STREAM_AHEAD_BYTES, LONG_BLOCK_STREAM_AHEAD_BYTES = 8192, 32768  # of blocks, a few lines at a time
 TICKET_ROWS = 128  # at most about so many
+MOST_SIGNED_ROWS = 2 * GEMM_ROWS  # that meet blocks of signed bytes as they lie in panels: see `unpacked_blocks`
 MAX_ROWS = 1024  # of a launch: more are several, so that their operands stay small
 _ARRANGED_ALONE = 2048  # elements that another thread would not quantise in less time than it takes to begin
 SERIAL_MACS = 600_000  # less work is not worth waking a thread
@@ -119,23 +125,26 @@ def product_parts(stored: Any) -> ProductParts:
     else:
         elements, unit_words = ELEMENTS_A_WORD[np.dtype(stored).name], 1
         span, span_row_words = (GROUP_WORDS, GROUP_ROW_WORDS) if is_int8 else (1, 1 if is_pairs else elements)
-    start, is_halved, are_wide, group_words = 0, False, False, 0
-    if is_integers:
-        block = BLOCKS[stored]
-        start, is_halved, are_wide = start_of(block), block.group < X_GROUP, is_wide(block)
-        group_words = x_row_words(block)
+    start, is_halved = (start_of(BLOCKS[stored]), BLOCKS[stored].group < X_GROUP) if is_integers else (0, False)
     gemm_tile = gemm_tile_of(stored)
     is_e4m3 = is_block and BLOCKS[stored].is_e4m3
-    unpacks = is_e4m3 or (is_integers and DOT == "madd")  # for many rows
+    unpacks = is_e4m3 or (is_integers and DOT == "madd")  # blocks of a panel, for many rows
     unpacked_tile, unpack_blocks, buffer_words, tile_words, parts = gemm_tile, None, 0, span, 1
     most_at_once, most_words = 0, MAX_BLOCK_WORDS  # rows that meet numbers as they are unpacked
+    group_words = unpacked_group_words = X_ROW_WORDS  # of x, beside integers
     if unpacks:
         unpacked_tile, unpack_blocks = gemm_tile_of(PREFIX + stored), unpack_blocks_of(stored)
     if is_e4m3:
         buffer_words = tile_words = UNPACKED_WORDS
         most_at_once, most_words, parts = GEMM_ROWS // 2, span * 4 // PARTS, PARTS
     elif unpacks:
-        buffer_words, most_at_once, most_words = unpacked_words(block), GEMM_ROWS, MAX_BLOCK_WORDS // TILE_VECTORS
+        buffer_words, unpacked_group_words = unpacked_words(BLOCKS[stored]), group_row_words(BLOCKS[stored])
+        most_at_once = MOST_SIGNED_ROWS if is_signed(BLOCKS[stored]) else GEMM_ROWS
+        most_words = MAX_BLOCK_WORDS // TILE_VECTORS
+    unpacked_span_row_words = span_row_words
+    if is_integers:
+        unpacked_span_row_words = span_row_words // X_ROW_WORDS * unpacked_group_words
+    has_pairs = unpacked_group_words > group_words
     at_once = (1, *(panels_at_once(stored, rows) for rows in range(1, GEMM_ROWS + 1)))
     stream_ahead = STREAM_AHEAD_BYTES
     if is_block:
@@ -148,13 +157,15 @@ def product_parts(stored: Any) -> ProductParts:
         first = tile * a.tile_rows
         rows = min(a.tile_rows, a.num_rows - first)
         x = a.x + first * a.depth * 4
-        target = a.operands + first * (-(-words // span)) * span_row_words * 4
+        is_unpacked = unpacks and a.num_rows > most_at_once
+        row_words = unpacked_span_row_words if is_unpacked else span_row_words
+        target = a.operands + first * (-(-words // span)) * row_words * 4
         if is_integers:
             groups = a.depth // X_GROUP
             begin, end = groups * part // a.arranging_parts, groups * (part + 1) // a.arranging_parts
             x += begin * X_GROUP * 4
-            target += begin * group_words * rows * 4
-            arrange_blocks(x, a.depth, (end - begin) * X_GROUP, rows, start, is_halved, are_wide, target)
+            target += begin * (unpacked_group_words if is_unpacked else group_words) * rows * 4
+            arrange_blocks(x, a.depth, (end - begin) * X_GROUP, rows, start, is_halved, has_pairs and is_unpacked, target)
         elif is_int8:
             arrange_groups(x, a.depth, rows, target)
         elif is_pairs:
@@ -172,11 +183,12 @@ def product_parts(stored: Any) -> ProductParts:
         first_row = ticket % row_tickets * a.rows_a_ticket
         last_row = min(a.num_rows, first_row + a.rows_a_ticket)
 
-        row_bytes = (-(-words // span)) * span_row_words * 4
+        is_buffered = unpacks and a.num_rows > most_at_once
+        x_span_words = unpacked_span_row_words if is_buffered else span_row_words
+        row_bytes = (-(-words // span)) * x_span_words * 4
         panel_stride = words * _PANEL_ROW_BYTES
         rows = last_row - first_row
         is_lone = rows <= a.tile_rows  # one pass over the weight, as fast as memory delivers it
-        is_buffered = unpacks and rows > most_at_once
         is_cut = a.num_segments > 1
         step_words = max(1, a.step_elements // elements * unit_words if is_cut else words)
         num_steps = -(-words // step_words)
@@ -223,7 +235,7 @@ def product_parts(stored: Any) -> ProductParts:
                             height = min(a.tile_rows, last_row - row)
                             at = row * a.out_width + column
                             arguments = (
-                                a.operands + row * row_bytes + start // span * span_row_words * height * 4,
+                                a.operands + row * row_bytes + start // span * x_span_words * height * 4,
                                 count, weight, panel_stride, a.scales + column * 4, a.bias + column * 4,
                                 _moved(a.residual, at * 4), a.out + at * 4, a.out_width * 4, columns, partial,
                                 is_first, is_last, ahead, step, panels, height,

@@ -1,13 +1,14 @@
 """Blocks of integers (`blocks`) that are unpacked once for many rows, on processors that lack vpdpbusd.
 
 Where rows are more than a tile has, some blocks of a panel are unpacked to a buffer in the first-level cache, and all
-tiles of rows meet them there: scales and minima of groups as floats, integers as they are multiplied
-(`block_tile.operand_of`). A block in the buffer is
+tiles of rows meet them there: scales and minima of groups as floats, integers as they are multiplied.
+A block in the buffer is
 
     [vector of columns][scales of groups, minima of groups, words][column of the vector]
 
 So a tile needs no instructions but those of its sums, and takes all columns of a vector at once: what is spread of x
-serves both registers. Its results are those of `block_tile.BlockSums`, to the bit.
+serves both registers. Bytes are pairs of int16 there, for vpmaddwd: those of even and those of odd places in a word,
+and so is x beside them. Results are those of `block_tile.BlockSums`, to the bit.
 """
 
 from __future__ import annotations
@@ -19,19 +20,17 @@ from numba.extending import intrinsic
 from numba_kernels.cpu.gemm import e4m3_tile
 from numba_kernels.cpu.gemm.block_tile import (
     PART,
+    X_ROW_WORDS,
     X_WORDS,
     add_bytes,
-    is_wide,
+    is_signed,
     joined,
     multiply_pairs,
-    operand_of,
     places_of_unit,
     scales_of,
     short_words_of,
     start_of,
     weights_of,
-    x_row_words,
-    x_words,
 )
 from numba_kernels.cpu.gemm.blocks import BLOCKS, X_GROUP, Block
 from numba_kernels.cpu.intrinsics import simd
@@ -48,9 +47,20 @@ _PARTS = range(LANES // PART)
 _WORDS, _FLOATS, _SHORTS = simd.vector(I32, PART), simd.vector(F32, PART), simd.vector(I16, 2 * PART)
 
 
+def group_row_words(block: Block) -> int:
+    """Words that a row of x takes beside X_GROUP elements of a block in the buffer: of pairs, the even ones and then the
+    odd ones; behind them what `X_ROW_WORDS` counts."""
+    return X_ROW_WORDS + X_WORDS * is_signed(block)
+
+
+def unpacked_x_words(block: Block) -> int:
+    """Words that a row of x takes beside a block in the buffer."""
+    return block.elements // X_GROUP * group_row_words(block)
+
+
 def _words_a_word(block: Block) -> int:
     """Words that one of four elements becomes."""
-    return 2 if is_wide(block) else 1
+    return 2 if is_signed(block) else 1
 
 
 def _first_word(block: Block) -> int:
@@ -74,8 +84,8 @@ class UnpackedSums:
         self.height = height
         self.vectors = vectors
         self.places = [(r, v) for r in range(height) for v in range(vectors)]
-        self.is_short = not is_wide(self.block) and X_WORDS // (X_GROUP // self.block.group) <= short_words_of(self.block)
-        most = _MOST_ROWS if self.is_short or is_wide(self.block) else _MOST_JOINED_ROWS
+        self.is_short = not is_signed(self.block) and self.block.group // 4 <= short_words_of(self.block)
+        most = _MOST_ROWS if self.is_short or is_signed(self.block) else _MOST_JOINED_ROWS
         num_turns = -(-height // most)
         self.turns = [range(height * turn // num_turns, height * (turn + 1) // num_turns) for turn in range(num_turns)]
 
@@ -92,7 +102,7 @@ class UnpackedSums:
         block = self.block
         num_blocks = builder.sdiv(tile.words, _i64(block.words))
         groups = block.elements // X_GROUP
-        group_bytes = x_row_words(block) * self.height * 4
+        group_bytes = group_row_words(block) * self.height * 4
         vector_bytes = unpacked_words(block) * _VECTOR_BYTES
         ahead_step = builder.sdiv(builder.mul(tile.step, _i64(block.words)), _i64(groups * self.vectors))
         lines = -(-block.words * PANEL_COLUMNS * 4 // (2 * _LINE_BYTES * groups * self.vectors))  # of at least two tiles
@@ -116,7 +126,7 @@ class UnpackedSums:
         block = self.block
         halves = X_GROUP // block.group
         words = X_WORDS // halves
-        behind = x_row_words(block) - 3
+        behind = group_row_words(block) - 3
 
         def row(word, r, kind):
             return simd.splat(builder, simd.load(builder, simd.offset(builder, x_at, (word * self.height + r) * 4), kind, 4), PART)
@@ -155,7 +165,7 @@ class UnpackedSums:
         """The sums of products with so many words of x from ``start`` on, by row and part."""
         block = self.block
         is_short, step = self.is_short, 1
-        if not is_wide(block):
+        if not is_signed(block):
             step = 2 if is_short else 1 << short_words_of(block).bit_length() - 1
         kind = _SHORTS if is_short else _WORDS
         sums = {(r, part): cgutils.alloca_once(builder, kind) for r in rows for part in _PARTS}
@@ -171,17 +181,17 @@ class UnpackedSums:
                     simd.load(builder, simd.offset(builder, word_at, word * _VECTOR_BYTES + part * PART * 4), _WORDS, 4)
                     for part in _PARTS
                 ]
-                x_first = word * X_WORDS if is_wide(block) else word
+                x_first = word * X_WORDS if is_signed(block) else word
                 for r in rows:
                     place = simd.offset(builder, x_word, (x_first * self.height + r) * 4)
                     value = simd.splat(builder, simd.load(builder, place, I32, 4), PART)
                     for part in _PARTS:
-                        if is_wide(block):
+                        if is_signed(block):
                             added = multiply_pairs(builder, weights[part], value)
                             builder.store(builder.add(builder.load(sums[r, part]), added), sums[r, part])
                         else:
                             shorts[r, part] = add_bytes(builder, shorts[r, part], weights[part], value)
-            if not is_wide(block):
+            if not is_signed(block):
                 for key, each in sums.items():
                     value = shorts[key] if is_short else builder.add(builder.load(each), joined(builder, shorts[key]))
                     builder.store(value, each)
@@ -236,9 +246,18 @@ def _unpack(builder, block, at, target):
         to = simd.offset(builder, target, _first_word(block) * _VECTOR_BYTES)
         to = builder.add(to, builder.mul(loop.index, _i64(unit_bytes)))
         for word in range(words_a_unit):
-            for operand in operand_of(builder, block, weights_of(builder, block, at, moved, word * 4)):
+            for operand in _operands(builder, block, weights_of(builder, block, at, moved, word * 4)):
                 simd.store(builder, operand, to)
                 to = simd.offset(builder, to, _VECTOR_BYTES)
+
+
+def _operands(builder, block, word):
+    """What a word of four elements is multiplied as."""
+    if not is_signed(block):
+        return [word]
+    pairs = builder.bitcast(word, _SHORTS)
+    eight = simd.splat_constant(I16, 8, 2 * PART)
+    return [builder.ashr(builder.shl(pairs, eight), eight), builder.ashr(pairs, eight)]
 
 
 def _i64(value):

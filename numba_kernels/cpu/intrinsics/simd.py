@@ -193,10 +193,10 @@ def not_unrolled(builder: ir.IRBuilder, count: int) -> ir.Value:
 
 
 def left_alone(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """A vector's value, of which LLVM does not know where it comes from: what is made of it stays where it is made."""
+    """A vector's value as it is here: LLVM makes it here, not later or in another order, and takes it for unknown."""
     llvm.initialize_native_asmparser()
-    same = ir.InlineAsm(ir.FunctionType(value.type, [value.type]), "", "=x,0")
-    return builder.call(same, [value])
+    kind = ir.FunctionType(value.type, [value.type])
+    return builder.call(ir.InlineAsm(kind, "", "=x,0,~{memory}", side_effect=True), [value])
 
 
 def lanes_below(builder: ir.IRBuilder, first: int, count: ir.Value) -> ir.Value:
