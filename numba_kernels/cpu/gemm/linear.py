@@ -165,7 +165,8 @@ def product_parts(stored: Any) -> ProductParts:
             begin, end = groups * part // a.arranging_parts, groups * (part + 1) // a.arranging_parts
             x += begin * X_GROUP * 4
             target += begin * (unpacked_group_words if is_unpacked else group_words) * rows * 4
-            arrange_blocks(x, a.depth, (end - begin) * X_GROUP, rows, start, is_halved, has_pairs and is_unpacked, target)
+            length, as_pairs = (end - begin) * X_GROUP, has_pairs and is_unpacked
+            arrange_blocks(x, a.depth, length, rows, start, is_halved, as_pairs, target)
         elif is_int8:
             arrange_groups(x, a.depth, rows, target)
         elif is_pairs:

@@ -48,8 +48,8 @@ _WORDS, _FLOATS, _SHORTS = simd.vector(I32, PART), simd.vector(F32, PART), simd.
 
 
 def group_row_words(block: Block) -> int:
-    """Words that a row of x takes beside X_GROUP elements of a block in the buffer: of pairs, the even ones and then the
-    odd ones; behind them what `X_ROW_WORDS` counts."""
+    """Words that a row of x takes beside X_GROUP elements of a block in the buffer: of pairs, the even ones and then
+    the odd ones; behind them what `X_ROW_WORDS` counts."""
     return X_ROW_WORDS + X_WORDS * is_signed(block)
 
 
@@ -93,9 +93,7 @@ class UnpackedSums:
         memory = cgutils.alloca_once(builder, ir.ArrayType(simd.vector(F32), self.height * self.vectors))
         memory.align = 64
         self.memory = builder.ptrtoint(memory, I64)
-        self.registers = {
-            (r, v): builder.gep(memory, [_i64(0), _i64(v * self.height + r)]) for r, v in self.places
-        }
+        self.registers = {(r, v): builder.gep(memory, [_i64(0), _i64(v * self.height + r)]) for r, v in self.places}
 
     def accumulate(self, builder, tile):
         """Adds the tile's words of K."""
@@ -105,7 +103,8 @@ class UnpackedSums:
         group_bytes = group_row_words(block) * self.height * 4
         vector_bytes = unpacked_words(block) * _VECTOR_BYTES
         ahead_step = builder.sdiv(builder.mul(tile.step, _i64(block.words)), _i64(groups * self.vectors))
-        lines = -(-block.words * PANEL_COLUMNS * 4 // (2 * _LINE_BYTES * groups * self.vectors))  # of at least two tiles
+        tile_bytes = block.words * PANEL_COLUMNS * 4 // 2  # that a tile prefetches at most, since there are two or more
+        lines = -(-tile_bytes // (_LINE_BYTES * groups * self.vectors))
         with cgutils.for_range(builder, num_blocks, intp=I64) as loop:
             for v in range(self.vectors):
                 vector_at = builder.add(tile.panel, builder.mul(loop.index, _i64(self.vectors * vector_bytes)))
@@ -129,7 +128,8 @@ class UnpackedSums:
         behind = group_row_words(block) - 3
 
         def row(word, r, kind):
-            return simd.splat(builder, simd.load(builder, simd.offset(builder, x_at, (word * self.height + r) * 4), kind, 4), PART)
+            place = simd.offset(builder, x_at, (word * self.height + r) * 4)
+            return simd.splat(builder, simd.load(builder, place, kind, 4), PART)
 
         def table(number, half):
             """A scale or a minimum, of each part of the vector."""
@@ -238,7 +238,8 @@ def _unpack(builder, block, at, target):
 
     for number, values in enumerate(scales_of(builder, block, load)):
         for group, value in enumerate(values):
-            simd.store(builder, value, simd.offset(builder, target, (number * block.num_groups + group) * _VECTOR_BYTES))
+            place = simd.offset(builder, target, (number * block.num_groups + group) * _VECTOR_BYTES)
+            simd.store(builder, value, place)
     words_a_unit = block.unit // 4
     with cgutils.for_range(builder, simd.not_unrolled(builder, block.elements // block.unit), intp=I64) as loop:
         moved = places_of_unit(builder, block, loop.index)

@@ -196,7 +196,7 @@ def left_alone(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """A vector's value as it is here: LLVM makes it here, not later or in another order, and takes it for unknown."""
     llvm.initialize_native_asmparser()
     kind = ir.FunctionType(value.type, [value.type])
-    return builder.call(ir.InlineAsm(kind, "", "=x,0,~{memory}", side_effect=True), [value])
+    return builder.call(ir.InlineAsm(kind, "", "=v,0,~{memory}", side_effect=True), [value])
 
 
 def lanes_below(builder: ir.IRBuilder, first: int, count: ir.Value) -> ir.Value:
