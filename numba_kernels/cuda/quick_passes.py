@@ -32,9 +32,9 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
 
+import numba.cuda.lowering as lowering
 from llvmlite.ir import IdentifiedStructType
 from numba.core.types import BaseFunction
-from numba.cuda import lowering
 from numba.cuda.core import analysis, inline_closurecall, ir, ir_utils, postproc, ssa, untyped_passes
 from numba.cuda.core.base import BaseContext as LoweringContext
 from numba.cuda.core.bytecode import FunctionIdentity
@@ -191,7 +191,7 @@ def _holds(kind: type) -> str:
 def _variables_in(values: Iterable[Any]) -> list[Any]:
     found = []
     for value in values:
-        held = _holds(type(value))
+        held = _holds(value.__class__)
         if not held:
             continue
         if held == "variable":
@@ -299,7 +299,7 @@ def _calls_typed() -> dict[tuple[Any, ...], tuple[Any, ...]]:
 
 def _typer_of_calls() -> Callable[..., Any]:
     """`BaseFunction.get_call_type`, which remembers the signatures of functions with positional arguments."""
-    typed = BaseFunction.get_call_type
+    typed: Any = BaseFunction.get_call_type
     known = _calls_typed()
     words: dict[int, tuple[str, Any]] = {}
 
