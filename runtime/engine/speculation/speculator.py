@@ -70,7 +70,7 @@ half of them tells nothing of the time that later ones take."""
 COLD = 1.4
 """How many times as long as later ones these take."""
 
-LEAST_WEIGHT = 8.0
+LEAST_WEIGHT = 6.0
 """Proposals of a kind that have to have been compared with what came before any are tried, where steps are short: a
 run costs more than a look."""
 

@@ -235,7 +235,7 @@ def test_speculation_is_counted(tiny_folder: Path) -> None:
     """The answer repeats itself, since nothing else is allowed: what is proposed is drawn."""
     with serving_real(tiny_folder, load_format="dummy", seed=0, num_blocks=600, speculation="ngram") as server:
         body = {"prompt": [5, 6, 7] * 9, "max_tokens": 150, "allowed_token_ids": [6], "ignore_eos": True}
-        for _ in range(3):
+        for _ in range(10):  # looks are rare where steps are so short
             assert server.http.post("/v1/completions", json=body).status_code == 200
         samples = scrape(server.http)
     for prefix in ("vllm:spec_decode_", "xserv:spec_decode_"):
