@@ -228,7 +228,7 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
     if name.startswith("gemm_few_rows"):
         tiles, has_clusters = constants["row_tiles"], specialisation.min_capability >= 90
         most = few_rows_shape.most_streams(tiles, has_clusters=has_clusters)
-        return few_rows_shape.shared_bytes(tiles, most, has_clusters=has_clusters)
+        return few_rows_shape.shared_bytes(constants["weight"], tiles, most, has_clusters=has_clusters)
     if name.startswith("gemm_packed_row"):  # of 8,192 numbers
         return packed_stream.row_bytes(packing, 8192)
     if name.startswith("route_normed"):  # of as many

@@ -55,7 +55,6 @@ from numba_kernels.cuda.gemm.epilogue import (
 )
 from numba_kernels.cuda.gemm.few_rows_shape import (
     BLOCK_WARPS,
-    COLUMNS,
     MAX_ROWS,
     ROW_TILES,
     SCALES_BYTES,
@@ -66,20 +65,23 @@ from numba_kernels.cuda.gemm.few_rows_shape import (
     has_clusters,
     seconds_of,
     shared_bytes,
+    steps_together,
 )
+from numba_kernels.cuda.gemm.few_rows_operands import COLUMNS, TILE_BYTES, settler, weight_first, x_first
 from numba_kernels.cuda.gemm.few_rows_shape import num_stages as num_stages_of
 from numba_kernels.cuda.gemm.product import Machine, Product
 from numba_kernels.cuda.gemm.weight_stream import (
     MANY_SCALE_WORDS,
+    NOTHING,
     STEP,
     TILE_COLUMNS,
     scale_words_of,
     weight_stream,
 )
-from numba_kernels.cuda.intrinsics import cluster, memory, mma
+from numba_kernels.cuda.intrinsics import cluster, memory
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
-from numba_kernels.cuda.intrinsics.fragments import copy_all, load_all, multiply_all
+from numba_kernels.cuda.intrinsics.fragments import copy_chosen
 from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, sync_named, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32, sync_warp
@@ -118,10 +120,10 @@ def _kernel(
 ) -> Specialisation:
     finish, finish_quad = finisher(dtype, out_dtype), quad_finisher(dtype, out_dtype)
     leave_scales, leaves_early = scales_leaver(2 * row_tiles), row_tiles > 1  # else the weight needs all registers
-    is_gated = activation != ""
+    is_gated, is_packed = activation != "", weight != dtype
     gated, gate_quad = (GATED[activation], quad_gater(activation)) if is_gated else (None, None)
     columns = COLUMNS // 2 if is_gated else COLUMNS  # of the output, a warp
-    load_scale, store_pair = memory.shared_load_f32, memory.shared_store_2xf32
+    load_scale = memory.shared_load_f32
     load_quad_of, load_sum_of = _LOADERS_IN_CLUSTER if has_clusters else _LOADERS
     num_parts = 4 if has_clusters and row_tiles == 4 else 1  # of x, which a warp has in registers one at a time
     stream = weight_stream(weight, dtype, row_tiles, is_gated, num_parts > 1)
@@ -130,28 +132,32 @@ def _kernel(
     place_stream, advance, scale_columns, scale_column = (
         stream.place, stream.advance, stream.scale_columns, stream.scale_column
     )  # fmt: skip
-    has_row_blocks = weight != dtype and (row_tiles > 1 or has_clusters)
+    has_row_blocks = is_packed and (row_tiles > 1 or has_clusters)
+    operands, is_settled = (weight_first if is_packed else x_first)(dtype, row_tiles), stream.is_settled
+    store_sums, flip_of = operands.store_sums, operands.flip_of
     out_bytes = ITEM_BYTES[out_dtype]
-    block_rows, num_stages = 16 * row_tiles, num_stages_of(row_tiles, has_clusters=has_clusters)
+    block_rows, num_stages = 16 * row_tiles, num_stages_of(weight, row_tiles, has_clusters=has_clusters)
+    together = steps_together(weight, row_tiles)  # steps of x that are waited for at once
+    num_waits = num_stages // together
     commit, wait_for_all = memory.copy_async_commit, memory.copy_async_wait(0)
-    wait_for_next = memory.copy_async_wait(num_stages - 2)
-    tile_bytes = 8 * STEP * 2  # of 8 rows of x: a chunk of 16 bytes for each lane
-    stage_bytes, sums_bytes = 2 * row_tiles * tile_bytes, row_tiles * 16 * COLUMNS * 4
+    wait_for_next = memory.copy_async_wait(num_waits - 2)
+    stage_bytes, sums_bytes = 2 * row_tiles * TILE_BYTES, row_tiles * 16 * COLUMNS * 4
     part_tiles = row_tiles // num_parts
     num_x_words, num_sums = 8 * part_tiles, 16 * row_tiles  # registers of a lane
+    num_parts_sums, num_factors = num_sums if is_settled else 1, NOTHING + 1
     num_words, num_scale_words, num_zero_words = stream.num_words, stream.num_scale_words, stream.num_zero_words
-    copy_tiles = copy_all(2 * row_tiles, tile_bytes)
-    flip_of = mma.accumulator_flip(COLUMNS)
+    num_tiles = 2 * row_tiles  # of 8 rows
+    copy_tiles = copy_chosen(num_tiles, TILE_BYTES)
 
-    def copier(step: int) -> Any:
-        """``copy_x(...)`` of a step of the group, or behind it."""
-        stage = step % num_stages * stage_bytes
+    def copier(first_step: int) -> Any:
+        """``copy_x(...)`` of steps that are waited for together, of the group or behind it."""
 
         @device_function
-        def copy_x(place, tile_step, x_stages, column, end, num_tiles, chosen):
-            num_there = num_tiles if uint32(column + uint32(step * STEP)) < end else uint32(0)
-            target, source = uint32(x_stages[0] + uint32(stage)), place + uint64(step * STEP * 2)
-            copy_tiles(target, source, tile_step, chosen, num_there)
+        def copy_x(places, x_stages, column, end, chosen):
+            for step in range(first_step, first_step + together):
+                num_bytes = uint32(16) if uint32(column + uint32(step * STEP)) < end else uint32(0)
+                target = uint32(x_stages[0] + uint32(step % num_stages * stage_bytes))
+                copy_tiles(target, places, uint64(step * STEP * 2), num_bytes, chosen)
             commit()
 
         return copy_x
@@ -163,56 +169,44 @@ def _kernel(
             sync_named(uint32(rank + uint32(1)), uint32(num_teams * uint32(32)))
 
     def step_of(step: int) -> Any:
-        """A step of the group: x, once it is there, times the weight; another step of x is asked for."""
+        """A step of the group: x, once it is there, times the weight; other steps of x are asked for."""
         slot, inside = divmod(step, steps_a_slot)
-        copy_x, stage = copier(step + num_stages - 1), step % num_stages * stage_bytes
-        is_packed = stream.unpack is not None
+        copy_x, stage = copier(step + num_stages - together), step % num_stages * stage_bytes
+        is_waiting = step % together == 0
         unpack = None if stream.unpack is None else stream.unpack(slot, inside)
-        first = 0 if is_packed else 16 * slot
+        settle = None
+        if is_settled and inside == steps_a_slot - 1:
+            settle = settler(dtype, row_tiles, slot)
+        ends_slot = settle is not None
 
         def multiplier(part: int) -> Any:
-            """Some tiles of x, from shared memory, times the weight's pairs."""
             tiles = range(part * part_tiles, (part + 1) * part_tiles)
-            at = stage + 2 * part * part_tiles * tile_bytes
-            load_x = load_all("shared", tuple((4 * j, 0, at + j * tile_bytes) for j in range(2 * part_tiles)))
-            multiply_tiles = multiply_all(
-                dtype,
-                tuple(
-                    (
-                        4 * (4 * tile + r),
-                        tuple(8 * j + 2 * h + e for e in (0, 4, 1, 5)),
-                        (first + 4 * r + 2 * h, first + 4 * r + 2 * h + 1),
-                    )
-                    for j, tile in enumerate(tiles) for h in range(2) for r in range(4)
-                ),
-            )  # fmt: skip
-
-            @device_function
-            def multiply(sums, x_words, x_stages, pairs):
-                load_x(x_words, x_stages)
-                multiply_tiles(sums, x_words, pairs)
-
-            return multiply
+            return operands.multiplier(stage + 2 * tiles.start * TILE_BYTES, 0 if is_packed else 16 * slot, tiles)
 
         multiply_0 = multiplier(0)
         multiply_1, multiply_2, multiply_3 = (multiplier(part) if part < num_parts else None for part in (1, 2, 3))
 
         @device_function
         def take_step(
-            sums, words, scales, zeros, pairs, factors, x_words, x_stages, place, tile_step, column, end, num_tiles,
-            chosen, rank, num_teams,
+            sums, parts, words, scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
+            column, end, chosen, rank, num_teams,
         ):  # fmt: skip
-            wait_for_x(rank, num_teams)
-            copy_x(place, tile_step, x_stages, column, end, num_tiles, chosen)
-            factor = words
+            if is_waiting:
+                wait_for_x(rank, num_teams)
+                copy_x(places, x_stages, column, end, chosen)
+            factor, added = words, sums
             if is_packed:
                 unpack(pairs, factors, words, scales, zeros)
                 factor = pairs
-            multiply_0(sums, x_words, x_stages, factor)
+            if is_settled:
+                added = parts
+            multiply_0(added, x_words, x_stages, factor)
             if num_parts == 4:
-                multiply_1(sums, x_words, x_stages, factor)
-                multiply_2(sums, x_words, x_stages, factor)
-                multiply_3(sums, x_words, x_stages, factor)
+                multiply_1(added, x_words, x_stages, factor)
+                multiply_2(added, x_words, x_stages, factor)
+                multiply_3(added, x_words, x_stages, factor)
+            if ends_slot:
+                settle(sums, parts, scales, row_factors)
 
         return take_step
 
@@ -226,32 +220,32 @@ def _kernel(
 
         @device_function
         def take_turn(
-            sums, words, scales, zeros, pairs, factors, x_words, x_stages, place, tile_step, column, end, num_tiles,
-            chosen, rank, num_teams,
+            sums, parts, words, scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
+            column, end, chosen, rank, num_teams,
         ):  # fmt: skip
             step_0(
-                sums, words, scales, zeros, pairs, factors, x_words, x_stages, place, tile_step, column, end,
-                num_tiles, chosen, rank, num_teams,
+                sums, parts, words, scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
+                column, end, chosen, rank, num_teams,
             )  # fmt: skip
             if has_two:
                 step_1(
-                    sums, words, scales, zeros, pairs, factors, x_words, x_stages, place, tile_step, column, end,
-                    num_tiles, chosen, rank, num_teams,
+                    sums, parts, words, scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
+                    column, end, chosen, rank, num_teams,
                 )  # fmt: skip
             if has_four:
                 step_2(
-                    sums, words, scales, zeros, pairs, factors, x_words, x_stages, place, tile_step, column, end,
-                    num_tiles, chosen, rank, num_teams,
+                    sums, parts, words, scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
+                    column, end, chosen, rank, num_teams,
                 )  # fmt: skip
                 step_3(
-                    sums, words, scales, zeros, pairs, factors, x_words, x_stages, place, tile_step, column, end,
-                    num_tiles, chosen, rank, num_teams,
+                    sums, parts, words, scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
+                    column, end, chosen, rank, num_teams,
                 )  # fmt: skip
 
         return take_turn
 
     has_two_slots, has_four_slots = num_slots >= 2, num_slots == 4
-    copy_now_0, copy_now_1, copy_now_2 = copier(0), copier(1), copier(2)
+    copy_now_0, copy_now_1, copy_now_2 = copier(0), copier(together), copier(2 * together)
     load_early_0, load_early_1, load_early_2, load_early_3 = (stream.load_early(i) for i in range(4))
     load_0, load_1, load_2, load_3 = (stream.load(i) for i in range(4))
     turn_0, turn_1 = turn_of(0), turn_of(1) if has_two_slots else None
@@ -325,7 +319,8 @@ def _kernel(
         group_scales = cuda.local.array(num_scale_words, uint32)
         zeros = cuda.local.array(num_zero_words, uint32)
         pairs = cuda.local.array(16, uint32)
-        factors = cuda.local.array(8, uint32)
+        factors, row_factors = cuda.local.array(num_factors, uint32), cuda.local.array(4, float32)
+        factors[NOTHING] = n >> uint32(31)
         column = uint32(position + t * uint32(8))
         load_early_0(words, group_scales, zeros, rows, scale_rows, zero_rows, column, end, False)
         if has_two_slots:
@@ -335,67 +330,67 @@ def _kernel(
             load_early_3(words, group_scales, zeros, rows, scale_rows, zero_rows, column, end, False)
 
         wait_for_previous_grid()  # the weight is immutable; x may be the output of the grid in front
-        # This lane's row of each tile of x, if there is one, and which tiles its warp copies.
-        place, tile_step = x + uint64(g) * row_bytes + uint64(column) * uint64(2), row_bytes * uint64(8)
-        num_tiles = uint32(m - g + uint32(7)) >> uint32(3) if g < m else uint32(0)
-        chosen = uint32(0)
-        for i in range(2 * row_tiles):
+        # This lane's row of each tile of x, and which tiles its warp copies. Rows beyond the last one repeat it: their
+        # sums are never stored.
+        places, chosen = cuda.local.array(num_tiles, uint64), uint32(0)
+        for i in range(num_tiles):
+            row = minimum_u32(uint32(g + uint32(8 * i)), uint32(m - uint32(1)))
+            places[i] = x + uint64(row) * row_bytes + uint64(column) * uint64(2)
+        for i in range(num_tiles):
             if uint32(uint32(i) & uint32(num_teams - uint32(1))) == team:
                 chosen |= uint32(1 << i)
         x_stages = cuda.local.array(1, uint32)
         x_stages[0] = uint32(shared + rank * uint32(num_stages * stage_bytes) + lane * uint32(16))
-        copy_now_0(place, tile_step, x_stages, column, end, num_tiles, chosen)
-        if num_stages > 2:
-            copy_now_1(place, tile_step, x_stages, column, end, num_tiles, chosen)
-            copy_now_2(place, tile_step, x_stages, column, end, num_tiles, chosen)
+        copy_now_0(places, x_stages, column, end, chosen)
+        if num_waits > 2:
+            copy_now_1(places, x_stages, column, end, chosen)
+            copy_now_2(places, x_stages, column, end, chosen)
         warp = uint32(rank + num_streams * team)
         if leaves_early:
             leave_scales(scales, x_squares, uint32(0), m, m, x_parts, k, eps, warp, uint32(BLOCK_WARPS), lane)
 
         x_words = cuda.local.array(num_x_words, uint32)
         sums = cuda.local.array(num_sums, float32)
+        parts = cuda.local.array(num_parts_sums, float32)  # of a slot, without its groups' scales
         for e in range(num_sums):
             sums[e] = float32(0.0)
+        for e in range(num_parts_sums):
+            parts[e] = float32(0.0)
         while position < end:
             next_column, is_whole = uint32(column + uint32(group)), uint32(position + uint32(2 * group)) <= end
             advance(rows, scale_rows, zero_rows)
             turn_0(
-                sums, words, group_scales, zeros, pairs, factors, x_words, x_stages, place, tile_step, column, end,
-                num_tiles, chosen, rank, num_teams,
+                sums, parts, words, group_scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
+                column, end, chosen, rank, num_teams,
             )  # fmt: skip
             load_0(words, group_scales, zeros, rows, scale_rows, zero_rows, next_column, end, is_whole)
             if has_two_slots:
                 turn_1(
-                    sums, words, group_scales, zeros, pairs, factors, x_words, x_stages, place, tile_step, column, end,
-                    num_tiles, chosen, rank, num_teams,
+                    sums, parts, words, group_scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
+                    column, end, chosen, rank, num_teams,
                 )  # fmt: skip
                 load_1(words, group_scales, zeros, rows, scale_rows, zero_rows, next_column, end, is_whole)
             if has_four_slots:
                 turn_2(
-                    sums, words, group_scales, zeros, pairs, factors, x_words, x_stages, place, tile_step, column, end,
-                    num_tiles, chosen, rank, num_teams,
+                    sums, parts, words, group_scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
+                    column, end, chosen, rank, num_teams,
                 )  # fmt: skip
                 load_2(words, group_scales, zeros, rows, scale_rows, zero_rows, next_column, end, is_whole)
                 turn_3(
-                    sums, words, group_scales, zeros, pairs, factors, x_words, x_stages, place, tile_step, column, end,
-                    num_tiles, chosen, rank, num_teams,
+                    sums, parts, words, group_scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
+                    column, end, chosen, rank, num_teams,
                 )  # fmt: skip
                 load_3(words, group_scales, zeros, rows, scale_rows, zero_rows, next_column, end, is_whole)
             position, column = uint32(position + uint32(group)), next_column
-            place += uint64(group * 2)
+            for i in range(num_tiles):
+                places[i] += uint64(group * 2)
 
         launch_dependents()  # not before: the next grid's blocks would take room from this one's
         wait_for_all()
         if not leaves_early:
             leave_scales(scales, x_squares, uint32(0), m, m, x_parts, k, eps, warp, uint32(BLOCK_WARPS), lane)
         sync_block()
-        tile = shared + (team * num_streams + rank) * uint32(sums_bytes) + g * uint32(COLUMNS * 4)
-        for r in range(4):
-            at = tile + ((uint32(8 * r) + t * uint32(2)) ^ flip_of(g)) * uint32(4)
-            for j in range(row_tiles):
-                for e in range(2):
-                    pair = sums[4 * (4 * j + r) + 2 * e], sums[4 * (4 * j + r) + 2 * e + 1]
-                    store_pair(uint32(at + uint32((16 * j + 8 * e) * COLUMNS * 4)), pair)
+        store_sums(uint32(shared + (team * num_streams + rank) * uint32(sums_bytes)), sums, g, t)
         if has_clusters:
             cluster.release_shared()
             cluster.arrive_relaxed()
@@ -512,7 +507,7 @@ def plan_shape(product: Product, machine: Machine, shape: Shape) -> Launch:
     return Launch(
         kernel, (shape.columns(product) * shape.num_blocks, shape.row_blocks(product), 1),
         (32, num_streams, BLOCK_WARPS // num_streams),
-        shared_bytes=shared_bytes(shape.row_tiles, num_streams, has_clusters=is_clustered),
+        shared_bytes=shared_bytes(product.weight, shape.row_tiles, num_streams, has_clusters=is_clustered),
         cluster=(shape.num_blocks, 1, 1), starts_late=shape.row_tiles == 1,
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from numba_kernels.cuda.gemm.few_rows_operands import COLUMNS
 from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product, unpacking_s
 from numba_kernels.cuda.gemm.weight_stream import STEP, unit_of
 from numba_kernels.cuda.intrinsics.element_types import BITS, ITEM_BYTES
@@ -21,7 +22,6 @@ from numba_kernels.cuda.packing import packing_of
 
 MAX_ROWS = 64
 ROW_TILES = (1, 2, 4)  # of 16 rows of x: what kernels are made for
-COLUMNS = 32  # of the output, a warp: so many rows of the weight
 BLOCK_WARPS = 8
 SPILLING = {
     ("u4_g128", 4), ("u4_g128_zeros", 1), ("u4_g128_zeros", 4), ("u4_g32", 4), ("e2m1_g32_exponents", 4),
@@ -92,15 +92,24 @@ class Shape:
         return -(-clusters // max(1, at_once))
 
 
-def num_stages(row_tiles: int, *, has_clusters: bool) -> int:
+def steps_together(weight: str, row_tiles: int) -> int:
+    """Of x, that a warp waits for at once, and the warps that share them meet for: two of 16 rows, where a turn has
+    eight."""
+    packing = packing_of(weight)
+    return 2 if row_tiles == 1 and packing is not None and packing.steps == 4 else 1
+
+
+def num_stages(weight: str, row_tiles: int, *, has_clusters: bool) -> int:
     """Steps of x in shared memory; a divisor of a stream's steps. Eight streams of 64 rows would be too many bytes for
     some GPUs; where there are clusters, no block has more than four of those."""
+    if steps_together(weight, row_tiles) > 1:
+        return 8
     return 4 if row_tiles <= 2 or has_clusters else 2
 
 
-def shared_bytes(row_tiles: int, num_streams: int, *, has_clusters: bool = False) -> int:
+def shared_bytes(weight: str, row_tiles: int, num_streams: int, *, has_clusters: bool = False) -> int:
     """Bytes of a block's shared memory: scales of rows, and x on its way in, or all warps' sums on their way out."""
-    staged_x = num_streams * num_stages(row_tiles, has_clusters=has_clusters) * row_tiles * 16 * STEP * 2
+    staged_x = num_streams * num_stages(weight, row_tiles, has_clusters=has_clusters) * row_tiles * 16 * STEP * 2
     return SCALES_BYTES + max(staged_x, BLOCK_WARPS * row_tiles * 16 * COLUMNS * 4)
 
 

@@ -30,6 +30,7 @@ from numba_kernels.cuda.packing import TILE_BYTES, TILE_ROWS, Packing, packing_o
 uint32, uint64 = types.uint32, types.uint64
 
 STEP = 32  # elements of K
+NOTHING = 8  # behind the lane's scales and offsets: an element of `factors` that is 0
 TILE_COLUMNS = 16  # of the output
 PLAIN_SLOTS, PACKED_SLOTS = 4, 2
 MANY_SCALE_WORDS = 2  # of a lane, for 16 columns and a slot: with more of them registers become few
@@ -52,6 +53,7 @@ class WeightStream:
         spread, unpack_words: the two halves of it, ``(factors, scales, zeros)`` and ``(pairs, factors, words)``, of a
             slot, a step, and the first of 8 elements of `factors`.
         is_spread_alike: whether steps 2 i and 2 i + 1 of a slot have the same factors.
+        is_settled: whether groups' scales multiply a slot's sums, not its numbers.
         row_scales: ``(weight, n, k)``: the address of the rows' scales.
         scale_columns, scale_column: ``(values of 4 columns or one, weight, n, k, column)``: times their rows' scales.
     """
@@ -72,6 +74,7 @@ class WeightStream:
     spread: Callable[..., Any] | None = None
     unpack_words: Callable[..., Any] | None = None
     is_spread_alike: bool = True
+    is_settled: bool = False
     row_scales: Any = None
 
     @property
@@ -88,7 +91,13 @@ def weight_stream(weight: str, dtype: str, row_tiles: int, is_gated: bool, has_p
         return _plain(is_gated)
     has_few_registers = packing.steps == 4 and (packing.has_zeros or not has_parts)
     is_tight = row_tiles == 4 and (has_few_registers or scale_words_of(packing, dtype) > MANY_SCALE_WORDS)
-    return packed_stream(packing, dtype, is_gated, 1 if is_tight else PACKED_SLOTS)
+    return packed_stream(packing, dtype, is_gated, 1 if is_tight else PACKED_SLOTS, is_settled=can_settle(packing), nothing=NOTHING)
+
+
+def can_settle(packing: Packing) -> bool:
+    """Whether groups' scales may multiply sums: where a lane's slot has one of a row, for four steps, and numbers
+    need no factor to become what they are."""
+    return packing.element in INTEGERS and packing.steps == 4 and packing.lane_scales == 1 and packing.halves == 1
 
 
 def unit_of(weight: str) -> int:
@@ -147,8 +156,12 @@ def _plain(is_gated: bool) -> WeightStream:
 
 
 @functools.cache
-def packed_stream(packing: Packing, dtype: str, is_gated: bool, num_slots: int) -> WeightStream:
-    """Of a packed weight, with so many slots ahead."""
+def packed_stream(
+    packing: Packing, dtype: str, is_gated: bool, num_slots: int, *, is_settled: bool = False,
+    nothing: int | None = None,
+) -> WeightStream:  # fmt: skip
+    """Of a packed weight, with so many slots ahead. If settled, pairs are numbers without their groups' scales.
+    `nothing`: an element of `factors` that is 0 (`unpack_all`)."""
     find, slot_elements = sections_of(packing, dtype), packing.slot
     scale_words, zero_words = packing.chunk_bytes(dtype) // 4, packing.zeros_bytes(dtype) // 4  # of a tile and slot
     scale_step = TILE_ROWS * packing.halves * packing.chunk_bytes(dtype)  # bytes from slot to slot
@@ -219,9 +232,13 @@ def packed_stream(packing: Packing, dtype: str, is_gated: bool, num_slots: int) 
                     zeros[2 * slot * zero_words + e] = uint32(0)
                 if uint32(column + uint32(slot * slot_elements)) < end:
                     load_whole(words, scales, zeros, rows, scale_rows, zero_rows)
+                elif is_settled:  # sums of other lanes' numbers are this lane's, too
+                    if uint32((column & uint32(~(STEP - 1) & 0xFFFFFFFF)) + uint32(slot * slot_elements)) < end:
+                        load_scales(scales, scale_rows)
 
         return load
 
+    multiplies_scales = has_scales and not is_settled
     is_shifted = not has_scales and packing.element not in INTEGERS
     shift = half_pair(2.0 ** SHIFTS.get((packing.element, dtype), 0), dtype)
 
@@ -237,14 +254,14 @@ def packed_stream(packing: Packing, dtype: str, is_gated: bool, num_slots: int) 
             return spread_all(kind, dtype, tuple(plan))
 
         spread_scales = spread_zeros = None
-        if has_scales:
+        if multiplies_scales:
             spread_scales = spread(packing.scale, scale_words, 4 // packing.scale_bytes(dtype), base)
         if has_zeros:
             spread_zeros = spread("value", zero_words, 4 // ITEM_BYTES[dtype], base + 4)
 
         @device_function
         def spread_all_factors(factors, scales, zeros):
-            if has_scales:
+            if multiplies_scales:
                 spread_scales(factors, scales)
             if is_shifted:
                 for r in range(4):
@@ -258,10 +275,10 @@ def packed_stream(packing: Packing, dtype: str, is_gated: bool, num_slots: int) 
         unpack_words = unpack_all(
             packing.element, dtype,
             tuple(
-                (4 * r, 16 * slot + 4 * r + packing.lane_words * step, base + r if has_scales or is_shifted else -1,
+                (4 * r, 16 * slot + 4 * r + packing.lane_words * step, base + r if multiplies_scales or is_shifted else -1,
                  base + 4 + r if has_zeros else -1)
                 for r in range(4)
-            ), has_zeros,
+            ), has_zeros, -1 if nothing is None else nothing,
         )  # fmt: skip
 
         @device_function
@@ -302,5 +319,5 @@ def packed_stream(packing: Packing, dtype: str, is_gated: bool, num_slots: int) 
         unit_of(packing.name), num_slots, packing.steps, 16 * num_slots, max(1, 2 * num_slots * scale_words),
         max(1, 2 * num_slots * zero_words), place, advance, functools.partial(loader, "stream"),
         functools.partial(loader, "stream_early"), unpacker, scale_columns, scale_column, spreader, words_unpacker,
-        halves == 1 and 2 * packing.lane_scales <= packing.steps, row_scales_of,
+        halves == 1 and 2 * packing.lane_scales <= packing.steps, is_settled, row_scales_of,
     )  # fmt: skip

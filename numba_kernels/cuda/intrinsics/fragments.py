@@ -105,6 +105,33 @@ def copy_all(count: int, target_step: int) -> Any:
 
 
 @functools.cache
+def copy_chosen(count: int, target_step: int) -> Any:
+    """A function ``(target, sources, offset, num_bytes, chosen) -> None``: `count` asynchronous copies of 16 bytes, from
+    elements of `sources` (uint64), each with the offset added, to shared memory, every `target_step` bytes.
+
+    Copy i happens where bit i of `chosen` is set; `num_bytes`, at most 16, are read each time, and zeros fill the rest.
+    """
+    function_type = ir.FunctionType(ir.VoidType(), [_WORD, _LONG, _WORD, _WORD])
+    assembly = ir.InlineAsm(function_type, _COPY, "r,l,r,r,~{memory}", side_effect=True)
+
+    def generate(context, builder, signature, arguments):
+        target, sources, offset, num_bytes, chosen = arguments
+        for index in range(count):
+            is_chosen = builder.and_(chosen, ir.Constant(_WORD, 1 << index))
+            to = builder.add(target, ir.Constant(_WORD, index * target_step))
+            source = builder.load(_place(context, builder, signature.args[1], sources, index))
+            builder.call(assembly, [to, builder.add(source, offset), num_bytes, is_chosen])
+        return context.get_dummy_value()
+
+    uint32, uint64 = types.uint32, types.uint64
+    return intrinsic(
+        lambda typing_context, target, sources, offset, num_bytes, chosen: (
+            types.void(uint32, sources, uint64, uint32, uint32), generate
+        )
+    )  # fmt: skip
+
+
+@functools.cache
 def copy_rows(count: int, target_step: int) -> Any:
     """A function ``(target, sources, num_bytes) -> None``: `count` asynchronous copies of 16 bytes, each from its own
     address, an element of `sources` (uint64), to shared memory, every `target_step` bytes.
@@ -221,3 +248,22 @@ def settle_all(plan: tuple[tuple[int, int, int], ...]) -> Any:
         return context.get_dummy_value()
 
     return intrinsic(lambda typing_context, sums, parts, a, b: (types.void(sums, parts, a, b), generate))
+
+
+@functools.cache
+def add_scaled(plan: tuple[tuple[int, int], ...]) -> Any:
+    """A function ``(sums, parts, factors) -> None``, all float32: for each ``(i, j)`` of `plan`, sums[i] += parts[i] *
+    factors[j], rounded once, and parts[i] becomes 0."""
+    assembly = ir.InlineAsm(ir.FunctionType(_FLOAT, [_FLOAT] * 3), "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f")
+
+    def generate(context, builder, signature, arguments):
+        def place(which: int, index: int) -> Any:
+            return _place(context, builder, signature.args[which], arguments[which], index)
+
+        for index, factor in plan:
+            operands = [builder.load(place(which, at)) for which, at in ((1, index), (2, factor), (0, index))]
+            builder.store(builder.call(assembly, operands), place(0, index))
+            builder.store(ir.Constant(_FLOAT, 0.0), place(1, index))
+        return context.get_dummy_value()
+
+    return intrinsic(lambda typing_context, sums, parts, factors: (types.void(sums, parts, factors), generate))

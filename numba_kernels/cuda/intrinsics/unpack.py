@@ -52,33 +52,33 @@ def _fma(builder: Any, dtype: str, a: Any, b: Any, c: Any) -> Any:
     return builder.call(assembly, [a, b, c])
 
 
-def _u4(builder: Any, dtype: str, words: list[Any], offset: Any) -> list[Any]:
+def _u4(builder: Any, dtype: str, words: list[Any], offset: Any, kept: Any) -> list[Any]:
     pairs = []
     for i in range(4):
-        nibbles = builder.and_(builder.lshr(words[0], _constant(4 * i)), _constant(0x000F000F))
+        nibbles = builder.and_(builder.lshr(words[0], _constant(4 * i)), kept(0x000F000F))
         raised = builder.or_(nibbles, _constant(_UNIT_BITS[dtype]))
         pairs.append(_fma(builder, dtype, raised, _constant(_ONE[dtype]), offset))
     return pairs
 
 
-def _u8(builder: Any, dtype: str, words: list[Any], offset: Any) -> list[Any]:
+def _u8(builder: Any, dtype: str, words: list[Any], offset: Any, kept: Any) -> list[Any]:
     pairs = []
     for word in words:
         for shift in (0, 8):
             both = builder.lshr(word, _constant(shift)) if shift else word
             if dtype == "f16":
-                raised = builder.or_(builder.and_(both, _constant(0x00FF00FF)), _constant(_UNIT_BITS[dtype]))
+                raised = builder.or_(builder.and_(both, kept(0x00FF00FF)), _constant(_UNIT_BITS[dtype]))
                 pairs.append(_fma(builder, dtype, raised, _constant(_ONE[dtype]), offset))
                 continue
             # 128 + the low 7 bits, and -128 where the high bit is set, else -256: together u - 128, exactly.
-            low = builder.or_(builder.and_(both, _constant(0x007F007F)), _constant(_UNIT_BITS[dtype]))
-            high = builder.or_(builder.and_(builder.not_(both), _constant(0x00800080)), _constant(0xC300C300))
+            low = builder.or_(builder.and_(both, kept(0x007F007F)), _constant(_UNIT_BITS[dtype]))
+            high = builder.or_(builder.and_(builder.not_(both), kept(0x00800080)), _constant(0xC300C300))
             value = _fma(builder, dtype, low, _constant(_ONE[dtype]), high)
             pairs.append(value if offset is None else _fma(builder, dtype, value, _constant(_ONE[dtype]), offset))
     return pairs
 
 
-def _s8(builder: Any, dtype: str, words: list[Any], offset: Any) -> list[Any]:
+def _s8(builder: Any, dtype: str, words: list[Any], offset: Any, kept: Any) -> list[Any]:
     pairs = []
     for word in words:
         for shift in (0, 8):
@@ -96,7 +96,7 @@ def _s8(builder: Any, dtype: str, words: list[Any], offset: Any) -> list[Any]:
     return pairs
 
 
-def _e4m3(builder: Any, dtype: str, words: list[Any], offset: Any) -> list[Any]:
+def _e4m3(builder: Any, dtype: str, words: list[Any], offset: Any, kept: Any) -> list[Any]:
     down = {"bf16": 4, "f16": 1}[dtype]  # of a byte that lies at the top of its half
     pairs = []
     for word in words:
@@ -107,7 +107,7 @@ def _e4m3(builder: Any, dtype: str, words: list[Any], offset: Any) -> list[Any]:
     return pairs
 
 
-def _e2m1(builder: Any, dtype: str, words: list[Any], offset: Any) -> list[Any]:
+def _e2m1(builder: Any, dtype: str, words: list[Any], offset: Any, kept: Any) -> list[Any]:
     down = {"bf16": 6, "f16": 3}[dtype]
     pairs = []
     for i in range(4):
@@ -127,12 +127,17 @@ def _place(context, builder, kind, value, index):
 
 
 @functools.cache
-def unpack_all(element: str, dtype: str, plan: tuple[tuple[int, int, int, int], ...], has_zeros: bool) -> Any:
+def unpack_all(
+    element: str, dtype: str, plan: tuple[tuple[int, int, int, int], ...], has_zeros: bool, nothing: int = -1
+) -> Any:
     """A function ``(pairs, words, scales, offsets) -> None`` on arrays ``cuda.local.array`` of uint32.
 
     Each entry of `plan` unpacks 8 elements: (first of 4 elements of `pairs`, first element of `words`, element of
     `scales`, element of `offsets`), and multiplies them by the pair of scales, rounded once. An element of -1: there is
     none. Without `has_zeros` the zero point is the middle: 8 or 128.
+
+    `nothing`: an element of `scales` that is 0 without ptxas knowing. Masks are made by it once, and stay in registers:
+    a `lop3` has room for one constant, and ptxas moves a second one to a register anew before each. -1: none.
     """
     is_integer = element in INTEGERS
     middle = None
@@ -143,10 +148,13 @@ def unpack_all(element: str, dtype: str, plan: tuple[tuple[int, int, int, int], 
         def load(which: int, index: int) -> Any:
             return builder.load(_place(context, builder, signature.args[which], arguments[which], index))
 
+        def kept(mask: int) -> Any:
+            return _constant(mask) if nothing < 0 else builder.xor(load(2, nothing), _constant(mask))
+
         for first, word, scale, offset in plan:
             words = [load(1, word + index) for index in range(words_of(element))]
             added = load(3, offset) if has_zeros else middle
-            pairs = _UNPACK[element](builder, dtype, words, added)
+            pairs = _UNPACK[element](builder, dtype, words, added, kept)
             factor = load(2, scale) if scale >= 0 else None
             for index, pair in enumerate(pairs):
                 if factor is not None:
@@ -171,7 +179,7 @@ def moved_all(element: str, plan: tuple[tuple[int, int], ...]) -> Any:
                 builder.load(_place(context, builder, signature.args[1], arguments[1], word + index))
                 for index in range(words_of(element))
             ]
-            for index, pair in enumerate(_UNPACK[element](builder, "f16", words, None)):
+            for index, pair in enumerate(_UNPACK[element](builder, "f16", words, None, _constant)):
                 builder.store(pair, _place(context, builder, signature.args[0], arguments[0], first + index))
         return context.get_dummy_value()
 
