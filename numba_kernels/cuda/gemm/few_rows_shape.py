@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from numba_kernels.cuda.gemm.few_rows_operands import COLUMNS
 from numba_kernels.cuda.gemm.product import LATENCY_S, Machine, Product, unpacking_s
-from numba_kernels.cuda.gemm.weight_stream import STEP, unit_of
-from numba_kernels.cuda.intrinsics.element_types import BITS, ITEM_BYTES
+from numba_kernels.cuda.gemm.weight_stream import STEP, settles, unit_of
+from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.packing import packing_of
 
 MAX_ROWS = 64
@@ -34,7 +34,8 @@ MANY_COLUMNS = 8449
 at most 264, two for each multiprocessor of a H200."""
 MANY_PACKED_COLUMNS = 5120  # the same of packed weights, whose blocks of 32 or 64 rows have a multiprocessor each
 SCALES_BYTES = 4 * MAX_ROWS  # in front of shared memory: of x's rows
-UNPACKING = {4: 1101, 8: 615}  # machine instructions of a warp for 4 KB of a weight, by the bits of its elements
+_UNPACKING = {"u4_g128": 599, "e2m1": 1032, "u4": 1032, "u8": 615, "e4m3": 602}
+"""Machine instructions of a warp for 4 KB of a weight and 16 rows, by its name, or else its elements (`unpacking`)."""
 
 _BYTES_UNDER_WAY = 64 << 10  # of the weight, that a block has on its way: 8 warps of 16 loads
 _PACKED_EFFICIENCY = 0.7  # of the tensor cores' rate, where rows are many; estimated
@@ -50,6 +51,13 @@ _TEAMS_S = 0.03e-6
 """A step waits so much longer for each doubling of the teams that share x, and each 16 rows: measured for 64 rows, 0.12
 between 2 teams and 8, a doubling."""
 _ENDS_S = 4.5e-6  # a launch and its first loads, and its last sums: measured
+
+
+def unpacking(weight: str) -> int:
+    """Machine instructions of a warp for 4 KB of a packed weight and 16 rows."""
+    packing = packing_of(weight)
+    assert packing is not None
+    return _UNPACKING.get(weight, _UNPACKING[packing.element])
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +145,9 @@ def shapes(product: Product, machine: Machine) -> list[Shape]:
     a cluster as serve it best."""
     spilling = SPILLING if machine.arch in SPILLS_ON else set()
     fitting = [tiles for tiles in ROW_TILES if (product.weight, tiles) not in spilling]
+    packing = packing_of(product.weight)
+    if product.exact and packing is not None:  # all blocks multiply by groups' scales at the same place
+        fitting = [tiles for tiles in fitting if settles(packing, tiles) == settles(packing, 1)]
     most = next((tiles for tiles in fitting if 16 * tiles >= product.m), fitting[-1])
     if not has_clusters(product, machine):
         return [Shape(most, num_streams) for num_streams in _streams(product)]
@@ -150,13 +161,21 @@ def shapes(product: Product, machine: Machine) -> list[Shape]:
 @functools.lru_cache(maxsize=1 << 12)
 def choose(product: Product, machine: Machine) -> Shape:
     """The one that takes the least time; of several, the one with the most rows."""
-    return min(reversed(shapes(product, machine)), key=lambda shape: seconds_of(product, machine, shape))
+
+    def key(shape: Shape) -> float:
+        least = _least_s(product, machine, shape)
+        return least if packing_of(product.weight) is None else _walk_s(product, machine, shape, least)
+
+    return min(reversed(shapes(product, machine)), key=key)
 
 
 def _streams(product: Product) -> list[int]:
-    """Streams of K: of exact products and few rows by the weight alone; of more, that and all that are fewer."""
+    """Streams of K: of exact products by the weight alone; up to 16 rows, of which two blocks fit on a multiprocessor,
+    that and twice as many; of more than 64, that and all that are fewer."""
     n, k = (product.whole if product.exact else None) or (product.weight_rows, product.k)
     most = split(n, k, product.weight)
+    if product.m <= 16 and not product.exact and packing_of(product.weight) is not None:
+        return [*{most, split(min(n, MANY_PACKED_COLUMNS - 1), k, product.weight)}]
     if product.exact or product.m <= MAX_ROWS:
         return [most]
     return [1 << power for power in reversed(range(most.bit_length()))]
@@ -182,6 +201,13 @@ def _cluster_blocks(product: Product, machine: Machine, row_tiles: int, num_stre
 
 def seconds_of(product: Product, machine: Machine, shape: Shape) -> float:
     """By work, what its blocks read from the second-level cache, latency, and of packed weights, steps."""
+    least = _least_s(product, machine, shape)
+    if packing_of(product.weight) is None or product.m <= 16:  # one row is compared with `packed_row`, whose model has
+        return least  # no launch
+    return _ENDS_S + _walk_s(product, machine, shape, least)
+
+
+def _least_s(product: Product, machine: Machine, shape: Shape) -> float:
     row_blocks, column_blocks = shape.row_blocks(product), shape.num_blocks * shape.columns(product)
     rows = -(-product.m // 16) * 16 if row_blocks == 1 else row_blocks * 16 * shape.row_tiles
     work = 2 * product.weight_rows * product.k * rows / machine.tensor_flops
@@ -192,19 +218,19 @@ def seconds_of(product: Product, machine: Machine, shape: Shape) -> float:
         return max(work, read, latency)
     # Unpacking shares the instructions' issue with the products.
     work = work / _PACKED_EFFICIENCY if row_blocks > 1 else work
-    loop = UNPACKING[BITS[packing.element]]
-    issued = unpacking_s(product.weight_bytes * row_blocks, loop, machine.num_multiprocessors)
+    issued = unpacking_s(product.weight_bytes * row_blocks, unpacking(product.weight), machine.num_multiprocessors)
     at_once = min(column_blocks * row_blocks, machine.num_multiprocessors)
     latency = LATENCY_S * product.weight_bytes * row_blocks / (at_once * _BYTES_UNDER_WAY // 2)
-    meeting, rounds = _MEETING_S if shape.num_blocks > 1 else 0.0, shape.rounds(product, machine)
-    least = meeting + max(work, issued, read, latency)
-    if product.m <= 16:  # one row is compared with `packed_row`, whose model has no launch
-        return least
-    step = _STEP_S[shape.row_tiles]
+    return (_MEETING_S if shape.num_blocks > 1 else 0.0) + max(work, issued, read, latency)
+
+
+def _walk_s(product: Product, machine: Machine, shape: Shape, least: float) -> float:
+    """Of all rounds, by the steps that a warp takes one after another; `least` at least."""
+    step, rounds = _STEP_S[shape.row_tiles], shape.rounds(product, machine)
     if shape.row_tiles == 4 and not has_clusters(product, machine):
         step = _STEP_ONE_AHEAD_S
     if shape.row_tiles == 1:  # two blocks a multiprocessor
         walking = rounds // 2 * _STEP_OF_TWO_S + rounds % 2 * step
     else:
         walking = rounds * step
-    return _ENDS_S + max(least, meeting + walking * shape.steps(product))
+    return max(least, (_MEETING_S if shape.num_blocks > 1 else 0.0) + walking * shape.steps(product))

@@ -33,6 +33,7 @@ STEP = 32  # elements of K
 NOTHING = 8  # behind the lane's scales and offsets: an element of `factors` that is 0
 TILE_COLUMNS = 16  # of the output
 PLAIN_SLOTS, PACKED_SLOTS = 4, 2
+SETTLED_TILES = 2  # of 16 rows of x
 MANY_SCALE_WORDS = 2  # of a lane, for 16 columns and a slot: with more of them registers become few
 
 
@@ -91,13 +92,16 @@ def weight_stream(weight: str, dtype: str, row_tiles: int, is_gated: bool, has_p
         return _plain(is_gated)
     has_few_registers = packing.steps == 4 and (packing.has_zeros or not has_parts)
     is_tight = row_tiles == 4 and (has_few_registers or scale_words_of(packing, dtype) > MANY_SCALE_WORDS)
-    return packed_stream(packing, dtype, is_gated, 1 if is_tight else PACKED_SLOTS, is_settled=can_settle(packing), nothing=NOTHING)
+    return packed_stream(
+        packing, dtype, is_gated, 1 if is_tight else PACKED_SLOTS, is_settled=settles(packing, row_tiles),
+        nothing=NOTHING,
+    )  # fmt: skip
 
 
-def can_settle(packing: Packing) -> bool:
-    """Whether groups' scales may multiply sums: where a lane's slot has one of a row, for four steps, and numbers
-    need no factor to become what they are."""
-    return packing.element in INTEGERS and packing.steps == 4 and packing.lane_scales == 1 and packing.halves == 1
+def settles(packing: Packing, row_tiles: int) -> bool:
+    """Whether groups' scales multiply sums, not numbers: where a lane's slot has one of a row, for four steps, numbers
+    need no factor to become what they are, and registers suffice for a slot's own sums."""
+    return packing.element in INTEGERS and packing.steps == 4 and packing.lane_scales == 1 and row_tiles <= SETTLED_TILES
 
 
 def unit_of(weight: str) -> int:

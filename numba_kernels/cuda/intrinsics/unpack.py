@@ -72,7 +72,7 @@ def _u8(builder: Any, dtype: str, words: list[Any], offset: Any, kept: Any) -> l
                 continue
             # 128 + the low 7 bits, and -128 where the high bit is set, else -256: together u - 128, exactly.
             low = builder.or_(builder.and_(both, kept(0x007F007F)), _constant(_UNIT_BITS[dtype]))
-            high = builder.or_(builder.and_(builder.not_(both), kept(0x00800080)), _constant(0xC300C300))
+            high = builder.xor(builder.and_(both, kept(0x00800080)), _constant(0xC380C380))
             value = _fma(builder, dtype, low, _constant(_ONE[dtype]), high)
             pairs.append(value if offset is None else _fma(builder, dtype, value, _constant(_ONE[dtype]), offset))
     return pairs
@@ -102,7 +102,7 @@ def _e4m3(builder: Any, dtype: str, words: list[Any], offset: Any, kept: Any) ->
     for word in words:
         for up in (8, 0):  # bytes 0 and 2, then 1 and 3
             top = builder.shl(word, _constant(up)) if up else word
-            fields = builder.and_(builder.lshr(top, _constant(down)), _constant((0x7F00 >> down) * 0x10001))
+            fields = builder.and_(builder.lshr(top, _constant(down)), kept((0x7F00 >> down) * 0x10001))
             pairs.append(builder.or_(builder.and_(top, _constant(0x80008000)), fields))
     return pairs
 
@@ -113,7 +113,7 @@ def _e2m1(builder: Any, dtype: str, words: list[Any], offset: Any, kept: Any) ->
     for i in range(4):
         up = 12 - 4 * i
         top = builder.shl(words[0], _constant(up)) if up else words[0]
-        fields = builder.and_(builder.lshr(top, _constant(down)), _constant((0x7000 >> down) * 0x10001))
+        fields = builder.and_(builder.lshr(top, _constant(down)), kept((0x7000 >> down) * 0x10001))
         pairs.append(builder.or_(builder.and_(top, _constant(0x80008000)), fields))
     return pairs
 

@@ -1,8 +1,8 @@
-"""Which kernel is the fastest for 17 to 256 rows of quantised weights: every way that a plan may take, timed by itself.
+"""Which kernel is the fastest for 2 to 256 rows of quantised weights: every way that a plan may take, timed by itself.
 
-The ways are `few_rows` in blocks of 16, 32 and 64 rows, `packed_tiles`, `hopper_packed` with each tile and split of K,
-rows that are rounded to bytes first, and the weight written out in front of a 16-bit product. What plans believe of
-each stands beside it, in "modelled".
+The ways are `few_rows` in blocks of 16, 32 and 64 rows (up to 16 rows with either number of streams of K),
+`packed_tiles`, `hopper_packed` with each tile and split of K, rows that are rounded to bytes first, and the weight
+written out in front of a 16-bit product. What plans believe of each stands beside it, in "modelled".
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tools.gpu.sections import Case, Options, Result
 
 FORMATS = ("int4 g128", "fp8", "fp8 blocks", "mxfp4", "int8")
 SHAPES = ((8192, 8192), (6144, 4096), (4096, 12288))
-ROWS = (64, 32, 128, 17, 48, 96, 256)
+ROWS = (16, 2, 64, 32, 128, 8, 17, 48, 96, 256)
 HOPPER_FORMATS, HOPPER_ROWS = ("int4 g128", "mxfp4"), (64, 128, 2048, 256, 32, 16, 512)
 FULL_FORMATS = FORMATS[:3]
 """With all of these rows; the others have the first three."""
@@ -95,13 +95,14 @@ def _ways(
     weight: PackedWeight, product: gemm.Product, machine: gemm.Machine
 ) -> dict[str, tuple[Planned, float]]:
     """What is launched, and how long the models take that for."""
-    found, best = dict[str, tuple[Planned, float]](), dict[int, few_rows_shape.Shape]()
+    found, best = dict[str, tuple[Planned, float]](), dict[tuple[int, int], few_rows_shape.Shape]()
     for shape in few_rows_shape.shapes(product, machine):
-        known = best.get(shape.row_tiles)
+        kind = shape.row_tiles, shape.num_streams if product.m <= 16 else 0
+        known = best.get(kind)
         seconds = few_rows_shape.seconds_of(product, machine, shape)
         if known is None or seconds < few_rows_shape.seconds_of(product, machine, known):
-            best[shape.row_tiles] = shape
-    for tiles, shape in best.items():
+            best[kind] = shape
+    for (tiles, _), shape in best.items():
         planned = Planned(few_rows.plan_shape(product, machine, shape))
         name = f"few_rows of {16 * tiles} rows, {shape.num_streams} streams, {shape.num_blocks} blocks"
         found[name] = planned, few_rows_shape.seconds_of(product, machine, shape)
