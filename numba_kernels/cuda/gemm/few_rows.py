@@ -81,7 +81,7 @@ from numba_kernels.cuda.gemm.weight_stream import (
 from numba_kernels.cuda.intrinsics import cluster, memory
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
-from numba_kernels.cuda.intrinsics.fragments import copy_chosen
+from numba_kernels.cuda.intrinsics.fragments import copy_rows_of_tiles
 from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, sync_named, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32, sync_warp
@@ -147,17 +147,17 @@ def _kernel(
     num_parts_sums, num_factors = num_sums if is_settled else 1, NOTHING + 1
     num_words, num_scale_words, num_zero_words = stream.num_words, stream.num_scale_words, stream.num_zero_words
     num_tiles = 2 * row_tiles  # of 8 rows
-    copy_tiles = copy_chosen(num_tiles, TILE_BYTES)
+    copy_tiles = copy_rows_of_tiles(num_tiles, TILE_BYTES)
 
     def copier(first_step: int) -> Any:
         """``copy_x(...)`` of steps that are waited for together, of the group or behind it."""
 
         @device_function
-        def copy_x(places, x_stages, column, end, chosen):
+        def copy_x(places, x_stages, column, end, m, chosen):
             for step in range(first_step, first_step + together):
                 num_bytes = uint32(16) if uint32(column + uint32(step * STEP)) < end else uint32(0)
                 target = uint32(x_stages[0] + uint32(step % num_stages * stage_bytes))
-                copy_tiles(target, places, uint64(step * STEP * 2), num_bytes, chosen)
+                copy_tiles(target, places, uint64(step * STEP * 2), num_bytes, m, chosen)
             commit()
 
         return copy_x
@@ -189,11 +189,11 @@ def _kernel(
         @device_function
         def take_step(
             sums, parts, words, scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
-            column, end, chosen, rank, num_teams,
+            column, end, m, chosen, rank, num_teams,
         ):  # fmt: skip
             if is_waiting:
                 wait_for_x(rank, num_teams)
-                copy_x(places, x_stages, column, end, chosen)
+                copy_x(places, x_stages, column, end, m, chosen)
             factor, added = words, sums
             if is_packed:
                 unpack(pairs, factors, words, scales, zeros)
@@ -221,25 +221,25 @@ def _kernel(
         @device_function
         def take_turn(
             sums, parts, words, scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
-            column, end, chosen, rank, num_teams,
+            column, end, m, chosen, rank, num_teams,
         ):  # fmt: skip
             step_0(
                 sums, parts, words, scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
-                column, end, chosen, rank, num_teams,
+                column, end, m, chosen, rank, num_teams,
             )  # fmt: skip
             if has_two:
                 step_1(
                     sums, parts, words, scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
-                    column, end, chosen, rank, num_teams,
+                    column, end, m, chosen, rank, num_teams,
                 )  # fmt: skip
             if has_four:
                 step_2(
                     sums, parts, words, scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
-                    column, end, chosen, rank, num_teams,
+                    column, end, m, chosen, rank, num_teams,
                 )  # fmt: skip
                 step_3(
                     sums, parts, words, scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
-                    column, end, chosen, rank, num_teams,
+                    column, end, m, chosen, rank, num_teams,
                 )  # fmt: skip
 
         return take_turn
@@ -330,8 +330,8 @@ def _kernel(
             load_early_3(words, group_scales, zeros, rows, scale_rows, zero_rows, column, end, False)
 
         wait_for_previous_grid()  # the weight is immutable; x may be the output of the grid in front
-        # This lane's row of each tile of x, and which tiles its warp copies. Rows beyond the last one repeat it: their
-        # sums are never stored.
+        # This lane's row of each tile of x, and which tiles its warp copies. Rows beyond the last one repeat it, or are
+        # zeros, where a tile has no others: their sums are never stored.
         places, chosen = cuda.local.array(num_tiles, uint64), uint32(0)
         for i in range(num_tiles):
             row = minimum_u32(uint32(g + uint32(8 * i)), uint32(m - uint32(1)))
@@ -341,10 +341,10 @@ def _kernel(
                 chosen |= uint32(1 << i)
         x_stages = cuda.local.array(1, uint32)
         x_stages[0] = uint32(shared + rank * uint32(num_stages * stage_bytes) + lane * uint32(16))
-        copy_now_0(places, x_stages, column, end, chosen)
+        copy_now_0(places, x_stages, column, end, m, chosen)
         if num_waits > 2:
-            copy_now_1(places, x_stages, column, end, chosen)
-            copy_now_2(places, x_stages, column, end, chosen)
+            copy_now_1(places, x_stages, column, end, m, chosen)
+            copy_now_2(places, x_stages, column, end, m, chosen)
         warp = uint32(rank + num_streams * team)
         if leaves_early:
             leave_scales(scales, x_squares, uint32(0), m, m, x_parts, k, eps, warp, uint32(BLOCK_WARPS), lane)
@@ -361,24 +361,24 @@ def _kernel(
             advance(rows, scale_rows, zero_rows)
             turn_0(
                 sums, parts, words, group_scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
-                column, end, chosen, rank, num_teams,
+                column, end, m, chosen, rank, num_teams,
             )  # fmt: skip
             load_0(words, group_scales, zeros, rows, scale_rows, zero_rows, next_column, end, is_whole)
             if has_two_slots:
                 turn_1(
                     sums, parts, words, group_scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
-                    column, end, chosen, rank, num_teams,
+                    column, end, m, chosen, rank, num_teams,
                 )  # fmt: skip
                 load_1(words, group_scales, zeros, rows, scale_rows, zero_rows, next_column, end, is_whole)
             if has_four_slots:
                 turn_2(
                     sums, parts, words, group_scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
-                    column, end, chosen, rank, num_teams,
+                    column, end, m, chosen, rank, num_teams,
                 )  # fmt: skip
                 load_2(words, group_scales, zeros, rows, scale_rows, zero_rows, next_column, end, is_whole)
                 turn_3(
                     sums, parts, words, group_scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
-                    column, end, chosen, rank, num_teams,
+                    column, end, m, chosen, rank, num_teams,
                 )  # fmt: skip
                 load_3(words, group_scales, zeros, rows, scale_rows, zero_rows, next_column, end, is_whole)
             position, column = uint32(position + uint32(group)), next_column

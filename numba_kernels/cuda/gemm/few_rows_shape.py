@@ -24,8 +24,8 @@ MAX_ROWS = 64
 ROW_TILES = (1, 2, 4)  # of 16 rows of x: what kernels are made for
 BLOCK_WARPS = 8
 SPILLING = {
-    ("u4_g128", 4), ("u4_g128_zeros", 1), ("u4_g128_zeros", 4), ("u4_g32", 4), ("e2m1_g32_exponents", 4),
-    ("e2m1_g16_e4m3", 4),
+    ("u4_g128", 1), ("u4_g128", 4), ("u4_g128_zeros", 1), ("u4_g128_zeros", 4), ("u4_g32", 1), ("u4_g32", 4),
+    ("e2m1_g32_exponents", 4), ("e2m1_g16_e4m3", 4),
 }  # fmt: skip
 """Weights and row tiles; with 2 of these all have enough registers."""
 SPILLS_ON = ("sm_100a", "sm_120a")  # where ptxas finds those some registers short
@@ -34,7 +34,7 @@ MANY_COLUMNS = 8449
 at most 264, two for each multiprocessor of a H200."""
 MANY_PACKED_COLUMNS = 5120  # the same of packed weights, whose blocks of 32 or 64 rows have a multiprocessor each
 SCALES_BYTES = 4 * MAX_ROWS  # in front of shared memory: of x's rows
-_UNPACKING = {"u4_g128": 599, "e2m1": 1032, "u4": 1032, "u8": 615, "e4m3": 602}
+_UNPACKING = {"u4_g128": 599, "u4_g128_zeros": 638, "u4": 750, "e2m1": 889, "u8": 434, "e4m3": 462}
 """Machine instructions of a warp for 4 KB of a weight and 16 rows, by its name, or else its elements (`unpacking`)."""
 
 _BYTES_UNDER_WAY = 64 << 10  # of the weight, that a block has on its way: 8 warps of 16 loads
@@ -204,7 +204,12 @@ def seconds_of(product: Product, machine: Machine, shape: Shape) -> float:
     least = _least_s(product, machine, shape)
     if packing_of(product.weight) is None or product.m <= 16:  # one row is compared with `packed_row`, whose model has
         return least  # no launch
-    return _ENDS_S + _walk_s(product, machine, shape, least)
+    return alone_s(product, machine, shape)
+
+
+def alone_s(product: Product, machine: Machine, shape: Shape) -> float:
+    """Of a packed weight, with a launch in front of which and behind which there is nothing."""
+    return _ENDS_S + _walk_s(product, machine, shape, _least_s(product, machine, shape))
 
 
 def _least_s(product: Product, machine: Machine, shape: Shape) -> float:

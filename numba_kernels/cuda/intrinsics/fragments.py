@@ -105,28 +105,34 @@ def copy_all(count: int, target_step: int) -> Any:
 
 
 @functools.cache
-def copy_chosen(count: int, target_step: int) -> Any:
-    """A function ``(target, sources, offset, num_bytes, chosen) -> None``: `count` asynchronous copies of 16 bytes, from
-    elements of `sources` (uint64), each with the offset added, to shared memory, every `target_step` bytes.
+def copy_rows_of_tiles(count: int, target_step: int) -> Any:
+    """A function ``(target, sources, offset, num_bytes, num_rows, chosen) -> None``: `count` asynchronous copies of 16
+    bytes, of tiles of 8 rows, from elements of `sources` (uint64), each with the offset added, to shared memory, every
+    `target_step` bytes.
 
-    Copy i happens where bit i of `chosen` is set; `num_bytes`, at most 16, are read each time, and zeros fill the rest.
+    Copy i happens where bit i of `chosen` is set. `num_bytes`, at most 16, are read each time, and zeros fill the rest;
+    from tile `num_rows` / 8 on nothing is read. There is at least one row.
     """
     function_type = ir.FunctionType(ir.VoidType(), [_WORD, _LONG, _WORD, _WORD])
     assembly = ir.InlineAsm(function_type, _COPY, "r,l,r,r,~{memory}", side_effect=True)
 
     def generate(context, builder, signature, arguments):
-        target, sources, offset, num_bytes, chosen = arguments
+        target, sources, offset, num_bytes, num_rows, chosen = arguments
         for index in range(count):
+            size = num_bytes
+            if index:
+                is_there = builder.icmp_unsigned(">", num_rows, ir.Constant(_WORD, 8 * index))
+                size = builder.select(is_there, num_bytes, ir.Constant(_WORD, 0))
             is_chosen = builder.and_(chosen, ir.Constant(_WORD, 1 << index))
             to = builder.add(target, ir.Constant(_WORD, index * target_step))
             source = builder.load(_place(context, builder, signature.args[1], sources, index))
-            builder.call(assembly, [to, builder.add(source, offset), num_bytes, is_chosen])
+            builder.call(assembly, [to, builder.add(source, offset), size, is_chosen])
         return context.get_dummy_value()
 
     uint32, uint64 = types.uint32, types.uint64
     return intrinsic(
-        lambda typing_context, target, sources, offset, num_bytes, chosen: (
-            types.void(uint32, sources, uint64, uint32, uint32), generate
+        lambda typing_context, target, sources, offset, num_bytes, num_rows, chosen: (
+            types.void(uint32, sources, uint64, uint32, uint32, uint32), generate
         )
     )  # fmt: skip
 

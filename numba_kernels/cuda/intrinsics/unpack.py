@@ -102,7 +102,7 @@ def _e4m3(builder: Any, dtype: str, words: list[Any], offset: Any, kept: Any) ->
     for word in words:
         for up in (8, 0):  # bytes 0 and 2, then 1 and 3
             top = builder.shl(word, _constant(up)) if up else word
-            fields = builder.and_(builder.lshr(top, _constant(down)), kept((0x7F00 >> down) * 0x10001))
+            fields = builder.and_(builder.lshr(top, _constant(down)), _constant((0x7F00 >> down) * 0x10001))
             pairs.append(builder.or_(builder.and_(top, _constant(0x80008000)), fields))
     return pairs
 
@@ -113,7 +113,7 @@ def _e2m1(builder: Any, dtype: str, words: list[Any], offset: Any, kept: Any) ->
     for i in range(4):
         up = 12 - 4 * i
         top = builder.shl(words[0], _constant(up)) if up else words[0]
-        fields = builder.and_(builder.lshr(top, _constant(down)), kept((0x7000 >> down) * 0x10001))
+        fields = builder.and_(builder.lshr(top, _constant(down)), _constant((0x7000 >> down) * 0x10001))
         pairs.append(builder.or_(builder.and_(top, _constant(0x80008000)), fields))
     return pairs
 
@@ -136,8 +136,8 @@ def unpack_all(
     `scales`, element of `offsets`), and multiplies them by the pair of scales, rounded once. An element of -1: there is
     none. Without `has_zeros` the zero point is the middle: 8 or 128.
 
-    `nothing`: an element of `scales` that is 0 without ptxas knowing. Masks are made by it once, and stay in registers:
-    a `lop3` has room for one constant, and ptxas moves a second one to a register anew before each. -1: none.
+    `nothing`: an element of `scales` that is 0 without ptxas knowing. Masks of integers are made by it once, and stay in
+    registers: a `lop3` has room for one constant, and ptxas moves a second one to a register anew before each. -1: none.
     """
     is_integer = element in INTEGERS
     middle = None
