@@ -2,9 +2,9 @@
 
     python -m tools.kernel_costs.packed_products
 
-The first is of the device alone, where a launch hides behind the one in front. The second adds what a product takes that
-is launched by itself, `LAUNCH_S`, which is fitted to the measured times of one row beside it; of 16 rows, whose blocks
-walk in steps of 32 of K, it has `few_rows_shape`'s time of these steps, too.
+The first is of the device alone, where a launch hides behind the one in front. The second adds what a product that is
+launched by itself takes, `LAUNCH_S`, which is fitted to the measured times of one row beside it; of 16 rows, whose
+blocks walk in steps of 32 of K, it has `few_rows_shape`'s time of these steps, too.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ MEASURED_US = {
     "bf16": (37.4, 38.4), "u8": (22.3, None), "e4m3_g128": (23.6, None), "u4_g128": (15.6, 26.6),
     "e2m1_g32_exponents": (16.7, 26.8),
 }  # fmt: skip
-"""Of an H200, one row and 16 (docs/measurements, 2026-11-26, rows and the evening). Those of 16 rows are of `few_rows` as
-it was: with x as the first factor, and K in half as many streams."""
+"""Of an H200, one row and 16 (docs/measurements, 2026-11-26, rows and the evening). Those of 16 rows are of `few_rows`
+as it was: with x as the first factor, and K in half as many streams."""
 
 
 def times_of(weight: str, m: int, loop: int, model: GpuModel, size: int) -> tuple[gemm.Product, list[float]]:

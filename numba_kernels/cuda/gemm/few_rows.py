@@ -21,7 +21,8 @@ on their way count, and how few instructions bring them. So
 How K is split depends on (N, K) alone, and a row of x never meets another one: its sums have the same bits in any
 company of up to 64 rows. They are not those of the other tiers.
 
-Packed weights (`weight_stream.py`) are the same but for what a lane does with its 16 bytes, and go on beyond 64 rows:
+Packed weights (`weight_stream.py`) are the same but for what a lane does with its 16 bytes, and for which factor is the
+first one (`few_rows_operands.py`), and go on beyond 64 rows:
 the grid's y counts blocks of 64, which read a few bits of the weight again. There K is split no further than filling
 the GPU takes, since more columns of a block spare reads of x; exact products keep the split of few rows.
 
@@ -53,6 +54,7 @@ from numba_kernels.cuda.gemm.epilogue import (
     scale_quad,
     scales_leaver,
 )
+from numba_kernels.cuda.gemm.few_rows_operands import COLUMNS, TILE_BYTES, settler, weight_first, x_first
 from numba_kernels.cuda.gemm.few_rows_shape import (
     BLOCK_WARPS,
     MAX_ROWS,
@@ -67,15 +69,12 @@ from numba_kernels.cuda.gemm.few_rows_shape import (
     shared_bytes,
     steps_together,
 )
-from numba_kernels.cuda.gemm.few_rows_operands import COLUMNS, TILE_BYTES, settler, weight_first, x_first
 from numba_kernels.cuda.gemm.few_rows_shape import num_stages as num_stages_of
 from numba_kernels.cuda.gemm.product import Machine, Product
 from numba_kernels.cuda.gemm.weight_stream import (
-    MANY_SCALE_WORDS,
     NOTHING,
     STEP,
     TILE_COLUMNS,
-    scale_words_of,
     weight_stream,
 )
 from numba_kernels.cuda.intrinsics import cluster, memory
@@ -445,15 +444,18 @@ def _kernel(
             cluster.wait()
 
     packing = packing_of(weight)
-    scale_words = 0 if packing is None else scale_words_of(packing, dtype)
     factors = dtype if packing is None else f"{weight}_{dtype}"
+    # Registers of two blocks: those that were examined. Without clusters ptxas of sm_80 finds some short.
+    has_few_registers = packing is None or (
+        has_clusters and not packing.has_zeros and packing.halves == 1 and (packing.element != "u4" or is_settled)
+    )
     return Specialisation(
         name=f"gemm_few_rows_{factors}_{out_dtype}_{16 * row_tiles}{'_c' * has_clusters}"
         f"{'_' if is_gated else ''}{activation}",
         kernel=cuda.jit(gemm),
         argument_types=ARGUMENT_TYPES,
         max_threads=BLOCK_WARPS * 32,
-        min_blocks=2 if row_tiles == 1 and scale_words <= 2 * MANY_SCALE_WORDS else 1,
+        min_blocks=2 if row_tiles == 1 and has_few_registers else 1,
         spills_on=SPILLS_ON if (weight, row_tiles) in SPILLING else (),
         min_capability=90 if has_clusters else 80,
         replaced_from=90 if packing is not None and not has_clusters else 0,

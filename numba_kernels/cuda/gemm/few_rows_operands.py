@@ -1,13 +1,13 @@
 """Which factor of `few_rows` is the first one of `mma.sync`, and where its sums lie then.
 
 The first factor's four registers are neighbours, and so are the second's two. A 16-bit weight comes as it is
-multiplied, 16 bytes of a row a lane: two pairs of neighbours, which are the second factor's; x is the first, and some of
-its registers move. A packed weight's pairs are made one by one, wherever they are wanted: it is the first factor, 16
+multiplied, 16 bytes of a row a lane: two pairs of neighbours, which are the second factor's. x is the first, and some
+of its registers move. A packed weight's pairs are made one by one, wherever they are wanted: it is the first factor, 16
 rows of it, x the second, and nothing moves.
 
-    first factor    a lane's sums of a tile of 16 rows of x and 32 of the weight       elements of `sums`
-    x               rows g, g + 8; columns 8 r + 2 t, + 1, of r = 0 to 3               16 j + 4 r + 2 (row) + (column)
-    the weight      rows 8 i + 2 t, + 1, of i = 0, 1; columns 16 h + g, + 8            16 j + 8 i + 4 h + 2 (column) + (row)
+    first factor    a lane's sums of tile j: 16 rows of x, 32 of the weight    elements of `sums`
+    x               rows g, g + 8; columns 8 r + 2 t, + 1, of r = 0 to 3       16 j + 4 r + 2 (row) + (column)
+    the weight      rows 8 i + 2 t, + 1, of i = 0, 1; columns 16 h + g, + 8    16 j + 8 i + 4 h + 2 (column) + (row)
 
 with g = lane // 4, t = lane % 4. Both take the same elements of K at once, and add them in the same order.
 """

@@ -101,7 +101,8 @@ def weight_stream(weight: str, dtype: str, row_tiles: int, is_gated: bool, has_p
 def settles(packing: Packing, row_tiles: int) -> bool:
     """Whether groups' scales multiply sums, not numbers: where a lane's slot has one of a row, for four steps, numbers
     need no factor to become what they are, and registers suffice for a slot's own sums."""
-    return packing.element in INTEGERS and packing.steps == 4 and packing.lane_scales == 1 and row_tiles <= SETTLED_TILES
+    has_one = packing.steps == 4 and packing.lane_scales == 1
+    return has_one and packing.element in INTEGERS and row_tiles <= SETTLED_TILES
 
 
 def unit_of(weight: str) -> int:
@@ -236,7 +237,7 @@ def packed_stream(
                     zeros[2 * slot * zero_words + e] = uint32(0)
                 if uint32(column + uint32(slot * slot_elements)) < end:
                     load_whole(words, scales, zeros, rows, scale_rows, zero_rows)
-                elif is_settled:  # sums of other lanes' numbers are this lane's, too
+                elif is_settled:  # noqa: SIM102 - numba prunes; sums of other lanes' numbers are this lane's, too
                     if uint32((column & uint32(~(STEP - 1) & 0xFFFFFFFF)) + uint32(slot * slot_elements)) < end:
                         load_scales(scales, scale_rows)
 
@@ -276,10 +277,11 @@ def packed_stream(
         return spread_all_factors
 
     def words_unpacker(slot: int, step: int, base: int = 0) -> Any:
+        has_factor = multiplies_scales or is_shifted
         unpack_words = unpack_all(
             packing.element, dtype,
             tuple(
-                (4 * r, 16 * slot + 4 * r + packing.lane_words * step, base + r if multiplies_scales or is_shifted else -1,
+                (4 * r, 16 * slot + 4 * r + packing.lane_words * step, base + r if has_factor else -1,
                  base + 4 + r if has_zeros else -1)
                 for r in range(4)
             ), has_zeros, -1 if nothing is None else nothing,

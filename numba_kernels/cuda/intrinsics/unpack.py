@@ -136,8 +136,9 @@ def unpack_all(
     `scales`, element of `offsets`), and multiplies them by the pair of scales, rounded once. An element of -1: there is
     none. Without `has_zeros` the zero point is the middle: 8 or 128.
 
-    `nothing`: an element of `scales` that is 0 without ptxas knowing. Masks of integers are made by it once, and stay in
-    registers: a `lop3` has room for one constant, and ptxas moves a second one to a register anew before each. -1: none.
+    `nothing`: an element of `scales` that is 0 without ptxas knowing. Masks of integers are made of it once, and stay
+    in registers: a `lop3` has room for one constant, and ptxas moves a second one to a register anew before each. -1:
+    there is none.
     """
     is_integer = element in INTEGERS
     middle = None
