@@ -11,7 +11,7 @@ from numba_kernels.cuda import (
     gemm,
     rounded_rows,
 )
-from numba_kernels.cuda.gemm import few_rows_shape, hopper, packed_row, packed_tiles
+from numba_kernels.cuda.gemm import few_rows_operands, few_rows_shape, hopper, packed_row, packed_tiles
 from numba_kernels.cuda.gemm.hopper_packed import HIGH, LOW
 from numba_kernels.cuda.gemm.hopper_ring import Tile
 from numba_kernels.cuda.gemm.packed_stream import ROWS as PACKED_ROWS
@@ -125,7 +125,7 @@ def _packed_gemm(
         bench.launch(launch, x, weight, 0, 0, bench.empty(m * n * 2), m, n, k, 0, *gemm.NO_SQUARES)
 
     work = Work(m * k * 2 + weight_bytes, m * n * 2, 2 * m * n * k, True)
-    columns = few_rows_shape.COLUMNS * few_rows_shape.BLOCK_WARPS // few_rows_shape.split(n, k, name)  # of a block
+    columns = few_rows_operands.COLUMNS * few_rows_shape.BLOCK_WARPS // few_rows_shape.split(n, k, name)  # of a block
     rows = m  # of a block
     if tier == "packed_tiles":
         columns, rows = packed_tiles.BLOCK_N, packed_tiles.BLOCK_M
