@@ -35,7 +35,6 @@ from numba_kernels.cuda.packing import Packing, packing_of
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 WARP_ROWS = 32  # of the weight
-_NOTHING = 16  # behind a stage's scales and offsets: an element of `factors` that is 0
 
 
 def slots_ahead(tile: Tile, packing: Packing) -> int:
@@ -49,7 +48,7 @@ def stage_unpacker(tile: Tile, weight: str, dtype: str, is_gated: bool, slot: in
     packing = packing_of(weight)
     assert packing is not None
     assert 2 * STEP == BLOCK_K  # and slots are even numbers of steps
-    stream = packed_stream(packing, dtype, is_gated, slots_ahead(tile, packing), nothing=_NOTHING)
+    stream = packed_stream(packing, dtype, is_gated, slots_ahead(tile, packing))
     assert stream.spread is not None
     assert stream.unpack_words is not None
     first, second = 2 * pair, 2 * pair + 1
@@ -107,7 +106,6 @@ def tile_unpacker(tile: Tile, weight: str, dtype: str, is_gated: bool, fetch: An
     num_slots, slot_elements, stages_a_slot = slots_ahead(tile, packing), packing.slot, packing.slot // BLOCK_K
     stream = packed_stream(packing, dtype, is_gated, num_slots)
     num_stages, stage_bytes, x_bytes = tile.num_stages, tile.stage_bytes, tile.x_bytes
-    num_factors = _NOTHING + 1
     group, columns = num_slots * slot_elements, WARP_ROWS // 2 if is_gated else WARP_ROWS
     warp_columns = 2 * columns if has_two_parts else columns
     place, advance = stream.place, stream.advance
@@ -158,8 +156,7 @@ def tile_unpacker(tile: Tile, weight: str, dtype: str, is_gated: bool, fetch: An
         words, more_words = cuda.local.array(num_words, uint32), cuda.local.array(num_words, uint32)
         scales, more_scales = cuda.local.array(num_scale_words, uint32), cuda.local.array(num_scale_words, uint32)
         zeros, more_zeros = cuda.local.array(num_zero_words, uint32), cuda.local.array(num_zero_words, uint32)
-        pairs, factors = cuda.local.array(16, uint32), cuda.local.array(num_factors, uint32)
-        factors[_NOTHING] = n >> uint32(31)
+        pairs, factors = cuda.local.array(16, uint32), cuda.local.array(16, uint32)
         column = uint32(first_column + warp * uint32(warp_columns))
         place(rows, scale_rows, zero_rows, weight, n, k, column, start, lane)
         load_early_0(words, scales, zeros, rows, scale_rows, zero_rows, start, end, False)
