@@ -202,9 +202,10 @@ def _cluster_blocks(product: Product, machine: Machine, row_tiles: int, num_stre
 def seconds_of(product: Product, machine: Machine, shape: Shape) -> float:
     """By work, what its blocks read from the second-level cache, latency, and of packed weights, steps."""
     least = _least_s(product, machine, shape)
-    if packing_of(product.weight) is None or product.m <= 16:  # one row is compared with `packed_row`, whose model has
-        return least  # no launch
-    return alone_s(product, machine, shape)
+    if packing_of(product.weight) is None:
+        return least
+    # One row is compared with `packed_row`, whose model has no launch.
+    return _walk_s(product, machine, shape, least) if product.m <= 16 else alone_s(product, machine, shape)
 
 
 def alone_s(product: Product, machine: Machine, shape: Shape) -> float:
