@@ -163,10 +163,10 @@ def _plain(is_gated: bool) -> WeightStream:
 @functools.cache
 def packed_stream(
     packing: Packing, dtype: str, is_gated: bool, num_slots: int, *, is_settled: bool = False,
-    nothing: int | None = None,
+    nothing: int = -1,
 ) -> WeightStream:  # fmt: skip
     """Of a packed weight, with so many slots ahead. If settled, pairs are numbers without their groups' scales.
-    `nothing`: an element of `factors` that is 0 (`unpack_all`)."""
+    `nothing`: an element of `factors` that is 0; -1: there is none (`unpack_all`)."""
     find, slot_elements = sections_of(packing, dtype), packing.slot
     scale_words, zero_words = packing.chunk_bytes(dtype) // 4, packing.zeros_bytes(dtype) // 4  # of a tile and slot
     scale_step = TILE_ROWS * packing.halves * packing.chunk_bytes(dtype)  # bytes from slot to slot
@@ -284,7 +284,7 @@ def packed_stream(
                 (4 * r, 16 * slot + 4 * r + packing.lane_words * step, base + r if has_factor else -1,
                  base + 4 + r if has_zeros else -1)
                 for r in range(4)
-            ), has_zeros, -1 if nothing is None else nothing,
+            ), has_zeros, nothing,
         )  # fmt: skip
 
         @device_function

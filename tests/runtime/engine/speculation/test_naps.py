@@ -71,8 +71,10 @@ def test_an_account_bounds_what_trials_and_recordings_lose() -> None:
     assert not account.allows_setup
     account.earn(1.0, 1200)
     assert account.allows_setup
+    assert account.is_full
     for _ in range(10):
         account.settle(-2.0)
+    assert not account.is_full
     assert not account.allows(0.0)
     account.set_up(1e9, 1.0)
     account.earn(1.0, int(MOST_SETUP_STEPS / 0.0025))
