@@ -47,13 +47,18 @@ class Operands:
     flip_of: Any
 
 
+def _x_loader(at: int, tiles: range) -> Any:
+    """``(x_words, x_stages)``: so many tiles of 16 rows of x, from `at` bytes behind the stage on."""
+    return load_all("shared", tuple((4 * j, 0, at + j * TILE_BYTES) for j in range(2 * len(tiles))))
+
+
 @functools.cache
 def x_first(dtype: str, row_tiles: int) -> Operands:
     """Of a 16-bit weight."""
     flip_of, store_pair = mma.accumulator_flip(COLUMNS), memory.shared_store_2xf32
 
     def multiplier(at: int, word: int, tiles: range) -> Any:
-        load_x = load_all("shared", tuple((4 * j, 0, at + j * TILE_BYTES) for j in range(2 * len(tiles))))
+        load_x = _x_loader(at, tiles)
         multiply_tiles = multiply_all(
             dtype,
             tuple(
@@ -93,7 +98,7 @@ def weight_first(dtype: str, row_tiles: int) -> Operands:
     flip_of = device_function(lambda row: (row & uint32(6)) << uint32(2))
 
     def multiplier(at: int, word: int, tiles: range) -> Any:
-        load_x = load_all("shared", tuple((4 * j, 0, at + j * TILE_BYTES) for j in range(2 * len(tiles))))
+        load_x = _x_loader(at, tiles)
         multiply_tiles = multiply_all(
             dtype,
             tuple(
