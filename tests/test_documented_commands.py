@@ -156,6 +156,7 @@ ELSEWHERE = {
         "python -m tools.kernel_costs.packed_products", "python -m tools.kernel_costs.expert_products",
         "python -m tools.kernel_costs.verification", "python -m tools.comparing.compare_speculation",
         "python -m tools.train_drafter", "python -m tools.measuring.measure_drafter --num 10",
+        "python -m tools.measuring.measure_lookup",
         "python -m tools.measuring.measure_suffix --texts FILE [FILE ...] [--tokenizer FOLDER] [--model FOLDER]",
     ),
     "it runs these tests, or undoes what they need": ("make test", "make test-all", "xserv kernels clear"),

@@ -21,7 +21,17 @@ def kernels_of(
     formats     ggml's, in whose blocks matrices are kept
     has_experts whether there are mixtures of experts
     """
-    from numba_kernels.cpu import activation, columns, decode_inputs, embedding, logprobs, norm, qkv, sampling  # wakes
+    from numba_kernels.cpu import (  # wakes
+        activation,
+        columns,
+        decode_inputs,
+        embedding,
+        logprobs,
+        norm,
+        qkv,
+        repeats,
+        sampling,
+    )
     from numba_kernels.cpu import experts as _experts
     from numba_kernels.cpu.attention import kernel as attention
     from numba_kernels.cpu.gemm import block_panels, blocks, linear, panels
@@ -56,3 +66,4 @@ def kernels_of(
     yield sampling.sampling_kernel, ()
     yield logprobs.logprobs_kernel, ()
     yield decode_inputs.decode_inputs_kernel, ()
+    yield repeats.repeats_kernel, ()

@@ -17,34 +17,6 @@ Ids = NDArray[np.int32]
 NOTHING: Ids = np.empty(0, np.int32)
 
 
-class Text:
-    """A sequence's tokens as one array, with what may stand before them. It grows as the sequence does."""
-
-    __slots__ = ("_buffer", "_num_before", "length")
-
-    def __init__(self, sequence: Sequence, before: Ids = NOTHING) -> None:
-        self._num_before = len(before)
-        self.length = self._num_before
-        self._buffer: Ids = np.empty(self._num_before + sequence.num_tokens + 256, np.int32)
-        self._buffer[: self._num_before] = before
-        self.follow(sequence)
-
-    def follow(self, sequence: Sequence) -> Ids:
-        """All tokens up to the last that is known: a view."""
-        known = self.length - self._num_before
-        count = sequence.num_tokens - known
-        if count > 0:
-            end = self.length + count
-            if end > len(self._buffer):
-                self._buffer = np.concatenate((self._buffer[: self.length], np.empty(end, np.int32)))
-            if count == 1:
-                self._buffer[end - 1] = sequence.last_token_id
-            else:
-                self._buffer[self.length : end] = sequence.token_ids(known, sequence.num_tokens)
-            self.length = end
-        return self._buffer[: self.length]
-
-
 class Drafter(Protocol):
     """Proposals for one sequence after another. It belongs to the engine's loop.
 

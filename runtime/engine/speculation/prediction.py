@@ -5,8 +5,23 @@ from __future__ import annotations
 import numpy as np
 
 from runtime.engine.scheduling.sequence import Sequence
-from runtime.engine.speculation.drafter import NOTHING, SUREST, Ids, Text
-from runtime.engine.speculation.ngram import best_place
+from runtime.engine.speculation.drafter import NOTHING, SUREST, Ids
+from runtime.engine.speculation.repeats import Lookup, Text, follow, load
+
+
+class _Followed:
+    """An answer beside its prediction.
+
+    num_followed  tokens of the sequence that were compared, prompt included
+    place         where they led to; -1: nowhere
+    """
+
+    __slots__ = ("lookup", "num_followed", "place", "text")
+
+    def __init__(self, sequence: Sequence) -> None:
+        self.text = Text(sequence.token_ids(0, sequence.num_tokens), start=sequence.num_prompt_tokens)
+        self.lookup = Lookup(self.text, Text(sequence.request.prediction))
+        self.num_followed, self.place = sequence.num_prompt_tokens, 0
 
 
 class PredictionDrafter:
@@ -16,25 +31,24 @@ class PredictionDrafter:
     name = "prediction"
 
     def __init__(self) -> None:
-        self._texts: dict[Sequence, Text] = {}
-        self._places: dict[Sequence, tuple[int, int]] = {}  # output tokens that were followed, and where they led to
+        load()
+        self._followed: dict[Sequence, _Followed] = {}
 
     def propose(self, sequence: Sequence, most: int) -> tuple[Ids, int]:
         predicted = sequence.request.prediction
-        text = self._texts.get(sequence)
-        if text is None:
-            text = self._texts[sequence] = Text(sequence)
-        output = text.follow(sequence)[sequence.num_prompt_tokens :]
-        followed, place = self._places.get(sequence, (0, 0))
-        fresh = output[followed:]
-        sureness = SUREST
-        if place >= 0 and np.array_equal(predicted[place : place + len(fresh)], fresh):
-            place += len(fresh)
+        one = self._followed.get(sequence)
+        if one is None:
+            one = self._followed[sequence] = _Followed(sequence)
         else:
-            place, sureness = best_place(predicted, output[-SUREST:])
-        self._places[sequence] = len(output), place
-        return (NOTHING, 0) if place < 0 else (predicted[place : place + most], sureness)
+            follow(one.text, sequence)
+        fresh, sureness = one.text.tokens(one.num_followed), SUREST
+        if one.place >= 0 and np.array_equal(predicted[one.place : one.place + len(fresh)], fresh):
+            one.place += len(fresh)
+        else:
+            _, sureness = one.lookup(1)
+            one.place = one.lookup.place
+        one.num_followed = len(one.text)
+        return (NOTHING, 0) if one.place < 0 else (predicted[one.place : one.place + most], sureness)
 
     def end(self, sequence: Sequence) -> None:
-        self._texts.pop(sequence, None)
-        self._places.pop(sequence, None)
+        self._followed.pop(sequence, None)

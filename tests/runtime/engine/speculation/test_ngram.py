@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 
 import numpy as np
+from numpy.typing import NDArray
 
+from numba_kernels.cpu.repeats import MOST_PLACES
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.sequence import Request, Sequence
 from runtime.engine.speculation.drafter import SUREST
@@ -15,36 +17,93 @@ from runtime.engine.speculation.ngram import (
     MOST_TENANTS,
     NgramDrafter,
     SuffixDrafter,
-    continuation,
 )
+from runtime.engine.speculation.repeats import BREAK, Lookup, Text
 
 
 def one_by_one(tokens: list[int], ending: list[int], most: int) -> tuple[list[int], int]:
+    """Every place is looked at. ``tokens`` may have breaks."""
     best, place = 0, -1
-    for p in range(len(tokens) - 1):
+    near = [p for p in range(len(tokens) - 1) if ending and tokens[p] == ending[-1]][-MOST_PLACES:]
+    for p in near:
         depth = 0
         while depth < min(SUREST, len(ending)) and p >= depth and tokens[p - depth] == ending[-1 - depth]:
             depth += 1
-        if depth >= max(best, LEAST_MATCH):
+        if depth >= max(best, LEAST_MATCH) and tokens[p + 1] != BREAK:
             best, place = depth, p
     if place < 0:
         return [], 0
-    behind = tokens[place + 1 :]
-    return (behind * most)[:most], best
+    behind = (tokens[place + 1 :] * most)[:most]
+    return behind[: behind.index(BREAK)] if BREAK in behind else behind, best
 
 
-def test_continuations() -> None:
+def array(ids: list[int]) -> NDArray[np.int32]:
+    return np.array(ids, np.int32)
+
+
+def ids_of_any_size(rng: random.Random) -> int:
+    """How many different ids a text has: few, so that much agrees, or so many that an index grows."""
+    return rng.choice([2, 3, 9, 5000])
+
+
+def test_a_text_that_grows_is_searched_as_if_place_by_place() -> None:
     rng = random.Random(0)
     num_found = 0
-    for _ in range(2000):
-        alphabet = rng.choice([2, 3, 9])
-        tokens = [rng.randrange(alphabet) for _ in range(rng.randrange(60))]
-        ending = tokens[-SUREST:] if rng.random() < 0.5 else [rng.randrange(3) for _ in range(rng.randrange(20))]
-        most = rng.randrange(1, 9)
-        found, depth = continuation(np.array(tokens, np.int32), np.array(ending, np.int32), most)
-        assert (found.tolist(), depth) == one_by_one(tokens, ending, most)
-        num_found += depth > 0
+    for _ in range(60):
+        size = ids_of_any_size(rng)
+        tokens = [rng.randrange(size) for _ in range(rng.choice([1, 2, 3, 20, 700]))]
+        text = Text(array(tokens))
+        lookup = Lookup(text, text)
+        for _ in range(rng.choice([5, 60])):
+            most = rng.randrange(1, 9)
+            found, depth = lookup(most)
+            assert (found.tolist(), depth) == one_by_one(tokens, tokens[-SUREST:], most)
+            num_found += depth > 0
+            more = [rng.randrange(size) for _ in range(rng.choice([0, 1, 1, 1, 2, 3, 300]))]
+            if rng.random() < 0.3 and len(tokens) > 5:
+                more += tokens[2:30]
+            tokens += more
+            if len(more) == 1:
+                text.append(more[0])
+            else:
+                text.extend(array(more))
     assert num_found > 500
+
+
+def test_another_text_is_searched_where_it_agrees_for_longer() -> None:
+    """Its oldest tokens are forgotten, now and then out of the array, too."""
+    rng = random.Random(1)
+    num_own = num_others = 0
+    for _ in range(40):
+        size = ids_of_any_size(rng)
+        own = [rng.randrange(size) for _ in range(rng.randrange(1, 40))]
+        begin = rng.randrange(len(own))
+        text, other, others = Text(array(own), start=begin), Text(array([])), []
+        lookup, kept = Lookup(text, text), rng.choice([3, 50, 400])
+        for _ in range(40):
+            answer = [*rng.choices(own, k=3), *own[-rng.randrange(1, 20) :], *(rng.randrange(size) for _ in range(9))]
+            others = [*others, *answer, BREAK]
+            other.extend(array(answer))
+            other.append(BREAK)
+            other.keep(max(0, len(other) - kept))
+            if len(other) > 600:
+                other.forget(len(other) - kept)
+            fresh = others[-kept:] if rng.random() < 0.8 else own
+            more = fresh[(at := rng.randrange(len(fresh))) : at + rng.randrange(20)]
+            more = [*more[: more.index(BREAK)]] if BREAK in more else more
+            own = [*own, *more]
+            text.extend(array(more))
+            most, ending = rng.randrange(1, 9), own[max(begin, len(own) - SUREST) :]
+            wanted = one_by_one(own[begin:], ending, most)
+            if wanted[1] < SUREST and (there := one_by_one(others[-kept:], ending, most))[1] > wanted[1]:
+                wanted, num_others = there, num_others + 1
+            elif wanted[1]:
+                num_own += 1
+            found, depth = lookup(most, other)
+            assert (found.tolist(), depth) == wanted
+            assert lookup.place == -1 or depth
+    assert num_own > 200
+    assert num_others > 200
 
 
 def sequence(prompt: list[int], salt: str | None = None) -> Sequence:

@@ -36,8 +36,7 @@ def test_an_answer_is_followed_and_found_again() -> None:
     grow(one, [9, 12, 13])
     assert drafter.propose(one, 2)[0].tolist() == [14, 15]
     drafter.end(one)
-    assert not drafter._texts
-    assert not drafter._places
+    assert not drafter._followed
 
 
 @pytest.mark.parametrize("overlap", ["on", "off"])

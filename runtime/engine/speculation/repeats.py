@@ -1,0 +1,167 @@
+"""Texts as arrays that grow, and where the end of one stood before (`numba_kernels.cpu.repeats`)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from numba_kernels.cpu.repeats import (
+    BREAK,
+    COUNT,
+    DEPTH,
+    END,
+    HEADS,
+    IDS,
+    LIMIT,
+    MOST_MATCH,
+    NUM_DISTINCT,
+    NUM_HEADS,
+    NUM_INDEXED,
+    PLACE,
+    PREVIOUS,
+    START,
+    TEXT_WORDS,
+    TOKENS,
+    repeats_kernel,
+)
+from numba_kernels.cpu.running.launch import OwnLaunch, address_of
+from runtime.engine.scheduling.sequence import Sequence
+from runtime.engine.speculation.drafter import NOTHING, SUREST, Ids
+
+__all__ = ["BREAK", "MOST_IDS", "Lookup", "Text", "follow", "load"]
+
+MOST_IDS = 64
+"""Tokens that a look may give."""
+
+_LEAST_HEADS = 256
+
+assert MOST_MATCH == SUREST
+
+
+class Text:
+    """Tokens in one array, and their index, which follows when the text is searched: 8 bytes a token, and 6 to 11 for
+    each different one."""
+
+    __slots__ = ("_arrays", "_end", "_tokens", "_words", "address")
+
+    def __init__(self, tokens: Ids, *, start: int = 0, capacity: int = 0) -> None:
+        """``start``: the tokens before it neither agree with anything nor are found. ``capacity``: of tokens, before it
+        has to be moved."""
+        state = np.zeros(TEXT_WORDS, np.int64)
+        self.address, self._words = address_of(state), state.data
+        self._words[START] = start
+        self._end = len(tokens)
+        self._tokens: Ids = np.empty(max(self._end + 256, capacity), np.int32)
+        self._tokens[: self._end] = tokens
+        self._arrays = [state]  # that have addresses in the state, and the state itself
+        self._lay_out(_power_of_two(max(_LEAST_HEADS, self._end // 4)))
+
+    def __len__(self) -> int:
+        return self._end
+
+    def tokens(self, start: int = 0) -> Ids:
+        """A view."""
+        return self._tokens[start : self._end]
+
+    def append(self, token_id: int) -> None:
+        """One more token."""
+        end = self._end
+        if end == len(self._tokens):
+            self._grow(end + 1)
+        self._tokens[end] = token_id
+        self._end = self._words[END] = end + 1
+
+    def extend(self, ids: Ids) -> None:
+        """More tokens."""
+        end = self._end + len(ids)
+        if end > len(self._tokens):
+            self._grow(end)
+        self._tokens[self._end : end] = ids
+        self._end = self._words[END] = end
+
+    def keep(self, start: int) -> None:
+        """From now on tokens before this place are not found."""
+        self._words[START] = start
+
+    def forget(self, count: int) -> None:
+        """The first tokens go; the others are indexed anew."""
+        kept = self._tokens[count : self._end].copy()
+        self._end = len(kept)
+        self._tokens[: self._end] = kept
+        self._words[START] = max(0, self._words[START] - count)
+        self._lay_out(self._words[NUM_HEADS])
+
+    def _grow(self, least: int) -> None:
+        words, old = self._words, self._arrays
+        tokens = np.empty(max(least, 2 * len(self._tokens)), np.int32)
+        tokens[: self._end] = self._tokens[: self._end]
+        previous = np.empty(len(tokens), np.int32)
+        previous[: words[NUM_INDEXED]] = old[1][: words[NUM_INDEXED]]
+        self._tokens = tokens
+        self._arrays = [old[0], previous, old[2]]
+        words[TOKENS], words[PREVIOUS] = address_of(tokens), address_of(previous)
+
+    def add_heads(self) -> None:
+        """The index had no room for another different token: it is made anew."""
+        self._lay_out(2 * self._words[NUM_HEADS])
+
+    def _lay_out(self, num_heads: int) -> None:
+        words, state = self._words, self._arrays[0]
+        previous, heads = np.empty(len(self._tokens), np.int32), np.full(num_heads, -1, np.int32)
+        self._arrays = [state, previous, heads]
+        words[TOKENS], words[PREVIOUS], words[HEADS] = map(address_of, (self._tokens, previous, heads))
+        words[NUM_HEADS], words[NUM_INDEXED], words[NUM_DISTINCT], words[END] = num_heads, 0, 0, self._end
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+def follow(text: Text, sequence: Sequence) -> None:
+    """The text gets what the sequence has more than it: it has the sequence's tokens."""
+    known = len(text)
+    count = sequence.num_tokens - known
+    if count == 1:
+        text.append(sequence.last_token_id)
+    elif count > 1:
+        text.extend(sequence.token_ids(known, sequence.num_tokens))
+
+
+def load() -> None:
+    """What looks is compiled, or read from disk: no proposal is to wait for that."""
+    repeats_kernel()
+
+
+class Lookup:
+    """Looks for the end of one text in another one, which may be the same.
+
+    place  where what was found begins in the text; -1: nowhere, or in another
+    """
+
+    __slots__ = ("_answer", "_launch", "_searched", "_words")
+
+    def __init__(self, ending: Text, searched: Text) -> None:
+        self._answer: Ids = np.zeros(IDS + MOST_IDS, np.int32)
+        self._words = self._answer.data
+        self._searched = searched
+        self._launch = OwnLaunch(
+            repeats_kernel(), "second", ending.address, searched.address, 0, address_of(self._answer), MOST_IDS
+        )
+
+    def __call__(self, most: int, other: Text | None = None) -> tuple[Ids, int]:
+        """What follows where the latest of the longest agreements is, up to a break and at most ``most``, and for how
+        many tokens that agrees: `LEAST_MATCH` to `MOST_MATCH`; 0: nowhere. It repeats itself where it would run over
+        the text's end. ``other`` is searched where it may agree for longer."""
+        words = self._words
+        words[LIMIT] = most
+        while status := self._launch(0 if other is None else other.address):
+            full = self._searched if status == 1 else other
+            assert full is not None
+            full.add_heads()
+        count = words[COUNT]
+        return (self._answer[IDS : IDS + count].copy(), words[DEPTH]) if count else (NOTHING, 0)
+
+    @property
+    def place(self) -> int:
+        """Where that begins."""
+        place: int = self._words[PLACE]
+        return place
