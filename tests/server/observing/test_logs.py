@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from runtime.engine.messages import ProposalCounts
 from server.config import ServerConfig, ServerConfigError
 from server.observing import logs
 from server.observing.logs import FIELDS, JsonFormatter, LogWriter, TextFormatter, close_log, open_log
@@ -80,6 +81,19 @@ def test_an_answer_is_one_line(tokenizer: Tokenizer, fake_engine: FakeEngineClie
     assert "prompt_tokens" not in third
     text = file.read_text(encoding="utf-8")
     assert SECRET not in text
+
+
+def test_a_line_says_how_many_proposals_were_kept(
+    tokenizer: Tokenizer, fake_engine: FakeEngineClient, tmp_path: Path
+) -> None:
+    file = tmp_path / "log"
+    with served_with_log(tokenizer, fake_engine, file) as (served, _):
+        served.http.post(CHAT, json=HELLO)
+        fake_engine.proposals = ProposalCounts(9, 7, 0, 0)
+        served.http.post(CHAT, json={**HELLO, "n": 2})
+    without, line = (each for each in lines_of(file) if each["logger"] == "xserv.access")
+    assert (line["proposed_tokens"], line["accepted_tokens"]) == (18, 14), "of both choices"
+    assert "proposed_tokens" not in without
     assert "swordfish" not in text
     assert "geheim" not in text
 
