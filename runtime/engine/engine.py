@@ -35,7 +35,8 @@ from runtime.engine.scheduling.block_pool import BlockPool
 from runtime.engine.scheduling.host_pool import HostPool
 from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.sequence import Request
-from runtime.engine.speculation.speculator import SpeculationCounters, Speculator
+from runtime.engine.speculation.acceptance import SpeculationCounters
+from runtime.engine.speculation.speculator import Speculator
 from runtime.engine.steps.assemble import Assembler
 from runtime.engine.steps.embedder import Embedder, Embedding
 from runtime.engine.steps.executor import Executor

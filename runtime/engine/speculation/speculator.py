@@ -13,21 +13,19 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.grammar.matcher import GrammarMatcher
 from runtime.engine.scheduling.sequence import Request, Sequence
+from runtime.engine.speculation.acceptance import Acceptance, SpeculationCounters
 from runtime.engine.speculation.account import TrialAccount
 from runtime.engine.speculation.drafter import (
     SUREST,
     BatchDrafter,
     DistributionDrafter,
     Drafter,
-    Ids,
     LeftChunk,
     StateDrafter,
 )
@@ -43,11 +41,6 @@ LEAST_GAIN = 1.02
 
 SHARE_PAYING = 0.25
 """Of a step's time that looking for proposals may take while they pay; while they do not, see `naps`."""
-
-PRIOR, PRIOR_WEIGHT, SEQUENCE_WEIGHT = 0.6, 4.0, 24.0
-FADING, SEQUENCE_FADING = 0.98, 0.95
-"""A drafter's counts begin as so many proposals of which this share is kept, a sequence's with the drafter's own as so
-many; they fade as new ones come."""
 
 TRIAL_STEPS = 64
 """Steps that overlap with the next between two that do not, to see whether proposals would pay."""
@@ -86,50 +79,7 @@ HOPELESS = 0.7
 
 HANG_S = 1.0
 
-
-@dataclass(slots=True)
-class SpeculationCounters:
-    """Since the engine's start. ``accepted_by_position``: of the first proposal, of the second, ..."""
-
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accepted_by_position: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Chance:
-    """Proposals that were kept and the first ones that were not, as weights that fade."""
-
-    fading: float
-    kept: float = 0.0
-    lost: float = 0.0
-
-    def note(self, kept: int, is_lost: bool) -> None:
-        self.kept = self.fading * self.kept + kept
-        self.lost = self.fading * self.lost + is_lost
-
-    @property
-    def weight(self) -> float:
-        return self.kept + self.lost
-
-    def of(self, prior: float, weight: float) -> float:
-        return (self.kept + weight * prior) / (self.kept + self.lost + weight)
-
-
-@dataclass(slots=True)
-class _Tried:
-    chance: _Chance
-    sureness: int
-    is_predicted: bool
-
-
-class _Watched(NamedTuple):
-    """Proposals for the tokens from place ``start`` of a sequence on, that were not tried."""
-
-    start: int
-    ids: Ids
-    sureness: int
+_INT32 = np.dtype(np.int32)
 
 
 class Speculator:
@@ -151,7 +101,6 @@ class Speculator:
         self, drafter: Drafter | None, most: int, vocab_size: int, *, fixed: bool = False,
         hang_s: float = HANG_S, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        self.counters = SpeculationCounters(accepted_by_position=[0] * most)
         self.times = StepTimes()
         self._drafter: Drafter | None = drafter
         self._distribution_drafter = drafter if isinstance(drafter, DistributionDrafter) else None  # the same
@@ -163,10 +112,7 @@ class Speculator:
         self._most = most
         self._vocab_size = vocab_size
         self._fixed = fixed
-        self._chances = [_Chance(FADING) for _ in range(SUREST + 1)]  # by how sure the drafter was
-        self._by_sequence: dict[Sequence, _Chance] = {}
-        self._tried: dict[Sequence, _Tried] = {}
-        self._watched: dict[Sequence, _Watched] = {}
+        self._acceptance = Acceptance(most)
         self._predicted: set[Sequence] = set()  # whose proposals come from predictions
         self._lookup_s = 0.0  # of one sequence, fading
         self._pays = True  # as far as is known
@@ -185,6 +131,10 @@ class Speculator:
         self._account = TrialAccount()
         self._naps = Naps()
         self._plain_s = 0.0  # of a step of as many sequences as decode
+
+    @property
+    def counters(self) -> SpeculationCounters:
+        return self._acceptance.counters
 
     @property
     def observes(self) -> bool:
@@ -225,7 +175,7 @@ class Speculator:
         proposals pay, and now and then to see whether they would. Asked once a step, where steps overlap."""
         self._num_asked += 1
         every = TRIAL_STEPS_PREDICTED if self._num_predicted else TRIAL_STEPS
-        self._is_held = self._fixed or bool(self._tried) or self._num_asked % every == 0
+        self._is_held = self._fixed or bool(self._acceptance.tried) or self._num_asked % every == 0
         if self._is_held:
             self._wake()
         return self._is_held
@@ -233,8 +183,8 @@ class Speculator:
     def propose(self, running: Iterable[Sequence]) -> dict[Sequence, list[int]]:
         """Proposals that are worth trying in the next step, for sequences that wait for nothing but their next token.
         All of a sequence's tokens have to be known."""
-        if self._tried:
-            self._tried = {}
+        if self._acceptance.tried:
+            self._acceptance.tried = {}
         if not self._is_held and self._naps.sleeps_on():
             return {}
         if self._num_tried >= self._most_tried and not self._fixed and not self._is_held:
@@ -263,15 +213,13 @@ class Speculator:
         self._plain_s = plain or 0.0
         if not decodes or (plain is None and not self._fixed):
             return {}
-        for sequence in [*self._watched]:
-            self._compare(sequence)
+        acceptance = self._acceptance
+        acceptance.compare()
         found = self._look(decodes, 0.0 if plain is None or self._fixed else plain)
         if not found:
             return {}
         if self._fixed:
             counts = {sequence: len(ids) for sequence, (ids, _) in found.items()}
-            for sequence, (_, sureness) in found.items():
-                self._chance(sequence, sureness)  # is counted
         else:
             curve = self.times.curve(len(decodes), len(decodes) * self._most)
             self._account.bound(curve[0], max(curve), RUN_STEPS if self._is_short else 1)
@@ -284,26 +232,10 @@ class Speculator:
             count = counts.get(sequence, 0)
             if count:
                 drafts[sequence] = ids[:count]
-                is_predicted = sequence in self._predicted
-                self._tried[sequence] = _Tried(self._by_sequence[sequence], sureness, is_predicted)
-            elif sequence not in self._watched:
-                self._chance(sequence, sureness)  # is counted
-                self._watched[sequence] = _Watched(sequence.num_tokens, np.array(ids, np.int32), sureness)
+                acceptance.try_(sequence, sureness, is_predicted=sequence in self._predicted)
+            else:
+                acceptance.watch(sequence, ids, sureness)
         return drafts
-
-    def _compare(self, sequence: Sequence, *, has_ended: bool = False) -> None:
-        """What has come of proposals that were watched: it tells as much as if they had been tried, and costs no
-        step."""
-        start, ids, sureness = self._watched[sequence]
-        came = sequence.token_ids(start, min(sequence.num_tokens, start + len(ids)))
-        differs = (came != ids[: len(came)]).nonzero()[0]
-        if not (differs.size or has_ended or len(came) == len(ids)):
-            return
-        del self._watched[sequence]
-        kept = int(differs[0]) if differs.size else len(came)
-        self._chances[sureness].note(kept, differs.size > 0)
-        if sequence in self._by_sequence:
-            self._by_sequence[sequence].note(kept, differs.size > 0)
 
     def _best(
         self, found: dict[Sequence, tuple[list[int], int]], num_decodes: int, curve: list[float]
@@ -317,9 +249,9 @@ class Speculator:
             num_steps, cold = 1, 1.0
         chances: list[tuple[float, int, Sequence]] = []
         for sequence, (ids, sureness) in found.items():
-            if is_short and self._chances[sureness].weight < LEAST_WEIGHT:
+            if is_short and self._acceptance.weight(sureness) < LEAST_WEIGHT:
                 continue
-            together, chance = 1.0, self._chance(sequence, sureness)
+            together, chance = 1.0, self._acceptance.chance(sequence, sureness)
             for place in range(len(ids)):
                 together *= chance
                 chances.append((together, place, sequence))
@@ -362,27 +294,8 @@ class Speculator:
         """The step ``number`` is over. ``drafted``: how many proposals of each sequence it took, ``kept``: how many
         tokens each that drew keeps. ``is_pure``: it computed nothing else."""
         now = self._clock()
-        counters = self.counters
-        for sequence, count in drafted.items():
-            one = self._tried.get(sequence)
-            if one is None or not count:
-                continue
-            accepted = kept[sequence] - 1
-            one.chance.note(accepted, accepted < count)
-            self._chances[one.sureness].note(accepted, accepted < count)
-            counters.num_drafts += 1
-            counters.num_draft_tokens += count
-            counters.num_accepted_tokens += accepted
-            for position in range(accepted):
-                counters.accepted_by_position[position] += 1
-            counts = sequence.proposals
-            if counts is None:
-                counts = sequence.proposals = [0, 0, 0, 0]
-            counts[0] += count
-            counts[1] += accepted
-            if one.is_predicted:
-                counts[2] += count
-                counts[3] += accepted
+        if drafted:
+            self._acceptance.observe(drafted, kept)
         total = sum(drafted.values())
         was_trying, self._has_just_tried = self._has_just_tried, total > 0
         is_cold = self._is_short and self._num_in_run < RUN_STEPS // 2
@@ -437,9 +350,7 @@ class Speculator:
         """The sequence has ended."""
         if len(sequence.request.prediction) and sequence.request.speculates:
             self._num_predicted -= 1
-        if sequence in self._watched:
-            self._compare(sequence, has_ended=True)
-        self._by_sequence.pop(sequence, None)
+        self._acceptance.end(sequence)
         for drafter in (self._drafter, self._predictions):
             if drafter is not None:
                 try:
@@ -453,18 +364,17 @@ class Speculator:
         if step_s > 0.0 and self._lookup_s > 0.0 and self._pays:
             num_asked = min(num_asked, max(1, int(SHARE_PAYING * step_s / self._lookup_s)))
         first = self._next % len(decodes)
-        asked = [*decodes[first:], *decodes[:first]][:num_asked]
+        asked = [*decodes[first:], *decodes[:first]][:num_asked] if num_asked < len(decodes) else decodes
         self._next = first + num_asked if num_asked < len(decodes) else 0
         found = {}
         self._predicted.clear()
         begun = time.perf_counter()
-        wanted = [
-            (sequence, min(self._most, sequence.max_tokens - sequence.num_output_tokens - 1))
-            for sequence in asked
-            if not sequence.num_pending and sequence.request.speculates
-        ]
-        wanted = [(sequence, most) for sequence, most in wanted if most > 0]
-        self._most_wanted = max((most for _, most in wanted), default=0)
+        wanted, self._most_wanted = [], 0
+        for sequence in asked:
+            most = min(self._most, sequence.max_tokens - sequence.num_output_tokens - 1)
+            if most > 0 and not sequence.num_pending and sequence.request.speculates:
+                wanted.append((sequence, most))
+                self._most_wanted = max(self._most_wanted, most)
         if self._batch_drafter is not None and wanted:
             self._prepare(self._batch_drafter, wanted)
         for sequence, most in wanted:
@@ -485,7 +395,7 @@ class Speculator:
         except Exception:
             self._turn_off(drafter, "failed", with_trace=True)
             return
-        has_new = any(sequence not in self._by_sequence for sequence, _ in wanted)  # whose prompt it computes
+        has_new = not all(self._acceptance.knows(sequence) for sequence, _ in wanted)  # whose prompt it computes
         if not has_new and time.perf_counter() - begun > self._hang_s * len(wanted):
             self._turn_off(drafter, f"took more than {self._hang_s:g} s for each of {len(wanted)} sequences")
 
@@ -503,7 +413,7 @@ class Speculator:
         begun = time.perf_counter()
         try:
             ids, sureness = drafter.propose(sequence, most)
-            if not isinstance(ids, np.ndarray) or ids.dtype != np.int32 or ids.ndim != 1 or len(ids) > most:
+            if not isinstance(ids, np.ndarray) or ids.dtype != _INT32 or ids.ndim != 1 or len(ids) > most:
                 self._turn_off(drafter, f"proposed no array of at most {most} ids")
                 return [], 0
             said: list[int] = ids.tolist()
@@ -526,13 +436,6 @@ class Speculator:
             self.reads_states = False
         else:
             self._predictions = None
-
-    def _chance(self, sequence: Sequence, sureness: int) -> float:
-        """That a proposal is kept if all before it are."""
-        own = self._by_sequence.get(sequence)
-        if own is None:
-            own = self._by_sequence[sequence] = _Chance(SEQUENCE_FADING)
-        return own.of(self._chances[sureness].of(PRIOR, PRIOR_WEIGHT), SEQUENCE_WEIGHT)
 
 
 def _within(matcher: GrammarMatcher, ids: list[int], sureness: int, most: int) -> tuple[list[int], int]:

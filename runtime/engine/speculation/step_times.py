@@ -124,9 +124,10 @@ class StepTimes:
         if times is None or self._is_stale(times):
             return None
         if times.now is None:
-            found = []
+            found, now, known_for = [], None, 0
             for seconds, (num_sequences, before) in zip(times.seen, times.beside, strict=True):
-                now = self.plain(num_sequences)
+                if num_sequences != known_for:  # mostly all are of the same number
+                    now, known_for = self.plain(num_sequences), num_sequences
                 found.append(seconds * now / before if now is not None and before > 0.0 else seconds)
             times.now = sorted(found)[len(found) // _QUARTER]
         return times.now
