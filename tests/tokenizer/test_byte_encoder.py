@@ -20,6 +20,7 @@ from tests.tokenizer.support import (
     FIXTURES,
     REAL_TOKENIZERS,
     added_token,
+    assigned_codes,
     build,
     byte_level_model,
     content_of,
@@ -90,9 +91,12 @@ def pair(index: int) -> tuple[Tokenizer, Any]:
     return build(chosen), library(chosen)
 
 
+# Which code points are letters depends on the version of Unicode, which the two sides need not share for new ones.
+KNOWN = st.one_of(st.deferred(lambda: st.sampled_from(assigned_codes())), st.integers(0xE000, 0xF8FF)).map(chr)
+
 TEXTS = st.lists(
     st.one_of(
-        st.text(st.one_of(st.sampled_from(ALPHABET), st.characters(codec="utf-8")), max_size=6),
+        st.text(st.one_of(st.sampled_from(ALPHABET), KNOWN), max_size=6),
         st.sampled_from(("<a>", "<a", "<", "a>b", "é", "🙂", " the", "ther", " abc", "'s", "'ſ", "\n\n", "aaaa" * 20)),
         st.sampled_from(ALPHABET).map(lambda letter: letter * 70),
     ),
