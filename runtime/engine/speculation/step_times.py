@@ -86,8 +86,10 @@ class StepTimes:
         self._number += 1
         self._shapes[num_sequences, num_drafts] = self._number
         if is_known and num_drafts:
-            tried = self._tried.setdefault(num_sequences + num_drafts, _TriedTimes())
-            if self._is_stale(tried):
+            tried = self._tried.get(num_sequences + num_drafts)
+            if tried is None:
+                tried = self._tried[num_sequences + num_drafts] = _TriedTimes()
+            elif self._is_stale(tried):
                 tried.seen.clear()
                 tried.beside.clear()
             if len(tried.seen) < _KEPT:
@@ -96,8 +98,10 @@ class StepTimes:
             tried.note(seconds, self._number + int(self._passed))
             tried.now = None
         elif is_known:
-            times = self._plain.setdefault(num_sequences, _Times())
-            if self._is_stale(times) or (times.seen and seconds < _FASTER * times.seconds):
+            times = self._plain.get(num_sequences)
+            if times is None:
+                times = self._plain[num_sequences] = _Times()
+            elif self._is_stale(times) or seconds < _FASTER * times.seconds:
                 times.seen.clear()
             times.note(seconds, self._number + int(self._passed))
             self._curve = _NO_CURVE
