@@ -420,7 +420,9 @@ class Speculator:
             if said and not (min(said) >= 0 and max(said) < self._vocab_size):
                 self._turn_off(drafter, f"proposed ids outside the vocabulary of {self._vocab_size}")
                 return [], 0
-            sureness = min(max(int(sureness), 0), SUREST)
+            sureness = int(sureness)
+            if not 0 <= sureness <= SUREST:
+                sureness = 0 if sureness < 0 else SUREST
         except Exception:
             self._turn_off(drafter, "failed", with_trace=True)
             return [], 0
