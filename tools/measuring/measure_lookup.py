@@ -48,7 +48,8 @@ Ids = NDArray[np.int32]
 def words(rng: np.random.Generator, count: int) -> Ids:
     """Ids whose frequency falls with their rank."""
     ranks = np.exp(rng.random(count) * np.log(NUM_WORDS)).astype(np.int64)
-    return (ranks * 7919 % VOCAB_SIZE).astype(np.int32)
+    ids: Ids = (ranks * 7919 % VOCAB_SIZE).astype(np.int32)
+    return ids
 
 
 TEXTS: dict[str, Callable[[np.random.Generator, int], Ids]] = {

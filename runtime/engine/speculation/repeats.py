@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from numba_kernels.cpu.repeats import (
     BREAK,
@@ -41,18 +42,19 @@ class Text:
     """Tokens in one array, and their index, which follows when the text is searched: 8 bytes a token, and 6 to 11 for
     each different one."""
 
-    __slots__ = ("_arrays", "_end", "_tokens", "_words", "address")
+    __slots__ = ("_end", "_heads", "_previous", "_state", "_tokens", "_words", "address")
 
     def __init__(self, tokens: Ids, *, start: int = 0, capacity: int = 0) -> None:
         """``start``: the tokens before it neither agree with anything nor are found. ``capacity``: of tokens, before it
         has to be moved."""
-        state = np.zeros(TEXT_WORDS, np.int64)
-        self.address, self._words = address_of(state), state.data
+        self._state: NDArray[np.int64] = np.zeros(TEXT_WORDS, np.int64)
+        self.address, self._words = address_of(self._state), self._state.data
         self._words[START] = start
         self._end = len(tokens)
         self._tokens: Ids = np.empty(max(self._end + 256, capacity), np.int32)
         self._tokens[: self._end] = tokens
-        self._arrays = [state]  # that have addresses in the state, and the state itself
+        self._previous: Ids
+        self._heads: Ids
         self._lay_out(_power_of_two(max(_LEAST_HEADS, self._end // 4)))
 
     def __len__(self) -> int:
@@ -91,13 +93,12 @@ class Text:
         self._lay_out(self._words[NUM_HEADS])
 
     def _grow(self, least: int) -> None:
-        words, old = self._words, self._arrays
-        tokens = np.empty(max(least, 2 * len(self._tokens)), np.int32)
+        words = self._words
+        tokens: Ids = np.empty(max(least, 2 * len(self._tokens)), np.int32)
         tokens[: self._end] = self._tokens[: self._end]
-        previous = np.empty(len(tokens), np.int32)
-        previous[: words[NUM_INDEXED]] = old[1][: words[NUM_INDEXED]]
-        self._tokens = tokens
-        self._arrays = [old[0], previous, old[2]]
+        previous: Ids = np.empty(len(tokens), np.int32)
+        previous[: words[NUM_INDEXED]] = self._previous[: words[NUM_INDEXED]]
+        self._tokens, self._previous = tokens, previous
         words[TOKENS], words[PREVIOUS] = address_of(tokens), address_of(previous)
 
     def add_heads(self) -> None:
@@ -105,10 +106,11 @@ class Text:
         self._lay_out(2 * self._words[NUM_HEADS])
 
     def _lay_out(self, num_heads: int) -> None:
-        words, state = self._words, self._arrays[0]
-        previous, heads = np.empty(len(self._tokens), np.int32), np.full(num_heads, -1, np.int32)
-        self._arrays = [state, previous, heads]
-        words[TOKENS], words[PREVIOUS], words[HEADS] = map(address_of, (self._tokens, previous, heads))
+        words = self._words
+        self._previous = np.empty(len(self._tokens), np.int32)
+        self._heads = np.full(num_heads, -1, np.int32)
+        words[TOKENS], words[PREVIOUS] = address_of(self._tokens), address_of(self._previous)
+        words[HEADS] = address_of(self._heads)
         words[NUM_HEADS], words[NUM_INDEXED], words[NUM_DISTINCT], words[END] = num_heads, 0, 0, self._end
 
 

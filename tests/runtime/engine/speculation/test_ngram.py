@@ -7,12 +7,11 @@ import random
 import numpy as np
 from numpy.typing import NDArray
 
-from numba_kernels.cpu.repeats import MOST_PLACES
+from numba_kernels.cpu.repeats import LEAST_MATCH, MOST_PLACES
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.sequence import Request, Sequence
 from runtime.engine.speculation.drafter import SUREST
 from runtime.engine.speculation.ngram import (
-    LEAST_MATCH,
     MOST_KEPT_TOKENS,
     MOST_TENANTS,
     NgramDrafter,
@@ -49,7 +48,7 @@ def ids_of_any_size(rng: random.Random) -> int:
 def test_a_text_that_grows_is_searched_as_if_place_by_place() -> None:
     rng = random.Random(0)
     num_found = 0
-    for _ in range(60):
+    for _ in range(40):
         size = ids_of_any_size(rng)
         tokens = [rng.randrange(size) for _ in range(rng.choice([1, 2, 3, 20, 700]))]
         text = Text(array(tokens))
@@ -67,7 +66,7 @@ def test_a_text_that_grows_is_searched_as_if_place_by_place() -> None:
                 text.append(more[0])
             else:
                 text.extend(array(more))
-    assert num_found > 500
+    assert num_found > 300
 
 
 def test_another_text_is_searched_where_it_agrees_for_longer() -> None:
@@ -78,7 +77,8 @@ def test_another_text_is_searched_where_it_agrees_for_longer() -> None:
         size = ids_of_any_size(rng)
         own = [rng.randrange(size) for _ in range(rng.randrange(1, 40))]
         begin = rng.randrange(len(own))
-        text, other, others = Text(array(own), start=begin), Text(array([])), []
+        text, other = Text(array(own), start=begin), Text(array([]))
+        others: list[int] = []
         lookup, kept = Lookup(text, text), rng.choice([3, 50, 400])
         for _ in range(40):
             answer = [*rng.choices(own, k=3), *own[-rng.randrange(1, 20) :], *(rng.randrange(size) for _ in range(9))]
