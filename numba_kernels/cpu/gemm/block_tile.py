@@ -7,7 +7,8 @@ times the sum of x, below zero. Then, in float32 and in the order of K,
     total += scale of x * (scale of the group * integer sum - minimum of the group * sum of x)
 
 A register of columns goes through some blocks with all rows before the next one does: as many integer sums as rows are
-under way, and rows' values are operands in memory.
+under way, and rows' values are operands in memory. Signed bytes without vpdpbusd take both registers of a vector at
+once from four rows on, so that what is spread of x, and what goes around the loops, serves both.
 
 vpdpbusd multiplies and adds four pairs of bytes; vpmaddubsw's sums of two products have 16 bits, which those of few
 bits fit for some words. Bytes would not: without vpdpbusd their magnitudes are multiplied, and x has the weights'
@@ -33,6 +34,7 @@ PART = LANES // 2 if DOT == "madd" else LANES  # columns that a register holds
 _CHUNK = 256  # elements of K that a register goes through at once
 _LINE_BYTES = 64
 _FEW_ROWS = 4  # fewer sums than an instruction takes cycles
+_MOST_WIDE_ROWS = 4  # of signed bytes, whose sums for a whole vector of columns stay in registers
 _MOST_SHORT = 32767
 _WORDS, _FLOATS = simd.vector(I32, PART), simd.vector(F32, PART)
 _PARTS_A_VECTOR = LANES // PART
@@ -87,6 +89,11 @@ class BlockSums:
         self.lines_a_prefetch = 4 if streams and DOT == "vnni" else 1
         self.is_signed = is_signed(self.block)
         self.short_words = short_words_of(self.block)
+        # Signed bytes: what is spread of x meets all columns of a vector, so many rows at a time.
+        is_wide = self.is_signed and height >= _FEW_ROWS
+        self.parts = range(_PARTS_A_VECTOR if is_wide else 1)
+        turns = -(-height // _MOST_WIDE_ROWS) if is_wide else 1
+        self.turns = [range(height * turn // turns, height * (turn + 1) // turns) for turn in range(turns)]
 
     def open(self, builder):
         memory = cgutils.alloca_once(builder, ir.ArrayType(simd.vector(F32), self.height * self.vectors))
@@ -97,9 +104,12 @@ class BlockSums:
         }
         tables = 2 if self.block.minimum else 1
         self.tables = [
-            cgutils.alloca_once(builder, ir.ArrayType(_FLOATS, self.block.num_groups)) for _ in range(tables)
+            [cgutils.alloca_once(builder, ir.ArrayType(_FLOATS, self.block.num_groups)) for _ in range(tables)]
+            for _ in self.parts
         ]
-        self.totals = [cgutils.alloca_once(builder, _FLOATS) for _ in range(self.height)]
+        self.totals = {
+            (r, part): cgutils.alloca_once(builder, _FLOATS) for r in range(self.height) for part in self.parts
+        }
 
     def accumulate(self, builder, tile):
         """Adds the tile's words of K."""
@@ -109,23 +119,24 @@ class BlockSums:
         x_bytes = self.x_words * self.height * 4
         chunks = builder.sdiv(builder.add(num_blocks, _i64(self.steps - 1)), _i64(self.steps))
         line_step = builder.sdiv(tile.step, _i64(PANEL_COLUMNS * 4 // _LINE_BYTES))
+        turns_a_vector = _PARTS_A_VECTOR // len(self.parts)
         with cgutils.for_range(builder, chunks, intp=I64) as chunk:
             first = builder.mul(chunk.index, _i64(self.steps))
             left = builder.sub(num_blocks, first)
             count = builder.select(builder.icmp_signed("<", left, _i64(self.steps)), left, _i64(self.steps))
             x_at = builder.add(tile.x, builder.mul(first, _i64(x_bytes)))
             with cgutils.for_range(
-                builder, simd.not_unrolled(builder, _PARTS_A_VECTOR * TILE_VECTORS), intp=I64
+                builder, simd.not_unrolled(builder, turns_a_vector * TILE_VECTORS), intp=I64
             ) as part:
                 vector, inside = part.index, _i64(0)
-                if _PARTS_A_VECTOR > 1:
-                    vector = builder.sdiv(part.index, _i64(_PARTS_A_VECTOR))
-                    inside = builder.mul(builder.srem(part.index, _i64(_PARTS_A_VECTOR)), _i64(PART * 4))
+                if turns_a_vector > 1:
+                    vector = builder.sdiv(part.index, _i64(turns_a_vector))
+                    inside = builder.mul(builder.srem(part.index, _i64(turns_a_vector)), _i64(PART * 4))
                 at = builder.add(tile.panel, builder.mul(first, _i64(block_bytes)))
                 at = builder.add(at, builder.mul(vector, _i64(words * LANES * 4)))
                 sums_at = builder.add(self.memory, builder.mul(vector, _i64(self.height * LANES * 4)))
                 line = builder.add(builder.mul(first, _i64(words * PANEL_COLUMNS * 4 // _LINE_BYTES)), builder.mul(
-                    part.index, _i64(words * LANES * 4 // _LINE_BYTES // _PARTS_A_VECTOR)
+                    part.index, _i64(words * LANES * 4 // _LINE_BYTES // turns_a_vector)
                 ))  # fmt: skip
                 ahead = builder.add(tile.ahead, builder.mul(line, line_step))
                 self._add_part(
@@ -134,10 +145,10 @@ class BlockSums:
                 )  # fmt: skip
 
     def _add_part(self, builder, count, weights_at, x_at, x_bytes, sums_at, ahead, line_step):
-        """``count`` blocks of one register of columns, for all rows. As many lines are prefetched from ``ahead`` on,
-        ``line_step`` bytes apart."""
-        places = [simd.offset(builder, sums_at, r * LANES * 4) for r in range(self.height)]
-        for place, total in zip(places, self.totals, strict=True):
+        """``count`` blocks of one register of columns (or of `parts`, side by side), for all rows. As many lines are
+        prefetched from ``ahead`` on, ``line_step`` bytes apart."""
+        places = [simd.offset(builder, sums_at, r * LANES * 4 + part * PART * 4) for r, part in self.totals]
+        for place, total in zip(places, self.totals.values(), strict=True):
             builder.store(simd.load(builder, place, _FLOATS, 4), total)
         with cgutils.for_range(builder, count, intp=I64) as loop:
             at = builder.add(weights_at, builder.mul(loop.index, _i64(self.block.words * PANEL_COLUMNS * 4)))
@@ -145,90 +156,101 @@ class BlockSums:
             lines_at = builder.add(ahead, builder.mul(lines, line_step))
             x_block = builder.add(x_at, builder.mul(loop.index, _i64(x_bytes)))
             self._add_block(builder, at, x_block, lines_at, line_step)
-        for place, total in zip(places, self.totals, strict=True):
+        for place, total in zip(places, self.totals.values(), strict=True):
             simd.store(builder, builder.load(total), place)
 
     def _add_block(self, builder, at, x_at, ahead, line_step):
-        def load(word):
-            return simd.load(builder, simd.offset(builder, at, word * LANES * 4), _WORDS, 4)
-
         block, unit = self.block, self.block.unit
-        for table, values in zip(self.tables, scales_of(builder, block, load), strict=True):
-            for group, value in enumerate(values):
-                builder.store(value, builder.gep(table, [_i64(0), _i64(group)]))
+        starts = [simd.offset(builder, at, part * PART * 4) for part in self.parts]
+        for start, tables in zip(starts, self.tables, strict=True):
+
+            def load(word, start=start):
+                return simd.load(builder, simd.offset(builder, start, word * LANES * 4), _WORDS, 4)
+
+            for table, values in zip(tables, scales_of(builder, block, load), strict=True):
+                for group, value in enumerate(values):
+                    builder.store(value, builder.gep(table, [_i64(0), _i64(group)]))
         groups_of_x = unit // X_GROUP
         with cgutils.for_range(builder, simd.not_unrolled(builder, block.elements // unit), intp=I64) as loop:
             moved = places_of_unit(builder, block, loop.index)
             x_unit = builder.add(x_at, builder.mul(loop.index, _i64(groups_of_x * X_ROW_WORDS * self.height * 4)))
             first_group = builder.mul(loop.index, _i64(unit // block.group))
-            lines = -(-self.block.words * unit // self.block.elements // _PARTS_A_VECTOR)
+            lines = -(-self.block.words * unit // self.block.elements // (_PARTS_A_VECTOR // len(self.parts)))
             line_at = builder.add(ahead, builder.mul(builder.mul(loop.index, _i64(lines)), line_step))
             for line in range(0, lines, self.lines_a_prefetch):
                 simd.prefetch(builder, builder.add(line_at, builder.mul(line_step, _i64(line))))
             for index in range(groups_of_x):
 
                 def weights(word, index=index, moved=moved):
-                    return weights_of(builder, block, at, moved, index * X_GROUP + word * 4)
+                    return [weights_of(builder, block, start, moved, index * X_GROUP + word * 4) for start in starts]
 
-                def entry(table, half, index=index, first_group=first_group):
+                def entry(number, half, index=index, first_group=first_group):
                     group = builder.add(first_group, _i64(index * X_GROUP // block.group + half))
-                    return builder.load(builder.gep(table, [_i64(0), group]))
+                    return [builder.load(builder.gep(tables[number], [_i64(0), group])) for tables in self.tables]
 
                 of_x = simd.offset(builder, x_unit, index * X_ROW_WORDS * self.height * 4)
-                self._add_group(builder, of_x, weights, entry)
+                for rows in self.turns:
+                    self._add_group(builder, of_x, rows, weights, entry)
 
-    def _add_group(self, builder, x_at, weights, entry):
-        """A group of x: ``weights(word)`` and ``entry(table, half)`` give bytes and scales."""
+    def _add_group(self, builder, x_at, rows, weights, entry):
+        """A group of x, these rows: ``weights(word)`` gives bytes by part, ``entry(table, half)`` scales or minima."""
         halves = X_GROUP // self.block.group
         words = X_WORDS // halves
 
         def row(word, r, kind):
             return simd.load(builder, simd.offset(builder, x_at, (word * self.height + r) * 4), kind, 4)
 
-        sums = [None] * self.height
+        keys, sums = [(r, part) for r in rows for part in self.parts], {}
         for half in range(halves):
             if start_of(self.block):
-                wholes = [simd.splat(builder, row(X_WORDS + 1 + half, r, I32), PART) for r in range(self.height)]
+                wholes = {(r, part): simd.splat(builder, row(X_WORDS + 1 + half, r, I32), PART) for r, part in keys}
             else:
-                wholes = [_number(0)] * self.height
+                wholes = dict.fromkeys(keys, _number(0))
             wholes = self._integers(builder, wholes, weights, row, range(half * words, (half + 1) * words))
-            scale = entry(self.tables[0], half)
-            for r, whole in enumerate(wholes):
+            scales = entry(0, half)
+            for (r, part), whole in wholes.items():
                 number = builder.sitofp(whole, _FLOATS)
-                if sums[r] is None:
-                    sums[r] = builder.fmul(number, scale)
+                if half:
+                    sums[r, part] = simd.fma(builder, number, scales[part], sums[r, part])
                 else:
-                    sums[r] = simd.fma(builder, number, scale, sums[r])
+                    sums[r, part] = builder.fmul(number, scales[part])
         if self.block.minimum:
-            minimum = entry(self.tables[1], 0)
-            for r in range(self.height):
+            minima = entry(1, 0)
+            for r, part in keys:
                 below = simd.splat(builder, row(X_WORDS + 2, r, F32), PART)
-                sums[r] = simd.fma(builder, below, minimum, sums[r])
-        for r, total in enumerate(self.totals):
-            scale_of_x = simd.splat(builder, row(X_WORDS, r, F32), PART)
-            builder.store(simd.fma(builder, sums[r], scale_of_x, builder.load(total)), total)
+                sums[r, part] = simd.fma(builder, below, minima[part], sums[r, part])
+        for r, part in keys:
+            scale_of_x, total = simd.splat(builder, row(X_WORDS, r, F32), PART), self.totals[r, part]
+            builder.store(simd.fma(builder, sums[r, part], scale_of_x, builder.load(total)), total)
 
     def _integers(self, builder, wholes, weights, row, words):
-        """The sums ``wholes`` with the products of these words of x."""
-        wholes, shorts = list(wholes), [None] * self.height
-        others = [None] * self.height  # a second chain of sums where there are few
+        """The sums ``wholes``, by row and part, with the products of these words of x."""
+        wholes, shorts = dict(wholes), dict.fromkeys(wholes)
+        others = dict.fromkeys(wholes)  # a second chain of sums where there are few
         for number, word in enumerate(words, 1):
-            weight = self._operand(builder, weights(word))
-            for r in range(self.height):
-                value = simd.splat(builder, row(word, r, I32), PART)
+            operands = [self._operand(builder, weight) for weight in weights(word)]
+            values = {}
+            for key in wholes:
+                r, part = key
+                if r not in values:
+                    values[r] = simd.splat(builder, row(word, r, I32), PART)
+                weight, value = operands[part], values[r]
                 if DOT == "madd":
-                    shorts[r] = self._add_bytes(builder, shorts[r], weight, value)
+                    shorts[key] = self._add_bytes(builder, shorts[key], weight, value)
                 elif self.height < _FEW_ROWS and number % 2 == 0:
-                    others[r] = _dot(builder, others[r] or _number(0), weight, value)
+                    others[key] = _dot(builder, others[key] or _number(0), weight, value)
                 else:
-                    wholes[r] = _dot(builder, wholes[r], weight, value)
-            if DOT == "madd" and (number % self.short_words == 0 or number == len(words)):
-                for r in range(self.height):
-                    wholes[r] = builder.add(wholes[r], joined(builder, shorts[r]))
+                    wholes[key] = _dot(builder, wholes[key], weight, value)
+                if len(self.parts) > 1:  # row by row
+                    wholes[key] = simd.left_alone(builder, builder.add(wholes[key], joined(builder, shorts[key])))
+                    shorts[key] = None
+            if DOT == "madd" and len(self.parts) == 1 and (number % self.short_words == 0 or number == len(words)):
+                for key in wholes:
+                    wholes[key] = builder.add(wholes[key], joined(builder, shorts[key]))
                     if self.is_signed:  # else LLVM goes row by row, for which all words' magnitudes find no room
-                        wholes[r] = simd.left_alone(builder, wholes[r])
-                shorts = [None] * self.height
-        return [one if other is None else builder.add(one, other) for one, other in zip(wholes, others, strict=True)]
+                        wholes[key] = simd.left_alone(builder, wholes[key])
+                shorts = dict.fromkeys(wholes)
+        return {key: one if others[key] is None else builder.add(one, others[key]) for key, one in wholes.items()}
 
     def _add_bytes(self, builder, sums, weight, value):
         magnitudes, signs = weight
