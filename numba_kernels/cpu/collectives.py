@@ -30,7 +30,7 @@ from numba.extending import intrinsic
 
 from numba_kernels.closure_cache import name_by_content
 from numba_kernels.cpu.intrinsics import atomic
-from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at, int8_at, int64_at
+from numba_kernels.cpu.running.launch import Fields, Kernel, copy_bytes, float32_at, int64_at
 
 LINE_BYTES = 64
 HAS_ABORTED = 1
@@ -115,7 +115,7 @@ def publish_kernel() -> Kernel:
         target = _slot(a, int64_at(a.counter, 4)[CARRIED] + 1, a.rank)
         first = ticket * CHUNK_BYTES
         count = min(CHUNK_BYTES, a.num_bytes - first)
-        int8_at(target + first, count)[:] = int8_at(a.source + first, count)
+        copy_bytes(target + first, a.source + first, count)
 
     return Kernel(publish, PUBLISH)
 
@@ -184,7 +184,7 @@ def meet_kernel() -> Kernel:
 
 @functools.cache
 def add_kernel() -> Kernel:
-    """The sum of all ranks' float32; a ticket is `CHUNK_BYTES` of it."""
+    """The sum of all ranks' float32, of two ranks or more; a ticket is `CHUNK_BYTES` of it."""
 
     def add(arguments, ticket):
         a = carray(arguments, 1)[0]
@@ -192,8 +192,10 @@ def add_kernel() -> Kernel:
         first = ticket * CHUNK_BYTES
         size = min(CHUNK_BYTES, a.num_bytes - first) // 4
         target = float32_at(a.target + first, size)
-        target[:] = float32_at(_slot(a, number, 0) + first, size)
-        for rank in range(1, a.ranks):
+        summed, added = float32_at(_slot(a, number, 0) + first, size), float32_at(_slot(a, number, 1) + first, size)
+        for i in range(size):
+            target[i] = summed[i] + added[i]
+        for rank in range(2, a.ranks):
             added = float32_at(_slot(a, number, rank) + first, size)
             for i in range(size):
                 target[i] += added[i]
@@ -216,6 +218,6 @@ def gather_kernel() -> Kernel:
             size = max(0, min(has, a.most_bytes))
             source = _slot(a, number, rank) + ticket * size
             target = a.target + ticket * a.row_bytes + rank * a.share_bytes + a.first_byte
-            int8_at(target, size)[:] = int8_at(source, size)
+            copy_bytes(target, source, size)
 
     return Kernel(gather, GATHER)

@@ -27,7 +27,7 @@ from numba.extending import intrinsic
 from numba_kernels.closure_cache import name_by_content
 from numba_kernels.cpu.collectives import DIFFER, HAS_ABORTED, LINE_BYTES, wait_a_moment
 from numba_kernels.cpu.intrinsics import atomic
-from numba_kernels.cpu.running.launch import Fields, Kernel, int8_at, int64_at
+from numba_kernels.cpu.running.launch import Fields, Kernel, copy_bytes, int64_at
 
 SLOTS = 16
 SLOT_BYTES = 1 << 21
@@ -89,7 +89,7 @@ def send_kernel() -> Kernel:
             return
         said = int64_at(a.pipe + (2 + number % SLOTS) * LINE_BYTES, 2)
         said[0], said[1] = int64_at(a.step, 1)[0], a.message_bytes
-        int8_at(_slot(a.pipe, number), a.num_bytes)[:] = int8_at(a.numbers, a.num_bytes)
+        copy_bytes(_slot(a.pipe, number), a.numbers, a.num_bytes)
         atomic.store(a.pipe, number + 1)
 
     return Kernel(send, HAND_OVER)
@@ -115,7 +115,7 @@ def receive_kernel() -> Kernel:
         if said[0] != int64_at(a.step, 1)[0] or said[1] != a.message_bytes:
             a.status = DIFFER
             return
-        int8_at(a.numbers, a.num_bytes)[:] = int8_at(_slot(a.pipe, number), a.num_bytes)
+        copy_bytes(a.numbers, _slot(a.pipe, number), a.num_bytes)
         atomic.store(taken, number + 1)
 
     return Kernel(receive, HAND_OVER)

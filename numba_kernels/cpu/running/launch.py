@@ -28,8 +28,8 @@ from numba_kernels.cpu.running import pool
 from numba_kernels.cpu.running.recording import Explain, current, hold, new_array
 
 __all__ = [
-    "Explain", "Fields", "Kernel", "address", "address_of", "float32_at", "hold", "int32_at", "int64_at", "new_array",
-    "uint32_at",
+    "Explain", "Fields", "Kernel", "address", "address_of", "copy_bytes", "float32_at", "hold", "int32_at", "int64_at",
+    "new_array", "uint32_at",
 ]  # fmt: skip
 
 _MAX_BLOCK_BYTES = 1024
@@ -149,6 +149,20 @@ def float32_at(address, size):
 @njit
 def int8_at(address, size):
     return carray(_pointer(address), (size,), np.int8)
+
+
+@njit
+def copy_bytes(target, source, size):
+    """Copies ``size`` bytes from one address to another; they do not overlap. By words: numba's assignment of arrays of
+    bytes looks at each byte alone."""
+    num_words = size >> 3
+    words, given = int64_at(target, num_words), int64_at(source, num_words)
+    for i in range(num_words):
+        words[i] = given[i]
+    done = num_words << 3
+    rest, given_rest = int8_at(target + done, size - done), int8_at(source + done, size - done)
+    for i in range(size - done):
+        rest[i] = given_rest[i]
 
 
 @njit
