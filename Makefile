@@ -8,6 +8,10 @@ INSTALLED := $(VENV)/.installed $(if $(filter-out auto cpu,$(DEVICE)),$(VENV)/.i
 	$(if $(findstring --image,$(ARGS)),$(VENV)/.installed-vision)
 OPTIONS := $(if $(MODEL),--model $(MODEL)) $(if $(DEVICE),--device $(DEVICE)) $(ARGS)
 
+# Where nobody keeps bytecode every process compiles all that it imports, which takes three times as long as the rest of
+# its start, and the tests start hundreds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: chat serve test test-all lint style types tests all-tests clean
 
 # The bundled mixture of experts has learned to call a calculator.

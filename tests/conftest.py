@@ -1,5 +1,5 @@
 """What every test is under: a kernel that it launches on an emulated device must be fit for hardware, too; and Python's
-collector, which would else take a sixth of the time, goes through what was collected once."""
+collector, which would else take a sixth of the time, goes once through what is there to stay."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from runtime.device.kernel_cache import KernelCache
 from runtime.device.kernel_list import KernelList
 from runtime.device.toolkit import require_compiler
 from tests.kernel_budget import Loaded, is_over_budget
+from tests.selection import mark_long
 
 if TYPE_CHECKING:
     from numba_kernels.cuda.specialisation import Specialisation
@@ -49,11 +50,25 @@ def pytest_collection() -> None:
     gc.disable()  # modules and items, a million objects, live until the end
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mark_long(items, is_whole=config.args == config.getini("testpaths"))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """What a file of tests has left (compilers keep millions of objects) is looked at once: a collection takes seconds
+    else, and tests that watch memory ask for several."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

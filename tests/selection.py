@@ -1,0 +1,102 @@
+"""What `make test` leaves to `make test-all`, of tests that are alike but for what they cost.
+
+A test is named by its file, its function and, where only some of its cases are meant, by words that all stand in the
+case's name. Each is right and worth having before a release; here stands beside it what the default tests keep of the
+same code. A line that no test answers to fails a run of all tests, so that the table cannot outlive them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+KERNELS = "tests/numba_kernels/cuda/"
+
+LONG: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    # Kernels: another tile, type or format of a tier that the same file has.
+    (KERNELS + "test_attention.py", "test_equals_float64", ("flash-f32",)),
+    (KERNELS + "test_attention.py", "test_head_dims", ("decode-bf16",)),
+    (KERNELS + "test_byte_tiles.py", "test_sums_of_integers_are_exact", ("130-48-128",)),
+    (KERNELS + "test_experts.py", "test_experts_against_float64", ("f32-",)),
+    (KERNELS + "test_experts.py", "test_hopper_tiles", ("bf16",)),
+    (KERNELS + "test_experts.py", "test_normed_routes", ("bf16",)),
+    (KERNELS + "test_experts.py", "test_what_takes_three_launches", ()),
+    (KERNELS + "test_few_rows.py", "test_may_be_launched_before_the_kernel_in_front_ends", ("tensor_core",)),
+    (KERNELS + "test_few_rows.py", "test_may_be_launched_before_the_kernel_in_front_ends", ("gemv-640",)),
+    (KERNELS + "test_few_rows_packed.py", "test_blocks_that_share_k_change_no_bit", ()),
+    (KERNELS + "test_few_rows_packed.py", "test_gated_units", ()),
+    (KERNELS + "test_gemm.py", "test_equals_float64", ("register-bf16",)),
+    (KERNELS + "test_gemm.py", "test_large_register_tiles", ()),
+    (KERNELS + "test_gemm_choice.py", "test_what_tiers_read_of_the_cache_is_what_the_emulator_counts", ()),
+    (KERNELS + "test_gemm_fused.py", "test_exact_rows_have_the_same_bits_in_any_company", ()),
+    (KERNELS + "test_gemm_fused.py", "test_gated_units", ("few_rows",)),
+    (KERNELS + "test_gemm_fused.py", "test_gated_units", ("hopper/small",)),
+    (KERNELS + "test_gemm_hopper.py", "test_equals_float64", ("tile3",)),
+    (KERNELS + "test_gemm_hopper.py", "test_integers_are_exact_on_few_multiprocessors", ()),
+    (KERNELS + "test_gemm_hopper.py", "test_rows_on_any_bounds", ()),
+    (KERNELS + "test_gemv.py", "test_equals_float64", ("f32",)),
+    (KERNELS + "test_norm.py", "test_against_float64", ("layer_norm-f32",)),
+    (KERNELS + "test_packed_tiles.py", "test_squares_are_left_for_the_norm_behind", ()),
+    (KERNELS + "test_quantised_pages.py", "test_attention_equals_float64_of_what_the_pages_hold", ("f32",)),
+    (KERNELS + "test_rounded_norm.py", "test_the_same_bits_as_two_launches", ("e4m3-static",)),
+    (KERNELS + "test_sampling.py", "test_a_small_device_without_clusters", ()),
+    (KERNELS + "test_segments.py", "test_all_tiles_give_the_same_segments", ()),
+    (KERNELS + "test_segments.py", "test_each_segment_is_a_product_of_its_own", ("f32",)),
+    # Operations and models on emulated GPUs: their kernels are tested by themselves, whole models by test_goldens_gpu.
+    ("tests/models/test_goldens_gpu.py", "test_float32", ()),
+    ("tests/models/test_int8_gpu.py", "test_equals_the_model_whose_weights_lie_on_the_grid", ()),
+    ("tests/runtime/backends/test_cuda_ops.py", "test_a_norm_between_products", ()),
+    ("tests/runtime/backends/test_cuda_ops.py", "test_a_norm_of_small_weights_stays_apart_in_float16", ()),
+    ("tests/runtime/backends/test_cuda_tensor.py", "test_floors_and_remainders", ()),
+    ("tests/runtime/backends/test_cuda_tensor.py", "test_matmul", ()),
+    ("tests/runtime/backends/test_cuda_tensor.py", "test_powers_and_signs", ()),
+    ("tests/runtime/bench/kernels/test_bench_kernels.py", "test_every_part_is_verified_and_counted", ()),
+    ("tests/runtime/bench/kernels/test_step_profile.py", "test_an_emulated_devices_kernels_are_counted", ()),
+    ("tests/runtime/linear/test_plans.py", "test_plans_go_with_the_last_weight_and_keep_none", ()),
+    ("tests/runtime/linear/test_reordered_columns.py", "test_products", ()),
+    ("tests/runtime/linear/test_rounded_rows.py", "test_static_scales", ()),
+    ("tests/runtime/linear/test_segments.py", "test_ranks_on_gpus", ("bfloat16",)),
+    # Engines on emulated GPUs: test_decode_graphs, test_gpu_swapping and test_fuzz are left.
+    ("tests/runtime/engine/grammar/test_grammar_engine.py", "test_on_an_emulated_gpu_as_on_the_cpu", ()),
+    ("tests/runtime/engine/steps/test_decode_graphs.py", "test_replay_equals_eager", ()),
+    ("tests/runtime/engine/test_gpu_engine.py", "test_stories260k_continues_as_transformers_does", ()),
+    ("tests/runtime/engine/test_kv_cache_dtype.py", "test_a_gpu_gives_what_the_cpu_gives", ()),
+    # Commands and tools that start engines, compilers or other checkouts: each has a smaller test beside it.
+    ("tests/clients/test_clients.py", "test_a_library", ("langchain",)),
+    ("tests/clients/test_pictures.py", "test_openais_sdk_of_node", ()),
+    ("tests/runtime/bench/test_memory.py", "test_a_model_is_served", ()),
+    ("tests/runtime/commands/test_images.py", "test_the_command", ()),
+    ("tests/runtime/parallel/test_ray.py", "test_ray_serve_from_one_replica_to_two", ()),
+    ("tests/runtime/test_toy_parameter.py", "test_it_reaches", ("decodes",)),
+    ("tests/tools/comparing/test_compare_checkouts.py", "test_each_workload_is_measured_on_both_sides", ()),
+    ("tests/tools/comparing/test_compare_triton.py", "test_both_sides_do_the_work", ()),
+    ("tests/tools/gpu/test_bundle.py", "test_a_check_in_a_bare_environment", ()),
+    ("tests/tools/measuring/test_replay_prefixes.py", "test_conversations_hit_at_least_as_often_as_lru", ()),
+    ("tests/tools/serving/test_soak.py", "test_traffic", ()),
+    # Groups of three ranks beside groups of two.
+    ("tests/runtime/test_shared_communicator.py", "test_sums_and_gathers", ("3",)),
+    ("tests/runtime/test_shared_communicator.py", "test_a_rank_ends_steps_before_the_others_do_up_to_a_bound", ("3",)),
+)  # fmt: skip
+
+
+def mark_long(items: Sequence[pytest.Item], *, is_whole: bool) -> None:
+    """Marks the tests of `LONG` as exhaustive. Of a whole run, raises UsageError for a line that names no test."""
+    found = [False] * len(LONG)
+    by_file: dict[str, list[int]] = {}
+    for number, (file, _, _) in enumerate(LONG):
+        by_file.setdefault(file, []).append(number)
+    for item in items:
+        file, _, name = item.nodeid.partition("::")
+        function, _, case = name.partition("[")
+        for number in by_file.get(file, ()):
+            if LONG[number][1] == function and all(word in case for word in LONG[number][2]):
+                found[number] = True
+                item.add_marker(pytest.mark.exhaustive)
+    if is_whole and not all(found):
+        raise pytest.UsageError(f"tests/selection.py names no test with {_names(found)}")
+
+
+def _names(found: Iterable[bool]) -> str:
+    return ", ".join(f"{function}{list(words)}" for (_, function, words), is_there in zip(LONG, found, strict=True)
+                     if not is_there)  # fmt: skip
