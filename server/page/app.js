@@ -34,7 +34,7 @@ const on = {
   asked: (id) => live.model.addMine(id),
   failed: () => status.look(),
 };
-const chat = new Chat(store, () => settings.values, on);
+const chat = new Chat(store, () => settings.values, { ...on, suggested: (message) => composer.suggest(message) });
 const text = new TextDocument(store, () => settings.values, {
   ...on,
   canSend: () => Boolean(settings.values.model),

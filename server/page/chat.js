@@ -21,8 +21,8 @@ export class Chat {
   /**
    * store     where conversations are kept
    * settings  () → {model, maxModelLen, system, sampling}
-   * on        {changed(), needsKey(), asked(request id), failed(): a request found no server or no engine}: what the
-   *           rest of the page wants to know
+   * on        {changed(), needsKey(), suggested(text), asked(request id), failed(): a request found no server or no
+   *           engine}: what the rest of the page wants to know
    */
   constructor(store, settings, on) {
     this.store = store;
@@ -74,7 +74,7 @@ export class Chat {
 
   #welcome() {
     const suggest = (text) =>
-      h("button", { type: "button", class: "suggestion", click: () => this.send(text) }, text);
+      h("button", { type: "button", class: "suggestion", click: () => this.on.suggested(text) }, text);
     return h(
       "div",
       { class: "welcome" },

@@ -53,6 +53,16 @@ export class Composer {
     this.message.focus();
   }
 
+  /** Sends this text beside what is being written; while nothing can be sent, it waits in the box. */
+  suggest(text) {
+    if (this.on.canSend()) {
+      this.on.send(text, []);
+      return;
+    }
+    this.message.value = text;
+    this.#changed();
+  }
+
   #changed() {
     keepDraft(this.#id, { text: this.message.value, files: this.attachments.files });
     this.show();

@@ -80,6 +80,12 @@ def opened(
 
 def ask(page: Page, text: str) -> None:
     page.fill("#message", text)
+    send(page)
+
+
+def send(page: Page) -> None:
+    """Sends what is written, once the page knows its model: Enter does nothing before."""
+    expect(page.locator("#send")).to_be_enabled()
     page.press("#message", "Enter")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from playwright.sync_api import Browser, expect
 
 from tests.server.conftest import Served, say
-from tests.server.page.browser import answers, ask, needs_browser, opened, wait_idle
+from tests.server.page.browser import answers, ask, needs_browser, opened, send, wait_idle
 from tests.server.page.test_chat import sent
 from tests.waiting import wait_until
 
@@ -92,7 +92,7 @@ def test_leaving_in_mid_answer_keeps_all_of_it(browser: Browser, fake: Served) -
         expect(page.locator(".welcome")).to_be_visible()
         page.click(".conversation")
         expect(page.locator("#message")).to_have_value("what I was about to ask")
-        page.press("#message", "Enter")
+        send(page)
         wait_idle(page)
         page.reload()
         expect(page.locator("#message")).to_have_value("")
