@@ -68,6 +68,7 @@ def _gate_up(weight_name: str, activation: str) -> Specialisation:
         shared = memory.shared_address(cuda.shared.array(0, uint32))
         greatest = cuda.shared.array(WARPS, uint32)
         partial = cuda.shared.array((2, 2, STREAMS, ROWS), float32)  # of one tile and the next
+        places = cuda.shared.array(2, uint64)  # of weight and bias: e2m1 spills where they stay in registers
         words, scales = cuda.local.array(NUM_WORDS, uint32), cuda.local.array(num_scale_words, uint32)
         rows, scale_rows, sums = cuda.local.array(2, uint64), cuda.local.array(1, uint64), cuda.local.array(2, float32)
         next_rows, next_scale_rows = cuda.local.array(2, uint64), cuda.local.array(1, uint64)
@@ -91,6 +92,9 @@ def _gate_up(weight_name: str, activation: str) -> Specialisation:
         most = largest(x_row, warp, uint32(WARPS), k, lane)
         if lane == uint32(0):
             greatest[warp] = most
+        if thread == uint32(0):
+            places[0] = weight
+            places[1] = bias
         sync_block()
         for other in range(WARPS):
             most = max(most, greatest[other])
@@ -103,7 +107,7 @@ def _gate_up(weight_name: str, activation: str) -> Specialisation:
         while tile < tiles:
             following = uint32(tile + uint32(cuda.gridDim.x))
             goes_on = uint32(1) if following < tiles else uint32(0)
-            aim(next_rows, next_scale_rows, weight, uint32(own_tiles + following), both, k, first, lane)
+            aim(next_rows, next_scale_rows, places[0], uint32(own_tiles + following), both, k, first, lane)
             multiply(sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, at, first, last, lane)
             if (lane & uint32(3)) == uint32(0):
                 partial[turn, half, stream, lane >> uint32(2)] = sums[0]
@@ -116,7 +120,7 @@ def _gate_up(weight_name: str, activation: str) -> Specialisation:
                 for i in range(STREAMS):
                     gate += partial[turn, 0, i, thread]
                     up += partial[turn, 1, i, thread]
-                whole = unfactor * float32(shift)
+                whole, weight, bias = unfactor * float32(shift), places[0], places[1]
                 gate = scale_element(scale_element(gate, whole), row_scale(weight, both, k, column))
                 up = scale_element(scale_element(up, whole), row_scale(weight, both, k, uint32(column + n)))
                 if bias != uint64(0):
