@@ -191,13 +191,13 @@ class _Header:
     def counts(self) -> tuple[int, int]:
         """How many tensors and keys there are."""
         if (magic := self._mapping[:4]) != b"GGUF":
-            self._fail(f"is no GGUF file: it begins with {magic!r}")
+            self._fail(f"is no GGUF file: it begins with {magic!r}", "give one that begins with b'GGUF', or a folder")
         self._position = 4
         version = self._number("<I", "the version")
         if version not in _VERSIONS:
             if version & 0xFFFF == 0:
-                self._fail("is big-endian, and only little-endian files are read: convert the model anew")
-            self._fail(f"has version {version} of GGUF, but 2 and 3 are read: convert the model anew")
+                self._fail("is big-endian, and only little-endian files are read", "convert the model anew")
+            self._fail(f"has version {version} of GGUF, but 2 and 3 are read", "convert the model anew")
         num_tensors, num_keys = self._number("<Q", "the counts"), self._number("<Q", "the counts")
         for count, least, what in (
             (num_tensors, _LEAST_TENSOR_BYTES, "tensors"),
@@ -233,8 +233,8 @@ class _Header:
             end = start + expected + tensor.size_bytes
             if end > self._file.size_bytes:
                 self._fail(
-                    f"tensor {name!r} ends at byte {end} of {self._file.size_bytes}: the file is truncated; download"
-                    " it again"
+                    f"tensor {name!r} ends at byte {end} of {self._file.size_bytes}",
+                    "the file is truncated: download it again",
                 )
             entries[name] = GgufTensor(tensor.format, tensor.shape, start + expected)
             expected += -(-tensor.size_bytes // alignment) * alignment
@@ -249,7 +249,7 @@ class _Header:
         if number not in FORMATS:
             known = ", ".join(each.name for each in FORMATS.values())
             kind = OTHER_NAMES.get(number, f"of the unknown type {number}")
-            self._fail(f"tensor {name!r} is {kind}, which is not read: take the model in one of {known}")
+            self._fail(f"tensor {name!r} is {kind}, which is not read", f"take the model in one of {known}")
         format = FORMATS[number]
         if 0 in shape or math.prod(shape) >= 1 << 63:
             self._fail(f"tensor {name!r} has the sizes {list(shape)}, each must be at least 1, and all be below 2^63")
@@ -322,8 +322,8 @@ class _Header:
         return self._file.size_bytes - self._position
 
     def _end(self, what: str) -> NoReturn:
-        self._fail(f"truncated: its {self._file.size_bytes} bytes end inside of {what}")
+        self._fail(f"truncated: its {self._file.size_bytes} bytes end inside of {what}", "download it again")
 
-    def _fail(self, message: str) -> NoReturn:
-        raise self._file.error(message)
+    def _fail(self, message: str, remedy: str = "the file is damaged: download it again") -> NoReturn:
+        raise self._file.error(f"{message}; {remedy}")
 

@@ -109,7 +109,7 @@ DATA = bytes(128)
 MALFORMED: list[tuple[bytes, str]] = [
     (b"", "truncated: 0 bytes, less than the 24"),
     (raw_file([], [], magic=b"GGML"), "is no GGUF file: it begins with b'GGML'"),
-    (raw_file([], [], version=1), "has version 1 of GGUF, but 2 and 3 are read: convert"),
+    (raw_file([], [], version=1), "has version 1 of GGUF, but 2 and 3 are read; convert"),
     (raw_file([], [], version=3 << 24), "is big-endian, and only little-endian files are read"),
     (raw_file([], [], num_keys=2**63), "claims 9223372036854775808 keys of metadata, for which its 32 bytes"),
     (raw_file([], [], num_tensors=5), "claims 5 tensors, for which its 32 bytes have no room"),
@@ -142,12 +142,12 @@ MALFORMED: list[tuple[bytes, str]] = [
     (raw_file([], [tensor_info(sizes=(0, 4))], DATA), r"tensor 't' has the sizes \[4, 0\], each must be at least 1"),
     (raw_file([], [tensor_info(sizes=(2**40, 2**40))], DATA), r"tensor 't' has the sizes .* all be below 2\^63"),
     (raw_file([], [tensor_info(sizes=(2**64 - 1,))], DATA), "tensor 't' has the sizes"),
-    (raw_file([], [tensor_info(kind=16)], DATA), "tensor 't' is IQ2_XXS, which is not read: take the model in one of"),
+    (raw_file([], [tensor_info(kind=16)], DATA), "tensor 't' is IQ2_XXS, which is not read; take the model in one of"),
     (raw_file([], [tensor_info(kind=999)], DATA), "tensor 't' is of the unknown type 999, which is not read"),
     (raw_file([], [tensor_info(kind=12)], DATA), "tensor 't' has rows of 32, but blocks of Q4_K are of 256"),
     (raw_file([], [tensor_info(offset=32)], DATA), "tensor 't' is at byte 32 of the data, but should be at 0"),
     (raw_file([], [tensor_info(), tensor_info(b"u", offset=96)], DATA * 2), "'u' is at byte 96 .* should be at 128"),
-    (raw_file([], [tensor_info()], DATA[1:]), "tensor 't' ends at byte 192 of 191: the file is truncated"),
+    (raw_file([], [tensor_info()], DATA[1:]), "tensor 't' ends at byte 192 of 191; the file is truncated"),
     (raw_file([], [tensor_info(sizes=(2**40,))], DATA), "tensor 't' ends at byte 4398046511168 of 192"),
 ]
 
