@@ -3,13 +3,13 @@
     python tools/kernel_report.py [--arch ARCH ...] [--kernels TEXT] [--cases TEXT] [--only static|counted] [--check]
                                   [--nvdisasm PROGRAM] [--json FILE] [--markdown FILE] [--plots FILE] [--ladders FILE]
 
-Prints tables; `--ladders` renews those within a page. With `--check` it names whatever no kernel may have, and exits
-with 1 if there is anything: spills, local memory, ptxas's remarks C75xx, float64, early loads that ptxas has moved
-behind the wait for the grid in front, fences of the whole device in a product of clusters, atomics that are repeated
-until nobody comes between, device memory read or written with less than 95 % of each sector used where neighbouring
-lanes should take neighbouring bytes, more than 1.05 times the bytes that a product's or attention's tiling has to move,
-less than 95 % of their arithmetic on tensor cores where those are meant to do it, and bank conflicts in a loop.
-`EXCEPTIONS` holds what is allowed.
+Prints tables; `--ladders` renews those within a page. With `--kernels`, `--cases` or `--only` the page of `--markdown`
+keeps what it has of others. With `--check` it names whatever no kernel may have, and exits with 1 if there is anything:
+spills, local memory, ptxas's remarks C75xx, float64, early loads that ptxas has moved behind the wait for the grid in
+front, fences of the whole device in a product of clusters, atomics that are repeated until nobody comes between, device
+memory read or written with less than 95 % of each sector used where neighbouring lanes should take neighbouring bytes,
+more than 1.05 times the bytes that a product's or attention's tiling has to move, less than 95 % of their arithmetic on
+tensor cores where those are meant to do it, and bank conflicts in a loop. `EXCEPTIONS` holds what is allowed.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from tools.kernel_costs.counts import (  # noqa: E402
 )
 from tools.kernel_costs.goals import carried  # noqa: E402
 from tools.kernel_costs.machine_code import NoDisassemblerError, find_nvdisasm  # noqa: E402
+from tools.kernel_costs.renewed import CLEAN, OFFENDS, SCATTERED, renewed  # noqa: E402
 from tools.kernel_costs.static import ARCHS, StaticFacts, examine_all  # noqa: E402
 
 MAX_EXCEPTIONS = 5
@@ -124,15 +125,15 @@ def as_markdown(facts: Sequence[StaticFacts], measured: Sequence[tuple[Case, Cou
     origin = "Written by `tools/kernel_report.py`. No number here was measured on a GPU, but for the last column of the"
     origin += " goals."
     parts = ["# Kernel report", "", origin, ""]
-    if measured:
+    if measured:  # `renewed` reads these titles again
         rows = [page.count_row(case, counts) for case, counts in measured]
         parts += [f"## Counted on an emulated {COUNTED_ARCH}", "", page.table(page.COUNT_COLUMNS, rows), ""]
-        parts += ["Where sectors cannot be filled:", ""]
+        parts += [SCATTERED, ""]
         parts += [f"- {case.name}: {case.scattered_because}" for case, _ in measured if case.scattered_because]
         parts += ["", "What `--check` lets pass:", ""]
         parts += [f"- {each.offence}: {each.reason}" for each in EXCEPTIONS]
         found = offenders(facts, measured)
-        parts += ["", "What it does not:" if found else "Nothing else offends.", "", *(f"- {each}" for each in found)]
+        parts += ["", OFFENDS if found else CLEAN, "", *(f"- {each}" for each in found)]
         parts += ["", "## Instruction mix", "", page.mix_table(measured), ""]
         parts += ["## Roofline: no kernel can be faster", "", page.roofline_table(measured), ""]
     if facts:
@@ -168,7 +169,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for file, write in ((asked.json, as_json), (asked.markdown, as_markdown)):
         if file is not None:
             before = file.read_text() if file.exists() else ""
-            file.write_text(carried(before, write(facts, measured)))
+            after = write(facts, measured)
+            if file is asked.markdown and (asked.kernels or asked.cases or asked.only):
+                known = [*(case.name for case in cases()), *(each.name for each in specialisations())]
+                after = renewed(before, after, known)
+            file.write_text(carried(before, after))
     if asked.plots is not None:
         asked.plots.write_text(page.svg(measured))
     if asked.ladders is not None:
