@@ -36,6 +36,7 @@ from numba.core.types import Type
 
 from numba_kernels.cache_files import read_entry, write_entry
 from numba_kernels.linked_parts import is_part, linked_parts
+from numba_kernels.quick_host_passes import quick_host_passes
 
 _PLAIN = (int, float, str, bytes, type(None), type, np.dtype, np.generic, Type)
 _ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
@@ -108,7 +109,7 @@ class CFunction:
             symbol = facts["symbol"]
             library = codegen.unserialize_library((facts["name"], "object", (code, _defining(facts["symbols"]))))
         else:
-            with linked_parts():
+            with linked_parts(), quick_host_passes():
                 compiled = numba.cfunc(signature, **options)(function)
             library, symbol = cast(Any, compiled)._library, compiled.native_name
             facts = {"name": library.name, "symbol": symbol, "symbols": _symbols(library)}
@@ -160,4 +161,16 @@ def kept_njit(function: Callable[..., Any], folder: Path, **options: Any) -> Any
         name_by_content(function)
     dispatcher = numba.njit(**options)(function)
     dispatcher._cache = _DispatcherCache(function, folder)
+    compiler = dispatcher._compiler
+    compiler.compile = _compile_quickly(compiler.compile)
     return dispatcher
+
+
+def _compile_quickly(compile_: Callable[..., Any]) -> Callable[..., Any]:
+    """A dispatcher's way to compile a signature, which numba calls with its global compiler lock held."""
+
+    def compile_quickly(arguments: Any, return_type: Any) -> Any:
+        with quick_host_passes():
+            return compile_(arguments, return_type)
+
+    return compile_quickly

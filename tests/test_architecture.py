@@ -34,6 +34,7 @@ FLOORS = {
     "numba_kernels.cache_files": 1,
     "numba_kernels.closure_cache": 1,
     "numba_kernels.linked_parts": 1,
+    "numba_kernels.quick_host_passes": 1,
     "numba_kernels.creation_order": 1,
     "numba_kernels.pointers": 1,
     "numba_kernels.segments": 1,
