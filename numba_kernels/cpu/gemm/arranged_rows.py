@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from numba_kernels.cpu.gemm.block_tile import X_WORDS, is_signed, x_words
+from numba_kernels.cpu.gemm.block_tile import X_ROW_WORDS, X_WORDS, is_signed, x_words
 from numba_kernels.cpu.gemm.blocks import BLOCKS, X_GROUP
 from numba_kernels.cpu.gemm.packed_words import (
     GROUP,
     GROUP_WORDS,
     ZERO_POINT,
+    arrange_words,
     block_on_stack,
     inverse_of,
     largest_bits,
@@ -36,7 +37,6 @@ from numba_kernels.cpu.gemm.packed_words import (
     round_pairs,
     scale_of,
     split_pairs,
-    transpose_words,
 )
 from numba_kernels.cpu.gemm.unpacked_blocks import unpacked_x_words
 from numba_kernels.cpu.running.launch import float32_at, int32_at
@@ -49,6 +49,7 @@ DOT_WORDS = GROUP_WORDS * (2 if DOT == "madd" else 1)
 """Words of a group of quantised activations: bytes for vpdpbusd, pairs of int16 for vpmaddwd."""
 GROUP_ROW_WORDS = DOT_WORDS + 2  # with scale and start of the sum
 
+_TAIL_WORDS = X_ROW_WORDS - X_WORDS  # scale and starts of sums
 _HAS_PAIRS = DOT == "madd"
 
 
@@ -84,8 +85,9 @@ def are_pairs(stored: Any) -> bool:
 @njit(nogil=True)
 def arrange_floats(x, depth, rows, words, target):
     """A tile's ``words`` elements; those behind ``depth`` are zeros."""
+    end = target + words * rows * 4
     for word in range(0, depth, LANES):
-        transpose_words(x + word * 4, depth * 4, rows, min(LANES, depth - word), target + word * rows * 4, rows * 4)
+        arrange_words(x + word * 4, depth * 4, rows, min(LANES, depth - word), target + word * rows * 4, end)
     for i in range(depth * rows, words * rows):
         float32_at(target, words * rows)[i] = 0.0
 
@@ -94,59 +96,62 @@ def arrange_floats(x, depth, rows, words, target):
 def arrange_pairs(x, depth, rows, words, target):
     """A tile's pairs of bfloat16, in so many words."""
     pairs = block_on_stack()
+    end = target + words * rows * 4
     for word in range(0, words, LANES):
         for row in range(rows):
             element = word * 2
             round_pairs(x + (row * depth + element) * 4, min(2 * LANES, depth - element), pairs + row * LANES * 4)
-        transpose_words(pairs, LANES * 4, rows, min(LANES, words - word), target + word * rows * 4, rows * 4)
+        arrange_words(pairs, LANES * 4, rows, min(LANES, words - word), target + word * rows * 4, end)
 
 
 @njit(nogil=True)
 def arrange_groups(x, depth, rows, target):
     """A tile's quantised groups."""
-    quads = block_on_stack()
-    evens = block_on_stack()
-    odds = block_on_stack()
+    quads, tails = block_on_stack(), block_on_stack()
+    evens_and_odds = block_on_stack()
     line = LANES * 4
+    end = target + -(-depth // GROUP) * GROUP_ROW_WORDS * rows * 4
     for element in range(0, depth, GROUP):
         count = min(GROUP, depth - element)
-        scales = float32_at(target + DOT_WORDS * rows * 4, rows)
-        starts = int32_at(target + (DOT_WORDS + 1) * rows * 4, rows)
         for row in range(rows):
             source = x + (row * depth + element) * 4
             bits = largest_bits(np.float32, source, count)
-            scales[row] = scale_of(bits)
             total = quantize_words(np.float32, source, count, inverse_of(bits), np.int32(0), quads + row * line)
-            starts[row] = np.int32(-ZERO_POINT) * total
+            float32_at(tails + row * line, 1)[0] = scale_of(bits)
+            int32_at(tails + row * line, 2)[1] = np.int32(-ZERO_POINT) * total
             if _HAS_PAIRS:
-                split_pairs(quads + row * line, evens + row * line, odds + row * line)
+                evens = evens_and_odds + row * line
+                split_pairs(quads + row * line, evens, evens + rows * line)
         if _HAS_PAIRS:
-            transpose_words(evens, line, rows, GROUP_WORDS, target, 2 * rows * 4)
-            transpose_words(odds, line, rows, GROUP_WORDS, target + rows * 4, 2 * rows * 4)
+            arrange_words(evens_and_odds, line, 2 * rows, GROUP_WORDS, target, end)
         else:
-            transpose_words(quads, line, rows, GROUP_WORDS, target, rows * 4)
-        target += GROUP_ROW_WORDS * rows * 4
+            arrange_words(quads, line, rows, GROUP_WORDS, target, end)
+        target += DOT_WORDS * rows * 4
+        arrange_words(tails, line, rows, 2, target, end)
+        target += 2 * rows * 4
 
 
 @njit(nogil=True)
 def arrange_blocks(x, depth, length, rows, start, is_halved, as_pairs, target):
     """A tile's quantised groups for weights in blocks, whose integer sums begin at ``start`` times the sum of x: the
     first ``length`` elements of rows of ``depth``; ``as_pairs`` of int16."""
-    quads = block_on_stack()
+    groups = block_on_stack()
     evens = block_on_stack()
     odds = block_on_stack()
     line = LANES * 4
-    words = 2 * X_WORDS if as_pairs else X_WORDS
+    words = (2 * X_WORDS if as_pairs else X_WORDS) + _TAIL_WORDS
+    end = target + length // X_GROUP * words * rows * 4
     for element in range(0, length, X_GROUP):
-        behind = target + words * rows * 4
         for row in range(rows):
-            place = target if rows == 1 and not as_pairs else quads + row * line
-            quantize_block(x + (row * depth + element) * 4, place, behind + row * 4, rows * 4, start, is_halved)
+            place = target if rows == 1 and not as_pairs else groups + row * line
+            quantize_block(x + (row * depth + element) * 4, place, start, is_halved)
             if as_pairs:
                 split_pairs(place, evens + row * line, odds + row * line)
         if as_pairs:
-            transpose_words(evens, line, rows, X_WORDS, target, rows * 4)
-            transpose_words(odds, line, rows, X_WORDS, target + X_WORDS * rows * 4, rows * 4)
+            half = X_WORDS * rows * 4
+            arrange_words(evens, line, rows, X_WORDS, target, end)
+            arrange_words(odds, line, rows, X_WORDS, target + half, end)
+            arrange_words(groups + X_WORDS * 4, line, rows, _TAIL_WORDS, target + 2 * half, end)
         elif rows > 1:
-            transpose_words(quads, line, rows, X_WORDS, target, rows * 4)
-        target += (words + 3) * rows * 4
+            arrange_words(groups, line, rows, words, target, end)
+        target += words * rows * 4

@@ -68,9 +68,7 @@ def experts_kernel(stored: Any) -> Kernel:
         b.partials = 0
         b.num_rows, b.depth, b.width, b.out_width = rows, a.depth, a.width, a.out_width
         b.num_segments, b.step_elements = 1, 1
-        tiles = -(-rows // GEMM_ROWS)
-        b.tile_rows = -(-rows // tiles)
-        b.panels_a_ticket, b.rows_a_ticket = a.panels_a_ticket, tiles * b.tile_rows
+        b.panels_a_ticket, b.row_tickets, b.num_tiles = a.panels_a_ticket, 1, -(-rows // GEMM_ROWS)
         b.arranging_parts = 1
 
     def experts(arguments, ticket):
@@ -89,8 +87,7 @@ def experts_kernel(stored: Any) -> Kernel:
                 tiles = -(-(starts[expert + 1] - starts[expert]) // GEMM_ROWS)
                 if tile < tiles:
                     fill(a, expert, product)
-                    if tile * product[0].tile_rows < product[0].num_rows:
-                        arrange(product[0], tile, words)
+                    arrange(product[0], tile, words)
                     break
                 tile -= tiles
             atomic.add(arranged, 1)

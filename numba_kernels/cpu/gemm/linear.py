@@ -48,7 +48,7 @@ from numba_kernels.cpu.running.launch import Fields, Kernel, address, address_of
 from numba_kernels.cpu.target import DOT, GEMM_ROWS, PANEL_COLUMNS, TILE_VECTORS
 from numba_kernels.segments import SEGMENTS
 
-MAX_BLOCK_WORDS = 128  # of K in a block, a multiple of GROUP_WORDS: 24 KB of panel
+MAX_BLOCK_WORDS = 128
 STREAM_AHEAD_BYTES = 4096  # how far a lone pass over the weight prefetches
 BLOCK_STREAM_AHEAD_BYTES, LONG_BLOCK_STREAM_AHEAD_BYTES = 8192, 32768  # of blocks, a few lines at a time
 TICKET_ROWS = 128  # at most about so many
@@ -61,9 +61,15 @@ _NUM_SLOTS = SEGMENTS.bit_length()  # one more than a segment's number has ones
 
 FIELDS = Fields(
     "*x *panels *scales *bias *residual *out *operands *partials num_rows depth width out_width num_segments "
-    "step_elements panels_a_ticket rows_a_ticket tile_rows num_arranging arranging_parts num_tickets arranged finished"
+    "step_elements panels_a_ticket row_tickets num_tiles num_arranging arranging_parts num_tickets arranged finished"
 )
 _ARRANGED, _FINISHED = (FIELDS.offset(name) for name in ("arranged", "finished"))
+
+
+@njit(nogil=True)
+def _first_row(a, tile):
+    """Of a tile; behind the last one: the number of rows. Heights of tiles differ by one at most."""
+    return a.num_rows * tile // a.num_tiles
 
 
 @njit(nogil=True)
@@ -154,8 +160,8 @@ def product_parts(stored: Any) -> ProductParts:
     @name_by_content
     def arrange(a, ticket, words):
         tile, part = ticket // a.arranging_parts, ticket % a.arranging_parts
-        first = tile * a.tile_rows
-        rows = min(a.tile_rows, a.num_rows - first)
+        first = _first_row(a, tile)
+        rows = _first_row(a, tile + 1) - first
         x = a.x + first * a.depth * 4
         is_unpacked = unpacks and a.num_rows > most_at_once
         row_words = unpacked_span_row_words if is_unpacked else span_row_words
@@ -178,18 +184,19 @@ def product_parts(stored: Any) -> ProductParts:
     @name_by_content
     def multiply(a, ticket, words):
         num_panels = -(-a.width // PANEL_COLUMNS)
-        row_tickets = -(-a.num_rows // a.rows_a_ticket)
-        first_panel = ticket // row_tickets * a.panels_a_ticket
+        first_panel = ticket // a.row_tickets * a.panels_a_ticket
         last_panel = min(num_panels, first_panel + a.panels_a_ticket)
-        first_row = ticket % row_tickets * a.rows_a_ticket
-        last_row = min(a.num_rows, first_row + a.rows_a_ticket)
+        row_ticket = ticket % a.row_tickets
+        first_tile = a.num_tiles * row_ticket // a.row_tickets
+        last_tile = a.num_tiles * (row_ticket + 1) // a.row_tickets
+        first_row = _first_row(a, first_tile)
 
         is_buffered = unpacks and a.num_rows > most_at_once
         x_span_words = unpacked_span_row_words if is_buffered else span_row_words
         row_bytes = (-(-words // span)) * x_span_words * 4
         panel_stride = words * _PANEL_ROW_BYTES
-        rows = last_row - first_row
-        is_lone = rows <= a.tile_rows  # one pass over the weight, as fast as memory delivers it
+        rows = _first_row(a, last_tile) - first_row
+        is_lone = last_tile - first_tile == 1  # one pass over the weight, as fast as memory delivers it
         is_cut = a.num_segments > 1
         step_words = max(1, a.step_elements // elements * unit_words if is_cut else words)
         num_steps = -(-words // step_words)
@@ -200,7 +207,7 @@ def product_parts(stored: Any) -> ProductParts:
         slot_rows = max(rows, GEMM_ROWS)  # a lone tile's panels lie side by side, as far as its accumulators go round
         slots = np.empty((num_slots, slot_rows, PANEL_COLUMNS), np.float32)
         slot_bytes = slot_rows * _PANEL_ROW_BYTES
-        step = _PANEL_ROW_BYTES if is_lone else -(-_PANEL_ROW_BYTES * a.tile_rows // rows)
+        step = -(-_PANEL_ROW_BYTES // (last_tile - first_tile))
         if unpacks and is_buffered:
             buffer = np.empty((block_words // span * buffer_words, PANEL_COLUMNS), np.float32)
             step = -(-step // parts)
@@ -232,8 +239,9 @@ def product_parts(stored: Any) -> ProductParts:
                             unpack_blocks(weight, count, address(buffer))
                             weight = address(buffer)
                             count = count // span * tile_words
-                        for row in range(first_row, last_row, a.tile_rows):
-                            height = min(a.tile_rows, last_row - row)
+                        for tile in range(first_tile, last_tile):
+                            row = _first_row(a, tile)
+                            height = _first_row(a, tile + 1) - row
                             at = row * a.out_width + column
                             arguments = (
                                 a.operands + row * row_bytes + start // span * x_span_words * height * 4,
@@ -263,10 +271,10 @@ def linear_kernel(stored: Any) -> Kernel:
     """Writes ``out [T, N]`` for ``x [T, K]``, float32, and panels of ``stored``: a class, or a block's name.
 
     ``scales`` (of uint8) and ``bias`` have one float32 for each of the panels' columns; ``residual [T, N]`` (0 = none)
-    may be ``out`` itself. Tickets ``0 .. num_arranging`` fill ``operands`` with a tile of ``tile_rows`` rows each (for
-    blocks, one of ``arranging_parts`` of its K); the others multiply some panels with some rows, a multiple of
-    ``tile_rows``. Without arranging tickets ``operands`` has been filled. ``arranged`` and ``finished`` are 0 before a
-    launch and after it.
+    may be ``out`` itself. The rows make ``num_tiles`` tiles. Tickets ``0 .. num_arranging`` fill ``operands`` with one
+    each (for blocks, one of ``arranging_parts`` of its K); the others multiply some panels with one of ``row_tickets``
+    shares of the tiles. Without arranging tickets ``operands`` has been filled. ``arranged`` and ``finished`` are 0
+    before a launch and after it.
 
     K is cut into ``num_segments`` (1: it is not) at multiples of ``step_elements``. Where ``partials [num_segments, T,
     N]`` are given, they are the segments' sums, and ``depth`` is 0.
@@ -309,13 +317,13 @@ def multiply(
         else:
             memory = new_array((count * row_words,), np.float32)
             parts = _arranging_parts(count, depth, tickets) if are_integers(stored) else 1
-            operands, num_arranging = address_of(memory), -(-count // tickets.tile_rows) * parts
+            operands, num_arranging = address_of(memory), tickets.num_tiles * parts
         total = num_arranging + tickets.count
         added = residual + first * out_width * 4 if residual else 0
         linear_kernel(stored)(
             total, tickets.num_workers, start, panels, scales, bias, added, out + first * out_width * 4, operands, 0,
-            count, depth, width, out_width, num_segments, step_elements, tickets.panels, tickets.rows,
-            tickets.tile_rows, num_arranging, parts, total, 0, 0,
+            count, depth, width, out_width, num_segments, step_elements, tickets.panels, tickets.row_tickets,
+            tickets.num_tiles, num_arranging, parts, total, 0, 0,
         )  # fmt: skip
 
 
@@ -328,14 +336,13 @@ def add_partials(
     tickets = tickets_of(rows, num_partials, width, num_workers)
     linear_kernel(stored)(
         tickets.count, tickets.num_workers, 0, 0, scales, bias, residual, out, 0, partials, rows, 0, width, out_width,
-        num_partials, 1, tickets.panels, tickets.rows, tickets.tile_rows, 0, 1, tickets.count, 0, 0,
+        num_partials, 1, tickets.panels, tickets.row_tickets, tickets.num_tiles, 0, 1, tickets.count, 0, 0,
     )  # fmt: skip
 
 
 def _arranging_parts(rows: int, depth: int, tickets: Tickets) -> int:
     """Into how many parts a tile's K is cut, so that no thread waits for another that quantises few rows alone."""
-    tiles = -(-rows // tickets.tile_rows)
-    return max(1, min(-(-tickets.num_workers // tiles), rows * depth // _ARRANGED_ALONE))
+    return max(1, min(-(-tickets.num_workers // tickets.num_tiles), rows * depth // _ARRANGED_ALONE))
 
 
 @functools.lru_cache(64)
@@ -345,27 +352,26 @@ def neutral(columns: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Tickets:
-    """How a product is shared: ``count`` tickets of ``panels`` panels and ``rows`` rows, ``tile_rows`` at a time."""
+    """How a product is shared: tickets of ``panels`` panels and one of ``row_tickets`` shares of ``num_tiles`` tiles of
+    rows, ``count`` in all."""
 
-    __slots__ = ("count", "num_workers", "panels", "rows", "tile_rows")
+    __slots__ = ("count", "num_tiles", "num_workers", "panels", "row_tickets")
 
-    def __init__(self, count: int, panels: int, rows: int, tile_rows: int, num_workers: int) -> None:
+    def __init__(self, count: int, panels: int, row_tickets: int, num_tiles: int, num_workers: int) -> None:
         self.count = count
-        self.panels = panels
-        self.rows = rows
-        self.tile_rows = tile_rows
         self.num_workers = num_workers
+        self.panels = panels
+        self.row_tickets = row_tickets
+        self.num_tiles = num_tiles
 
 
 @functools.lru_cache(4096)
 def tickets_of(rows: int, depth: int, width: int, num_workers: int) -> Tickets:
-    """For ``rows`` (at least 1) rows: tiles of equal height, and a few tickets a thread."""
-    tile_rows = -(-rows // -(-rows // GEMM_ROWS))
+    """For ``rows`` (at least 1) rows: as few tiles as there can be, and a few tickets a thread."""
+    num_tiles = -(-rows // GEMM_ROWS)
     panels = -(-width // PANEL_COLUMNS)
     if rows * width * depth < SERIAL_MACS or num_workers == 1:
-        return Tickets(1, panels, -(-rows // tile_rows) * tile_rows, tile_rows, 1)
+        return Tickets(1, panels, 1, num_tiles, 1)
     row_tickets = -(-rows // TICKET_ROWS)
-    rows_a_ticket = -(-rows // row_tickets // tile_rows) * tile_rows
-    row_tickets = -(-rows // rows_a_ticket)
     panels_a_ticket = max(1, panels // (4 * num_workers))
-    return Tickets(row_tickets * -(-panels // panels_a_ticket), panels_a_ticket, rows_a_ticket, tile_rows, num_workers)
+    return Tickets(row_tickets * -(-panels // panels_a_ticket), panels_a_ticket, row_tickets, num_tiles, num_workers)

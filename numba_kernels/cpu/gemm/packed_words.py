@@ -127,6 +127,52 @@ def transpose_words(typingctx, source, source_stride, num_rows, num_words, targe
     return signature, codegen
 
 
+@intrinsic
+def arrange_words(typingctx, source, source_stride, num_rows, num_words, target, end):
+    """``target[w, r] = source[r, w]`` for at most LANES rows and LANES words, columns one behind the other.
+
+    ``source_stride`` is bytes from row to row. Columns are written in whole vectors, in their order, so that bytes
+    behind the last one are written, too, but none at ``end`` (an address) or behind it.
+    """
+    signature = types.void(*[types.intp] * 6)
+    few = LANES // 2
+
+    def codegen(context, builder, signature, args):
+        source, source_stride, num_rows, num_words, target, end = args
+        of_words = simd.lanes_below(builder, 0, num_words)
+        last, stride = builder.sub(num_rows, _i64(1)), builder.mul(num_rows, _i64(4))
+        undefined = ir.Constant(_WORDS, ir.Undefined)
+
+        def arrange(most_rows):
+            """Vectors of so many lanes, a power of two."""
+            rows = [undefined] * LANES
+            for r in range(most_rows):
+                row = builder.select(builder.icmp_signed("<", _i64(r), num_rows), _i64(r), last)
+                at = builder.add(source, builder.mul(source_stride, row))
+                rows[r] = simd.masked_load(builder, at, of_words, I32, 1)
+            lanes = ir.Constant(simd.vector(I32, most_rows), list(range(most_rows)))
+            of_rows = simd.lanes_below(builder, 0, num_rows, most_rows)
+            for w, column in enumerate(transposed(builder, rows)):
+                column = builder.shuffle_vector(column, undefined, lanes)
+                place = builder.add(target, builder.mul(stride, _i64(w)))
+                is_inside = builder.icmp_signed("<=", simd.offset(builder, place, most_rows * 4), end)
+                exists = builder.icmp_signed("<", _i64(w), num_words)
+                with builder.if_then(exists), builder.if_else(is_inside, likely=True) as (whole, part):
+                    with whole:
+                        simd.store(builder, column, place)
+                    with part:
+                        simd.masked_store(builder, column, place, of_rows)
+
+        with builder.if_else(builder.icmp_signed("<=", num_rows, _i64(few))) as (are_few, are_many):
+            with are_few:
+                arrange(few)
+            with are_many:
+                arrange(LANES)
+        return context.get_dummy_value()
+
+    return signature, codegen
+
+
 def _group(builder, source, stored, count):
     """GROUP elements at ``source`` as vectors of floats, 0 from ``count`` on, where memory is not touched."""
     item_bytes = stored.bitwidth // 8
@@ -226,17 +272,18 @@ def quantize_words(typingctx, stored, source, count, inverse, added, target):
 
 
 @intrinsic
-def quantize_block(typingctx, source, target, behind, stride, start, is_halved):
+def quantize_block(typingctx, source, target, start, is_halved):
     """32 floats at ``source`` as int8 to ``target``: the largest magnitude stands for 127.
 
-    Three words go to ``behind``, ``stride`` bytes apart: the scale, and where sums of products begin: ``start`` times
-    the sums of both halves where ``is_halved``, else ``start`` times the whole sum, and that sum below zero, as a
-    float. A group with NaN or infinity has such a scale, and zeros.
+    Three words follow them: the scale, and where sums of products begin: ``start`` times the sums of both halves where
+    ``is_halved``, else ``start`` times the whole sum, and that sum below zero, as a float. A group with NaN or infinity
+    has such a scale, and zeros.
     """
-    signature = types.void(*[types.intp] * 5, types.boolean)
+    signature = types.void(*[types.intp] * 3, types.boolean)
 
     def codegen(context, builder, signature, args):
-        source, target, behind, stride, start, is_halved = args
+        source, target, start, is_halved = args
+        behind = [simd.offset(builder, target, 2 * LANES + 4 * word) for word in range(3)]
         places = [simd.offset(builder, source, first * 4) for first in (0, LANES)]
         halves = [simd.load(builder, place, simd.vector(F32), 4) for place in places]
         magnitude = simd.splat_constant(I32, 0x7FFFFFFF)
@@ -246,7 +293,7 @@ def quantize_block(typingctx, source, target, behind, stride, start, is_halved):
             return builder.select(builder.icmp_signed(">", a, b), a, b)
 
         largest = builder.bitcast(simd.fold(builder, larger(first, second), larger), F32)
-        simd.store(builder, builder.fdiv(largest, ir.Constant(F32, 127.0)), behind)
+        simd.store(builder, builder.fdiv(largest, ir.Constant(F32, 127.0)), behind[0])
         inverse = simd.splat(builder, _inverse(builder, largest))
         sums = []
         for number, half in enumerate(halves):
@@ -256,14 +303,12 @@ def quantize_block(typingctx, source, target, behind, stride, start, is_halved):
         start = builder.trunc(start, I32)
         with builder.if_else(is_halved) as (by_halves, at_once):
             with by_halves:
-                for number, half in enumerate(sums, 1):
-                    value = builder.mul(simd.fold(builder, half, builder.add), start)
-                    simd.store(builder, value, builder.add(behind, builder.mul(stride, _i64(number))))
+                for half, place in zip(sums, behind[1:]):
+                    simd.store(builder, builder.mul(simd.fold(builder, half, builder.add), start), place)
             with at_once:
                 total = simd.fold(builder, builder.add(*sums), builder.add)
-                simd.store(builder, builder.mul(total, start), builder.add(behind, stride))
-                below = builder.fneg(builder.sitofp(total, F32))
-                simd.store(builder, below, builder.add(behind, builder.mul(stride, _i64(2))))
+                simd.store(builder, builder.mul(total, start), behind[1])
+                simd.store(builder, builder.fneg(builder.sitofp(total, F32)), behind[2])
         return context.get_dummy_value()
 
     return signature, codegen

@@ -12,7 +12,7 @@ import llvmlite.binding as llvm
 import llvmlite.ir as ir
 from numba.core import cgutils, types
 
-from numba_kernels.cpu.target import HAS_HALF, LANES
+from numba_kernels.cpu.target import HAS_HALF, LANES, compiled_for
 
 F32 = ir.FloatType()
 I1 = ir.IntType(1)
@@ -172,8 +172,9 @@ def exp(builder: ir.IRBuilder, x: ir.Value, *, at_most_zero: bool = False) -> ir
 
 
 def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
-    """Asks for the cache line at ``address`` for reading, in the second-level cache; any address is allowed."""
-    read, keep, data = ir.Constant(I32, 0), ir.Constant(I32, 2), ir.Constant(I32, 1)
+    """Asks for the cache line at ``address`` for reading; any address is allowed. With AVX-512, whose panels are three
+    times as wide, the second-level cache takes it, else the first."""
+    read, keep, data = ir.Constant(I32, 0), ir.Constant(I32, 2 if compiled_for("avx512f") else 3), ir.Constant(I32, 1)
     pointer = builder.inttoptr(address, I8.as_pointer())
     call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, read, keep, data])
 
@@ -199,10 +200,10 @@ def left_alone(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.call(ir.InlineAsm(kind, "", "=v,0,~{memory}", side_effect=True), [value])
 
 
-def lanes_below(builder: ir.IRBuilder, first: int, count: ir.Value) -> ir.Value:
+def lanes_below(builder: ir.IRBuilder, first: int, count: ir.Value, lanes: int = LANES) -> ir.Value:
     """The mask of the lanes whose column ``first + lane`` is below ``count`` (i64)."""
-    columns = ir.Constant(vector(I64), [first + lane for lane in range(LANES)])
-    return builder.icmp_signed("<", columns, splat(builder, count))
+    columns = ir.Constant(vector(I64, lanes), [first + lane for lane in range(lanes)])
+    return builder.icmp_signed("<", columns, splat(builder, count, lanes))
 
 
 _NAMES = {F32: "f32", I32: "i32", I16: "i16"}
@@ -221,6 +222,22 @@ def masked_load(
 
 
 def masked_store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, mask: ir.Value) -> None:
+    """Writes the lanes whose mask is set; memory is not touched elsewhere. Before AVX-512 the instruction for it takes
+    as long as some twenty stores on an AMD, so a mask with all lanes set is an ordinary one."""
+    lanes = mask.type.count
     pointer = builder.inttoptr(address, value.type.as_pointer())
-    name = f"llvm.masked.store.v{LANES}{_NAMES[value.type.element]}.p0"
-    call(builder, name, ir.VoidType(), [value, pointer, ir.Constant(I32, 4), mask])
+
+    def store_some() -> None:
+        name = f"llvm.masked.store.v{lanes}{_NAMES[value.type.element]}.p0"
+        call(builder, name, ir.VoidType(), [value, pointer, ir.Constant(I32, 4), mask])
+
+    if compiled_for("avx512f"):
+        store_some()
+        return
+    bits = ir.IntType(lanes)
+    is_whole = builder.icmp_unsigned("==", builder.bitcast(mask, bits), ir.Constant(bits, (1 << lanes) - 1))
+    with builder.if_else(is_whole, likely=True) as (whole, part):
+        with whole:
+            store(builder, value, address)
+        with part:
+            store_some()

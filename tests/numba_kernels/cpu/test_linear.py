@@ -125,10 +125,10 @@ def test_any_split_of_the_work_gives_the_same_bits(monkeypatch):
     x, packed = normal(rng, (37, 60)), ops.prepare_linear(tensor(normal(rng, (500, 60))))
     expected = ops.linear(tensor(x), packed).numpy()
     panels = packed.panels.shape[0]
-    for panels_a_ticket, tile_rows, row_tiles, workers in ((1, 4, 2, 2), (3, 1, 37, 2), (2, 3, 5, 1), (99, 2, 3, 2)):
-        rows_a_ticket = tile_rows * row_tiles
-        count = -(-panels // panels_a_ticket) * -(-37 // rows_a_ticket)
-        tickets = kernels.Tickets(count, panels_a_ticket, rows_a_ticket, tile_rows, workers)
+    shares = ((1, 10, 5, 2), (3, 37, 1, 2), (2, 13, 3, 1), (99, 19, 7, 2))
+    for panels_a_ticket, num_tiles, row_tickets, workers in shares:
+        count = -(-panels // panels_a_ticket) * row_tickets
+        tickets = kernels.Tickets(count, panels_a_ticket, row_tickets, num_tiles, workers)
         monkeypatch.setattr(kernels, "tickets_of", lambda *sizes, tickets=tickets: tickets)
         np.testing.assert_array_equal(ops.linear(tensor(x), packed).numpy(), expected)
 
