@@ -31,8 +31,9 @@ FIXED = (1, 3, 7)
 CURVE = (1, 2, 3, 5, 7)
 """Proposals a sequence whose steps are timed."""
 
-CURVE_STEPS, CURVE_ROUNDS = 5, 4
-"""Steps of an answer that are timed, and how often."""
+CURVE_ROUNDS, COLD_STEPS = 3, 4
+"""How often answers are computed whose steps are timed, and steps behind a prompt that are not: where steps are short,
+these take up to twice as long as later ones."""
 
 AGAIN = "off again"
 """Without proposals a second time: by how much the machine alone makes ratios differ from 1."""
@@ -41,22 +42,29 @@ PROMPT_LEN = 16
 
 
 class Scripted:
-    """Knows the answers, and is wrong as often as it is told to: each proposal is right with probability ``rate``."""
+    """Knows the answers, and is wrong as often as it is told to: at each place of an answer it is right with
+    probability ``rate``, in the same round at the same places, whoever asks and however often."""
 
     name = "scripted"
 
     def __init__(self, answers: dict[str, list[int]], rate: float, vocab_size: int) -> None:
         self.answers, self._rate, self._vocab_size = answers, rate, vocab_size
-        self._rng = random.Random(0)
+        self.begin(0)
+
+    def begin(self, number: int) -> None:
+        """A round of this number."""
+        self._is_wrong = {}
+        for request_id, answer in self.answers.items():
+            rng = random.Random(f"{number} {request_id}")
+            self._is_wrong[request_id] = np.array([rng.random() >= self._rate for _ in answer], np.bool_)
 
     def propose(self, sequence: Choice, most: int) -> tuple[Ids, int]:
         """``most`` tokens; behind the first wrong one nothing matters."""
-        known = self.answers[sequence.request.request_id][sequence.num_output_tokens :][:most]
-        drafts = np.array(known, np.int32)
-        for place in range(len(drafts)):
-            if self._rng.random() >= self._rate:
-                drafts[place] = (drafts[place] + 1) % self._vocab_size
-                break
+        request_id, first = sequence.request.request_id, sequence.num_output_tokens
+        drafts = np.array(self.answers[request_id][first : first + most], np.int32)
+        places = self._is_wrong[request_id][first : first + most].nonzero()[0]
+        if places.size:
+            drafts[places[0]] = (drafts[places[0]] + 1) % self._vocab_size
         return drafts, 0
 
     def end(self, sequence: Choice) -> None:
@@ -77,10 +85,10 @@ def bench_speculation(
     """Tokens per second of decodes without proposals, with as many as the engine chooses, and with fixed numbers, in
     turns. ``rows`` has one for each number of sequences and each rate. Medians of the rounds' ratios: `speedup`, the
     engine's choice against none; `of_best_fixed`, against the best of the ``fixed`` numbers, none included; `of_curve`,
-    against what the best of ``CURVE``, or none, would give by the times of steps alone; `off_of_itself`, none against
-    none. `from_start` is the choice's speed over all rounds, the warm ones included, in which it knows nothing at
-    first, against none in the others.
-    ``steps`` has the seconds of steps, by sequences and proposals a sequence.
+    against what the best of ``CURVE``, or none, would give by the times of steps alone, taken just before
+    (`step_times`, by proposals a sequence, as multiples of `plain_step_s`); `off_of_itself`, none against none.
+    `from_start` is the choice's speed over all rounds, the warm ones included, in which it knows nothing at first,
+    against none in the others.
 
     On a cpu, and with `exact`, all have to give the same tokens. Raises `BenchmarkError`.
     """
@@ -100,23 +108,23 @@ def bench_speculation(
     if not 2 <= output_len <= limits.max_model_len - PROMPT_LEN:
         raise BenchmarkError(f"--output-len {output_len} must be 2 to {limits.max_model_len - PROMPT_LEN} tokens")
     is_exact = limits.exact or engine.info.device == "cpu"
-    rows, steps, rng = [], [], random.Random(seed)
+    rows, rng = [], random.Random(seed)
     timed = like(engine, enable_prefix_caching=False)
     for batch in batches:
         prompts = random_prompts(batch, PROMPT_LEN, vocab_size, seed)
         timed.use(None)
         answers, _, _ = _run(timed, prompts, output_len)
-        step_s = _step_times(timed, prompts, answers, output_len)
-        steps.append({"num_sequences": batch, "seconds": {str(most): each for most, each in step_s.items()}})
         for rate in rates:
+            step_times, plain_s = _step_times(timed, prompts, answers, output_len, rate)
             modes: dict[str, Speculator | None] = {"off": None, AGAIN: None}
-            modes["chosen"] = chosen = Speculator(Scripted(answers, rate, vocab_size), max(CURVE), vocab_size)
+            drafter = Scripted(answers, rate, vocab_size)
+            modes["chosen"] = chosen = Speculator(drafter, max(CURVE), vocab_size)
             for most in fixed:
-                drafter = Scripted(answers, rate, vocab_size)
                 modes[f"{most} fixed"] = Speculator(drafter, most, vocab_size, fixed=True)
             speeds: dict[str, list[float]] = {mode: [] for mode in modes}
             spent_tokens, spent_s = 0, 0.0
             for number in range(num_warm_rounds + num_rounds):
+                drafter.begin(number)
                 learns_alone = number < num_warm_rounds - 1  # the others have nothing to learn but their shapes
                 for mode in ("chosen",) if learns_alone else rng.sample(list(modes), len(modes)):
                     timed.use(modes[mode])
@@ -130,7 +138,7 @@ def bench_speculation(
             medians = {mode: statistics.median(each) for mode, each in speeds.items()}
             ratios = {mode: _median_ratio(speeds[mode], speeds["off"]) for mode in modes}
             best = max((mode for mode in modes if mode not in ("chosen", AGAIN)), key=lambda mode: ratios[mode])
-            allowed = [step_s[0] / each * sum(rate**at for at in range(most + 1)) for most, each in step_s.items()]
+            allowed = [sum(rate**at for at in range(most + 1)) / each for most, each in step_times.items()]
             rows.append(
                 {
                     "num_sequences": batch, "rate": rate, "tokens_per_s": medians,
@@ -138,6 +146,7 @@ def bench_speculation(
                     "from_start": spent_tokens / spent_s / medians["off"],
                     "of_best_fixed": _median_ratio(speeds["chosen"], speeds[best]),
                     "allowed": max(allowed), "of_curve": ratios["chosen"] / max(allowed),
+                    "plain_step_s": plain_s, "step_times": {str(most): each for most, each in step_times.items()},
                     "num_draft_tokens": chosen.counters.num_draft_tokens,
                     "num_accepted_tokens": chosen.counters.num_accepted_tokens,
                 }
@@ -145,7 +154,6 @@ def bench_speculation(
     timed.use(None)
     report = {
         "rows": rows,
-        "steps": steps,
         "output_len": output_len,
         "num_rounds": num_rounds,
         "num_warm_rounds": num_warm_rounds,
@@ -160,26 +168,29 @@ def _median_ratio(speeds: list[float], others: list[float]) -> float:
 
 
 def _step_times(
-    engine: Engine, prompts: list[list[int]], answers: dict[str, list[int]], output_len: int
-) -> dict[int, float]:
-    """Seconds from one step's end to the next one's, by proposals a sequence, all of which are right: medians, without
-    the first step, which may be recorded. Numbers that the answers are too short for are left out."""
+    engine: Engine, prompts: list[list[int]], answers: dict[str, list[int]], output_len: int, rate: float
+) -> tuple[dict[int, float], float]:
+    """How many times as long as one without proposals a step takes, by proposals a sequence, from the end of the one
+    before it to its own; and seconds of one without. Medians of answers taken in turns, each a median over the answer's
+    steps, but for its first `COLD_STEPS` and for its end, where fewer proposals are possible. The first answers of each
+    number record their shapes, and are not timed. Numbers that answers are too short for are left out."""
     from runtime.engine.speculation.speculator import Speculator
 
-    found: dict[int, list[float]] = {0: []}
-    for _ in range(CURVE_ROUNDS):
+    found: dict[int, list[float]] = {}
+    drafter = Scripted(answers, rate, engine.info.vocab_size)
+    for is_timed in (False, *[True] * CURVE_ROUNDS):
         for most in (0, *CURVE):
-            length = min(output_len, (1 + most) * CURVE_STEPS + 1)
-            num_steps = (length - 1) // (1 + most)  # all of them with as many proposals
-            if most:
-                drafter = Scripted(answers, 1.0, engine.info.vocab_size)
-                engine.use(Speculator(drafter, most, engine.info.vocab_size, fixed=True))
-            else:
-                engine.use(None)
+            engine.use(Speculator(drafter, most, engine.info.vocab_size, fixed=True) if most else None)
             times: list[float] = []
-            _run(engine, prompts, length, times)
-            found.setdefault(most, []).extend(times[1:num_steps])
-    return {most: statistics.median(times) for most, times in found.items() if times}
+            _run(engine, prompts, output_len, times)
+            # No sequence has less than `most` tokens left before this step, whatever was kept.
+            num_whole = (output_len - 1) // (1 + most)
+            whole = times[min(COLD_STEPS, num_whole // 2) : num_whole]
+            if is_timed and whole:
+                found.setdefault(most, []).append(statistics.median(whole))
+    plain_s = found.pop(0)
+    ratios = {most: _median_ratio(times_s, plain_s) for most, times_s in found.items()}
+    return {0: 1.0, **ratios}, statistics.median(plain_s)
 
 
 def _run(

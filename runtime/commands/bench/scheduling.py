@@ -267,9 +267,10 @@ def speculation(
             f"{row['num_sequences']:>9}{row['rate']:>6.2f}{speeds}{row['speedup']:>10.2f}{row['off_of_itself']:>9.2f}"
             f"{row['from_start']:>12.2f}{row['of_best_fixed']:>9.2f}{row['allowed']:>9.2f}{row['of_curve']:>10.2f}"
         )
-    for step in report["steps"]:
-        times = ", ".join(f"{most}: {1e3 * seconds:.4g}" for most, seconds in step["seconds"].items())
-        lines.append(f"steps of {step['num_sequences']} sequences (ms), by proposals of each: {times}")
+    for row in report["rows"]:
+        times = ", ".join(f"{most}: {each:.2f}" for most, each in row["step_times"].items())
+        step = f"steps of {row['num_sequences']} at {row['rate']:g}, as multiples of {1e3 * row['plain_step_s']:.4g} ms"
+        lines.append(f"{step}, by proposals of each: {times}")
     lines.append(f"tokens per second of all sequences; medians of {num_rounds} rounds")
     output.deliver(report, "\n".join(lines))
 
