@@ -12,7 +12,7 @@ from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.speculation.drafter import SUREST, Ids
 
 PRIOR, PRIOR_WEIGHT, SEQUENCE_WEIGHT = 0.6, 4.0, 24.0
-FADING, SEQUENCE_FADING = 0.98, 0.95
+FADING, SEQUENCE_FADING = 0.985, 0.95
 """A drafter's counts begin as so many proposals of which this share is kept, a sequence's with the drafter's own as so
 many; they fade as new ones come."""
 

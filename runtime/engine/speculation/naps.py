@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 SHARE_LOOKING = 0.004
-"""Of the steps' time that looks may take while nothing comes of them; twice that while trials do without theirs."""
+"""Of the steps' time that looks may take while nothing comes of them."""
+
+FIRST_STEPS = 8
+"""Of the first nap. Each may be half as long again as the one before: what proposals are worth is to be known soon."""
 
 MOST_STEPS = 512
 """Without a look."""
@@ -54,13 +57,11 @@ class Naps:
             self._left -= 1
         return self.is_asleep
 
-    def begin(self, spent_s: float, plain_s: float, *, spares: bool = False) -> int:
+    def begin(self, spent_s: float, plain_s: float) -> int:
         """A look took so long, and nothing is tried; a step without proposals takes ``plain_s``. Returns the length of
-        the nap that begins, 0: none does. ``sleeps_on`` is asked at its end alone, behind ``num_resting`` steps.
-        ``spares``: trials have spent little of their part of late."""
-        share = 2.0 * SHARE_LOOKING if spares else SHARE_LOOKING
-        least = int((spent_s + _UNSEEN_S) / (share * plain_s))
-        self._length = min(MOST_STEPS, least) if least > 2 else 0
+        the nap that begins, 0: none does. ``sleeps_on`` is asked at its end alone, behind ``num_resting`` steps."""
+        least = int((spent_s + _UNSEEN_S) / (SHARE_LOOKING * plain_s))
+        self._length = min(MOST_STEPS, least, max(FIRST_STEPS, 3 * self._length // 2)) if least > 2 else 0
         self.is_asleep = self._length > 0
         self._left = min(self._length, _NUM_SEEN)
         return self._length

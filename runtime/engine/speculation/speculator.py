@@ -10,7 +10,6 @@ now and then.
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable
 
@@ -31,13 +30,11 @@ from runtime.engine.speculation.drafter import (
 )
 from runtime.engine.speculation.naps import Naps
 from runtime.engine.speculation.prediction import PredictionDrafter
-from runtime.engine.speculation.step_times import WIDTHS, StepTimes
+from runtime.engine.speculation.step_times import StepTimes
+from runtime.engine.speculation.width_choice import RUN_STEPS, SHORT_S, WidthChoice
 from runtime.engine.steps.executor import KeptRows
 
 logger = logging.getLogger("xserv.engine")
-
-LEAST_GAIN = 1.02
-"""What proposals have to promise against none: times are noisy."""
 
 SHARE_PAYING = 0.25
 """Of a step's time that looking for proposals may take while they pay; while they do not, see `naps`."""
@@ -48,34 +45,24 @@ TRIAL_STEPS = 64
 TRIAL_STEPS_PREDICTED = 4
 """The same while a request has a prediction, which is short."""
 
-PLAIN_STEPS, MOST_PLAIN_STEPS = 16, 64
+PLAIN_STEPS, MOST_PLAIN_STEPS = 16, 128
 """Steps with proposals before a few without, though they pay, and at most between two such pauses, each time twice as
 many: otherwise nobody would know whether that is still so, where the machine's speed changes."""
 
-SHORT_S = 2e-3
-"""Steps without proposals that are shorter run code and read memory that is warm. One with proposals among them takes
-up to twice as long as one that follows others of its kind."""
+COLD, COLD_FADING = 1.6, 0.75
+"""By how many times more than later ones the first of such steps is longer than one without proposals, and what is left
+of that a step later, where steps are short: code and memory that have not been used for long make it so."""
 
-RUN_STEPS = 16
-"""So many steps with proposals follow one another where steps are short, until it is known whether they pay: the first
-half of them tells nothing of the time that later ones take."""
-
-COLD = 1.4
-"""How many times as long as later ones these take."""
-
-LEAST_WEIGHT = 6.0
+LEAST_WEIGHT = 24.0
 """Proposals of a kind that have to have been compared with what came before any are tried, where steps are short: a
-run costs more than a look."""
+trial costs more than a look."""
 
-COMES_TRUE, COMES_TRUE_COMPARED = 0.5, 0.8
-"""Of what proposals promise, what the account counts on; where they have been compared with what came."""
+MOST_DISTURBED = 2.0
+"""So many times as long as twice what its tokens would take one by one a step with proposals may be charged as: it may
+want a processor that others use, but the machine may have slept, too."""
 
-HOPED = 0.5
-"""Of what steps with proposals took longer than plain ones, if nothing pays and the account has plenty: they may have
-been disturbed when they were timed, and nothing tells but another trial."""
-
-HOPELESS = 0.7
-"""Of a plain step's tokens a second, what ends a run in its second half."""
+KEPT_STEPS = 8
+"""A choice is made once in so many short steps."""
 
 HANG_S = 1.0
 
@@ -120,6 +107,7 @@ class Speculator:
         self._last_end: tuple[int, int, float] | None = None  # of the step before: number, sequences, when
         self._has_just_tried = False  # in the step before
         self._num_in_run = 0  # steps with proposals since the latest nap
+        self._chosen: dict[Sequence, int] = {}  # how many of each one's, as long as that is kept
         self._most_wanted = 0  # of one sequence in the look before, by how near the sequences' ends are
         self._num_tried, self._most_tried = 0, PLAIN_STEPS  # steps with proposals since the latest without
         self._num_asked = 0
@@ -129,6 +117,7 @@ class Speculator:
         self._hang_s = hang_s
         self._clock = clock
         self._account = TrialAccount()
+        self._choice = WidthChoice(self.times, self._account)
         self._naps = Naps()
         self._plain_s = 0.0  # of a step of as many sequences as decode
 
@@ -191,16 +180,16 @@ class Speculator:
             self._num_tried, self._most_tried = 0, min(2 * self._most_tried, MOST_PLAIN_STEPS)
             self.num_resting = self._naps.pause() - 1  # this one is the first
             return {}
-        begun = time.perf_counter()
+        begun = self._clock()
         drafts = self._propose(running)
         self._num_tried += 1 if drafts else 0
         if not drafts and self._plain_s > 0.0 and not self._fixed and not self._num_predicted:
-            self._num_tried, self._most_tried = 0, PLAIN_STEPS
             if self._has_just_tried and self._most_wanted < self._most:
                 # These sequences' ends are too near: what pays for others is looked for when they have ended.
                 self.num_resting = self._most_wanted
                 return drafts
-            num_steps = self._naps.begin(time.perf_counter() - begun, self._plain_s, spares=self._account.is_full)
+            self._num_tried, self._most_tried = 0, PLAIN_STEPS
+            num_steps = self._naps.begin(self._clock() - begun, self._plain_s)
             self.num_resting = self._naps.num_resting
             self._num_in_run = 0
             self._account.earn(self._plain_s, num_steps)
@@ -221,11 +210,7 @@ class Speculator:
         if self._fixed:
             counts = {sequence: len(ids) for sequence, (ids, _) in found.items()}
         else:
-            curve = self.times.curve(len(decodes), len(decodes) * self._most)
-            self._account.bound(curve[0], max(curve), RUN_STEPS if self._is_short else 1)
-            counts = self._best(found, len(decodes), curve)
-            if not counts and self._account.is_full:
-                counts = self._best(found, len(decodes), [curve[0] + HOPED * (each - curve[0]) for each in curve])
+            counts = self._best(found, len(decodes))
             self._pays = len(counts) > 0
         drafts = {}
         for sequence, (ids, sureness) in found.items():
@@ -237,45 +222,37 @@ class Speculator:
                 acceptance.watch(sequence, ids, sureness)
         return drafts
 
-    def _best(
-        self, found: dict[Sequence, tuple[list[int], int]], num_decodes: int, curve: list[float]
-    ) -> dict[Sequence, int]:
-        """How many of each one's proposals to try, by the chance that its next one is kept. If a part of what they
-        promise comes true, the account has to pay for the rest; where steps are short, for that of a whole run."""
-        account, is_short = self._account, self._is_short
-        is_running = is_short and 0 < self._num_in_run < RUN_STEPS
-        num_steps, cold, share = (RUN_STEPS, COLD, COMES_TRUE_COMPARED) if is_short else (1, 1.0, COMES_TRUE)
-        if self._num_in_run >= RUN_STEPS:
-            num_steps, cold = 1, 1.0
-        chances: list[tuple[float, int, Sequence]] = []
-        for sequence, (ids, sureness) in found.items():
-            if is_short and self._acceptance.weight(sureness) < LEAST_WEIGHT:
-                continue
-            together, chance = 1.0, self._acceptance.chance(sequence, sureness)
-            for place in range(len(ids)):
-                together *= chance
-                chances.append((together, place, sequence))
-        chances.sort(key=lambda one: (-one[0], one[1]))
-        best_rate, best_width = LEAST_GAIN * num_decodes / curve[0], 0
-        if is_running:
-            best_rate = HOPELESS * best_rate if self._num_in_run > RUN_STEPS // 2 else 0.0
-        expected, taken = float(num_decodes), 0
-        for width, seconds in zip(WIDTHS, curve[1:]):
-            if width > len(chances):
-                break
-            while taken < width:
-                expected += chances[taken][0]
-                taken += 1
-            comes_true = (num_decodes + share * (expected - num_decodes)) / num_decodes * curve[0]
-            if expected / seconds <= best_rate:
-                continue
-            if not is_running and not account.allows(num_steps * (cold * seconds - comes_true)):
-                continue
-            if account.allows_setup or self.times.is_known(num_decodes, width):
-                best_rate, best_width = expected / seconds, width
+    def _best(self, found: dict[Sequence, tuple[list[int], int]], num_decodes: int) -> dict[Sequence, int]:
+        """How many of each one's proposals to try, by the chance that its next one is kept. While they pay, the answer
+        is good for a few steps: choosing takes a part of a short one."""
+        kept = self._chosen
+        if (
+            self._num_in_run % KEPT_STEPS
+            and kept.keys() == found.keys()
+            and self._account.allows(0.0)
+            and all(len(found[sequence][0]) >= count for sequence, count in kept.items())
+        ):
+            return kept
+        curve = self.times.curve(num_decodes, num_decodes * self._most)
+        self._account.bound(max(curve))
+        acceptance, least = self._acceptance, LEAST_WEIGHT if self._is_short else 0.0
+        sequences, chances = list(found), list[tuple[float, int, int]]()
+        for number, sequence in enumerate(sequences):
+            ids, sureness = found[sequence]
+            if acceptance.weight(sureness) >= least:
+                together, chance = 1.0, acceptance.chance(sequence, sureness)
+                for place in range(1, 1 + len(ids)):
+                    together *= chance
+                    chances.append((-together, place, number))
+        if len(sequences) > 1:
+            chances.sort()
+        falling = [-together for together, _, _ in chances]
+        width = self._choice.best(falling, num_decodes, len(found), self._most, curve, self._num_in_run)
         counts: dict[Sequence, int] = {}
-        for _, place, sequence in chances[:best_width]:
-            counts[sequence] = max(counts.get(sequence, 0), place + 1)
+        for _, place, number in chances[:width]:
+            sequence = sequences[number]
+            counts[sequence] = max(counts.get(sequence, 0), place)
+        self._chosen = counts if self._is_short and self._num_in_run >= RUN_STEPS else {}
         return counts
 
     def distributions(self, drafts: dict[Sequence, list[int]]) -> dict[Sequence, NDArray[np.float32]]:
@@ -298,7 +275,7 @@ class Speculator:
             self._acceptance.observe(drafted, kept)
         total = sum(drafted.values())
         was_trying, self._has_just_tried = self._has_just_tried, total > 0
-        is_cold = self._is_short and self._num_in_run < RUN_STEPS // 2
+        place = self._num_in_run
         self._num_in_run += 1 if total else 0
         is_asleep = self._naps.is_asleep
         last, self._last_end = self._last_end, None
@@ -307,7 +284,7 @@ class Speculator:
         if last is None or not is_pure or last[:2] != (number - 1, len(kept)):
             return
         if total:
-            self._settle(len(kept), total, sum(kept.values()), now - last[2], is_cold=is_cold)
+            self._settle(len(kept), total, sum(kept.values()), now - last[2], place)
         elif not self._is_held:  # a held one is no plain one
             plain = self.times.plain(len(kept))
             if is_asleep or plain is None or not (was_trying or self._naps.takes_naps):
@@ -315,25 +292,23 @@ class Speculator:
             if not is_asleep and plain is not None:  # naps have paid
                 self._account.earn(plain)
 
-    def _settle(self, num_sequences: int, num_drafts: int, num_kept: int, seconds: float, *, is_cold: bool) -> None:
-        """A step with proposals took so long. It is not taken to be slower than its tokens would be one by one: it was
-        disturbed. What the first of a shape costs, which is recorded, has an account of its own. ``is_cold``: it is one
-        of the first of a run, and tells nothing of later ones: where steps are short, code and memory that have not
-        been used for long make it take twice as long."""
+    def _settle(self, num_sequences: int, num_drafts: int, num_kept: int, seconds: float, place: int) -> None:
+        """A step with proposals took so long. ``place``: in its run."""
         is_first, plain = not self.times.is_known(num_sequences, num_drafts), self.times.plain(num_sequences)
-        most = math.inf if plain is None else plain * (1 + num_drafts / num_sequences)
-        if is_first or not is_cold:
-            self.times.observe(num_sequences, num_drafts, min(seconds, 2.0 * most))
         if plain is None:
+            self.times.observe(num_sequences, num_drafts, seconds)
             return
+        # One that takes twice as long as its tokens would one by one was disturbed.
+        most = 2.0 * plain * (1 + num_drafts / num_sequences)
+        cold = COLD * COLD_FADING**place if self._is_short else 0.0
+        warm_s = plain + max(0.0, min(seconds, most) - plain) / (1.0 + cold)
+        self.times.observe(num_sequences, num_drafts, warm_s)
+        worth_s = num_kept / num_sequences * plain
         if is_first:
-            self._account.set_up(seconds - num_kept / num_sequences * plain, plain)
+            self._account.set_up(seconds - worth_s, plain)
             return
-        if not is_cold:
-            seconds = self.times.tried(num_sequences + num_drafts) or seconds
-        gained = num_kept / num_sequences * plain - min(seconds, most)
-        self._account.settle(gained)
-        if gained > 0.0:
+        self._account.settle(worth_s - min(seconds, MOST_DISTURBED * most))
+        if self._naps.takes_naps and worth_s > (self.times.tried(num_sequences + num_drafts) or seconds):
             self._wake()
 
     def follow(self, kept: KeptRows, chunks: Callable[[], list[LeftChunk]]) -> None:
@@ -351,6 +326,7 @@ class Speculator:
         if len(sequence.request.prediction) and sequence.request.speculates:
             self._num_predicted -= 1
         self._acceptance.end(sequence)
+        self._chosen.pop(sequence, None)
         for drafter in (self._drafter, self._predictions):
             if drafter is not None:
                 try:

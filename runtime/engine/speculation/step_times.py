@@ -12,14 +12,18 @@ _QUARTER = 4
 _STALE_STEPS = 512
 """After so many steps without a measurement a time is forgotten: contexts have grown."""
 
-_UNMEASURED = 32
-"""Steps that were not measured make a time as old as one that was: some 16,000 of them, a few seconds where steps are
+_UNMEASURED = 8
+"""Steps that were not measured make a time as old as one that was: some 4,000 of them, a second where steps are
 so short that most are left out."""
 
 _GUESS, _LEAST = 0.03, 0.01
 """Share of a plain step that a token is guessed to cost while less than two steps with proposals are known; beyond two,
 half of what tokens cost between them, and at least the other: less than it does, so that it is tried where it promises
 something."""
+
+_ANY_S = 1.5e-4
+"""Seconds of a step that having any proposals takes by itself, which is Python's part: but for what is known. At most
+half of what the fewest that are known cost."""
 
 _DOUBT = 0.5
 """Of what a step costs more than a plain one: after one measurement, which may have been disturbed. After two, half of
@@ -136,6 +140,11 @@ class StepTimes:
             times.now = sorted(found)[len(found) // _QUARTER]
         return times.now
 
+    def most_tokens(self, num_sequences: int) -> int:
+        """Of the longest steps whose times are known."""
+        known = (tokens for tokens, times in self._tried.items() if not self._is_stale(times))
+        return max(num_sequences, *known, 0)
+
     def curve(self, num_sequences: int, most: int = WIDTHS[-1]) -> list[float]:
         """Of a step without proposals, then with each of ``WIDTHS`` up to the first that is ``most`` or more; empty
         while that without is not known. Between two that are known by a straight line; beyond them by a guess that is
@@ -146,12 +155,14 @@ class StepTimes:
         plain = self.plain(num_sequences)
         if plain is None:
             return []
-        points = [(num_sequences, plain)]
+        points = [(num_sequences, plain + _ANY_S)]
         for tokens in sorted(self._tried):
             seconds = self.tried(tokens)
             if tokens > num_sequences and seconds is not None:
                 doubt = _DOUBT ** len(self._tried[tokens].seen)
                 points.append((tokens, plain + max(0.0, seconds - plain) * (1.0 - doubt)))
+        if len(points) > 1:
+            points[0] = num_sequences, plain + min(_ANY_S, 0.5 * (points[1][1] - plain))
         curve, places = [plain], [tokens for tokens, _ in points]
         for width in WIDTHS[: 1 + bisect_left(WIDTHS, most)]:
             tokens = num_sequences + width

@@ -114,8 +114,8 @@ def test_looking_is_rare_where_it_does_not_pay() -> None:
     drafter = Scripted(slow)
     one = Speculator(drafter, 7, VOCAB_SIZE)
     teach(one.times, 8, lambda drafts: 0.01 + 0.01 * drafts)
-    settle(one, decoding(8), lambda proposed: 0, steps=200)
-    assert drafter.num_asked < 40
+    settle(one, decoding(8), lambda proposed: 0, steps=1000)
+    assert drafter.num_asked <= 8 * 11, "naps grow by half each, to some 400 steps"
 
 
 def test_times_between_and_beyond() -> None:
@@ -127,7 +127,7 @@ def test_times_between_and_beyond() -> None:
     curve = times.curve(2)
     assert curve[0] == 1.0
     places = [1 + WIDTHS.index(width) for width in (2, 4, 6, 8)]
-    assert [curve[at] for at in places] == [1.25, 1.5, 1.75, 2.0], "half of it is in doubt"
+    assert [curve[at] for at in places] == pytest.approx([1.25, 1.5, 1.75, 2.0], abs=1e-3), "half of it is in doubt"
     assert curve[1 + WIDTHS.index(16)] == 2.0 + 8 * 0.0625, "half of what the four before cost"
     for drafts, seconds in ((4, 2.0), (8, 3.0)) * 20:
         times.observe(2, drafts, seconds)
