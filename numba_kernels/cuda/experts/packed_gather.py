@@ -62,13 +62,13 @@ def _gate_up(weight_name: str, activation: str) -> Specialisation:
     scale_by, stage, place = reader.factors.scale_by, reader.factors.stage, reader.factors.place
     packing = packing_of(weight_name)
     assert packing is not None
-    slot_elements = packing.slot
+    slot_elements, has_few_registers = packing.slot, reader.factors.num_parts > 4
 
     def experts(x, table, ids, out, n, k, num_experts, top_k):
         shared = memory.shared_address(cuda.shared.array(0, uint32))
         greatest = cuda.shared.array(WARPS, uint32)
         partial = cuda.shared.array((2, 2, STREAMS, ROWS), float32)  # of one tile and the next
-        places = cuda.shared.array(2, uint64)  # of weight and bias: e2m1 spills where they stay in registers
+        places = cuda.shared.array(2, uint64)  # of weight and bias, where registers are few
         words, scales = cuda.local.array(NUM_WORDS, uint32), cuda.local.array(num_scale_words, uint32)
         rows, scale_rows, sums = cuda.local.array(2, uint64), cuda.local.array(1, uint64), cuda.local.array(2, float32)
         next_rows, next_scale_rows = cuda.local.array(2, uint64), cuda.local.array(1, uint64)
@@ -92,7 +92,7 @@ def _gate_up(weight_name: str, activation: str) -> Specialisation:
         most = largest(x_row, warp, uint32(WARPS), k, lane)
         if lane == uint32(0):
             greatest[warp] = most
-        if thread == uint32(0):
+        if has_few_registers and thread == uint32(0):
             places[0] = weight
             places[1] = bias
         sync_block()
@@ -107,7 +107,9 @@ def _gate_up(weight_name: str, activation: str) -> Specialisation:
         while tile < tiles:
             following = uint32(tile + uint32(cuda.gridDim.x))
             goes_on = uint32(1) if following < tiles else uint32(0)
-            aim(next_rows, next_scale_rows, places[0], uint32(own_tiles + following), both, k, first, lane)
+            if has_few_registers:
+                weight = places[0]
+            aim(next_rows, next_scale_rows, weight, uint32(own_tiles + following), both, k, first, lane)
             multiply(sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, at, first, last, lane)
             if (lane & uint32(3)) == uint32(0):
                 partial[turn, half, stream, lane >> uint32(2)] = sums[0]
@@ -120,7 +122,9 @@ def _gate_up(weight_name: str, activation: str) -> Specialisation:
                 for i in range(STREAMS):
                     gate += partial[turn, 0, i, thread]
                     up += partial[turn, 1, i, thread]
-                whole, weight, bias = unfactor * float32(shift), places[0], places[1]
+                whole = unfactor * float32(shift)
+                if has_few_registers:
+                    weight, bias = places[0], places[1]
                 gate = scale_element(scale_element(gate, whole), row_scale(weight, both, k, column))
                 up = scale_element(scale_element(up, whole), row_scale(weight, both, k, uint32(column + n)))
                 if bias != uint64(0):
