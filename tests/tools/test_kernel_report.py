@@ -20,6 +20,7 @@ from tools import kernel_report
 from tools.kernel_costs import page
 from tools.kernel_costs.cases import cases
 from tools.kernel_costs.counts import Bench, Work
+from tools.kernel_costs.goals import BEGIN, END
 from tools.kernel_costs.machine_code import nvdisasm_if_any
 from tools.kernel_costs.machine_code import parse as parse_machine_code
 from tools.kernel_costs.renewed import CLEAN, OFFENDS, SCATTERED, renewed
@@ -311,5 +312,7 @@ def test_a_page_keeps_what_was_not_examined_anew() -> None:
     assert "2 of the 5 registered kernels were examined." in more
     assert "| k1 | 8 |\n| k2 | 8 |\n" in more
     assert renewed("", before, names) == before
+    goals = before.replace("Words.\n", f"Words.\n\n{BEGIN}\n## Goals\n\n| work |\n{END}\n")
+    assert renewed(goals, page_of(["d", "c"], []), names) == found
     other = before.replace("| case | sum |", "| case | bytes |")
     assert "| a | 2 |" not in renewed(other, page_of(["d"], []), names)

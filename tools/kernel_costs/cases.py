@@ -48,6 +48,9 @@ def cases() -> Iterator[Case]:
 # What works along rows
 
 _ROWS, _SIZE = 32, 1024
+_WEIGHTS_IN_HALVES = (
+    "a lane's 8 float32 weights are two loads of 16 bytes, each of which takes half of every sector; rows share them"
+)
 
 
 def _rows() -> Iterator[Case]:
@@ -80,7 +83,8 @@ def _rows() -> Iterator[Case]:
         )  # fmt: skip
 
     work = Work(2 * count + 4 * _SIZE, all_bytes, 8 * count)
-    yield Case("rounded_norm e4m3_g128 bf16", "activation", f"{_ROWS} x {_SIZE}", work, round_normed)
+    shape = f"{_ROWS} x {_SIZE}"
+    yield Case("rounded_norm e4m3_g128 bf16", "activation", shape, work, round_normed, _WEIGHTS_IN_HALVES)
     for name in ("silu", "gelu_tanh", "gelu_erf"):
         yield Case(
             f"{name} bf16", "activation", f"{count}", Work(2 * count, 2 * count, 4 * count),

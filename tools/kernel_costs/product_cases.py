@@ -125,10 +125,11 @@ def _packed_gemm(
         bench.launch(launch, x, weight, 0, 0, bench.empty(m * n * 2), m, n, k, 0, *gemm.NO_SQUARES)
 
     work = Work(m * k * 2 + weight_bytes, m * n * 2, 2 * m * n * k, True)
-    columns = few_rows_operands.COLUMNS * few_rows_shape.BLOCK_WARPS // few_rows_shape.split(n, k, name)  # of a block
-    rows = m  # of a block
-    if tier == "packed_tiles":
-        columns, rows = packed_tiles.BLOCK_N, packed_tiles.BLOCK_M
+    columns, rows = packed_tiles.BLOCK_N, packed_tiles.BLOCK_M  # of a block
+    if tier == "few_rows":
+        columns = few_rows_operands.COLUMNS * few_rows_shape.BLOCK_WARPS // few_rows_shape.split(n, k, name)
+        product = gemm.Product(m, n, k, "bf16", name)
+        rows = 16 * few_rows_shape.choose(product, gemm.machine_of("sm_90a")).row_tiles
     elif hopper_tile is not None:
         columns, rows = hopper_tile.block_n, hopper_tile.block_m
     elif tier == "packed_row":

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from tools.kernel_costs.goals import BEGIN, END
+
+_GOALS = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END) + r"\n*", re.DOTALL)
 _TITLE = re.compile(r"^## ", re.MULTILINE)
 _TABLE = re.compile(r"(?P<head>\| .*\n\|[-:|]+\|\n)(?P<rows>(?:\|.*\n?)*)")
 _ROW = re.compile(r"^\| (?P<name>[^|]+?) \|.*$", re.MULTILINE)
@@ -15,11 +18,11 @@ SCATTERED, OFFENDS, CLEAN = "Where sectors cannot be filled:", "What it does not
 
 def renewed(before: str, page: str, names: Sequence[str]) -> str:
     """`page`, which tells of some cases or kernels, with what `before` tells of others: sections, rows of tables, and
-    what these are found to do. Rows are in the order of `names`; those of other names are left out, and so are all of a
-    table that has other columns now."""
+    what these are found to do, but without the goals (`goals.carried`). Rows are in the order of `names`; those of
+    other names are left out, and so are all of a table that has other columns now."""
     if not before:
         return page
-    old, new = _sections(before), _sections(page)
+    old, new = _sections(_GOALS.sub("", before)), _sections(page)
     found = []
     for title, text in {**old, **new}.items():
         is_in_both = title in old and title in new
