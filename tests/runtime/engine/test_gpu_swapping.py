@@ -42,7 +42,7 @@ def new_engine(folder: Path, device: str, *, num_blocks: int, swap_slots: int = 
         block_size=8,
         num_blocks=num_blocks,
         preemption="swap" if swap_slots else "recompute",
-        swap_space_bytes=swap_slots * 3072,
+        swap_space_bytes=swap_slots * 6144,
     )
     assert engine.limits.num_host_blocks == swap_slots
     return engine
@@ -60,7 +60,7 @@ def requests() -> list[EngineRequest]:
 
 
 def test_swapped_sequences_answer_as_alone_on_the_cpu(tmp_path: Path) -> None:
-    folder = write_model(tmp_path, load_golden("qwen3_tied_gqa4"))
+    folder = write_model(tmp_path, load_golden("llama_default"))
     engine = new_engine(folder, "emulated:sm_90a", num_blocks=10, swap_slots=20)
     results: dict[str, Collected] = {}
     for each in requests():
@@ -85,7 +85,7 @@ def test_swapped_sequences_answer_as_alone_on_the_cpu(tmp_path: Path) -> None:
 def test_kernels_that_do_not_wait_for_the_blocks_are_found(
     tmp_path: Path, fragile_gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = write_model(tmp_path, load_golden("qwen3_tied_gqa4"))
+    folder = write_model(tmp_path, load_golden("llama_default"))
     engine = new_engine(folder, fragile_gpu.device.type, num_blocks=10, swap_slots=20)
 
     def without_waiting(kv_cache: KVCache, index: int) -> tuple[Tensor, ...]:
