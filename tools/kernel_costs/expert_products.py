@@ -5,6 +5,7 @@ python -m tools.kernel_costs.expert_products
 
 from __future__ import annotations
 
+import argparse
 from typing import Any
 
 from numba_kernels.cuda import gemm
@@ -244,6 +245,7 @@ def gpt_oss_step(model: GpuModel) -> list[list[str]]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     model = model_of("H200")
     heads = ["experts", "rows of each", "`mma.sync` (µs)", "`wgmma`", "dense", "dense / `wgmma`", "limit"]
     print(table([*heads, "weights alone"], prefill_rows(model)))

@@ -9,6 +9,7 @@ blocks walk in steps of 32 of K, it has `few_rows_shape`'s time of these steps, 
 
 from __future__ import annotations
 
+import argparse
 import math
 from types import ModuleType
 
@@ -95,6 +96,7 @@ def alone_of(weight: str, model: GpuModel) -> list[str]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     model = model_of("H200")
     columns = (
         text for m in ROWS for text in ("instructions for 4 KB", f"{m} row{'s' * (m > 1)} (µs)", "of the bandwidth")

@@ -9,6 +9,8 @@ the machine instructions of its main loop are those that were counted for sm_80,
 
 from __future__ import annotations
 
+import argparse
+
 from runtime.device.emulator.driver.architectures import H100, H200
 from tools.kernel_costs.latencies import EDGES, Timing
 from tools.kernel_costs.roofline import EXPONENTIALS, ISSUES, Band, Modelled, per_operation, product
@@ -68,6 +70,7 @@ def attention(timing: Timing) -> Modelled:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for name, model in (("H200", H200), ("H100", H100)):
         timings = [Timing(model, edge) for edge in EDGES]
         band = Band.of(lambda timing: (products_ms(timing), ""), timings)

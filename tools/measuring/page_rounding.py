@@ -11,9 +11,9 @@ size.
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -112,4 +112,9 @@ def measure(path: str) -> None:
 
 
 if __name__ == "__main__":
-    {"write": write, "measure": measure}[sys.argv[1]](sys.argv[2])
+    commands = {"write": write, "measure": measure}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=commands)
+    parser.add_argument("questions", metavar="QUESTIONS.json")
+    asked = parser.parse_args()
+    commands[asked.command](asked.questions)

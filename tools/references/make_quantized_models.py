@@ -23,10 +23,10 @@ and `dequantised.json`: for each matrix the type and the SHA-256 of the floats t
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import importlib.util
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -490,4 +490,8 @@ if __name__ == "__main__":
         "awq": awq_cases, "fp8": fp8_cases, "mxfp4": mxfp4_case,
         "modelopt": modelopt_cases, "read": read_folders,
     }  # fmt: skip
-    made[sys.argv[1]](*sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=made)
+    parser.add_argument("folder", nargs="*")
+    asked = parser.parse_args()
+    made[asked.command](*asked.folder)

@@ -7,6 +7,7 @@ That file has the cpu's answers, so that a lent GPU does not wait for the cpu's 
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 from collections.abc import Iterator
@@ -111,6 +112,7 @@ def _compare(options: Options, dtype: str) -> Result:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     said = answers(Options("cpu"), "float32")
     lines = [f"{json.dumps(name)}: {json.dumps(answer)}" for name, answer in said.items()]
     ANSWERS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
