@@ -4,6 +4,7 @@ time."""
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 
@@ -60,7 +61,7 @@ class World:
 
     @staticmethod
     def _plain_s() -> float:
-        return PLAIN_S * (1.0 + 0.06 * (2.0 / np.pi) ** 0.5)
+        return PLAIN_S * (1.0 + 0.06 * math.sqrt(2.0 / math.pi))
 
     def _step(self) -> None:
         one = self._one
