@@ -247,7 +247,10 @@ class Speculator:
         if len(sequences) > 1:
             chances.sort()
         falling = [-together for together, _, _ in chances]
-        width = self._choice.best(falling, num_decodes, len(found), self._most, curve, self._num_in_run)
+        width = self._choice.best(
+            falling, num_decodes, len(found), self._most, curve, self._num_in_run,
+            ends_soon=self._most_wanted < self._most,
+        )  # fmt: skip
         counts: dict[Sequence, int] = {}
         for _, place, number in chances[:width]:
             sequence = sequences[number]

@@ -46,13 +46,15 @@ class WidthChoice:
         self._latest = 0
 
     def best(
-        self, chances: list[float], num_sequences: int, num_asking: int, most: int, curve: list[float], num_in_run: int
-    ) -> int:
+        self, chances: list[float], num_sequences: int, num_asking: int, most: int, curve: list[float], num_in_run: int,
+        *, ends_soon: bool,
+    ) -> int:  # fmt: skip
         """How many to try.
 
         ``chances``: that each proposal is kept, falling, of ``num_asking`` sequences with at most ``most`` each, beside
         which others decode, ``num_sequences`` in all. ``curve``: of their steps (`StepTimes.curve`). ``num_in_run``:
-        steps with proposals that came one behind the other before this one.
+        steps with proposals that came one behind the other before this one. ``ends_soon``: none of the sequences has
+        room for ``most``; where steps are short, nothing is recorded for so few tokens.
         """
         account, plain_s = self._account, curve[0]
         is_short = plain_s < SHORT_S
@@ -83,7 +85,7 @@ class WidthChoice:
                     known_rate, known_width = rate, width
             elif (
                 rate > new_rate
-                and (not is_short or _is_usual(width, num_asking, most))
+                and (not is_short or (not ends_soon and _is_usual(width, num_asking, most)))
                 and account.allows(loss_s, is_first=True)
             ):
                 new_rate, new_width = rate, width
