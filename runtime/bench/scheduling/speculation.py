@@ -31,7 +31,7 @@ FIXED = (1, 3, 7)
 CURVE = (1, 2, 3, 5, 7)
 """Proposals a sequence whose steps are timed."""
 
-CURVE_ROUNDS, COLD_STEPS = 3, 4
+CURVE_ROUNDS, COLD_STEPS = 5, 4
 """How often answers are computed whose steps are timed, and steps behind a prompt that are not: where steps are short,
 these take up to twice as long as later ones."""
 
