@@ -26,6 +26,8 @@ from numba.core.cpu import CPUContext
 from numba.core.dispatcher import Dispatcher
 from numba.core.typed_passes import BaseNativeLowering
 
+from numba_kernels.replaced import replaced
+
 REPLACED_VERSION = "0.68"
 """Of numba: the first two numbers."""
 
@@ -50,7 +52,7 @@ def linked_parts() -> Iterator[None]:
     if ".".join(numba.__version__.split(".")[:2]) != REPLACED_VERSION:
         yield
         return
-    replaced: list[tuple[Any, str, Callable[..., Any]]] = [
+    methods = [
         (BaseNativeLowering, "run_pass", _lower_without_wrappers(BaseNativeLowering.run_pass)),
         (CPUContext, "get_executable", lambda context, library, description, environment: _Part()),
         (JITCodeLibrary, "finalize", _finalize),
@@ -58,19 +60,12 @@ def linked_parts() -> Iterator[None]:
         (JITCodeLibrary, "_optimize_functions", _set_layout),
         (Dispatcher, "add_overload", _add_overload),
     ]
-    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in replaced]
     for dispatcher, arguments, result in _overloads:
         dispatcher.overloads.setdefault(arguments, result)
     try:
-        for owner, name, function in replaced:
-            setattr(owner, name, function)
-        yield
+        with replaced(methods):
+            yield
     finally:
-        for owner, name, function in before:
-            if function is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, function)
         for dispatcher, arguments, result in _overloads:
             if dispatcher.overloads.get(arguments) is result:
                 del dispatcher.overloads[arguments]

@@ -18,8 +18,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import numba
-from numba.core import ir, lowering, postproc, transforms
+from numba.core import ir, lowering, postproc
 from numba.core.types import BaseFunction
+
+from numba_kernels.replaced import replaced
 
 REPLACED_VERSION = "0.68"
 """Of numba: the first two numbers."""
@@ -37,80 +39,78 @@ def quick_host_passes() -> Iterator[None]:
     if _is_inside or ".".join(numba.__version__.split(".")[:2]) != REPLACED_VERSION:
         yield
         return
-    replaced: list[tuple[Any, str, Callable[..., Any]]] = [
-        (ir.Stmt, "list_vars", _list_vars_of_statement),
-        (ir.Expr, "list_vars", _list_vars_of_expression),
-        (postproc.PostProcessor, "run", _post_process),
+    parts = [
+        *variable_listers(ir, ir.Var, ir.Inst),
+        post_processing(postproc),
         (BaseFunction, "get_call_type", _get_call_type),
         (lowering, "str", lambda instruction: ""),
     ]
-    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in replaced]
     was_collecting = gc.isenabled()
     try:
         _is_inside = True
         gc.disable()
-        for owner, name, function in replaced:
-            setattr(owner, name, function)
-        yield
+        with replaced(parts):
+            yield
     finally:
-        for owner, name, function_before in before:
-            if function_before is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, function_before)
         if was_collecting:
             gc.enable()
         _is_inside = False
 
 
 @functools.cache
-def _holds(kind: type) -> str:
-    """What an object of a type, in an instruction, tells of the instruction's variables."""
-    for held, bases in (("variable", ir.Var), ("own", ir.Inst), ("items", (list, tuple)), ("values", dict)):
-        if issubclass(kind, bases):
-            return held
-    return ""
+def variable_listers(ir: Any, variables: Any, instructions: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """What to replace `Stmt.list_vars` and `Expr.list_vars` of the module ``ir`` by, whose variables and instructions
+    have these types."""
+
+    @functools.cache
+    def holds(kind: type) -> str:
+        """What an object of a type, in an instruction, tells of the instruction's variables."""
+        for held, bases in (("variable", variables), ("own", instructions), ("items", (list, tuple)), ("values", dict)):
+            if issubclass(kind, bases):
+                return held
+        return ""
+
+    def variables_in(values: Iterable[Any]) -> list[Any]:
+        found = []
+        for value in values:
+            held = holds(value.__class__)
+            if not held:
+                continue
+            if held == "variable":
+                found.append(value)
+            elif held == "own":
+                found += value.list_vars()
+            else:
+                found += variables_in(value if held == "items" else value.values())
+        return found
+
+    def of_statement(statement: Any) -> list[Any]:
+        return variables_in(statement.__dict__.values())
+
+    def of_expression(expression: Any) -> list[Any]:
+        return variables_in(expression._kws.values())
+
+    return [(ir.Stmt, "list_vars", of_statement), (ir.Expr, "list_vars", of_expression)]
 
 
-def _variables_in(values: Iterable[Any]) -> list[Any]:
-    found = []
-    for value in values:
-        held = _holds(value.__class__)
-        if not held:
-            continue
-        if held == "variable":
-            found.append(value)
-        elif held == "own":
-            found += value.list_vars()
-        else:
-            found += _variables_in(value if held == "items" else value.values())
-    return found
+@functools.cache
+def post_processing(postproc: Any) -> tuple[Any, str, Callable[..., Any]]:
+    """What to replace `PostProcessor.run` of the module ``postproc`` by: the same without the variables at each block's
+    entry, unless of a generator, which needs them."""
+    own_run = postproc.PostProcessor.run
 
+    def run(processor: Any, emit_dels: bool = False, extend_lifetimes: bool = False) -> None:
+        function = processor.func_ir
+        if function.is_generator:
+            own_run(processor, emit_dels, extend_lifetimes)
+            return
+        function.blocks = postproc.transforms.canonicalize_cfg(function.blocks)
+        function.variable_lifetime = postproc.VariableLifetime(function.blocks)  # computes what it is asked for
+        function.generator_info = None
+        if emit_dels:
+            processor._insert_var_dels(extend_lifetimes=extend_lifetimes)
 
-def _list_vars_of_statement(statement: Any) -> list[Any]:
-    """`Stmt.list_vars`."""
-    return _variables_in(statement.__dict__.values())
-
-
-def _list_vars_of_expression(expression: Any) -> list[Any]:
-    """`Expr.list_vars`."""
-    return _variables_in(expression._kws.values())
-
-
-_run: Callable[..., None] = postproc.PostProcessor.run
-
-
-def _post_process(processor: Any, emit_dels: bool = False, extend_lifetimes: bool = False) -> None:
-    """`PostProcessor.run` without the variables at each block's entry, unless of a generator, which needs them."""
-    function = processor.func_ir
-    if function.is_generator:
-        _run(processor, emit_dels, extend_lifetimes)
-        return
-    function.blocks = transforms.canonicalize_cfg(function.blocks)
-    function.variable_lifetime = postproc.VariableLifetime(function.blocks)  # computes what it is asked for
-    function.generator_info = None
-    if emit_dels:
-        processor._insert_var_dels(extend_lifetimes=extend_lifetimes)
+    return postproc.PostProcessor, "run", run
 
 
 _type_call: Callable[..., Any] = BaseFunction.get_call_type

@@ -43,6 +43,9 @@ from numba.cuda.core.targetconfig import ConfigStack
 from numba.cuda.target import CUDATypingContext
 from numba.cuda.typing.context import BaseContext
 
+from numba_kernels.quick_host_passes import post_processing, variable_listers
+from numba_kernels.replaced import replaced
+
 REPLACED_VERSION = "0.30.4"  # of numba-cuda
 
 
@@ -53,14 +56,13 @@ def quick_passes() -> Iterator[None]:
         yield
         return
     with global_compiler_lock:
-        replaced: list[tuple[Any, str, Any]] = [
+        parts = [
             (inline_closurecall.InlineWorker, "run_untyped_passes", _reader_of_functions()),
             (inline_closurecall.InlineWorker, "inline_ir", _inliner()),
-            (ir.Stmt, "list_vars", _list_vars_of_statement),
-            (ir.Expr, "list_vars", _list_vars_of_expression),
+            *variable_listers(ir, ir.var_types, ir.inst_types),
             (ssa, "_run_ssa", _run_ssa),
             (analysis, "compute_live_map", _compute_live_map),
-            (postproc.PostProcessor, "run", _post_process),
+            post_processing(postproc),
             (BaseContext, "resolve_function_type", _resolver_of_calls()),
             (BaseFunction, "get_call_type", _typer_of_calls()),
             (LoweringContext, "get_function", _finder_of_implementations()),
@@ -70,17 +72,8 @@ def quick_passes() -> Iterator[None]:
             (lowering.Lower, "_find_singly_assigned_variable", _find_singly_assigned_variable),
             (lowering, "str", lambda instruction: ""),
         ]
-        before = [(owner, name, vars(owner).get(name)) for owner, name, _ in replaced]
-        try:
-            for owner, name, function in replaced:
-                setattr(owner, name, function)
+        with replaced(parts):
             yield
-        finally:
-            for owner, name, function in before:
-                if function is None:
-                    delattr(owner, name)
-                else:
-                    setattr(owner, name, function)
 
 
 @functools.cache
@@ -179,40 +172,6 @@ def _copy_of(node: Any, renamed: dict[str, Any]) -> Any:
     return node
 
 
-@functools.cache
-def _holds(kind: type) -> str:
-    """What an object of a type, in an instruction, tells of the instruction's variables."""
-    for held, bases in (("variable", ir.var_types), ("own", ir.inst_types), ("items", (list, tuple)), ("values", dict)):
-        if issubclass(kind, bases):
-            return held
-    return ""
-
-
-def _variables_in(values: Iterable[Any]) -> list[Any]:
-    found = []
-    for value in values:
-        held = _holds(value.__class__)
-        if not held:
-            continue
-        if held == "variable":
-            found.append(value)
-        elif held == "own":
-            found += value.list_vars()
-        else:
-            found += _variables_in(value if held == "items" else value.values())
-    return found
-
-
-def _list_vars_of_statement(statement: Any) -> list[Any]:
-    """`Stmt.list_vars`."""
-    return _variables_in(statement.__dict__.values())
-
-
-def _list_vars_of_expression(expression: Any) -> list[Any]:
-    """`Expr.list_vars`."""
-    return _variables_in(expression._kws.values())
-
-
 def _run_ssa(blocks: dict[int, Any]) -> dict[int, Any]:
     """Single assignment by Numba's handlers, each variable's over those blocks alone that name it."""
     cfg = ssa.compute_cfg_from_blocks(blocks)
@@ -278,17 +237,6 @@ def _bits(number: int) -> Iterable[int]:
         lowest = number & -number
         yield lowest.bit_length() - 1
         number ^= lowest
-
-
-def _post_process(processor: Any, emit_dels: bool = False, extend_lifetimes: bool = False) -> None:
-    """`PostProcessor.run` without the variables at each block's entry, by which generators are compiled."""
-    function = processor.func_ir
-    assert not function.is_generator, f"{function.func_id.func_qualname}: a kernel is no generator"
-    function.blocks = postproc.transforms.canonicalize_cfg(function.blocks)
-    function.variable_lifetime = postproc.VariableLifetime(function.blocks)  # computes what it is asked for
-    function.generator_info = None
-    if emit_dels:
-        processor._insert_var_dels(extend_lifetimes=extend_lifetimes)
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 The first tickets of a launch arrange the rows of x for the tiles (`operands`), the others wait for them and multiply.
 A product with few rows streams the panels once, which is all that memory allows; with many rows each panel is cut along
 K into blocks that stay in the first-level cache while all row tiles pass over them, and the tiles fetch the next block
-into the second level meanwhile.
+meanwhile (`simd.prefetch` says where to).
 
 In exact mode K may be cut into segments, whose sums are added in a tree (`numba_kernels.segments`). Sums of segments
 wait in slots: that of segment s in the slot whose number is the count of ones in s, until the one below it is complete.
@@ -48,7 +48,7 @@ from numba_kernels.cpu.running.launch import Fields, Kernel, address, address_of
 from numba_kernels.cpu.target import DOT, GEMM_ROWS, PANEL_COLUMNS, TILE_VECTORS
 from numba_kernels.segments import SEGMENTS
 
-MAX_BLOCK_WORDS = 128
+MAX_BLOCK_WORDS = 128  # of K in a block, a multiple of GROUP_WORDS: 24 KB of panel with AVX-512, else 8
 STREAM_AHEAD_BYTES = 4096  # how far a lone pass over the weight prefetches
 BLOCK_STREAM_AHEAD_BYTES, LONG_BLOCK_STREAM_AHEAD_BYTES = 8192, 32768  # of blocks, a few lines at a time
 TICKET_ROWS = 128  # at most about so many

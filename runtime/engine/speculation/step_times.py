@@ -21,7 +21,7 @@ _GUESS, _LEAST = 0.03, 0.01
 half of what tokens cost between them, and at least the other: less than it does, so that it is tried where it promises
 something."""
 
-_ANY_S = 1.5e-4
+ANY_S = 1.5e-4
 """Seconds of a step that having any proposals takes by itself, which is Python's part: but for what is known. At most
 half of what the fewest that are known cost."""
 
@@ -155,14 +155,14 @@ class StepTimes:
         plain = self.plain(num_sequences)
         if plain is None:
             return []
-        points = [(num_sequences, plain + _ANY_S)]
+        points = [(num_sequences, plain + ANY_S)]
         for tokens in sorted(self._tried):
             seconds = self.tried(tokens)
             if tokens > num_sequences and seconds is not None:
                 doubt = _DOUBT ** len(self._tried[tokens].seen)
                 points.append((tokens, plain + max(0.0, seconds - plain) * (1.0 - doubt)))
         if len(points) > 1:
-            points[0] = num_sequences, plain + min(_ANY_S, 0.5 * (points[1][1] - plain))
+            points[0] = num_sequences, plain + min(ANY_S, 0.5 * (points[1][1] - plain))
         curve, places = [plain], [tokens for tokens, _ in points]
         for width in WIDTHS[: 1 + bisect_left(WIDTHS, most)]:
             tokens = num_sequences + width

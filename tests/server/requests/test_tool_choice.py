@@ -227,7 +227,7 @@ def test_strict_closes_what_does_not_say_that_it_is_open(engine: ThreadEngineCli
         named = {"type": "function", "function": {"name": "f"}}
         tools = [tool("f", parameters=PARAMETERS, **fields)]
         found: set[str] = set()
-        for seed in range(2):
+        for seed in range(4):
             answer = ask(client, tools=tools, tool_choice=named, seed=seed, temperature=1.5, max_tokens=150)
             (call,) = answer.choices[0].message.tool_calls
             try:

@@ -54,13 +54,13 @@ def small_pieces() -> Iterator[None]:
         yield
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None)
 @given(OUTER)
 def test_the_pieces_are_the_whole(value: Outer) -> None:
     assert b"".join(pieces(value)) == msgspec.json.encode(value)
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=30)
 @given(st.lists(st.lists(PLAIN, max_size=5), max_size=20))
 def test_an_encoded_list_is_the_list(parts: list[list[Any]]) -> None:
     encoded: EncodedList[Any] = EncodedList()
