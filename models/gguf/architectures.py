@@ -231,13 +231,16 @@ def _read_olmoe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_gpt_oss(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    """The file does not say that the rotary ramp has no whole ends: gpt-oss's config.json does."""
-    if (rope := common.get("rope_scaling", {})).get("rope_type") == "yarn":
+    """The file does not say that the rotary ramp has no whole ends: gpt-oss's config.json does, and it always says how
+    positions are scaled, where a file without scaling is silent."""
+    rope = common.get("rope_scaling", {"rope_type": "default"})
+    if rope["rope_type"] == "yarn":
         rope["truncate"] = False
     size = keys.integer("expert_feed_forward_length", common["intermediate_size"])
     return {
         **_read_experts(keys),
         "intermediate_size": size,
+        "rope_scaling": rope,
         "sliding_window": keys.integer("attention.sliding_window", 128),
         **_read_pattern(keys, common),
     }

@@ -64,6 +64,21 @@ def test_sentencepiece_beside_tokenizer_json() -> None:
         assert ours.decode(ids) == theirs.decode(ids)
 
 
+def test_sentencepiece_whose_scores_the_converter_did_not_know() -> None:
+    """Made of a tokenizer.json alone: every score is -1000, and only ids tell which merge comes first."""
+    folder = shared("models/stories260K")
+    metadata = sentencepiece_metadata(folder)
+    metadata["tokenizer.ggml.scores"] = np.full(len(metadata["tokenizer.ggml.tokens"]), -1000, np.float32)
+    ours, theirs = tokenizer_of(metadata), Tokenizer.from_file(folder / "tokenizer.json")
+    vectors = (shared("tokenizers/qwen3") / "vectors.jsonl").read_text(encoding="utf-8").splitlines()
+    rng = random.Random(5)
+    for text in ["You should've done this", *(json.loads(line)["text"] for line in vectors)]:
+        assert ours.encode(text) == theirs.encode(text), text
+    for _ in range(300):
+        text = random_text(rng)
+        assert ours.encode(text) == theirs.encode(text), text
+
+
 def small_sentencepiece(**more: Any) -> dict[str, Any]:
     """Every type of token; merges of one score, and a user-defined token of blanks."""
     pieces: list[tuple[str, float, int]] = [("<unk>", 0, UNKNOWN), ("<s>", 0, CONTROL), ("</s>", 0, CONTROL)]

@@ -145,10 +145,13 @@ class GgufVocabulary:
         """Every way to put a normal token together of two others, the highest score first.
 
         As transformers' `generate_merges`: ways of one score by the lengths of the parts, then by the token's id, then
-        by the parts' ids.
+        by the parts' ids. Where llama.cpp's converter had a tokenizer.json alone it gives every token the same score;
+        then the lowest id comes first, as the scores of a SentencePiece model fall from id to id.
         """
         scores = self._numbers("scores", (int, float))
         normal = {token: i for i, token in enumerate(self.tokens) if self.types[i] == _NORMAL}
+        if len({scores[i] for i in normal.values()}) == 1:
+            scores = [-i for i in range(len(scores))]
         merges: list[tuple[float, int, int, str, str]] = []
         for token, i in normal.items():
             ways = [(token[:cut], token[cut:]) for cut in range(1, len(token))]

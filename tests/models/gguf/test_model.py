@@ -81,6 +81,15 @@ def test_float32_is_the_twin(tmp_path: Path, case: str) -> None:
         np.testing.assert_array_equal(logits, expected)
 
 
+def test_gpt_oss_whose_positions_are_not_scaled(tmp_path: Path) -> None:
+    """The converter then writes no key of scaling; config.json has to say so."""
+    changes = {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}
+    config, tensors, ids = twin_of(tmp_path / "twin", "gpt_oss_odd", **changes)
+    path = write_gguf(tmp_path / "model.gguf", config, tensors)
+    assert comparable(load_config(path), False) == comparable(load_config(tmp_path / "twin"), False)
+    np.testing.assert_array_equal(logits_of(load_model(path), ids), logits_of(load_model(tmp_path / "twin"), ids))
+
+
 def comparable(config: Any, has_factors: bool) -> Any:
     """A config without what the file has no keys for here; ropes with their attention factor in float32."""
     ropes = [] if has_factors else [rope for rope in config.layer_ropes if rope]
