@@ -29,8 +29,16 @@ def test_a_drain_under_load(tiny_folder: Path) -> None:
             lines = response.iter_lines()
             for _ in range(10):
                 next(lines)
-            watcher = threading.Thread(target=lambda: httpx.get(f"{url}/live", timeout=TIMEOUT_S))
+            is_watching = threading.Event()
+
+            def watch() -> None:
+                with httpx.stream("GET", f"{url}/live", timeout=TIMEOUT_S) as live:
+                    for _ in live.iter_lines():
+                        is_watching.set()
+
+            watcher = threading.Thread(target=watch)
             watcher.start()
+            assert is_watching.wait(TIMEOUT_S)
             with httpx.Client(base_url=url, timeout=TIMEOUT_S) as other:
                 assert other.get("/ready").status_code == 200
                 assert other.post("/v1/completions", json=body(2)).status_code == 200

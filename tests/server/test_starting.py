@@ -16,7 +16,7 @@ from models.errors import ModelLoadError
 from server.config import ServerConfig
 from server.serve import serve
 from tests.server.fake_engine import FakeEngineClient
-from tests.server.starting import starting_server
+from tests.server.starting import StartingServer, starting_server
 from tests.waiting import TIMEOUT_S, wait_until
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -24,12 +24,16 @@ WITHOUT_THE_MODEL = {"/", "/api/version", "/health", "/ready", "/metrics", "/ver
 """What answers while the model is loaded; `/ready` with its own 503."""
 
 
+def client_of(starting: StartingServer) -> httpx.Client:
+    return httpx.Client(base_url=starting.url, timeout=TIMEOUT_S)
+
+
 def test_probes_and_the_page_answer_and_the_sdks_read_why_nothing_else_does(
     tmp_path: Path, fake_engine: FakeEngineClient
 ) -> None:
     with (
         starting_server(tmp_path, fake_engine) as starting,
-        httpx.Client(base_url=starting.url, timeout=TIMEOUT_S) as http,
+        client_of(starting) as http,
         openai.OpenAI(base_url=f"{starting.url}/v1", api_key="none", max_retries=0) as client,
         anthropic.Anthropic(base_url=starting.url, api_key="none", max_retries=0) as claude,
         ollama.Client(starting.url, trust_env=False) as llama,
@@ -71,7 +75,7 @@ def test_probes_and_the_page_answer_and_the_sdks_read_why_nothing_else_does(
 
 
 def test_every_other_route_says_503(tmp_path: Path, fake_engine: FakeEngineClient) -> None:
-    with starting_server(tmp_path, fake_engine) as starting, httpx.Client(base_url=starting.url) as http:
+    with starting_server(tmp_path, fake_engine) as starting, client_of(starting) as http:
         checked = 0
         for route in starting.server.app.routes:
             path, methods = route.path, route.methods  # type: ignore[attr-defined]
@@ -90,7 +94,7 @@ def test_every_other_route_says_503(tmp_path: Path, fake_engine: FakeEngineClien
 
 def test_a_key_is_asked_for_before_anything_is_told(tmp_path: Path, fake_engine: FakeEngineClient) -> None:
     config = ServerConfig(api_keys=("secret",))
-    with starting_server(tmp_path, fake_engine, config) as starting, httpx.Client(base_url=starting.url) as http:
+    with starting_server(tmp_path, fake_engine, config) as starting, client_of(starting) as http:
         assert http.get("/ready").status_code == 503
         assert http.get("/v1/models").status_code == 401
         assert http.get("/metrics").status_code == 401
@@ -106,11 +110,11 @@ def test_a_model_that_cannot_be_loaded_ends_the_server_with_its_error(
         starting.thread.join(TIMEOUT_S)
         assert [str(error) for error in starting.error] == ["model.safetensors is torn"]
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{starting.url}/health")
+            httpx.get(f"{starting.url}/health", timeout=TIMEOUT_S)
 
 
 def test_a_server_that_starts_can_be_told_to_end(tmp_path: Path, fake_engine: FakeEngineClient) -> None:
-    with starting_server(tmp_path, fake_engine) as starting, httpx.Client(base_url=starting.url) as http:
+    with starting_server(tmp_path, fake_engine) as starting, client_of(starting) as http:
         assert http.get("/health").status_code == 200
         starting.server.handle_exit(15, None)
         starting.thread.join(TIMEOUT_S)

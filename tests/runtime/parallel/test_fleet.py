@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -43,12 +44,12 @@ def one_fleet() -> Iterator[Fleet]:
 
 
 @pytest.fixture
-def fleet(one_fleet: Fleet) -> Fleet:
+def fleet(one_fleet: Fleet) -> Iterator[Fleet]:
     """One for many tests, since it recovers from all of them."""
-    wait_until(lambda: all(client.state == "ready" for client in one_fleet.engines))
     assert one_fleet._routes == {}
     assert one_fleet.router.loads() == [0, 0]
-    return one_fleet
+    yield one_fleet
+    wait_until(lambda: all(client.state == "ready" for client in one_fleet.engines))
 
 
 def pids(fleet: Fleet) -> list[int]:
@@ -58,13 +59,15 @@ def pids(fleet: Fleet) -> list[int]:
 
 
 def test_requests_are_shared_out_and_answered(fleet: Fleet) -> None:
+    before = list(fleet.router.num_routed)
     sinks = [Sink(1 + i % 2) for i in range(20)]
     for i, sink in enumerate(sinks):
         fleet.submit(request(f"r{i}", [10 * i], n=sink.num_open, max_tokens=4), sink)
     for i, sink in enumerate(sinks):
         assert sorted(sink.token_ids()) == sorted(10 * i + c + t for c in range(1 + i % 2) for t in range(1, 5))
-    wait_until(lambda: fleet.stats().num_requests == 20)
-    assert [client.stats().num_requests for client in fleet.engines] == [10, 10]
+    assert [after - routed for after, routed in zip(fleet.router.num_routed, before)] == [10, 10]
+    wait_until(lambda: all(client.stats().num_requests >= 10 for client in fleet.engines))
+    assert fleet.stats().num_requests == sum(client.stats().num_requests for client in fleet.engines)
     assert fleet.info.max_waiting == 100
     assert fleet.state == "ready"
 
@@ -86,16 +89,15 @@ def test_a_name_is_in_use_wherever_its_request_runs(fleet: Fleet) -> None:
 
 
 def test_none_is_lost_when_an_engine_is_killed(fleet: Fleet) -> None:
-    """Under load: who was there is told at once, all others are answered, also those that come then."""
+    """Under load: who was there is told, all others are answered, also those that come then."""
     for kill in range(4):
         sinks = [Sink() for _ in range(8)]
+        is_long = [i % 2 == kill % 2 for i in range(8)]  # in turn: those of one engine, which have not ended by then
         for i, sink in enumerate(sinks):
-            fleet.submit(request(f"r{i}", [i], max_tokens=200), sink)
-        routes = {name: route.engine for name, route in fleet._routes.items()}
-        assert sinks[-1].started.wait(TIMEOUT_S)
-        victim = kill % 2
+            fleet.submit(request(f"r{i}", [i], max_tokens=50_000 if is_long[i] else 200), sink)
+        victim = fleet._routes[f"r{kill % 2}"].engine
+        assert all(sink.started.wait(TIMEOUT_S) for sink in sinks)
         os.kill(pids(fleet)[victim], signal.SIGKILL)
-        begun = time.monotonic()
         late = [Sink() for _ in range(8)]
         for i, sink in enumerate(late):
             fleet.submit(request(f"late{i}", [i], max_tokens=3), sink)
@@ -104,22 +106,21 @@ def test_none_is_lost_when_an_engine_is_killed(fleet: Fleet) -> None:
         for i, sink in enumerate(sinks):
             reasons = sink.reasons()
             died = sink.outputs[-1].engine_died
-            assert (reasons, died) == ((["error"], True) if routes[f"r{i}"] == victim else (["length"], False))
+            assert (reasons, died) == ((["error"], True) if is_long[i] else (["length"], False))
         ended = Counter(sink.reasons()[0] for sink in late)
         assert ended["length"] >= 4, "those that were not sent to the victim before it was known to be dead"
         assert set(ended) <= {"length", "error"}
-        assert time.monotonic() - begun < 5.0
         wait_until(lambda: all(client.state == "ready" for client in fleet.engines))
     assert fleet.router.loads() == [0, 0]
 
 
 def test_a_request_that_kills_its_engine_harms_no_other(fleet: Fleet) -> None:
     harm, sinks = Sink(), [Sink() for _ in range(4)]
-    for i, sink in enumerate(sinks):
-        fleet.submit(request(f"r{i}", [i], max_tokens=100), sink)
+    for i, sink in enumerate(sinks):  # two of them, with the harm's engine, do not end before
+        fleet.submit(request(f"r{i}", [i], max_tokens=100 if i % 2 else 50_000), sink)
     fleet.submit(request("harm", [EXITS], max_tokens=5), harm)
     assert harm.reasons() == ["error"]
-    assert Counter(sink.reasons()[0] for sink in sinks) == {"error": 2, "length": 2}
+    assert [sink.reasons() for sink in sinks] == [["error"], ["length"]] * 2
 
 
 def test_calls_go_to_the_idlest_and_end_with_its_engine(fleet: Fleet) -> None:
@@ -133,16 +134,23 @@ def test_calls_go_to_the_idlest_and_end_with_its_engine(fleet: Fleet) -> None:
             future.result(TIMEOUT_S)
 
 
-def test_when_all_are_dead_clients_are_told_when_to_come_again(fleet: Fleet) -> None:
-    for pid in pids(fleet):
-        os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: fleet.state != "ready")
-    with pytest.raises(EngineDeadError) as caught:
-        fleet.submit(request("r", [1]), Sink())
-    assert caught.value.retry_after_s is not None
-    with pytest.raises(EngineDeadError):
-        fleet.stats()
-    wait_until(lambda: fleet.state == "ready")
+def test_when_all_are_dead_clients_are_told_when_to_come_again(tmp_path: Path) -> None:
+    obstacle = tmp_path / "obstacle"
+    fleet = light_fleet(model=str(obstacle), most_delay_s=0.2)
+    try:
+        obstacle.touch()  # none starts again before it is gone
+        for pid in pids(fleet):
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: fleet.state != "ready")
+        with pytest.raises(EngineDeadError) as caught:
+            fleet.submit(request("r", [1]), Sink())
+        assert caught.value.retry_after_s is not None
+        with pytest.raises(EngineDeadError):
+            fleet.stats()
+        obstacle.unlink()
+        wait_until(lambda: fleet.state == "ready")
+    finally:
+        fleet.close()
 
 
 def test_steps_have_their_engines_number(fleet: Fleet) -> None:
@@ -183,14 +191,15 @@ def test_the_queue_is_bounded_for_all_together() -> None:
 
 @pytest.mark.parametrize("policy", ["least-load", "prefix-aware"])
 def test_an_engine_that_is_stopped_gets_no_more_than_others_and_is_killed(policy: str) -> None:
-    fleet = light_fleet(policy=policy, hang_timeout_s=1.0)
+    fleet = light_fleet(policy=policy, hang_timeout_s=4.0)  # the other one may be slow
     try:
         victim = pids(fleet)[0]
         os.kill(victim, signal.SIGSTOP)
         sinks = [Sink() for _ in range(12)]
         for i, sink in enumerate(sinks):
             fleet.submit(request(f"r{i}", [i] * 4, max_tokens=4), sink)
-            time.sleep(0.02)
+            if (route := fleet._routes.get(f"r{i}")) is None or route.engine:
+                sink.wait()
         ended = Counter(sink.reasons()[0] for sink in sinks)
         assert ended == {"error": 1, "length": 11}, "whoever has not answered has most to do"
         wait_until(lambda: is_gone(victim))
@@ -231,9 +240,9 @@ def test_engines_are_restarted_one_by_one_and_nobody_notices() -> None:
         fleet.close()
 
 
-def test_an_engine_that_does_not_start_again_ends_the_restart(tmp_path: Any) -> None:
+def test_an_engine_that_does_not_start_again_ends_the_restart(tmp_path: Path) -> None:
     obstacle = tmp_path / "obstacle"
-    fleet = light_fleet(model=str(obstacle))
+    fleet = light_fleet(model=str(obstacle), most_delay_s=0.2)
     try:
         obstacle.touch()
         with pytest.raises(EngineDeadError, match="engine 0 did not start again"):
@@ -261,7 +270,7 @@ def test_closing_ends_all_processes_and_drains_first() -> None:
     assert fleet.state == "closing"
 
 
-def test_a_fleet_that_cannot_start_leaves_nothing_behind(tmp_path: Any) -> None:
+def test_a_fleet_that_cannot_start_leaves_nothing_behind(tmp_path: Path) -> None:
     children = set(psutil.Process().children(recursive=True))
     for model, problem in (("exits", "ended with status 3"), (str(tmp_path), "in the way")):
         with pytest.raises(Exception, match=problem):

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -269,9 +270,11 @@ def test_ray_serve_from_one_replica_to_two(cluster: Any) -> None:
 
 
 def engines_here() -> list[int]:
-    """Engines' processes of this machine."""
+    """Engines' processes of Ray's, on this machine."""
     found = []
     for process in psutil.process_iter(["cmdline"]):
         if any("runtime.engine.process.main" in each for each in process.info["cmdline"] or ()):
-            found.append(process.pid)
+            with suppress(psutil.NoSuchProcess):
+                if any("ray::" in word for parent in process.parents() for word in parent.cmdline()):
+                    found.append(process.pid)
     return found

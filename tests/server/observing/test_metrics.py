@@ -101,13 +101,20 @@ def test_traffic_is_counted(real: Real) -> None:
     with real.http.stream("POST", "/v1/completions", json=body) as response:
         next(response.iter_lines())
     assert complete(real.http, real.model, n=0).status_code == 400
-    wait_until(lambda: scrape(real.http)["vllm:num_requests_running"].popitem()[1] == 0)
-    after = scrape(real.http)
+    after: Samples = {}
+
+    def has_ended() -> bool:
+        """The stream, too, of which the server hears when its connection has gone."""
+        after.update(scrape(real.http))
+        return added("xserv:http_requests_total", handler="/v1/completions", status="200") == 6
 
     def added(name: str, **labels: str) -> float:
         known = any(set(labels.items()) <= set(key) for key in before.get(name, ()))
         return total(after, name, **labels) - (total(before, name, **labels) if known else 0)
 
+    wait_until(has_ended)
+    wait_until(lambda: real.num_used_blocks == 0)
+    after.update(scrape(real.http))
     for prefix in ("vllm:", "xserv:"):
         ended = {reason: added(f"{prefix}request_success_total", finished_reason=reason) for reason in
                  ("stop", "length", "abort", "error")}  # fmt: skip

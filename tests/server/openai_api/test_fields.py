@@ -122,7 +122,7 @@ def test_a_model_without_tokenizer_has_no_words(fake_engine: FakeEngineClient) -
 def test_a_request_is_cancelled_by_its_names(served: Served, route: str, body: dict[str, Any]) -> None:
     """A stream ends with the error, an answer that was waited for is one."""
     served.engine.script = lambda request, index: [65] * 10_000
-    served.engine.step_s = 0.01
+    served.engine.step_s = 0.05
     for name, headers, fields in (
         ("mine-1", {}, {"request_id": "mine-1"}),
         ("given/2", {"X-Request-Id": "given/2"}, {}),

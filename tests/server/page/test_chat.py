@@ -34,6 +34,7 @@ def test_stop_retry_edit_and_delete(browser: Browser, fake: Served) -> None:
         fake.engine.script = lambda request, index: say("A second answer.")
         page.click("[aria-label='Answer again']")
         expect(answers(page)).to_have_text("A second answer.")
+        wait_idle(page)
         expect(page.locator(".assistant .branches")).to_contain_text("2/2")
         page.click("[aria-label='Previous version']")
         expect(answers(page)).to_contain_text("word word")
@@ -47,6 +48,7 @@ def test_stop_retry_edit_and_delete(browser: Browser, fake: Served) -> None:
         editor.press("Enter")
         expect(page.locator(".bubble")).to_have_text("edited question")
         expect(answers(page)).to_have_text("An answer to that.")
+        wait_idle(page)
         expect(page.locator(".user .branches")).to_contain_text("2/2")
         assert sent(fake) == "user:edited questionassistant:"
         page.locator(".user").hover()
@@ -170,8 +172,8 @@ def test_storage_is_bounded_and_its_end_is_told(browser: Browser, fake: Served) 
 
 @needs_browser
 def test_the_reader_is_not_pulled_down(browser: Browser, fake: Served) -> None:
-    fake.engine.script = lambda request, index: say("line\n\n" * 400)
-    fake.engine.step_s = 0.001
+    fake.engine.script = lambda request, index: say("line\n\n" * 1300)  # it is stopped long before its end
+    fake.engine.step_s = 0.002
     with opened(browser, fake.url) as page:
         ask(page, "much text")
         scroll = page.locator("#scroll")
@@ -211,6 +213,7 @@ def test_errors_are_told_in_words(browser: Browser, fake: Served) -> None:
         fake.engine.revive()
         page.click("[aria-label='Answer again'] >> nth=-1")
         expect(answers(page).last).to_have_text("Hello.")
+        wait_idle(page)
         page.context.set_offline(True)
         ask(page, "and now?")
         expect(failure).to_contain_text("cannot be reached")

@@ -65,7 +65,7 @@ def test_they_are_found_renamed_and_exported_one_by_one(browser: Browser, fake: 
 
 @needs_browser
 def test_leaving_in_mid_answer_keeps_all_of_it(browser: Browser, fake: Served) -> None:
-    fake.engine.script = lambda request, index: say("word " * 100)
+    fake.engine.script = lambda request, index: say("word " * 1000)  # it is left long before its end
     fake.engine.step_s = 0.01
     with opened(browser, fake.url) as page:
         ask(page, "first question")

@@ -99,6 +99,7 @@ def test_by_keyboard_and_for_screen_readers(browser: Browser, fake: Served) -> N
 
 @needs_browser
 def test_the_view_reads_only_while_it_is_seen(browser: Browser, fake: Served) -> None:
+    wait_until(lambda: not fake.engine.watchers)  # another test's page has gone
     with opened(browser, fake.url) as page:
         assert not fake.engine.watchers
         page.click("#toggle-live")

@@ -56,8 +56,8 @@ def test_a_base_model_continues_a_text(browser: Browser, base_model: Served) -> 
         expect(text).to_have_value("Once upon a time there was")
         expect(page.locator(".conversation span")).to_have_text(re.compile("^Once upon a time"))
 
-        engine.script = lambda request, index: say(" word" * 100)
-        engine.step_s = 0.01
+        engine.script = lambda request, index: say(" word" * 350)
+        engine.step_s = 0.03
         go.click()
         expect(text).to_have_value(re.compile("there was word word w"))
         page.keyboard.press("Escape")

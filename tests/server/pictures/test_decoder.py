@@ -24,6 +24,7 @@ from runtime.images.decoding import DecodingLimits, decode
 from runtime.images.errors import ImageError
 from runtime.images.patches import PatchRule
 from server.pictures.decoder import PictureDecoder
+from tests.waiting import TIMEOUT_S
 
 RULE = PatchRule(patch_size=4, merge_size=2, min_pixels=64, max_pixels=4096)
 LIMITS = DecodingLimits(max_bytes=1 << 20, max_pixels=1 << 20)
@@ -32,7 +33,7 @@ PIXELS = np.random.RandomState(1).randint(0, 256, (40, 56, 3)).astype(np.uint8)
 
 @pytest.fixture(scope="module")
 def decoder() -> Iterator[PictureDecoder]:
-    opened = PictureDecoder(2, 10.0, RULE.max_pixels)
+    opened = PictureDecoder(2, TIMEOUT_S, RULE.max_pixels)
     yield opened
     opened.close()
 
@@ -122,7 +123,7 @@ def test_too_much_memory_is_an_error_of_the_picture(decoder: PictureDecoder) -> 
 
 
 def test_a_process_that_ended_is_replaced() -> None:
-    decoder = PictureDecoder(1, 10.0, RULE.max_pixels)
+    decoder = PictureDecoder(1, TIMEOUT_S, RULE.max_pixels)
     try:
         first = decoder.decode(pictures()["PNG"], LIMITS, RULE)
         process = decoder._free.queue[0]
@@ -137,14 +138,16 @@ def test_a_process_that_ended_is_replaced() -> None:
 
 
 def test_one_that_takes_too_long_ends_its_process() -> None:
-    decoder = PictureDecoder(1, 0.3, RULE.max_pixels)
+    decoder = PictureDecoder(1, TIMEOUT_S, RULE.max_pixels)
     try:
         decoder.decode(pictures()["PNG"], LIMITS, RULE)
         process = decoder._free.queue[0]
         assert process is not None
         os.kill(process.popen.pid, signal.SIGSTOP)
+        decoder._timeout_s = 0.3
         with pytest.raises(ImageError, match=r"longer than 0\.3 s"):
             decoder.decode(pictures()["PNG"], LIMITS, RULE)
+        decoder._timeout_s = TIMEOUT_S
         assert process.popen.poll() is not None
         assert decoder.decode(pictures()["PNG"], LIMITS, RULE).patches
     finally:

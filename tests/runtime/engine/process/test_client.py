@@ -8,9 +8,11 @@ import queue
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
+import runtime.engine.process.client as client_module
 from runtime.engine.errors import ContextLengthExceededError, EngineDeadError, QueueFullError, RequestError
 from runtime.engine.messages import EngineOutput
 from runtime.engine.process.client import ThreadEngineClient
@@ -20,8 +22,6 @@ from tests.waiting import TIMEOUT_S, wait_until
 __all__ = ["each_loop"]
 
 pytestmark = pytest.mark.usefixtures("each_loop")
-
-
 
 
 class Sink(Collected):
@@ -258,9 +258,14 @@ def test_close_aborts_and_drain_finishes() -> None:
 def test_a_paused_request_holds_nothing_and_goes_on_as_if_nothing_had_been() -> None:
     client = ThreadEngineClient(make_engine(num_blocks=32))
     paused, other = Sink(2), Sink()
-    client.submit(request("paused", [1, 2, 3], n=2, max_tokens=100), paused)
-    wait_until(lambda: len(paused.outputs) > 20)
-    client.pause("paused")
+
+    def pause_in_between(output: EngineOutput) -> None:
+        """On the engine's thread: from here it would have ended before a busy machine wakes the test."""
+        paused(output)
+        if len(paused.outputs) == 21:
+            client.pause("paused")
+
+    client.submit(request("paused", [1, 2, 3], n=2, max_tokens=100), pause_in_between)
     wait_until(lambda: client.stats().num_paused == 1 and not client.has_work)
     client.logits([1])  # computed behind the last step, whose outputs have been delivered then
     num_outputs = len(paused.outputs)
@@ -278,11 +283,14 @@ def test_a_paused_request_holds_nothing_and_goes_on_as_if_nothing_had_been() -> 
 
 @pytest.mark.parametrize("drain", [False, True])
 def test_closing_while_a_request_is_paused(drain: bool) -> None:
-    client = ThreadEngineClient(make_engine())
+    model = FakeModel()
+    gate = Gate(model)  # neither has ended before it is paused
+    client = ThreadEngineClient(make_engine(model=model))
     sinks = {name: Sink() for name in ("resumed", "cancelled")}
     for name, sink in sinks.items():
         client.submit(request(name, [1], max_tokens=100), sink)
         client.pause(name)
+    gate.opened.set()
     wait_until(lambda: client.stats().num_paused == 2 and not client.has_work)
     closer = threading.Thread(target=client.close, kwargs={"drain": drain})
     closer.start()
@@ -345,15 +353,23 @@ def test_logits_between_steps(client: ThreadEngineClient) -> None:
 
 
 def test_a_burst_shares_its_first_step(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pause is long enough here for any machine; a longer one in the burst ends the waiting."""
-    monkeypatch.setattr("runtime.engine.process.client.BURST_PAUSE_S", 0.5)
-    monkeypatch.setattr("runtime.engine.process.client.BURST_MOST_S", 60.0)
+    """The first pause lasts until all have come; another follows, in which nobody comes, and ends the waiting."""
+    has_paused, all_are_there = threading.Event(), threading.Event()
+
+    def pause(seconds: float) -> None:
+        has_paused.set()
+        assert all_are_there.wait(TIMEOUT_S)
+
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pause))
+    monkeypatch.setattr(client_module, "BURST_MOST_S", 2 * TIMEOUT_S)
     sizes: list[int] = []
     model.before_forward = lambda batch: sizes.append(batch.num_seqs)
     client = ThreadEngineClient(make_engine(model=model, max_num_seqs=32, max_num_batched_tokens=128))
     sinks = [Sink() for _ in range(32)]
     for i, sink in enumerate(sinks):
         client.submit(request(f"r{i}", [i, 1, 2, 3], max_tokens=2), sink)
+        assert has_paused.wait(TIMEOUT_S)
+    all_are_there.set()
     for i, sink in enumerate(sinks):
         assert sink.wait().token_ids() == greedy([i, 1, 2, 3], 2)
     assert sizes == [32, 32]
@@ -361,8 +377,8 @@ def test_a_burst_shares_its_first_step(model: FakeModel, monkeypatch: pytest.Mon
 
 
 def test_the_wait_for_a_burst_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.engine.process.client.BURST_PAUSE_S", 0.001)
-    monkeypatch.setattr("runtime.engine.process.client.BURST_MOST_S", 0.05)
+    monkeypatch.setattr(client_module, "BURST_PAUSE_S", 0.001)
+    monkeypatch.setattr(client_module, "BURST_MOST_S", 0.05)
     client = ThreadEngineClient(make_engine(max_num_seqs=1, max_waiting=10**6))
     first = Sink()
     client.submit(request("first", [1], max_tokens=1), first)
@@ -394,7 +410,11 @@ def test_who_submits_while_a_step_runs_is_in_the_next(model: FakeModel) -> None:
 
 def test_a_transfer_that_fails_stops_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pages are in doubt: every request is told, and none is taken any more."""
-    engine = make_engine(num_blocks=16, max_num_seqs=6, preemption="swap", swap_space_bytes=10 * 8 * 17 * 4)
+    model = FakeModel()
+    gate = Gate(model)  # all are submitted while the engine still takes requests
+    engine = make_engine(
+        model=model, num_blocks=16, max_num_seqs=6, preemption="swap", swap_space_bytes=10 * 8 * 17 * 4
+    )
 
     def run(*pairs: object) -> None:
         raise OSError("planted")
@@ -404,6 +424,7 @@ def test_a_transfer_that_fails_stops_the_engine(monkeypatch: pytest.MonkeyPatch)
     sinks = [Sink() for _ in range(6)]
     for i, sink in enumerate(sinks):
         client.submit(request(f"r{i}", [i], max_tokens=60), sink)
+    gate.opened.set()
     for sink in sinks:
         assert sink.wait().finish_reason() in ("error", "length")
     assert sinks[-1].finish_reason() == "error"

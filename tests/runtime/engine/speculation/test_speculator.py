@@ -17,6 +17,7 @@ from runtime.engine.speculation.speculator import Speculator
 from runtime.engine.speculation.step_times import ANY_S, WIDTHS, StepTimes
 from tests.runtime.engine.fakes import VOCAB_SIZE, make_engine, request, run_to_end, said_by_engine
 from tests.runtime.engine.speculation.test_ngram import grow, sequence
+from tests.waiting import TIMEOUT_S
 
 
 class Scripted:
@@ -169,7 +170,8 @@ def test_a_bad_drafter_is_turned_off_once_and_changes_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     plain, engine = make_engine(), make_engine()
-    one = Speculator(Scripted(rubbish), 7, VOCAB_SIZE, fixed=True, hang_s=0.4)
+    hang_s = 0.4 if said == "took more than" else TIMEOUT_S
+    one = Speculator(Scripted(rubbish), 7, VOCAB_SIZE, fixed=True, hang_s=hang_s)
     engine.use(one)
     answers = []
     for each in (plain, engine):
@@ -208,7 +210,7 @@ def test_a_bad_drafter_of_batches_is_turned_off_once_and_changes_nothing(
 
     plain, engine = make_engine(), make_engine()
     drafter = Bad(sevens)
-    one = Speculator(drafter, 7, VOCAB_SIZE, fixed=True, hang_s=0.3)
+    one = Speculator(drafter, 7, VOCAB_SIZE, fixed=True, hang_s=0.3 if fault == "prepare hangs" else TIMEOUT_S)
     engine.use(one)
     answers = []
     for each in (plain, engine):
