@@ -6,16 +6,18 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from runtime.shared_communicator import shared_file
 
 
-def run(scenario: str, num_ranks: int = 2, num_stages: int = 1) -> list[str]:
+def run(scenario: str, num_ranks: int = 2, num_stages: int = 1, folder: Path | None = None) -> list[str]:
     """What each rank of each stage printed."""
     memory = shared_file(num_ranks, num_stages)
     environment, module = {**os.environ, "NUMBA_NUM_THREADS": "1"}, "tests.runtime.rank_scenarios"
+    environment["XSERV_TEST_FOLDER"] = str(folder)
     try:
         processes = [
             subprocess.Popen(
@@ -55,8 +57,8 @@ def test_a_mistake_is_named_on_every_rank(scenario: str, calls: list[str]) -> No
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_a_rank_ends_steps_before_the_others_do_up_to_a_bound(num_ranks: int) -> None:
-    assert run("ahead", num_ranks) == [""] * num_ranks
+def test_a_rank_ends_steps_before_the_others_do_up_to_a_bound(num_ranks: int, tmp_path: Path) -> None:
+    assert run("ahead", num_ranks, folder=tmp_path) == [""] * num_ranks
 
 
 def test_a_type_that_ranks_do_not_add_is_refused() -> None:

@@ -7,7 +7,6 @@ import math
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from runtime.bench.metrics import BenchmarkError
 from runtime.bench.peers.gpt2_folder import Gpt2Shape
 from runtime.bench.process_memory import MemoryWatch, descendants, resident_bytes
 from runtime.cli import app
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/smaps_rollup").exists(), reason="memory is measured where /proc has smaps_rollup"
@@ -50,12 +50,11 @@ def test_shared_pages_count_once() -> None:
             assert len(found) == 2
             assert found[0] == parent.pid
             with MemoryWatch(parent.pid, interval_s=0.005) as watch:
-                time.sleep(0.05)
+                wait_until(lambda: watch.num_samples >= 2)
             total = watch.peak.total
             assert 80 << 20 <= total <= 80 << 20 | 40 << 20  # 32 shared, 48 of the child's own, two interpreters
             assert len(watch.peak.processes) == 2
             assert all(each["total"] > each["file"] for each in watch.peak.processes)
-            assert watch.num_samples >= 2
         finally:
             for pid in reversed(descendants(parent.pid)):
                 os.kill(pid, 9)

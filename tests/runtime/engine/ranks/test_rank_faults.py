@@ -26,7 +26,7 @@ from runtime.own_packages import python_module
 from tests.models.folders import load_golden, write_model
 from tests.runtime.engine.ranks.test_tensor_parallel import request_of, run
 
-MOST_S = 5.0
+MOST_S = 30.0  # a second or two where the machine is not busy; whoever is not noticed is waited for longer
 TENSOR, PIPELINE = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 STAGES = pytest.param(PIPELINE, marks=pytest.mark.exhaustive)
 DEVICES = ["cpu", pytest.param("emulated:sm_90a", marks=[pytest.mark.emulator, pytest.mark.exhaustive])]
@@ -130,7 +130,7 @@ def test_a_shard_that_is_cut_short_is_named(split: dict[str, int], tmp_path: Pat
     children = _children()
     with pytest.raises(ModelLoadError, match=r"model\.safetensors"):
         build_engine(folder, device="cpu", max_model_len=64, num_blocks=16, seed=0, **split)
-    assert _children() == children
+    assert _children() <= children
 
 
 def _children() -> set[str]:

@@ -25,6 +25,7 @@ from runtime.engine.ranks.executor import ParallelExecutor
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.steps.executor import ExecutorLostError
 from tests.models.folders import load_golden, write_model
+from tests.waiting import wait_until
 
 SPLITTABLE = ["mistral_wide_window", "mistral_window", "qwen2_tied", "qwen2_window", "qwen3_layer_types"]
 PROMPTS = [[5, 9, 2, 44, 17], [8] * 30, [3, 1, 4, 1, 5, 9, 2, 6], [11, 12]]
@@ -146,7 +147,7 @@ def test_a_rank_that_ends_ends_the_engine(kind: signal.Signals) -> None:
             begun = time.monotonic()
             with pytest.raises(ExecutorLostError, match="rank 1 ended"):
                 run(engine)
-            assert time.monotonic() - begun < 5
+            assert time.monotonic() - begun < 30  # less than a second where the machine is not busy
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
@@ -162,11 +163,8 @@ def test_a_lost_rank_is_told_to_every_request() -> None:
         for number in range(3):
             client.submit(request_of(str(number), [5, 6, 7], params), seen.append)
         os.kill(pid, signal.SIGKILL)
-        until = time.monotonic() + 10
-        while len([each for each in seen if each.finish_reason]) < 3 and time.monotonic() < until:
-            time.sleep(0.01)
+        wait_until(lambda: len([each for each in seen if each.finish_reason]) == 3)
         assert {each.finish_reason for each in seen if each.finish_reason} <= {"error", "length"}
-        assert len([each for each in seen if each.finish_reason]) == 3
     finally:
         client.close()
         engine.executor.close()

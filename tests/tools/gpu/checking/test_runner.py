@@ -75,7 +75,7 @@ def test_a_hang_is_ended_and_the_rest_is_gone_on_with(tmp_path: Path) -> None:
 
 def test_what_there_was_no_time_for_is_left_for_the_next_run(tmp_path: Path) -> None:
     code = "done('one', result={})\ndone('two', error='E: it is wrong')\nwrite(begin='three')\ntime.sleep(1000)"
-    found = run(tmp_path, code, left_s=3)
+    found = run(tmp_path, code, left_s=5)
     assert found["status"] == "failed, unfinished"
     assert list(found["cases"]) == ["one", "two"]
     assert "the section's time is up" in found["log"]

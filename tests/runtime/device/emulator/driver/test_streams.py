@@ -74,7 +74,7 @@ def test_events_measure_time() -> None:
     harness("cuEventRecord", end, stream)
     assert harness.status("cuEventElapsedTime", start, end) == R.CUDA_ERROR_NOT_READY
     harness("cuEventSynchronize", end)
-    assert 19 < harness("cuEventElapsedTime", start, end) < 2000
+    assert 19 < harness("cuEventElapsedTime", start, end) < 60_000
     assert harness("cuEventElapsedTime", start, start) == 0
     assert harness("cuEventElapsedTime", end, start) < 0
     untimed = harness.event(2)
