@@ -27,6 +27,15 @@ BODY = json.dumps({"model": "fake-model", "messages": [{"role": "user", "content
 def small(tokenizer: Tokenizer) -> Iterator[Served]:
     """A server with narrow limits."""
     engine = FakeEngineClient(answer_of)
+    with serving(engine, tokenizer, config=ServerConfig(max_body_bytes=1000, max_discarded_bytes=100_000)) as served:
+        yield served
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def hurried(tokenizer: Tokenizer) -> Iterator[Served]:
+    """One that also gives little time, for bodies that do not come: others may be late on a busy machine."""
+    engine = FakeEngineClient(answer_of)
     config = ServerConfig(max_body_bytes=1000, max_discarded_bytes=100_000, body_timeout_s=0.4)
     with serving(engine, tokenizer, config=config) as served:
         yield served
@@ -34,10 +43,13 @@ def small(tokenizer: Tokenizer) -> Iterator[Served]:
 
 
 @pytest.fixture(autouse=True)
-def _goes_on(small: Served) -> Iterator[None]:
+def _goes_on(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    response = small.http.post(CHAT, content=BODY, headers={"content-type": "application/json"})
-    assert response.json()["choices"][0]["message"]["content"] == ANSWER
+    for name in {"small", "hurried"} & set(request.fixturenames):
+        received = raw_exchange(
+            request.getfixturevalue(name).url, head(f"Content-Length: {len(BODY)}", "Connection: close") + BODY
+        )
+        assert json.loads(received.partition(b"\r\n\r\n")[2])["choices"][0]["message"]["content"] == ANSWER
 
 
 def check_too_large(response: httpx.Response) -> None:
@@ -105,8 +117,8 @@ def test_an_endless_body_is_cut_off(small: Served) -> None:
     assert received.startswith(b"HTTP/1.1 413 ")
 
 
-def test_a_body_that_does_not_arrive(small: Served) -> None:
-    received = raw_exchange(small.url, head("Content-Length: 500"), b'{"model"')
+def test_a_body_that_does_not_arrive(hurried: Served) -> None:
+    received = raw_exchange(hurried.url, head("Content-Length: 500") + b'{"model"')
     assert received.startswith(b"HTTP/1.1 408 ")
     assert b'"code":"body_timeout"' in received
 
@@ -119,6 +131,6 @@ def test_a_client_that_leaves_while_sending(small: Served) -> None:
 
 
 @pytest.mark.parametrize("length", ["-1", "x", "9" * 40])
-def test_lengths_that_are_none(small: Served, length: str) -> None:
-    received = raw_exchange(small.url, head(f"Content-Length: {length}", "Connection: close"))
+def test_lengths_that_are_none(hurried: Served, length: str) -> None:
+    received = raw_exchange(hurried.url, head(f"Content-Length: {length}", "Connection: close"))
     assert received[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 413", b"HTTP/1.1 408")
