@@ -83,12 +83,12 @@ def bench_speculation(
     seed: int = 0,
 ) -> dict[str, Any]:
     """Tokens per second of decodes without proposals, with as many as the engine chooses, and with fixed numbers, in
-    turns. ``rows`` has one for each number of sequences and each rate. Medians of the rounds' ratios: `speedup`, the
-    engine's choice against none; `of_best_fixed`, against the best of the ``fixed`` numbers, none included; `of_curve`,
-    against what the best of ``CURVE``, or none, would give by the times of steps alone, taken just before
-    (`step_times`, by proposals a sequence, as multiples of `plain_step_s`); `off_of_itself`, none against none.
-    `from_start` is the choice's speed over all rounds, the warm ones included, in which it knows nothing at first,
-    against none in the others.
+    turns, each while all sequences decode: none has ended. ``rows`` has one for each number of sequences and each
+    rate. Medians of the rounds' ratios: `speedup`, the engine's choice against none; `of_best_fixed`, against the best
+    of the ``fixed`` numbers, none included; `of_curve`, against what the best of ``CURVE``, or none, would give by the
+    times of steps alone, taken just before (`step_times`, by proposals a sequence, as multiples of `plain_step_s`);
+    `off_of_itself`, none against none. `from_start` is the choice's speed over all rounds, the warm ones included, in
+    which it knows nothing at first, against none in the others.
 
     On a cpu, and with `exact`, all have to give the same tokens. Raises `BenchmarkError`.
     """
@@ -196,8 +196,9 @@ def _step_times(
 def _run(
     engine: Engine, prompts: list[list[int]], output_len: int, times: list[float] | None = None
 ) -> tuple[dict[str, list[int]], int, float]:
-    """The answers, and how many tokens came in which time from when all had their first. ``times`` takes the seconds of
-    each step since."""
+    """The answers, and how many tokens came in which time from when all had their first to when one had its last: with
+    proposals some end sooner than others, and then fewer decode. ``times`` takes the seconds of each step from the
+    same time on, to the end."""
     from runtime.engine.messages import EngineRequest
     from runtime.engine.sampling_params import SamplingParams
 
@@ -207,6 +208,7 @@ def _run(
         answers[str(number)] = []
         engine.add(EngineRequest(request_id=str(number), prompt_token_ids=prompt, params=params))
     begun, last, num_before = 0.0, 0.0, 0
+    ended, num_tokens = 0.0, 0
     while engine.has_work:
         for output in engine.step():
             if output.error is not None:
@@ -219,4 +221,6 @@ def _run(
             last = now
         if not begun and all(answers.values()):
             begun, num_before = time.perf_counter(), sum(map(len, answers.values()))
-    return answers, sum(map(len, answers.values())) - num_before, time.perf_counter() - begun
+        if not ended and any(len(answer) == output_len for answer in answers.values()):
+            ended, num_tokens = time.perf_counter(), sum(map(len, answers.values()))
+    return answers, num_tokens - num_before, ended - begun

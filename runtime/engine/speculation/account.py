@@ -10,10 +10,12 @@ CREDIT_S = 0.02
 steps are short."""
 
 MOST_STEPS = 2.0
-"""The same where steps are long, in steps with the most proposals."""
+"""The same where steps are long, in steps with as many proposals as are tried first. And the debt that is remembered,
+in steps with the most."""
 
 GAINS = 2.0
-"""So many times as much may be lost of what was gained: where proposals pay, a few bad ones do not end them."""
+"""So many times as much as that debt may be lost of what was gained: where proposals pay, a few bad ones do not end
+them."""
 
 MOST_SETUP_STEPS = 100.0
 """Steps without proposals that a first step is believed to have taken: the machine may have slept."""
@@ -33,12 +35,13 @@ class TrialAccount:
     def __init__(self) -> None:
         self.balance_s: float | None = None
         self.setup_s = 0.0
-        self._limit_s = 0.0
+        self._credit_s = self._debt_s = 0.0
 
-    def bound(self, longest_s: float) -> None:
-        """A step with the most proposals takes so long."""
-        self._limit_s = max(CREDIT_S, MOST_STEPS * longest_s)
-        self._keep(self._limit_s if self.balance_s is None else self.balance_s)  # times were wrong, or others
+    def bound(self, first_s: float, longest_s: float) -> None:
+        """A step with as many proposals as are tried first takes so long, and one with the most."""
+        self._credit_s = max(CREDIT_S, MOST_STEPS * first_s)
+        self._debt_s = max(CREDIT_S, MOST_STEPS * longest_s)
+        self._keep(self._credit_s if self.balance_s is None else self.balance_s)  # times were wrong, or others
 
     def allows(self, loss_s: float, *, is_first: bool = False) -> bool:
         """Whether steps may lose so much, and what the first of a shape takes."""
@@ -46,8 +49,8 @@ class TrialAccount:
 
     def earn(self, plain_s: float, num_steps: int = 1) -> None:
         """Steps without proposals."""
-        if self.balance_s is not None and self.balance_s < self._limit_s:
-            self.balance_s = min(self.balance_s + ALLOWANCE * plain_s * num_steps, self._limit_s)
+        if self.balance_s is not None and self.balance_s < self._credit_s:
+            self.balance_s = min(self.balance_s + ALLOWANCE * plain_s * num_steps, self._credit_s)
 
     def settle(self, gained_s: float) -> None:
         """A step with proposals was faster by so much than its tokens without."""
@@ -61,4 +64,4 @@ class TrialAccount:
         self.settle(-excess_s)
 
     def _keep(self, balance_s: float) -> None:
-        self.balance_s = min(max(balance_s, -self._limit_s), GAINS * self._limit_s)
+        self.balance_s = min(max(balance_s, -self._debt_s), GAINS * self._debt_s)

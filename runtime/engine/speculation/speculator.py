@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -30,8 +31,8 @@ from runtime.engine.speculation.drafter import (
 )
 from runtime.engine.speculation.naps import Naps
 from runtime.engine.speculation.prediction import PredictionDrafter
-from runtime.engine.speculation.step_times import StepTimes
-from runtime.engine.speculation.width_choice import RUN_STEPS, SHORT_S, WidthChoice
+from runtime.engine.speculation.step_times import WIDTHS, StepTimes
+from runtime.engine.speculation.width_choice import FIRST, RUN_STEPS, SHORT_S, WidthChoice
 from runtime.engine.steps.executor import KeptRows
 
 logger = logging.getLogger("xserv.engine")
@@ -234,7 +235,8 @@ class Speculator:
         ):
             return kept
         curve = self.times.curve(num_decodes, num_decodes * self._most)
-        self._account.bound(max(curve))
+        first = min(len(curve) - 1, 1 + bisect_left(WIDTHS, FIRST * num_decodes))
+        self._account.bound(curve[first], max(curve))
         acceptance, least = self._acceptance, LEAST_WEIGHT if self._is_short else 0.0
         sequences, chances = list(found), list[tuple[float, int, int]]()
         for number, sequence in enumerate(sequences):

@@ -16,10 +16,10 @@ _UNMEASURED = 8
 """Steps that were not measured make a time as old as one that was: some 4,000 of them, a second where steps are
 so short that most are left out."""
 
-_GUESS, _LEAST = 0.03, 0.01
-"""Share of a plain step that a token is guessed to cost while less than two steps with proposals are known; beyond two,
-half of what tokens cost between them, and at least the other: less than it does, so that it is tried where it promises
-something."""
+_GUESS, _GUESS_OF_TOKEN, _LEAST = 0.03, 0.5, 0.01
+"""Shares of a plain step, and of what each of its own tokens takes of it, that a token is guessed to cost, the smaller
+one, while less than two steps with proposals are known; beyond two, half of what tokens cost between them, and at least
+the last: less than it does, so that it is tried where it promises something."""
 
 ANY_S = 1.5e-4
 """Seconds of a step that having any proposals takes by itself, which is Python's part: but for what is known. At most
@@ -28,6 +28,8 @@ half of what the fewest that are known cost."""
 _DOUBT = 0.5
 """Of what a step costs more than a plain one: after one measurement, which may have been disturbed. After two, half of
 that. So a step is tried again that seemed slow once."""
+
+_NEAR = 0.15
 
 WIDTHS = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8), *range(80, 257, 16))
 """How many proposals a step may have in all. Steps of the same shape run from one recording."""
@@ -140,6 +142,13 @@ class StepTimes:
             times.now = sorted(found)[len(found) // _QUARTER]
         return times.now
 
+    def is_timed(self, num_tokens: int) -> bool:
+        """Whether a step with proposals was timed that had so many tokens, or at most `_NEAR` of them more or less."""
+        return any(
+            abs(tokens - num_tokens) <= _NEAR * num_tokens and not self._is_stale(times)
+            for tokens, times in self._tried.items()
+        )
+
     def most_tokens(self, num_sequences: int) -> int:
         """Of the longest steps whose times are known."""
         known = (tokens for tokens, times in self._tried.items() if not self._is_stale(times))
@@ -164,14 +173,19 @@ class StepTimes:
         if len(points) > 1:
             points[0] = num_sequences, plain + min(ANY_S, 0.5 * (points[1][1] - plain))
         curve, places = [plain], [tokens for tokens, _ in points]
+        guess = plain * min(_GUESS, _GUESS_OF_TOKEN / num_sequences)
         for width in WIDTHS[: 1 + bisect_left(WIDTHS, most)]:
             tokens = num_sequences + width
             place = bisect_left(places, tokens)
             if place == len(points):
                 last, seconds = points[-1]
-                before, earlier = points[-2] if len(points) > 2 else points[0]  # trying may cost something by itself
-                slope = _GUESS * plain if len(points) < 3 else 0.5 * (seconds - earlier) / (last - before)
-                curve.append(seconds + (tokens - last) * max(_LEAST * plain, slope))
+                slope = guess
+                if len(points) > 1:
+                    before, earlier = points[-2]
+                    each = (seconds - earlier) / (last - before)
+                    # Trying may cost something by itself, and the first of two slopes holds it.
+                    slope = max(_LEAST * plain, 0.5 * each if len(points) > 2 else min(guess, each))
+                curve.append(seconds + (tokens - last) * slope)
             else:
                 (below, first), (above, second) = points[place - 1], points[place]
                 curve.append(first + (tokens - below) / (above - below) * (second - first))

@@ -13,8 +13,10 @@ is recorded, takes as long as dozens of them."""
 LEAST_GAIN = 1.02
 """What proposals have to promise against none before the first is tried: times are noisy."""
 
-BETTER = 1.05
-"""What a shape that no step had yet has to promise against the best of those that some had."""
+BETTER, MAY_BE_BETTER = 1.05, 0.95
+"""What a number whose steps were not timed has to promise against the best of those that were; the other one where
+steps are long, between two numbers whose steps were timed: steps get longer in leaps, where a product takes another
+tile, and in front of a leap is the best number, of which a straight line knows nothing."""
 
 STAYS = 1.05
 """So much more is expected of as many as the step before had: another shape's first step takes longer."""
@@ -56,11 +58,12 @@ class WidthChoice:
         steps with proposals that came one behind the other before this one. ``ends_soon``: none of the sequences has
         room for ``most``; where steps are short, nothing is recorded for so few tokens.
         """
-        account, plain_s = self._account, curve[0]
+        times, account, plain_s = self._times, self._account, curve[0]
         is_short = plain_s < SHORT_S
         num_steps = LEAST_STEPS if is_short and not num_in_run else 1
         asks = not (is_short and 0 < num_in_run < RUN_STEPS)
-        longest = max(FIRST * num_asking, 2 * self._times.most_tokens(num_sequences) - num_sequences)
+        longest_known = times.most_tokens(num_sequences)
+        longest = max(FIRST * num_asking, 2 * longest_known - num_sequences)
         longest = min(longest, len(chances))
         least = (1.0 if num_in_run else LEAST_GAIN) * num_sequences / plain_s
         known_rate = new_rate = least
@@ -80,16 +83,23 @@ class WidthChoice:
             if rate <= least:
                 continue
             loss_s = num_steps * (seconds - (1.0 + COMES_TRUE * (expected / num_sequences - 1.0)) * plain_s)
-            if self._times.is_known(num_sequences, width):
-                if rate > known_rate and (not asks or account.allows(loss_s)):
+            is_first = not times.is_known(num_sequences, width)
+            if not is_first if is_short else times.is_timed(num_sequences + width):
+                rate /= BETTER if is_first else 1.0
+                if rate > known_rate and (not asks or account.allows(loss_s, is_first=is_first)):
                     known_rate, known_width = rate, width
-            elif (
+                continue
+            if not is_short and num_sequences + width < longest_known:
+                rate /= MAY_BE_BETTER
+            elif is_first:
+                rate /= BETTER
+            if (
                 rate > new_rate
                 and (not is_short or (not ends_soon and _is_usual(width, num_asking, most)))
-                and account.allows(loss_s, is_first=True)
+                and account.allows(loss_s, is_first=is_first)
             ):
                 new_rate, new_width = rate, width
-        self._latest = new_width if new_width and new_rate > BETTER * known_rate else known_width
+        self._latest = new_width if new_width and new_rate > known_rate else known_width
         return self._latest
 
 

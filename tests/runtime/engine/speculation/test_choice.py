@@ -22,6 +22,7 @@ CURVES: dict[str, Callable[[int, int], float]] = {
     "eight rows cost little more than one": lambda n, d: 10 + 0.3 * (n + d - 1) + 2.4 * ((n + d - 1) // 8),
     "each token costs a third of the first": lambda n, d: 2 + 0.6 * (n + d - 1),
     "any proposal doubles a step": lambda n, d: (2 if d else 1) + 0.05 * (n + d - 1),
+    "tiles of six rows": lambda n, d: 10 + 4 * ((n + d - 1) // 6) + 0.2 * (n + d),
 }
 """Seconds of a step of n sequences with d proposals."""
 
@@ -79,9 +80,10 @@ def test_it_is_hardly_ever_slower(name: str, num: int, rate: float) -> None:
     assert speed(curve, num, rate, 300) >= 0.98 * num / curve(num, 0)
 
 
-@pytest.mark.parametrize(("num", "rate"), [(1, 0.8), (1, 0.3), (4, 0.8)])
-def test_it_is_near_the_best_fixed_number(num: int, rate: float) -> None:
-    curve = CURVES["eight rows cost little more than one"]
+@pytest.mark.parametrize("name", ["eight rows cost little more than one", "tiles of six rows"])
+@pytest.mark.parametrize(("num", "rate"), [(1, 0.8), (1, 0.3), (4, 0.5), (4, 0.8), (32, 0.9)])
+def test_it_is_near_the_best_fixed_number(name: str, num: int, rate: float) -> None:
+    curve = CURVES[name]
     best = max(speed(curve, num, rate, 200, fixed=most) for most in (1, 2, 3, 5, 7))
     assert speed(curve, num, rate, 500) >= 0.9 * best
 

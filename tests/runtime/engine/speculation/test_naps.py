@@ -51,7 +51,7 @@ def test_times_beside_plain_steps_are_those_of_the_machine_now() -> None:
 def test_an_account_bounds_what_trials_and_recordings_lose() -> None:
     account = TrialAccount()
     assert not account.allows(0.0), "no step is known"
-    account.bound(3.0)
+    account.bound(3.0, 3.0)
     assert account.allows(6.0), "two of the longest"
     assert not account.allows(6.1)
     account.set_up(4.0, 1.0)
@@ -72,7 +72,7 @@ def test_an_account_bounds_what_trials_and_recordings_lose() -> None:
 def test_what_a_first_step_takes_is_believed_up_to_a_bound() -> None:
     """The machine may have slept."""
     account = TrialAccount()
-    account.bound(1e-3)
+    account.bound(1e-3, 1e-3)
     account.set_up(1e9, 1e-4)
     assert account.setup_s == MOST_SETUP_STEPS * 1e-4
     account.set_up(0.0, 1e-4)
@@ -81,7 +81,7 @@ def test_what_a_first_step_takes_is_believed_up_to_a_bound() -> None:
 
 def test_gains_are_kept_for_bad_proposals_up_to_a_bound() -> None:
     account = TrialAccount()
-    account.bound(1.0)
+    account.bound(1.0, 1.0)
     for _ in range(100):
         account.settle(1.0)
     assert account.balance_s == 4.0
