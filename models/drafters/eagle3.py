@@ -12,34 +12,30 @@ than the model: `d2t` is what is added to each of its ids.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Unpack
+from typing import Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from models.base import Model
-from models.checkpoints.checkpoint import Checkpoint
-from models.checkpoints.dummy import DummyCheckpoint
 from models.checkpoints.model_files import open_model
 from models.configuration.harmless_fields import is_harmless
 from models.configuration.json_fields import Fields
 from models.decoder import Attention, Decoder, GatedMlp, NormKind
-from models.errors import ConfigError, ModelLoadError, WeightsError
+from models.drafters.draft_ends import DraftEnds, StoredEnds, read_ends
+from models.drafters.making import check_fit, make_drafter, options_of
+from models.errors import ConfigError, ModelLoadError
 from models.families.llama import LlamaConfig, read_llama, read_qwen3
-from models.makers.declaration import TensorSource
-from models.makers.declaring_maker import DeclaringMaker
-from models.makers.loading_maker import LoadingMaker
 from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
 from runtime.dtype import float32
 from runtime.kv.cache import KVCache, KVCacheSpec
-from runtime.linear.linear import Linear
-from runtime.linear.options import LoadOptions, LoadSettings
+from runtime.linear.options import LoadSettings
 from runtime.tensor.tensor import Tensor
 
 _LAYERS = MappingProxyType({"llama": read_llama, "qwen3": read_qwen3})
@@ -134,7 +130,7 @@ def _read_layers(fields: Fields, num_target_layers: int) -> tuple[int, ...]:
 
 
 class Eagle3Drafter:
-    """See `HiddenStateDrafter`. It shares the model's table and head where it has none.
+    """See `SteppingDrafter`. It shares the model's table and head where it has none.
 
     Attributes:
         config: what its `config.json` says.
@@ -144,20 +140,13 @@ class Eagle3Drafter:
     rotary_switch: int | None = None
     weight_bytes: int
 
-    def __init__(
-        self, config: Eagle3Config, maker: Maker, target: Decoder, *, has_table: bool, has_head: bool
-    ) -> None:
+    def __init__(self, config: Eagle3Config, maker: Maker, target: Decoder, ends: StoredEnds) -> None:
         decoder, hidden = config.decoder, config.decoder.hidden_size
         eps, width = decoder.norm_eps, config.target_hidden_size * len(config.layers)
         self.config, self.target, self.layers = config, target, config.layers
         self.device, self.dtype, self.max_positions = maker.options.device, maker.dtype, maker.max_positions
-        self.token_ids: NDArray[np.int32] | None = None
-        self._places: Tensor | None = None  # [vocab_size]: of each of the model's ids among the head's, or behind them
         self._eps = eps
-        self._table = maker.table("embed_tokens.weight", decoder.vocab_size, hidden) if has_table else None
-        self._head: Linear | None = None
-        if has_head:
-            self._head = maker.linear("lm_head", outputs=config.draft_vocab_size, inputs=hidden)
+        self._ends = DraftEnds(maker, target, ends)
         self._input_norm = maker.vector("input_norm.weight", width) if config.norm_before_fc else None
         self._input_norms = [
             maker.vector(f"fc_norm.{number}.weight", config.target_hidden_size)
@@ -202,9 +191,8 @@ class Eagle3Drafter:
         return self._fc(x)
 
     def forward(self, batch: Batch, hidden: Tensor, pages: KVCache) -> tuple[Tensor, Tensor]:
-        """See `HiddenStateDrafter`."""
-        table = self.target.embed_tokens if self._table is None else self._table
-        embedded = ops.rms_norm(ops.embedding(batch.token_ids, table), self._embed_norm, self._eps)
+        """See `SteppingDrafter`."""
+        embedded = ops.rms_norm(self._ends.embed(batch.token_ids), self._embed_norm, self._eps)
         normed = ops.rms_norm(hidden, self._hidden_norm, self._eps)
         x = ops.join_columns([embedded, normed])
         residual = normed if self.config.norm_before_residual else hidden
@@ -214,23 +202,18 @@ class Eagle3Drafter:
         normed = ops.rms_norm(x, self._norm, self._eps)
         return normed, normed if self.config.norm_output else x
 
-    def know(self, token_ids: NDArray[np.int32] | None) -> None:
-        """The model's id of each token of the head."""
-        self.token_ids = token_ids
-        if token_ids is not None:
-            places = np.full(self.config.decoder.vocab_size, len(token_ids), np.int32)
-            places[token_ids] = np.arange(len(token_ids), dtype=np.int32)
-            self._places = Tensor.from_numpy(places).to(self.device)
+    @property
+    def token_ids(self) -> NDArray[np.int32] | None:
+        """See `HiddenStateDrafter`."""
+        return self._ends.token_ids
+
+    def know(self) -> None:
+        """See `DraftEnds`."""
+        self._ends.know()
 
     def logits(self, normed: Tensor) -> Tensor:
-        """See `HiddenStateDrafter`."""
-        logits = self.target.compute_logits(normed) if self._head is None else self._head.logits(normed)
-        if self._places is None:
-            return logits
-        count, known = logits.shape
-        columns = Tensor.full((known + 1, count), -np.inf, float32, self.device)  # the last is unknown tokens'
-        columns[:known] = logits.transpose(0, 1)
-        return ops.gather_rows(columns, self._places).transpose(0, 1).contiguous()
+        """See `SteppingDrafter`."""
+        return self._ends.logits(normed)
 
 
 def load_eagle3(
@@ -249,79 +232,16 @@ def load_eagle3(
     files = open_model(folder)
     fields = files.config()
     config = read_eagle3(fields, target.config.num_layers)
-    _check_fit(fields, config, target)
-    options = LoadOptions.parse(**settings)
-    if options.device.kind != "cpu":
-        options = LoadOptions(device=options.device, dtype=target.dtype, exact=options.exact)
+    check_fit(fields, target, vocab_size=config.decoder.vocab_size, target_hidden_size=config.target_hidden_size)
+    options = options_of(target, settings)
     positions = min(config.decoder.max_position_embeddings, max_model_len or target.max_positions)
     checkpoint = None if load_format == "dummy" else files.checkpoint()
-    stored = {} if checkpoint is None else {name.removeprefix("model."): name for name in checkpoint.names()}
-    has = {"has_table": "embed_tokens.weight" in stored, "has_head": "lm_head.weight" in stored}
-    token_ids = _token_ids(checkpoint, config)
-    if not has["has_head"] and config.draft_vocab_size != target.config.vocab_size:
-        if checkpoint is not None:
-            raise WeightsError(
-                f"{folder}: tensor 'lm_head.weight' is missing, and the model's head knows {target.config.vocab_size}"
-                f" tokens, draft_vocab_size is {config.draft_vocab_size}"
-            )
-        has["has_head"] = True
-    if not has["has_table"] and config.decoder.hidden_size != target.config.hidden_size:
-        raise WeightsError(
-            f"{folder}: tensor 'embed_tokens.weight' is missing, and the model's table is {target.config.hidden_size}"
-            f" wide, hidden_size is {config.decoder.hidden_size}"
-        )
-    declared = DeclaringMaker(LoadOptions(), 1)
-    Eagle3Drafter(config, declared, target, **has)
-    layout = declared.layout("", _HARMLESS, _RENAMES)
-    source: TensorSource
-    if checkpoint is None:
-        source = DummyCheckpoint(layout, seed, options.dtype or config.decoder.dtype or float32)
-    else:
-        checkpoint.fit(layout)
-        source = checkpoint
-    maker: Maker = DeclaringMaker(options, positions, source)
-    if not declares:
-        maker = LoadingMaker(options, positions, source)
-    drafter = Eagle3Drafter(config, maker, target, **has)
-    drafter.weight_bytes = maker.size_bytes
-    drafter.know(token_ids)
+    ends = read_ends(
+        checkpoint, folder, target, hidden_size=config.decoder.hidden_size, draft_vocab_size=config.draft_vocab_size
+    )
+    drafter = make_drafter(
+        lambda maker: Eagle3Drafter(config, maker, target, ends), checkpoint, options, positions, prefix="",
+        harmless=_HARMLESS, renames=_RENAMES, dummy_dtype=config.decoder.dtype or float32, seed=seed, declares=declares,
+    )  # fmt: skip
+    drafter.know()
     return drafter
-
-
-def _check_fit(fields: Fields, config: Eagle3Config, target: Model) -> None:
-    """Raises `ConfigError` where it was trained for another model."""
-    pairs: Mapping[str, tuple[int, int]] = {
-        "vocab_size": (config.decoder.vocab_size, target.config.vocab_size),
-        "target_hidden_size": (config.target_hidden_size, target.config.hidden_size),
-    }
-    for name, (own, wanted) in pairs.items():
-        if own != wanted:
-            raise fields.error(name, f"= {own}, but the model has {wanted}")
-
-
-def _token_ids(checkpoint: Checkpoint | None, config: Eagle3Config) -> NDArray[np.int32] | None:
-    """The model's id of each token of the head, by `d2t`, or the first where there is no checkpoint; None: they are
-    the same."""
-    count, vocab_size = config.draft_vocab_size, config.decoder.vocab_size
-    if checkpoint is None:
-        return None if count == vocab_size else np.arange(count, dtype=np.int32)
-    stored = checkpoint.tensors.get("d2t", checkpoint.tensors.get("model.d2t"))
-    if stored is None:
-        if count == vocab_size:
-            return None
-        raise WeightsError(
-            f"{checkpoint.place}: tensor 'd2t' [{count}] is missing: draft_vocab_size is {count} of {vocab_size} tokens"
-        )
-    where = f"{checkpoint.place}: tensor {stored.name!r}"
-    if stored.shape != (count,) or stored.type_name not in ("I64", "I32"):
-        shape = list(stored.shape)
-        raise WeightsError(f"{where} is {stored.type_name} {shape}, must be I64 or I32 [{count}]")
-    offsets: NDArray[Any] = stored.array().astype(np.int64)
-    ids = np.arange(count) + offsets
-    wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size) | (np.abs(offsets) > vocab_size))
-    if wrong.size:
-        place = int(wrong[0])
-        raise WeightsError(f"{where}[{place}] is {offsets[place]}: there is no token {ids[place]} of {vocab_size}")
-    if np.unique(ids).size < count:
-        raise WeightsError(f"{where} names a token twice")
-    return None if count == vocab_size and not offsets.any() else ids.astype(np.int32)

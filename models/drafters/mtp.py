@@ -22,25 +22,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.base import Model
-from models.checkpoints.dummy import DummyCheckpoint
 from models.checkpoints.model_files import open_model
 from models.decoder import Decoder
+from models.drafters.making import make_drafter, options_of
 from models.errors import ModelLoadError
 from models.experts import MoeConfig, MoeDecoder
-from models.makers.declaration import TensorSource
-from models.makers.declaring_maker import DeclaringMaker
-from models.makers.loading_maker import LoadingMaker
 from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
 from runtime.dtype import float32
 from runtime.kv.cache import KVCache, KVCacheSpec
-from runtime.linear.options import LoadOptions, LoadSettings
+from runtime.linear.options import LoadSettings
 from runtime.tensor.tensor import Tensor
 
 
 class MtpDrafter:
-    """See `HiddenStateDrafter`."""
+    """See `SteppingDrafter`."""
 
     kind = "mtp"
     rotary_switch: int | None = None
@@ -73,7 +70,7 @@ class MtpDrafter:
         return self.target.finish(x)
 
     def forward(self, batch: Batch, hidden: Tensor, pages: KVCache) -> tuple[Tensor, Tensor]:
-        """See `HiddenStateDrafter`."""
+        """See `SteppingDrafter`."""
         embedded = ops.embedding(batch.token_ids, self.target.embed_tokens, scale=self.target.embedding_scale)
         embedded = ops.rms_norm(embedded, self._embed_norm, self._eps)
         normed = ops.rms_norm(hidden, self._hidden_norm, self._eps)
@@ -81,7 +78,7 @@ class MtpDrafter:
         return ops.rms_norm(x, self._norm, self._eps), x
 
     def logits(self, normed: Tensor) -> Tensor:
-        """See `HiddenStateDrafter`."""
+        """See `SteppingDrafter`."""
         return self.target.compute_logits(normed)
 
 
@@ -109,27 +106,14 @@ def load_mtp(
         raise ModelLoadError(
             f"{folder}: {config.architecture} has no layer that predicts further tokens (num_nextn_predict_layers)"
         )
-    options = LoadOptions.parse(**settings)
-    if options.device.kind != "cpu":
-        options = LoadOptions(device=options.device, dtype=target.dtype, exact=options.exact)
+    options = options_of(target, settings)
     positions = min(target.max_positions, max_model_len or target.max_positions)
-    declared = DeclaringMaker(LoadOptions(), 1)
-    MtpDrafter(declared, target)
-    layout = declared.layout(target.prefix, _all_others(target), target.renames)
-    source: TensorSource
-    if load_format == "dummy":
-        source = DummyCheckpoint(layout, seed, options.dtype or config.dtype or float32)
-    else:
-        checkpoint = open_model(folder).checkpoint()
-        checkpoint.fit(layout)
-        checkpoint.check_numbers()
-        source = checkpoint
-    maker: Maker = DeclaringMaker(options, positions, source)
-    if not declares:
-        maker = LoadingMaker(options, positions, source)
-    drafter = MtpDrafter(maker, target)
-    drafter.weight_bytes = maker.size_bytes
-    return drafter
+    checkpoint = None if load_format == "dummy" else open_model(folder).checkpoint()
+    return make_drafter(
+        lambda maker: MtpDrafter(maker, target), checkpoint, options, positions, prefix=target.prefix,
+        harmless=_all_others(target), renames=target.renames, dummy_dtype=config.dtype or float32, seed=seed,
+        declares=declares,
+    )  # fmt: skip
 
 
 def _all_others(target: Decoder) -> re.Pattern[str]:

@@ -1,0 +1,68 @@
+"""From a drafter's constructor and its files to the drafter: declared first, so that its checkpoint is checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Protocol, TypeVar
+
+from models.base import Model
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.dummy import DummyCheckpoint
+from models.configuration.json_fields import Fields
+from models.makers.declaration import TensorSource
+from models.makers.declaring_maker import DeclaringMaker
+from models.makers.loading_maker import LoadingMaker
+from models.makers.maker import Maker
+from runtime.dtype import DType
+from runtime.linear.options import LoadOptions, LoadSettings
+
+
+class _Weighty(Protocol):
+    weight_bytes: int
+
+
+D = TypeVar("D", bound=_Weighty)
+NO_RENAMES: Mapping[str, str] = MappingProxyType({})
+
+
+def options_of(target: Model, settings: LoadSettings) -> LoadOptions:
+    """How a drafter's weights are kept, which share the device with the model's."""
+    options = LoadOptions.parse(**settings)
+    if options.device.kind != "cpu":
+        return LoadOptions(device=options.device, dtype=target.dtype, exact=options.exact)
+    return options
+
+
+def check_fit(fields: Fields, target: Model, *, vocab_size: int, target_hidden_size: int) -> None:
+    """Raises `ConfigError` where a drafter was trained for another model."""
+    sizes = target.config.vocab_size, target.config.hidden_size
+    for name, own, wanted in zip(("vocab_size", "target_hidden_size"), (vocab_size, target_hidden_size), sizes):
+        if own != wanted:
+            raise fields.error(name, f"= {own}, but the model has {wanted}")
+
+
+def make_drafter(
+    make: Callable[[Maker], D], checkpoint: Checkpoint | None, options: LoadOptions, positions: int, *,
+    prefix: str, harmless: re.Pattern[str], renames: Mapping[str, str] = NO_RENAMES, dummy_dtype: DType, seed: int,
+    declares: bool,
+) -> D:  # fmt: skip
+    """What ``make`` makes of a checkpoint, or of dummy weights where that is None; declared only, if it is to be.
+    Raises `WeightsError` for a checkpoint that has not exactly its tensors."""
+    declared = DeclaringMaker(LoadOptions(), 1)
+    make(declared)
+    layout = declared.layout(prefix, harmless, renames)
+    source: TensorSource
+    if checkpoint is None:
+        source = DummyCheckpoint(layout, seed, options.dtype or dummy_dtype)
+    else:
+        checkpoint.fit(layout)
+        checkpoint.check_numbers()
+        source = checkpoint
+    maker: Maker = DeclaringMaker(options, positions, source)
+    if not declares:
+        maker = LoadingMaker(options, positions, source)
+    drafter = make(maker)
+    drafter.weight_bytes = maker.size_bytes
+    return drafter
