@@ -189,12 +189,21 @@ class Attention:
     def __call__(
         self, x: Tensor, batch: Batch, kv_cache: KVCache, *, residual: Tensor | None = None
     ) -> Tensor:
-        group = kv_cache.group_of(self.index)
+        q = self.prepare(x, batch, kv_cache)
+        k_cache, v_cache, *scales = kv_cache.layer(self.index)
+        attended = ops.attention(
+            q, k_cache, v_cache, batch, kv_cache.group_of(self.index), scale=self.scale, window=self.window,
+            sinks=self.sinks, softcap=self.softcap, scales=scales,
+        )  # fmt: skip
+        return self.o_proj(attended, residual=residual)
+
+    def prepare(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
+        """The queries of `x`, `[num_tokens, num_heads, head_dim]`; keys and values go into their pages."""
         k_cache, v_cache, *scales = kv_cache.layer(self.index)
         qkv = self.qkv_proj(x)
         if self.shared_norm is not None:
             self.shared_norm(qkv)
-        q = ops.qkv_prepare(  # [num_tokens, num_heads, head_dim]
+        return ops.qkv_prepare(
             qkv,
             batch.positions,
             num_q_heads=self.num_heads,
@@ -206,14 +215,9 @@ class Attention:
             norm_eps=self.norm_eps,
             k_cache=k_cache,
             v_cache=v_cache,
-            slot_mapping=batch.slot_mappings[group],
+            slot_mapping=batch.slot_mappings[kv_cache.group_of(self.index)],
             scales=scales,
         )
-        attended = ops.attention(
-            q, k_cache, v_cache, batch, group, scale=self.scale, window=self.window, sinks=self.sinks,
-            softcap=self.softcap, scales=scales,
-        )  # fmt: skip
-        return self.o_proj(attended, residual=residual)
 
 
 class SharedRowNorm:

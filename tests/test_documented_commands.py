@@ -123,6 +123,7 @@ ELSEWHERE = {
         "python -m tools.comparing.compare_pictures --reference .venv-reference/bin/python",
         "python -m tools.comparing.compare_harmony", "python tools/measuring/page_rounding.py",
         "python -m tools.references.make_eagle3_goldens", "python -m tools.references.make_mtp_goldens",
+        "python -m tools.references.make_dflash_goldens",
         "python tools/comparing/compare_triton.py --markdown docs/triton_comparison.md --json "
         "docs/triton_comparison.json",
         "python -m tools.comparing.compare_checkouts ../before --num-rounds 15 --num-cores 1 --output-json "

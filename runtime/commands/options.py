@@ -153,7 +153,7 @@ class EngineOptions:
     speculation: Annotated[
         str,
         typer.Option(
-            metavar="auto|off|ngram|suffix|draft:FOLDER|eagle3:FOLDER|mtp",
+            metavar="auto|off|ngram|suffix|draft:FOLDER|eagle3:FOLDER|dflash:FOLDER|mtp",
             help="Who proposes tokens that a step tries; answers stay as they are.",
         ),
     ] = _CONFIG.speculation

@@ -6,7 +6,7 @@ import json
 import logging
 from typing import Any
 
-from runtime.engine.config import DRAFT_PREFIX, EAGLE3_PREFIX
+from runtime.engine.config import DFLASH_PREFIX, DRAFT_PREFIX, EAGLE3_PREFIX
 from runtime.engine.errors import RequestError
 
 logger = logging.getLogger("xserv.commands")
@@ -15,9 +15,12 @@ _METHODS = {
     "ngram": "ngram", "[ngram]": "ngram", "ngram_gpu": "ngram", "suffix": "suffix", "mtp": "mtp", "deepseek_mtp": "mtp",
     "glm4_moe_mtp": "mtp",
 }  # fmt: skip
-_NOT_BUILT = ("eagle", "medusa", "mlp_speculator", "dflash")
+_NOT_BUILT = ("eagle", "medusa", "mlp_speculator")
 _SAMPLE_METHODS = {"rejection_sample_method": ("standard",), "draft_sample_method": ("greedy", "probabilistic")}
-_WITH_FOLDERS = {"draft_model": (DRAFT_PREFIX, "a draft model"), "eagle3": (EAGLE3_PREFIX, "an EAGLE-3 drafter")}
+_WITH_FOLDERS = {
+    "draft_model": (DRAFT_PREFIX, "a draft model"), "eagle3": (EAGLE3_PREFIX, "an EAGLE-3 drafter"),
+    "dflash": (DFLASH_PREFIX, "a DFlash drafter"), "dspark": (DFLASH_PREFIX, "a DSpark drafter"),
+}  # fmt: skip
 _WITHOUT_EFFECT = {
     "prompt_lookup_max": "the longest agreement is looked for",
     "prompt_lookup_min": "two tokens have to agree",

@@ -42,7 +42,7 @@ SpeculationAcceptance = Literal["exact", "rejection"]
 Quantization = Literal["none", "int8", "int4", "mxfp4", "fp8"]
 KVCacheDtype = Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"]
 SPECULATIONS = ("auto", "off", "ngram", "suffix", "eagle3", "mtp")
-DRAFT_PREFIX, EAGLE3_PREFIX = "draft:", "eagle3:"
+DRAFT_PREFIX, EAGLE3_PREFIX, DFLASH_PREFIX = "draft:", "eagle3:", "dflash:"
 OWN_DRAFTER = "drafter"
 """The folder in a model's that has a drafter for it."""
 
@@ -159,9 +159,9 @@ class EngineConfig:
     speculation             who proposes tokens for decodes to try: "auto" (a request's prediction, where it has one),
                             "ngram" (beside it, what prompt and output said before), "suffix" (and the answers of others
                             of the same tenant), "draft:FOLDER" (a small model), "eagle3:FOLDER" (a drafter that reads
-                            the model's hidden states), "eagle3" (the one in the model's folder), "mtp" (the layer of
-                            the model's checkpoint that predicts further tokens), "off" (nobody); tokens are as without
-                            (docs/speculation.md)
+                            the model's hidden states), "eagle3" (the one in the model's folder), "dflash:FOLDER" (one
+                            that says a block at once), "mtp" (the layer of the model's checkpoint that predicts further
+                            tokens), "off" (nobody); tokens are as without (docs/speculation.md)
     num_speculative_tokens  most proposals for a sequence in a step; fewer, or none, where they do not pay
     speculation_acceptance  which proposals are kept: "exact" (those that equal the draw that would have come anyway: no
                             token changes), "rejection" (of a draft model's draws more: other answers, of the same
@@ -267,14 +267,16 @@ class EngineConfig:
         check_one_of("overlap", self.overlap, ("auto", "on", "off"))
         check_one_of("decode_graphs", self.decode_graphs, ("auto", "on", "off"))
         check_one_of("decode", self.decode, get_args(DecodeKernels))
-        prefixes = DRAFT_PREFIX, EAGLE3_PREFIX
+        prefixes = DRAFT_PREFIX, EAGLE3_PREFIX, DFLASH_PREFIX
         if not isinstance(self.speculation, str) or self.speculation in ("", *prefixes):
-            raise RequestError(f"speculation: draft: and eagle3: need a folder, got {self.speculation!r:.80}",
-                               param="speculation")  # fmt: skip
-        if self.speculation not in SPECULATIONS and not self.speculation.startswith(prefixes):
             raise RequestError(
-                f"speculation must be one of {', '.join(SPECULATIONS)}, {DRAFT_PREFIX}FOLDER, {EAGLE3_PREFIX}FOLDER, "
-                f"got {self.speculation!r:.80}",
+                f"speculation: draft:, eagle3: and dflash: need a folder, got {self.speculation!r:.80}",
+                param="speculation",
+            )
+        if self.speculation not in SPECULATIONS and not self.speculation.startswith(prefixes):
+            known = ", ".join((*SPECULATIONS, *(f"{prefix}FOLDER" for prefix in prefixes)))
+            raise RequestError(
+                f"speculation must be one of {known}, got {self.speculation!r:.80}",
                 param="speculation",
             )
         if self.reads_hidden_states and self.num_ranks > 1:
@@ -386,7 +388,7 @@ class EngineConfig:
     @property
     def reads_hidden_states(self) -> bool:
         """Whether what proposes tokens reads the model's hidden states."""
-        return self.speculation in ("eagle3", "mtp") or self.speculation.startswith(EAGLE3_PREFIX)
+        return self.speculation in ("eagle3", "mtp") or self.speculation.startswith((EAGLE3_PREFIX, DFLASH_PREFIX))
 
     @property
     def scheduling(self) -> SchedulingConfig:

@@ -15,14 +15,16 @@ from models.base import Model
 from models.checkpoints.hub import model_name, resolve_model
 from models.configuration.generation_config import load_generation_config
 from models.configuration.preprocessing import read_patch_rule
+from models.drafters.dflash import load_dflash
 from models.drafters.eagle3 import load_eagle3
-from models.drafters.hidden_state_drafter import HiddenStateDrafter
+from models.drafters.hidden_state_drafter import BlockDrafter, SteppingDrafter
 from models.drafters.mtp import load_mtp
 from models.registry import declare_model, load_model, stages_of
 from runtime.communicator import Communicator, DeclaredRank, DeclaredStage, Pipeline, RankCommunicator
 from runtime.device.device import Device
 from runtime.device.errors import InvalidDeviceError
 from runtime.engine.config import (
+    DFLASH_PREFIX,
     EAGLE3_PREFIX,
     OWN_DRAFTER,
     EngineConfig,
@@ -249,13 +251,13 @@ def executor_over(
     return LocalExecutor(loaded, KVCache(spec, limits.num_blocks), limits, vocab_size, communicator)
 
 
-Draft = Model | HiddenStateDrafter
+Draft = Model | SteppingDrafter | BlockDrafter
 """What has weights and pages of its own, and proposes tokens."""
 
 
 def drafter_of(config: EngineConfig, target: Model, folder: Path, *, declares: bool = False) -> Draft | None:
     """What the configuration says that proposes tokens, loaded or declared, if that has weights. Raises as `load_model`
-    `load_eagle3` and `load_mtp`, and ``RequestError`` for what does not fit the target of that folder."""
+    and what loads a drafter, and ``RequestError`` for what does not fit the target of that folder."""
     if config.draft_model is not None:
         return declared_draft(config, target, folder) if declares else loaded_draft(config, target, folder)
     if not config.reads_hidden_states:
@@ -268,6 +270,8 @@ def drafter_of(config: EngineConfig, target: Model, folder: Path, *, declares: b
     }  # fmt: skip
     if config.speculation == "mtp":
         return load_mtp(folder, target, **how)
+    if config.speculation.startswith(DFLASH_PREFIX):
+        return load_dflash(resolve_model(config.speculation.removeprefix(DFLASH_PREFIX)), target, **how)
     if config.speculation != "eagle3":
         drafter = resolve_model(config.speculation.removeprefix(EAGLE3_PREFIX))
     elif not (drafter := folder / OWN_DRAFTER).is_dir():

@@ -11,7 +11,8 @@ requests that come while others run, and some that are cancelled. Each round run
 drafter (with `--turns`: with one of them after another), whose proposals are all tried: whether that pays is not asked.
 Those that read no hidden states run on one engine, which keeps its recordings. On a GPU it runs with `exact`. Models
 take turns; `babyllama` is a small Llama with random weights, `prediction_layer` a tiny GLM-4.5 whose prediction layer
-is often right. A model without a drafter of its own has an untrained one. Prints what differs, and by drafter how many
+is often right. A model without an EAGLE-3 drafter of its own has an untrained one, and each an untrained DSpark, which
+is never right but by chance. Prints what differs, and by drafter how many
 requests it had and how many proposals were tried and kept, after each hundred requests.
 """
 
@@ -34,8 +35,9 @@ import numpy as np
 from models.base import Model
 from models.checkpoints.hub import resolve_model
 from models.decoder import Decoder
+from models.drafters.dflash import load_dflash
 from models.drafters.eagle3 import load_eagle3
-from models.drafters.hidden_state_drafter import HiddenStateDrafter
+from models.drafters.hidden_state_drafter import BlockDrafter, SteppingDrafter
 from models.drafters.mtp import load_mtp
 from models.experts import MoeConfig
 from runtime.engine.config import OWN_DRAFTER, EngineConfig
@@ -70,6 +72,8 @@ BABYLLAMA: dict[str, Any] = {
 
 PREDICTION_LAYER = "prediction_layer"
 """The name of the model that has one."""
+
+StateReader = SteppingDrafter | BlockDrafter
 
 MOST_OUTPUT = 47
 """Tokens of an answer, unless told."""
@@ -137,7 +141,7 @@ class Comparison:
 
 def compare(
     model: Model, folder: Path, num_requests: int, seed: int, *, found: Comparison | None = None,
-    states: Sequence[HiddenStateDrafter] = (), takes_turns: bool = False, drafters: Collection[str] = (),
+    states: Sequence[StateReader] = (), takes_turns: bool = False, drafters: Collection[str] = (),
     most_output: int = MOST_OUTPUT, round_size: int = ROUND, **settings: Any,
 ) -> Comparison:  # fmt: skip
     """Runs so many requests in rounds of ``round_size``, and adds what it finds to ``found``. A round has all drafters,
@@ -329,9 +333,9 @@ def _model(name: str | None, settings: dict[str, Any], scratch: Path) -> tuple[M
     return loaded_model(folder, EngineConfig(**settings, max_model_len=96)), folder
 
 
-def _states(model: Model, folder: Path, scratch: Path, settings: dict[str, Any]) -> list[HiddenStateDrafter]:
+def _states(model: Model, folder: Path, scratch: Path, settings: dict[str, Any]) -> list[StateReader]:
     """Drafters over the model's hidden states: its own ones; without any, one that has not been trained."""
-    found: list[HiddenStateDrafter] = []
+    found: list[StateReader] = []
     if isinstance(model.config, MoeConfig) and model.config.num_prediction_layers:
         found.append(load_mtp(folder, model, max_model_len=96, **settings))
     if (folder / OWN_DRAFTER).is_dir():
@@ -339,6 +343,9 @@ def _states(model: Model, folder: Path, scratch: Path, settings: dict[str, Any])
     elif isinstance(model, Decoder):
         own = write_untrained(scratch / folder.name / OWN_DRAFTER, model)
         found.append(load_eagle3(own, model, max_model_len=96, load_format="dummy", **settings))
+    if isinstance(model, Decoder):
+        own = write_untrained_dspark(scratch / folder.name / "dspark", model)
+        found.append(load_dflash(own, model, max_model_len=96, load_format="dummy", **settings))
     return found
 
 
@@ -351,6 +358,20 @@ def write_untrained(folder: Path, model: Model) -> Path:
         "hidden_size": config.hidden_size, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
         "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 96, "rms_norm_eps": 1e-6,
         "draft_vocab_size": config.vocab_size // 2, "eagle_aux_hidden_state_layer_ids": [0, config.num_layers],
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def write_untrained_dspark(folder: Path, model: Model) -> Path:
+    """The config of a DSpark drafter for a model, which shares its table and head."""
+    config = model.config
+    folder.mkdir(parents=True)
+    values = {
+        "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
+        "block_size": 5, "mask_token_id": 0, "target_layer_ids": [-1, config.num_layers - 2], "markov_rank": 8,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(values))
     return folder

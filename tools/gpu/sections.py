@@ -30,14 +30,14 @@ EMULATED_TESTS = (
         "linear/test_reordered_columns", "kv/test_transfer_gpu", "test_latent_ops", "test_scaling",
         "engine/test_gpu_engine", "engine/test_kv_cache_dtype", "engine/test_experts", "engine/test_gpu_swapping",
         "engine/test_pictures", "engine/test_whole_pictures", "engine/test_window_groups", "engine/test_fuzz",
-        "engine/speculation/test_same_answers",
+        "engine/speculation/test_dflash", "engine/speculation/test_same_answers",
         "engine/steps/test_decode_arrays", "engine/steps/test_decode_graphs", "engine/steps/test_forward_graphs",
         "engine/steps/test_kept_layers", "engine/steps/test_megakernel", "engine/steps/test_sampler",
     )),
     *(f"models/{name}.py" for name in (
-        "drafters/test_eagle3", "test_experts", "test_fuzzed", "test_goldens_gpu", "test_goldens_tiers",
-        "test_int8_gpu", "quantized/test_gpu", "quantized/test_mxfp4", "gguf/test_experts", "vision/test_vision",
-        "vision/test_llava", "vision/test_gemma3",
+        "drafters/test_dflash", "drafters/test_eagle3", "test_experts", "test_fuzzed", "test_goldens_gpu",
+        "test_goldens_tiers", "test_int8_gpu", "quantized/test_gpu", "quantized/test_mxfp4", "gguf/test_experts",
+        "vision/test_vision", "vision/test_llava", "vision/test_gemma3",
     )),
 )  # fmt: skip
 """Tests whose emulated devices of the GPU's architecture are the GPU itself here (`stand_in`)."""

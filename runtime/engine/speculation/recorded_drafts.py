@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from models.drafters.hidden_state_drafter import HiddenStateDrafter
+from models.drafters.hidden_state_drafter import SteppingDrafter
 from numba_kernels.cpu.running.arena import Arena
 from numba_kernels.cpu.running.recording import NotRecordableError, Recording, record
 from runtime import ops
 from runtime.device.device import CPU
 from runtime.dtype import float32
 from runtime.engine.config import EngineLimits
-from runtime.engine.scheduling.sequence import Sequence
+from runtime.engine.speculation.drafting import Drawing, PairChunks
 from runtime.engine.speculation.draws import DRAWN_BY
 from runtime.engine.steps.block_tables import BlockTables
 from runtime.engine.steps.decode_cpu import CpuDecodes
@@ -53,7 +53,7 @@ class RecordedDrafts:
     """Recordings of one drafter over its pages. Belongs to the engine's loop."""
 
     def __init__(
-        self, drafter: HiddenStateDrafter, pages: KVCache, tables: BlockTables, limits: EngineLimits, most_steps: int
+        self, drafter: SteppingDrafter, pages: KVCache, tables: BlockTables, limits: EngineLimits, most_steps: int
     ) -> None:
         self._drafter, self._pages, self._tables, self._limits = drafter, pages, tables, limits
         self._lengths = CpuDecodes.sequence_lengths(limits.max_model_len, exact=limits.exact)
@@ -81,22 +81,17 @@ class RecordedDrafts:
         with contextlib.suppress(NotRecordableError):  # its kernels are there before the first request
             self._record(_Shape(_SIZES[0], 1, most_steps, self._lengths[0]))
 
-    def run(
-        self, states: tuple[Tensor, ...], state_rows: NDArray[np.int32], token_ids: NDArray[np.int32],
-        rows: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64],
-        drawing: list[tuple[Sequence, int]],
-    ) -> list[list[int]] | None:  # fmt: skip
-        """What is proposed for each of ``drawing``, at most so many, whose chunks of pairs begin at ``starts`` of their
-        ``rows``, which ascend. ``state_rows``: of each pair in ``states``. None, before anything was done: there are
-        too many, or the drafter's operations cannot be recorded."""
-        num_pairs, num_seqs = len(token_ids), len(rows)
+    def run(self, chunks: PairChunks, drawing: list[Drawing]) -> list[list[int]] | None:
+        """What is proposed behind the pairs. None, before anything was done: there are too many, or the drafter's
+        operations cannot be recorded."""
+        num_pairs, num_seqs = len(chunks.token_ids), len(chunks.rows)
         steps = max(most for _, most in drawing)
         if num_pairs > MOST_PAIRS or num_seqs > MOST_SEQUENCES or steps > self._most_steps:
             return None
-        most_slots = starts + counts + np.array([most - 1 for _, most in drawing])
+        most_slots = chunks.starts + chunks.counts + np.array([most - 1 for _, most in drawing])
         longest = self._lengths[bisect_left(self._lengths, int(most_slots.max()))]
         shape = _Shape(_SIZES[bisect_left(_SIZES, num_pairs + 1)], num_seqs, steps, longest)
-        self._write(states, state_rows, token_ids, rows, starts, counts, drawing, shape)
+        self._write(chunks, drawing, shape)
         kept = self._kept.pop(shape, None)
         if kept is None:
             try:
@@ -114,18 +109,15 @@ class RecordedDrafts:
             found.append(ids[: int(bad[0]) if bad.size else most, i].tolist())
         return found
 
-    def _write(
-        self, states: tuple[Tensor, ...], state_rows: NDArray[np.int32], token_ids: NDArray[np.int32],
-        rows: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64],
-        drawing: list[tuple[Sequence, int]], shape: _Shape,
-    ) -> None:  # fmt: skip
-        pairs, seqs = len(token_ids), shape.num_seqs
-        for target, given in zip(self._states, states, strict=True):
-            np.take(given.array, state_rows, 0, target[:pairs])
+    def _write(self, chunks: PairChunks, drawing: list[Drawing], shape: _Shape) -> None:
+        pairs, seqs = len(chunks.token_ids), shape.num_seqs
+        rows, starts, counts = chunks.rows, chunks.starts, chunks.counts
+        for target, given in zip(self._states, chunks.states, strict=True):
+            np.take(given.array, chunks.state_rows, 0, target[:pairs])
         ends, first = starts + counts, np.cumsum(counts) - counts
         positions = np.arange(pairs) + np.repeat(starts - first, counts)
         entries = self._tables.first_entries(rows)
-        self._token_ids[:pairs] = token_ids
+        self._token_ids[:pairs] = chunks.token_ids
         self._positions[:pairs] = positions
         self._slots[0, :pairs] = self._tables.slots(np.repeat(entries, counts), positions)[0]
         self._slots[0, pairs : shape.num_pairs] = -1

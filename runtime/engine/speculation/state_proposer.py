@@ -1,9 +1,9 @@
 """A drafter that reads hidden states at work (`models.drafters`): what each step leaves of the model's.
 
-A pair is what it computes at once: token i + 1 of a sequence, and the model's hidden states at token i. It comes when
+A pair is what it computes first: token i + 1 of a sequence, and the model's hidden states at token i. It comes when
 the step that computed token i is over, and its key and value go into pages of the drafter's own, one behind another.
-The pair of a sequence's last token but one says the next token; from there on the drafter goes on with its own results,
-for all sequences in batch, and draws as the model will, with the same noise.
+The pair of a sequence's last token but one says the next token. What follows is said with the drafter's own results
+(`stepping`), or at once (`blocks`), for all sequences in batch, and drawn as the model will, with the same noise.
 
 Pages of pairs can be found by what they are made of, as the model's own are by their tokens: a sequence whose prefix
 the model finds in its cache gets none of its hidden states, and takes over the pairs that another left. Where these are
@@ -19,31 +19,31 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from models.drafters.hidden_state_drafter import HiddenStateDrafter
-from runtime import ops
+from models.drafters.hidden_state_drafter import BlockDrafter, SteppingDrafter
 from runtime.engine.config import EngineLimits
 from runtime.engine.scheduling.block_pool import BlockPool, Chain
 from runtime.engine.scheduling.sequence import Sequence
+from runtime.engine.speculation.blocks import Blocks
 from runtime.engine.speculation.drafter import NOTHING, Ids, LeftChunk, WantedStates
-from runtime.engine.speculation.draws import draw_ahead
-from runtime.engine.speculation.recorded_drafts import RecordedDrafts
+from runtime.engine.speculation.drafting import Drafting, Drawing, PairChunks
+from runtime.engine.speculation.stepping import Stepping
 from runtime.engine.steps.block_tables import BlockTables
 from runtime.engine.steps.executor import KeptRows
-from runtime.engine.steps.ragged import lay_out
 from runtime.kv.cache import KVCache
 from runtime.tensor.tensor import Tensor
 
 
 class _Pairs:
-    """A sequence as the pool of pages reads it: its pairs by the tokens that they end with. See `TokenSource`."""
+    """A sequence as the pool of pages reads it: its pairs by the tokens that they end with, ``ahead`` of those
+    of their hidden states. See `TokenSource`."""
 
-    __slots__ = ("sequence",)
+    __slots__ = ("ahead", "sequence")
 
-    def __init__(self, sequence: Sequence) -> None:
-        self.sequence = sequence
+    def __init__(self, sequence: Sequence, ahead: int) -> None:
+        self.sequence, self.ahead = sequence, ahead
 
     def prefix_keys(self, start: int, end: int) -> Ids:
-        return self.sequence.prefix_keys(start + 1, end + 1)
+        return self.sequence.prefix_keys(start + self.ahead, end + self.ahead)
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +69,7 @@ class _Known:
 
 @dataclass(slots=True, eq=False)
 class _Pass:
-    """Tokens of a sequence that are computed next, from ``start`` of its pages on, behind the rows of hidden states."""
+    """Pairs of a sequence that are computed next, from ``start`` of its pages on, behind the rows of hidden states."""
 
     known: _Known
     token_ids: Ids
@@ -86,20 +86,24 @@ class StateProposer:
     most        proposals for a sequence in a step
     """
 
-    def __init__(self, drafter: HiddenStateDrafter, limits: EngineLimits, num_blocks: int, most: int) -> None:
+    def __init__(
+        self, drafter: SteppingDrafter | BlockDrafter, limits: EngineLimits, num_blocks: int, most: int
+    ) -> None:
         spec = drafter.kv_cache_spec(limits.block_size)
         self.name = drafter.kind
         self.wanted = WantedStates(drafter.layers, drafter.target.config.hidden_size, drafter.target.dtype)
-        self._drafter = drafter
-        self._limits = limits
-        self._pages = KVCache(spec, num_blocks)
+        self._max_positions, self._block_size = drafter.max_positions, limits.block_size
         self.pool = BlockPool(num_blocks, limits.block_size, enable_prefix_caching=limits.enable_prefix_caching)
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
-        max_blocks = -(-limits.max_model_len // limits.block_size)
+        longest = limits.max_model_len + (drafter.block_size if isinstance(drafter, BlockDrafter) else 0)
+        max_blocks = -(-longest // limits.block_size)
         self._tables = BlockTables(1, limits.max_num_seqs, max_blocks, limits.block_size)
-        self._recorded: RecordedDrafts | None = None
-        if drafter.device.kind == "cpu" and limits.decode_graphs != "off":
-            self._recorded = RecordedDrafts(drafter, self._pages, self._tables, limits, most)
+        pages = KVCache(spec, num_blocks)
+        self._drafting: Drafting
+        if isinstance(drafter, BlockDrafter):
+            self._drafting = Blocks(drafter, pages, self._tables, limits)
+        else:
+            self._drafting = Stepping(drafter, pages, self._tables, limits, most)
         self._known: dict[Sequence, _Known] = {}  # the one that was computed last is the last
         self._states: tuple[Tensor, ...] = ()  # that the latest step left
         self._chunks: Callable[[], list[LeftChunk]] = list  # whose they are
@@ -124,7 +128,9 @@ class StateProposer:
             if (one := self._take(chunk, 0, keep)) is not None:
                 prompts.append(one)
         if prompts:
-            self._compute(prompts)
+            prompts.sort(key=lambda one: one.known.row)
+            self._drafting.absorb(self._chunks_of(prompts))
+            self._note(prompts)
 
     def prepare(self, asked: list[tuple[Sequence, int]]) -> None:
         """See `BatchDrafter`."""
@@ -132,61 +138,21 @@ class StateProposer:
         keep = {sequence for sequence, _ in asked}
         left = {chunk.sequence: chunk for chunk in self._chunks()}
         self._chunks = list
-        passes: list[_Pass] = []
-        ready: list[tuple[Sequence, _Known, int]] = []  # with how many to propose
+        passes: list[tuple[_Pass, Drawing]] = []
         for sequence, most in asked:
             chunk = left.get(sequence)
             if chunk is None or chunk.start + chunk.num_tokens != sequence.num_tokens - 1:
                 continue
             one = self._take(chunk, most, keep)
             if one is not None:
-                passes.append(one)
-                ready.append((sequence, one.known, most))
+                passes.append((one, Drawing(sequence, most)))
         if not passes:
             return
-        order = sorted(range(len(passes)), key=lambda i: passes[i].known.row)
-        ready, passes = [ready[i] for i in order], [passes[i] for i in order]
-        if self._recorded is not None and self._run_recorded(self._recorded, passes, ready):
-            return
-        normed, hidden = self._compute(passes)
-        self._proposed = {sequence: [] for sequence, _, _ in ready}
-        for ahead in range(self._limits.max_model_len):
-            drawing = [sequence for sequence, _, _ in ready]
-            drawn = draw_ahead(self._drafter.logits(normed), drawing, [ahead] * len(ready))
-            going_on = []  # rows of those that draw further
-            for i, ((sequence, _, most), token_id) in enumerate(zip(ready, drawn)):
-                if token_id >= 0:
-                    self._proposed[sequence].append(token_id)
-                    if ahead + 1 < most:
-                        going_on.append(i)
-            if not going_on:
-                break
-            newest = np.array([drawn[i] for i in going_on], np.int32)
-            ready = [ready[i] for i in going_on]
-            if len(going_on) < len(drawn):
-                hidden = self._rows_of(hidden, np.array(going_on, np.int32))
-            rows = np.array([known.row for _, known, _ in ready])
-            starts = np.array([known.length + ahead for _, known, _ in ready])
-            normed, hidden = self._forward(newest, rows, starts, np.ones(len(ready), np.int64), hidden)
-
-    def _run_recorded(
-        self, recorded: RecordedDrafts, passes: list[_Pass], ready: list[tuple[Sequence, _Known, int]]
-    ) -> bool:
-        """All of it at once; False, before anything was done: it has to be done step by step."""
-        found = recorded.run(
-            self._states,
-            np.concatenate([one.rows for one in passes]),
-            np.concatenate([one.token_ids for one in passes]),
-            np.array([one.known.row for one in passes]),
-            np.array([one.start for one in passes]),
-            np.array([len(one.token_ids) for one in passes]),
-            [(sequence, most) for sequence, _, most in ready],
-        )
-        if found is None:
-            return False
-        self._note(passes)
-        self._proposed = {sequence: ids for (sequence, _, _), ids in zip(ready, found, strict=True)}
-        return True
+        passes.sort(key=lambda both: both[0].known.row)
+        pairs, drawing = [one for one, _ in passes], [each for _, each in passes]
+        found = self._drafting.draft(self._chunks_of(pairs), drawing)
+        self._note(pairs)
+        self._proposed = {each.sequence: ids for each, ids in zip(drawing, found, strict=True)}
 
     def propose(self, sequence: Sequence, most: int) -> tuple[Ids, int]:
         ids = self._proposed.get(sequence)
@@ -204,7 +170,7 @@ class StateProposer:
     def _take(self, chunk: LeftChunk, most: int, keep: set[Sequence]) -> _Pass | None:
         """The pairs of a chunk that are not known yet, at least the last, with pages for them and for ``most``
         proposals behind; None: there is no room for them."""
-        sequence, size = chunk.sequence, self._limits.block_size
+        sequence, size = chunk.sequence, self._block_size
         known = self._known.pop(sequence, None) or self._begin(chunk, keep)
         if known is None:
             return None
@@ -215,9 +181,8 @@ class StateProposer:
             known.length = max(0, known.length - (known.following - first))
         elif first > known.following:
             known.is_whole = False
-        end = known.length + count
-        most_slots = end + max(0, most - 1)
-        if most_slots > self._drafter.max_positions:
+        most_slots = known.length + count + self._drafting.slots_behind(most)
+        if most_slots > self._max_positions:
             self.end(sequence)
             return None
         missing = -(-most_slots // size) - len(known.blocks)
@@ -239,7 +204,7 @@ class StateProposer:
         if not self._free_rows and not self._forget_oldest(keep):
             return None
         sequence = chunk.sequence
-        pairs = _Pairs(sequence)
+        pairs = _Pairs(sequence, self._drafting.pair_ahead)
         first = int(sequence.prefix_keys(0, 1)[0])
         known = _Known(self._free_rows.pop(), pairs, Chain(f"{sequence.chain.salt!r} {first}"))
         hit = self.pool.find(pairs.prefix_keys(0, chunk.start), known.chain.salt)
@@ -248,7 +213,7 @@ class StateProposer:
             self.pool.share(shared)
             self._tables.add(0, known.row, 0, shared)
             known.blocks = shared
-            known.length = known.following = len(shared) * self._limits.block_size
+            known.length = known.following = len(shared) * self._block_size
         return known
 
     def _forget_oldest(self, keep: set[Sequence]) -> bool:
@@ -258,25 +223,16 @@ class StateProposer:
             self.end(oldest)
         return oldest is not None
 
-    def _compute(self, passes: list[_Pass]) -> tuple[Tensor, Tensor]:
-        """Compute pairs, whose sequences' rows ascend or not. Of the last of each what `_forward` gives."""
-        passes = sorted(passes, key=lambda one: one.known.row)
-        states = self._drafter.fuse(
-            [self._rows_of(each, np.concatenate([one.rows for one in passes])) for each in self._states]
-        )
-        counts = np.array([len(one.token_ids) for one in passes])
-        normed, hidden = self._forward(
+    def _chunks_of(self, passes: list[_Pass]) -> PairChunks:
+        """The same, whose sequences' rows ascend."""
+        return PairChunks(
+            self._states,
+            np.concatenate([one.rows for one in passes]),
             np.concatenate([one.token_ids for one in passes]),
             np.array([one.known.row for one in passes]),
             np.array([one.start for one in passes]),
-            counts,
-            states,
+            np.array([len(one.token_ids) for one in passes]),
         )
-        self._note(passes)
-        if counts.max() == 1:
-            return normed, hidden
-        last = (np.cumsum(counts) - 1).astype(np.int32)
-        return self._rows_of(normed, last), self._rows_of(hidden, last)
 
     def _note(self, passes: list[_Pass]) -> None:
         """These pairs lie in their pages."""
@@ -285,16 +241,3 @@ class StateProposer:
             known.length += len(one.token_ids)
             if known.is_whole:
                 self.pool.record(known.chain, [known.blocks], [0], known.length, known.pairs)
-
-    def _forward(
-        self, token_ids: Ids, rows: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64],
-        hidden: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """See `HiddenStateDrafter.forward`."""
-        layout = lay_out(token_ids, rows, starts, counts, self._tables, np.empty(0, np.int32))
-        batch = layout.batch(self._drafter.device, exact=self._limits.exact)
-        return self._drafter.forward(batch, hidden, self._pages)
-
-    def _rows_of(self, x: Tensor, rows: NDArray[np.int32]) -> Tensor:
-        (indices,) = ops.place([rows], self._drafter.device)
-        return ops.gather_rows(x, indices)

@@ -10,19 +10,27 @@ from pathlib import Path
 import pytest
 
 from models.decoder import Decoder
+from models.drafters.dflash import load_dflash
 from models.drafters.eagle3 import load_eagle3
 from runtime.engine.config import EngineConfig
 from runtime.engine.make_engine import loaded_model
 from tests.models.folders import load_golden, write_model
-from tools.comparing.compare_speculation import Comparison, compare, write_untrained
+from tools.comparing.compare_speculation import (
+    Comparison,
+    StateReader,
+    compare,
+    write_untrained,
+    write_untrained_dspark,
+)
 
 
-def check(found: Comparison, *, has_eagle3: bool, is_trained: bool = True) -> None:
+def check(found: Comparison, *states: str, is_trained: bool = True) -> None:
+    """``states``: the names of the drafters that read hidden states."""
     assert found.differences == []
     names = {"ngram", "suffix", "guesses", "predictions", "draft"}
-    assert set(found.tried) == (names | {"eagle3"} if has_eagle3 else names)
+    assert set(found.tried) == names | set(states)
     for name, (tried, kept) in found.tried.items():
-        least = 1 if name != "eagle3" or is_trained else 0
+        least = 0 if name == "dspark" or (name == "eagle3" and not is_trained) else 1
         assert least <= kept < tried, name
 
 
@@ -31,7 +39,7 @@ def test_on_the_bundled_model() -> None:
     model = loaded_model(folder, EngineConfig(max_model_len=96, device="cpu"))
     drafter = load_eagle3(folder / "drafter", model, device="cpu")
     found = compare(model, folder, 300, 7, states=[drafter], takes_turns=True, device="cpu")
-    check(found, has_eagle3=True)
+    check(found, "eagle3")
     assert found.num_preemptions > 0
     assert set(found.ends) == {"length", "stop", "stop string"}
 
@@ -44,12 +52,14 @@ def test_on_other_families(name: str, tmp_path: Path) -> None:
     """Windows in groups of pages, experts, absolute positions."""
     folder = write_model(tmp_path, load_golden(name))
     model = loaded_model(folder, EngineConfig(max_model_len=48, device="cpu", dtype="float32"))
-    states = []
+    states: list[StateReader] = []
     if isinstance(model, Decoder):
         own = write_untrained(tmp_path / "drafter", model)
         states.append(load_eagle3(own, model, device="cpu", load_format="dummy"))
+        own = write_untrained_dspark(tmp_path / "dspark", model)
+        states.append(load_dflash(own, model, device="cpu", load_format="dummy"))
     found = compare(model, folder, 25, 3, states=states, device="cpu", max_model_len=48)
-    check(found, has_eagle3=len(states) > 0, is_trained=False)
+    check(found, *(each.kind for each in states), is_trained=False)
 
 
 @pytest.mark.exhaustive
@@ -60,4 +70,4 @@ def test_on_an_emulated_gpu(arch: str) -> None:
     drafter = load_eagle3(folder / "drafter", model, **settings)  # type: ignore[arg-type]
     small = {**settings, "max_model_len": 48}
     found = compare(model, folder, 6, 12, states=[drafter], most_output=14, **small)
-    check(found, has_eagle3=True)
+    check(found, "eagle3")

@@ -1,0 +1,93 @@
+"""Drafting by blocks: what a step left goes into the pages as keys and values, and one pass over a block of places
+behind it says all proposals. The block's own keys and values lie behind the pairs, where the next step's pairs go."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from models.drafters.hidden_state_drafter import BlockDrafter
+from runtime import ops
+from runtime.batch import Batch
+from runtime.engine.config import EngineLimits
+from runtime.engine.speculation.drafting import Drawing, PairChunks, rows_of
+from runtime.engine.speculation.draws import draw_ahead
+from runtime.engine.steps.block_tables import BlockTables
+from runtime.engine.steps.ragged import lay_out
+from runtime.kv.cache import KVCache
+from runtime.tensor.tensor import Tensor
+
+_NO_LOGITS = np.empty(0, np.int32)
+
+
+class Blocks:
+    """See `Drafting`. A block is as long as it was trained to be, however few proposals are wanted: its places see each
+    other."""
+
+    pair_ahead = 0  # keys and values are the hidden states'
+
+    def __init__(self, drafter: BlockDrafter, pages: KVCache, tables: BlockTables, limits: EngineLimits) -> None:
+        self._drafter, self._pages, self._tables, self._exact = drafter, pages, tables, limits.exact
+        self._most = drafter.block_size - drafter.first_proposal
+
+    def slots_behind(self, most: int) -> int:
+        """See `Drafting`."""
+        return self._drafter.block_size if most > 0 else 0
+
+    def absorb(self, chunks: PairChunks) -> None:
+        """See `Drafting`."""
+        drafter = self._drafter
+        layout = lay_out(chunks.token_ids, chunks.rows, chunks.starts, chunks.counts, self._tables, _NO_LOGITS)
+        batch = layout.batch(drafter.device, exact=self._exact)
+        drafter.absorb(batch, drafter.fuse(chunks.own_states(drafter.device)), self._pages)
+
+    def draft(self, chunks: PairChunks, drawing: list[Drawing]) -> list[list[int]]:
+        """See `Drafting`."""
+        self.absorb(chunks)
+        known = chunks.token_ids[chunks.last]
+        normed = self._drafter.forward(self._blocks_behind(chunks, known), self._pages)
+        most = np.array([min(one.most, self._most) for one in drawing])
+        if self._drafter.is_chained:
+            return self._draw_in_turn(normed, known, drawing, most)
+        of = np.repeat(np.arange(len(drawing)), most)
+        ahead = np.arange(len(of)) - np.repeat(np.cumsum(most) - most, most)
+        drawn = self._draw(normed, np.repeat(known, most), of, ahead, drawing)
+        parts = np.split(np.array(drawn, np.int32), np.cumsum(most)[:-1])
+        return [ids[: int(np.argmax(ids < 0)) if (ids < 0).any() else None].tolist() for ids in parts]
+
+    def _blocks_behind(self, chunks: PairChunks, known: NDArray[np.int32]) -> Batch:
+        size, ends = self._drafter.block_size, chunks.starts + chunks.counts
+        ids = np.full((len(known), size), self._drafter.mask_token_id, np.int32)
+        ids[:, 0] = known
+        layout = lay_out(ids.reshape(-1), chunks.rows, ends, np.full(len(known), size), self._tables, _NO_LOGITS)
+        batch = layout.batch(self._drafter.device, exact=self._exact)
+        (batch.sees_until,) = ops.place([np.repeat(ends + size, size).astype(np.int32)], self._drafter.device)
+        return batch
+
+    def _draw_in_turn(
+        self, normed: Tensor, known: NDArray[np.int32], drawing: list[Drawing], most: NDArray[np.int64]
+    ) -> list[list[int]]:
+        """Each place when the one before it has been drawn."""
+        found: list[list[int]] = [[] for _ in drawing]
+        before, of = known, np.arange(len(drawing))
+        for ahead in range(int(most.max())):
+            drawn = np.array(self._draw(normed, before, of, np.full(len(of), ahead), drawing), np.int32)
+            goes_on = drawn >= 0
+            for i, token_id in zip(of[goes_on].tolist(), drawn[goes_on].tolist(), strict=True):
+                found[i].append(token_id)
+            goes_on &= most[of] > ahead + 1
+            before, of = drawn[goes_on], of[goes_on]
+            if not of.size:
+                break
+        return found
+
+    def _draw(
+        self, normed: Tensor, before: NDArray[np.int32], of: NDArray[np.int64], ahead: NDArray[np.int64],
+        drawing: list[Drawing],
+    ) -> list[int]:  # fmt: skip
+        """The tokens ``ahead`` in the blocks of these sequences, by their numbers, behind these ones."""
+        drafter = self._drafter
+        rows = (of * drafter.block_size + drafter.first_proposal + ahead).astype(np.int32)
+        (ids,) = ops.place([before], drafter.device)
+        logits = drafter.logits(rows_of(normed, rows, drafter.device), ids)
+        return draw_ahead(logits, [drawing[i].sequence for i in of.tolist()], ahead.tolist())
