@@ -39,8 +39,8 @@ class Outer(msgspec.Struct, rename="camel"):
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 NUMBERS = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False) | st.none()
 PLAIN = st.recursive(
-    NUMBERS | st.booleans() | TEXTS, lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner), max_leaves=60
-)
+    NUMBERS | st.booleans() | TEXTS, lambda inner: st.lists(inner) | st.dictionaries(TEXTS, inner), max_leaves=25
+)  # some pieces of text
 INNER = st.builds(Inner, st.lists(NUMBERS), TEXTS | st.just(UNSET))
 OUTER = st.builds(
     Outer, st.lists(INNER), st.dictionaries(TEXTS, PLAIN), st.builds(Sparse, TEXTS), st.tuples(PLAIN, PLAIN)
@@ -54,7 +54,7 @@ def small_pieces() -> Iterator[None]:
         yield
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 @given(OUTER)
 def test_the_pieces_are_the_whole(value: Outer) -> None:
     assert b"".join(pieces(value)) == msgspec.json.encode(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.engine.sampling_params import SamplingParams
@@ -118,6 +118,7 @@ WORDS = ("assistant", "analysis", "final", " to=functions.f", "json", " ", "Hell
 PIECES = (*SPECIAL_TOKENS, *WORDS, THOUGHT, CALL, FINAL)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.sampled_from(PIECES), max_size=12),
     st.lists(st.integers(0, 400), max_size=8),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.text.harmony.message import SPECIAL_TOKENS, HarmonyMessage
@@ -71,6 +71,7 @@ def test_a_header_that_was_cut_off_is_no_text(end: str) -> None:
     assert parsed(f"<|channel|>final<|message|>4<|end|><|start|>assistant{end}")[1] == 0
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=14), st.lists(st.integers(0, 400), max_size=6), st.booleans())
 def test_any_tokens_in_any_pieces(pieces: list[str], cuts: list[int], has_begun: bool) -> None:
     ids = ids_of("".join(pieces))
