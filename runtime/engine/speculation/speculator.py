@@ -246,8 +246,8 @@ class Speculator:
                 for place in range(1, 1 + len(ids)):
                     together *= chance
                     chances.append((-together, place, number))
-        if len(sequences) > 1:
-            chances.sort()
+        if len(sequences) > 1:  # short steps try as many of each: another layout of rows costs more than it gains
+            chances.sort(key=_place if self._is_short else None)
         falling = [-together for together, _, _ in chances]
         width = self._choice.best(
             falling, num_decodes, len(found), self._most, curve, self._num_in_run,
@@ -419,6 +419,10 @@ class Speculator:
             self.reads_states = False
         else:
             self._predictions = None
+
+
+def _place(chance: tuple[float, int, int]) -> int:
+    return chance[1]
 
 
 def _within(matcher: GrammarMatcher, ids: list[int], sureness: int, most: int) -> tuple[list[int], int]:
