@@ -46,6 +46,17 @@ def add(typingctx, address, value):
 
 
 @intrinsic
+def fence(typingctx):
+    """Whatever was written before, also past the caches, is there for all before what follows."""
+
+    def codegen(context, builder, signature, args):
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
 def pause(typingctx):
     """Tells the core that this is a waiting loop, where LLVM has a word for it."""
 

@@ -48,8 +48,13 @@ def load(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, align: int) ->
     return value
 
 
-def store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, align: int = 4) -> None:
-    builder.store(value, builder.inttoptr(address, value.type.as_pointer())).align = align
+def store(
+    builder: ir.IRBuilder, value: ir.Value, address: ir.Value, align: int = 4, *, is_read_soon: bool = True
+) -> None:
+    """What is not read soon goes past the caches, if ``align`` is the vector's size; `atomic.fence` then orders it."""
+    stored = builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
+    if not is_read_soon:
+        stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(I32, 1)]))
 
 
 def widen(builder: ir.IRBuilder, bits: ir.Value, stored: types.Type, lanes: int = LANES) -> ir.Value:
