@@ -82,7 +82,13 @@ from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.intrinsics.fragments import copy_rows_of_tiles
 from numba_kernels.cuda.intrinsics.integer import divide_u32, minimum_u32
-from numba_kernels.cuda.intrinsics.sync import launch_dependents, sync_block, sync_named, wait_for_previous_grid
+from numba_kernels.cuda.intrinsics.sync import (
+    launch_dependents,
+    split_schedule,
+    sync_block,
+    sync_named,
+    wait_for_previous_grid,
+)
 from numba_kernels.cuda.intrinsics.warp import shuffle_xor_f32, sync_warp
 from numba_kernels.cuda.packing import PACKINGS, packing_of
 from numba_kernels.cuda.specialisation import Launch, Specialisation
@@ -119,7 +125,7 @@ def _kernel(
 ) -> Specialisation:
     finish, finish_quad = finisher(dtype, out_dtype), quad_finisher(dtype, out_dtype)
     leave_scales, leaves_early = scales_leaver(2 * row_tiles), row_tiles > 1  # else the weight needs all registers
-    is_gated, is_packed = activation != "", weight != dtype
+    is_gated, is_packed, packing = activation != "", weight != dtype, packing_of(weight)
     gated, gate_quad = (GATED[activation], quad_gater(activation)) if is_gated else (None, None)
     columns = COLUMNS // 2 if is_gated else COLUMNS  # of the output, a warp
     load_scale = memory.shared_load_f32
@@ -172,6 +178,9 @@ def _kernel(
         slot, inside = divmod(step, steps_a_slot)
         copy_x, stage = copier(step + num_stages - together), step % num_stages * stage_bytes
         is_waiting = step % together == 0
+        # ptxas loads x of a slot's four steps early, and multiplies late: of 64 rows it then runs out of registers. To
+        # unpack e2m1 takes most.
+        is_apart = is_packed and row_tiles == 4 and (inside == 2 or (inside > 0 and packing.element == "e2m1"))
         unpack = None if stream.unpack is None else stream.unpack(slot, inside)
         settle = None
         if is_settled and inside == steps_a_slot - 1:
@@ -190,6 +199,8 @@ def _kernel(
             sums, parts, words, scales, zeros, pairs, factors, row_factors, x_words, x_stages, places,
             column, end, m, chosen, rank, num_teams,
         ):  # fmt: skip
+            if is_apart:
+                split_schedule(uint32(column + uint32(step * STEP)))
             if is_waiting:
                 wait_for_x(rank, num_teams)
                 copy_x(places, x_stages, column, end, m, chosen)
@@ -443,7 +454,6 @@ def _kernel(
             cluster.arrive_relaxed()
             cluster.wait()
 
-    packing = packing_of(weight)
     factors = dtype if packing is None else f"{weight}_{dtype}"
     # Registers of two blocks: those that were examined. Without clusters ptxas of sm_80 finds some short.
     has_few_registers = packing is None or (

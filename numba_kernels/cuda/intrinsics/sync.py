@@ -12,6 +12,10 @@ sync_named = instruction("bar.sync $0, $1;", "", "r r")  # barrier 1 to 15, thre
 arrive_named = instruction("bar.arrive $0, $1;", "", "r r")  # counts as there, and goes on
 wait_for_previous_grid = instruction("griddepcontrol.wait;")  # sm_90 on: before all memory but weights (immutable)
 launch_dependents = instruction("griddepcontrol.launch_dependents;")
+split_schedule = instruction("{ .reg .pred p; setp.lt.s32 p, $0, 0; @p exit; }", "", "r")
+"""``(number)``: below 2 ** 31, without ptxas knowing, so that no thread leaves here. ptxas moves no instruction across
+the end of a basic block: what stands behind this branch is not begun in front of it, and takes no registers there. A
+second branch on the same number it leaves out."""
 
 
 @functools.cache

@@ -128,6 +128,8 @@ def test_exact_rows_are_the_same_in_any_company(gpu):
         ("u8", (64, 1030, 520), ""), ("u4_g128", (64, 40, 1304), ""), ("u4_g32", (2, 17, 4104), ""),
         ("u4_g128_zeros", (17, 64, 1304), "silu"),
         ("e2m1_g16_e4m3", (7, 5200, 1024), ""), ("e4m3", (9, 33, 1096), ""),
+        ("u4_g32", (64, 48, 1304), "silu"), ("e2m1_g32_exponents", (50, 48, 1304), "silu"),
+        ("e2m1_g16_e4m3", (60, 48, 1304), "silu"),
     ))],
 )  # fmt: skip
 def test_blocks_that_share_k_change_no_bit(gpu, monkeypatch, name, sizes, activation):
