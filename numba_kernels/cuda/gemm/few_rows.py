@@ -152,6 +152,11 @@ def _kernel(
     num_parts_sums, num_factors = num_sums if is_settled else 1, NOTHING + 1
     num_words, num_scale_words, num_zero_words = stream.num_words, stream.num_scale_words, stream.num_zero_words
     num_tiles = 2 * row_tiles  # of 8 rows
+    # ptxas loads x of a slot's four steps early and multiplies late: of 64 rows it then runs out of registers.
+    # Unpacking e2m1 takes most.
+    steps_apart: tuple[int, ...] = ()
+    if packing is not None and row_tiles == 4:
+        steps_apart = (1, 2, 3) if packing.element == "e2m1" else (2,)
     copy_tiles = copy_rows_of_tiles(num_tiles, TILE_BYTES)
 
     def copier(first_step: int) -> Any:
@@ -178,9 +183,7 @@ def _kernel(
         slot, inside = divmod(step, steps_a_slot)
         copy_x, stage = copier(step + num_stages - together), step % num_stages * stage_bytes
         is_waiting = step % together == 0
-        # ptxas loads x of a slot's four steps early, and multiplies late: of 64 rows it then runs out of registers. To
-        # unpack e2m1 takes most.
-        is_apart = is_packed and row_tiles == 4 and (inside == 2 or (inside > 0 and packing.element == "e2m1"))
+        is_apart = inside in steps_apart
         unpack = None if stream.unpack is None else stream.unpack(slot, inside)
         settle = None
         if is_settled and inside == steps_a_slot - 1:
