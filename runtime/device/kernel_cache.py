@@ -277,17 +277,24 @@ def assembled(kernel: CompiledKernel) -> CompiledKernel:
     )
 
 
+def capability_of(arch: str) -> int:
+    """The compute capability that an architecture's name says: 90 for "sm_90a". Raises InvalidArgumentError for a name
+    that is no architecture."""
+    match = re.fullmatch(r"sm_(\d{2,3})[af]?", arch)
+    if match is None:
+        raise InvalidArgumentError(f"arch {arch!r} is not one such as 'sm_80' or 'sm_90a'", param="arch")
+    return int(match[1])
+
+
 def is_meant_for(specialisation: Specialisation, arch: str) -> bool:
     """Whether an architecture has the instructions and registers that a kernel needs. Raises InvalidArgumentError for a
     name that is no architecture."""
-    match = re.fullmatch(r"sm_(\d{2,3})([af]?)", arch)
-    if match is None:
-        raise InvalidArgumentError(f"arch {arch!r} is not one such as 'sm_80' or 'sm_90a'", param="arch")
+    capability = capability_of(arch)
     if specialisation.needs_arch_features:
         return arch == needs_of(specialisation)
-    if specialisation.replaced_from and int(match[1]) >= specialisation.replaced_from:
+    if specialisation.replaced_from and capability >= specialisation.replaced_from:
         return False
-    return int(match[1]) >= specialisation.min_capability and arch not in specialisation.spills_on
+    return capability >= specialisation.min_capability and arch not in specialisation.spills_on
 
 
 def needs_of(specialisation: Specialisation) -> str:

@@ -119,8 +119,12 @@ def compile_kernels(wanted: Wanted, show: Show, num_processes: int | None = None
     """Compiles what is not on disk yet, in so many processes (None: one for each processor, as far as memory goes).
 
     `show` is told how many are there. Raises CompileError for the first kernel that does not compile or
-    a process that goes down, and what `Wanted.find` raises.
+    a process that goes down, and what `Wanted.find` raises: for a name that is no architecture before any process
+    starts, since looking for all kernels takes seconds.
     """
+    from runtime.device.kernel_cache import capability_of
+
+    capability_of(wanted.arch)
     if num_processes is None:
         cores, room = len(os.sched_getaffinity(0)), available_memory_bytes() // PROCESS_BYTES
         num_processes = max(1, min(cores, room, MOST_PROCESSES))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import models.demo
+from models.errors import ConfigError
 from runtime.device.errors import CompileError
 from runtime.device.kernel_cache import KernelCache
 from runtime.engine.config import EngineConfig
@@ -41,10 +43,16 @@ def test_processes_share_the_work(folder: Path) -> None:
     assert (again.num_new, again.num_there) == (0, len(names))
 
 
-@pytest.mark.usefixtures("folder")
-def test_errors_of_the_processes_are_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_no_architecture_is_refused_before_any_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "COMMAND", ("-c", "import sys; sys.exit('started')"))
     with pytest.raises(InvalidArgumentError, match="'sm_9000' is not one such as"):
         compile_kernels(Wanted(arch="sm_9000", is_ptx=True), lambda *_: None)
+
+
+@pytest.mark.usefixtures("folder")
+def test_errors_of_the_processes_are_raised_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path))):
+        compile_kernels(Wanted(arch="sm_90a", is_ptx=True, model=str(tmp_path)), lambda *_: None, num_processes=1)
     monkeypatch.setattr(kernels, "COMMAND", ("-c", "import sys; sys.exit('gone')"))
     with pytest.raises(CompileError, match="ended with status 1: gone"):
         compile_kernels(FAMILY, lambda *_: None, num_processes=1)
