@@ -173,6 +173,7 @@ LONG: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (KERNELS + "test_gemm.py", "test_exact_rows_are_the_same_alone_and_in_any_batch", ("auto-f32",)),
     (KERNELS + "test_gemm.py", "test_integers_are_exact", ("register-bf16",)),
     (KERNELS + "test_gemm_fused.py", "test_squares_that_are_left", ("hopper/narrow",)),
+    (KERNELS + "test_gemm_fused.py", "test_gated_units", ("True-tensor_core-silu-(3, 40, 72)",)),
     (KERNELS + "test_gemm_hopper.py", "test_equals_float64", ("tile1",)),
     (KERNELS + "test_gemm_hopper.py", "test_residual_may_be_the_output_and_nothing_beyond_is_written", ("tile0",)),
     (KERNELS + "test_kv_cache.py", "test_write", ("f32",)),
