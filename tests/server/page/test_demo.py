@@ -46,6 +46,7 @@ def test_a_conversation_with_the_demo_model_and_its_engine(browser: Browser, dem
         expect(page.locator("#live-state")).to_have_text("running")
         page.keyboard.press("Control+k")
         ask(page, "Count from 1 to 9")
+        expect(page.locator(".user")).to_contain_text("Count from 1 to 9")
         expect(answers(page)).to_have_text("1 2 3 4 5 6 7 8 9")
         wait_until(partial(has_pixels, page, "#timeline", "prefill"))  # what it shows is a tenth of a second old
         page.click("#freeze")
