@@ -13,6 +13,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
@@ -247,10 +248,10 @@ class Speculator:
                     together *= chance
                     chances.append((-together, place, number))
         if len(sequences) > 1:  # short steps try as many of each: another layout of rows costs more than it gains
-            chances.sort(key=_place if self._is_short else None)
-        falling = [-together for together, _, _ in chances]
+            chances.sort(key=itemgetter(1) if self._is_short else None)
+        likeliest = [-together for together, _, _ in chances]
         width = self._choice.best(
-            falling, num_decodes, len(found), self._most, curve, self._num_in_run,
+            likeliest, num_decodes, len(found), self._most, curve, self._num_in_run,
             ends_soon=self._most_wanted < self._most,
         )  # fmt: skip
         counts: dict[Sequence, int] = {}
@@ -419,10 +420,6 @@ class Speculator:
             self.reads_states = False
         else:
             self._predictions = None
-
-
-def _place(chance: tuple[float, int, int]) -> int:
-    return chance[1]
 
 
 def _within(matcher: GrammarMatcher, ids: list[int], sureness: int, most: int) -> tuple[list[int], int]:

@@ -30,6 +30,8 @@ _DOUBT = 0.5
 that. So a step is tried again that seemed slow once."""
 
 _NEAR = 0.15
+"""Share of a step's tokens by which another may have more or less and still tells its time: what is between two tiles'
+leaps."""
 
 WIDTHS = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8), *range(80, 257, 16))
 """How many proposals a step may have in all. Steps of the same shape run from one recording."""

@@ -53,10 +53,11 @@ class WidthChoice:
     ) -> int:  # fmt: skip
         """How many to try.
 
-        ``chances``: that each proposal is kept, falling, of ``num_asking`` sequences with at most ``most`` each, beside
-        which others decode, ``num_sequences`` in all. ``curve``: of their steps (`StepTimes.curve`). ``num_in_run``:
-        steps with proposals that came one behind the other before this one. ``ends_soon``: none of the sequences has
-        room for ``most``; where steps are short, nothing is recorded for so few tokens.
+        ``chances``: that each proposal is kept, in the order in which they are tried, of ``num_asking`` sequences with
+        at most ``most`` each, beside which others decode, ``num_sequences`` in all. ``curve``: of their steps
+        (`StepTimes.curve`). ``num_in_run``: steps with proposals that came one behind the other before this one.
+        ``ends_soon``: none of the sequences has room for ``most``; where steps are short, nothing is recorded for so
+        few tokens.
         """
         times, account, plain_s = self._times, self._account, curve[0]
         is_short = plain_s < SHORT_S
