@@ -2,7 +2,8 @@
 
 A layout names every expert's maps, `experts.3.gate_proj.weight [N, K]`. gpt-oss stores those of a layer together,
 `experts.gate_up_proj [E, K, 2 N]`, inputs first, columns of gate and up by turns; Qwen3-VL-MoE, those of gate before
-those of up.
+those of up. transformers 5 writes the latter outputs first, `[E, 2 N, K]`: a stack's shape tells. A square one lies as
+the other stack of its layer does, of which one at most is square, as gate and up are two.
 """
 
 from __future__ import annotations
@@ -34,8 +35,14 @@ class Stack:
     parts: tuple[str, ...]
     order: Order
 
+    @property
+    def turned_shape(self) -> tuple[int, ...]:
+        """Where what they share stands second. Biases have one shape."""
+        experts, *inputs, outputs = self.shape
+        return experts, outputs, *inputs
+
     def names(self) -> Iterator[tuple[str, int, slice]]:
-        """Each tensor's name, expert and columns."""
+        """Each tensor's name, expert, and columns, or rows where the stack is turned."""
         count, width = len(self.parts), self.shape[-1]
         for expert in range(self.shape[0]):
             for place, part in enumerate(self.parts):
@@ -53,6 +60,8 @@ def take_apart(
     Tensors of a stack that is wrong, or missing whole from the file `label`, leave `shapes`: they are not missing, too.
     """
     problems = []
+    shapes_of = [(stack, found[name].shape) for name, stack in stacks.items() if name in found]
+    turned = {stack.under for stack, shape in shapes_of if shape == stack.turned_shape != stack.shape}
     for name, stack in stacks.items():
         stored = found.pop(name, None)
         if stored is None:
@@ -63,8 +72,11 @@ def take_apart(
             continue
         where = f"{stored.file}: tensor {stored.name!r}"
         said = []
-        if stored.shape != stack.shape:
-            said.append(f"{where} is {list(stored.shape)}, but the config asks for {list(stack.shape)}")
+        has_inputs = len(stack.shape) == 3
+        is_turned = has_inputs and stored.shape == stack.turned_shape and stack.under in turned
+        if not is_turned and stored.shape != stack.shape:
+            either = f" or {list(stack.turned_shape)}" if stack.turned_shape != stack.shape else ""
+            said.append(f"{where} is {list(stored.shape)}, but the config asks for {list(stack.shape)}{either}")
         if stored.dtype is None:
             said.append(f"{where} is {stored.type_name}, not F32, F16 or BF16")
         for part, expert, columns in stack.names():
@@ -73,7 +85,7 @@ def take_apart(
             if said:
                 del shapes[part]
             else:
-                found[part] = StackedTensor(stored, part, expert, columns)
+                found[part] = StackedTensor(stored, part, expert, columns, is_turned=is_turned)
         problems += said
     return problems
 
@@ -83,9 +95,12 @@ class StackedTensor:
 
     block_format: str | None = None
 
-    def __init__(self, stack: StoredTensor, name: str, expert: int, columns: slice) -> None:
+    def __init__(self, stack: StoredTensor, name: str, expert: int, columns: slice, *, is_turned: bool) -> None:
         self.file, self.name, self.dtype, self.type_name = stack.file, name, stack.dtype, stack.type_name
         experts, *rest, width = stack.shape
+        if is_turned:
+            width, *rest = rest[0], width
+        self._is_turned = is_turned
         first, end, step = columns.indices(width)
         count = len(range(first, end, step))
         self.shape: tuple[int, ...] = (count, *rest)
@@ -101,8 +116,12 @@ class StackedTensor:
         if self.quantized is not None:
             assert self.dtype is not None
             return self.matrix().dequantise(self.dtype)
-        array: Array = self._stack.array()[self._expert, ..., self._columns]
-        return array.T
+        stack = self._stack.array()[self._expert]
+        if self._is_turned:
+            turned: Array = stack[self._columns]
+            return turned
+        columns: Array = stack[..., self._columns]
+        return columns.T
 
     def blocks(self) -> Array:
         """There are none."""

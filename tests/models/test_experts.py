@@ -168,12 +168,13 @@ def test_experts_missing_from_a_shard_are_named_before_memory_is_filled(
 def test_a_stack_with_too_few_experts(tmp_path: Path) -> None:
     golden = load_golden("gpt_oss_odd")
     tensors, name = golden_tensors(golden), "model.layers.0.mlp.experts.down_proj"
-    shape = list(tensors[name].shape)
+    experts, inputs, outputs = tensors[name].shape
     tensors[name] = tensors[name][:-1]
     with pytest.raises(WeightsError) as caught:
         load_model(in_two_shards(tmp_path, golden, tensors))
     assert caught.value.problems == (
-        f"model-1.safetensors: tensor '{name}' is {[4, *shape[1:]]}, but the config asks for {shape}",
+        f"model-1.safetensors: tensor '{name}' is {[4, inputs, outputs]}, but the config asks for "
+        f"{[experts, inputs, outputs]} or {[experts, outputs, inputs]}",
     )
 
 

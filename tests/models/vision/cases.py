@@ -110,22 +110,28 @@ def patches_of(case: str, index: int) -> np.ndarray[Any, Any]:
     return golden_tensor(f"picture.{index}.weight", (rows * columns, width), SEED) * np.float32(np.sqrt(width / 3.0))
 
 
-def stored_tensors(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray[Any, Any]]:
-    """A case's weights as checkpoints have them: experts' matrices are stored inputs first."""
+def stored_tensors(
+    shapes: dict[str, tuple[int, ...]], *, inputs_first: bool = True
+) -> dict[str, np.ndarray[Any, Any]]:
+    """A case's weights as checkpoints have them: experts' matrices are stored inputs first; transformers 5 writes them
+    outputs first, as it has them."""
     tensors = {name: golden_tensor(name, shape, SEED) for name, shape in shapes.items()}
     return {
-        name: np.ascontiguousarray(each.transpose(0, 2, 1)) if ".experts." in name else each
+        name: np.ascontiguousarray(each.transpose(0, 2, 1)) if inputs_first and ".experts." in name else each
         for name, each in tensors.items()
     }
 
 
-def write_model(folder: Path, case: str, shapes: dict[str, tuple[int, ...]], stored_as: str = "F32") -> Path:
-    """A model folder with the case's weights."""
+def write_model(
+    folder: Path, case: str, shapes: dict[str, tuple[int, ...]], stored_as: str = "F32", *, inputs_first: bool = True,
+    config: dict[str, Any] | None = None,
+) -> Path:  # fmt: skip
+    """A model folder with the case's weights, or with those of another config."""
     import ml_dtypes
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CASES[case]))
-    tensors = stored_tensors(shapes)
+    (folder / "config.json").write_text(json.dumps(config or CASES[case]))
+    tensors = stored_tensors(shapes, inputs_first=inputs_first)
     if stored_as == "BF16":
         tensors = {name: rounded_to_bfloat16(each).astype(ml_dtypes.bfloat16) for name, each in tensors.items()}
     write_safetensors(folder / "model.safetensors", tensors)

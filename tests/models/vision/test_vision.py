@@ -113,6 +113,26 @@ def test_float32_on_the_cpu(tmp_path: Path, case: str) -> None:
         assert relative_error(cut, golden.arrays["logits"]) < 1e-5
 
 
+@pytest.mark.parametrize("inner", [24, 20, 40])
+def test_experts_stored_outputs_first(tmp_path: Path, inner: int) -> None:
+    """As transformers 5 writes them. With 20 columns between an expert's maps gate_up is square, with 40 down is."""
+    case, golden = "qwen3_vl_moe", load_golden("qwen3_vl_moe")
+    config = _changed(case, "text_config", moe_intermediate_size=inner)
+    shapes = {
+        name: tuple({24: inner, 48: 2 * inner}.get(size, size) if ".experts." in name else size for size in shape)
+        for name, shape in golden.shapes.items()
+    }
+    found = []
+    for inputs_first in (True, False):
+        folder = write_model(tmp_path / str(inputs_first), case, shapes, inputs_first=inputs_first, config=config)
+        model = load_model(folder)
+        assert isinstance(model, AxesDecoder)
+        found.append(run(model, encoded(model, case), PROMPT, [len(PROMPT)]))
+    np.testing.assert_array_equal(*found)
+    if inner == 24:
+        assert relative_error(found[1], golden.arrays["logits"][: len(PROMPT)]) < 1e-5
+
+
 @pytest.mark.emulator
 @pytest.mark.parametrize(
     ("device", "dtype"),
