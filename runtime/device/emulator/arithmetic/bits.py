@@ -130,6 +130,19 @@ def leading_zeros(b: Builder, x: Value) -> Value:
     return intrinsic(b, "ctlz", x.type, [x, FALSE])
 
 
+@by_type("bfind", kinds=("u32", "s32", "u64", "s64"))
+def find_leading(low: Lowering, mods: Modifiers, kind: str) -> None:
+    """The place of the first bit that differs from the sign (0 if unsigned), or its distance from the top; −1: none."""
+    b, from_top = low.builder, mods.take("shiftamt")
+    to, source = mods.operands(2)
+    x = low.value(source, kind)
+    if is_signed(kind):
+        x = b.xor(x, b.ashr(x, like(x, width(x) - 1)))
+    distance = leading_zeros(b, x)
+    place = distance if from_top else b.sub(like(x, width(x) - 1), distance)
+    low.write(to, resized(b, b.select(b.icmp_unsigned("==", x, like(x, 0)), like(x, -1), place), 32))
+
+
 @by_type("brev", kinds=("b32", "b64"))
 def reverse(low: Lowering, mods: Modifiers, kind: str) -> None:
     to, source = mods.operands(2)

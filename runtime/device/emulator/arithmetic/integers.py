@@ -9,6 +9,7 @@ from __future__ import annotations
 from runtime.device.emulator.arithmetic.by_type import by_type
 from runtime.device.emulator.translation.lowering import Lowering
 from runtime.device.emulator.translation.modifiers import Modifiers
+from runtime.device.emulator.translation.ptx import CARRY, Operand
 from runtime.device.emulator.translation.vectors import (
     F64,
     I64,
@@ -17,8 +18,10 @@ from runtime.device.emulator.translation.vectors import (
     Value,
     binary,
     like,
+    mask_of,
     shared,
     splat,
+    truths_of,
     width,
 )
 
@@ -46,10 +49,43 @@ def two_operands(low: Lowering, mods: Modifiers, kind: str) -> None:
     b, name = low.builder, mods.name
     to, *sources = mods.operands(3)
     x, y = (low.value(source, kind) for source in sources)
-    if name in ("add", "sub"):
+    if name in ("add", "sub") and mods.take("cc"):
+        _with_carry(low, mods, to, x, y, sets=True)
+    elif name in ("add", "sub"):
         low.write(to, b.add(x, y) if name == "add" else b.sub(x, y))
     else:
         low.write(to, binary(b, ("s" if is_signed(kind) else "u") + name, x, y))
+
+
+# --- with the carry flag ---
+
+EXTENDED = ("u32", "s32", "u64", "s64")
+
+
+def _with_carry(low: Lowering, mods: Modifiers, to: Operand, x: Value, y: Value, *, sets: bool) -> None:
+    """x + y, or x - y of sub and subc, whose flag is a borrow. `addc`, `subc` and `madc` add what the flag says."""
+    b, subtracts = low.builder, mods.name.startswith("sub")
+    if width(x) not in (32, 64):
+        raise mods.refuse("a carry of 16 bits")
+
+    def step(x: Value, y: Value) -> tuple[Value, Value]:
+        result = b.sub(x, y) if subtracts else b.add(x, y)
+        return result, b.icmp_unsigned("<", x, y) if subtracts else b.icmp_unsigned("<", result, x)
+
+    result, carries = step(x, y)
+    if mods.ins.reads_carry:
+        result, again = step(result, b.zext(truths_of(b, low.predicate(CARRY)), x.type))
+        carries = b.or_(carries, again)
+    if sets:
+        low.write_predicate(CARRY, mask_of(b, carries))
+    low.write(to, result)
+
+
+@by_type("addc", "subc", kinds=EXTENDED)
+def add_carry(low: Lowering, mods: Modifiers, kind: str) -> None:
+    to, *sources = mods.operands(3)
+    x, y = (low.value(source, kind) for source in sources)
+    _with_carry(low, mods, to, x, y, sets=mods.take("cc"))
 
 
 # --- products ---
@@ -97,11 +133,14 @@ def _product(low: Lowering, mods: Modifiers, kind: str, x: Value, y: Value) -> V
     return b.mul(extend(b, x, 2 * bits, is_signed(kind)), extend(b, y, 2 * bits, is_signed(kind)))
 
 
-@by_type("mad", kinds=WHOLE)
+@by_type("mad", "madc", kinds=WHOLE)
 def multiply_add(low: Lowering, mods: Modifiers, kind: str) -> None:
     b, part = low.builder, next((word for word in mods.words if word in ("lo", "hi", "wide")), "")
     to, *sources = mods.operands(4)
     product = _product(low, mods, kind, *(low.value(source, kind) for source in sources[:2]))
+    if part != "wide" and (mods.ins.sets_carry or mods.ins.reads_carry):
+        _with_carry(low, mods, to, product, low.value(sources[2], kind), sets=mods.take("cc"))
+        return
     addend = low.value(sources[2], kind[0] + str(2 * int(kind[1:])) if part == "wide" else kind)
     low.write(to, b.add(product, addend))
 

@@ -1,16 +1,17 @@
-"""add, sub, mul and fma on pairs of f16 or bf16 (PTX ISA, "Half Precision Floating-Point Instructions").
+"""add, sub, mul and fma of f16 and bf16, alone and in pairs (PTX ISA, "Half Precision Floating-Point Instructions").
 
-Each half is computed in float64, rounded to odd, and then once to nearest even. A NaN result is the canonical 0x7fff.
+Each is computed in float64, rounded to odd, and then once to nearest even. A NaN result is the canonical 0x7fff.
 """
 
 from __future__ import annotations
 
 from runtime.device.emulator.arithmetic.by_type import by_type
+from runtime.device.emulator.arithmetic.floats import saturate
 from runtime.device.emulator.arithmetic.rounding import narrow_to_odd, sum_to_odd
 from runtime.device.emulator.arithmetic.small_floats import narrow, widen
 from runtime.device.emulator.translation.lowering import Lowering
 from runtime.device.emulator.translation.modifiers import Modifiers
-from runtime.device.emulator.translation.vectors import F32, F64, I32, Builder, Value, shared, splat
+from runtime.device.emulator.translation.vectors import F32, F64, I32, Builder, Value, like, shared, splat
 
 _OPERANDS = {"add": 3, "sub": 3, "mul": 3, "fma": 4}
 
@@ -31,15 +32,17 @@ def _compute(b: Builder, name: str, values: list[Value]) -> Value:
     return shared(b, f"xserv.pair.{name}", F32, values, body)
 
 
-@by_type("add", "sub", "mul", "fma", kinds=("f16x2", "bf16x2"))
-def pair_arithmetic(low: Lowering, mods: Modifiers, kind: str) -> None:
-    """fma.rn.bf16x2 d, a, b, c: each half by itself."""
+@by_type("add", "sub", "mul", "fma", kinds=("f16", "bf16", "f16x2", "bf16x2"))
+def half_arithmetic(low: Lowering, mods: Modifiers, kind: str) -> None:
+    """fma.rn.bf16x2 d, a, b, c: each half by itself; fma.rn.bf16: one."""
     b, of = low.builder, kind.removesuffix("x2")
     mods.one_of(("rn",), "rn")
+    sat, relu = mods.take("sat"), mods.name == "fma" and mods.take("relu")
     to, *sources = mods.operands(_OPERANDS[mods.name])
-    both = [low.value(source, "b32") for source in sources]
+    words = [low.value(source, "b32" if kind != of else "b16") for source in sources]
     halves = []
-    for shift in (0, 16):
-        codes = [b.lshr(word, splat(I32, shift)) if shift else b.and_(word, splat(I32, 0xFFFF)) for word in both]
-        halves.append(narrow(b, _compute(b, mods.name, [widen(b, code, of) for code in codes]), of))
-    low.write(to, b.or_(halves[0], b.shl(halves[1], splat(I32, 16))))
+    for shift in (0, 16) if kind != of else (0,):
+        codes = [b.lshr(word, like(word, shift)) if shift else word for word in words]
+        result = _compute(b, mods.name, [widen(b, code, of) for code in codes])
+        halves.append(narrow(b, saturate(b, result) if sat else result, of, relu=relu))
+    low.write(to, halves[0] if kind == of else b.or_(halves[0], b.shl(halves[1], splat(I32, 16))))

@@ -81,9 +81,9 @@ def set_mbarrier(warp, record, host):
 
 
 @njit
-def claim_shared_target(warp, site, lane, block, host, size):
+def claim_shared_target(warp, site, lane, block, host, size, source):
     """Checks shared memory as the target of an asynchronous write and marks it. Returns 1 and a fault, or 0."""
-    if shared_range(warp, site, lane, block, host, size, STORE):
+    if shared_range(warp, site, lane, block, host, size, STORE, source):
         return 1
     return claim(warp, site, lane, block, host, size, IS_IN_FLIGHT)
 
@@ -91,7 +91,7 @@ def claim_shared_target(warp, site, lane, block, host, size):
 @njit
 def claim_shared_source(warp, site, lane, block, host, size):
     """Checks shared memory as the source of an asynchronous read and marks it. Returns 1 and a fault, or 0."""
-    if shared_range(warp, site, lane, block, host, size, LOAD) or check_read(warp, site, lane, block, host, size):
+    if shared_range(warp, site, lane, block, host, size, LOAD, 0) or check_read(warp, site, lane, block, host, size):
         return 1
     return claim(warp, site, lane, block, host, size, IS_BEING_READ)
 
@@ -108,7 +108,7 @@ def _plain(warp, site, lane, target, source, size):
 def _copy_in(warp, site, lane, block, target, source, size, mbarrier):
     """A record for global → shared memory of one block."""
     host = shared_host(block, target)
-    if claim_shared_target(warp, site, lane, block, host, size):
+    if claim_shared_target(warp, site, lane, block, host, size, source):
         return 1
     record = start_record(warp, site, lane, COPY, size)
     record[R_TARGET], record[R_TARGET_BLOCK], record[R_SOURCE] = host, block, source
@@ -172,7 +172,7 @@ def bulk_store(warp, mask, site, targets, target_offset, sources, source_offset,
         if claim_shared_source(warp, site, lane, block, host, size):
             return FAILED
         if reduction == NO_REDUCTION:
-            if write_any(warp, site, lane, target, size) == 0:
+            if write_any(warp, site, lane, target, size, host) == 0:
                 return FAILED
             if claim(warp, site, lane, 0, target, size, IS_IN_FLIGHT):
                 return FAILED

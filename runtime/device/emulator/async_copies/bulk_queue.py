@@ -115,7 +115,7 @@ def _land(record):
         copy_bytes(target, source, size)
         landed(warp, block, target, size)
     elif kind == REDUCE:
-        failed = global_range(warp, site, lane, target, size, ATOMIC)
+        failed = global_range(warp, site, lane, target, size, ATOMIC, 0)
         if not failed:
             count = size // element_bytes(record[R_TYPE])
             reduce(warp, site, record[R_REDUCER], record[R_OPERATION], record[R_TYPE], target, source, count)

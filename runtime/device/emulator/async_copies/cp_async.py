@@ -177,7 +177,7 @@ def _count(warp, site, entry, mask, blocks, size):
 
 @operation("cp_async", "qlqlpi")
 def cp_async(warp, mask, site, targets, target_offset, sources, source_offset, source_sizes, size):
-    entry, blocks = _new_entry(warp, site, size), stack_longs(32)
+    entry, blocks, row = _new_entry(warp, site, size), stack_longs(32), stack_longs(2)
     for lane in range(32):
         if not (mask >> lane) & 1:
             continue
@@ -195,7 +195,9 @@ def cp_async(warp, mask, site, targets, target_offset, sources, source_offset, s
             source = read_any(warp, site, lane, source, source_bytes)
             if source == 0:
                 return FAILED
-        if shared_range(warp, site, lane, block, target, size, STORE):
+        row[0], row[1] = 0, 0  # what is beyond the source's bytes becomes zeros
+        copy_bytes(address_of(row), source, source_bytes)
+        if shared_range(warp, site, lane, block, target, size, STORE, address_of(row)):
             return FAILED
         if claim(warp, site, lane, block, target, size, IS_IN_FLIGHT):
             return FAILED

@@ -139,7 +139,7 @@ def _fill(record, map_host, coordinates, offset, mover):
 def _load_into(warp, site, lane, block, target, map_host, coordinates, mbarrier, mover):
     host = shared_host(block, target)
     size = map_bytes(i64_at(map_host))
-    if aligned(warp, site, lane, target, 128) or claim_shared_target(warp, site, lane, block, host, size):
+    if aligned(warp, site, lane, target, 128) or claim_shared_target(warp, site, lane, block, host, size, 0):
         return 1
     record = start_record(warp, site, lane, TENSOR_LOAD, size)
     record[R_TARGET], record[R_TARGET_BLOCK] = host, block
@@ -235,7 +235,7 @@ def tensor_map_replace(warp, mask, site, maps, map_offset, field, dimension, val
             address = types.int64(maps[lane]) + map_offset
             if aligned(warp, site, lane, address, 64) or read_any(warp, site, lane, address, MAP_BYTES) == 0:
                 return FAILED
-            host = write_any(warp, site, lane, address, MAP_BYTES)
+            host = write_any(warp, site, lane, address, MAP_BYTES, 0)
             if host == 0:
                 return FAILED
             words, value = i64_at(host), types.int64(values[lane])
@@ -259,7 +259,7 @@ def tensor_map_publish(warp, mask, site, targets, target_offset, sources, source
             if aligned(warp, site, lane, target, 128) or aligned(warp, site, lane, source, 128):
                 return FAILED
             source = read_any(warp, site, lane, source, MAP_BYTES)
-            if source == 0 or write_any(warp, site, lane, target, MAP_BYTES) == 0:
+            if source == 0 or write_any(warp, site, lane, target, MAP_BYTES, source) == 0:
                 return FAILED
             copy_bytes(target, source, MAP_BYTES)
             landed(warp, 0, target, MAP_BYTES)

@@ -148,7 +148,7 @@ def move_tile(warp, mask, site, record_address):
             if not inside or last - first < extent:
                 _fill_row(row, size, element, fill)
             if inside:
-                if global_range(warp, site, lane, address, ((last - first - 1) * step + 1) * element, LOAD):
+                if global_range(warp, site, lane, address, ((last - first - 1) * step + 1) * element, LOAD, 0):
                     return 1
                 if step == 1:
                     copy_bytes(row + first * element, address, (last - first) * element)
@@ -162,7 +162,7 @@ def move_tile(warp, mask, site, record_address):
                 count = (last - first) if step == 1 else 1
                 to, of = address + item * step * element, row + (first + item) * element
                 action = ATOMIC if direction == TILE_REDUCE else STORE
-                if global_range(warp, site, lane, to, count * element, action):
+                if global_range(warp, site, lane, to, count * element, action, of):
                     return 1
                 if direction == TILE_REDUCE:
                     reduce(warp, site, record[R_REDUCER], record[R_OPERATION], kind, to, of, count)

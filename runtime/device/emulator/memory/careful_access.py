@@ -38,7 +38,7 @@ from runtime.device.emulator.memory.locate import (
     locate,
     mark_written,
 )
-from runtime.device.emulator.memory.pointers import stack_longs
+from runtime.device.emulator.memory.pointers import bytes_equal, stack_longs
 from runtime.device.emulator.races.accesses import ACCESS_NC, ACCESS_SAME, ACCESS_STRONG, lane_races, run_is_fine
 from runtime.device.emulator.races.clocks import SCOPE_GPU, strong_read, strong_write
 from runtime.device.emulator.translation.operations import operation
@@ -225,10 +225,11 @@ def extend_sign(mask, slot, size, is_wide, flags):
 
 
 @njit
-def note_range(warp, site, lane, block_address, host, size, action):
+def note_range(warp, site, lane, block_address, host, size, action, source):
     """Tells the race checker of a range that an instruction reads or writes at once, outside of loads and stores.
 
-    `block_address`: the block whose shared memory it is, 0 for device memory. Returns 1 with a fault reported, or 0.
+    `block_address`: the block whose shared memory it is, 0 for device memory. `source`: the host address of the bytes
+    that a store writes; 0 for a load, or where they do not lie in one piece. Returns 1 with a fault reported, or 0.
     """
     if warp[WARP_CLOCK] == 0:
         return 0
@@ -238,14 +239,16 @@ def note_range(warp, site, lane, block_address, host, size, action):
     if block_address == 0 and not 0 <= host - launch[LAUNCH_ARENA] <= launch[LAUNCH_ARENA_BYTES] - size:
         return 0
     flags = SCOPE_GPU << SCOPE_SHIFT
-    return races_of_lane(warp, site, host, block_address, size, lane, action, flags, False)
+    same = source != 0 and bytes_equal(host, source, size)
+    return races_of_lane(warp, site, host, block_address, size, lane, action, flags, same)
 
 
 @njit
-def check_range(warp, site, lane, block_address, host, size, action):
+def check_range(warp, site, lane, block_address, host, size, action, source):
     """Bounds, life and contents of a range that an asynchronous instruction of one lane touches, and its races.
 
-    A store is not marked as written: that is for when it lands. Returns 1 with a fault reported, or 0.
+    A store is not marked as written: that is for when it lands. `source` is as in `note_range`. Returns 1 with a fault
+    reported, or 0.
     """
     launch = i64_at(warp[WARP_LAUNCH])
     if block_address != 0:
@@ -262,4 +265,4 @@ def check_range(warp, site, lane, block_address, host, size, action):
             return report(warp, _OUT_OF_BOUNDS, site, lane, host, action, size, GLOBAL, host)
         if check_bytes(warp, site, lane, host, size, action, GLOBAL, launch[LAUNCH_ARENA_SHADOW] + relative):
             return 1
-    return note_range(warp, site, lane, block_address, host, size, action)
+    return note_range(warp, site, lane, block_address, host, size, action, source)

@@ -1,7 +1,8 @@
 """Checked ranges of memory for instructions that touch more than a load or a store does.
 
 Each function checks bounds, life, contents, data in flight and races, and reports what is wrong. The checks themselves
-are two operations, called by symbol.
+are two operations, called by symbol. Who writes gives the host address of the bytes, `source`, since two writes of the
+same value are no race, whichever instructions make them; 0 stands for bytes that do not lie in one piece.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
@@ -32,15 +33,15 @@ _OUT_OF_BOUNDS = int(FaultKind.OUT_OF_BOUNDS)
 _WRONG_SPACE = int(FaultKind.WRONG_SPACE)
 
 
-_CHECK = by_symbol("range_check", "illli")
-_FIND = by_symbol("range_find", "illil")
+_CHECK = by_symbol("range_check", "illlil")
+_FIND = by_symbol("range_find", "illill")
 
 
-@operation("range_check", "illli")
-def range_check(warp, mask, site, lane, block, host, size, action):
+@operation("range_check", "illlil")
+def range_check(warp, mask, site, lane, block, host, size, action, source):
     """A range of shared memory of a block array, or (0) of device memory, pinned and peers' too."""
     if block != 0:
-        return check_range(warp, site, lane, block, host, size, action)
+        return check_range(warp, site, lane, block, host, size, action, source)
     place = stack_longs(3)
     if global_place(warp, site, lane, host, size, action, GLOBAL, place):
         return 1
@@ -48,11 +49,11 @@ def range_check(warp, mask, site, lane, block, host, size, action):
         return 1
     if action == ATOMIC:  # reductions do not race with each other
         return 0
-    return note_range(warp, site, lane, types.int64(0), host, size, action)
+    return note_range(warp, site, lane, types.int64(0), host, size, action, source)
 
 
-@operation("range_find", "illil")
-def range_find(warp, mask, site, lane, address, size, action, place):
+@operation("range_find", "illill")
+def range_find(warp, mask, site, lane, address, size, action, place, source):
     """A range at a shared, generic, device or (to read) parameter address; its host address goes to `place`."""
     block, host = types.int64(0), address
     if is_shared(address):
@@ -69,32 +70,32 @@ def range_find(warp, mask, site, lane, address, size, action, place):
         i64_at(place)[0] = launch[LAUNCH_PARAMETERS] + offset
         return 0
     i64_at(place)[0] = host
-    return _CHECK(warp, mask, site, lane, block, host, size, action)
+    return _CHECK(warp, mask, site, lane, block, host, size, action, source)
 
 
 @njit
-def global_range(warp, site, lane, address, size, action):
+def global_range(warp, site, lane, address, size, action, source):
     """0, or 1 and a fault: device memory (pinned and peers' too)."""
-    return _CHECK(warp, types.uint32(0), site, lane, types.int64(0), address, size, action)
+    return _CHECK(warp, types.uint32(0), site, lane, types.int64(0), address, size, action, source)
 
 
 @njit
-def shared_range(warp, site, lane, block, host, size, action):
+def shared_range(warp, site, lane, block, host, size, action, source):
     """0, or 1 and a fault: shared memory of a block array, by host address."""
-    return _CHECK(warp, types.uint32(0), site, lane, block, host, size, action)
+    return _CHECK(warp, types.uint32(0), site, lane, block, host, size, action, source)
 
 
 @njit
 def read_any(warp, site, lane, address, size):
     """The host address of bytes to read at a shared, generic, device or parameter address; 0 and a fault."""
     place = stack_longs(1)
-    failed = _FIND(warp, types.uint32(0), site, lane, address, size, LOAD, address_of(place))
+    failed = _FIND(warp, types.uint32(0), site, lane, address, size, LOAD, address_of(place), 0)
     return types.int64(0) if failed else place[0]
 
 
 @njit
-def write_any(warp, site, lane, address, size):
+def write_any(warp, site, lane, address, size, source):
     """The host address of bytes to write at a shared, generic or device address; 0 and a fault."""
     place = stack_longs(1)
-    failed = _FIND(warp, types.uint32(0), site, lane, address, size, STORE, address_of(place))
+    failed = _FIND(warp, types.uint32(0), site, lane, address, size, STORE, address_of(place), source)
     return types.int64(0) if failed else place[0]

@@ -8,7 +8,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from numba_kernels.pointers import intrinsic
+from numba_kernels.cache import njit
+from numba_kernels.pointers import intrinsic, u8_at
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
@@ -145,3 +146,12 @@ def stack_longs(typing_context, count):
         return builder.bitcast(room, ir.IntType(64).as_pointer())
 
     return types.CPointer(types.int64)(count), generate
+
+
+@njit
+def bytes_equal(first, second, size):
+    """Whether `size` bytes at two addresses are the same."""
+    for index in range(size):
+        if u8_at(first)[index] != u8_at(second)[index]:
+            return False
+    return True

@@ -16,16 +16,19 @@ from runtime.device.emulator.async_copies.proxy import wrote
 from runtime.device.emulator.execution.fault import FaultKind, report
 from runtime.device.emulator.execution.traffic import count_access
 from runtime.device.emulator.execution.warp_state import (
+    CHECK_RACES,
     DONE,
     FAILED,
     FULL_MASK,
+    LAUNCH_CHECKS,
     LAUNCH_TRAFFIC,
     WARP_BLOCK,
     WARP_LAUNCH,
 )
 from runtime.device.emulator.memory.checked_ranges import shared_range
 from runtime.device.emulator.memory.cluster_window import aligned, landed, shared_block, shared_host
-from runtime.device.emulator.memory.pointers import address_of, copy_bytes, stack_longs
+from runtime.device.emulator.memory.locate import SHARED
+from runtime.device.emulator.memory.pointers import address_of, bytes_equal, copy_bytes, stack_longs
 from runtime.device.emulator.races.accesses import LOAD, STORE
 from runtime.device.emulator.tensor_cores.products import scratch_words
 from runtime.device.emulator.translation.lowering import Lowering, lowers
@@ -33,15 +36,16 @@ from runtime.device.emulator.translation.operations import operation
 from runtime.device.emulator.translation.ptx import Instruction, Operand, Vector
 
 _DIVERGENT = int(FaultKind.DIVERGENT_ALIGNED)
+_LANES_DIFFER = int(FaultKind.LANES_DIFFER)
 
 
 @njit
-def _row_address(warp, site, lane, address, action):
-    """The host address of a row of 16 bytes of this block; 0 and a fault."""
+def _row_address(warp, site, lane, address, action, source):
+    """The host address of a row of 16 bytes of this block, which a store takes from `source`; 0 and a fault."""
     if aligned(warp, site, lane, address, 16):
         return 0
     block = shared_block(warp, site, lane, address)
-    if block == 0 or shared_range(warp, site, lane, block, shared_host(block, address), 16, action):
+    if block == 0 or shared_range(warp, site, lane, block, shared_host(block, address), 16, action, source):
         return 0
     return shared_host(block, address)
 
@@ -74,7 +78,7 @@ def ldmatrix(warp, mask, site, d0, d1, d2, d3, addresses, offset, count, is_tran
         return report(warp, _DIVERGENT, site, 0, 0, mask, FULL_MASK, 0, 0)
     words = scratch_words(128)
     for lane in range(8 * count):
-        host = _row_address(warp, site, lane, types.int64(addresses[lane]) + offset, LOAD)
+        host = _row_address(warp, site, lane, types.int64(addresses[lane]) + offset, LOAD, 0)
         if host == 0:
             return FAILED
         copy_bytes(address_of(words) + lane * 16, host, 16)
@@ -93,22 +97,27 @@ def ldmatrix(warp, mask, site, d0, d1, d2, d3, addresses, offset, count, is_tran
 def stmatrix(warp, mask, site, addresses, offset, s0, s1, s2, s3, count, is_transposed):
     if mask != FULL_MASK:
         return report(warp, _DIVERGENT, site, 0, 0, mask, FULL_MASK, 0, 0)
-    words = scratch_words(32)
+    words, hosts = scratch_words(128), stack_longs(32)
     for matrix in range(count):
         source = s0 if matrix == 0 else s1 if matrix == 1 else s2 if matrix == 2 else s3
+        rows = u32_at(address_of(words) + matrix * 128)
         if is_transposed:
-            _transpose(source, words)
+            _transpose(source, rows)
         else:
-            copy_bytes(address_of(words), address_of(source), 128)
-        for row in range(8):
-            lane = 8 * matrix + row
-            address = types.int64(addresses[lane]) + offset
-            host = _row_address(warp, site, lane, address, STORE)
-            if host == 0:
-                return FAILED
-            copy_bytes(host, address_of(words) + row * 16, 16)
-            landed(warp, warp[WARP_BLOCK], host, 16)
-            wrote(warp[WARP_BLOCK], warp, address & 0xFFFFFF, 16)
+            copy_bytes(address_of(rows), address_of(source), 128)
+    for lane in range(8 * count):
+        address, row = types.int64(addresses[lane]) + offset, address_of(words) + lane * 16
+        hosts[lane] = _row_address(warp, site, lane, address, STORE, row)
+        if hosts[lane] == 0:
+            return FAILED
+        copy_bytes(hosts[lane], row, 16)
+        landed(warp, warp[WARP_BLOCK], hosts[lane], 16)
+        wrote(warp[WARP_BLOCK], warp, address & 0xFFFFFF, 16)
+    if i64_at(warp[WARP_LAUNCH])[LAUNCH_CHECKS] & CHECK_RACES:
+        for lane in range(8 * count):
+            if not bytes_equal(hosts[lane], address_of(words) + lane * 16, 16):
+                shown = types.int64(addresses[lane]) + offset
+                return report(warp, _LANES_DIFFER, site, lane, shown, STORE, 16, SHARED, shown)
     _count(warp, site, addresses, offset, count)
     return DONE
 

@@ -1,4 +1,6 @@
-"""`mma.sync`: m16n8k4 … k64 of tf32, f16, bf16, e4m3, e5m2, s8, u8, s4, u4; the arithmetic is products.py's."""
+"""`mma.sync`: m16n8k4 … k64 of tf32, f16, bf16, e4m3, e5m2, s8, u8, s4, u4, whose arithmetic is products.py's; and
+m8n8k4 of f64.
+"""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
 
@@ -7,8 +9,12 @@ from __future__ import annotations
 import functools
 import re
 
+from numba import types
+
+from numba_kernels.pointers import f64_at, intrinsic
 from runtime.device.emulator.execution.fault import FaultKind, report
 from runtime.device.emulator.execution.warp_state import DONE, FULL_MASK
+from runtime.device.emulator.memory.pointers import address_of, copy_bytes, stack_longs
 from runtime.device.emulator.tensor_cores.products import (
     ACC_F16,
     ACC_F32,
@@ -59,7 +65,39 @@ def mma_operation(code_a: int, code_b: int, accumulator: int, k: int) -> str:
     return name
 
 
+@intrinsic
+def _fma(typing_context, x, y, z):
+    """x y + z in float64, rounded once."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.fma(*arguments)
+
+    return types.float64(types.float64, types.float64, types.float64), generate
+
+
+@operation("mma_f64", "qqqqqq")
+def mma_f64(warp, mask, site, d0, d1, a, b, c0, c1):
+    """8 x 8 += (8 x 4)(4 x 8): lane 4 g + t has row g, column t of A, row t, column g of B, and columns 2 t and 2 t + 1
+    of row g of C."""
+    if mask != FULL_MASK:
+        return report(warp, _DIVERGENT, site, 0, 0, mask, FULL_MASK, 0, 0)
+    sums = stack_longs(64)  # both results: D may be A, B or C
+    left, right, total = f64_at(address_of(a)), f64_at(address_of(b)), f64_at(address_of(sums))
+    first, second = f64_at(address_of(c0)), f64_at(address_of(c1))
+    for lane in range(32):
+        row, column = lane & ~3, 8 * (lane & 3)
+        x, y = first[lane], second[lane]
+        for k in range(4):
+            x = _fma(left[row + k], right[column + k], x)
+            y = _fma(left[row + k], right[column + 4 + k], y)
+        total[lane], total[32 + lane] = x, y
+    copy_bytes(address_of(d0), address_of(sums), 256)
+    copy_bytes(address_of(d1), address_of(sums) + 256, 256)
+    return DONE
+
+
 _SHAPE = re.compile(r"m16n8k(\d+)")
+_DOUBLE = ("mma", "sync", "aligned", "m8n8k4", "row", "col", "f64", "f64", "f64", "f64")
 _DEPTHS = {1: (4, 8), 2: (8, 16), 4: (16, 32), 8: (32, 64)}  # by elements a word
 _ACCUMULATORS = {"f32": ACC_F32, "f16": ACC_F16, "s32": ACC_S32}
 
@@ -102,13 +140,18 @@ def slots_of(parts: tuple[str, ...]) -> tuple[int, int, int]:
 def lower_mma(low: Lowering, ins: Instruction) -> None:
     """mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 d, a, b, c"""
     found = describe(ins.parts)
-    if found is None:
+    is_double = tuple(part for part in ins.parts if part != "rn") == _DOUBLE
+    if found is None and not is_double:
         raise low.refuse("shape or types")
-    counts = slots_of(ins.parts)
+    counts = (2, 1, 1) if is_double else slots_of(ins.parts)
     operands = [list(operand.items) if isinstance(operand, Vector) else [operand] for operand in ins.operands]
     if [len(items) for items in operands] != [counts[0], counts[1], counts[2], counts[0]]:
         raise low.refuse("the number of registers")
     d, a, b, c = operands
+    if found is None:
+        read = [low.slot(item, 64) for item in (*a, *b, *c)]
+        low.call("mma_f64", *(low.destination(item, 64) for item in d), *read)
+        return
     a_slots, b_slots, c_slots = ([low.slot(item, 32) for item in items] for items in (a, b, c))
     d_slots = [low.destination(item, 32) for item in d]
     fill = [d_slots, a_slots, b_slots, c_slots]

@@ -159,7 +159,7 @@ def _check_operand(warp, site, record, operand):
                 return report(warp, _DESCRIPTOR, site, 0, address, descriptor, 0, 0, 0)
             if checks:
                 host = fields[BLOCK_SHARED] + address
-                if shared_range(warp, site, 0, block, host, 16, LOAD) or check_read(warp, site, 0, block, host, 16):
+                if shared_range(warp, site, 0, block, host, 16, LOAD, 0) or check_read(warp, site, 0, block, host, 16):
                     return 1
     return 0
 

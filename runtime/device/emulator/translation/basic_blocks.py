@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from runtime.device.emulator.translation.ptx import (
+    CARRY,
     Address,
     Instruction,
     Kernel,
@@ -50,12 +51,13 @@ def registers_of(operand: Operand | None) -> Iterator[Register]:
 def definitions(instruction: Instruction) -> set[str]:
     """Names of the registers that an instruction sets in every lane that executes it."""
     parts = instruction.parts
+    carry = {CARRY.name} if instruction.sets_carry else set()
     if not instruction.operands or (parts[0] in NO_RESULT and "red" not in parts[1:]):
         return set()
     first = instruction.operands[0]
     if isinstance(first, Address) or parts[0] in ("red", "cp"):
         return set()
-    return {register.name for register in registers_of(first)}
+    return carry | {register.name for register in registers_of(first)}
 
 
 def uses(instruction: Instruction) -> set[str]:
@@ -64,6 +66,8 @@ def uses(instruction: Instruction) -> set[str]:
     found = {register.name for operand in instruction.operands[1:] for register in registers_of(operand)}
     if not defined and instruction.operands:
         found |= {register.name for register in registers_of(instruction.operands[0])}
+    if instruction.reads_carry:
+        found.add(CARRY.name)
     if instruction.guard is not None:
         found.add(instruction.guard.name)
         found |= defined

@@ -99,6 +99,20 @@ class Instruction:
     def parts(self) -> tuple[str, ...]:
         return tuple(self.opcode.split("."))
 
+    @property
+    def sets_carry(self) -> bool:
+        """Whether the carry flag is a result, as of `add.cc.u32`."""
+        return "cc" in self.parts[1:]
+
+    @property
+    def reads_carry(self) -> bool:
+        """Whether the carry flag is an operand, as of `addc.u32`."""
+        return self.parts[0] in ("addc", "subc", "madc")
+
+
+CARRY = Register("CC.CF", "pred")
+"""The carry flag of each thread, a register that no program can name."""
+
 
 @dataclass(frozen=True, slots=True)
 class Variable:
@@ -464,7 +478,10 @@ class _Body:
         while not tokens.accept(";"):
             operands.append(self._operand())
             tokens.accept(",")
-        self.kernel.instructions.append(Instruction(opcode, tuple(operands), guard, negated, line))
+        instruction = Instruction(opcode, tuple(operands), guard, negated, line)
+        if instruction.sets_carry or instruction.reads_carry:
+            self.kernel.registers[CARRY.name] = CARRY
+        self.kernel.instructions.append(instruction)
 
     def _operand(self) -> Operand:
         tokens = self.tokens

@@ -39,7 +39,7 @@ SLOT_BYTES = {1: 64, 32: 128, 64: 256, 128: 512}
 
 
 class UnsupportedInstruction(UnsupportedError):
-    """An instruction that this emulator does not know; it is never skipped.
+    """An instruction, or a form of one, that this emulator does not have; it is never skipped.
 
     Attributes:
         instruction: the instruction.
@@ -48,7 +48,7 @@ class UnsupportedInstruction(UnsupportedError):
 
     def __init__(self, instruction: Instruction, why: str) -> None:
         self.instruction, self.why = instruction, why
-        super().__init__(f"PTX line {instruction.line}: {instruction.opcode}: {why}")
+        super().__init__(f"PTX line {instruction.line}: {instruction.opcode} is not emulated: {why}")
 
 
 class Registers:

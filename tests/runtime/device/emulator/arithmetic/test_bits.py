@@ -209,6 +209,16 @@ def test_guards_leave_other_lanes_alone() -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["u32", "s32", "u64", "s64"])
+def test_the_leading_bit(kind: str) -> None:
+    bits = int(kind[1:])
+    given = [np.array(VALUES[bits], f"u{bits // 8}")]
+    found = evaluate([Case(f"bfind{how}.{kind} {{d}}, {{0}};", given) for how in ("", ".shiftamt")])
+    places = [(~x % 2**bits if kind[0] == "s" and x >> (bits - 1) else x).bit_length() - 1 for x in VALUES[bits]]
+    assert found[0].tolist() == [place % 2**32 for place in places]
+    assert found[1].tolist() == [ALL if place < 0 else bits - 1 - place for place in places]
+
+
 @pytest.mark.parametrize(
     "statement",
     ["shl.u32 {d}, {0}, 1;", "shf.l.b32 {d}, {0}, {0}, 1;", "lop3.b32 {d}, {0}, {0}, {0}, 25;", "popc.u32 {d}, {0};",

@@ -105,6 +105,36 @@ def test_products_of_64_bits() -> None:
         assert upper.tolist() == [((p >> 64) + 2**63 + 5) % 2**64 for p in products]
 
 
+@pytest.mark.parametrize("kind", ["u32", "s32", "u64", "s64"])
+def test_carries(kind: str) -> None:
+    """Numbers of two words: sums, differences, and the product of a number of two words with one of one."""
+    bits = int(kind[1:])
+    rows = [(x, y, z) for x in VALUES[bits][::2] for y in VALUES[bits][1::2] for z in (1, 2 ** (bits - 1) + 5, 2**bits - 1)]
+    given, whole = columns(rows, kind, kind, kind), 2**bits
+    low, free = ("%w", "%x") if bits == 32 else ("%y", "%y")
+    text = {
+        "add": f"add.cc.{kind} {low}, {{0}}, {{1}}; addc.{kind} {{d}}, {{2}}, {{1}};",
+        "sub": f"sub.cc.{kind} {low}, {{0}}, {{1}}; subc.{kind} {{d}}, {{2}}, {{1}};",
+        "three": f"add.cc.{kind} {low}, {{0}}, {{1}}; addc.cc.{kind} {free}, {{2}}, {{1}}; addc.{kind} {{d}}, 0, 0;",
+        "mad": f"mad.lo.cc.{kind} {low}, {{0}}, {{1}}, {{2}}; madc.hi.{kind} {{d}}, {{0}}, {{1}}, 0;",
+        "guard": f"add.cc.{kind} {low}, {{0}}, {{1}}; setp.ne.{kind} %p, {{2}}, 1; @%p add.cc.{kind} {low}, 0, 0;"
+        f"addc.{kind} {{d}}, 0, 0;",
+        "branch": f"add.cc.{kind} {low}, {{0}}, {{1}}; setp.ne.{kind} %p, {{2}}, 1; @%p bra L{bits}; L{bits}:"
+        f"addc.{kind} {{d}}, 0, 0;",
+    }
+    expected = {
+        "add": [((x + y) + ((z + y) << bits)) >> bits for x, y, z in rows],
+        "sub": [((x - y) + ((z - y) << bits)) >> bits for x, y, z in rows],
+        "three": [((x + y) + ((z + y) << bits)) >> (2 * bits) for x, y, z in rows],
+        "mad": [(read(x, kind) * read(y, kind) + z) >> bits for x, y, z in rows],
+        "guard": [(x + y) >> bits if z == 1 else 0 for x, y, z in rows],
+        "branch": [(x + y) >> bits for x, y, _ in rows],
+    }
+    found = evaluate([Case(statement, given, given[0].dtype) for statement in text.values()])
+    for name, result in zip(text, found):
+        assert result.tolist() == [value % whole for value in expected[name]], name
+
+
 def test_signs() -> None:
     for kind in ("s16", "s32", "s64"):
         bits = int(kind[1:])
@@ -116,7 +146,7 @@ def test_signs() -> None:
 
 @pytest.mark.parametrize(
     "statement",
-    ["add.cc.u32 {d}, {0}, {0};", "add.what.s32 {d}, {0}, {0};", "mul.s32 {d}, {0}, {0};", "abs.u32 {d}, {0};",
+    ["add.cc.u16 %h0, %h0, %h0;", "add.what.s32 {d}, {0}, {0};", "mul.s32 {d}, {0}, {0};", "abs.u32 {d}, {0};",
      "min.relu.u32 {d}, {0}, {0};", "frobnicate.b32 {d}, {0};", "mad.wide.cc.u32 {d}, {0}, {0}, {0};"],
 )  # fmt: skip
 def test_what_is_not_understood_is_refused_by_name(statement: str) -> None:

@@ -1,4 +1,4 @@
-"""Arithmetic on pairs of f16 and bf16: each half against exact fractions; NaN and infinity by hand."""
+"""Arithmetic on f16 and bf16, alone and in pairs, against exact fractions; NaN and infinity by hand."""
 
 from __future__ import annotations
 
@@ -41,9 +41,13 @@ def test_each_half_is_rounded_once(of: str) -> None:
     codes, values = codes[..., finite], values[..., finite]
     words = [code[0].astype(np.uint32) | code[1].astype(np.uint32) << 16 for code in codes]
     texts = {"add": "{0}, {1}", "sub": "{0}, {1}", "mul": "{0}, {1}", "fma": "{0}, {1}, {2}"}
+    alone = [code[1] for code in codes]
     results = evaluate(
         [Case(f"{name}.rn.{of}x2 {{d}}, {text};", words[: text.count("{")]) for name, text in texts.items()]
+        + [Case(f"{name}.rn.{of} {{d}}, {text};", alone[: text.count("{")], np.uint16) for name, text in texts.items()]
     )
+    for result, single in zip(results, results[len(texts) :]):
+        assert ((result >> 16).astype(np.uint16) == single).all()
     for name, result in zip(texts, results):
         for half in range(2):
             got = (result >> (16 * half)).astype(np.uint16).view(DTYPES[of]).astype(np.float64)
@@ -51,6 +55,20 @@ def test_each_half_is_rounded_once(of: str) -> None:
                 a, b, c = Fraction(x), Fraction(y), Fraction(z)
                 exact = {"add": a + b, "sub": a - b, "mul": a * b, "fma": a * b + c}[name]
                 assert got[index] == rounded(exact, of), (name, x, y, z)
+
+
+def test_saturated_and_without_negatives() -> None:
+    x = np.array([0x3F80, 0xBF80, 0x7FC1, 0x4000], np.uint16)  # 1, -1, NaN, 2
+    one = np.full(4, 0x3F80, np.uint16)
+    zero = np.zeros(4, np.uint16)
+    clamped, positive = evaluate(
+        [
+            Case("mul.sat.bf16 {d}, {0}, {1};", [x, one], np.uint16),
+            Case("fma.rn.relu.bf16 {d}, {0}, {1}, {2};", [x, one, zero], np.uint16),
+        ]
+    )
+    assert clamped.tolist() == [0x3F80, 0, 0, 0x3F80]
+    assert positive.tolist() == [0x3F80, 0, 0x7FFF, 0x4000]
 
 
 def test_nan_infinity_and_the_sign_of_zero() -> None:

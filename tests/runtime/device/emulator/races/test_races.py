@@ -134,6 +134,59 @@ def test_writes_of_the_same_value_are_no_race() -> None:
         assert "another value" in str(fault)
 
 
+WRITES = {
+    # Each writes %r0 to the whole box, or what %a0 has for the warp; %r9 is the box, %d0 the warp's own row there.
+    "stmatrix": "shl.b32 %r1, %lane, 4; add.u32 %r1, %r1, %r9;"
+    "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r1], {%r0, %r0, %r0, %r0};",
+    "stmatrix.trans": "shl.b32 %r1, %lane, 4; add.u32 %r1, %r1, %r9;"
+    "stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%r1], {%r0};",
+    "st and stmatrix": "shl.b32 %r1, %lane, 4; add.u32 %r1, %r1, %r9; setp.ge.u32 %p0, %thread, 32; @%p0 bra other;"
+    "st.shared.v4.u32 [%r1], {%r0, %r0, %r0, %r0}; bra done; other:"
+    "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r1], {%r0, %r0, %r0, %r0};",
+    "cp.async": "setp.ne.u32 %p0, %lane, 0; @%p0 bra done;"
+    "cp.async.cg.shared.global [box], [%d0], 16; cp.async.wait_all;",
+    "cp.async of less": "setp.ne.u32 %p0, %lane, 0; @%p0 bra done;"
+    "cp.async.cg.shared.global [box], [%d0], 16, 4; cp.async.wait_all;",
+    "bulk load": "setp.ne.u32 %p0, %lane, 0; @%p0 bra done; shl.b32 %r2, %r3, 3; mov.u32 %r4, bar;"
+    "add.u32 %r2, %r2, %r4; mbarrier.init.shared.b64 [%r2], 1; fence.mbarrier_init.release.cluster;"
+    "mbarrier.arrive.expect_tx.shared.b64 _, [%r2], 16; fence.proxy.async;"
+    "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [box], [%d0], 16, [%r2];"
+    "wait: mbarrier.try_wait.parity.shared.b64 %p1, [%r2], 0; @!%p1 bra wait;",
+    "bulk store": "setp.ne.u32 %p0, %lane, 0; @%p0 bra done; shl.b32 %r2, %r3, 4; add.u32 %r2, %r2, %r9;"
+    "st.shared.v4.u32 [%r2], {%r0, %r0, %r0, %r0}; fence.proxy.async;"
+    "cp.async.bulk.global.shared::cta.bulk_group [%a1], [%r2], 16; cp.async.bulk.commit_group;"
+    "cp.async.bulk.wait_group 0;",
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_every_instruction_may_write_the_same_value_twice(how: str) -> None:
+    """`st.shared`'s rule, whichever instruction of two warps writes."""
+    start = (
+        "mov.u32 %r9, box; shr.u32 %r3, %thread, 5; {value} mul.wide.u32 %d0, %r3, 16; add.u64 %d0, %a0, %d0;"
+        + WRITES[how].replace("{", "{{").replace("}", "}}")
+    )
+    inside = BOX + ".shared .align 8 .b64 bar[4];"
+    with Device() as device:
+        for value, rows, races in (("mov.u32 %r0, 7;", [[7] * 4] * 2, False), ("mov.u32 %r0, %r3;", [[1] * 4, [2] * 4], True)):
+            source, target = device.put(np.array(rows, np.uint32)), device.put(np.zeros(4, np.uint32))
+            text = kernel_text(2, start.format(value=value), inside=inside)
+            if races:
+                fault = device.fault(FaultKind.RACE_WRITE_AFTER_WRITE, text, source, target, block=(64, 1, 1))
+                assert "another value" in str(fault)
+            else:
+                device.run(text, source, target, block=(64, 1, 1))
+
+
+def test_rows_of_one_stmatrix_that_differ() -> None:
+    body = "mov.u32 %r9, box; stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r9], {{{value}}};"
+    with Device() as device:
+        device.run(kernel_text(0, body.format(value="%r0").replace("stm", "mov.u32 %r0, 5; stm"), inside=BOX))
+        text = kernel_text(0, body.format(value="%lane"), inside=BOX)
+        fault = device.fault(FaultKind.LANES_DIFFER, text)
+        assert "0 bytes into shared variable box" in str(fault)
+
+
 def test_lanes_of_one_store_that_differ() -> None:
     with Device() as device:
         text = kernel_text(0, "st.shared.u32 [box+8], %lane;", inside=BOX)

@@ -145,11 +145,35 @@ def test_mma_under_divergence_is_a_fault() -> None:
         "mma.sync.aligned.m16n8k16.row.col.f16.bf16.bf16.f16",
         "mma.sync.aligned.m16n8k32.row.col.f32.bf16.bf16.f32",
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.f16.f32",
+        "mma.sync.aligned.m8n8k4.row.col.f32.f16.f16.f32",
     ],
 )
 def test_what_is_not_known_is_refused_by_name(opcode: str) -> None:
-    with pytest.raises(UnsupportedInstruction, match=r"mma\.sync"):
+    with pytest.raises(UnsupportedInstruction, match=rf"{opcode} is not emulated: shape or types"):
         launch_text(mma_text(opcode, (4, 4, 2)), [np.zeros((4, 32), np.uint32), np.zeros((10, 32), np.uint32)])
+
+
+def test_mma_of_doubles() -> None:
+    random = np.random.default_rng(5)
+    a, b, c = random.standard_normal((8, 4)), random.standard_normal((4, 8)), random.standard_normal((8, 8))
+    lane = np.arange(32)
+    row, column = lane // 4, lane % 4
+    given = np.stack([a[row, column], b[column, row], c[row, 2 * column], c[row, 2 * column + 1]])
+    text = """
+.visible .entry k(.param .u64 out, .param .u64 in)
+{
+.reg .b32 %lane; .reg .b64 %in, %out, %at; .reg .f64 %d<6>;
+mov.u32 %lane, %laneid; mul.wide.u32 %at, %lane, 8;
+ld.param.u64 %in, [in]; add.u64 %in, %in, %at; ld.param.u64 %out, [out]; add.u64 %out, %out, %at;
+ld.global.f64 %d0, [%in]; ld.global.f64 %d1, [%in + 256]; ld.global.f64 %d2, [%in + 512]; ld.global.f64 %d3, [%in + 768];
+mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%d0, %d3}, {%d0}, {%d1}, {%d2, %d3};
+st.global.f64 [%out], %d0; st.global.f64 [%out + 256], %d3;
+ret;
+}
+"""
+    out, _ = launch_text(text, [np.zeros((2, 32)), given])
+    expected = a @ b + c
+    assert np.allclose(out, np.stack([expected[row, 2 * column], expected[row, 2 * column + 1]]), rtol=1e-15, atol=1e-15)
 
 
 MATRIX_TEXT = """
