@@ -38,6 +38,7 @@ from runtime.engine.messages import (
     StepView,
 )
 from runtime.engine.process.delivery import OutputSink
+from runtime.engine.process.origin import Origin
 from runtime.engine.process.supervision import Membership, Supervision
 from runtime.engine.process.supervisor import ProcessEngineClient
 from runtime.engine.queue_limit import RETRY_AFTER_S, check_room
@@ -73,7 +74,7 @@ class Fleet:
         self._policy = config.routing_policy
         self._seeds = random.Random(config.seed)
         self._secret = secrets.token_bytes(SECRET_BYTES)
-        self._lock = threading.Lock()
+        self._origin, self._lock = Origin(), threading.Lock()
         self._is_closing = False
         # Guarded by the lock:
         self._router: Router | None = None
@@ -155,6 +156,7 @@ class Fleet:
 
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
         """See ``EngineClient.submit``."""
+        self._origin.check()
         prepared = prepare(request, self.info)
         digests = self.router.digests_of(prepared)
         while True:
@@ -277,6 +279,8 @@ class Fleet:
 
     def close(self, drain: bool = False) -> None:
         """See ``EngineClient.close``."""
+        if not self._origin.is_here:
+            return
         with self._lock:
             self._is_closing = True
         atexit.unregister(self.close)
@@ -319,12 +323,15 @@ class Fleet:
                 self._router.change(engine, changes)
 
     def _client_of(self, request_id: str) -> ProcessEngineClient | None:
+        if not self._origin.is_here:
+            return None
         with self._lock:
             route = self._routes.get(request_id)
         return None if route is None else self._clients[route.engine]
 
     def _idlest(self) -> ProcessEngineClient:
         """The ready engine with the least to do, for what is no request; it has room for it, or none has."""
+        self._origin.check()
         with self._lock:
             loads = self.router.loads()
         ready = [(client.num_calls, load, engine) for engine, (client, load) in enumerate(zip(self._clients, loads))

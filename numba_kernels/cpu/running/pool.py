@@ -278,9 +278,9 @@ def run_program(program: np.ndarray, most_helpers: int) -> tuple[int, int]:
 
 
 def _after_fork() -> None:
-    """A child process has none of its parent's threads."""
-    global _helpers
-    _helpers = _Helpers()
+    """A child process has none of its parent's threads, and who held the lock is gone."""
+    global _helpers, lock
+    _helpers, lock = _Helpers(), threading.Lock()
     _words[:] = 0
     _words[NEXT] = CLOSED
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -12,6 +13,14 @@ STACK_BYTES = 512 << 20
 """Bytes of addresses: memory is taken for what is touched of it."""
 
 _starting = threading.Lock()
+
+
+def _after_fork() -> None:
+    global _starting
+    _starting = threading.Lock()  # who held it is no thread of the child
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def on_deep_stack(function: Callable[[], T]) -> T:

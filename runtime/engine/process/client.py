@@ -33,6 +33,7 @@ from runtime.engine.messages import (
     StepView,
 )
 from runtime.engine.process.delivery import Delivery, OutputSink
+from runtime.engine.process.origin import Origin
 from runtime.engine.queue_limit import RETRY_AFTER_S, check_room
 from runtime.engine.step_views import StepViews, Watchers
 
@@ -162,6 +163,7 @@ class ThreadEngineClient:
     """
 
     def __init__(self, engine: Engine, after_delivery: Callable[[], None] | None = None) -> None:
+        self._origin = Origin()
         self._engine = engine
         self._after_delivery = after_delivery
         self._watchers = Watchers()
@@ -187,6 +189,7 @@ class ThreadEngineClient:
 
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
         """See ``EngineClient.submit``."""
+        self._origin.check()
         prepared = self._engine.prepare(request)
         num_tokens = prepared.num_prompt_tokens
         with self._condition:
@@ -200,6 +203,8 @@ class ThreadEngineClient:
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """See ``EngineClient.cancel``."""
+        if not self._origin.is_here:
+            return
         with self._condition:
             if request_id in self._delivery:
                 self._enqueue(partial(self._engine.cancel, request_id, index))
@@ -214,6 +219,7 @@ class ThreadEngineClient:
 
     def stats(self) -> EngineStats:
         """See ``EngineClient.stats``."""
+        self._origin.check()
         if self._has_died:
             raise EngineDeadError("the engine's loop has died; see the log")
         stats = self._engine.stats()
@@ -279,6 +285,7 @@ class ThreadEngineClient:
         cache_salt: str | None = None,
     ) -> Future[NDArray[np.float32]]:
         """See ``EngineClient.embed``."""
+        self._origin.check()
         embedding = self._engine.embedder.prepare(token_ids, pooling, images, cache_salt)
         max_waiting = self._engine.limits.max_waiting
         with self._condition:
@@ -297,6 +304,8 @@ class ThreadEngineClient:
     def close(self, drain: bool = False) -> None:
         """See ``EngineClient.close``. From a sink (on the engine's thread) it returns before the engine
         stops."""
+        if not self._origin.is_here:
+            return
         with self._condition:
             if not self._is_closing:
                 self._is_closing = True
@@ -315,12 +324,15 @@ class ThreadEngineClient:
             command(request_id)
             return []
 
+        if not self._origin.is_here:
+            return
         with self._condition:
             if request_id in self._delivery:
                 self._enqueue(run)
 
     def _compute(self, work: Callable[[], T]) -> Future[T]:
         """Have the engine's thread do this between two steps. Raises ``EngineDeadError``."""
+        self._origin.check()
         future: Future[T] = Future()
 
         def run() -> list[EngineOutput]:

@@ -30,6 +30,7 @@ from runtime.engine.messages import EngineInfo, EngineRequest, EngineState, Engi
 from runtime.engine.process.child import READ_TIMEOUT_S, EngineProcess, RunningEngine
 from runtime.engine.process.client import EngineClient
 from runtime.engine.process.delivery import Delivery, OutputSink
+from runtime.engine.process.origin import Origin
 from runtime.engine.process.supervision import Membership, Supervision
 from runtime.engine.process.wire import (
     Answer,
@@ -106,6 +107,7 @@ class ProcessEngineClient:
         waits: bool = True,
         **settings: Unpack[EngineSettings],
     ) -> None:
+        self._origin = Origin()
         self._supervision = supervision or Supervision()
         self._membership = membership or Membership()
         self._name = self._membership.name
@@ -174,6 +176,7 @@ class ProcessEngineClient:
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
         """See ``EngineClient.submit``; the queue counts as full a little early: a request waits until the step that
         computes the beginning of its prompt is over."""
+        self._origin.check()
         self.admit(request, prepare(request, self.info), sink)
 
     def admit(self, request: EngineRequest, prepared: Request, sink: OutputSink) -> None:
@@ -206,12 +209,15 @@ class ProcessEngineClient:
         self._tell(request_id, Pause(request_id, False))
 
     def _tell(self, request_id: str, message: Cancel | Pause) -> None:
+        if not self._origin.is_here:
+            return
         with self._lock:
             if request_id in self._delivery and self._process is not None:
                 self._process.send(frame(message))
 
     def stats(self) -> EngineStats:
         """See ``EngineClient.stats``: the latest that came, at most a second old unless the engine is stuck."""
+        self._origin.check()
         with self._lock:
             pulse = self._pulse
             if pulse is None or self._state == "starting":
@@ -291,6 +297,8 @@ class ProcessEngineClient:
 
     def close(self, drain: bool = False) -> None:
         """See ``EngineClient.close``. From a sink it returns before the engine stops."""
+        if not self._origin.is_here:
+            return
         with self._lock:
             is_first = not self._closing.is_set()
             process, was_ready = self._process, self._state in ("ready", "draining") or not is_first
@@ -320,6 +328,7 @@ class ProcessEngineClient:
     def _send_call(
         self, name: CallName, arguments: list[list[int] | str | None], images: tuple[ImageItem, ...] = ()
     ) -> Future[NDArray[np.float32]]:
+        self._origin.check()
         future: Future[NDArray[np.float32]] = Future()
         with self._lock:
             process = self._live_process()
