@@ -1,4 +1,4 @@
-"""A child forked from a process with an engine: what it inherits says so at once, and it may make an engine of its own."""
+"""A child forked from a process with an engine: the inherited one raises at once, and the child may make its own."""
 
 from __future__ import annotations
 

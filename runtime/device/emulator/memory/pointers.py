@@ -151,7 +151,7 @@ def stack_longs(typing_context, count):
 @njit
 def bytes_equal(first, second, size):
     """Whether `size` bytes at two addresses are the same."""
-    for index in range(size):
-        if u8_at(first)[index] != u8_at(second)[index]:
-            return False
-    return True
+    count = 0
+    while count < size and u8_at(first)[count] == u8_at(second)[count]:
+        count += 1
+    return count == size

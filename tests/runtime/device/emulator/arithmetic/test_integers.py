@@ -109,7 +109,8 @@ def test_products_of_64_bits() -> None:
 def test_carries(kind: str) -> None:
     """Numbers of two words: sums, differences, and the product of a number of two words with one of one."""
     bits = int(kind[1:])
-    rows = [(x, y, z) for x in VALUES[bits][::2] for y in VALUES[bits][1::2] for z in (1, 2 ** (bits - 1) + 5, 2**bits - 1)]
+    thirds = (1, 2 ** (bits - 1) + 5, 2**bits - 1)
+    rows = [(x, y, z) for x in VALUES[bits][::2] for y in VALUES[bits][1::2] for z in thirds]
     given, whole = columns(rows, kind, kind, kind), 2**bits
     low, free = ("%w", "%x") if bits == 32 else ("%y", "%y")
     text = {

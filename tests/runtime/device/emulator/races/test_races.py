@@ -168,7 +168,9 @@ def test_every_instruction_may_write_the_same_value_twice(how: str) -> None:
     )
     inside = BOX + ".shared .align 8 .b64 bar[4];"
     with Device() as device:
-        for value, rows, races in (("mov.u32 %r0, 7;", [[7] * 4] * 2, False), ("mov.u32 %r0, %r3;", [[1] * 4, [2] * 4], True)):
+        for value, rows, races in (
+            ("mov.u32 %r0, 7;", [[7] * 4] * 2, False), ("mov.u32 %r0, %r3;", [[1] * 4, [2] * 4], True),
+        ):  # fmt: skip
             source, target = device.put(np.array(rows, np.uint32)), device.put(np.zeros(4, np.uint32))
             text = kernel_text(2, start.format(value=value), inside=inside)
             if races:

@@ -165,7 +165,8 @@ def test_mma_of_doubles() -> None:
 .reg .b32 %lane; .reg .b64 %in, %out, %at; .reg .f64 %d<6>;
 mov.u32 %lane, %laneid; mul.wide.u32 %at, %lane, 8;
 ld.param.u64 %in, [in]; add.u64 %in, %in, %at; ld.param.u64 %out, [out]; add.u64 %out, %out, %at;
-ld.global.f64 %d0, [%in]; ld.global.f64 %d1, [%in + 256]; ld.global.f64 %d2, [%in + 512]; ld.global.f64 %d3, [%in + 768];
+ld.global.f64 %d0, [%in]; ld.global.f64 %d1, [%in + 256];
+ld.global.f64 %d2, [%in + 512]; ld.global.f64 %d3, [%in + 768];
 mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%d0, %d3}, {%d0}, {%d1}, {%d2, %d3};
 st.global.f64 [%out], %d0; st.global.f64 [%out + 256], %d3;
 ret;
@@ -173,7 +174,8 @@ ret;
 """
     out, _ = launch_text(text, [np.zeros((2, 32)), given])
     expected = a @ b + c
-    assert np.allclose(out, np.stack([expected[row, 2 * column], expected[row, 2 * column + 1]]), rtol=1e-15, atol=1e-15)
+    wanted = np.stack([expected[row, 2 * column], expected[row, 2 * column + 1]])
+    assert np.allclose(out, wanted, rtol=1e-15, atol=1e-15)
 
 
 MATRIX_TEXT = """
