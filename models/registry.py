@@ -15,6 +15,7 @@ from models.checkpoints.checkpoint import Checkpoint, TensorLayout
 from models.checkpoints.dummy import DummyCheckpoint
 from models.checkpoints.model_files import open_model
 from models.checkpoints.stacked import take_apart
+from models.configuration.class_defaults import add_class_defaults
 from models.configuration.config import ModelConfig
 from models.configuration.harmless_fields import is_harmless
 from models.configuration.json_fields import Fields
@@ -57,31 +58,45 @@ def parse_config(values: dict[str, Any], where: str = "config.json") -> ModelCon
 def _parse(fields: Fields) -> ModelConfig:
     architecture = find_architecture(fields)
     fields.owner = architecture.name
+    add_class_defaults(fields, architecture.model_type)
     config = architecture.read_config(fields)
     read_quantization(fields)
-    fields.refuse_unread(is_harmless)
+    fields.refuse_unread(is_harmless, _ADVICE)
     return replace(config, architecture=architecture.name)
 
 
+_ADVICE = ": nothing here reads it. If the model is the same without it, pass over it with --hf-overrides '{null}'"
+
+
 def find_architecture(fields: Fields) -> Architecture:
-    """By `architectures`, or by `model_type` where the file names none."""
+    """By `architectures`; by `model_type` where the file names none, or a model without its head, such as Qwen3Model.
+
+    A `model_type` that no family here has, such as kimi_k2, says nothing beside an architecture that one has."""
     known = known_architectures()
     names, model_type = fields.strings("architectures"), fields.string("model_type", None)
-    supported = ", ".join(known)
-    if names:
-        architecture = next((known[name] for name in names if name in known), None)
-        if architecture is None:
-            shown = ", ".join(names)[:200]
-            raise fields.error("architectures", f"{shown!r} is not supported; supported are {supported}")
-        if model_type not in (None, architecture.model_type):
+    of_type = next((one for one in known.values() if one.model_type == model_type), None)
+    architecture = next((known[name] for name in names or () if name in known), None)
+    if architecture is None:
+        headless = [one for one in known.values() if not _names_without_head(one).isdisjoint(names or ())]
+        architecture = of_type if of_type in headless else next(reversed(headless), None)
+    if architecture is not None:
+        if of_type is not None and model_type != architecture.model_type:
             raise fields.error("model_type", f"{model_type!r:.80} contradicts the architecture {architecture.name}")
         return architecture
+    if of_type is not None and not names:
+        return of_type
+    supported = f"is not supported; supported are {', '.join(known)}"
+    if names:
+        raise fields.error("architectures", f"{', '.join(names)[:200]!r} {supported}")
     if model_type is None:
         raise fields.error("architectures", "is missing, and model_type too")
-    architecture = next((one for one in known.values() if one.model_type == model_type), None)
-    if architecture is None:
-        raise fields.error("model_type", f"{model_type!r:.80} is not supported; supported are {supported}")
-    return architecture
+    raise fields.error("model_type", f"{model_type!r:.80} {supported}")
+
+
+def _names_without_head(architecture: Architecture) -> set[str]:
+    """transformers' classes of a model without its output head."""
+    stem = re.sub(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel)$", "", architecture.name)
+    return {f"{stem}Model", f"{stem}TextModel"}
 
 
 def load_model(
@@ -191,9 +206,7 @@ def _built(config: ModelConfig, maker: Maker) -> Model:
     return model
 
 
-def _config_and_positions(
-    folder: str | Path, load_format: str, max_model_len: int | None
-) -> tuple[ModelConfig, int]:
+def _config_and_positions(folder: str | Path, load_format: str, max_model_len: int | None) -> tuple[ModelConfig, int]:
     if load_format not in ("auto", "safetensors", "dummy"):
         raise InvalidArgumentError(
             f"load_format must be auto, safetensors or dummy, not {load_format!r}", param="load_format"
@@ -250,9 +263,7 @@ def _quantized_layouts(folder: Path, layout: TensorLayout) -> dict[str, Quantize
     return {name: kind for name in stored if (kind := checkpoint.quantized(name)) is not None}
 
 
-def _source(
-    folder: str | Path, config: ModelConfig, options: LoadOptions, load_format: str, seed: int
-) -> TensorSource:
+def _source(folder: str | Path, config: ModelConfig, options: LoadOptions, load_format: str, seed: int) -> TensorSource:
     """The tensors of the model, which fit its layout."""
     layout = tensor_layout(config)
     if load_format == "dummy":

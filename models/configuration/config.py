@@ -120,15 +120,11 @@ def read_common(
     num_kv_heads = fields.integer("num_key_value_heads", num_heads, most=1 << 16)
     num_layers = fields.integer("num_hidden_layers", most=1 << 14)
     if num_heads % num_kv_heads:
-        raise fields.error(
-            "num_key_value_heads", f"= {num_kv_heads} must divide num_attention_heads = {num_heads}"
-        )
+        raise fields.error("num_key_value_heads", f"= {num_kv_heads} must divide num_attention_heads = {num_heads}")
     head_dim = fields.integer("head_dim", default_head_dim, most=1 << 16)
     if head_dim is None:
         if hidden_size % num_heads:
-            raise fields.error(
-                "num_attention_heads", f"= {num_heads} must divide hidden_size = {hidden_size}"
-            )
+            raise fields.error("num_attention_heads", f"= {num_heads} must divide hidden_size = {hidden_size}")
         head_dim = hidden_size // num_heads
     if head_dim % 2:
         raise fields.error("head_dim", f"must be even for rotary positions, not {head_dim}")
@@ -178,10 +174,9 @@ def outer_fields(fields: Fields) -> dict[str, Any]:
 
 
 def read_dtype(fields: Fields) -> DType | None:
-    """The type that the weights were saved in, by either spelling; None if the file does not say."""
+    """The type that the weights were saved in; None if the file does not say. The older spelling counts where the
+    newer one is absent, as in transformers."""
     name, older = fields.string("dtype", None), fields.string("torch_dtype", None)
-    if name is not None and older is not None and name != older:
-        raise fields.error("dtype", f"is {name!r:.80}, but torch_dtype is {older!r:.80}")
     name = name if name is not None else older
     if name in (None, "auto"):
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +70,13 @@ class Fields:
     `null` means the same as absent, as in transformers. `refuse_unread` refuses every field that nobody read.
     """
 
-    def __init__(self, values: dict[str, Any], where: str) -> None:
+    def __init__(self, values: dict[str, Any], where: str, path: tuple[str, ...] = ()) -> None:
         self.where = where  # the file, and the path inside it
         self.owner = ""  # whose fields they are, such as an architecture
-        self.may_have_harmless = True  # False: every unread field is refused
+        self.notes: frozenset[str] = frozenset()  # names that are harmless here, besides those that are so anywhere
+        self._path = path  # the objects that these lie in, from the file's own
         self._values = values
+        self._defaults: dict[str, Any] = {}
         self._read: set[str] = set()
         self._objects: dict[str, Fields] = {}
 
@@ -90,40 +92,57 @@ class Fields:
         return [name for name, value in self._values.items() if value is not None]
 
     def has(self, name: str) -> bool:
-        """True if the field is present and not null. Does not count as reading it."""
-        return self._values.get(name) is not None
+        """True if the field has a value that is not null. Does not count as reading it."""
+        return self._values.get(name, self._defaults.get(name)) is not None
 
     def __contains__(self, name: str) -> bool:
         """True if the field is present, even as null: only an absent one takes a default that is not null."""
         return name in self._values
 
-    def default(self, values: dict[str, Any]) -> None:
-        """Fields that are absent have these values."""
-        self._values = {**values, **self._values}
+    def default(self, values: Mapping[str, Any]) -> None:
+        """Fields that are absent have these values; nobody has to read them."""
+        self._defaults = {**values, **self._defaults}
+
+    def override(self, values: Mapping[str, Any]) -> None:
+        """Replaces fields, and those of objects one by one; see `models.configuration.overrides`."""
+        self._values = dict(self._values)
+        for name, value in values.items():
+            inner = self._objects.get(name)
+            if inner is not None and isinstance(value, dict):  # from another file
+                inner.override(value)
+            else:
+                self._values[name] = value
+                self._objects.pop(name, None)
 
     def raw(self, name: str) -> Any:
-        """The value as JSON has it; None if absent."""
+        """The value as JSON has it; its default, or None, if absent."""
         self._read.add(name)
-        return self._values.get(name)
+        return self._values.get(name, self._defaults.get(name))
 
     def expect(self, name: str, *supported: Any) -> None:
         """Read a field that is absent or one of `supported`: what holds for the architecture anyway."""
         value = self.raw(name)
         if value is not None and not any(type(value) is type(one) and value == one for one in supported):
-            raise self._unsupported(name)
+            known = ", ".join([*map(repr, dict.fromkeys(supported)), "null or absent"])
+            raise self._unsupported(name, f": it must be {known}")
 
-    def refuse_unread(self, is_harmless: Callable[[str, Any], bool]) -> None:
-        """Raise `ConfigError` for a field that nobody read, here or in an object below, unless it is harmless."""
+    def refuse_unread(self, is_harmless: Callable[[str, Any], bool], advice: str = "") -> None:
+        """Raise `ConfigError` for a field that nobody read, here or in an object below, unless it is harmless.
+
+        `advice` ends the message: in it `{null}` stands for a JSON object that makes the field null."""
         for name, value in self._values.items():
-            is_passed_over = value is None or (self.may_have_harmless and is_harmless(name, value))
+            is_passed_over = value is None or name in self.notes or is_harmless(name, value)
             if name not in self._read and not is_passed_over:
-                raise self._unsupported(name)
+                null: Any = None
+                for outer in (name, *reversed(self._path)):
+                    null = {outer: null}
+                raise self._unsupported(name, advice.replace("{null}", json.dumps(null)))
         for nested in self._objects.values():
-            nested.refuse_unread(is_harmless)
+            nested.refuse_unread(is_harmless, advice)
 
-    def _unsupported(self, name: str) -> ConfigError:
+    def _unsupported(self, name: str, what_to_do: str = "") -> ConfigError:
         owner = f" for {self.owner}" if self.owner else ""
-        return self.error(name, f"= {self._values[name]!r:.80} is not supported{owner}")
+        return self.error(name, f"= {self._values[name]!r:.80} is not supported{owner}{what_to_do}")
 
     def _get(self, name: str, default: Any) -> Any:
         value = self.raw(name)
@@ -206,15 +225,15 @@ class Fields:
             value = self._get(name, {})
             if not isinstance(value, dict):
                 raise self.error(name, f"must be an object, not {value!r:.80}")
-            self._objects[name] = Fields(value, f"{self.where}: {name}")
+            self._objects[name] = Fields(value, f"{self.where}: {name}", (*self._path, name))
             self._objects[name].owner = self.owner
-            self._objects[name].may_have_harmless = self.may_have_harmless
+            self._objects[name].notes = self.notes
         return self._objects[name]
 
     def insert(self, name: str, values: dict[str, Any], where: str) -> None:
         """Puts in an object that another file, ``where``, holds."""
         self._values = {**self._values, name: values}
-        self._objects[name] = Fields(values, where)
+        self._objects[name] = Fields(values, where, (*self._path, name))
         self._read.add(name)
 
     def strings(self, name: str) -> list[str] | None:

@@ -19,6 +19,9 @@ _LEAST, _MOST = 1e-6, 1e12  # of any base or factor: far beyond all that is used
 
 _NO_ALIASES: Mapping[str, str] = {}
 KINDS = ("default", "linear", "llama3", "yarn")  # those that any family may use
+_NOTES = frozenset({"finetuned", "attn_factor", "mrope_section", "mrope_interleaved", "max_position_embeddings"})
+"""Fields that rotate nothing: transformers reads none of them. Axes of positions (`mrope`) are one for text; a family
+whose tokens have several reads them itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ def rope_fields(fields: Fields, layer_type: str | None = None) -> Fields:
     Raises `ConfigError` where the two spellings contradict each other.
     """
     new, old = fields.object("rope_parameters"), fields.object("rope_scaling")
-    new.may_have_harmless = old.may_have_harmless = False
+    new.notes = old.notes = _NOTES
     if layer_type is not None and new.names():
         if old.names():
             raise fields.error("rope_scaling", "is given beside rope_parameters with an entry for each layer type")
@@ -208,7 +211,6 @@ def _yarn(rope: Fields, theta: float, positions: int, original: Callable[[], int
         raise rope.error("beta_fast", f"{fast:g} must not be less than beta_slow, {slow:g}")
     if theta == 1.0:
         raise rope.error("rope_theta", "must not be 1 for rope_type 'yarn'")
-    rope.raw("finetuned")  # a note
     scale, scale_all = (rope.number(name, 0.0, least=0.0, most=_MOST) for name in ("mscale", "mscale_all_dim"))
     attention = rope.number("attention_factor", None, least=_LEAST, most=_MOST)
     if attention is None and scale and scale_all:

@@ -68,7 +68,9 @@ def _read_latent(fields: Fields, *, default_max_positions: int) -> tuple[dict[st
     return common, form
 
 
-def _finish(fields: Fields, common: dict[str, Any], form: LatentForm, *, interleaved: bool) -> dict[str, Any]:
+def _finish(
+    fields: Fields, common: dict[str, Any], form: LatentForm, *, interleaved: bool, default_num_dense: int = 0
+) -> dict[str, Any]:
     """With the rotation, and the pages' sizes instead of a head's."""
     num_layers = common["num_layers"]
     rope = parse_rope(fields, form.rotary_dim, common["max_position_embeddings"], interleaved=interleaved)
@@ -77,7 +79,7 @@ def _finish(fields: Fields, common: dict[str, Any], form: LatentForm, *, interle
     if rope.kind != "default" and (of_all := inner.number("mscale_all_dim", 0.0, least=0.0, most=1e6)):
         factor = inner.number("factor", 1.0)
         scale *= (0.1 * of_all * math.log(factor) + 1.0) ** 2 if factor > 1.0 else 1.0
-    num_dense = fields.integer("first_k_dense_replace", 0, least=0)
+    num_dense = fields.integer("first_k_dense_replace", default_num_dense, least=0)
     return {
         **common, "num_kv_heads": 1, "head_dim": form.row_dim, "latent_values": form.latent_dim, "latent": form,
         "attention_scales": (scale,) * num_layers, "layer_ropes": (rope,) * num_layers,
@@ -123,7 +125,7 @@ def read_deepseek_v3(fields: Fields) -> DeepseekConfig:
     expert_size = fields.integer("moe_intermediate_size", 2048, most=1 << 24)
     interleaved = fields.boolean("rope_interleave", True)
     return DeepseekConfig(
-        **_finish(fields, common, form, interleaved=interleaved),
+        **_finish(fields, common, form, interleaved=interleaved, default_num_dense=3),
         expert_size=expert_size,
         shared_size=expert_size * fields.integer("n_shared_experts", 1, least=0, most=1 << 8),
         rule=read_sigmoid_rule(fields, count=256, top_k=8, groups=8, best=4, scale=2.5),

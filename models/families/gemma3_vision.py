@@ -15,6 +15,7 @@ from dataclasses import fields as dataclass_fields
 from types import MappingProxyType
 
 from models.architecture import Architecture
+from models.configuration.class_defaults import add_class_defaults
 from models.configuration.config import outer_fields
 from models.configuration.json_fields import Fields
 from models.families.gemma import GemmaConfig, GemmaModel, read_gemma3
@@ -26,12 +27,6 @@ from runtime import ops
 from runtime.dtype import float32
 from runtime.images.patches import FixedRule
 from runtime.tensor.tensor import Tensor
-
-_TEXT_DEFAULTS = {
-    "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-    "num_attention_heads": 8, "num_key_value_heads": 4,
-}  # fmt: skip
-"""transformers' own: published files leave them out where they hold."""
 
 _PROJECTION = "model.multi_modal_projector.mm_input_projection"
 
@@ -110,7 +105,7 @@ class Gemma3Tower(PictureTower):
 
 def read_gemma3_vision(fields: Fields) -> Gemma3VisionConfig:
     text = fields.object("text_config")
-    text.default(_TEXT_DEFAULTS)
+    add_class_defaults(text, "gemma3_text")
     text.expect("model_type", "gemma3_text")
     text.expect("final_logit_softcapping")  # which transformers leaves out here
     is_tied = fields.boolean("tie_word_embeddings", True)

@@ -94,13 +94,15 @@ def read_decoder(
     *,
     windows: Callable[[int], int | None] = lambda layer: None,
     default_head_dim: int | None = None,
+    default_theta: float = 10_000.0,
     **defaults: Any,
 ) -> dict[str, Any]:
     """The fields of `DecoderConfig` without biases, as keyword arguments; `defaults` are `read_common`'s."""
     common = read_common(fields, default_head_dim=default_head_dim, **defaults)
     common["layer_windows"] = agree_with_layer_types(fields, tuple(map(windows, range(common["num_layers"]))))
     kinds = (*KINDS, "longrope")  # which a GGUF file has where it stores a factor for each pair
-    rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"], kinds=kinds)
+    positions = common["max_position_embeddings"]
+    rope = parse_rope(fields, common["head_dim"], positions, kinds=kinds, default_theta=default_theta)
     return {**common, "layer_ropes": (rope,) * common["num_layers"]}
 
 

@@ -15,6 +15,7 @@ from dataclasses import fields as dataclass_fields
 from typing import Any, Literal, cast
 
 from models.architecture import Architecture
+from models.configuration.class_defaults import add_class_defaults
 from models.configuration.config import GELU_NAMES, outer_fields, read_choice
 from models.configuration.json_fields import Fields
 from models.families.llama import LlamaConfig, LlamaModel, read_llama, read_mistral, read_qwen2
@@ -29,6 +30,12 @@ from runtime.images.patches import FixedRule
 _TEXT: Mapping[str, Callable[[Fields], LlamaConfig]] = {
     "llama": read_llama, "mistral": read_mistral, "qwen2": read_qwen2,
 }  # fmt: skip
+
+_TOWER = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "image_size": 336, "patch_size": 14,
+}  # fmt: skip
+"""Of a file that has no `vision_config` at all."""
 
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _HALVES = (0.5, 0.5, 0.5)
@@ -83,12 +90,8 @@ class LlavaTower(PictureTower):
         width, has_bias = config.hidden_size, config.projector_bias
         inputs = config.tower.hidden_size * len(config.kept)
         middle = share_of_tower(width, maker.options)
-        self.up = inner.linear(
-            "linear_1", outputs=middle.share, inputs=inputs, has_bias=has_bias, split=middle.outputs
-        )
-        self.down = inner.linear(
-            "linear_2", outputs=width, inputs=middle.share, has_bias=has_bias, split=middle.inputs
-        )
+        self.up = inner.linear("linear_1", outputs=middle.share, inputs=inputs, has_bias=has_bias, split=middle.outputs)
+        self.down = inner.linear("linear_2", outputs=width, inputs=middle.share, has_bias=has_bias, split=middle.inputs)
 
     def pieces(self, patches: PatchRows, grid: tuple[int, int], pace: Pace) -> Pieces:
         kept = yield from self.vit.kept_rows(self, patches, pace)
@@ -107,8 +110,10 @@ def read_llava(fields: Fields) -> LlavaConfig:
     kind = text.string("model_type", "llama")
     if kind not in _TEXT:
         raise text.error("model_type", f"{kind!r:.80} must be one of {', '.join(_TEXT)}")
+    add_class_defaults(text, kind)
     is_tied = fields.boolean("tie_word_embeddings", False) or text.boolean("tie_word_embeddings", False)
     decoder = _TEXT[kind](text)
+    fields.default({"vision_config": _TOWER})
     tower = read_plain_vit(fields.object("vision_config"))
     strategy = fields.string("vision_feature_select_strategy", "default")
     if strategy not in ("default", "full"):
@@ -117,6 +122,7 @@ def read_llava(fields: Fields) -> LlavaConfig:
     if tower.num_rows <= skips_first:
         raise fields.error("vision_feature_select_strategy", "leaves nothing of the tower's one patch")
     fields.raw("image_seq_length")  # of processors; the tower says it
+    fields.raw("vocab_size")  # of older files; the text model says it
     values = {each.name: getattr(decoder, each.name) for each in dataclass_fields(decoder)}
     values |= {"tie_word_embeddings": is_tied, **outer_fields(fields)}
     token = fields.integer("image_token_index", None, least=0)

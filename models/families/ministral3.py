@@ -23,7 +23,6 @@ def read_ministral3(fields: Fields) -> DecoderConfig:
     fields.expect("attention_bias", False)
     fields.expect("mlp_bias", False)
     own = rope_fields(fields)
-    own.raw("max_position_embeddings")  # a note
     rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"], kinds=("yarn",))
     rope = replace(rope, q_scaling_beta=own.number("llama_4_scaling_beta", least=0.0, most=1e6))
     num_layers = common["num_layers"]

@@ -15,7 +15,7 @@ class MixtralModel(MoeDecoder):
 def read_mixtral(fields: Fields) -> MoeConfig:
     fields.expect("attention_bias", False)
     window = fields.integer("sliding_window", None)
-    common = read_decoder(fields, windows=lambda layer: window, default_norm_eps=1e-5)
+    common = read_decoder(fields, windows=lambda layer: window, default_norm_eps=1e-5, default_theta=1e6)
     return MoeConfig(
         **common,
         expert_size=common["intermediate_size"],

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from models.architecture import Architecture
+from models.configuration.class_defaults import add_class_defaults
 from models.configuration.config import agree_with_layer_types, outer_fields, read_common
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import parse_rope, rope_fields
@@ -55,6 +56,7 @@ class Qwen25VLModel(AxesDecoder, LlamaModel):
 
 def read_qwen2_5_vl(fields: Fields) -> Qwen25VLConfig:
     text = fields.object("text_config") if fields.has("text_config") else fields
+    add_class_defaults(text, "qwen2_5_vl_text")
     is_tied = fields.boolean("tie_word_embeddings", False) or text.boolean("tie_word_embeddings", False)
     text.expect("attention_bias", True)
     common = read_common(text, default_norm_eps=1e-5)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from models.architecture import Architecture
+from models.configuration.class_defaults import add_class_defaults
 from models.configuration.config import outer_fields
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import rope_fields
@@ -76,12 +77,14 @@ class Qwen3VLMoeModel(Qwen3VLDecoder, MoeDecoder):
 
 def read_qwen3_vl(fields: Fields) -> Qwen3VLConfig:
     text = fields.object("text_config")
+    add_class_defaults(text, "qwen3_vl_text")
     common = _read_text(fields, text, default_head_dim=128)
     return Qwen3VLConfig(**common, qk_norm=True, vision=_read_vision(fields, text, common))
 
 
 def read_qwen3_vl_moe(fields: Fields) -> Qwen3VLMoeConfig:
     text = fields.object("text_config")
+    add_class_defaults(text, "qwen3_vl_moe_text")
     text.expect("norm_topk_prob", True)  # transformers does not read it, and divides by the chosen weights' sum
     common = _read_text(fields, text, default_head_dim=None)
     return Qwen3VLMoeConfig(
@@ -98,7 +101,7 @@ def _read_text(fields: Fields, text: Fields, *, default_head_dim: int | None) ->
     """The decoder's fields, as keyword arguments."""
     text.expect("use_qk_norm", True)
     has_bias = text.boolean("attention_bias", False)
-    common = read_decoder(text, default_head_dim=default_head_dim)
+    common = read_decoder(text, default_head_dim=default_head_dim, default_theta=5e5)
     common |= {"tie_word_embeddings": fields.boolean("tie_word_embeddings", False), **outer_fields(fields)}
     return {**common, "attention_bias": has_bias, "attention_output_bias": has_bias}
 

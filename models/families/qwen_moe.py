@@ -25,6 +25,7 @@ def read_qwen2_moe(fields: Fields) -> MoeConfig:
 
 
 def read_qwen3_moe(fields: Fields) -> MoeConfig:
+    fields.expect("use_qk_norm", True)
     has_bias = fields.boolean("attention_bias", False)
     is_windowed = fields.boolean("use_sliding_window", False)  # in all layers: `max_window_layers` is not read
     window = fields.integer("sliding_window", None if "sliding_window" in fields else 4096, least=int(is_windowed))

@@ -62,7 +62,7 @@ def read_quantization(fields: Fields) -> QuantizationScheme | None:
         fields.raw(FIELD)
         return None
     section = fields.object(FIELD)
-    section.owner, section.may_have_harmless = "xserv", False
+    section.owner = "xserv"
     method = section.string("quant_method", None)
     if method is None:
         raise section.error("quant_method", f"is missing; supported are {', '.join(_READERS)}")

@@ -167,6 +167,50 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         rope_theta=10000, routed_scaling_factor=2.5, scoring_func="sigmoid", tie_word_embeddings=False, topk_group=4,
         topk_method="noaux_tc", v_head_dim=128,
     ),
+    "Kimi-K2-Instruct": _config(
+        "DeepseekV3ForCausalLM", "kimi_k2", attention_bias=False, attention_dropout=0.0, aux_loss_alpha=0.001,
+        first_k_dense_replace=1, hidden_act="silu", kv_lora_rank=512, moe_intermediate_size=48, moe_layer_freq=1,
+        n_group=1, n_routed_experts=48, n_shared_experts=1, norm_topk_prob=True, num_experts_per_tok=8,
+        num_key_value_heads=4, num_nextn_predict_layers=0, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64,
+        rope_scaling={
+            "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 4096, "type": "yarn",
+        },
+        rope_theta=50000.0, routed_scaling_factor=2.827, scoring_func="sigmoid", seq_aux=True,
+        tie_word_embeddings=False, topk_group=1, topk_method="noaux_tc", v_head_dim=128,
+    ),
+    "Qwen3-Coder-30B-A3B": _config(
+        "Qwen3MoeForCausalLM", "qwen3_moe", decoder_sparse_step=1, head_dim=32, hidden_act="silu",
+        max_window_layers=28, mlp_only_layers=[], moe_intermediate_size=48, norm_topk_prob=True, num_experts=16,
+        num_experts_per_tok=8, num_key_value_heads=2, output_router_logits=False, qkv_bias=False, rope_scaling=None,
+        rope_theta=10000000, router_aux_loss_coef=0.0, shared_expert_intermediate_size=0, sliding_window=None,
+        tie_word_embeddings=False, use_qk_norm=True, use_sliding_window=False,
+    ),
+    "DeepSeek-R1-0528-Qwen3-8B": _config(
+        "Qwen3ForCausalLM", "qwen3", attention_bias=False, head_dim=32, hidden_act="silu", max_window_layers=36,
+        num_key_value_heads=2, rope_theta=1000000, sliding_window=None, tie_word_embeddings=False,
+        rope_scaling={
+            "attn_factor": 0.8782488562869419, "factor": 4.0, "original_max_position_embeddings": 32768,
+            "rope_type": "yarn",
+        },
+        use_sliding_window=False,
+    ),
+    "llava-1.5-7b-hf": {
+        "architectures": ["LlavaForConditionalGeneration"], "ignore_index": -100, "image_token_index": 32000,
+        "model_type": "llava", "pad_token_id": 32001, "projector_hidden_act": "gelu",
+        "text_config": {
+            "_name_or_path": "lmsys/vicuna-7b-v1.5", "architectures": ["LlamaForCausalLM"],
+            "max_position_embeddings": 4096, "model_type": "llama", "rms_norm_eps": 1e-05, "torch_dtype": "float16",
+            "vocab_size": 32064,
+        },
+        "tie_word_embeddings": False, "torch_dtype": "float16", "transformers_version": "4.36.0.dev0",
+        "vision_config": {
+            "hidden_size": 1024, "image_size": 336, "intermediate_size": 4096, "model_type": "clip_vision_model",
+            "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "projection_dim": 768,
+            "vocab_size": 32000,
+        },
+        "vision_feature_layer": -2, "vision_feature_select_strategy": "default", "vocab_size": 32064,
+    },
     "gpt-oss-20b": _config(
         "GptOssForCausalLM", "gpt_oss", attention_bias=True, attention_dropout=0.0, experts_per_token=4, head_dim=32,
         hidden_act="silu", initial_context_length=4096, layer_types=["sliding_attention", "full_attention"] * 2,

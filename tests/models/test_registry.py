@@ -269,7 +269,7 @@ BAD_FOLDERS: list[tuple[str, Callable[[Path], Any], type[ModelLoadError], str]] 
     ("not_json", lambda f: (f / "config.json").write_text("{'a': 1}"), ConfigError, "config.json: not JSON"),
     (
         "missing_key",
-        lambda f: change_config(f, vocab_size=...),
+        lambda f: change_config(f, vocab_size=None),
         ConfigError,
         "config.json: vocab_size is missing",
     ),
