@@ -63,7 +63,7 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
 
     n                       choices to generate, 1 … 128; choice ``i`` draws with ``(seed, i)``
     seed                    a draw depends on seed, choice index and output position only; None: a random seed
-    stop, stop_token_ids    strings and token ids that end a choice ("stop")
+    stop, stop_token_ids    strings in the content, and token ids, that end a choice ("stop")
     ignore_eos              the model's end-of-sequence ids do not end a choice
     min_tokens, max_tokens  output tokens; ``max_tokens=None``: up to the context's end
     logprobs                None, or alternatives beside each token, 0 … 20; of the raw logits

@@ -29,6 +29,8 @@ class Part(NamedTuple):
 
     text   the stretch as the model wrote it: the texts of all parts, put together, are the answer
     calls  of a "call": what it adds to the answer's tool calls
+    lead   what is shown in front of the text without being any of it: it separates two messages
+    takes_stops  of content: the request's stop strings count in it
 
     Content and reasoning are shown as they were written; a call shows its `calls`; layout (tags, and white space
     around them) shows nothing.
@@ -37,6 +39,8 @@ class Part(NamedTuple):
     kind: PartKind
     text: str
     calls: tuple[ToolCallDelta, ...] = ()
+    lead: str = ""
+    takes_stops: bool = True
 
 
 class PartParser(Protocol):

@@ -1,8 +1,9 @@
-"""From one choice's token ids to its answer: decode, look for stop strings, tell reasoning and tool calls from content.
+"""From one choice's token ids to its answer: decode, tell reasoning and tool calls from content, look for stop strings
+in the content.
 
 Ids, log probabilities and text move together: a token is handed out when its text is whole (half a character
-waits), cannot become part of a stop string any more, and is known to be content, reasoning, a tool call or layout.
-However the outputs are cut, the deltas put together are the same.
+waits), is known to be content, reasoning, a tool call or layout, and cannot become part of a stop string any more.
+However the outputs are cut, the deltas put together are the same. The token that completes a stop string is the last.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import msgspec
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import EngineOutput, FinishReason, TokenLogprobs
 from runtime.engine.sampling_params import SamplingParams
+from runtime.text.content_stops import ContentStops
 from runtime.text.harmony.answer_parts import HarmonyParser
 from runtime.text.harmony.message import special_ids
 from runtime.text.harmony.prompt import answer_start
-from runtime.text.parts import Part, PartKind, PartParser, ToolCallDelta
+from runtime.text.parts import ContentParser, Part, PartKind, PartParser, ToolCallDelta
 from runtime.text.reasoning import TAGS as REASONING_TAGS
 from runtime.text.reasoning import ReasoningParser, ReasoningStart
-from runtime.text.stop import StopMatch, StopMatcher
 from runtime.text.tools.notation import ToolReading
 from runtime.text.tools.parser import ToolCallParser
 
@@ -93,8 +94,11 @@ class TextPipeline:
             raise RequestError("stop strings need a tokenizer, and this model has none", param="stop")
         self.is_finished = False
         self._params = params
+        self._stops: ContentStops | None = None
+        if params.stop_strings:
+            self._stops = ContentStops(params.stop_strings, keeps_stop=params.include_stop_str_in_output)
         self._decoder = None
-        self._sorter = None
+        self._sorter: _Sorter | None = None
         self._harmony: HarmonyParser | None = None
         self._markers: dict[int, str] = {}  # special tokens that mark tool calls, or messages
         if tokenizer is not None and params.detokenize:
@@ -120,15 +124,15 @@ class TextPipeline:
             self._decoder = IncrementalDecoder(
                 tokenizer, params.skip_special_tokens, prompt_token_ids[-_PROMPT_TAIL:], tag_ids
             )
-            if parser is not None:
-                self._sorter = _Sorter(parser, has_logprobs=params.logprobs is not None)
-        self._matcher = StopMatcher(params.stop_strings) if params.stop_strings else None
-        self._match: StopMatch | None = None
+            self._sorter = _Sorter(
+                parser or ContentParser(),
+                self._stops,
+                has_logprobs=params.logprobs is not None,
+                has_ends=parser is None,
+            )
         self._num_tokens = 0
-        self._held: list[_Token] = []
-        self._held_text = ""  # text[_held_start:], not handed out yet
-        self._held_start = 0
-        self._places: list[int] = []  # where the markers that are not handed out yet begin
+        self._text_end = 0
+        self._stop_floor = 0  # where the text of the first `min_tokens` tokens ends
 
     @property
     def num_malformed_headers(self) -> int:
@@ -139,138 +143,143 @@ class TextPipeline:
         """What this output adds. After the choice has finished, nothing."""
         if self.is_finished:
             return TextDelta()
-        ids, reason = output.new_token_ids, output.finish_reason
-        num_with_text = len(ids) if self._decoder is not None else 0
-        if reason == "stop" and not self._params.include_stop_str_in_output:
-            num_with_text -= 1
-        for place, token_id in enumerate(ids):
-            self._num_tokens += 1
-            if place < num_with_text:
-                assert self._decoder is not None
-                self._add_text(self._decoder.push((token_id,)), self._markers.get(token_id))
-            logprobs = None if output.logprobs is None else output.logprobs[place]
-            self._held.append(_Token(token_id, logprobs, self._held_start + len(self._held_text)))
-            if self._match is not None:
-                break  # tokens beyond the match do not count
-        if reason is not None and self._match is None:
-            self._end_text()
-        if self._match is not None:
-            return self._finish("stop", self._match.stop, should_cancel=reason is None)
-        if reason is not None:
-            return self._finish(reason, output.stop_reason, has_stop_id=reason == "stop" and bool(ids))
-        return self._delta(self._num_certain())
-
-    def _add_text(self, text: str, marker: str | None = None) -> None:
-        """`marker`: the text is a special token's, which ends with this."""
-        self._held_text += text
-        if marker is not None and text.endswith(marker):
-            self._places.append(self._held_start + len(self._held_text) - len(marker))
-        if self._matcher is not None:
-            self._match = self._matcher.push(text, can_match=self._num_tokens > self._params.min_tokens)
-
-    def _end_text(self) -> None:
-        if self._decoder is not None:
-            self._add_text(self._decoder.flush())
-        if self._matcher is not None and self._match is None:
-            self._match = self._matcher.finish()
-
-    def _num_certain(self) -> int:
-        """Tokens at the front whose text is certain. Those without text wait for the next that has some."""
-        if self._decoder is None:
-            return len(self._held)
-        held, count = self._held, len(self._held)
-        if self._matcher is not None:
-            safe_end = self._matcher.safe_end
-            while count and held[count - 1].end > safe_end:
-                count -= 1
-        while count and held[count - 1].end == (held[count - 2].end if count > 1 else self._held_start):
-            count -= 1
-        return count
-
-    def _finish(
-        self,
-        reason: FinishReason,
-        stop_reason: int | str | None,
-        *,
-        should_cancel: bool = False,
-        has_stop_id: bool = False,
-    ) -> TextDelta:
-        """``has_stop_id``: the last token is the one that ended the choice; a complete grammar ends it without one."""
-        self.is_finished = True
-        if self._match is not None:
-            keeps_stop = self._params.include_stop_str_in_output
-            end = self._match.end if keeps_stop else self._match.start
-            self._held_text = self._held_text[: end - self._held_start]
-        delta = self._delta(len(self._held), is_last=True)
-        delta.finish_reason = reason
-        delta.stop_reason = stop_reason
-        delta.should_cancel = should_cancel
-        if has_stop_id and not self._params.include_stop_str_in_output and delta.logprobs and delta.content_logprobs:
-            is_content = delta.content_logprobs[-1] is delta.logprobs[-1]
-            delta.content_logprobs = delta.content_logprobs[:-1] if is_content else delta.content_logprobs
+        reason = output.finish_reason
+        if self._sorter is None:
+            delta = self._ids_alone(output)
+        else:
+            start = self._text_end
+            tokens, text, places = self._read(output)
+            places = [place - start for place in places]
+            delta = self._sorter.push(tokens, text, places, floor=self._stop_floor, is_last=reason is not None)
+        if self._stops is not None and (match := self._stops.match) is not None:
+            delta.finish_reason, delta.stop_reason, delta.should_cancel = "stop", match.stop, reason is None
+        elif reason is not None:
+            delta.finish_reason, delta.stop_reason = reason, output.stop_reason
+            if reason == "stop" and output.new_token_ids and not self._params.include_stop_str_in_output:
+                _leave_out_stop_id(delta)
+        self.is_finished = delta.finish_reason is not None
         return delta
 
-    def _delta(self, num_tokens: int, *, is_last: bool = False) -> TextDelta:
-        """Hand out the first ``num_tokens`` held tokens and their text, or all there is."""
-        if not num_tokens and not is_last:
-            return TextDelta()
-        taken, self._held = self._held[:num_tokens], self._held[num_tokens:]
-        length = len(self._held_text) if is_last else taken[-1].end - self._held_start
-        text, self._held_text = self._held_text[:length], self._held_text[length:]
-        start, self._held_start = self._held_start, self._held_start + length
-        if self._sorter is not None:
-            places: list[int] = []
-            if self._places:
-                places = [place - start for place in self._places if place < self._held_start]
-                del self._places[: len(places)]
-            return self._sorter.push(taken, text, places, is_last=is_last)
-        token_ids = [token.token_id for token in taken]
-        if self._params.logprobs is None:
-            return TextDelta(text=text, token_ids=token_ids)
-        logprobs = [token.logprobs for token in taken if token.logprobs is not None]
-        ends = [token.end for token in taken if token.logprobs is not None]
-        return TextDelta(
-            text=text, token_ids=token_ids, logprobs=logprobs, token_ends=ends, content_logprobs=logprobs
-        )
+    def _read(self, output: EngineOutput) -> tuple[list[_Token], str, list[int]]:
+        """The output's tokens, their text, and where in the answer's text the markers among them begin."""
+        assert self._decoder is not None
+        ids, reason = output.new_token_ids, output.finish_reason
+        num_with_text = len(ids)
+        if reason == "stop" and not self._params.include_stop_str_in_output:
+            num_with_text -= 1  # a complete grammar ends the choice without an id
+        tokens, texts, places = [], [], []
+        for place, token_id in enumerate(ids):
+            if place < num_with_text:
+                text = self._decoder.push((token_id,))
+                texts.append(text)
+                self._text_end += len(text)
+                marker = self._markers.get(token_id)
+                if marker is not None and text.endswith(marker):
+                    places.append(self._text_end - len(marker))
+            logprobs = None if output.logprobs is None else output.logprobs[place]
+            tokens.append(_Token(token_id, logprobs, self._text_end))
+            self._num_tokens += 1
+            if self._num_tokens <= self._params.min_tokens:
+                self._stop_floor = self._text_end
+        if reason is not None:
+            texts.append(self._decoder.flush())
+            self._text_end += len(texts[-1])
+            if self._num_tokens <= self._params.min_tokens:
+                self._stop_floor = self._text_end
+        return tokens, "".join(texts), places
+
+    def _ids_alone(self, output: EngineOutput) -> TextDelta:
+        delta = TextDelta(token_ids=list(output.new_token_ids))
+        if self._params.logprobs is not None:
+            delta.logprobs = delta.content_logprobs = list(output.logprobs or ())
+            delta.token_ends = [0] * len(delta.logprobs)
+        return delta
+
+
+def _leave_out_stop_id(delta: TextDelta) -> None:
+    """The token that ended the choice has no text, so it is none of the content's."""
+    if delta.logprobs and delta.content_logprobs and delta.content_logprobs[-1] is delta.logprobs[-1]:
+        delta.content_logprobs = delta.content_logprobs[:-1]
 
 
 class _Sorter:
-    """Deals text and its tokens out to content, reasoning and tool calls."""
+    """Deals an answer's text, and the tokens that hold it, out to content, reasoning and tool calls.
 
-    def __init__(self, parser: PartParser, *, has_logprobs: bool) -> None:
+    stops     where the answer ends before its text does
+    has_ends  its deltas say where in the text their tokens end
+    """
+
+    def __init__(
+        self, parser: PartParser, stops: ContentStops | None, *, has_logprobs: bool, has_ends: bool
+    ) -> None:
         self._parser = parser
+        self._stops = stops
         self._has_logprobs = has_logprobs
+        self._has_ends = has_ends
         self._tokens: deque[_Token] = deque()  # whose text is not sorted yet
         self._start = 0  # where the first of them begins
         self._kinds: set[PartKind] = set()  # of which it has some already
         self._end = 0  # of the text that is sorted
         self._last_kind: PartKind = "content"
 
-    def push(self, tokens: Sequence[_Token], text: str, places: Sequence[int], *, is_last: bool) -> TextDelta:
+    def push(
+        self, tokens: Sequence[_Token], text: str, places: Sequence[int] = (), *, floor: int = 0, is_last: bool = False
+    ) -> TextDelta:
         """What is certain of `text`, which these tokens hold, and of what was held before. `places`: where markers that
-        are special tokens begin in it."""
+        are special tokens begin in it. `floor`: `ContentStops.push`'s."""
         parts = self._parser.push(text, places)
         if is_last:
             parts += self._parser.finish()
-        if len(parts) == 1 and not (self._tokens or is_last or self._has_logprobs) and len(parts[0].text) == len(text):
-            return self._all_of(parts[0], tokens)
         self._tokens.extend(tokens)
+        if self._stops is not None:
+            parts = self._stops.push(parts, floor, self._token_end, is_last=is_last)
+            if self._stops.match is not None:
+                self._drop_tokens_behind(self._stops.match.end)
+                is_last = True
+        if not is_last and self._is_one(parts, tokens, text):
+            return self._all_of(parts[0], tokens)
         delta = TextDelta()
         if self._has_logprobs:
             delta.logprobs, delta.content_logprobs = [], []
+            delta.token_ends = [] if self._has_ends else None
         for part in parts:
             self._show(delta, part)
             self._end += len(part.text)
             self._last_kind = part.kind
             self._hand_out(delta, part.kind)
         if is_last:  # the tokens of a stop string, or without text
+            if self._stops is not None and self._stops.match is not None:
+                self._last_kind = "content"
             for token in self._tokens:
                 self._kinds.add(self._last_kind)
                 self._add(delta, token)
         return delta
 
+    def _token_end(self, place: int) -> int:
+        end = self._start
+        for token in self._tokens:
+            if token.end > place:
+                break
+            end = token.end
+        return end
+
+    def _drop_tokens_behind(self, end: int) -> None:
+        """Of the tokens that are still here the first that reaches so far is the last that counts."""
+        last = next((i for i, token in enumerate(self._tokens) if token.end >= end), len(self._tokens))
+        self._tokens = deque(list(self._tokens)[: last + 1])
+
+    def _is_one(self, parts: list[Part], tokens: Sequence[_Token], text: str) -> bool:
+        """Whether nothing was held, and all that has come is one part: so it is with most of a text."""
+        return (
+            len(parts) == 1
+            and len(parts[0].text) == len(text)
+            and len(self._tokens) == len(tokens)
+            and not self._has_logprobs
+            and tokens[-1].end > (tokens[-2].end if len(tokens) > 1 else self._start)
+        )
+
     def _all_of(self, part: Part, tokens: Sequence[_Token]) -> TextDelta:
-        """Nothing was held, and all that has come is one part: so it is with most of a text."""
+        self._tokens.clear()
         delta = TextDelta(token_ids=[token.token_id for token in tokens])
         self._show(delta, part)
         if part.kind == "reasoning":
@@ -281,9 +290,9 @@ class _Sorter:
 
     def _show(self, delta: TextDelta, part: Part) -> None:
         if part.kind == "content":
-            delta.text += part.text
+            delta.text += part.lead + part.text
         elif part.kind == "reasoning":
-            delta.reasoning += part.text
+            delta.reasoning += part.lead + part.text
         for call in part.calls:
             last = delta.tool_calls[-1] if delta.tool_calls else None
             if last is not None and last.id is None and call.id is None:  # another piece of the same call's arguments
@@ -307,6 +316,8 @@ class _Sorter:
         delta.token_ids.append(token.token_id)
         if token.logprobs is not None and delta.logprobs is not None and delta.content_logprobs is not None:
             delta.logprobs.append(token.logprobs)
+            if delta.token_ends is not None:
+                delta.token_ends.append(token.end)
             if "content" in self._kinds:
                 delta.content_logprobs.append(token.logprobs)
         if "reasoning" in self._kinds:

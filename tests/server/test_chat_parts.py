@@ -126,6 +126,38 @@ def test_content_is_null_where_there_are_only_calls(served: Served) -> None:
     assert reason == "tool_calls"
 
 
+def test_a_stop_string_counts_in_the_content_of_every_api(served: Served) -> None:
+    thought, said = "17 + 25:\n\nI add.", "17 + 25 = 42\n\nNext: 1 + 1"
+    saying(served, f"<think>\n{thought}\n</think>\n\n{said}")
+    message = {"role": "user", "content": "17 + 25?"}
+    expected = (thought, "17 + 25 = 42")
+
+    def post(path: str, **fields: Any) -> Any:
+        answer = served.http.post(path, json={"model": "fake-model", **fields})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    chat = whole(served, stop="\n\n")["choices"][0]
+    assert (chat["message"]["reasoning_content"], chat["message"]["content"]) == expected
+    assert (chat["finish_reason"], chat["stop_reason"]) == ("stop", "\n\n")
+    streams, reason, _ = accumulated(streamed(served, stop=["\n\n"]))
+    assert (streams["reasoning_content"], streams["content"], reason) == (*expected, "stop")
+    anthropic = post("/v1/messages", max_tokens=999, messages=[message], stop_sequences=["\n\n"])
+    assert (anthropic["content"][0]["thinking"], anthropic["content"][1]["text"]) == expected
+    assert (anthropic["stop_reason"], anthropic["stop_sequence"]) == ("stop_sequence", "\n\n")
+    ollama = post("/api/chat", stream=False, messages=[message], options={"stop": ["\n\n"]})
+    assert (ollama["message"]["thinking"], ollama["message"]["content"]) == expected
+    generated = post("/api/generate", stream=False, prompt="17 + 25?", options={"stop": ["\n\n"]})
+    assert (generated["thinking"], generated["response"]) == expected
+    *_, output = post("/v1/responses", input="17 + 25?", stop="\n\n")["output"]
+    assert output["content"][0]["text"] == expected[1]
+    # All text of a completion is its content.
+    text = "<think>\n17 + 25:"
+    completion = post("/v1/completions", prompt="17 + 25?", stop="\n\n", max_tokens=999)["choices"][0]
+    raw = post("/api/generate", stream=False, raw=True, prompt="17 + 25?", options={"stop": ["\n\n"]})
+    assert (completion["text"], raw["response"]) == (text, text)
+
+
 @pytest.mark.parametrize("text", ["", "<think>\nnever closed", "<think></think>"])
 def test_content_is_empty_where_there_is_nothing_else(served: Served, text: str) -> None:
     saying(served, text)

@@ -1,5 +1,8 @@
 """An answer in harmony as the text pipeline takes it: analysis is reasoning, the assistant's calls of functions are
-tool calls, what else the assistant writes is content. Headers are layout, and so are messages of other roles."""
+tool calls, what else the assistant writes is content. Headers are layout, and so are messages of other roles.
+
+A line's end separates two messages of one kind, as in vLLM. Stop strings do not count in commentary, which a model
+writes on its way to a call."""
 
 from __future__ import annotations
 
@@ -22,6 +25,9 @@ class HarmonyParser:
         self._reader = HarmonyReader(start)
         self._tools = tools
         self._kind: PartKind = "layout"  # of the message that is being read
+        self._takes_stops = True
+        self._is_new = True  # nothing of the message has come
+        self._shown: set[PartKind] = set()  # the kinds of the messages that had text
         self._num_calls = 0
 
     @property
@@ -40,11 +46,19 @@ class HarmonyParser:
             assert event.header is not None
             return self._begin(event.header, event.text)
         if event.kind == "text":
-            calls = (ToolCallDelta(self._num_calls - 1, arguments=event.text),) if self._kind == "call" else ()
-            return Part(self._kind, event.text, calls)
+            return self._text(event.text)
         return Part("layout", event.text)
 
+    def _text(self, text: str) -> Part:
+        if self._kind == "call":
+            return Part("call", text, (ToolCallDelta(self._num_calls - 1, arguments=text),))
+        lead = "\n" if self._is_new and self._kind in self._shown else ""
+        self._is_new = False
+        self._shown.add(self._kind)
+        return Part(self._kind, text, lead=lead, takes_stops=self._takes_stops)
+
     def _begin(self, header: Header, text: str) -> Part:
+        self._is_new, self._takes_stops = True, header.channel != "commentary"
         name = header.function
         if name is not None and self._may_call(name):
             if self._num_calls and self._tools is not None and not self._tools.parallel:

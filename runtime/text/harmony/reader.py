@@ -60,11 +60,10 @@ class HarmonyReader:
         """`places`: where special tokens begin in the text."""
         at = 0
         for place in places:
-            token = next((token for token in SPECIAL_TOKENS if text.startswith(token, place)), None)
-            if token is not None:  # a stop string may have cut it
-                self._read_text(text[at:place])
-                self._read_token(token)
-                at = place + len(token)
+            token = next(token for token in SPECIAL_TOKENS if text.startswith(token, place))
+            self._read_text(text[at:place])
+            self._read_token(token)
+            at = place + len(token)
         self._read_text(text[at:])
         return self._taken()
 

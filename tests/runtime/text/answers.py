@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from hypothesis import strategies as st
 
 from runtime.text.parts import Part, PartParser, ToolCallDelta
 from runtime.text.pipeline import TextDelta
+from runtime.text.stop import StopMatch
+from tests.runtime.text.test_stop import first_match
 
 FRAGMENTS = (
     "<think>",
@@ -113,13 +115,22 @@ def cut(text: str, places: Sequence[int]) -> list[str]:
 
 
 def parse(parser: PartParser, cut_text: Iterable[str]) -> Message:
-    """The message; the parts' texts, put together, must be all of the answer's."""
-    message, parts, text = Message(), list[Part](), ""
+    return message_of_parts(parts_of(parser, cut_text))
+
+
+def parts_of(parser: PartParser, cut_text: Iterable[str]) -> list[Part]:
+    """The parts' texts, put together, must be all of the answer's."""
+    parts, text = list[Part](), ""
     for piece in cut_text:
         text += piece
         parts += parser.push(piece)
     parts += parser.finish()
     assert "".join(part.text for part in parts) == text
+    return parts
+
+
+def message_of_parts(parts: Iterable[Part]) -> Message:
+    message = Message()
     for part in parts:
         assert part.text
         if part.kind == "content":
@@ -129,6 +140,24 @@ def parse(parser: PartParser, cut_text: Iterable[str]) -> Message:
         assert not part.calls or part.kind == "call"
         message.add_calls(part.calls)
     return message
+
+
+def stopped(
+    parts: Iterable[Part], stops: list[str], floor: int, *, keeps_stop: bool
+) -> tuple[list[Part], StopMatch | None]:
+    """What the first stop string in a stretch of content leaves of an answer, and where in it that is."""
+    kept, at = list[Part](), 0
+    for kind, group in groupby(parts, lambda part: part.kind):
+        stretch = list(group)
+        text = "".join(part.text for part in stretch)
+        match = first_match(text, stops, floor - at) if kind == "content" else None
+        if match is not None:
+            shown = text[: match.end if keeps_stop else match.start]
+            kept += [Part("content", shown)] if shown else []
+            return kept, StopMatch(at + match.start, at + match.end, match.stop)
+        kept += stretch
+        at += len(text)
+    return kept, None
 
 
 def message_of(deltas: Iterable[TextDelta]) -> Message:

@@ -21,7 +21,7 @@ from runtime.text.reasoning import ReasoningParser, reasoning_start
 from runtime.text.tools.notation import ToolReading
 from runtime.text.tools.parser import ToolCallParser
 from runtime.text.tools.table import HERMES, JSON, QWEN3_CODER
-from tests.runtime.text.answers import Message, message_of, parse, pieces
+from tests.runtime.text.answers import Message, message_of, message_of_parts, parts_of, pieces, stopped
 from tests.runtime.text.test_pipeline import outputs_of, run
 from tests.runtime.text.tokenizers import SPECIAL, byte_level_tokenizer, fallback_tokenizer, with_special
 from tokenizer import Tokenizer
@@ -135,11 +135,18 @@ def test_any_cut_gives_the_same(
     assert tell(edges) == whole
     assert tell(list(range(len(ids)))) == whole
 
-    params: Any = SamplingParams(max_tokens=None, **fields)
-    plain, _ = run(TextPipeline(tokenizer, params, prompt), outputs_of(ids, [], reason))
+    of_text: Any = {"max_tokens": None, "logprobs": 0, "include_stop_str_in_output": include}
+    params = SamplingParams(**of_text, skip_special_tokens=skip)
+    _, plain = run(TextPipeline(tokenizer, params, prompt), outputs_of(ids, [], reason))
+    ends = plain[0].token_ends or []
+    floor = ([0, *ends] if min_tokens < len(ids) else [len(plain[0].text)])[: min_tokens + 1][-1]
     reasoning = ReasoningParser(reasoning_start(tokenizer, prompt))
-    assert whole[0] == parse(Chain(reasoning, ToolCallParser(ToolReading(HERMES, parallel=parallel))), [plain.text])
-    assert whole[1] == plain.token_ids == ids[: len(plain.token_ids)]
+    parser = Chain(reasoning, ToolCallParser(ToolReading(HERMES, parallel=parallel)))
+    parts, match = stopped(parts_of(parser, [plain[0].text]), stops, floor, keeps_stop=include)
+    assert whole[0] == message_of_parts(parts)
+    num_tokens = len(ids) if match is None else sum(end < match.end for end in ends) + 1
+    assert whole[1] == [entry.token_id for entry in whole[2]] == ids[:num_tokens]
+    assert whole[5:7] == ((reason, None) if match is None else ("stop", match.stop))
 
 
 def recorded(file: Path) -> Message:

@@ -107,13 +107,6 @@ def test_tokens_of_reasoning_and_of_content_are_told_apart() -> None:
     assert content == ids_of("It is 4.")
 
 
-def test_a_stop_string_may_cut_a_special_token() -> None:
-    params = SamplingParams(max_tokens=None, stop=["<|en"])
-    pipeline = TextPipeline(small_tokenizer(), params, ids_of(PROMPT), harmony=True)
-    _, deltas = run(pipeline, outputs_of(ids_of(THOUGHT + FINAL), [], "length", logprobs=False))
-    assert message_of(deltas).reasoning == "Hm: é."
-
-
 WORDS = ("assistant", "analysis", "final", " to=functions.f", "json", " ", "Hello", "é")
 PIECES = (*SPECIAL_TOKENS, *WORDS, THOUGHT, CALL, FINAL)
 
