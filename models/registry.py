@@ -19,6 +19,7 @@ from models.configuration.class_defaults import add_class_defaults
 from models.configuration.config import ModelConfig
 from models.configuration.harmless_fields import is_harmless
 from models.configuration.json_fields import Fields
+from models.configuration.rope_config import RopeConfig
 from models.errors import ModelLoadError
 from models.families import known_architectures
 from models.makers.declaration import TensorSource
@@ -62,7 +63,10 @@ def _parse(fields: Fields) -> ModelConfig:
     config = architecture.read_config(fields)
     read_quantization(fields)
     fields.refuse_unread(is_harmless, _ADVICE)
-    return replace(config, architecture=architecture.name)
+    positions = config.max_position_embeddings
+    ropes: set[RopeConfig] = set(getattr(config, "layer_ropes", ())) - {None}
+    reach = min((rope.reach(positions) for rope in ropes), default=positions)  # of all layers
+    return replace(config, architecture=architecture.name, max_position_embeddings=reach)
 
 
 _ADVICE = ": nothing here reads it. If the model is the same without it, pass over it with --hf-overrides '{null}'"
@@ -124,10 +128,16 @@ def load_model(
         InvalidArgumentError: for an argument that is not one of the above.
     """
     options = LoadOptions.parse(**settings)
-    config, positions = _config_and_positions(folder, load_format, max_model_len)
-    source = _source(folder, config, options, load_format, seed)
+    said, positions = _config_and_positions(folder, load_format, max_model_len)
+    source, config = _source(folder, said, options, load_format, seed)
     if isinstance(source, Checkpoint):
         source.check_numbers()
+    if config.tie_word_embeddings != said.tie_word_embeddings:
+        logger.warning(
+            "%s: tie_word_embeddings is %s, but the files hold %s: the head is %s", folder, said.tie_word_embeddings,
+            "no output head" if config.tie_word_embeddings else "an output head that differs from the embedding",
+            "the embedding" if config.tie_word_embeddings else "the stored one",
+        )  # fmt: skip
     source = _rounded(source, config, options)
     size_bytes = _built(config, DeclaringMaker(options, positions, source)).weight_bytes
     with reporter.shown("loading weights", is_bytes=True) as show:
@@ -151,7 +161,8 @@ def declare_model(
     files alone. It cannot run. Arguments and errors are `load_model`'s."""
     options = LoadOptions.parse(**settings)
     config, positions = _config_and_positions(folder, load_format, max_model_len)
-    source = _rounded(_source(folder, config, options, load_format, 0), config, options)
+    source, config = _source(folder, config, options, load_format, 0)
+    source = _rounded(source, config, options)
     return _built(config, DeclaringMaker(options, positions, source))
 
 
@@ -174,8 +185,24 @@ def stages_of(
 
 def tensor_layout(config: ModelConfig) -> TensorLayout:
     """The tensors that a checkpoint of this config must store."""
+    return _layout(config, _declared(config))
+
+
+def _layout(config: ModelConfig, maker: DeclaringMaker) -> TensorLayout:
     model_class = known_architectures()[config.architecture].model_class
-    return _declared(config).layout(model_class.prefix, model_class.harmless_tensors(config), model_class.renames)
+    return maker.layout(model_class.prefix, model_class.harmless_tensors(config), model_class.renames)
+
+
+def fit_model(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
+    """Fits a checkpoint to a model, and returns the model's config: tied or not as the files have it, whatever the
+    config says. Raises `WeightsError`."""
+    maker = _declared(config)
+    layout = _layout(config, maker)
+    if checkpoint.ties_otherwise(layout, maker.heads):
+        config = replace(config, tie_word_embeddings=not config.tie_word_embeddings)
+        layout = tensor_layout(config)
+    checkpoint.fit(layout)
+    return config
 
 
 def _declared(config: ModelConfig) -> DeclaringMaker:
@@ -185,17 +212,16 @@ def _declared(config: ModelConfig) -> DeclaringMaker:
     return maker
 
 
-def quantisable_matrices(folder: str | Path, checkpoint: Checkpoint) -> set[str]:
-    """The names of a model's linear maps, without its output head. Fits the checkpoint to the model.
+def quantisable_matrices(folder: str | Path, checkpoint: Checkpoint) -> tuple[ModelConfig, set[str]]:
+    """A model's config, and the names of its linear maps, without its output head. Fits the checkpoint to the model.
 
     Raises `ModelLoadError` for a tensor that does not fit, and for maps that are stored inputs first.
     """
-    config = load_config(folder)
-    model_class, maker = known_architectures()[config.architecture].model_class, _declared(config)
-    checkpoint.fit(maker.layout(model_class.prefix, model_class.harmless_tensors(config), model_class.renames))
+    config = fit_model(checkpoint, load_config(folder))
+    maker = _declared(config)
     if maker.transposed:
         raise ModelLoadError(f"{folder}: {config.architecture} stores its maps inputs first, which is not quantised")
-    return maker.matrices - maker.tables
+    return config, maker.matrices - maker.tables
 
 
 def _built(config: ModelConfig, maker: Maker) -> Model:
@@ -263,14 +289,14 @@ def _quantized_layouts(folder: Path, layout: TensorLayout) -> dict[str, Quantize
     return {name: kind for name in stored if (kind := checkpoint.quantized(name)) is not None}
 
 
-def _source(folder: str | Path, config: ModelConfig, options: LoadOptions, load_format: str, seed: int) -> TensorSource:
-    """The tensors of the model, which fit its layout."""
-    layout = tensor_layout(config)
+def _source(
+    folder: str | Path, config: ModelConfig, options: LoadOptions, load_format: str, seed: int
+) -> tuple[TensorSource, ModelConfig]:
+    """The tensors of the model, which fit its layout; its config, as `fit_model` has it."""
     if load_format == "dummy":
-        dtype = options.dtype or config.dtype or float32
-        return DummyCheckpoint(layout, seed, dtype, _quantized_layouts(Path(folder), layout))
+        layout, dtype = tensor_layout(config), options.dtype or config.dtype or float32
+        return DummyCheckpoint(layout, seed, dtype, _quantized_layouts(Path(folder), layout)), config
     if load_format == "safetensors" and not Path(folder).is_dir():
         raise InvalidArgumentError(f"load_format is 'safetensors', but {folder} is no folder", param="load_format")
     checkpoint = open_model(folder).checkpoint()
-    checkpoint.fit(layout)
-    return checkpoint
+    return checkpoint, fit_model(checkpoint, config)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,21 @@ class Checkpoint:
             one = len(problems) == 1
             count = "1 tensor does" if one else f"{len(problems)} tensors do"
             raise WeightsError(f"{self.place}: {count} not fit the config:", problems)
+
+    def ties_otherwise(self, layout: TensorLayout, heads: Collection[str]) -> bool:
+        """Whether the files contradict what the layout says of its output head, one of `heads`: it must equal a table
+        and is another one, or it is not stored at all. Before `fit`."""
+        found = self._names_of(layout)
+        if not layout.copies:
+            return not any(head in found for head in heads)
+        pairs = [(found.get(copy), found.get(original)) for copy, original in layout.copies.items()]
+        is_other = False
+        for head, table in pairs:
+            if head is not None and table is not None and head.shape == table.shape:
+                is_other |= not _are_equal(head.array(), table.array())
+                head.release()
+                table.release()
+        return is_other
 
     def names(self) -> list[str]:
         """The names of all tensors: as the layout calls them after `fit`, as the files do before."""

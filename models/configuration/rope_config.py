@@ -61,6 +61,13 @@ class RopeConfig:
     interleaved: bool = False
     q_scaling_beta: float = 0.0
 
+    def reach(self, max_position_embeddings: int) -> int:
+        """The tokens of the longest sequence that the rotation is made for, as in vLLM: YaRN and linear scaling stretch
+        a context, which a file may name beside them or not (Qwen's files do not)."""
+        if self.kind == "yarn":
+            return max(max_position_embeddings, int(self.factor * self.original_max_position_embeddings))
+        return int(max_position_embeddings * self.factor) if self.kind == "linear" else max_position_embeddings
+
     def switch(self, num_positions: int) -> int | None:
         """The length beyond which a sequence's tokens are all rotated otherwise, if sequences may have `num_positions`
         tokens; None if there is none."""

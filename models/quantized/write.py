@@ -21,7 +21,7 @@ from models.families import known_architectures
 from models.quantized.calibrate import Folded, calibrate
 from models.quantized.parts import refusal
 from models.quantized.scheme import FIELD
-from models.registry import load_config, quantisable_matrices
+from models.registry import quantisable_matrices
 from runtime.dtype import DType, float32
 from runtime.errors import InvalidArgumentError
 from runtime.linear.quantise import Rounding, quantise
@@ -147,13 +147,12 @@ def quantize_folder(
     if config.has(FIELD):
         raise ModelLoadError(f"{config.where}: has a {FIELD}: give the model that it was made from")
     checkpoint = files.checkpoint()
-    matrices = quantisable_matrices(source, checkpoint)  # renames the checkpoint's tensors
+    model_config, matrices = quantisable_matrices(source, checkpoint)  # renames the checkpoint's tensors
     names = {name: checkpoint.tensors[name].name for name in checkpoint.names()}
     taken = {name for name in matrices if output.rounding(float32).takes(checkpoint.tensors[name].shape[1])}
     ignored = ["lm_head", *sorted(names[name].removesuffix(".weight") for name in matrices - taken)]
     folded = None
     if calibration is not None:
-        model_config = load_config(source)
         folded = calibrate(
             model_config, known_architectures()[model_config.architecture].model_class, checkpoint,
             calibration.token_ids,

@@ -20,7 +20,7 @@ from models.checkpoints.dummy import DummyCheckpoint
 from models.errors import ConfigError, ModelLoadError, WeightsError
 from models.families.gpt2 import GPT2Model
 from models.families.llama import LlamaModel
-from models.registry import load_model, tensor_layout
+from models.registry import declare_model, load_model, tensor_layout
 from runtime.device.device import Device
 from runtime.dtype import bfloat16, float16, float32
 from runtime.errors import DeviceError, InvalidArgumentError
@@ -70,6 +70,36 @@ def test_a_tied_table_is_kept_once(tmp_path: Path, stored_as: str) -> None:
     assert load_model(tmp_path).weight_bytes == tied.weight_bytes
     change_config(tmp_path, tie_word_embeddings=False)
     assert load_model(tmp_path).weight_bytes == tied.weight_bytes + table.nbytes
+
+
+def test_the_files_head_counts_where_the_config_says_otherwise(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another head than the embedding is not tied, as in transformers, whatever the flag says; without a stored one
+    there is nothing but the embedding."""
+    tensors = golden_tensors(TIED)
+
+    def loaded(name: str, is_tied: bool, head: np.ndarray[Any, Any] | None) -> Any:
+        folder = write_model(tmp_path / name, TIED)
+        change_config(folder, tie_word_embeddings=is_tied)
+        stored = {**tensors, **({} if head is None else {"lm_head.weight": head})}
+        write_safetensors(folder / "model.safetensors", stored)
+        caplog.clear()
+        model, declared = load_model(folder), declare_model(folder)
+        assert declared.weight_bytes == model.weight_bytes
+        return model
+
+    other = tensors["model.embed_tokens.weight"][::-1].copy()
+    untied = loaded("untied", False, other)
+    assert not caplog.messages
+    for name, flag, head, same, said in (
+        ("other", True, other, untied, "an output head that differs from the embedding: the head is the stored one"),
+        ("absent", False, None, loaded("tied", True, None), "no output head: the head is the embedding"),
+    ):
+        model = loaded(name, flag, head)
+        assert [said in message for message in caplog.messages] == [True]
+        assert model.weight_bytes == same.weight_bytes
+        np.testing.assert_array_equal(logits_of(model, IDS), logits_of(same, IDS))
 
 
 def test_each_dtype_halves_or_doubles_the_bytes(tmp_path: Path) -> None:

@@ -152,6 +152,27 @@ def test_rope_spellings() -> None:
     assert parse_config({**LLAMA, "rope_parameters": {**llama3, "rope_theta": 5e5}}).layer_ropes[0] == expected
 
 
+@pytest.mark.parametrize(
+    ("rope", "length"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),  # as Qwen's README says
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 256),
+        ({"rope_type": "yarn", "factor": 2.0}, 512),
+        ({"type": "linear", "factor": 4.0}, 1024),  # as vicuna-7b-v1.5-16k has it
+        ({"rope_type": "default"}, 256),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 256),
+    ],
+)
+def test_a_stretched_context_is_as_long_as_vllm_makes_it(rope: dict[str, Any], length: int) -> None:
+    assert parse_config({**LLAMA, "rope_scaling": rope}).max_position_embeddings == length
+
+
+def test_a_stretch_of_some_layers_is_none() -> None:
+    rope = {"factor": 8.0, "rope_type": "linear"}
+    gemma = {**PUBLISHED["gemma-3-1b"], "rope_scaling": rope, "num_hidden_layers": 6}
+    assert parse_config(gemma).max_position_embeddings == gemma["max_position_embeddings"]
+
+
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,

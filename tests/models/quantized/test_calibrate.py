@@ -69,7 +69,7 @@ def test_floats_stay_what_they_are(tmp_path: Path, case: str, num_maps: int, mon
     folder = write_model(tmp_path / case, load_golden(case))
     config, files = load_config(folder), open_model(folder)
     checkpoint = files.checkpoint()
-    matrices = quantisable_matrices(folder, checkpoint)
+    _, matrices = quantisable_matrices(folder, checkpoint)
     stored = {name: checkpoint.tensors[name].name for name in checkpoint.names()}
     rounding = Rounding("int4", (1, 0), np.dtype(np.float32))
     model_class = known_architectures()[config.architecture].model_class
