@@ -33,12 +33,14 @@ class PictureDecoder(Decoder):
         image_token_id: the token that stands for a picture's tokens.
         num_deep_rows: layers behind which rows of the tower are added.
         frame: tokens before and behind a picture's, of which templates write the first alone; None: there are none.
+        line_ends: the last token of each line of a picture's tokens, and of its last line; None: lines have no ends.
         whole_picture_tokens: a picture's, where they see each other; None: each sees those before it.
     """
 
     image_token_id: int
     num_deep_rows = 0
     frame: tuple[int, int] | None = None
+    line_ends: tuple[int, int] | None = None
     whole_picture_tokens: int | None = None
 
     @property

@@ -20,7 +20,7 @@ from typing import Any
 # Where the file and the model come from.
 _PROVENANCE = {
     "architectures", "auto_map", "custom_pipelines", "model_name", "model_type", "name_or_path",
-    "transformers.js_config",
+    "is_composition", "transformers.js_config",
 }  # fmt: skip
 
 # Training: dropouts, initial values, losses.

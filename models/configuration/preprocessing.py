@@ -1,4 +1,5 @@
-"""How a model's pictures are prepared, as `preprocessor_config.json` says."""
+"""How a model's pictures are prepared, as `preprocessor_config.json` says, or `processor_config.json`, into which
+transformers 5 writes the same as `image_processor`, and which counts where there are both. Neither is needed."""
 
 from __future__ import annotations
 
@@ -8,14 +9,16 @@ from typing import cast
 from msgspec.structs import replace
 
 from models.configuration.json_fields import Fields, read_json_object
-from runtime.images.patches import FixedRule, Resample, Rule
+from runtime.images.patches import FixedRule, Resample, Rule, SideRule
 
-FILE = "preprocessor_config.json"
+IMAGES_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
+
+_LINE_END_TOKENS = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
+"""What the tokens that end a line, and the last line, are called by default."""
 
 _NOTES = (
     "auto_map", "crop_size", "data_format", "device", "disable_grouping", "image_processor_type", "input_data_format",
-    "processor_class", "return_tensors", "do_pad", "pad_size", "do_center_crop", "default_to_square",
-    "image_seq_length",
+    "processor_class", "return_tensors", "do_pad", "pad_size", "default_to_square", "image_seq_length",
 )  # fmt: skip
 
 
@@ -24,13 +27,19 @@ def read_patch_rule(folder: str | Path, default: Rule) -> Rule:
 
     Raises `ConfigError` for what contradicts the config, and for what is not supported.
     """
-    path = Path(folder) / FILE
-    if not path.is_file():
+    processor = _fields_of(folder, PROCESSOR_FILE)
+    if processor is not None and isinstance(default, SideRule):  # whose processor says how large a token is
+        processor.expect("patch_size", default.patch_size)
+        processor.expect("spatial_merge_size", default.merge_size)
+    nested = processor is not None and processor.has("image_processor")
+    fields = processor.object("image_processor") if processor and nested else _fields_of(folder, IMAGES_FILE)
+    if fields is None:
         return default
-    fields = Fields(read_json_object(path), str(path))
     if isinstance(default, FixedRule):
         return _read_fixed(fields, default)
-    for name in _NOTES:
+    if isinstance(default, SideRule):
+        return _read_sides(fields, default)
+    for name in (*_NOTES, "do_center_crop"):
         fields.raw(name)
     for name, wanted in (
         ("patch_size", default.patch_size), ("merge_size", default.merge_size),
@@ -46,6 +55,56 @@ def read_patch_rule(folder: str | Path, default: Rule) -> Rule:
         raise fields.error("min_pixels", f"= {least} is above max_pixels = {most}")
     rule = replace(
         default, min_pixels=least, max_pixels=most, mean=_channels(fields, "image_mean", default.mean),
+        std=_channels(fields, "image_std", default.std),
+    )  # fmt: skip
+    _check_end(fields, rule)
+    return rule
+
+
+def read_line_ends(folder: str | Path, default: tuple[int, int]) -> tuple[int, int]:
+    """The ids of the tokens that end a line of a picture's tokens, and its last line: by the names that the folder's
+    processor has for them, or those of Pixtral's; `default` where the folder has no `tokenizer.json`.
+
+    Raises `ConfigError`.
+    """
+    processor, tokenizer = _fields_of(folder, PROCESSOR_FILE), _fields_of(folder, "tokenizer.json")
+    if tokenizer is None:
+        return default
+    added = tokenizer.raw("added_tokens") or []
+    ids = {each.get("content"): each.get("id") for each in added if isinstance(each, dict)}
+    found = []
+    for field, usual in _LINE_END_TOKENS.items():
+        name = usual if processor is None else processor.string(field, usual)
+        if type(token := ids.get(name)) is not int:
+            raise tokenizer.error("added_tokens", f"has no {name!r:.80}, which ends lines of a picture ({field})")
+        found.append(token)
+    return found[0], found[1]
+
+
+def _fields_of(folder: str | Path, name: str) -> Fields | None:
+    path = Path(folder) / name
+    return Fields(read_json_object(path), str(path)) if path.is_file() else None
+
+
+def _read_sides(fields: Fields, default: SideRule) -> SideRule:
+    """The rule of pictures whose sides have a limit each, or one together."""
+    for name in (*_NOTES, "patch_size"):  # the processor's own counts
+        fields.raw(name)
+    for name, wanted in (
+        ("do_resize", True), ("do_rescale", True), ("do_normalize", True), ("do_convert_rgb", True), ("resample", 3),
+        ("do_center_crop", False),
+    ):  # fmt: skip
+        fields.expect(name, wanted)
+    _check_factor(fields)
+    sides = default.most_height, default.most_width
+    if isinstance(fields.raw("size"), int):
+        sides = (fields.integer("size", most=1 << 15),) * 2
+    elif fields.has("size"):
+        size = fields.object("size")
+        names = ("longest_edge",) * 2 if size.has("longest_edge") else ("height", "width")
+        sides = size.integer(names[0], most=1 << 15), size.integer(names[1], most=1 << 15)
+    rule = replace(
+        default, most_height=sides[0], most_width=sides[1], mean=_channels(fields, "image_mean", default.mean),
         std=_channels(fields, "image_std", default.std),
     )  # fmt: skip
     _check_end(fields, rule)

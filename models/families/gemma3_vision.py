@@ -83,7 +83,7 @@ class Gemma3Tower(PictureTower):
         )
 
     def pieces(self, patches: PatchRows, grid: tuple[int, int], pace: Pace) -> Pieces:
-        (x,) = yield from self.vit.kept_rows(self, patches, pace)
+        (x,) = yield from self.vit.kept_rows(self, patches, grid, pace)
         tokens, kernel = self.tokens_side, self.config.side // self.tokens_side
         made = self.buffer(tokens**2, self.projection.weight.shape[0])
         for lines in pace.slices(tokens, kernel * self.config.side):

@@ -106,9 +106,12 @@ class PlainVit:
         self.num_heads = heads.share.count // self.head_dim
         self.layers = [VitLayer(config, maker.under(f"encoder.layers.{index}")) for index in range(self.num_layers)]
 
-    def kept_rows(self, tower: PictureTower, patches: PatchRows, pace: Pace) -> Generator[int, None, list[Tensor]]:
+    def kept_rows(
+        self, tower: PictureTower, patches: PatchRows, grid: tuple[int, int], pace: Pace
+    ) -> Generator[int, None, list[Tensor]]:
         """What the kept layers leave of a picture, each `[num_rows, hidden_size]`; yields the rows of each piece."""
         config, first = self.config, int(self.config.has_class)
+        assert grid == (config.side, config.side), f"{grid} patches, must be {config.side} x {config.side}"
         assert len(patches) == config.side**2, f"{len(patches)} patches, must be {config.side**2}"
         (ids,) = ops.place([np.arange(config.num_rows, dtype=np.int32)], self.device)
         x = tower.buffer(config.num_rows, config.hidden_size)

@@ -85,9 +85,12 @@ def pictures_of(
         item = Picture(image.digest, image.first_token, lines, across)
         if item.first_token < end or item.end > len(prompt_ids):
             raise RequestError(f"{name}: first_token={item.first_token} is not within the prompt's rest", param=name)
-        if (prompt_ids[item.first_token : item.end] != support.token_id).any():
+        if prompt_ids[item.first_token : item.end].tolist() != support.picture_ids(lines, across):
             where = f"the {item.num_tokens} tokens from {item.first_token} on"
-            raise RequestError(f"{name}: {where} must be {support.token_id}", param=name)
+            ends = "" if support.line_ends is None else ", lines ending with {} and the last with {}".format(
+                *support.line_ends
+            )  # fmt: skip
+            raise RequestError(f"{name}: {where} must be {support.token_id}{ends}", param=name)
         items.append(item)
         end = item.end
     total = sum(item.num_tokens for item in items)

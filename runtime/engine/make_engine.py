@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from models.base import Model
 from models.checkpoints.hub import model_name, resolve_model
 from models.configuration.generation_config import load_generation_config
-from models.configuration.preprocessing import read_patch_rule
+from models.configuration.preprocessing import read_line_ends, read_patch_rule
 from models.drafters.dflash import load_dflash
 from models.drafters.eagle3 import load_eagle3
 from models.drafters.hidden_state_drafter import BlockDrafter, SteppingDrafter
@@ -247,7 +247,7 @@ def executor_over(
     spec = loaded.kv_cache_spec(config.block_size)
     logger.info("allocating %d KV blocks of %d bytes", limits.num_blocks, spec.bytes_per_block)
     if isinstance(loaded, PictureModel):
-        loaded.patch_rule = read_patch_rule(folder, loaded.patch_rule)
+        read_picture_files(loaded, folder)
     return LocalExecutor(loaded, KVCache(spec, limits.num_blocks), limits, vocab_size, communicator)
 
 
@@ -439,17 +439,25 @@ def _bytes_of_ranks(model: Model, config: EngineConfig) -> list[int]:
     return [size for size in of_stages for _ in range(config.tensor_parallel_size)]
 
 
+def read_picture_files(model: PictureModel, folder: Path) -> None:
+    """What files beside the config say of a model's pictures. Raises `ConfigError`."""
+    model.patch_rule = read_patch_rule(folder, model.patch_rule)
+    if model.line_ends is not None:
+        model.line_ends = read_line_ends(folder, model.line_ends)
+
+
 def _image_support(model: Model, folder: Path, limits: EngineLimits) -> ImageSupport | None:
     """How the model reads pictures, if it does."""
     if not isinstance(model, PictureModel):
         return None
-    rule = read_patch_rule(folder, model.patch_rule)
+    read_picture_files(model, folder)
     return ImageSupport(
         token_id=model.image_token_id,
-        rule=rule,
+        rule=model.patch_rule,
         max_tokens=max(1, KEPT_PICTURE_BYTES // model.bytes_per_picture_token),
         has_axes=isinstance(model, RotatingModel),
         frame=model.frame,
+        line_ends=model.line_ends,
         most_whole=limits.most_whole,
     )
 

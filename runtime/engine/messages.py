@@ -256,6 +256,7 @@ class ImageSupport(msgspec.Struct, frozen=True):
     max_tokens  most tokens of all pictures of a request
     has_axes    tokens have positions on three axes; False: their places alone
     frame       tokens before and behind a picture's, of which templates write the first alone; None: there are none
+    line_ends   the last token of each line of a picture's tokens, and of the last line; None: lines have no ends
     most_whole  most tokens of pictures side by side, where a picture's tokens see each other, so that one step computes
                 them; None: pictures may be cut
     """
@@ -265,11 +266,20 @@ class ImageSupport(msgspec.Struct, frozen=True):
     max_tokens: int
     has_axes: bool
     frame: tuple[int, int] | None = None
+    line_ends: tuple[int, int] | None = None
     most_whole: int | None = None
 
     @property
     def patch_bytes(self) -> int:
         return 3 * self.rule.patch_size**2
+
+    def picture_ids(self, lines: int, across: int) -> list[int]:
+        """The tokens of a picture of such a grid."""
+        if self.line_ends is None:
+            return [self.token_id] * (lines * across)
+        line_end, end = self.line_ends
+        ids = [*[self.token_id] * (across - 1), line_end] * lines
+        return [*ids[:-1], end]
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):

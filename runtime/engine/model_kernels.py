@@ -123,11 +123,11 @@ def run_pictures(client: ThreadEngineClient, support: ImageSupport, most: int) -
             ids: list[int] = []
             items: list[ImageItem] = []
             for index in range(count):
-                lines, across = rule.token_grid(*grid)
+                picture = support.picture_ids(*rule.token_grid(*grid))
                 digest = hashlib.sha256(f"{number} {count} {index}".encode()).digest()
                 patches = bytes(grid[0] * grid[1] * support.patch_bytes)
                 first = len(ids) + 1
-                ids += [1, *[support.token_id] * (lines * across), 1]
+                ids += [1, *picture, 1]
                 items.append(
                     ImageItem(digest=digest, first_token=first, rows=grid[0], columns=grid[1], patches=patches)
                 )

@@ -54,7 +54,7 @@ def image_places(token_ids: Sequence[int], num_images: int, support: ImageSuppor
 def place_images(
     token_ids: list[int], images: Sequence[PreparedImage], support: ImageSupport
 ) -> tuple[list[int], tuple[ImageItem, ...]]:
-    """The prompt with as many of the picture's token as each picture has, where it has one, and the pictures.
+    """The prompt with all tokens of each picture, where it has the picture's token once, and the pictures.
 
     Raises ``RequestError``.
     """
@@ -67,7 +67,6 @@ def place_images(
                 digest=image.digest, first_token=len(ids), rows=image.rows, columns=image.columns, patches=image.patches
             )
         )
-        lines, across = support.rule.token_grid(image.rows, image.columns)
-        ids += [support.token_id] * (lines * across)
+        ids += support.picture_ids(*support.rule.token_grid(image.rows, image.columns))
         begin = place + 1
     return [*ids, *token_ids[begin:]], tuple(items)

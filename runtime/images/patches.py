@@ -1,9 +1,9 @@
 """A picture becomes a grid of square patches, by the rule that a model was trained with.
 
-``PatchRule`` (Qwen2-VL, 2.5-VL, 3-VL) keeps its shape; ``FixedRule`` (CLIP, SigLIP, Gemma 3) gives all pictures one
-size. Equal to transformers' ``Qwen2VLImageProcessorPil``, ``CLIPImageProcessorPil``, ``SiglipImageProcessorPil`` and
-``Gemma3ImageProcessorPil`` to the byte, before their normalisation. Patches are uint8 and stand once: the two frames
-that Qwen's tower has of a still picture are the same.
+``PatchRule`` (Qwen2-VL, 2.5-VL, 3-VL) and ``SideRule`` (Pixtral) keep its shape; ``FixedRule`` (CLIP, SigLIP, Gemma 3)
+gives all pictures one size. Equal to transformers' ``Qwen2VLImageProcessorPil``, ``PixtralImageProcessorPil``,
+``CLIPImageProcessorPil``, ``SiglipImageProcessorPil`` and ``Gemma3ImageProcessorPil`` to the byte, before their
+normalisation. Patches are uint8 and stand once: the two frames that Qwen's tower has of a still picture are the same.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from runtime.images.errors import ImageError
@@ -88,10 +89,71 @@ class PatchRule(msgspec.Struct, frozen=True, tag=True):
     def token_grid(self, rows: int, columns: int) -> tuple[int, int]:
         """Lines and columns of tokens of a picture of so many patches. Raises ImageError for a grid that no picture
         has."""
-        merge = self.merge_size
-        if min(rows, columns) < merge or rows % merge or columns % merge:
-            raise ImageError(f"{rows} x {columns} patches are no multiples of {merge}")
-        return rows // merge, columns // merge
+        return _merged(rows, columns, self.merge_size)
+
+    def at_most(self, side: int) -> PatchRule:
+        """For pictures of at most ``side * side`` pixels, or of one token."""
+        most = max(min(self.max_pixels, side * side), self.factor**2)
+        return replace(self, min_pixels=min(self.min_pixels, most), max_pixels=most)
+
+
+class SideRule(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Pictures keep their shape, and are made smaller where a side is too long; never larger, but for what is wanting
+    to a token.
+
+    most_height, most_width  pixels of a picture's sides, before what is wanting to a token
+    patch_size   pixels of a patch's side
+    merge_size   patches of a token's side
+    mean, std    of each channel, by which pixels in 0 … 1 are normalised
+    """
+
+    most_height: int
+    most_width: int
+    patch_size: int
+    merge_size: int = 1
+    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
+    std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+
+    @property
+    def num_frames(self) -> int:
+        """1: the towers know no films."""
+        return 1
+
+    @property
+    def factor(self) -> int:
+        """Pixels of a token's side."""
+        return self.patch_size * self.merge_size
+
+    @property
+    def most_pixels(self) -> int:
+        """Of a resized picture."""
+        return -(-self.most_height // self.factor) * -(-self.most_width // self.factor) * self.factor**2
+
+    def resized(self, height: int, width: int) -> tuple[int, int]:
+        """The height and width that a picture is resized to: multiples of the factor. Raises ImageError for one that is
+        too narrow."""
+        check_aspect(height, width)
+        tall, wide = height, width
+        ratio = max(height / self.most_height, width / self.most_width)
+        if ratio > 1:
+            tall, wide = math.floor(height / ratio), math.floor(width / ratio)
+        if min(tall, wide) < 1:
+            raise ImageError(f"the image is {width} x {height}: nothing is left of its shorter side when it is resized")
+        return -(-tall // self.factor) * self.factor, -(-wide // self.factor) * self.factor
+
+    def fitted(self, image: Image) -> tuple[Image, tuple[int, int]]:
+        """An RGB picture, and the height and width that it is still to get, bicubically. Raises ImageError."""
+        return image, self.resized(image.height, image.width)
+
+    def token_grid(self, rows: int, columns: int) -> tuple[int, int]:
+        """Lines and columns of tokens of a picture of so many patches, and a column more: the token that ends a line.
+        Raises ImageError for a grid that no picture has."""
+        lines, across = _merged(rows, columns, self.merge_size)
+        return lines, across + 1
+
+    def at_most(self, side: int) -> SideRule:
+        """For pictures whose sides have at most so many pixels."""
+        return replace(self, most_height=min(self.most_height, side), most_width=min(self.most_width, side))
 
 
 class FixedRule(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -153,9 +215,20 @@ class FixedRule(msgspec.Struct, frozen=True, tag=True, kw_only=True):
             raise ImageError(f"{rows} x {columns} patches, must be {self.grid[0]} x {self.grid[1]}")
         return 1, self.num_tokens
 
+    def at_most(self, side: int) -> FixedRule:
+        """The same: all pictures have one size."""
+        return self
 
-Rule = PatchRule | FixedRule
+
+Rule = PatchRule | SideRule | FixedRule
 """How a model cuts pictures."""
+
+
+def _merged(rows: int, columns: int, merge: int) -> tuple[int, int]:
+    """Lines and columns of tokens of so many patches, `merge` a side. Raises ImageError."""
+    if min(rows, columns) < merge or rows % merge or columns % merge:
+        raise ImageError(f"{rows} x {columns} patches are no multiples of {merge}")
+    return rows // merge, columns // merge
 
 
 def check_aspect(height: int, width: int) -> None:

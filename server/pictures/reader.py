@@ -17,7 +17,7 @@ from runtime.engine.messages import ImageSupport
 from runtime.engine.prompt_images import PreparedImage
 from runtime.images.decoding import DecodingLimits
 from runtime.images.errors import ImageError
-from runtime.images.patches import PatchRule, Rule
+from runtime.images.patches import FixedRule, PatchRule, Rule
 from server.config import ServerConfig, ServerConfigError
 from server.errors import ApiError, invalid
 from server.pictures.addresses import Place
@@ -27,8 +27,9 @@ from server.pictures.kept import MAX_UUID_LENGTH, KeptPictures, Owner
 if TYPE_CHECKING:
     from server.pictures.fetching import PictureFetcher
 
-LOW_DETAIL_PIXELS = 512 * 512
-"""Most pixels of a picture whose `detail` is "low"; else as many as the model takes."""
+LOW_DETAIL_SIDE = 512
+"""Pixels of the side of a square that has as many as a picture whose `detail` is "low"; else as many as the model
+takes."""
 
 DETAILS = ("auto", "low", "high", "original")
 
@@ -117,9 +118,10 @@ class PictureReader:
         asked = asked or {}
         own = self.support.rule
         if not isinstance(own, PatchRule):
+            sides = (own.height, own.width) if isinstance(own, FixedRule) else (own.most_height, own.most_width)
             for name in asked:
-                path = f"mm_processor_kwargs.{name}"
-                why = f"{path} (the model's images have {own.height} x {own.width} pixels)"
+                path, most = f"mm_processor_kwargs.{name}", "" if isinstance(own, FixedRule) else "at most "
+                why = f"{path} (the model's images have {most}{sides[0]} x {sides[1]} pixels)"
                 raise invalid(path, f"Unsupported parameter: {why}.", "unsupported_parameter")
             return own
         for name, value in asked.items():
@@ -141,9 +143,8 @@ class PictureReader:
     def read(self, source: PictureSource, rule: Rule, owner: Owner) -> PreparedImage:
         """The picture as the model reads it; where it has a `uuid`, the owner need not send it again. Raises `ApiError`
         400 naming the part's field."""
-        if source.is_low and isinstance(rule, PatchRule):
-            most = max(min(rule.max_pixels, LOW_DETAIL_PIXELS), rule.factor**2)
-            rule = replace(rule, min_pixels=min(rule.min_pixels, most), max_pixels=most)
+        if source.is_low:
+            rule = rule.at_most(LOW_DETAIL_SIDE)
         try:
             file = self._file(source, owner)
             prepared = self._decoder.decode(file, self._limits, rule)

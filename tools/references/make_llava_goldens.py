@@ -1,11 +1,13 @@
-"""Writes what transformers makes of the tiny models of `tests/models/vision/llava_cases.py` and `gemma3_cases.py`.
+"""Writes what transformers makes of the tiny models of `llava_cases.py`, `pixtral_cases.py` and `gemma3_cases.py` of
+`tests/models/vision`.
 
-    python -m tools.references.make_llava_goldens          # needs transformers and torch
+    python -m tools.references.make_llava_goldens [CASE]          # needs transformers and torch
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from types import ModuleType
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 
 from tests.models.driver import mean_relative_error, relative_error
 from tests.models.golden_weights import golden_tensor
-from tests.models.vision import gemma3_cases, llava_cases
+from tests.models.vision import gemma3_cases, llava_cases, pixtral_cases
 from tests.models.vision.cases import FOLDER, IMAGE, SEED
 
 NUM_NEW = 6
@@ -21,9 +23,10 @@ NUM_NEW = 6
 
 
 def main() -> None:
-    for module in (llava_cases, gemma3_cases):
+    for module in (llava_cases, pixtral_cases, gemma3_cases):
         for case in module.CASES:
-            make_case(module, case)
+            if sys.argv[1:] in ([], [case]):
+                make_case(module, case)
 
 
 def make_case(module: ModuleType, case: str) -> None:
@@ -38,33 +41,38 @@ def make_case(module: ModuleType, case: str) -> None:
         for name, parameter in model.named_parameters():
             shapes[name] = tuple(parameter.shape)
             parameter.copy_(torch.from_numpy(golden_tensor(name, shapes[name], SEED)))
-        pixels = torch.from_numpy(module.pixels_of(case))
-        is_llava = config.model_type == "llava"
-        choices = ("vision_feature_layer", "vision_feature_select_strategy") if is_llava else ()
-        made = model.model.get_image_features(pixels, **{name: getattr(config, name) for name in choices})
+        sizes = {}
+        if module is pixtral_cases:
+            batch, each = module.batch_of(case)
+            pixels, sizes = torch.from_numpy(batch), {"image_sizes": torch.tensor(each)}
+        else:
+            pixels = torch.from_numpy(module.pixels_of(case))
+        names = ("vision_feature_layer", "vision_feature_select_strategy")
+        choices = {name: getattr(config, name) for name in names if hasattr(config, name)}
+        made = model.model.get_image_features(pixels, **choices, **sizes)
         ids = module.prompt_of(case)[0]
         found: dict[str, Any] = {}
-        logits = logits_of(model, ids, pixels)
-        if not is_llava:
+        logits = logits_of(model, ids, pixels, **sizes)
+        if module is gemma3_cases:
             found["greedy"] = []
             for _ in range(NUM_NEW):
                 found["greedy"].append(int(logits[-1].argmax()))
                 logits = logits_of(model, [*ids, *found["greedy"]], pixels)
             ids, logits = [*ids, *found["greedy"][:-1]], logits[:-1]
-        rough = logits_of(model.bfloat16(), ids, pixels.bfloat16())
+        rough = logits_of(model.bfloat16(), ids, pixels.bfloat16(), **sizes)
     (FOLDER / f"{case}.json").write_text(json.dumps(shapes, separators=(",", ":")))
-    embeddings = torch.stack(list(made.pooler_output)).numpy()
+    put = torch.cat if module is pixtral_cases else torch.stack
+    embeddings = put(list(made.pooler_output)).numpy()
     error = np.float64(relative_error(rough, logits))
     found["bfloat16_mean_error"] = np.float64(mean_relative_error(rough, logits))
     np.savez_compressed(FOLDER / f"{case}.npz", embeddings=embeddings, logits=logits, bfloat16_error=error, **found)
     print(case, embeddings.shape, logits.shape, error, found.get("greedy"))
 
 
-def logits_of(model: Any, ids: list[int], pixels: Any) -> np.ndarray[Any, Any]:
+def logits_of(model: Any, ids: list[int], pixels: Any, **more: Any) -> np.ndarray[Any, Any]:
     """Of all positions; Gemma is told which are pictures, so that they see each other."""
     import torch
 
-    more = {}
     if model.config.model_type == "gemma3":
         more["token_type_ids"] = torch.tensor([[int(token == IMAGE) for token in ids]])
     made = model(input_ids=torch.tensor([ids]), pixel_values=pixels, **more)

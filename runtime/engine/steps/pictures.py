@@ -35,11 +35,13 @@ class Tower(Protocol):
 class PictureModel(Protocol):
     """A model that reads pictures; ``models.picture_decoder.PictureDecoder`` is one.
 
-    ``frame``: tokens before and behind a picture's. ``whole_picture_tokens``: a picture's, where they see each other,
-    so that one step computes them; None: it may be cut.
+    ``frame``: tokens before and behind a picture's. ``line_ends``: those behind each line of a picture's and behind the
+    last. ``whole_picture_tokens``: a picture's, where they see each other, so that one step computes them; None: it may
+    be cut.
     """
 
     patch_rule: Rule
+    line_ends: tuple[int, int] | None
 
     @property
     def tower(self) -> Tower: ...

@@ -21,6 +21,7 @@ from tests.models.driver import ModelDriver, mean_relative_error, relative_error
 from tests.models.folders import write_safetensors
 from tests.models.golden_weights import golden_tensor
 from tests.models.vision.cases import IMAGE, SEED, load_golden
+from tests.models.vision.cut_prompts import run_cut
 from tests.models.vision.llava_cases import CASES, pixels_of, prompt_of, side_of
 
 OLD_NAMES = {
@@ -29,9 +30,11 @@ OLD_NAMES = {
 }  # fmt: skip
 
 
-def write_llava(folder: Path, case: str, names: dict[str, str] | None = None) -> Path:
+def write_llava(
+    folder: Path, case: str, names: dict[str, str] | None = None, config: dict[str, Any] | None = None
+) -> Path:
     """A model folder with the case's weights, under other names where `names` says so."""
-    (folder / "config.json").write_text(json.dumps(CASES[case]))
+    (folder / "config.json").write_text(json.dumps(config or CASES[case]))
     tensors = {}
     for name, shape in load_golden(case).shapes.items():
         begin = next((each for each in names or {} if name.startswith(each)), None)
@@ -61,23 +64,8 @@ def encoded(model: LlavaModel, case: str) -> list[tuple[Tensor, ...]]:
 
 
 def run(model: LlavaModel, case: str, sizes: list[int]) -> np.ndarray[Any, Any]:
-    ids, firsts, num_tokens = prompt_of(case)
-    pictures = encoded(model, case)
-
-    def complete(batch: Batch, start: int) -> None:
-        found = []
-        for first, picture in zip(firsts, pictures, strict=True):
-            low, high = max(first, start), min(first + num_tokens, start + batch.num_tokens)
-            if low < high:
-                found.append(EncodedTokens(low - start, tuple(part[low - first : high - first] for part in picture)))
-        batch.encoded = tuple(found)
-
-    driver, rows, start = ModelDriver(model, complete=complete, block_size=8), [], 0
-    for size in sizes:
-        rows.append(driver.step({0: ids[start : start + size]})[0])
-        start += size
-    assert start == len(ids)
-    return np.concatenate(rows)
+    ids, firsts, _ = prompt_of(case)
+    return run_cut(model, ids, firsts, encoded(model, case), sizes)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -1,0 +1,90 @@
+"""Mistral Small 3.1 and 3.2, Magistral, Devstral, Ministral 3: Mistral or Ministral 3 over text and pictures, by
+Pixtral's tower.
+
+    embeddings = linear_2(gelu(linear_1(merge(rms_norm(what a layer of the tower leaves)))))
+
+`merge` makes one row of 2 x 2 patches. Each line of a picture's tokens ends with a token of text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+from models.architecture import Architecture
+from models.configuration.config import outer_fields
+from models.configuration.json_fields import Fields
+from models.decoder import DecoderConfig
+from models.families.llama import read_mistral
+from models.families.llava import (
+    MISTRAL_DEFAULTS,
+    LlavaConfig,
+    LlavaModel,
+    LlavaTower,
+    kept_layers,
+    read_projector,
+    read_text,
+)  # fmt: skip
+from models.families.ministral3 import read_ministral3
+from models.makers.maker import Maker
+from models.picture_decoder import PictureDecoder
+from models.towers.pixtral import read_pixtral
+from runtime import ops
+from runtime.tensor.tensor import Tensor
+
+_TEXT: dict[str, Callable[[Fields], DecoderConfig]] = {"mistral": read_mistral, "ministral3": read_ministral3}
+
+_ABSENT = {
+    "text_config": {
+        "head_dim": 128, "hidden_size": 5120, "intermediate_size": 32_768, "num_hidden_layers": 40,
+        "rms_norm_eps": 1e-5, "rope_theta": 1e9, "sliding_window": None, "vocab_size": 131_072,
+    },
+    "vision_config": {"patch_size": 14, "image_size": 1540},
+}  # fmt: skip
+"""What transformers' class has for an object that a file leaves out."""
+
+
+class Mistral3Model(LlavaModel):
+    def make_tower(self, maker: Maker) -> LlavaTower:
+        return Mistral3Tower(self.config, maker, self)
+
+
+class Mistral3Tower(LlavaTower):
+    """See `LlavaTower`."""
+
+    def __init__(self, config: LlavaConfig, maker: Maker, model: PictureDecoder) -> None:
+        super().__init__(config, maker, model)
+        width, inner = config.tower.hidden_size, maker.under("model.multi_modal_projector")
+        self.norm, self.eps = inner.vector("norm.weight", width), config.norm_eps
+        self.merger = inner.linear(
+            "patch_merger.merging_layer", outputs=width, inputs=width * self.merge_size**2, has_bias=False
+        )
+
+    def merged(self, x: Tensor) -> Tensor:
+        width, unit = x.shape[1], self.merge_size**2
+        by_channel = ops.rms_norm(x, self.norm, self.eps).view(-1, unit, width).transpose(1, 2).contiguous()
+        return self.merger(by_channel.view(-1, width * unit))
+
+
+def read_mistral3(fields: Fields) -> LlavaConfig:
+    fields.default(_ABSENT)
+    text, decoder = read_text(fields, _TEXT, "mistral")
+    tower = read_pixtral(fields.object("vision_config"))
+    merge_size = fields.integer("spatial_merge_size", 2, most=16)
+    kept = kept_layers(fields, tower.num_layers, -1)
+    if len(kept) != 1:
+        raise fields.error("vision_feature_layer", f"names {len(kept)} layers, but the projector's norm is of one")
+    # Older files say it of the text alone; transformers 5 writes it here, and reads it here alone.
+    is_tied = fields.boolean("tie_word_embeddings", text.boolean("tie_word_embeddings", False))
+    return LlavaConfig(
+        **{**decoder, "tie_word_embeddings": is_tied, **outer_fields(fields)},
+        tower=tower,
+        kept=kept,
+        skips_first=False,
+        merge_size=merge_size,
+        projector_bias=fields.boolean("multimodal_projector_bias", False),
+        **read_projector(fields, default_token=10),
+    )
+
+
+ARCHITECTURES = (Architecture("Mistral3ForConditionalGeneration", "mistral3", read_mistral3, Mistral3Model),)
