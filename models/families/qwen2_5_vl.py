@@ -1,11 +1,13 @@
-"""Qwen2.5-VL (arXiv 2502.13923): Qwen2 over text and pictures.
+"""Qwen2.5-VL (arXiv 2502.13923) and Qwen2-VL (2409.12191): Qwen2 over text and pictures.
 
-The tower is `models.towers.qwen2_5_vl`. Tokens have positions in three axes, each of which turns a section of a head's
-pairs (`models.mrope`). Published files are flat: the language model's fields stand beside `vision_config`.
+The towers are `models.towers.qwen2_5_vl`, and for Qwen2-VL `models.towers.qwen3_vl`. Tokens have positions in three
+axes, each of which turns a section of a head's pairs (`models.mrope`). Published files are flat: the language model's
+fields stand beside `vision_config`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -18,7 +20,9 @@ from models.families.llama import LlamaConfig, LlamaModel, windows_of_qwen
 from models.makers.maker import Maker
 from models.mrope import parted_axes
 from models.picture_decoder import AxesDecoder
+from models.towers.encoding import PictureTower
 from models.towers.qwen2_5_vl import WindowedTower, WindowedTowerConfig, read_windowed_tower
+from models.towers.qwen3_vl import Tower, TowerConfig, read_second_tower
 from runtime.images.patches import PatchRule
 
 _ROOT = "model.language_model"
@@ -28,7 +32,7 @@ _ROOT = "model.language_model"
 class Qwen25VLConfig(LlamaConfig):
     """`sections`: pairs of a head that each axis turns. `image_token_id` stands where a picture's tokens go."""
 
-    tower: WindowedTowerConfig
+    tower: WindowedTowerConfig | TowerConfig
     sections: tuple[int, ...]
     image_token_id: int
 
@@ -47,7 +51,10 @@ class Qwen25VLModel(AxesDecoder, LlamaModel):
         super().__init__(config, maker)
         tower = config.tower
         self.image_token_id, self.axes = config.image_token_id, parted_axes(config.sections)
-        self.tower = maker.in_first(lambda: WindowedTower(tower, maker.under("model.visual")))
+        under = maker.under("model.visual")
+        self.tower: PictureTower = maker.in_first(
+            lambda: Tower(tower, under) if isinstance(tower, TowerConfig) else WindowedTower(tower, under)
+        )
         self.patch_rule = PatchRule(
             patch_size=tower.patch_size, merge_size=tower.merge_size, num_frames=tower.num_frames,
             min_pixels=56 * 56, max_pixels=12_845_056,
@@ -55,6 +62,14 @@ class Qwen25VLModel(AxesDecoder, LlamaModel):
 
 
 def read_qwen2_5_vl(fields: Fields) -> Qwen25VLConfig:
+    return _read(fields, read_windowed_tower)
+
+
+def read_qwen2_vl(fields: Fields) -> Qwen25VLConfig:
+    return _read(fields, read_second_tower)
+
+
+def _read(fields: Fields, read_tower: Callable[[Fields, int], WindowedTowerConfig | TowerConfig]) -> Qwen25VLConfig:
     text = fields.object("text_config") if fields.has("text_config") else fields
     add_class_defaults(text, "qwen2_5_vl_text")
     is_tied = fields.boolean("tie_word_embeddings", False) or text.boolean("tie_word_embeddings", False)
@@ -78,7 +93,7 @@ def read_qwen2_5_vl(fields: Fields) -> Qwen25VLConfig:
         **common,
         layer_ropes=(rope,) * common["num_layers"],
         attention_bias=True,
-        tower=read_windowed_tower(fields.object("vision_config"), common["hidden_size"]),
+        tower=read_tower(fields.object("vision_config"), common["hidden_size"]),
         sections=sections,
         image_token_id=fields.integer("image_token_id", 151655, least=0),
     )
@@ -86,4 +101,5 @@ def read_qwen2_5_vl(fields: Fields) -> Qwen25VLConfig:
 
 ARCHITECTURES = (
     Architecture("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", read_qwen2_5_vl, Qwen25VLModel),
+    Architecture("Qwen2VLForConditionalGeneration", "qwen2_vl", read_qwen2_vl, Qwen25VLModel),
 )

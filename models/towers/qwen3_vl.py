@@ -1,6 +1,7 @@
-"""Qwen3-VL's tower (arXiv 2511.21631): patches to embeddings of the language model's tokens.
+"""The towers of Qwen3-VL (arXiv 2511.21631) and Qwen2-VL (2409.12191): patches to embeddings of the language model's
+tokens.
 
-    x = patches . W + learned positions, interpolated to the picture's grid
+    x = patches . W + learned positions, interpolated to the picture's grid       Qwen2-VL: none
     for each layer:   x = x + attention(norm(x));   x = x + mlp(norm(x))
     embeddings = mlp(norm(x), 2 x 2 patches a token)
 
@@ -35,7 +36,8 @@ _NORM_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerConfig:
-    """`positions_side`: lines of the grid of learned positions. `deepstack_layers`: whose outputs are merged, too."""
+    """`positions_side`: lines of the grid of learned positions; 0: there are none. `deepstack_layers`: whose outputs
+    are merged, too. `mlp`, `merger`: what a layer's maps, and the merger's norm and maps, are called."""
 
     hidden_size: int
     num_layers: int
@@ -49,6 +51,9 @@ class TowerConfig:
     deepstack_layers: tuple[int, ...]
     activation: Gelu
     theta: float
+    patch_bias: bool = True
+    mlp: tuple[str, str] = ("mlp.linear_fc1", "mlp.linear_fc2")
+    merger: tuple[str, str, str] = ("norm", "linear_fc1", "linear_fc2")
 
     @property
     def head_dim(self) -> int:
@@ -90,6 +95,39 @@ def read_tower(fields: Fields, hidden_size: int) -> TowerConfig:
     )
 
 
+def read_second_tower(fields: Fields, hidden_size: int) -> TowerConfig:
+    """Qwen2-VL's: its `hidden_size` is the language model's width. The defaults are transformers'."""
+    fields.expect("in_channels", 3)
+    fields.expect("in_chans", 3)
+    width, heads = fields.integer("embed_dim", 1280, most=1 << 16), fields.integer("num_heads", 16, most=1 << 10)
+    if width % heads or width // heads % 4:
+        raise fields.error("num_heads", f"= {heads} must divide embed_dim = {width} into multiples of 4")
+    out_size = fields.integer("hidden_size", 3584)
+    if out_size != hidden_size:
+        raise fields.error("hidden_size", f"= {out_size} must be the language model's hidden_size = {hidden_size}")
+    patch = fields.integer("patch_size", 14, most=256)
+    fields.expect("spatial_patch_size", patch)
+    rope = fields.object("rope_parameters")
+    rope.expect("rope_type", "axial")
+    return TowerConfig(
+        hidden_size=width,
+        num_layers=fields.integer("depth", 32, most=1 << 10),
+        num_heads=heads,
+        inner_size=int(width * fields.number("mlp_ratio", 4, above=0.0, most=1 << 10)),
+        out_size=out_size,
+        patch_size=patch,
+        num_frames=fields.integer("temporal_patch_size", 2, most=16),
+        merge_size=fields.integer("spatial_merge_size", 2, most=16),
+        positions_side=0,
+        deepstack_layers=(),
+        activation=cast(Gelu, read_choice(fields, "hidden_act", "quick_gelu", GELU_NAMES)),
+        theta=float(rope.number("rope_theta", 10_000.0, least=1e-6, most=1e12)),
+        patch_bias=False,
+        mlp=("mlp.fc1", "mlp.fc2"),
+        merger=("ln_q", "mlp.0", "mlp.2"),
+    )
+
+
 class Tower(PictureTower):
     """See `PictureTower`. The embeddings are `[num_tokens, out_size]`; what is added behind the language model's first
     layers has the same shape."""
@@ -98,8 +136,12 @@ class Tower(PictureTower):
         width = config.hidden_size
         self.config, self.dtype, self.device = config, maker.dtype, maker.options.device
         kernel = (3, config.num_frames, config.patch_size, config.patch_size)
-        self.patch_embed = maker.convolution("patch_embed.proj", outputs=width, kernel=kernel, has_bias=True)
-        self.positions = maker.table("pos_embed.weight", config.positions_side**2, width)
+        self.patch_embed = maker.convolution(
+            "patch_embed.proj", outputs=width, kernel=kernel, has_bias=config.patch_bias
+        )
+        self.positions: Tensor | None = None
+        if config.positions_side:
+            self.positions = maker.table("pos_embed.weight", config.positions_side**2, width)
         heads = share_of_tower(config.num_heads, maker.options, head_dim=config.head_dim)
         self.num_heads = heads.share.count // config.head_dim
         self.layers = [TowerLayer(config, maker.under(f"blocks.{index}")) for index in range(config.num_layers)]
@@ -114,10 +156,13 @@ class Tower(PictureTower):
         rows, columns = patch_places(grid, config.merge_size)
         count = len(rows)
         assert len(patches) == count, f"{len(patches)} patches, but the grid is {grid}"
-        places = _Interpolated(self, rows, columns, grid)
+        places: _Interpolated | None = None
+        if self.positions is not None:
+            places = _Interpolated(self.positions, config.positions_side, rows, columns, grid)
         x = self.buffer(count, config.hidden_size)
         for piece in pace.slices(count):
-            self.patch_embed(self.pixels(patches, piece), residual=places.of(piece), out=x[piece])
+            added = None if places is None else places.of(piece)
+            self.patch_embed(self.pixels(patches, piece), residual=added, out=x[piece])
             yield piece.stop - piece.start
         rope = axial_rope(config.head_dim, config.theta, rows, columns, self.device)
         attention = FullAttention([count], self.num_heads, config.head_dim, rope, x.dtype, self.device)
@@ -150,8 +195,9 @@ class TowerLayer:
             "attn.qkv", outputs=(heads.share,) * 3, inputs=width, has_bias=True, split=heads.outputs
         )
         self.proj = maker.linear("attn.proj", outputs=width, inputs=heads.share, has_bias=True, split=heads.inputs)
-        self.up = maker.linear("mlp.linear_fc1", outputs=inner.share, inputs=width, has_bias=True, split=inner.outputs)
-        self.down = maker.linear("mlp.linear_fc2", outputs=width, inputs=inner.share, has_bias=True, split=inner.inputs)
+        up, down = config.mlp
+        self.up = maker.linear(up, outputs=inner.share, inputs=width, has_bias=True, split=inner.outputs)
+        self.down = maker.linear(down, outputs=width, inputs=inner.share, has_bias=True, split=inner.inputs)
 
     def qkv_of(self, x: Tensor) -> Tensor:
         return self.qkv(ops.layer_norm(x, *self.norms[0], _NORM_EPS))
@@ -169,13 +215,12 @@ class Merger:
         self.inputs = config.hidden_size * config.merge_size**2
         self.norms_tokens = norms_tokens
         size = self.inputs if norms_tokens else config.hidden_size
-        self.norm = maker.vector("norm.weight", size), maker.vector("norm.bias", size)
+        norm, up, down = config.merger
+        self.norm = maker.vector(f"{norm}.weight", size), maker.vector(f"{norm}.bias", size)
         inner = share_of_tower(self.inputs, maker.options)
-        self.up = maker.linear(
-            "linear_fc1", outputs=inner.share, inputs=self.inputs, has_bias=True, split=inner.outputs
-        )
+        self.up = maker.linear(up, outputs=inner.share, inputs=self.inputs, has_bias=True, split=inner.outputs)
         self.down = maker.linear(
-            "linear_fc2", outputs=config.out_size, inputs=inner.share, has_bias=True, split=inner.inputs
+            down, outputs=config.out_size, inputs=inner.share, has_bias=True, split=inner.inputs
         )
 
     def __call__(self, x: Tensor, out: Tensor) -> None:
@@ -196,9 +241,9 @@ class _Interpolated:
     """The learned positions of a picture's patches: the grid of the table is stretched over the picture, corner to
     corner, and read bilinearly."""
 
-    def __init__(self, tower: Tower, rows: Array, columns: Array, grid: tuple[int, int]) -> None:
-        side = tower.config.positions_side
-        self._tower = tower
+    def __init__(self, table: Tensor, side: int, rows: Array, columns: Array, grid: tuple[int, int]) -> None:
+        """`table [side**2, hidden_size]`; the line and the column of each patch."""
+        self._table = table
         lines, places = (_taps(each, count, side) for each, count in ((rows, grid[0]), (columns, grid[1])))
         self._taps = [
             ((line * side + column).astype(np.int32), (line_weight * column_weight).astype(np.float32))
@@ -210,8 +255,8 @@ class _Interpolated:
         """Some patches' `[n, hidden_size]`."""
         total: Tensor | None = None
         for ids, weights in self._taps:
-            rows, factors = ops.place([ids[piece], weights[piece]], self._tower.device)
-            part = ops.embedding(rows, self._tower.positions)
+            rows, factors = ops.place([ids[piece], weights[piece]], self._table.device)
+            part = ops.embedding(rows, self._table)
             part = part * factors.to(part.dtype).unsqueeze(1)
             total = part if total is None else total + part
         assert total is not None

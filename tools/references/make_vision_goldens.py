@@ -1,11 +1,12 @@
 """Writes what transformers makes of the tiny models of `tests/models/vision/cases.py`.
 
-    python -m tools.references.make_vision_goldens          # needs transformers and torch
+    python -m tools.references.make_vision_goldens [CASE ...]          # needs transformers and torch
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,7 +21,7 @@ NUM_NEW = 6
 
 
 def main() -> None:
-    for case in CASES:
+    for case in sys.argv[1:] or CASES:
         make_case(case)
 
 

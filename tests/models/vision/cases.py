@@ -85,6 +85,17 @@ CASES: dict[str, dict[str, Any]] = {
         },
         tie_word_embeddings=False,
     ),
+    "qwen2_vl": _case(
+        "Qwen2VLForConditionalGeneration", "qwen2_vl",
+        {
+            "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": None, "attention_bias": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [3, 4, 3]},
+        },
+        {
+            "num_position_embeddings": None, "deepstack_visual_indexes": None, "out_hidden_size": None,
+            "intermediate_size": None, "hidden_act": "quick_gelu", "embed_dim": 36, "hidden_size": 40, "mlp_ratio": 2,
+        },
+    ),
 }  # fmt: skip
 
 

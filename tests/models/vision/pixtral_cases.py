@@ -28,7 +28,9 @@ _YARN = {
 }  # fmt: skip
 
 
-def _case(architecture: str, model_type: str, tower: dict[str, Any], text: dict[str, Any], **own: Any) -> dict[str, Any]:
+def _case(
+    architecture: str, model_type: str, tower: dict[str, Any], text: dict[str, Any], **own: Any
+) -> dict[str, Any]:
     return {
         "architectures": [architecture], "model_type": model_type, "image_token_index": IMAGE,
         "tie_word_embeddings": False, "vision_config": {**_TOWER, **tower}, "text_config": {**_TEXT, **text}, **own,
@@ -97,8 +99,8 @@ def patches_of(case: str, index: int) -> np.ndarray[Any, Any]:
 
 
 def batch_of(case: str) -> tuple[np.ndarray[Any, Any], list[tuple[int, int]]]:
-    """All pictures as transformers takes them, `[n, 3, most height, most width]`, zeros around the smaller ones; and the
-    height and width of each."""
+    """All pictures as transformers takes them, `[n, 3, most height, most width]`, zeros around the smaller ones; and
+    the height and width of each."""
     pictures = [picture_of(case, index) for index in range(len(_TOKENS))]
     sizes = [picture.shape[1:] for picture in pictures]
     most = [max(side) for side in zip(*sizes, strict=True)]
