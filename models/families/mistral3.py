@@ -10,21 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-
 from models.architecture import Architecture
 from models.configuration.config import outer_fields
 from models.configuration.json_fields import Fields
 from models.decoder import DecoderConfig
 from models.families.llama import read_mistral
-from models.families.llava import (
-    MISTRAL_DEFAULTS,
-    LlavaConfig,
-    LlavaModel,
-    LlavaTower,
-    kept_layers,
-    read_projector,
-    read_text,
-)  # fmt: skip
+from models.families.llava import LlavaConfig, LlavaModel, LlavaTower, kept_layers, read_projector, read_text
 from models.families.ministral3 import read_ministral3
 from models.makers.maker import Maker
 from models.picture_decoder import PictureDecoder

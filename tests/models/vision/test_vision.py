@@ -144,7 +144,11 @@ def test_experts_stored_outputs_first(tmp_path: Path, inner: int) -> None:
     ],
 )
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.exhaustive] * (case in ("qwen3_vl_moe", "qwen2_vl"))) for case in CASES]
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.exhaustive] * (case in ("qwen3_vl_moe", "qwen2_vl")))
+        for case in CASES
+    ],
 )
 def test_on_emulated_gpus(
     tmp_path: Path, case: str, device: str, dtype: str, monkeypatch: pytest.MonkeyPatch
