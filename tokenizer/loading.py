@@ -8,17 +8,19 @@ they are.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tokenizer.classes import GPT2, QWEN2, as_class_has_it, class_of
 from tokenizer.components.added_tokens import AddedToken
 from tokenizer.errors import TokenizerFileError
 from tokenizer.json_fields import Fields, shown
-from tokenizer.llama_class import is_rebuilt, rebuild
+from tokenizer.warn import warn_once
 
-_GPT2_CLASSES = ("GPT2Tokenizer", "GPT2TokenizerFast")
-_QWEN2_CLASSES = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
 _QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -37,11 +39,13 @@ class TokenizerFiles:
     extra_special_tokens: list[AddedToken] = field(default_factory=list)
     config_tokens: list[tuple[int, AddedToken]] = field(default_factory=list)
     """Added tokens that tokenizer_config.json or added_tokens.json lists, by id."""
-    add_bos_token: bool | None = None
-    add_eos_token: bool | None = None
-    """None: the post-processor of tokenizer.json decides."""
+    add_bos_token: bool = False
+    add_eos_token: bool = False
+    """Beside what the post-processor adds; where a tokenizer.json exists, that alone decides."""
     chat_templates: dict[str, str] = field(default_factory=dict)
     """By name; the usual one is "default"."""
+    passes_over_merges: bool = False
+    """Merges that name a token which is not in the vocabulary are a warning, as in llama.cpp; else an error."""
 
 
 def read_folder(folder: Path) -> TokenizerFiles:
@@ -49,12 +53,14 @@ def read_folder(folder: Path) -> TokenizerFiles:
     if not folder.is_dir():
         raise TokenizerFileError(str(folder), "", "is not a folder")
     config = _read_optional(folder / "tokenizer_config.json")
-    content = _read_tokenizer(folder, config)
-    if is_rebuilt(content, config, _read_optional(folder / "config.json")):
-        content = rebuild(content, config)
-    files = TokenizerFiles(content)
-    files.add_bos_token = _optional_boolean(config, "add_bos_token")
-    files.add_eos_token = _optional_boolean(config, "add_eos_token")
+    name = class_of(config, _read_optional(folder / "config.json"))
+    has_json = (folder / "tokenizer.json").is_file()
+    if has_json:
+        files = TokenizerFiles(as_class_has_it(Fields.read(folder / "tokenizer.json"), name, config))
+    else:  # tokenizer.json says itself what is added to a text
+        files = TokenizerFiles(_read_vocabulary(folder, config, name or GPT2))
+        files.add_bos_token = config.boolean("add_bos_token", False)
+        files.add_eos_token = config.boolean("add_eos_token", False)
     _read_special_tokens(folder, config, files)
     _read_chat_templates(folder, config, files)
     return files
@@ -64,30 +70,20 @@ def _read_optional(file: Path) -> Fields:
     return Fields.read(file) if file.is_file() else Fields({}, file.name)
 
 
-def _optional_boolean(config: Fields, name: str) -> bool | None:
-    return None if config.get(name) is None else config.boolean(name)
-
-
-def _read_tokenizer(folder: Path, config: Fields) -> Fields:
-    if (folder / "tokenizer.json").is_file():
-        return Fields.read(folder / "tokenizer.json")
+def _read_vocabulary(folder: Path, config: Fields, kind: str) -> Fields:
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
     if not vocab.is_file() or not merges.is_file():
         raise TokenizerFileError(
             folder.name, "", "holds neither tokenizer.json nor vocab.json with merges.txt"
         )
-    kind = config.get("tokenizer_class") or "GPT2Tokenizer"
-    if kind not in _GPT2_CLASSES + _QWEN2_CLASSES:
+    if kind not in (GPT2, QWEN2):
         config.fail("tokenizer_class", f"{shown(kind)} is not supported without a tokenizer.json")
-    try:
-        lines = merges.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TokenizerFileError(merges.name, "", f"cannot be read: {error}") from error
+    lines = _read_text(merges).split("\n")
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": True}
     pre_tokenizer: dict[str, Any] = byte_level | {
         "add_prefix_space": config.boolean("add_prefix_space", False)
     }
-    if kind in _QWEN2_CLASSES:
+    if kind == QWEN2:
         split = {
             "type": "Split",
             "pattern": {"Regex": _QWEN2_PATTERN},
@@ -102,7 +98,7 @@ def _read_tokenizer(folder: Path, config: Fields) -> Fields:
     }
     content = {
         "version": "1.0",
-        "normalizer": {"type": "NFC"} if kind in _QWEN2_CLASSES else None,
+        "normalizer": {"type": "NFC"} if kind == QWEN2 else None,
         "pre_tokenizer": pre_tokenizer,
         "decoder": byte_level,
         "model": model,
@@ -152,19 +148,45 @@ def _read_token(source: Fields, name: str, value: object) -> AddedToken:
 
 
 def _read_chat_templates(folder: Path, config: Fields, files: TokenizerFiles) -> None:
+    """A template that cannot be read is a warning; in its place stands one that refuses every chat, with the reason."""
+
+    def read(name: str, text: Callable[[], str]) -> None:
+        try:
+            files.chat_templates[name] = text()
+        except TokenizerFileError as error:
+            warn_once(f"{folder}: the chat template {name!r} cannot be used: {error}")
+            files.chat_templates[name] = refusing_template(str(error))
+
     listed = config.get("chat_template")
     if isinstance(listed, list):
-        for entry in config.objects("chat_template"):
-            files.chat_templates[entry.string("name")] = entry.string("template")
+        for i, entry in enumerate(listed):
+            one = Fields(entry if isinstance(entry, dict) else {}, config.file, f"chat_template[{i}]")
+            name = one.get("name")
+            read(name if isinstance(name, str) else "default", partial(one.string, "template"))
+    elif isinstance(listed, dict):
+        for name in listed:
+            read(name, partial(config.object("chat_template").string, name))
     elif listed is not None:
-        files.chat_templates["default"] = config.string("chat_template")
-    if (folder / "chat_template.json").is_file():
-        files.chat_templates["default"] = Fields.read(folder / "chat_template.json").string("chat_template")
+        read("default", lambda: config.string("chat_template"))
+    if (file := folder / "chat_template.json").is_file():
+        read("default", lambda: Fields.read(file).string("chat_template"))
     paths = {"default": folder / "chat_template.jinja"}
     paths |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     for name, path in paths.items():
         if path.is_file():
-            try:
-                files.chat_templates[name] = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise TokenizerFileError(path.name, "", f"cannot be read: {error}") from error
+            read(name, partial(_read_text, path))
+    if files.chat_templates and "default" not in files.chat_templates:
+        problem = f"there is no chat template 'default', only {', '.join(sorted(files.chat_templates))}"
+        files.chat_templates["default"] = refusing_template(problem)
+
+
+def refusing_template(problem: str) -> str:
+    """A chat template that refuses every conversation, with this reason."""
+    return f"{{{{ raise_exception({json.dumps(problem)}) }}}}"
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerFileError(file.name, "", f"cannot be read: {error}") from error

@@ -28,6 +28,7 @@ from tokenizer.patterns.automaton import compile_automaton
 from tokenizer.patterns.tree import NotTabularError
 from tokenizer.templates.chat_template import render_chat
 from tokenizer.templates.content_marks import ContentMarks, free_mark, is_no_turn, mapped, without
+from tokenizer.warn import warn_once
 
 _ID_LIMIT = 1 << 32
 
@@ -48,7 +49,7 @@ class Tokenizer:
         supported."""
         fields = files.tokenizer
         _check_top_level(fields)
-        self._model = BpeModel(fields.object("model"))
+        self._model = BpeModel(fields.object("model"), passes_over_merges=files.passes_over_merges)
         self._normalizer = build_normalizer(fields.optional_object("normalizer"))
         self._steps = build_pre_tokenizer(fields.optional_object("pre_tokenizer"))
         self._post_processor = build_post_processor(fields.optional_object("post_processor"))
@@ -412,22 +413,21 @@ class Tokenizer:
             size = len(self._model.vocab)
             last = max(self._id_to_added, default=-1)
             known_id = last + 1 if last >= size else size
-        if known_id != declared_id:
-            token_text = shown(token.content)
-            source.fail(
-                "added_tokens", f"{token_text} is declared with id {declared_id}, but has id {known_id}"
+        if known_id != declared_id:  # the library warns of it, too, and goes by the vocabulary
+            warn_once(
+                f"{source.file}: added_tokens: {shown(token.content)} is declared with id {declared_id}, but has id"
+                f" {known_id} by the vocabulary and its place; {known_id} is taken"
             )
         self._id_to_added[known_id] = token
         self._added_ids[token.content] = known_id
 
     def _set_added_bos_eos(self, files: TokenizerFiles) -> None:
-        """The config's add_bos_token and add_eos_token, where given, replace the post-processor."""
-        if files.add_bos_token is None and files.add_eos_token is None:
-            return
-        bos = [self.bos_token_id] if files.add_bos_token else []
-        eos = [self.eos_token_id] if files.add_eos_token else []
-        before, after = ([i for i in ids if i is not None] for ids in (bos, eos))
-        self._post_processor = PostProcessor(([before, None, after],))
+        """BOS and EOS that files without a post-processor ask for."""
+        if files.add_bos_token or files.add_eos_token:
+            bos = [self.bos_token_id] if files.add_bos_token else []
+            eos = [self.eos_token_id] if files.add_eos_token else []
+            before, after = ([i for i in ids if i is not None] for ids in (bos, eos))
+            self._post_processor = PostProcessor(([before, None, after],))
 
     def _index_tokens(self) -> None:
         self._tokens = dict(zip(self._model.vocab.values(), self._model.vocab))
@@ -495,9 +495,6 @@ def _is_answer(message: Any) -> bool:
 def _check_top_level(fields: Fields) -> None:
     if fields.string("version", "1.0") != "1.0":
         fields.wrong("version", '"1.0"')
-    for name in ("truncation", "padding"):
-        if fields.get(name) is not None:
-            fields.fail(name, f"is not supported, found {shown(fields.get(name))}")
 
 
 def _checked(token_id: int) -> int:

@@ -13,6 +13,7 @@ from models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from models.configuration.json_fields import Fields, config_path, read_json_object
 from models.gguf.model_file import GgufModel
 from models.quantized.scheme import add_quantization, read_quantization, with_quantized
+from tokenizer.ends import EndTokens, end_tokens
 from tokenizer.loading import TokenizerFiles, read_folder
 
 
@@ -26,6 +27,9 @@ class ModelFiles(Protocol):
 
     def generation_config(self) -> Fields:
         """The fields of `generation_config.json`; none if there is no such file."""
+
+    def end_tokens(self) -> EndTokens | None:
+        """Ids that end an answer by the tokenizer; None if there is none, or `generation_config` has them."""
 
     def checkpoint(self) -> Checkpoint:
         """The stored tensors, which are not checked against a model yet."""
@@ -52,6 +56,11 @@ class ModelFolder:
         """See `ModelFiles`."""
         path = self.path / "generation_config.json"
         return Fields(read_json_object(path) if path.is_file() else {}, str(path))
+
+    def end_tokens(self) -> EndTokens | None:
+        """See `ModelFiles`."""
+        files = self.tokenizer_files()
+        return None if files is None else end_tokens(files)
 
     def checkpoint(self) -> Checkpoint:
         """See `ModelFiles`."""

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from models.checkpoints.model_files import open_model
+from models.checkpoints.model_files import ModelFiles, open_model
 from models.configuration.json_fields import Fields
+from models.errors import ConfigError
 from runtime.sampling_table import COLUMNS, Column
+from tokenizer.errors import TokenizerFileError
+from tokenizer.warn import warn_once
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
     """The fields that the engine has a use for; None where the file says nothing.
 
-    `eos_token_ids` end a generation. `sampling` has the parameters of `runtime.sampling_table` that the file gives and
-    that mean something: none that shapes draws if `do_sample` is false, which recommends the most probable token.
+    `eos_token_ids` are those of the configs alone; `load_end_ids` has all that end an answer. `sampling` has the
+    parameters of `runtime.sampling_table` that the file gives and that mean something: none that shapes draws if
+    `do_sample` is false, which recommends the most probable token.
     `max_new_tokens` and `max_length` are tokens; `max_length` includes the prompt.
     """
 
@@ -31,36 +37,84 @@ class GenerationConfig:
 def load_generation_config(model: str | Path) -> GenerationConfig:
     """The typed form of the model's generation config.
 
-    Where that or its ids are absent, the ids are those of `config.json`, which older models have instead.
+    Where that or its ids are absent, the ids are those of `config.json`, which older models have instead. A file that
+    is not JSON, and a value that makes no sense, are warnings that name file, field and value, and count as absent, as
+    users can say all of it themselves.
 
-    Raises `ConfigError`, naming file, field and value, for a file that is not JSON and a field that is out
-    of range.
+    Raises `ConfigError` for a `config.json` that is wrong.
     """
     files = open_model(model)
-    fields, older = files.generation_config(), files.config()
+    fields, older = _generation_fields(files), files.config()
 
     def ids(name: str) -> tuple[int, ...]:
-        return (fields if name in fields else older).token_ids(name)
+        return _sensible(lambda: (fields if name in fields else older).token_ids(name)) or ()
 
-    is_greedy = fields.boolean("do_sample", None) is False
+    does_sample = _sensible(lambda: fields.boolean("do_sample", None))
+    is_greedy = does_sample is False
     sampling: dict[str, Any] = {"temperature": 0.0} if is_greedy else {}
     for name, column in COLUMNS.items():
         if column.is_recommended and not (is_greedy and column.shapes_draws):
-            value = _number(fields, name, column)
+            value = _sensible(partial(_number, fields, name, column))
             if value is not None:
                 sampling[name] = value
+    if does_sample and sampling.get("temperature") == 0:
+        warn_once(f"{fields.where}: temperature is 0 beside do_sample true: the most probable token is always taken")
     return GenerationConfig(
         bos_token_id=next(iter(ids("bos_token_id")), None),
         eos_token_ids=ids("eos_token_id"),
         pad_token_id=next(iter(ids("pad_token_id")), None),
         sampling=sampling,
-        max_new_tokens=fields.integer("max_new_tokens", None),
-        max_length=fields.integer("max_length", None),
+        max_new_tokens=_sensible(lambda: fields.integer("max_new_tokens", None)),
+        max_length=_sensible(lambda: fields.integer("max_length", None)),
     )
+
+
+def load_end_ids(model: str | Path) -> tuple[int, ...]:
+    """The ids that end an answer: those that the generation config, `config.json`, its `text_config` and the tokenizer
+    name, and the tokenizer's known ends of a turn.
+
+    Where the generation config names some, `config.json` adds no id whose token is ordinary text: classes of configs
+    have defaults that another vocabulary knows nothing of. Raises `ConfigError` for a `config.json` that is wrong.
+    """
+    files = open_model(model)
+    generation, config = _generation_fields(files), files.config()
+    named = _sensible(lambda: generation.token_ids("eos_token_id")) or ()
+    others = config.token_ids("eos_token_id")
+    if isinstance(text := config.raw("text_config"), dict):
+        others += Fields(text, f"{config.where}: text_config").token_ids("eos_token_id")
+    try:
+        tokens = files.end_tokens()
+    except TokenizerFileError as error:  # told to whoever loads the tokenizer
+        warn_once(f"{error}: whether the tokenizer has further ends of an answer is not known")
+        tokens = None
+    if tokens is not None and named:
+        if plain := [i for i in dict.fromkeys(others) if i not in named and i not in tokens.special]:
+            warn_once(
+                f"{config.where}: eos_token_id {plain} is ordinary text by the tokenizer and ends no answer; those of"
+                f" {generation.where} do: {list(named)}"
+            )
+        others = tuple(i for i in others if i not in plain)
+    return tuple(dict.fromkeys((*named, *others, *(() if tokens is None else tokens.ids))))
+
+
+def _generation_fields(files: ModelFiles) -> Fields:
+    return _sensible(files.generation_config) or Fields({}, "generation_config.json")
+
+
+def _sensible(read: Callable[[], Any]) -> Any:
+    """What is read; None, with a warning, where it makes no sense."""
+    try:
+        return read()
+    except ConfigError as error:
+        warn_once(f"{error}; it is passed over")
+        return None
 
 
 def _number(fields: Fields, name: str, column: Column) -> Any:
     if column.kind is int:
+        value = fields.raw(name)
+        if isinstance(value, float) and value.is_integer():
+            fields = Fields({name: int(value)}, fields.where)
         return fields.integer(name, None, least=int(column.low), most=int(column.high))
     if column.is_low_open:
         return fields.number(name, None, above=column.low, most=column.high)

@@ -20,6 +20,7 @@ from models.gguf.formats import Array
 from models.gguf.reader import GgufFile, GgufTensor
 from runtime.dtype import DType, float32
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
+from tokenizer.ends import EndTokens
 from tokenizer.errors import TokenizerFileError
 from tokenizer.gguf.vocabulary import GgufVocabulary
 from tokenizer.loading import TokenizerFiles
@@ -64,6 +65,10 @@ class GgufModel:
             if (value := self._first.metadata.get(f"general.sampling.{name}")) is not None:
                 values[ours] = plain(value)
         return Fields(values, str(self.path))
+
+    def end_tokens(self) -> EndTokens | None:
+        """See `ModelFiles`."""
+        return None
 
     def checkpoint(self) -> Checkpoint:
         """The tensors, under the names and in the rows of the model's safetensors."""

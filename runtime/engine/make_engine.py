@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from models.base import Model
 from models.checkpoints.hub import model_name, resolve_model
-from models.configuration.generation_config import load_generation_config
+from models.configuration.generation_config import load_end_ids
 from models.configuration.preprocessing import read_line_ends, read_patch_rule
 from models.drafters.dflash import load_dflash
 from models.drafters.eagle3 import load_eagle3
@@ -494,7 +494,7 @@ def limits_of(
 
 def _eos_token_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
     """The model's ids that end a choice, without those that its vocabulary lacks: no step ever draws them."""
-    given = load_generation_config(folder).eos_token_ids
+    given = load_end_ids(folder)
     kept = tuple(token_id for token_id in given if token_id < vocab_size)
     if kept != given:
         outside = [token_id for token_id in given if token_id not in kept]

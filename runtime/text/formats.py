@@ -46,6 +46,7 @@ class AnswerFormat:
         Raises InvalidArgumentError for "harmony" where the vocabulary lacks its special tokens."""
         if tokenizer is None:
             return cls()
+        _warn_of_broken_templates(tokenizer)
         is_asked = tool_call_parser in (HARMONY.name, *HARMONY.names)
         if is_asked and special_ids(tokenizer) is None:
             missing = " or ".join(SPECIAL_TOKENS)
@@ -73,6 +74,19 @@ def end_ids(
     if tokenizer is None or not answer_format.harmony:
         return eos_token_ids
     return tuple(dict.fromkeys((*eos_token_ids, *answer_end_ids(tokenizer))))
+
+
+def _warn_of_broken_templates(tokenizer: Tokenizer) -> None:
+    """A model whose template does not compile serves all but chats, which are refused with the reason."""
+    from tokenizer import ChatTemplateError
+    from tokenizer.templates.chat_template import compile_template
+    from tokenizer.warn import warn_once
+
+    for name, template in tokenizer.chat_templates.items():
+        try:
+            compile_template(template)
+        except ChatTemplateError as error:
+            warn_once(f"{error}: chats by the template {name!r} are refused; --chat-template FILE gives another one")
 
 
 def _has_reasoning(tokenizer: Tokenizer) -> bool:

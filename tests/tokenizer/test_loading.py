@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.tokenizer.support import FIXTURES, added_token, bpe_model, build, byte_level_model, content_of
-from tokenizer import Tokenizer, TokenizerError, TokenizerFileError
+from tokenizer import ChatTemplateError, Tokenizer, TokenizerError, TokenizerFileError
 
 
 def _folder(path: Path, content: dict[str, Any] | None = None, **files: Any) -> Path:
@@ -115,23 +116,24 @@ def test_qwen2_vocab_and_merges_and_an_unknown_class(tmp_path: Path) -> None:
         Tokenizer.from_pretrained(folder)
 
 
-def test_bos_and_eos_from_the_config(tmp_path: Path) -> None:
-    content = _content()
-    a, b, begin, end = 0, 1, 2, 3
+def test_named_tokens_of_the_vocabulary_are_special(tmp_path: Path) -> None:
     config = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
-    for flags, expected in (
-        ({}, [a]),
-        ({"add_bos_token": True}, [begin, a]),
-        ({"add_eos_token": True, "add_bos_token": False}, [a, end]),
-        ({"add_bos_token": None}, [a]),
-    ):
-        tokenizer = Tokenizer.from_pretrained(
-            _folder(tmp_path, content, tokenizer_config__json=config | flags)
-        )
-        assert tokenizer.encode("a") == expected
-        assert tokenizer.encode("a", add_special_tokens=False) == [a]
-    assert tokenizer.encode("a<s>b") == [a, begin, b]  # named tokens of the vocabulary are special
-    assert tokenizer.decode([a, begin, b], skip_special_tokens=True) == "a b"
+    tokenizer = Tokenizer.from_pretrained(_folder(tmp_path, _content(), tokenizer_config__json=config))
+    assert tokenizer.encode("a<s>b") == [0, 2, 1]
+    assert tokenizer.decode([0, 2, 1], skip_special_tokens=True) == "a b"
+
+
+def test_truncation_and_padding_are_not_the_files_to_say(tmp_path: Path) -> None:
+    """As `tokenizer(texts, truncation=True, padding=True)` leaves them for `save_pretrained`; a call starts without."""
+    used = {
+        "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+        "padding": {
+            "strategy": "BatchLongest", "direction": "Right", "pad_to_multiple_of": 8, "pad_id": 0, "pad_type_id": 0,
+            "pad_token": "a",
+        },
+    }  # fmt: skip
+    tokenizer = Tokenizer.from_pretrained(_folder(tmp_path, {**_content(), **used}))
+    assert tokenizer.encode("aabb") == [0, 5, 1]
 
 
 def test_a_named_token_outside_the_vocabulary_is_a_mere_name(tmp_path: Path) -> None:
@@ -152,9 +154,6 @@ def test_tokens_that_only_the_config_lists(tmp_path: Path) -> None:
     )
     assert tokenizer.encode("a<tool>b<x>") == [0, 6, 1, 7]
     assert tokenizer.all_special_ids == {7}
-    _folder(tmp_path, tokenizer_config__json={"added_tokens_decoder": {"9": {"content": "<tool>"}}})
-    with pytest.raises(TokenizerFileError, match="'<tool>' is declared with id 9, but has id 6"):
-        Tokenizer.from_pretrained(tmp_path)
 
 
 def test_the_older_files(tmp_path: Path) -> None:
@@ -178,6 +177,54 @@ def test_chat_template_files(tmp_path: Path) -> None:
     assert templates(chat_template__jinja="file")["default"] == "file"
 
 
+_UNREADABLE: list[tuple[dict[str, Any], str]] = [
+    ({"tokenizer_config__json": {"chat_template": 3}}, "chat_template: expected a string, found 3"),
+    ({"tokenizer_config__json": {"chat_template": ["x"]}}, r"chat_template[0].template: is missing, expected a string"),
+    ({"chat_template__json": "{"}, "chat_template.json: is not valid JSON"),
+    ({"chat_template__json": {}}, "chat_template.json: chat_template: is missing"),
+    (
+        {"tokenizer_config__json": {"chat_template": [{"name": name, "template": name} for name in ("x", "rag")]}},
+        "there is no chat template 'default', only rag, x",
+    ),
+]
+
+
+@pytest.mark.parametrize(("files", "reason"), _UNREADABLE)
+def test_a_template_that_cannot_be_read_is_told_to_whoever_chats(
+    files: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    tokenizer = Tokenizer.from_pretrained(_folder(tmp_path, _content(), **files))
+    assert tokenizer.encode("a") == [0]
+    with pytest.raises(ChatTemplateError, match=re.escape(reason)):
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}])
+
+
+def test_a_template_by_name_and_files_that_are_no_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    named = {"default": "d", "tool_use": "t"}
+    folder = _folder(tmp_path, _content(), tokenizer_config__json={"chat_template": named})
+    assert dict(Tokenizer.from_pretrained(folder).chat_templates) == named
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_bytes(b"\xff\xfe{")
+    tokenizer = Tokenizer.from_pretrained(folder)
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "d"
+    assert "the chat template 'rag' cannot be used: rag.jinja: cannot be read: 'utf-8' codec" in caplog.text
+
+
+def test_an_id_that_is_declared_otherwise_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    content = _content(added_tokens=[added_token("<odd>", 7)])
+    assert Tokenizer.from_pretrained(_folder(tmp_path, content)).encode("a<odd>") == [0, 6]
+    assert "'<odd>' is declared with id 7, but has id 6" in caplog.text
+    _folder(tmp_path, _content(), tokenizer_config__json={"added_tokens_decoder": {"9": {"content": "<odder>"}}})
+    assert Tokenizer.from_pretrained(tmp_path).encode("a<odder>") == [0, 6]
+    assert "'<odder>' is declared with id 9, but has id 6" in caplog.text
+
+
+def test_an_unknown_token_that_is_not_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    content = _content(model={"unk_token": "<none>"})
+    assert Tokenizer.from_pretrained(_folder(tmp_path, content)).encode("ax") == [0]
+    assert "unk_token '<none>' is not in the vocabulary" in caplog.text
+
+
 _ADDED = added_token("<x>", 6)
 _REFUSED: list[tuple[dict[str, Any], str]] = [
     (
@@ -187,7 +234,6 @@ _REFUSED: list[tuple[dict[str, Any], str]] = [
     ({**_content(), "model": {"type": "WordPiece", "vocab": {}}}, "model.type: model 'WordPiece'"),
     ({**_content(), "model": {"type": "WordLevel", "vocab": {}}}, "model.type: model 'WordLevel'"),
     (_content(model={"dropout": 0.1}), "model.dropout: only null is supported, found 0.1"),
-    (_content(model={"unk_token": "<none>"}), "model.unk_token: '<none>' is not in the vocabulary"),
     (_content(model={"novel": 1}), r"model.novel: is not supported \(value 1\)"),
     (_content(model={"merges": ["a  b"]}), r"model.merges\[0\]: expected a pair"),
     (_content(model={"merges": ["a c"]}), r"model.merges\[0\]: the token 'ac' is not in the vocabulary"),
@@ -197,8 +243,6 @@ _REFUSED: list[tuple[dict[str, Any], str]] = [
     (_content(model={"vocab": None}), "model.vocab: expected an object, found None"),
     (_content(model={"fuse_unk": "yes"}), "model.fuse_unk: expected true or false, found 'yes'"),
     ({**_content(), "version": "2.0"}, "version: expected"),
-    ({**_content(), "truncation": {"max_length": 512}}, "truncation: is not supported"),
-    ({**_content(), "padding": {"strategy": "x"}}, "padding: is not supported"),
     (
         _content(normalizer={"type": "Precompiled"}),
         "normalizer.type: normalizer 'Precompiled' is not supported",
@@ -250,7 +294,6 @@ _REFUSED: list[tuple[dict[str, Any], str]] = [
         _content(decoder={"type": "Strip", "content": " ", "start": -1, "stop": 0}),
         "start: expected a non-negative",
     ),
-    (_content(added_tokens=[{**_ADDED, "id": 7}]), "'<x>' is declared with id 7, but has id 6"),
     (
         _content(added_tokens=[{**_ADDED, "lstrip": 1}]),
         r"added_tokens\[0\].lstrip: expected true or false, found 1",

@@ -15,6 +15,7 @@ from typing import Any
 from tokenizer.bpe.merge_table import MIDDLE, MergeError, MergeTable
 from tokenizer.byte_level import BYTE_TO_CHAR
 from tokenizer.json_fields import Fields, shown
+from tokenizer.warn import warn_once
 
 _LONGEST_CACHED = 256
 _MOST_CACHED = 1 << 16
@@ -35,8 +36,9 @@ _KNOWN = (
 class BpeModel:
     """A vocabulary and its merges. Immutable after construction, so that threads may share it."""
 
-    def __init__(self, fields: Fields) -> None:
-        """Read the "model" object. Raises `TokenizerFileError`."""
+    def __init__(self, fields: Fields, *, passes_over_merges: bool = False) -> None:
+        """Read the "model" object; `passes_over_merges` of tokens that the vocabulary lacks. Raises
+        `TokenizerFileError`."""
         if fields.get("type") is not None:
             fields.one_of("model", ["BPE"])
         fields.known(_KNOWN)
@@ -50,15 +52,16 @@ class BpeModel:
         self._unk_token = self._read_unk(fields)
         self._falls_back = fields.boolean("byte_fallback", False)
         self._is_plain = not self._prefix and not self._suffix
-        self._read_merges(fields)
+        self._read_merges(fields, passes_over_merges)
 
     def _read_unk(self, fields: Fields) -> str | None:
         token = fields.optional_string("unk_token")
         if token is not None and token not in self.vocab:
-            fields.fail("unk_token", f"{token!r} is not in the vocabulary")
+            warn_once(f"{fields.file}: unk_token {token!r} is not in the vocabulary: what no token covers is left out")
+            return None
         return token
 
-    def _read_merges(self, fields: Fields) -> None:
+    def _read_merges(self, fields: Fields, passes_over: bool) -> None:
         merges = fields.items("merges")
         is_written_as_strings = bool(merges) and isinstance(merges[0], str)
         pairs = _without_version(fields, merges) if is_written_as_strings else _joined_pairs(fields, merges)
@@ -68,6 +71,9 @@ class BpeModel:
         except UnicodeEncodeError:
             fields.fail("vocab", "it or the merges hold a lone surrogate")
         except MergeError as error:
+            if passes_over:
+                self.table = self._table_of_known(fields, pairs, separator)
+                return
             pair = pairs[error.place].split(separator)
             if len(pair) != 2:
                 fields.fail(f"merges[{error.place}]", f"expected a pair of tokens, found {shown(pairs[error.place])}")
@@ -75,6 +81,21 @@ class BpeModel:
             tokens = (left + right[len(self._prefix) :], left, right)
             missing = next(token for token in tokens if token not in self.vocab)
             fields.fail(f"merges[{error.place}]", f"the token {shown(missing)} is not in the vocabulary")
+
+    def _table_of_known(self, fields: Fields, pairs: list[str], separator: str) -> MergeTable:
+        """The table without merges of, or to, a token that is not there."""
+        known = []
+        for pair in pairs:
+            left, _, right = pair.partition(separator)
+            if {left, right, left + right[len(self._prefix) :]} <= self.vocab.keys():
+                known.append(pair)
+        first = next(pair for pair, kept in zip(pairs, [*known, ""]) if pair != kept)
+        count = f"{len(pairs) - len(known)} of {len(pairs)} merges name a token that is not in the vocabulary"
+        warn_once(
+            f"{fields.file}: {fields.field('merges')}: {count}, such as {shown(first)}; they are passed over, and words"
+            " are encoded without them"
+        )
+        return MergeTable(self.vocab, known, separator, self._prefix)
 
     @property
     def is_byte_level(self) -> bool:

@@ -11,22 +11,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 from tokenizer.components.added_tokens import AddedToken
+from tokenizer.ends import known_ends
 from tokenizer.errors import TokenizerFileError
 from tokenizer.gguf.pre_tokenizers import PRE_TOKENIZERS, byte_level
 from tokenizer.json_fields import Fields, shown
-from tokenizer.loading import TokenizerFiles
+from tokenizer.loading import TokenizerFiles, refusing_template
+from tokenizer.warn import warn_once
 
 _PREFIX = "tokenizer.ggml."
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _SPACE = "▁"
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
 _BEGINS_WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "tekken")  # where the file does not say
-
-# Ends of a turn by their text: files name one of them at most.
-_ENDS = {
-    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>",
-    "<|end_of_text|>", "<end_of_utterance>", "<｜end▁of▁sentence｜>", "<EOT>", "[EOT]", "[EOS]", "<eos>", "</s>",
-}  # fmt: skip
 
 
 class GgufVocabulary:
@@ -59,12 +55,8 @@ class GgufVocabulary:
     def end_ids(self) -> tuple[int, ...]:
         """The ids that end an answer: those that the file names, and control tokens that are known to."""
         named = (self._id(f"{name}_token_id") for name in ("eos", "eot", "eom"))
-        found = (i for i, token in enumerate(self.tokens) if token in _ENDS and self.types[i] == _CONTROL)
-        ids = dict.fromkeys([i for i in named if i is not None] + list(found))
-        texts = {self.tokens[i]: i for i in ids}
-        if {"<|return|>", "<|call|>", "<|end|>"} <= texts.keys():  # harmony's, in which this ends a message alone
-            del ids[texts["<|end|>"]]
-        return tuple(ids)
+        control = {i: token for i, token in enumerate(self.tokens) if self.types[i] == _CONTROL}
+        return known_ends({i: self.tokens[i] for i in named if i is not None}, control)
 
     def bos_id(self) -> int | None:
         """The id that begins a text, if there is one."""
@@ -79,7 +71,7 @@ class GgufVocabulary:
         content = self._sentencepiece() if self._is_sentencepiece else self._byte_level()
         content["version"] = "1.0"
         content["added_tokens"] = list(self._added_tokens())
-        files = TokenizerFiles(Fields(content, self._file))
+        files = TokenizerFiles(Fields(content, self._file), passes_over_merges=True)
         for name, key in _NAMED.items():
             default = {"bos": 1, "eos": 2, "unk": 0}.get(name) if self._is_sentencepiece else None
             token_id = self._id(f"{key}_token_id", default)
@@ -167,7 +159,9 @@ class GgufVocabulary:
         for name in names:
             template = metadata[name]
             if not isinstance(template, str):
-                raise TokenizerFileError(self._file, name, f"expected a template, found {shown(template)}")
+                problem = f"{name}: expected a template, found {shown(template)}"
+                warn_once(f"{self._file}: {problem}")
+                template = refusing_template(problem)
             files.chat_templates[name[len(key) + 1 :] or "default"] = template
 
     # Typed access

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from models.configuration.generation_config import load_generation_config
+from models.configuration.generation_config import load_end_ids, load_generation_config
 from models.configuration.harmless_fields import HARMLESS, NEUTRAL
 from models.configuration.json_fields import Fields, read_json_object
 from models.configuration.rope_config import RopeConfig
@@ -445,18 +445,67 @@ def test_without_generation_config_the_ids_are_the_models(tmp_path: Path) -> Non
     [
         ({"temperature": math.nan}, "temperature must be finite"),
         ({"temperature": -0.5}, "temperature must be finite, at least 0, at most 10000, not -0.5"),
+        ({"temperature": "0.7"}, "temperature must be a number, not '0.7'"),
         ({"top_p": 1.5}, "top_p must be finite, greater than 0, at most 1, not 1.5"),
         ({"top_p": 0, "do_sample": True}, "top_p must be finite, greater than 0, at most 1, not 0"),
-        ({"repetition_penalty": 1e5, "do_sample": False}, "repetition_penalty must be finite"),
+        ({"repetition_penalty": 1e5}, "repetition_penalty must be finite"),
         ({"top_k": 2.5}, "top_k must be an integer"),
+        ({"top_k": -7}, "top_k must be from -1 to 2147483647, not -7"),
+        ({"do_sample": "yes"}, "do_sample must be true or false, not 'yes'"),
         ({"eos_token_id": {}}, "eos_token_id must be a token id"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_id must be a token id"),
         ({"max_new_tokens": 0}, "max_new_tokens must be from 1"),
     ],
 )
-def test_a_bad_generation_config(tmp_path: Path, generation: dict[str, Any], message: str) -> None:
-    write(tmp_path, LLAMA, generation)
-    with pytest.raises(ConfigError, match=f"generation_config.json: {message}"):
-        load_generation_config(tmp_path)
+def test_a_value_that_makes_no_sense_is_a_warning(
+    tmp_path: Path, generation: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, {**LLAMA, "eos_token_id": 9}, {**generation, "min_p": 0.25, "top_h": None})
+    config = load_generation_config(tmp_path)
+    assert (config.sampling, config.max_new_tokens) == ({"min_p": 0.25}, None)
+    assert f"{tmp_path / 'generation_config.json'}: {message}" in caplog.text
+
+
+def test_values_that_mean_something_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, LLAMA, {"temperature": 0, "do_sample": True, "top_k": 40.0})
+    assert load_generation_config(tmp_path).sampling == {"temperature": 0.0, "top_k": 40}
+    assert "temperature is 0 beside do_sample true: the most probable token is always taken" in caplog.text
+    write(tmp_path, LLAMA, {"top_k": -1, "temperature": None})
+    assert load_generation_config(tmp_path).sampling == {"top_k": -1}
+    (tmp_path / "generation_config.json").write_text("{,}")
+    assert load_generation_config(tmp_path).sampling == {}
+    assert "generation_config.json: not JSON" in caplog.text
+
+
+def with_tokenizer(folder: Path, *special: str, **config: Any) -> None:
+    """A tokenizer of ten letters, then these special tokens."""
+    added = [{"id": 10 + i, "content": token, "special": True} for i, token in enumerate(special)]
+    model = {"type": "BPE", "vocab": {letter: i for i, letter in enumerate("abcdefghij")}, "merges": []}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": added}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def test_what_ends_an_answer_is_what_any_file_says(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with_tokenizer(tmp_path, "<x>", "<|im_end|>", "<y>", "<|endoftext|>", "<z>", eos_token="<y>")
+    write(tmp_path, {**LLAMA, "eos_token_id": 14, "text_config": {"eos_token_id": [10]}}, {"eos_token_id": [13]})
+    assert load_end_ids(tmp_path) == (13, 14, 10, 12, 11)
+    assert load_generation_config(tmp_path).eos_token_ids == (13,)
+    write(tmp_path, {**LLAMA, "eos_token_id": 2}, {"eos_token_id": 13})  # LlamaConfig's default, which is "c" here
+    assert load_end_ids(tmp_path) == (13, 12, 11)
+    assert "config.json: eos_token_id [2] is ordinary text by the tokenizer and ends no answer" in caplog.text
+    (tmp_path / "generation_config.json").unlink()
+    assert load_end_ids(tmp_path) == (2, 12, 11, 13)
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert load_end_ids(tmp_path) == (2,)
+    assert "whether the tokenizer has further ends of an answer is not known" in caplog.text
+
+
+def test_harmonys_end_of_a_message_ends_no_answer(tmp_path: Path) -> None:
+    with_tokenizer(tmp_path, "<|end|>", "<|return|>", "<|call|>", eos_token="<|return|>")
+    write(tmp_path, LLAMA)
+    assert load_end_ids(tmp_path) == (11, 12)
+    with_tokenizer(tmp_path, "<|end|>", "<|assistant|>", "<|endoftext|>", eos_token="<|endoftext|>")  # as Phi-3's
+    assert load_end_ids(tmp_path) == (12, 10)
 
 
 def test_a_name_that_cannot_be_printed_stays_in_one_line() -> None:

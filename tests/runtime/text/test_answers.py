@@ -23,8 +23,16 @@ from runtime.text.tools.parser import ToolCallParser
 from runtime.text.tools.table import HERMES, JSON, QWEN3_CODER
 from tests.runtime.text.answers import Message, message_of, message_of_parts, parts_of, pieces, stopped
 from tests.runtime.text.test_pipeline import outputs_of, run
-from tests.runtime.text.tokenizers import SPECIAL, byte_level_tokenizer, fallback_tokenizer, with_special
+from tests.runtime.text.tokenizers import (
+    SPECIAL,
+    byte_level_content,
+    byte_level_tokenizer,
+    fallback_tokenizer,
+    with_special,
+)
 from tokenizer import Tokenizer
+from tokenizer.json_fields import Fields
+from tokenizer.loading import TokenizerFiles
 
 DATA = Path(__file__).resolve().parents[4] / "shared" / "data"
 QWEN3 = DATA / "tokenizers" / "qwen3"
@@ -278,3 +286,9 @@ def test_deltas_after_the_end_are_empty() -> None:
     pipe = pipeline(byte_level_tokenizer(), [1])
     told(pipe, [*b"<think>"], [], "length")
     assert pipe.push(outputs_of([65], [], "length")[0]) == TextDelta()
+
+
+def test_a_template_that_does_not_compile_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    files = TokenizerFiles(Fields(byte_level_content(), "tokenizer.json"), chat_templates={"default": "{% if %}"})
+    assert AnswerFormat.of(Tokenizer.from_files(files)) is not None
+    assert "the chat template does not compile: line 1" in caplog.text

@@ -1,5 +1,5 @@
-"""The class LlamaTokenizer, as transformers 5.23 builds it anew: the ids are what its AutoTokenizer gave for these
-folders on 22 November 2026."""
+"""The classes that transformers builds anew. The ids of folders of LlamaTokenizer are what its AutoTokenizer gave on 22
+November 2026 (5.23); those of every class, with BOS, EOS and a blank in front or not, `tools.references` wrote."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.tokenizer.class_cases import EXPECTED, cases
+from tests.tokenizer.class_cases import TEXTS as CLASS_TEXTS
 from tests.tokenizer.support import bpe_model, content_of
 from tokenizer import Tokenizer, TokenizerFileError
 
@@ -78,3 +80,24 @@ def test_a_byte_level_tokenizer_is_taken_as_it_is(tmp_path: Path) -> None:
 def test_a_wrong_field_is_named(tmp_path: Path) -> None:
     with pytest.raises(TokenizerFileError, match=r"tokenizer_config.json: legacy: expected .*, found 'yes'"):
         Tokenizer.from_pretrained(folder_of(tmp_path, legacy="yes"))
+
+
+IDS_OF_CLASSES = json.loads(EXPECTED.read_text(encoding="utf-8"))["ids"]
+
+
+def test_every_case_has_its_ids() -> None:
+    assert sorted(name for names in IDS_OF_CLASSES.values() for name in names) == sorted(cases())
+
+
+@pytest.mark.parametrize("ids", IDS_OF_CLASSES)
+def test_what_is_added_is_what_the_class_adds(ids: str, tmp_path: Path) -> None:
+    folders, wrong = cases(), []
+    for i, name in enumerate(IDS_OF_CLASSES[ids]):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        for file, text in folders[name].items():
+            (folder / file).write_text(text, encoding="utf-8")
+        tokenizer = Tokenizer.from_pretrained(folder)
+        if [tokenizer.encode(text) for text in CLASS_TEXTS] != json.loads(ids):
+            wrong.append(name)
+    assert not wrong
