@@ -4,57 +4,66 @@ from __future__ import annotations
 
 import msgspec
 
+from runtime.text.tools.json_scanner import as_json
 from runtime.text.tools.literals import python_call
 from runtime.text.tools.reader import MAX_NAME_LENGTH, AnswerReader, Reader, Reading
 
 ARGUMENT_KEYS = ("arguments", "parameters")
+_BESIDE_NAME = frozenset({"name", "id", "type"})
+"""The keys of a call without arguments."""
 
 
-def json_objects(openings: tuple[str, ...], closings: tuple[str, ...] = (), *, has_list: bool = False) -> Reader:
-    """Objects with "name" and the arguments, each between two tags; with `has_list`, there may be a list of them.
+def json_objects(openings: tuple[str, ...], closings: tuple[str, ...] = ()) -> Reader:
+    """Objects with "name" and the arguments between two tags: one, several, or a list of them.
 
     A closing tag may be missing, and what comes in its place is content.
     """
 
     def read(answer: AnswerReader) -> Reading[None]:
         while (yield from answer.content_until(openings)) is not None:
-            first, is_call = (yield from answer.next_character()), False
-            if first == "{":
-                is_call = yield from json_object(answer, closings)
-            elif has_list and first == "[":
-                is_call = yield from _list(answer, closings)
-            if is_call:
+            if (yield from _objects(answer, closings)):
                 yield from answer.close(*closings)
 
     return read
 
 
-def bare_json_objects(openings: tuple[str, ...] = (), separators: str = "", *, has_methods: bool = False) -> Reader:
-    """The same where no tag needs to stand in front: an answer that begins with such an object is one. `separators` may
-    stand between them. Behind a tag, `has_methods`, "name.call(key=value)" may stand, too."""
+def bare_json_objects(openings: tuple[str, ...] = (), *, has_methods: bool = False) -> Reader:
+    """The same where no tag needs to stand in front: an answer that begins with such an object is one. Behind a tag,
+    `has_methods`, "name.call(key=value)" may stand, too."""
 
     def read(answer: AnswerReader) -> Reading[None]:
-        if (yield from answer.next_character()) == "{":
-            yield from _several(answer, separators)
+        yield from _objects(answer, ())
         while openings and (yield from answer.content_until(openings)) is not None:
-            if (yield from answer.next_character()) == "{":
-                yield from _several(answer, separators)
+            if (yield from answer.next_character()) in ("{", "["):
+                yield from _objects(answer, ())
             elif has_methods and (yield from python_call(answer, method=".call")):
                 answer.end_call()
 
     return read
 
 
-def _several(answer: AnswerReader, separators: str) -> Reading[None]:
-    while (yield from json_object(answer, ())):
-        answer.end_call()
+def _objects(answer: AnswerReader, ends: tuple[str, ...]) -> Reading[bool]:
+    """Calls one after another, with a comma or a semicolon between them if any, or a list of them. Whether there was
+    one; what follows the last is not read."""
+    is_list = (yield from answer.next_character()) == "["
+    answer.at += is_list
+    num_read, start = 0, answer.at
+    while True:
         first = yield from answer.next_character()
-        if first is not None and first in separators:
+        if num_read and first in (",", ";"):
+            answer.at += 1
+            first = yield from answer.next_character()
+        if is_list and num_read and first == "]":
             answer.at += 1
             answer.layout()
-            first = yield from answer.next_character()
-        if first != "{":
-            return
+            return True
+        if first != "{" or not (yield from json_object(answer, ends)):
+            break
+        answer.end_call()
+        num_read, start = num_read + 1, 0
+    if num_read:
+        answer.at = start
+    return num_read > 0
 
 
 def named_objects(opening: str, name_end: str, ignored: str) -> Reader:
@@ -62,20 +71,15 @@ def named_objects(opening: str, name_end: str, ignored: str) -> Reader:
 
     def read(answer: AnswerReader) -> Reading[None]:
         while (yield from answer.content_until((opening,))) is not None:
-            first = yield from answer.next_character()
-            if first == "[":
-                is_call = yield from _list(answer, ())
-            elif first == "{":
-                is_call = yield from json_object(answer, ())
-            else:
-                is_call = yield from _named(answer, name_end, ignored)
-            if is_call:
+            if (yield from answer.next_character()) in ("[", "{"):
+                yield from _objects(answer, ())
+            elif (yield from _named(answer, name_end, ignored, opening)):
                 answer.end_call()
 
     return read
 
 
-def _named(answer: AnswerReader, name_end: str, ignored: str) -> Reading[bool]:
+def _named(answer: AnswerReader, name_end: str, ignored: str, opening: str) -> Reading[bool]:
     start = answer.at
     name = yield from answer.name((name_end, ignored, "{"))
     if name is None:
@@ -87,10 +91,24 @@ def _named(answer: AnswerReader, name_end: str, ignored: str) -> Reading[bool]:
             return False
         answer.at = found[0]
     yield from answer.accept(name_end)
-    if (yield from answer.next_character()) != "{" or not answer.begin(name):
-        return False
-    yield from answer.json_arguments((name_end,))
-    return True
+    return (yield from _arguments(answer, name, (name_end,), empty=(opening,)))
+
+
+def _arguments(
+    answer: AnswerReader, name: str, ends: tuple[str, ...], tail: str = "", *, empty: tuple[str, ...]
+) -> Reading[bool]:
+    """The arguments of the named function, or none: null, an empty string, or one of `empty`, which is not read.
+    Whether that makes a call."""
+    if (yield from answer.next_character()) == "{":
+        if not answer.begin(name):
+            return False
+        yield from answer.json_arguments(ends, tail)
+        return True
+    start = answer.at
+    found = yield from answer.accept("null", "None", '""', "''", *empty)
+    if found in empty:
+        answer.at = start
+    return found is not None and answer.begin(name, "{}")
 
 
 def lines_of_names(answer: AnswerReader) -> Reading[None]:
@@ -136,14 +154,16 @@ def _fenced(answer: AnswerReader, separator: str, end: str) -> Reading[bool]:
         return False
     yield from answer.accept(separator)
     has_fence = (yield from answer.next_character()) != "{"
+    if (yield from answer.accept(end, f"null{end}", f'""{end}')) is not None:
+        answer.at -= len(end)
+        return answer.begin(name, "{}")
     if has_fence:
         name = yield from answer.name(("\n", "\r\n"))
         yield from answer.next_character()
         if name is None or (yield from answer.accept("```json", "```")) is None:
             return False
-    if (yield from answer.next_character()) != "{" or not answer.begin(name):
+    if not (yield from _arguments(answer, name, (end,), "\n```" if has_fence else "", empty=("```", end))):
         return False
-    yield from answer.json_arguments((end,), "\n```" if has_fence else "")
     if has_fence:
         yield from answer.next_character()
         yield from answer.accept("```")
@@ -167,7 +187,7 @@ def json_object(answer: AnswerReader, ends: tuple[str, ...]) -> Reading[bool]:
     arguments: str | None = None
     keys: list[str] = []
     while (first := (yield from answer.next_character())) != "}":
-        raw = (yield from answer.json_value()) if first == '"' else None
+        raw = (yield from answer.json_value()) if first in ('"', "'") else None
         key = None if raw is None else _string(raw)
         if key is None or (yield from answer.next_character()) != ":":
             return answer.has_begun
@@ -192,29 +212,15 @@ def json_object(answer: AnswerReader, ends: tuple[str, ...]) -> Reading[bool]:
         elif first != "}":
             return answer.has_begun
     is_call = answer.has_begun or (
-        name is not None and (arguments is not None or keys == ["name"]) and answer.begin(name, _object_of(arguments))
+        name is not None
+        and (arguments is not None or _BESIDE_NAME.issuperset(keys))
+        and answer.begin(name, _object_of(arguments))
     )
     if not is_call:
         return False
     answer.at += 1
     answer.layout()
     return True
-
-
-def _list(answer: AnswerReader, ends: tuple[str, ...]) -> Reading[bool]:
-    """A list of calls. Whether there was one; what follows the last is content."""
-    answer.at += 1
-    num_read = 0
-    while (yield from answer.next_character()) == "{" and (yield from json_object(answer, ends)):
-        answer.end_call()
-        num_read += 1
-        first = yield from answer.next_character()
-        if first in (",", "]"):
-            answer.at += 1
-            answer.layout()
-        if first != ",":
-            break
-    return num_read > 0
 
 
 def _string(raw: str) -> str | None:
@@ -227,6 +233,7 @@ def _string(raw: str) -> str | None:
 
 def _object_of(raw: str | None) -> str:
     """The arguments of a call that did not come as an object: none at all, or an object written as a string."""
-    if raw is None or raw == "null":
+    text = None if raw is None else _string(raw)
+    if raw is None or raw == "null" or (text is not None and not text.strip()):
         return "{}"
-    return _string(raw) or raw
+    return raw if text is None else as_json(text) or text

@@ -193,12 +193,13 @@ class AnswerReader:
         return name if any(map(self.is_at, ends)) else None
 
     def json_value(self) -> Reading[str | None]:
-        """A JSON value's text; None where there is none, or no end of it."""
-        scanner, start = JsonScanner(), self.at
+        """A value, as JSON; None where there is none, or no end of it."""
+        scanner, written = JsonScanner(), ""
         while True:
             self.at = scanner.push(self.held, self.at)
+            written += scanner.take()
             if scanner.is_complete:
-                return self.held[start : self.at]
+                return written
             if scanner.is_broken or self.has_ended:
                 return None
             yield
@@ -206,10 +207,15 @@ class AnswerReader:
     def json_arguments(self, ends: Sequence[str], tail: str = "") -> Reading[None]:
         """The call's arguments, a JSON object, handed out as they come. What turns out to be no JSON is handed out as
         it is, up to the first of the ends, without the `tail` that closes what stands around it."""
-        scanner = JsonScanner()
+        scanner, num_waiting = JsonScanner(), 0
         while True:
-            self.at = scanner.push(self.held, self.at)
-            self.argue(self.held[: self.at])
+            end = scanner.push(self.held, self.at + num_waiting)
+            written, waiting = scanner.take(), scanner.waiting
+            if scanner.is_broken or self.has_ended:
+                written, waiting = written + waiting, ""
+            num_waiting = len(waiting)
+            self.at = end - num_waiting
+            self.argue(written)
             if scanner.is_complete or (self.has_ended and not scanner.is_broken):
                 return
             if scanner.is_broken:

@@ -88,7 +88,7 @@ MISTRAL_V11 = Notation(
 
 LLAMA3 = Notation(
     "llama3_json",
-    bare_json_objects(("<|python_tag|>",), ";", has_methods=True),
+    bare_json_objects(("<|python_tag|>",), has_methods=True),
     CallForm('{"name": "NAME", "parameters": ', "}", between="; "),
     markers=("<|python_tag|>",),
     names=("llama4_json",),
@@ -97,7 +97,7 @@ LLAMA3 = Notation(
 
 GRANITE = Notation(
     "granite",
-    json_objects(("<|tool_call|>", "<tool_call>"), has_list=True),
+    json_objects(("<|tool_call|>", "<tool_call>")),
     CallForm(_OBJECT, "}", before="<|tool_call|>[", between=", ", after="]"),
     markers=("<|tool_call|>",),
     is_in=_has("<|tool_call|>", but="<|/tool_call|>"),
@@ -106,7 +106,7 @@ GRANITE = Notation(
 
 PHI4 = Notation(
     "phi4_mini_json",
-    json_objects(("<|tool_call|>", "functools"), ("<|/tool_call|>",), has_list=True),
+    json_objects(("<|tool_call|>", "functools"), ("<|/tool_call|>",)),
     CallForm(_OBJECT, "}", before="<|tool_call|>[", between=", ", after="]<|/tool_call|>"),
     markers=("<|tool_call|>", "<|/tool_call|>"),
     is_in=_has("<|/tool_call|>", "functools[", "<|tool|>"),

@@ -8,8 +8,8 @@
     </function>
     </tool_call>
 
-Nothing says a value's type but the tool's schema: text where that says text, as it comes; else what is JSON, or
-Python's True, False and None, and of a type that the schema has; else text.
+Nothing says a value's type but the tool's schema: text where that says text, as it comes; else what is JSON, or a
+literal of Python's, and of a type that the schema has; else text.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from runtime.text.tools.json_scanner import as_json
 from runtime.text.tools.reader import WHITE_SPACE, AnswerReader, Reading
 from runtime.text.tools.schema_types import property_schema, types_of
 
@@ -174,6 +175,7 @@ def _json_of(text: str, types: frozenset[str]) -> str:
     """A value as JSON: of one of the types; with none, of any."""
     stripped = text.strip(WHITE_SPACE)
     stripped = _PYTHON.get(stripped, stripped)
+    stripped = as_json(stripped) or stripped
     try:
         value = json.loads(stripped, parse_constant=_no_constant)
     except (ValueError, RecursionError):

@@ -71,6 +71,11 @@ TOOLS: list[dict[str, Any]] = [
 ROME = [("get_weather", {"city": "Rome", "days": 2})]
 BOTH = [*ROME, ("now.utc-0", {})]
 DSML = "｜tool▁call"
+NOW = BOTH[1:]
+NONE = ("", ', "arguments": ""', ', "arguments": " "', ', "arguments": null', ', "arguments": {}', ', "id": "1"')
+IN_ROME = '{"city": "Rome", "days": 2}'
+ROME_TEXT = '{"name": "get_weather", "parameters": {"city": "Rome", "days": 2}}'
+NOW_TEXT = '{"name": "now.utc-0", "parameters": {}}'
 
 READ: list[tuple[Notation, str, str, list[tuple[str, Any]]]] = [
     # Llama 3: the model card's JSON, behind the tag or not; several; calls of built-in tools
@@ -223,6 +228,69 @@ READ: list[tuple[Notation, str, str, list[tuple[str, Any]]]] = [
     ),
     (GEMMA4, "<|tool_call>call:f{a:b}<tool_call|>", "<|tool_call>call:f{a:b}<tool_call|>", []),
     (JSON, '{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}', "", ROME),
+    # Arguments that are none
+    *((HERMES, f'<tool_call>\n{{"name": "now.utc-0"{none}}}\n</tool_call>', "", NOW) for none in NONE),
+    *((LLAMA3, f'<|python_tag|>{{"name": "now.utc-0"{none}}}', "", NOW) for none in NONE),
+    *((MISTRAL, f'[TOOL_CALLS][{{"name": "now.utc-0"{none}}}]', "", NOW) for none in NONE),
+    *((MISTRAL_V11, f"[TOOL_CALLS]now.utc-0[ARGS]{none}", "", NOW) for none in ("null", '""', "None")),
+    (MISTRAL_V11, f"[TOOL_CALLS]now.utc-0[ARGS][TOOL_CALLS]get_weather[ARGS]{IN_ROME}", "", NOW + ROME),
+    *(
+        (DEEPSEEK_V3, f"<{DSML}▁begin｜>function<｜tool▁sep｜>now.utc-0\n```json\n{none}\n```<{DSML}▁end｜>", "", NOW)
+        for none in ("", "null", '""')
+    ),
+    *(
+        (DEEPSEEK_V31, f"<{DSML}▁begin｜>now.utc-0<｜tool▁sep｜>{none}<{DSML}▁end｜>", "", NOW)
+        for none in ("", "null", '""')
+    ),
+    (HERMES, '<tool_call>{"name": "Bob", "age": 3}', '<tool_call>{"name": "Bob", "age": 3}', []),
+    # Several calls in one tag: one after another, with a comma between them, in a list
+    *(
+        (HERMES, f"<tool_call>{text}</tool_call>", "", BOTH)
+        for text in (f"{ROME_TEXT}\n{NOW_TEXT}", f"{ROME_TEXT}, {NOW_TEXT}", f"[{ROME_TEXT}, {NOW_TEXT},]\n")
+    ),
+    (HERMES, f"<tool_call>\n{ROME_TEXT}\n{{}}\n</tool_call>", "\n{}\n</tool_call>", ROME),
+    (HERMES, f"<tool_call>[{NOW_TEXT}, 1]</tool_call>!", ", 1]</tool_call>!", NOW),
+    (HERMES, "<tool_call>[]</tool_call>", "<tool_call>[]</tool_call>", []),
+    (LLAMA3, f"{ROME_TEXT}, {NOW_TEXT}", "", BOTH),
+    (LLAMA3, f"[{ROME_TEXT}, {NOW_TEXT}]", "", BOTH),
+    (LLAMA3, f"{NOW_TEXT}, and so on", ", and so on", NOW),
+    (PHI4, f"<|tool_call|>{ROME_TEXT}{NOW_TEXT}<|/tool_call|>", "", BOTH),
+    (GRANITE, f"<|tool_call|>{ROME_TEXT}\n{NOW_TEXT}", "", BOTH),
+    # Raw control characters in strings, literals of Python's
+    *(
+        (notation, before + '{"city": "a\n\tb"}' + after, "", [("get_weather", {"city": "a\n\tb"})])
+        for notation, before, after in (
+            (HERMES, '<tool_call>{"name": "get_weather", "arguments": ', "}</tool_call>"),
+            (HERMES, '<tool_call>{"arguments": ', ', "name": "get_weather"}</tool_call>'),
+            (LLAMA3, '{"name": "get_weather", "parameters": ', "}"),
+            (MISTRAL, '[TOOL_CALLS][{"name": "get_weather", "arguments": ', "}]"),
+            (MISTRAL_V11, "[TOOL_CALLS]get_weather[ARGS]", ""),
+            (DEEPSEEK_V31, f"<{DSML}▁begin｜>get_weather<｜tool▁sep｜>", f"<{DSML}▁end｜>"),
+            (GLM4, "get_weather\n", ""),
+        )
+    ),
+    *(
+        (HERMES, f"<tool_call>{text}</tool_call>", "", [("f", {"a": True, "b": [None, "it's"]})])
+        for text in (
+            """{'name': 'f', 'arguments': {'a': True, 'b': [None, "it's"]}}""",
+            """{"name": "f", "arguments": {'a': True, 'b': [None, 'it\\'s'],},}""",
+            """{'arguments': {"a": true, 'b': [None, "it's"]}, 'name': 'f'}""",
+            """{"name": "f", "arguments": "{'a': True, 'b': [None, \\"it's\\"]}"}""",
+        )
+    ),
+    (
+        QWEN3_CODER,
+        "<function=get_weather><parameter=more>{'a': True, 'b': [None, \"it's\"]}</parameter><parameter=other>['a\nb']"
+        "</parameter><parameter=city>{'a': 1}</parameter></function>",
+        "",
+        [("get_weather", {"more": {"a": True, "b": [None, "it's"]}, "other": ["a\nb"], "city": "{'a': 1}"})],
+    ),
+    (
+        GLM45,
+        "<tool_call>f<arg_key>a</arg_key><arg_value>{'b': False}</arg_value></tool_call>",
+        "",
+        [("f", {"a": {"b": False}})],
+    ),
 ]
 
 

@@ -58,16 +58,21 @@ READ: list[tuple[str, str, list[tuple[str, str]]]] = [
     (OPEN + '{"name": "f", "argu', OPEN + '{"name": "f", "argu', []),
     (OPEN, OPEN, []),
     ("a <tool_ca", "a <tool_ca", []),
-    # arguments that are no JSON stay what they are
-    (call('{"name": "f", "arguments": {\'a\': 1}}'), "", [("f", "{'a': 1}")]),
-    (call('{"name": "f", "arguments": {"a": 1,}}'), "", [("f", '{"a": 1,}')]),
-    (call('{"name": "f", "arguments": {"a": "x\ny"}}'), "", [("f", '{"a": "x\ny"}')]),
+    # arguments that are nearly JSON become it
+    (call('{"name": "f", "arguments": {\'a\': 1}}'), "", [("f", '{"a": 1}')]),
+    (call('{"name": "f", "arguments": {"a": 1,}}'), "", [("f", '{"a": 1}')]),
+    (call('{"name": "f", "arguments": {"a": "x\ny"}}'), "", [("f", '{"a": "x\\ny"}')]),
+    (OPEN + '{"name": "f", "arguments": {"a": 1, "b": Tru', "", [("f", '{"a": 1, "b": Tru')]),
+    (OPEN + '{"name": "f", "arguments": {"a": "x\\u00', "", [("f", '{"a": "x\\u00')]),
+    # others stay what they are
     (call('{"name": "f", "arguments": {"a": "say "hi" }"}}') + "!", "!", [("f", '{"a": "say "hi" }"}')]),
     (OPEN + '{"name": "f", "arguments": {x}}', "", [("f", "{x}}")]),
     # what is no call stays content
     ("<tool_call>text</tool_call>", "<tool_call>text</tool_call>", []),
     ("a < b <tool> </tool_call>", "a < b <tool> </tool_call>", []),
-    (call("[" + F + "]"), call("[" + F + "]"), []),
+    (call("[" + F + "]"), "", [("f", '{"a": 1}')]),
+    (call("[" + F), "", [("f", '{"a": 1}')]),
+    (call("[5, " + F + "]"), call("[5, " + F + "]"), []),
     (call("{}"), call("{}"), []),
     (call('{"name": 5, "arguments": {}}'), call('{"name": 5, "arguments": {}}'), []),
     (call('{"name": "", "arguments": {}}'), call('{"name": "", "arguments": {}}'), []),
