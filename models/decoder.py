@@ -28,7 +28,7 @@ from runtime.linear.norm import RmsNorm
 from runtime.ops import RopeTable
 from runtime.tensor.tensor import Tensor
 
-NormKind = Literal["none", "head", "row"]
+NormKind = Literal["none", "head", "row", "centred", "after"]
 Choices = Mapping[str, Any]
 NONE: Choices = MappingProxyType({})
 
@@ -39,13 +39,15 @@ class DecoderConfig(ModelConfig):
 
     Attributes:
         layer_ropes: how each layer's queries and keys are rotated; None: they are not.
-        attention_bias, attention_output_bias, mlp_bias: which maps have biases; the first is of query, key and value.
+        attention_bias, attention_output_bias, mlp_bias, head_bias: which maps have biases; the first is of query, key
+            and value.
     """
 
     layer_ropes: tuple[RopeConfig | None, ...]
     attention_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
 
 
 class Layer(Protocol):
@@ -67,23 +69,26 @@ class Decoder(Model):
         norm_offset: what is added to the weights of norms, 1 where they are stored so.
         embedding_scale: what token embeddings are multiplied by.
         root: begins the names of all its tensors but the head's.
+        table_name, norm_name, head_name: of the token table and the last norm, under the root, and of the head.
     """
 
     prefix = "model."
     root = "model"
     harmless = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
     config: DecoderConfig
+    table_name, norm_name, head_name = "embed_tokens", "norm", "lm_head"
     norm_offset = 0.0
     embedding_scale = 1.0
 
     def __init__(self, config: DecoderConfig, maker: Maker) -> None:
         super().__init__(config, maker)
         self.embed_tokens, self.lm_head = maker.embedding(
-            f"{self.root}.embed_tokens",
-            head="lm_head",
+            f"{self.root}.{self.table_name}",
+            head=self.head_name,
             rows=config.vocab_size,
             columns=config.hidden_size,
             is_tied=config.tie_word_embeddings,
+            has_bias=config.head_bias,
         )
         self._ropes = {rope: maker.rope(rope) for rope in set(config.layer_ropes) if rope is not None}
         switches = {rope.switch(self.max_positions) for rope in self._ropes}
@@ -91,7 +96,11 @@ class Decoder(Model):
         self.rotary_switch = next(iter(switches), None)
         self.layers = maker.layers(f"{self.root}.layers", config.num_layers, self.make_layer)
         if maker.is_last:
-            self.norm = maker.vector(f"{self.root}.norm.weight", config.hidden_size, add=self.norm_offset)
+            self.make_final_norm(maker)
+
+    def make_final_norm(self, maker: Maker) -> None:
+        """The norm that `finish` applies."""
+        self.norm = maker.vector(f"{self.root}.{self.norm_name}.weight", self.config.hidden_size, add=self.norm_offset)
 
     @abstractmethod
     def make_layer(self, index: int, maker: Maker) -> Layer:
@@ -116,19 +125,19 @@ class Decoder(Model):
     def finish(self, x: Tensor) -> Tensor:
         return ops.rms_norm(x, self.norm, self.config.norm_eps)
 
-    def attention(self, index: int, maker: Maker, *, input_norm: str = "", **choices: Any) -> Attention:
-        """The attention of a layer, from what stands under `self_attn`, behind the norm of that name; `choices` are
+    def attention(
+        self, index: int, maker: Maker, *, under: str = "self_attn", input_norm: str = "", **choices: Any
+    ) -> Attention:
+        """The attention of a layer, from what stands under that name, behind the norm of that name; `choices` are
         `Attention`'s."""
         norm = self._input_norm(maker, input_norm)
-        return Attention(
-            self.config, index, maker.under("self_attn"), self.rope_of(index), input_norm=norm, **choices
-        )
+        return Attention(self.config, index, maker.under(under), self.rope_of(index), input_norm=norm, **choices)
 
-    def mlp(self, maker: Maker, *, input_norm: str = "", **choices: Any) -> GatedMlp:
-        """The MLP of a layer, from what stands under `mlp`, behind the norm of that name; `choices` are
+    def mlp(self, maker: Maker, *, under: str = "mlp", input_norm: str = "", **choices: Any) -> GatedMlp:
+        """The MLP of a layer, from what stands under that name, behind the norm of that name; `choices` are
         `GatedMlp`'s."""
         norm = self._input_norm(maker, input_norm)
-        return GatedMlp(self.config, maker.under("mlp"), input_norm=norm, **choices)
+        return GatedMlp(self.config, maker.under(under), input_norm=norm, **choices)
 
     def feed_forward(self, index: int, maker: Maker, *, input_norm: str = "", **choices: Any) -> FeedForward:
         """What stands behind the attention of a layer: the MLP, unless a family has experts there."""
@@ -151,23 +160,31 @@ class Attention:
         rope: RopeTable | None,
         *,
         qkv: str | tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
+        stack: str = "",
+        output: str = "o_proj",
         inputs: int | None = None,
         input_norm: RmsNorm | None = None,
         norm: NormKind = "none",
+        norms: tuple[str, str] = ("q_norm", "k_norm"),
         norm_offset: float = 0.0,
         softcap: float | None = None,
         has_sinks: bool = False,
+        clip: float | None = None,
     ) -> None:
-        """`qkv` names the projections, or the one of all three, of so many `inputs` (None: `hidden_size`). `norm`:
-        queries and keys are normalised by head, or all heads together. `softcap` bounds scores. With `has_sinks` each
-        head has a logit more, `sinks`."""
+        """`qkv` names the projections, or the one of all three, of so many `inputs` (None: `hidden_size`). They may be
+        stored as one, `stack`, in which each head of keys stands between its queries and its values. `norm`: queries
+        and keys are normalised by head, all heads together, by a LayerNorm of each head ("centred"), or by head when
+        they are rotated; `norms` names the weights. `softcap` bounds scores. With `has_sinks` each head has a logit
+        more, `sinks`. Queries, keys and values are kept within `clip`."""
         hidden, head_dim = config.hidden_size, config.head_dim
         q_heads, kv_heads = config.share("num_heads"), config.share("num_kv_heads")
         q_size, kv_size = q_heads.times(head_dim), kv_heads.times(head_dim)
         self.index, self.rope, self.softcap = index, rope, softcap
         self.num_heads, self.num_kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, head_dim
         self.window, self.scale = config.layer_windows[index], config.attention_scales[index]
-        self.norm_eps = config.norm_eps
+        self.norm_eps, self.clip = config.norm_eps, clip
+        if stack:
+            maker.note_head_stack(stack, qkv, q_heads, kv_heads, head_dim, hidden, has_bias=config.attention_bias)
         self.qkv_proj = maker.linear(
             qkv, outputs=(q_size, kv_size, kv_size), inputs=inputs or hidden, has_bias=config.attention_bias,
             split="outputs", norm=input_norm,
@@ -179,11 +196,15 @@ class Attention:
         if norm == "row" and maker.options.communicator is not None:
             self.shared_norm = SharedRowNorm(maker, q_size, kv_size, config.norm_eps, norm_offset)
         elif norm != "none":
-            q_width, k_width = (head_dim, head_dim) if norm == "head" else (q_size.count, kv_size.count)
-            self.q_norm = maker.vector("q_norm.weight", q_width, add=norm_offset)
-            self.k_norm = maker.vector("k_norm.weight", k_width, add=norm_offset)
+            widths = (head_dim, head_dim) if norm in ("head", "after") else (q_size, kv_size)
+            stored = (q_heads.whole, head_dim), (kv_heads.whole, head_dim)
+            self.q_norm, self.k_norm = (
+                maker.vector(f"{name}.weight", width, add=norm_offset, stored=shape if norm == "centred" else None)
+                for name, width, shape in zip(norms, widths, stored, strict=True)
+            )
+        self.norm_kind: ops.QkNorm = norm if norm in ("centred", "after") else "before"
         self.o_proj = maker.linear(
-            "o_proj", outputs=hidden, inputs=q_size, has_bias=config.attention_output_bias, split="inputs"
+            output, outputs=hidden, inputs=q_size, has_bias=config.attention_output_bias, split="inputs"
         )
 
     def __call__(
@@ -203,6 +224,8 @@ class Attention:
         qkv = self.qkv_proj(x)
         if self.shared_norm is not None:
             self.shared_norm(qkv)
+        if self.clip is not None:
+            ops.clamp(qkv, self.clip, out=qkv)
         return ops.qkv_prepare(
             qkv,
             batch.positions,
@@ -213,6 +236,7 @@ class Attention:
             q_norm=self.q_norm,
             k_norm=self.k_norm,
             norm_eps=self.norm_eps,
+            norm_kind=self.norm_kind,
             k_cache=k_cache,
             v_cache=v_cache,
             slot_mapping=batch.slot_mappings[kv_cache.group_of(self.index)],
@@ -256,6 +280,7 @@ class GatedMlp:
         maker: Maker,
         *,
         gate_up: str | tuple[str, ...] = ("gate_proj", "up_proj"),
+        down: str = "down_proj",
         input_norm: RmsNorm | None = None,
         activation: ops.GluActivation = "silu",
     ) -> None:
@@ -265,7 +290,7 @@ class GatedMlp:
         self.gate_up_proj = maker.linear(
             gate_up, outputs=(inner, inner), inputs=hidden, has_bias=has_bias, split="outputs", norm=input_norm
         )
-        self.down_proj = maker.linear("down_proj", outputs=hidden, inputs=inner, has_bias=has_bias, split="inputs")
+        self.down_proj = maker.linear(down, outputs=hidden, inputs=inner, has_bias=has_bias, split="inputs")
 
     def __call__(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         return self.down_proj(self.gate_up_proj.glu(x, self.activation), residual=residual)

@@ -39,15 +39,17 @@ from runtime.tensor.storage import NDArray
 from runtime.tensor.tensor import Tensor
 
 __all__ = [
-    "LinearWeight", "RopeTable", "add_embedding", "add_partials", "add_scaled", "attention", "check_ids",
+    "LinearWeight", "RopeTable", "add_embedding", "add_partials", "add_scaled", "attention", "check_ids", "clamp",
     "distributions", "draw", "embedding", "expert_linear", "experts", "gather_rows", "gelu", "glu", "keep_proposals",
     "latent_attention", "latent_prepare", "layer_norm", "linear", "linear_glu", "linear_partial",
     "log_softmax_topk", "logits_linear", "normed_route", "place", "prepare_linear", "qkv_prepare", "rms_norm", "route",
-    "sample", "silu", "take_decode_inputs",
+    "sample", "silu", "take_decode_inputs", "xielu",
 ]  # fmt: skip
 
 GluActivation = Literal["silu", "gelu_tanh", "clamped_silu"]
 GLU_ACTIVATIONS = ("silu", "gelu_tanh", "clamped_silu")
+QkNorm = Literal["before", "after", "centred"]
+QK_NORMS = ("before", "after", "centred")
 FLOATS = tuple(STORED)
 
 
@@ -328,6 +330,29 @@ def silu(x: Tensor, *, out: Tensor | None = None) -> Tensor:
     return _activate("silu", "silu", x, out)
 
 
+def clamp(x: Tensor, limit: float, *, out: Tensor | None = None) -> Tensor:
+    """``max(-limit, min(x, limit))`` of ``[T, H]``; ``out`` may be ``x``."""
+    if not limit > 0.0:
+        raise fail("clamp", "limit", f"is {limit}, must be above 0")
+    return _activate_shaped("clamp", x, (limit,), out)
+
+
+def xielu(
+    x: Tensor, positive: float, negative: float, beta: float, eps: float, *, out: Tensor | None = None
+) -> Tensor:
+    """``positive x^2 + beta x`` above 0, else ``negative (e^min(x, eps) - 1 - x) + beta x``, of ``[T, H]``; ``out`` may
+    be ``x``."""
+    return _activate_shaped("xielu", x, (positive, negative, beta, eps), out)
+
+
+def _activate_shaped(op: str, x: Tensor, factors: tuple[float, ...], out: Tensor | None) -> Tensor:
+    backend = _backend(op, "x", x)
+    check(op, "x", x, x.device, backend.ACTIVATIONS, (None, None))
+    if out is not None:
+        _check_written(op, "out", out, x.device, x.dtype, x.shape)
+    return backend.activate_shaped(op, x, factors, out)  # type: ignore[no-any-return]
+
+
 def _activate(op: str, function: str, x: Tensor, out: Tensor | None) -> Tensor:
     backend = _backend(op, "x", x)
     check(op, "x", x, x.device, backend.ACTIVATIONS, (None,) * x.ndim)
@@ -447,6 +472,7 @@ def qkv_prepare(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     norm_eps: float,
+    norm_kind: QkNorm = "before",
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
@@ -454,7 +480,9 @@ def qkv_prepare(
 ) -> Tensor:
     """Splits ``qkv [T, (Hq + 2 Hkv) D]``, normalises and rotates q and k -> q ``[T, Hq, D]``.
 
-    Norm weights ``[D]`` are those of each head; ``[Hq D]`` and ``[Hkv D]`` of all heads together. K and V of token t
+    Norm weights ``[D]`` are those of each head; ``[Hq D]`` and ``[Hkv D]`` of all heads together. With ``norm_kind``
+    "after" each head is rotated first; with "centred" it has a LayerNorm with weights of its own, ``[Hq D]`` and
+    ``[Hkv D]``. K and V of token t
     are written to slot ``slot_mapping[t]`` (int64: block * block_size + offset; negative: nowhere). The pages' layout
     is the device's own (`runtime.kv.cache`). Pages of int8 or fp8 come with ``scales``, of keys and of values: each
     head's numbers are divided by their largest, so that it becomes 127 or 448, and rounded.
@@ -470,11 +498,15 @@ def qkv_prepare(
         raise fail(op, "k_cache", f"has {heads} heads, must have num_kv_heads = {num_kv_heads}")
     if (q_norm is None) != (k_norm is None):
         raise fail(op, "k_norm", "must be given where q_norm is, and only there")
-    norms_rows = False
+    if norm_kind not in QK_NORMS:
+        raise fail(op, "norm_kind", f"is {norm_kind!r}, must be one of {', '.join(QK_NORMS)}")
+    kind = ""
     if q_norm is not None and k_norm is not None:
-        norms_rows = q_norm.shape != (head_dim,) or k_norm.shape != (head_dim,)
+        kind = "head" if norm_kind == "before" else norm_kind
+        if norm_kind == "before" and (q_norm.shape != (head_dim,) or k_norm.shape != (head_dim,)):
+            kind = "row"
         for name, norm, count in (("q_norm", q_norm, num_q_heads), ("k_norm", k_norm, num_kv_heads)):
-            size = head_dim * count if norms_rows else head_dim
+            size = head_dim * count if kind in ("row", "centred") else head_dim
             check(op, name, norm, device, backend.NORM_WEIGHTS, (size,))
     if rope is not None:
         check(op, "rope.cos", rope.cos, device, float32, (None, None))
@@ -484,7 +516,7 @@ def qkv_prepare(
         if rope.q_scales is not None:
             check(op, "rope.q_scales", rope.q_scales, device, float32, (rope.cos.shape[0],))
     return backend.qkv_prepare(  # type: ignore[no-any-return]
-        qkv, positions, num_q_heads, num_kv_heads, head_dim, rope, q_norm, k_norm, norms_rows, norm_eps, k_cache,
+        qkv, positions, num_q_heads, num_kv_heads, head_dim, rope, q_norm, k_norm, kind, norm_eps, k_cache,
         v_cache, slot_mapping, tuple(scales),
     )  # fmt: skip
 

@@ -1,9 +1,16 @@
-"""Maps of all experts that a checkpoint stores as one tensor: each becomes a tensor of its own.
+"""Maps that a checkpoint stores as one tensor: each becomes a tensor of its own.
 
 A layout names every expert's maps, `experts.3.gate_proj.weight [N, K]`. gpt-oss stores those of a layer together,
 `experts.gate_up_proj [E, K, 2 N]`, inputs first, columns of gate and up by turns; Qwen3-VL-MoE, those of gate before
+<<<<<<< HEAD
 those of up. transformers 5 writes the latter outputs first, `[E, 2 N, K]`: a stack's shape tells. A square one lies as
 the other stack of its layer does, of which one at most is square, as gate and up are two.
+=======
+those of up.
+
+GPT-NeoX and InternLM 2 store queries, keys and values together, the rows of each head of keys between those of its
+queries and its values.
+>>>>>>> f87309d5 (Gemma, Cohere 1 and 2, StarCoder 2, GPT-NeoX, OLMo 1, Seed-OSS and EXAONE 4 load)
 """
 
 from __future__ import annotations
@@ -11,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
+
+import numpy as np
 
 from models.checkpoints.stored_tensor import Array, StoredTensor
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
@@ -51,10 +60,49 @@ class Stack:
                     columns = slice(place * width // count, (place + 1) * width // count)
                 yield f"{self.under}.{expert}.{part}", expert, columns
 
+    @property
+    def part_names(self) -> list[str]:
+        """Of the tensors that it holds."""
+        return [name for name, _, _ in self.names()]
+
+    def take(self, stored: StoredTensor, is_turned: bool) -> Iterator[tuple[str, StoredTensor]]:
+        """The tensors that it holds, by name."""
+        for name, expert, columns in self.names():
+            yield name, StackedTensor(stored, name, expert, columns, is_turned=is_turned)
+
+
+@dataclass(frozen=True, slots=True)
+class RowStack:
+    """A tensor whose rows come in equal groups, in each of which every part has so many rows.
+
+    Attributes:
+        shape: of the tensor.
+        part_names: whole names of the tensors that it holds.
+        sizes: how many rows of a group each has.
+    """
+
+    shape: tuple[int, ...]
+    part_names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    under: str = ""
+
+    @property
+    def turned_shape(self) -> tuple[int, ...]:
+        """It lies one way alone."""
+        return self.shape
+
+    def take(self, stored: StoredTensor, is_turned: bool) -> Iterator[tuple[str, StoredTensor]]:
+        """The tensors that it holds, by name."""
+        rows, first = np.arange(self.shape[0]).reshape(-1, sum(self.sizes)), 0
+        for name, size in zip(self.part_names, self.sizes, strict=True):
+            yield name, RowsOfStack(stored, name, rows[:, first : first + size].reshape(-1), checks=not first)
+            first += size
+
 
 def take_apart(
-    found: dict[str, StoredTensor], stacks: Mapping[str, Stack], shapes: dict[str, tuple[int, ...]], label: str
-) -> list[str]:
+    found: dict[str, StoredTensor], stacks: Mapping[str, Stack | RowStack], shapes: dict[str, tuple[int, ...]],
+    label: str,
+) -> list[str]:  # fmt: skip
     """Replaces the stacks among the stored tensors by what they hold; returns what is wrong with them.
 
     Tensors of a stack that is wrong, or missing whole from the file `label`, leave `shapes`: they are not missing, too.
@@ -65,9 +113,9 @@ def take_apart(
     for name, stack in stacks.items():
         stored = found.pop(name, None)
         if stored is None:
-            if not any(part in found for part, _, _ in stack.names()):
+            if not any(part in found for part in stack.part_names):
                 problems.append(f"{label}: tensor {name!r} {list(stack.shape)} is missing")
-                for part, _, _ in stack.names():
+                for part in stack.part_names:
                     del shapes[part]
             continue
         where = f"{stored.file}: tensor {stored.name!r}"
@@ -79,13 +127,13 @@ def take_apart(
             said.append(f"{where} is {list(stored.shape)}, but the config asks for {list(stack.shape)}{either}")
         if stored.dtype is None:
             said.append(f"{where} is {stored.type_name}, not F32, F16 or BF16")
-        for part, expert, columns in stack.names():
+        for part in stack.part_names:
             if part in found:
                 problems.append(f"{found[part].file}: tensor {found[part].name!r} is stored in {stored.name!r}, too")
             if said:
                 del shapes[part]
-            else:
-                found[part] = StackedTensor(stored, part, expert, columns, is_turned=is_turned)
+        if not said:
+            found.update(stack.take(stored, is_turned))
         problems += said
     return problems
 
@@ -138,6 +186,48 @@ class StackedTensor:
     def check(self) -> None:
         """The first one checks the stack."""
         if self._expert == 0 == self._columns.start:
+            self._stack.check()
+
+    def release(self) -> None:
+        """Of the whole stack."""
+        self._stack.release()
+
+
+class RowsOfStack:
+    """Some rows of a tensor; see `models.checkpoints.stored_tensor.StoredTensor`."""
+
+    def __init__(self, stack: StoredTensor, name: str, rows: Array, *, checks: bool) -> None:
+        self.file, self.name, self.dtype, self.type_name = stack.file, name, stack.dtype, stack.type_name
+        self.block_format = stack.block_format
+        whole, *rest = stack.shape
+        self.shape: tuple[int, ...] = (len(rows), *rest)
+        self.size_bytes = stack.size_bytes // whole * len(rows)
+        self.quantized: QuantizedLayout | None = None
+        if stack.quantized is not None:
+            self.quantized = stack.quantized.picked(len(rows))
+        self._stack, self._rows, self._checks = stack, rows, checks
+
+    def array(self) -> Array:
+        """The elements, copied."""
+        array: Array = self._stack.array()[self._rows]
+        return array
+
+    def blocks(self) -> Array:
+        """The bytes of the rows, copied."""
+        blocks: Array = self._stack.blocks()[self._rows]
+        return blocks
+
+    def order(self) -> Array | None:
+        """The stack's."""
+        return self._stack.order()
+
+    def matrix(self) -> QuantizedMatrix:
+        """With a scale for each row, or one for all."""
+        return self._stack.matrix().pick(self._rows)
+
+    def check(self) -> None:
+        """The first one checks the stack."""
+        if self._checks:
             self._stack.check()
 
     def release(self) -> None:

@@ -1,8 +1,8 @@
-"""Gemma 2 (arXiv 2408.00118) and Gemma 3's text model (2503.19786).
+"""Gemma (arXiv 2403.08295), Gemma 2 (2408.00118) and Gemma 3's text model (2503.19786).
 
-Norms stand before and behind attention and MLP, their weights are stored less 1, and the MLP's gate is a GELU.
-Embeddings are multiplied by sqrt(hidden_size), rounded to the weights' type as in training. Gemma 2 caps scores and
-logits, and every other layer has a sliding window. Gemma 3 normalises each head of queries and keys instead, five of
+The weights of norms are stored less 1, and the MLP's gate is a GELU. Embeddings are multiplied by sqrt(hidden_size),
+rounded to the weights' type as in training. Gemma is Llama otherwise. Later ones have norms behind attention and MLP,
+too. Gemma 2 caps scores and logits, and every other layer has a sliding window. Gemma 3 normalises each head of queries and keys instead, five of
 six layers have a window, and those rotate by another base.
 """
 
@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from models.architecture import Architecture
-from models.configuration.config import read_common, read_layer_types
+from models.configuration.config import GELU_NAMES, read_common, read_layer_types
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import RopeConfig, parse_rope
-from models.decoder import Decoder, DecoderConfig, Layer, SandwichLayer
+from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer, SandwichLayer
 from models.makers.maker import Maker
 
 _NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -31,13 +31,22 @@ class GemmaConfig(DecoderConfig):
     logits_softcap: float | None
 
 
-class GemmaModel(Decoder):
-    config: GemmaConfig
+class FirstGemmaModel(Decoder):
     norm_offset = 1.0
+
+    def __init__(self, config: DecoderConfig, maker: Maker) -> None:
+        super().__init__(config, maker)
+        self.embedding_scale = float(np.array(math.sqrt(config.hidden_size), self.dtype.numpy))
+
+    def make_layer(self, index: int, maker: Maker) -> Layer:
+        return PreNormLayer(self, index, maker, mlp={"activation": "gelu_tanh"})
+
+
+class GemmaModel(FirstGemmaModel):
+    config: GemmaConfig
 
     def __init__(self, config: GemmaConfig, maker: Maker) -> None:
         super().__init__(config, maker)
-        self.embedding_scale = float(np.array(math.sqrt(config.hidden_size), self.dtype.numpy))
         self.logits_softcap = config.logits_softcap
 
     def make_layer(self, index: int, maker: Maker) -> Layer:
@@ -51,6 +60,23 @@ class GemmaModel(Decoder):
         )
         mlp = self.mlp(maker, activation="gelu_tanh")
         return SandwichLayer(config, maker, attention, mlp, norms=_NORMS, norm_offset=1.0)
+
+
+def read_gemma(fields: Fields) -> DecoderConfig:
+    """`hidden_act` "gelu" means the tanh approximation: the official files say so, and `hidden_activation` beside it
+    in newer ones."""
+    tanh = {"gelu": "tanh"} | {name: kind for name, kind in GELU_NAMES.items() if kind == "tanh"}
+    common = read_common(
+        fields, default_head_dim=256, default_max_positions=8192, activations=tanh,
+        default_activation="gelu_pytorch_tanh", default_tie_word_embeddings=True,
+    )  # fmt: skip
+    fields.expect("hidden_activation", *tanh)
+    fields.expect("use_bidirectional_attention", False)
+    has_bias = fields.boolean("attention_bias", False)
+    rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"])
+    return DecoderConfig(
+        **common, layer_ropes=(rope,) * common["num_layers"], attention_bias=has_bias, attention_output_bias=has_bias
+    )
 
 
 def read_gemma2(fields: Fields) -> GemmaConfig:
@@ -121,6 +147,7 @@ def _read_common(fields: Fields, *, default_max_positions: int, pattern: int) ->
 
 
 ARCHITECTURES = (
+    Architecture("GemmaForCausalLM", "gemma", read_gemma, FirstGemmaModel),
     Architecture("Gemma2ForCausalLM", "gemma2", read_gemma2, GemmaModel),
     Architecture("Gemma3ForCausalLM", "gemma3_text", read_gemma3, GemmaModel),
 )

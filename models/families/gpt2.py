@@ -25,6 +25,7 @@ from models.configuration.config import (
     read_vocab_size,
 )
 from models.configuration.json_fields import REQUIRED, Fields
+from models.layer_norm import LayerNorm
 from models.makers.declaration import Width
 from models.makers.maker import Maker
 from runtime import ops
@@ -68,18 +69,6 @@ class GPT2Model(Model):
 
     def finish(self, x: Tensor) -> Tensor:
         return self.ln_f(x)
-
-
-class LayerNorm:
-    """Layer normalisation with weight and bias over the hidden size."""
-
-    def __init__(self, config: ModelConfig, maker: Maker) -> None:
-        self.weight = maker.vector("weight", config.hidden_size)
-        self.bias = maker.vector("bias", config.hidden_size)
-        self.eps = config.norm_eps
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return ops.layer_norm(x, self.weight, self.bias, self.eps)
 
 
 class Block:

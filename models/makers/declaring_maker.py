@@ -92,9 +92,16 @@ class DeclaringMaker(Maker):
         ]
         return [LinearWeight(each, format, device, size) for each, size in zip(shapes, sizes, strict=True)]
 
-    def _vector(self, name: str, size: Share, add: float) -> Tensor:
-        self._stored(name, (size.whole,))
+    def _vector(self, name: str, size: Share, add: float, stored: tuple[int, ...]) -> Tensor:
+        self._stored(name, stored)
         return _nothing((size.count,), float32)
+
+    def _number(self, name: str, shape: tuple[int, ...]) -> float:
+        self._stored(name, shape)
+        return 1.0
+
+    def _ones(self, size: int) -> Tensor:
+        return _nothing((size,), float32)
 
     def _median(self, name: str, add: float) -> float:
         return 1.0

@@ -133,8 +133,17 @@ class LoadingMaker(Maker):
         for name, _ in declaration.stored_shapes:
             self._source.release(name)
 
-    def _vector(self, name: str, size: Share, add: float) -> Tensor:
-        return self._keep(self._rounded(name, (slice(size.first, size.first + size.count),)) + np.float32(add), name)
+    def _vector(self, name: str, size: Share, add: float, stored: tuple[int, ...]) -> Tensor:
+        mine = self._rounded(name).reshape(-1)[size.first : size.first + size.count]
+        return self._keep(mine + np.float32(add), name)
+
+    def _number(self, name: str, shape: tuple[int, ...]) -> float:
+        return float(self._rounded(name).reshape(()))
+
+    def _ones(self, size: int) -> Tensor:
+        tensor = Tensor.from_numpy(np.ones(size, np.float32)).to(self.options.device)
+        tensor.storage.freeze()
+        return tensor
 
     def _median(self, name: str, add: float) -> float:
         return float(np.median(np.abs(self._rounded(name) + np.float32(add))))

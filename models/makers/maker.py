@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from models.checkpoints.stacked import Order, Stack
+from models.checkpoints.stacked import Order, RowStack, Stack
 from models.configuration.rope_config import RopeConfig
 from models.errors import ModelLoadError
 from models.makers.declaration import Array, LinearDeclaration, TensorSource, Width, several, whole_width
@@ -70,7 +70,7 @@ class Maker(ABC):
         self._keeps_order = True
         self._copies: dict[str, str] = {}  # what may be stored besides, or instead of, the tensor that it must equal
         self._head_routings: dict[int, HeadRouting] = {}  # shared with the makers below
-        self._stacks: dict[str, Stack] = {}  # what may be stored instead of the tensors that it holds
+        self._stacks: dict[str, Stack | RowStack] = {}  # what may be stored instead of the tensors that it holds
 
     def under(self, name: str) -> Self:
         """This maker for names that begin with `name.`."""
@@ -216,6 +216,16 @@ class Maker(ABC):
         under = f"{self._prefix}experts"
         self._stacks[f"{under}.{stack}"] = Stack((*shape, total), under, parts, order)
 
+    def note_head_stack(
+        self, stack: str, parts: Sequence[str], q_heads: Share, kv_heads: Share, head_dim: int, inputs: int, *,
+        has_bias: bool,
+    ) -> None:  # fmt: skip
+        """That the maps `parts` of queries, keys and values may be stored in one, `stack`, by heads of keys."""
+        groups, sizes = kv_heads.whole, (q_heads.whole // kv_heads.whole * head_dim, head_dim, head_dim)
+        for part, rest in (("weight", (inputs,)), ("bias", ())) if has_bias else (("weight", (inputs,)),):
+            names = tuple(f"{self._prefix}{name}.{part}" for name in parts)
+            self._stacks[f"{self._prefix}{stack}.{part}"] = RowStack((groups * sum(sizes), *rest), names, sizes)
+
     def latent_maps(
         self, name: str, *, heads: Share, key_dim: int, value_dim: int, rotary_dim: int, latent_dim: int
     ) -> tuple[ExpertsWeight, ExpertsWeight]:
@@ -283,9 +293,10 @@ class Maker(ABC):
         return inner.linear(name, outputs=outputs, inputs=math.prod(kernel), has_bias=has_bias, kernel=kernel)
 
     def embedding(
-        self, name: str, *, head: str, rows: int, columns: int, is_tied: bool
+        self, name: str, *, head: str, rows: int, columns: int, is_tied: bool, has_bias: bool = False
     ) -> tuple[Tensor | LinearWeight | SharedTable, Linear]:
-        """The table `name.weight [rows, columns]` and the output head `head.weight` of the same shape.
+        """The table `name.weight [rows, columns]` and the output head `head.weight` of the same shape, with
+        `has_bias` and `head.bias [rows]`, which a tied one cannot have.
 
         With `is_tied` they are one matrix, kept once, and a checkpoint may store either or both. Ranks share out the
         columns of the one and the rows of the other, but one matrix lies whole in each. Of several stages the first
@@ -304,7 +315,8 @@ class Maker(ABC):
                 table = inner.linear(name, outputs=rows, inputs=columns).weight
             else:
                 table = self._shared_table(f"{name}.weight", rows, columns)
-            return table, self._shared_head(head, rows, columns) if self.is_last else nothing
+            return table, self._shared_head(head, rows, columns, has_bias) if self.is_last else nothing
+        assert not has_bias, "a bias of a matrix that is the table, too"
         self._copies[f"{self._prefix}{head}.weight"] = f"{self._prefix}{name}.weight"
         if not (self.is_first or self.is_last):
             return nothing, nothing
@@ -332,29 +344,42 @@ class Maker(ABC):
         mine = Share(columns, first, min(share, columns - first))
         return SharedTable(self.table(name, rows, mine), communicator, share, columns)
 
-    def _shared_head(self, name: str, rows: int, columns: int) -> Linear:
+    def _shared_head(self, name: str, rows: int, columns: int, has_bias: bool) -> Linear:
         """The output head that is no table, too: each rank has its share of it alone."""
         communicator = self.options.communicator
         share = 0 if communicator is None else logits_share(rows, communicator.num_ranks)
         if communicator is None or not share:
-            return self.linear(name, outputs=rows, inputs=columns)
+            return self.linear(name, outputs=rows, inputs=columns, has_bias=has_bias)
         first = communicator.rank * share
         mine = Share(rows, first, min(share, rows - first))
-        head = self.linear(name, outputs=mine, inputs=columns, split="outputs")
+        head = self.linear(name, outputs=mine, inputs=columns, has_bias=has_bias, split="outputs")
         return Linear(head.weight, communicator, head.norm, rows)
 
-    def vector(self, name: str, size: Width, *, add: float = 0.0) -> Tensor:
+    def vector(
+        self, name: str, size: Width, *, add: float = 0.0, stored: tuple[int, ...] | None = None
+    ) -> Tensor:
         """`name [size]` plus `add` as float32, after rounding to the weights' type; norms are computed in float32. Of a
-        share it is that part."""
-        made = self._vector(self._prefix + name, self._share(size, is_cut=isinstance(size, Share)), add)
+        share it is that part. `stored` is the shape in the checkpoint where that is another one of as many elements."""
+        share = self._share(size, is_cut=isinstance(size, Share))
+        made = self._vector(self._prefix + name, share, add, stored or (share.whole,))
         self._count(4 * made.size)
         return made
 
-    def exact_vector(self, name: str, size: int) -> Tensor:
+    def exact_vector(self, name: str, size: int, *, stored: tuple[int, ...] | None = None) -> Tensor:
         """The same without rounding: small differences of its numbers decide what else is computed."""
         inner = copy.copy(self)
         inner.options = replace(self.options, dtype=None, format=None, rounding="")
-        return inner.vector(name, size)
+        return inner.vector(name, size, stored=stored)
+
+    def number(self, name: str, shape: tuple[int, ...] = ()) -> float:
+        """The one number of `name`, which is stored in this shape, after rounding to the weights' type."""
+        return self._number(self._prefix + name, shape)
+
+    def ones(self, size: int) -> Tensor:
+        """The weights of a norm that stores none: `[size]` float32."""
+        made = self._ones(size)
+        self._count(4 * size)
+        return made
 
     def rms_norm(self, name: str, size: int, eps: float, *, add: float = 0.0) -> RmsNorm:
         """The norm in front of a linear map, whose weight is the `vector` of that name."""
@@ -390,7 +415,13 @@ class Maker(ABC):
         """Maps of these shapes, which `make` makes of these rows of a stored matrix' floats, in its type."""
 
     @abstractmethod
-    def _vector(self, name: str, size: Share, add: float) -> Tensor: ...
+    def _vector(self, name: str, size: Share, add: float, stored: tuple[int, ...]) -> Tensor: ...
+
+    @abstractmethod
+    def _number(self, name: str, shape: tuple[int, ...]) -> float: ...
+
+    @abstractmethod
+    def _ones(self, size: int) -> Tensor: ...
 
     @abstractmethod
     def _median(self, name: str, add: float) -> float:

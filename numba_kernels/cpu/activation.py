@@ -6,6 +6,8 @@
     silu          x sigmoid(x)
     glu           f(gate) up                                  Shazeer, https://arxiv.org/abs/2002.05202
     clamped glu   g sigmoid(1.702 g) (u + 1),  g = min(gate, 7),  u = max(-7, min(up, 7))     gpt-oss
+    clamp         max(-c, min(x, c))
+    xielu         x > 0: p x^2 + b x,  else: n (e^min(x, eps) - 1 - x) + b x        https://arxiv.org/abs/2411.13010
 
 All are memory-bound: about 25 instructions a vector, in float32, NaN in and NaN out.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 import functools
 
 import llvmlite.ir as ir
+import numpy as np
 from numba import carray
 from numba.core import cgutils, types
 from numba.core.errors import RequireLiteralValue
@@ -26,6 +29,8 @@ from numba_kernels.cpu.rows import for_each_vector
 from numba_kernels.cpu.running.launch import Fields, Kernel
 
 FIELDS = Fields("*x *up *out num_rows width x_stride up_stride rows_a_ticket")
+
+SHAPED_FIELDS = Fields("*x *out num_rows width rows_a_ticket", "first second third fourth")
 
 CLAMP = 7.0  # of gpt-oss's gates and factors
 
@@ -134,6 +139,71 @@ def _apply(typingctx, which, x, up, out, count):
         return context.get_dummy_value()
 
     return signature, codegen
+
+
+def _clamp(builder, x, limit, *_):
+    x = builder.select(builder.fcmp_ordered(">", x, limit), limit, x)
+    least = builder.fsub(constant_like(x, -0.0), limit)
+    return builder.select(builder.fcmp_ordered("<", x, least), least, x)
+
+
+# (e^x - 1 - x) / x^2 for -0.5 <= x <= 0, where the difference would cancel: 1 / n!
+_EXP_REST = (1 / 40320, 1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 1 / 2)
+
+
+def _xielu(builder, x, positive, negative, beta, eps):
+    low = builder.select(builder.fcmp_ordered("<", x, eps), x, eps)
+    near = constant_like(x, _EXP_REST[0])
+    for coefficient in _EXP_REST[1:]:
+        near = fma(builder, near, low, constant_like(x, coefficient))
+    near = builder.fmul(near, builder.fmul(low, low))
+    far = builder.fsub(builder.fsub(simd.exp(builder, low), constant_like(x, 1.0)), low)
+    curve = builder.select(builder.fcmp_ordered("<", low, constant_like(x, -0.5)), far, near)
+    curve = builder.fmul(builder.fadd(curve, builder.fsub(low, x)), negative)
+    parabola = builder.fmul(positive, builder.fmul(x, x))
+    above = builder.fcmp_ordered(">", x, constant_like(x, 0.0))
+    return fma(builder, beta, x, builder.select(above, parabola, curve))
+
+
+_SHAPED = (_clamp, _xielu)
+SHAPED_NAMES = ("clamp", "xielu")  # in the same order
+
+
+@intrinsic
+def _apply_shaped(typingctx, which, x, out, count, first, second, third, fourth):
+    """``out[i] = f(x[i], ...)`` for ``count`` floats; ``out`` may be ``x``. ``which`` is a literal index into _SHAPED."""
+    if not isinstance(which, types.IntegerLiteral):
+        raise RequireLiteralValue("which must be a literal")
+    function, index = _SHAPED[which.literal_value], types.intp
+
+    def codegen(context, builder, signature, args):
+        _, x, out, count, *numbers = args
+        factors = [simd.splat(builder, number) for number in numbers]
+
+        def piece(offset, mask):
+            value = function(builder, simd.masked_load(builder, builder.add(x, offset), mask), *factors)
+            simd.masked_store(builder, value, builder.add(out, offset), mask)
+
+        for_each_vector(builder, count, piece)
+        return context.get_dummy_value()
+
+    return types.void(which, *(index,) * 3, *(types.float32,) * 4), codegen
+
+
+@functools.cache
+def shaped_kernel(name: str) -> Kernel:
+    """``out [R, W] = f(x)`` of a function with numbers of its own; a ticket is some rows."""
+    which = SHAPED_NAMES.index(name)
+
+    def shaped(arguments, ticket):
+        a = carray(arguments, 1)[0]
+        numbers = np.float32(a.first), np.float32(a.second), np.float32(a.third), np.float32(a.fourth)
+        first = ticket * a.rows_a_ticket
+        for row in range(first, min(a.num_rows, first + a.rows_a_ticket)):
+            at = row * a.width * 4
+            _apply_shaped(which, a.x + at, a.out + at, a.width, numbers[0], numbers[1], numbers[2], numbers[3])
+
+    return Kernel(shaped, SHAPED_FIELDS)
 
 
 @functools.cache

@@ -1,8 +1,9 @@
 """What happens to q, k and v between their projection and attention, in one pass over the tokens.
 
 Each row of ``qkv [T, (Hq + 2 Hkv) D]`` is split into heads; q and k are normalised (RMSNorm, over each head as Qwen3
-does, or over all heads together as OLMo 2 does) and rotated by their position (RoPE, https://arxiv.org/abs/2104.09864;
-the first ``rotary`` dimensions, as two halves or as interleaved pairs); q is multiplied by its position's scale; q goes
+does, or over all heads together as OLMo 2 does; LayerNorm over each head as Cohere does) and rotated by their position
+(RoPE, https://arxiv.org/abs/2104.09864; the first ``rotary`` dimensions, as two halves or as interleaved pairs), or
+rotated first and normalised then, as Hunyuan does; q is multiplied by its position's scale; q goes
 out as ``[T, Hq, D]``, k and v into the pages at the token's slot: K ``[block, head, dim, token]``, V
 ``[block, head, token, dim padded]``, quantised where pages are of int8 or fp8
 (`quantised_rows`). A slot of -1 is not written.
@@ -24,12 +25,13 @@ from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at, int32_a
 
 FIELDS = Fields(
     "*qkv *positions *cos *sin *q_scales *q_norm *k_norm *k_cache *v_cache *k_scales *v_scales *slots *q "
-    "num_tokens q_heads kv_heads head_dim norms_rows rotary interleaved num_positions num_blocks block_size "
+    "num_tokens q_heads kv_heads head_dim norm rotary interleaved num_positions num_blocks block_size "
     "value_stride tokens_a_ticket",
     "eps",
 )
 BAD_POSITION, BAD_SLOT = 1, 2
-_NO_NORM, _BY_HEAD, _BY_ROW = 0, 1, 2
+NORMS = ("", "head", "row", "centred", "after")  # the argument is the place of one
+_NO_NORM, _BY_HEAD, _BY_ROW, _CENTRED, _AFTER = range(5)
 
 
 @njit(nogil=True)
@@ -43,18 +45,33 @@ def norm_scale(source, eps):
 
 @njit(nogil=True)
 def _prepare_head(source, target, weight, norm, scale, eps, cos, sin, rotary, interleaved):
-    """``target [D]`` = the normalised (_NO_NORM, _BY_HEAD, or _BY_ROW with the row's ``scale``) and rotated
-    ``source [D]``."""
+    """``target [D]`` = the normalised (one of `NORMS`; by row with the row's ``scale``) and rotated ``source [D]``."""
     head_dim = target.shape[0]
-    if norm != _NO_NORM:
+    if norm == _BY_HEAD or norm == _BY_ROW:
         if norm == _BY_HEAD:
             scale = norm_scale(source, eps)
         for i in range(head_dim):
             target[i] = source[i] * scale * weight[i]
     else:
+        mean = np.float32(0.0)
+        if norm == _CENTRED:
+            for i in range(head_dim):
+                mean += source[i]
+            mean = np.float32(mean / head_dim)
         for i in range(head_dim):
-            target[i] = source[i]
+            target[i] = source[i] - mean
+        if norm == _CENTRED:
+            _normalise(target, weight, eps)
     rotate(target, cos, sin, rotary, interleaved)
+    if norm == _AFTER:
+        _normalise(target, weight, eps)
+
+
+@njit(nogil=True)
+def _normalise(target, weight, eps):
+    scale = norm_scale(target, eps)
+    for i in range(target.shape[0]):
+        target[i] = target[i] * scale * weight[i]
 
 
 @njit(nogil=True)
@@ -86,9 +103,8 @@ def qkv_kernel(stored: type) -> Kernel:
         heads = a.q_heads + 2 * a.kv_heads
         positions = int32_at(a.positions, a.num_tokens)
         slots = int64_at(a.slots, a.num_tokens)
-        norms_rows, eps = a.norms_rows != 0, a.eps
-        how = _BY_ROW if norms_rows else _BY_HEAD
-        of_q, of_k = how if a.q_norm != 0 else _NO_NORM, how if a.k_norm != 0 else _NO_NORM
+        norm, eps = a.norm, a.eps
+        has_own = norm == _BY_ROW or norm == _CENTRED  # weights of each head
         q_scale = k_scale = np.float32(0.0)
         key = np.empty(d, np.float32)
         first = ticket * a.tokens_a_ticket
@@ -105,14 +121,14 @@ def qkv_kernel(stored: type) -> Kernel:
             cos = float32_at(a.cos + positions[token] * half * 4, half)
             sin = float32_at(a.sin + positions[token] * half * 4, half)
             row = a.qkv + token * heads * d * 4
-            if norms_rows:
+            if norm == _BY_ROW:
                 q_scale = norm_scale(float32_at(row, a.q_heads * d), eps)
                 k_scale = norm_scale(float32_at(row + a.q_heads * d * 4, a.kv_heads * d), eps)
             for head in range(a.q_heads):
                 target = float32_at(a.q + (token * a.q_heads + head) * d * 4, d)
                 source = float32_at(row + head * d * 4, d)
-                weight = float32_at(a.q_norm + head * d * 4 if norms_rows else a.q_norm, d)
-                _prepare_head(source, target, weight, of_q, q_scale, eps, cos, sin, rotary, interleaved)
+                weight = float32_at(a.q_norm + head * d * 4 if has_own else a.q_norm, d)
+                _prepare_head(source, target, weight, norm, q_scale, eps, cos, sin, rotary, interleaved)
                 if a.q_scales != 0:
                     factor = float32_at(a.q_scales, a.num_positions)[positions[token]]
                     for i in range(d):
@@ -122,8 +138,8 @@ def qkv_kernel(stored: type) -> Kernel:
             block, inside = slots[token] // block_size, slots[token] % block_size
             for head in range(a.kv_heads):
                 source = float32_at(row + (a.q_heads + head) * d * 4, d)
-                weight = float32_at(a.k_norm + head * d * 4 if norms_rows else a.k_norm, d)
-                _prepare_head(source, key, weight, of_k, k_scale, eps, cos, sin, rotary, interleaved)
+                weight = float32_at(a.k_norm + head * d * 4 if has_own else a.k_norm, d)
+                _prepare_head(source, key, weight, norm, k_scale, eps, cos, sin, rotary, interleaved)
                 page = block * a.kv_heads + head
                 k_at = a.k_cache + (page * d * block_size + inside) * itemsize
                 scale_at = (page * block_size + inside) * 4

@@ -4,6 +4,8 @@
     gelu tanh     x (1 + tanh u) / 2 = x sigmoid(2 u),  u = sqrt(2 / pi) (x + 0.044715 x^3)
     gelu sigmoid  x sigmoid(1.702 x)
     silu          x sigmoid(x)
+    clamp         max(-c, min(x, c))
+    xielu         x > 0: p x^2 + b x,  else: n (e^min(x, eps) - 1 - x) + b x        https://arxiv.org/abs/2411.13010
     glu           f(gate) up, out of rows [gate | up]        Shazeer, https://arxiv.org/abs/2002.05202
 
 x and out are f32, f16 or bf16; arithmetic is float32; NaN in gives NaN out. Each element is read and written once, and
@@ -88,6 +90,65 @@ def _gelu_erf(x):
 _FUNCTIONS = {"gelu_erf": _gelu_erf, "gelu_tanh": _gelu_tanh, "gelu_sigmoid": _gelu_sigmoid, "silu": _silu}
 
 
+@device_function
+def _clamp(x, limit, second, third, fourth):
+    if x > limit:
+        x = limit
+    if x < -limit:
+        x = -limit
+    return x
+
+
+@device_function
+def _xielu(x, positive, negative, beta, eps):
+    low = eps
+    if x < eps:
+        low = x
+    # (e^low - 1 - low) / low^2 by 1 / n! near 0, where the difference would cancel
+    near = fma(float32(1 / 40320), low, float32(1 / 5040))
+    near = fma(near, low, float32(1 / 720))
+    near = fma(near, low, float32(1 / 120))
+    near = fma(near, low, float32(1 / 24))
+    near = fma(near, low, float32(1 / 6))
+    near = fma(near, low, float32(0.5))
+    curve = near * (low * low)
+    if low < float32(-0.5):
+        curve = exp(low) - float32(1) - low
+    bent = (curve + (low - x)) * negative
+    if x > float32(0):
+        bent = positive * (x * x)
+    return fma(beta, x, bent)
+
+
+SHAPED = {"clamp": _clamp, "xielu": _xielu}
+
+
+@functools.cache
+def _shaped(name: str, dtype: str, width: int) -> Specialisation:
+    """Arguments: x, out addresses; number of accesses of `width` elements; four numbers."""
+    access_bytes = uint64(ITEM_BYTES[dtype] * width)
+    load, store, function = elements_loader(dtype, width), elements_storer(dtype, width), SHAPED[name]
+
+    @cuda.jit
+    def shaped(x, out, num_accesses, first, second, third, fourth):
+        wait_for_previous_grid()
+        launch_dependents()
+        values = cuda.local.array(width, float32)
+        index = uint32(cuda.blockIdx.x) * uint32(cuda.blockDim.x) + uint32(cuda.threadIdx.x)
+        step = uint32(cuda.gridDim.x) * uint32(cuda.blockDim.x)
+        while index < num_accesses:
+            at = uint64(index) * access_bytes
+            loaded = load(x + at)
+            for lane in range(width):
+                values[lane] = function(loaded[lane], first, second, third, fourth)
+            store(out + at, values)
+            index += step
+
+    constants = {"dtype": dtype, "width": width}
+    arguments = (types.uint64, types.uint64, types.uint32, *(types.float32,) * 4)
+    return Specialisation(f"{name}_{dtype}_x{width}", shaped, arguments, THREADS, constants=constants)
+
+
 @functools.cache
 def _activation(name: str, dtype: str, width: int) -> Specialisation:
     """Arguments: x, out addresses; number of accesses of `width` elements."""
@@ -150,6 +211,13 @@ def plan_activation(name: str, num_elements: int, dtype: str, *, alignment: int 
     return Launch(_activation(name, dtype, width), flat_grid(accesses), (THREADS, 1, 1)), accesses
 
 
+def plan_shaped(name: str, num_elements: int, dtype: str, *, alignment: int = 16) -> tuple[Launch, int]:
+    """(launch, number of accesses) of one of `SHAPED`. Arguments: x, out, number of accesses, four numbers."""
+    width = access_width(dtype, num_elements, alignment)
+    accesses = num_elements // width
+    return Launch(_shaped(name, dtype, width), flat_grid(accesses), (THREADS, 1, 1)), accesses
+
+
 def plan_glu(name: str, num_rows: int, size: int, dtype: str, *, alignment: int = 16) -> tuple[Launch, int]:
     """(launch, accesses a row) for gate_up [num_rows, 2 size] -> out [num_rows, size], by one of `GLU_ACTIVATIONS`.
 
@@ -161,8 +229,10 @@ def plan_glu(name: str, num_rows: int, size: int, dtype: str, *, alignment: int 
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Every kernel of this family."""
+    """Every kernel of this family, but that functions with numbers of their own are the vectors' alone."""
     for dtype in DTYPES:
+        for name in SHAPED:
+            yield _shaped(name, dtype, VECTOR_WIDTH[dtype])
         for width in (1, VECTOR_WIDTH[dtype]):
             for name in GLU_ACTIVATIONS:
                 yield _glu(name, dtype, width)

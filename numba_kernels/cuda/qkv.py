@@ -2,7 +2,8 @@
 
 Each row of ``qkv [T, (Hq + 2 Hkv) D]`` is split into heads. q and k are normalised (RMSNorm,
 https://arxiv.org/abs/1910.07467: each head with a float32 weight of D, as Qwen3 does, or all heads together with one of
-H D, as OLMo 2 does) and rotated by the token's position (`rope`), and q is multiplied by its position's scale; q goes
+H D, as OLMo 2 does; or LayerNorm, each head with weights of its own, as Cohere does) and rotated by the token's position
+(`rope`), or rotated first and normalised then, as Hunyuan does, and q is multiplied by its position's scale; q goes
 out as ``[T, Hq, D]``, k and v go into the pages at the token's slot (`kv_cache` has the layout). A slot of -1 is not
 written. f32, f16 or bf16, rounded once; arithmetic and tables float32. Into pages of a byte a number each head's row
 goes with its scale (`quantised_pages`). The same operation as the CPU's ``cpu/qkv.py``.
@@ -35,6 +36,7 @@ from numba_kernels.cuda.rope import check_rotary, head_cut
 from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 THREADS = 128
+_VARIANTS = {"": "", "head": "_norm", "row": "_rownorm", "centred": "_layernorm", "after": "_normafter"}
 
 
 @functools.cache
@@ -57,7 +59,42 @@ def _qkv_prepare(
     padding = page_row(head_dim, pages or dtype) - head_dim
     reciprocal_dim = float32(1.0 / head_dim)
     is_odd = head_dim % 2 == 1
-    has_norm, norms_rows = norm != "", norm == "row"
+    has_norm, norms_rows, is_centred, comes_after = norm != "", norm == "row", norm == "centred", norm == "after"
+
+    @device_function
+    def sum_of_head(value):
+        distance = uint32(lanes // 2)
+        while distance > uint32(0):
+            value += shuffle_xor_f32(value, distance)
+            distance = uint32(distance >> uint32(1))
+        return value
+
+    @device_function
+    def centre(lows, highs, lane, is_value):
+        total = float32(0)
+        for part in range(rounds):
+            if uint32(lane + uint32(part * lanes)) < uint32(num_units):
+                for i in range(width):
+                    total += lows[part, i] + highs[part, i]
+        mean = sum_of_head(total) * reciprocal_dim
+        if is_value:
+            mean = float32(0)
+        for part in range(rounds):
+            unit = uint32(lane + uint32(part * lanes))
+            if unit < uint32(num_units):
+                second = places(unit)[1]
+                for i in range(width):
+                    lows[part, i] = lows[part, i] - mean
+                if not is_odd or second < uint32(head_dim):
+                    for i in range(width):
+                        highs[part, i] = highs[part, i] - mean
+
+    @device_function
+    def rotate_head(lows, highs, lane, cos, sin):
+        for part in range(rounds):
+            unit = uint32(lane + uint32(part * lanes))
+            if unit < uint32(num_units):
+                rotate(unit, lows[part], highs[part], cos, sin)
 
     @device_function
     def normalise(lows, highs, lane, weight, scale):
@@ -99,6 +136,12 @@ def _qkv_prepare(
             if unit < uint32(num_units):
                 load(source, unit, lows[part], highs[part])
 
+        is_rotated = is_head and rotary > 0 and not is_value
+        row = uint64(0)
+        if is_rotated:
+            row = uint64(uint32(positions[token])) * table_row_bytes
+        if comes_after and is_rotated:
+            rotate_head(lows, highs, lane, cos + row, sin + row)
         if norms_rows:
             if not is_value:
                 weight = q_norm + uint64(head) * uint64(4 * head_dim)
@@ -109,6 +152,8 @@ def _qkv_prepare(
                 scale = load_f32(norm_scales + place)
                 normalise(lows, highs, lane, weight, scale)
         elif has_norm:
+            if is_centred:
+                centre(lows, highs, lane, is_value)
             squares = float32(0)
             for part in range(rounds):
                 if uint32(lane + uint32(part * lanes)) < uint32(num_units):
@@ -116,22 +161,20 @@ def _qkv_prepare(
                         squares += lows[part, i] * lows[part, i]
                     for i in range(width):
                         squares += highs[part, i] * highs[part, i]
-            distance = uint32(lanes // 2)
-            while distance > uint32(0):
-                squares += shuffle_xor_f32(squares, distance)
-                distance = uint32(distance >> uint32(1))
+            squares = sum_of_head(squares)
             weight = q_norm
             if head >= num_q_heads:
                 weight = k_norm
+            if is_centred:
+                of_its_kind = head
+                if head >= num_q_heads:
+                    of_its_kind = uint32(head - num_q_heads)
+                weight += uint64(of_its_kind) * uint64(4 * head_dim)
             if weight != uint64(0) and not is_value:
                 normalise(lows, highs, lane, weight, reciprocal_sqrt(squares * reciprocal_dim + eps))
 
-        if is_head and rotary > 0 and not is_value:
-            row = uint64(uint32(positions[token])) * table_row_bytes
-            for part in range(rounds):
-                unit = uint32(lane + uint32(part * lanes))
-                if unit < uint32(num_units):
-                    rotate(unit, lows[part], highs[part], cos + row, sin + row)
+        if not comes_after and is_rotated:
+            rotate_head(lows, highs, lane, cos + row, sin + row)
         largest = uint32(0)  # of the bits of a head's numbers without their signs
         if has_scales:
             for part in range(rounds):
@@ -193,7 +236,7 @@ def _qkv_prepare(
                         column = uint32(column + uint32(lanes))
 
     rope = f"_r{rotary}{'_interleaved' if interleaved else ''}" if rotary else ""
-    variant = f"{'_norm' if norm == 'head' else '_rownorm' if norms_rows else ''}{'_qscales' if has_q_scales else ''}"
+    variant = f"{_VARIANTS[norm]}{'_qscales' if has_q_scales else ''}"
     variant += f"_{pages}" if pages else ""
     name = f"qkv_prepare_{dtype}_d{head_dim}_b{block_size}{rope}{variant}_x{width}"
     constants = {
@@ -228,8 +271,8 @@ def plan_qkv_prepare(
     [P]; 0 without), norm_scales (float32 [T, 2], of q and of k; 0 but for norm "row"), q_norm, k_norm, slot_mapping
     (int64 [T]), k_cache, v_cache, k_scales, v_scales (0 for pages of the dtype), q addresses; num_tokens, num_q_heads,
     num_kv_heads, eps. `pages`: what they hold, where that is one of `quantised_pages.PAGES`. The weights of norm "head"
-    are float32 [head_dim], 0 for one that there is not; of "row", float32 [num_q_heads head_dim] and
-    [num_kv_heads head_dim], with the scales that `plan_row_scales` leaves. `alignment` in bytes divides the addresses
+    and "after" are float32 [head_dim], 0 for one that there is not; of "centred" and "row", float32
+    [num_q_heads head_dim] and [num_kv_heads head_dim], of "row" with the scales that `plan_row_scales` leaves. `alignment` in bytes divides the addresses
     of qkv, q and the norms' weights. ValueError for sizes that no kernel has.
     """
     check_pages(head_dim, block_size, dtype)

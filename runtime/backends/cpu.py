@@ -274,6 +274,18 @@ def activate(function: str, x: Tensor, out: Tensor | None) -> Tensor:
     return result
 
 
+def activate_shaped(function: str, x: Tensor, factors: tuple[float, ...], out: Tensor | None) -> Tensor:
+    """As `activate`, of a kernel with up to four numbers."""
+    result = _new(x.shape) if out is None else out
+    rows, width = x.shape
+    tickets, workers, rows_a_ticket = _share(rows, width * 8)
+    numbers = (*factors, 0.0, 0.0, 0.0)[:4]
+    _activation.shaped_kernel(function)(
+        tickets, workers, x.address, result.address, rows, width, rows_a_ticket, *numbers
+    )
+    return result
+
+
 def glu(gate_up: Tensor, activation: str) -> Tensor:
     """See `ops.glu`."""
     rows, both = gate_up.shape
@@ -424,12 +436,12 @@ def _as_float32(weight: Tensor | None) -> NDArray | None:
 
 def qkv_prepare(
     qkv: Tensor, positions: Tensor, num_q_heads: int, num_kv_heads: int, head_dim: int, rope: RopeTable | None,
-    q_norm: Tensor | None, k_norm: Tensor | None, norms_rows: bool, norm_eps: float, k_cache: Tensor, v_cache: Tensor,
+    q_norm: Tensor | None, k_norm: Tensor | None, norm: str, norm_eps: float, k_cache: Tensor, v_cache: Tensor,
     slot_mapping: Tensor, scales: tuple[Tensor, ...],
 ) -> Tensor:  # fmt: skip
     """See `ops.qkv_prepare`."""
     tokens, heads = qkv.shape[0], num_q_heads + 2 * num_kv_heads
-    norms = [_as_float32(norm) for norm in (q_norm, k_norm)]
+    norms = [_as_float32(weight) for weight in (q_norm, k_norm)]
     cos = sin = q_scales = rotary = num_positions = interleaved = 0
     if rope is not None:
         num_positions, rotary = rope.cos.shape[0], 2 * rope.cos.shape[1]
@@ -441,9 +453,9 @@ def qkv_prepare(
 
     _qkv.qkv_kernel(PAGES[k_cache.dtype])(
         tickets, workers, qkv.address, positions.address, cos, sin, q_scales,
-        *(0 if norm is None else address_of(norm) for norm in norms),
+        *(0 if weight is None else address_of(weight) for weight in norms),
         k_cache.address, v_cache.address, *_scale_addresses(scales), slot_mapping.address, result.address,
-        tokens, num_q_heads, num_kv_heads, head_dim, int(norms_rows), rotary, interleaved, num_positions,
+        tokens, num_q_heads, num_kv_heads, head_dim, _qkv.NORMS.index(norm), rotary, interleaved, num_positions,
         blocks, block_size, v_cache.shape[3], tokens_a_ticket, norm_eps,
         explain=_explain_places("qkv_prepare", positions, num_positions, slot_mapping, blocks * block_size),
     )  # fmt: skip

@@ -43,8 +43,8 @@ from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
 
 __all__ = [
-    "ACTIVATIONS", "LATENT_ROW_MULTIPLE", "NORM_WEIGHTS", "TABLE", "WEIGHT", "activate", "add_embedding",
-    "add_partials", "add_scaled", "attention", "embedding", "expert_linear", "experts", "gather_rows", "glu",
+    "ACTIVATIONS", "LATENT_ROW_MULTIPLE", "NORM_WEIGHTS", "TABLE", "WEIGHT", "activate",
+    "activate_shaped", "add_embedding", "add_partials", "add_scaled", "attention", "embedding", "expert_linear", "experts", "gather_rows", "glu",
     "join_columns", "latent_attention", "latent_prepare", "layer_norm", "linear", "linear_glu", "linear_partial",
     "normed_route", "page_shape", "qkv_prepare", "rms_norm", "route", "row_squares", "scale_logits",
 ]  # fmt: skip
@@ -59,6 +59,7 @@ _plan_embedding = remembered(_embedding.plan_embedding)
 _plan_layer_norm = remembered(_norm.plan_layer_norm)
 _plan_qkv_prepare = remembered(_qkv.plan_qkv_prepare)
 _plan_row_scales = remembered(_qkv.plan_row_scales)
+_plan_shaped = remembered(_activation.plan_shaped)
 _plan_scale_logits = remembered(_scaling.plan_scale_logits)
 
 # ------------------------------------------------------------------------------------------ linear, embedding
@@ -162,6 +163,16 @@ def activate(function: str, x: Tensor, out: Tensor | None) -> Tensor:
     return result
 
 
+def activate_shaped(function: str, x: Tensor, factors: tuple[float, ...], out: Tensor | None) -> Tensor:
+    """As `activate`, one of `activation.SHAPED`, with up to four numbers."""
+    result = Tensor.new(x.shape, x.dtype, x.device) if out is None else out
+    if x.size:
+        addresses = x.address, result.address
+        launch, accesses = _plan_shaped(function, x.size, x.dtype.ptx, alignment=alignment(*addresses))
+        Gpu.of(x.device).launch(launch, *addresses, accesses, *(*factors, 0.0, 0.0, 0.0)[:4])
+    return result
+
+
 # ------------------------------------------------------------------------------------------ attention
 
 
@@ -177,12 +188,12 @@ def page_shape(op: str, k_cache: Tensor, v_cache: Tensor, x: Tensor, head_dim: i
 
 def qkv_prepare(
     qkv: Tensor, positions: Tensor, num_q_heads: int, num_kv_heads: int, head_dim: int, rope: RopeTable | None,
-    q_norm: Tensor | None, k_norm: Tensor | None, norms_rows: bool, norm_eps: float, k_cache: Tensor, v_cache: Tensor,
+    q_norm: Tensor | None, k_norm: Tensor | None, norm: str, norm_eps: float, k_cache: Tensor, v_cache: Tensor,
     slot_mapping: Tensor, page_scales: tuple[Tensor, ...],
 ) -> Tensor:  # fmt: skip
     """See `ops.qkv_prepare`."""
     gpu, tokens = Gpu.of(qkv.device), qkv.shape[0]
-    norms = [0 if norm is None else norm.address for norm in (q_norm, k_norm)]
+    norms = [0 if weight is None else weight.address for weight in (q_norm, k_norm)]
     cos = sin = rotary = q_scales = norm_scales = 0
     if rope is not None:
         cos, sin, rotary = rope.cos.address, rope.sin.address, 2 * rope.cos.shape[1]
@@ -190,7 +201,7 @@ def qkv_prepare(
     result = Tensor.new((tokens, num_q_heads, head_dim), qkv.dtype, qkv.device)
     if tokens == 0:
         return result
-    if norms_rows:
+    if norm == "row":
         scales = Tensor.new((tokens, 2), float32, qkv.device)
         norm_scales, q_size, k_size = scales.address, num_q_heads * head_dim, num_kv_heads * head_dim
         gpu.launch(
@@ -200,7 +211,7 @@ def qkv_prepare(
     launch = _plan_qkv_prepare(
         tokens, num_q_heads, num_kv_heads, head_dim, k_cache.shape[2], qkv.dtype.ptx, rotary=rotary,
         interleaved=rope is not None and rope.interleaved, has_q_scales=q_scales != 0,
-        norm="" if q_norm is None else "row" if norms_rows else "head",
+        norm=norm,
         alignment=alignment(qkv.address, result.address, *norms), pages=k_cache.dtype.ptx if page_scales else "",
     )  # fmt: skip
     k_scales, v_scales = (scales.address for scales in page_scales) if page_scales else (0, 0)

@@ -88,6 +88,10 @@ class QuantizedLayout:
         width, depth = self.shape
         return width, depth if self.kind in ("int8", "fp8") else -(-depth // 2)
 
+    def picked(self, count: int) -> QuantizedLayout:
+        """That of so many rows that are picked out: they have scales of their own, or the one of all."""
+        return replace(self, shape=(count, self.shape[1]), block=(min(self.block[0], 1), self.block[1]))
+
     @property
     def name(self) -> str:
         """For people: such as "int4 in groups of 128, with zeros"."""
@@ -152,17 +156,22 @@ class QuantizedMatrix:
 
     def cut(self, rows: slice) -> QuantizedMatrix:
         """Some rows of the matrix, as views where they have scales of their own."""
-        width, depth = self.shape
+        width, _ = self.shape
         first, stop, step = rows.indices(width)
         if (first, stop, step) == (0, width, 1):
             return self
-        block_rows, elements = self.layout.block
-        some = slice(first, stop, step)
-        places = self._scale_rows(some)
-        count = len(range(first, stop, step))
-        layout = replace(self.layout, shape=(count, depth), block=(min(block_rows, 1), elements))
+        return self._some(slice(first, stop, step), len(range(first, stop, step)))
+
+    def pick(self, rows: NDArray) -> QuantizedMatrix:
+        """The rows of these numbers, copied."""
+        return self._some(rows, len(rows))
+
+    def _some(self, rows: slice | NDArray, count: int) -> QuantizedMatrix:
+        places = self._scale_rows(rows)
         zeros = None if self.zeros is None else self.zeros[places]
-        return replace(self, layout=layout, codes=self.codes[some], scales=self.scales[places], zeros=zeros)
+        return replace(
+            self, layout=self.layout.picked(count), codes=self.codes[rows], scales=self.scales[places], zeros=zeros
+        )
 
     def cut_columns(self, first: int, end: int) -> QuantizedMatrix:
         """Columns ``first`` up to ``end``, as views; they begin between groups, and the matrix has no order."""
@@ -234,11 +243,13 @@ class QuantizedMatrix:
             part *= scale
         return values
 
-    def _scale_rows(self, rows: slice) -> Any:
+    def _scale_rows(self, rows: slice | NDArray) -> Any:
         """Which rows of the scales belong to rows of the matrix."""
         block_rows = self.layout.block[0]
         if not block_rows:
             return slice(0, 1)
+        if not isinstance(rows, slice):
+            return rows // block_rows
         return rows if block_rows == 1 else np.arange(rows.start, rows.stop, rows.step) // block_rows
 
     def _groups(

@@ -22,6 +22,8 @@ def golden_tensor(name: str, shape: tuple[int, ...], seed: int) -> Array:
     raw = np.random.PCG64([seed, zlib.crc32(name.encode())]).random_raw(math.prod(shape))
     uniform = (raw >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1.0)  # [-1, 1)
     uniform = uniform.reshape(shape)
+    if not shape:  # xIELU's beta, and its eps, which is small and negative
+        return (np.float32(1.0) + uniform * np.float32(0.5)) * np.float32(-0.01 if name.endswith(".eps") else 0.5)
     if name.endswith((".bias", "_bias")):
         return uniform * np.float32(0.25)
     if len(shape) == 1:
@@ -45,6 +47,8 @@ def named_tensors(model: Any) -> list[tuple[str, Any]]:
 def stored_tensors(name: str, parameter: Any, model_type: str) -> list[tuple[str, Any]]:
     """The tensors of a checkpoint that a parameter of transformers' model is made of, and their places in it: it keeps
     all experts' matrices in one, `experts.gate_up_proj [E, 2 I, H]` and `experts.down_proj [E, H, I]`."""
+    if model_type == "gpt_neox":
+        name = name.replace("lm_head.", "embed_out.")
     under, _, kind = name.rpartition(".")
     names: dict[str, tuple[str, ...]] = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
     if model_type == "mixtral":

@@ -17,6 +17,8 @@ FAMILIES = {
     "smollm3": "smollm3_odd", "glm": "glm_odd", "glm4": "glm4_odd", "mixtral": "mixtral_odd",
     "qwen2_moe": "qwen2_moe_shared", "qwen3_moe": "qwen3_moe_odd", "olmoe": "olmoe_odd", "gpt_oss": "gpt_oss_odd",
     "glm4_moe": "glm4_moe_groups", "deepseek_v2": "deepseek_v2_groups", "deepseek_v3": "deepseek_v3_odd",
+    "gemma": "gemma_odd", "cohere": "cohere_norms", "cohere2": "cohere2_windows", "starcoder2": "starcoder2_odd",
+    "gpt_neox": "gpt_neox_odd", "olmo": "olmo_clipped", "seed_oss": "seed_oss_odd", "exaone4": "exaone4_windows",
 }  # fmt: skip
 """Each family's golden."""
 

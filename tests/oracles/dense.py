@@ -42,6 +42,29 @@ def layer_norm(x, weight, bias, eps):
     return out if bias is None else out + np.asarray(bias, np.float64)
 
 
+def prepared_heads(x, weight, eps, norm, cos, sin, interleaved):
+    """Heads ``x [T, H, D]`` normalised as `ops.qkv_prepare` has it ("" for not at all; "head", "centred", "after") and
+    rotated by ``cos``, ``sin [T, R / 2]``."""
+    heads = np.asarray(x, np.float64)
+    if norm == "head":
+        heads = rms_norm(heads, weight, eps)
+    elif norm == "centred":
+        heads = layer_norm(heads, np.reshape(weight, heads.shape[1:]), None, eps)
+    if cos.shape[-1]:
+        heads = rotate(heads, cos[:, None], sin[:, None], interleaved)
+    return rms_norm(heads, weight, eps) if norm == "after" else heads
+
+
+def clamp(x, limit):
+    return np.clip(np.asarray(x, np.float64), -limit, limit)
+
+
+def xielu(x, positive, negative, beta, eps):
+    x = np.asarray(x, np.float64)
+    low = np.minimum(x, eps)
+    return np.where(x > 0, positive * x * x, (np.expm1(low) - x) * negative) + beta * x
+
+
 def sigmoid(x):
     x = np.asarray(x, np.float64)
     return np.where(x >= 0, 1 / (1 + np.exp(-np.abs(x))), np.exp(-np.abs(x)) / (1 + np.exp(-np.abs(x))))

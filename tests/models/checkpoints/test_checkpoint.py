@@ -45,7 +45,7 @@ def test_every_layout_has_the_names_and_shapes_of_transformers(case: str) -> Non
     golden = load_golden(case)
     config = load_config(golden.folder)
     layout = tensor_layout(config)
-    stacked = {name for stack in layout.stacks.values() for name, _, _ in stack.names()}
+    stacked = {name for stack in layout.stacks.values() for name in stack.part_names}
     shapes = {name: shape for name, shape in layout.shapes.items() if name not in stacked}
     assert shapes | {name: stack.shape for name, stack in layout.stacks.items()} == golden.shapes
 

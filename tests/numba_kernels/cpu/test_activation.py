@@ -20,6 +20,29 @@ FUNCTIONS = {
         for kind in ("erf", "tanh", "sigmoid")
     },
 }
+SHAPED = [  # with numbers of their own
+    (ops.clamp, dense.clamp, (0.7,)), (ops.xielu, dense.xielu, (0.8, 1.3, 0.5, -1e-6)),
+    (ops.xielu, dense.xielu, (0.2, 0.6, -0.4, -0.3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "oracle", "numbers"), SHAPED)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 31), (7, 128), (0, 4), (4, 0)])
+def test_functions_with_numbers_of_their_own(function, oracle, numbers, shape):
+    x = normal(np.random.default_rng(1), shape) * 2
+    out = function(tensor(x), *numbers)
+    assert dense.relative_error(out.numpy(), oracle(x, *numbers)) < 1e-6
+    target = tensor(x.copy())
+    assert function(target, *numbers, out=target) is target
+    np.testing.assert_array_equal(target.numpy(), out.numpy())
+    assert np.isnan(function(tensor(np.full((1, 3), np.nan, np.float32)), *numbers).numpy()).all()
+
+
+def test_xielu_near_zero_and_far_out():
+    x = np.concatenate([-np.geomspace(1e-8, 80, 3000), np.geomspace(1e-8, 1e4, 3000)]).astype(np.float32)[None]
+    expected = dense.xielu(x, 0.8, 1.3, 0.0, -1e-9)  # without the linear part, which would hide the curve
+    out = ops.xielu(tensor(x), 0.8, 1.3, 0.0, -1e-9).numpy()
+    np.testing.assert_allclose(out, expected, rtol=2e-6)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -11,26 +11,29 @@ from tests.numba_kernels.cpu.cases import WEIGHT_TYPES, normal, paged_case, tens
 from tests.oracles import dense
 
 CASES = [  # tokens, q heads, kv heads, head_dim, block size, rotary (0 = none), interleaved, norm
-    (1, 1, 1, 2, 8, 2, False, False), (1, 12, 12, 64, 16, 0, False, False), (3, 4, 2, 8, 8, 8, True, False),
-    (5, 4, 1, 16, 16, 16, False, True), (7, 6, 3, 10, 24, 10, False, True), (17, 8, 1, 32, 32, 32, False, False),
-    (33, 2, 2, 128, 16, 128, False, True), (64, 9, 3, 5, 16, 0, False, False), (2, 3, 3, 20, 8, 8, True, True),
-    (40, 8, 8, 64, 16, 64, True, False), (0, 2, 1, 16, 16, 16, False, True), (90, 14, 2, 64, 16, 64, False, False),
+    (1, 1, 1, 2, 8, 2, False, ""), (1, 12, 12, 64, 16, 0, False, ""), (3, 4, 2, 8, 8, 8, True, ""),
+    (5, 4, 1, 16, 16, 16, False, "head"), (7, 6, 3, 10, 24, 10, False, "head"), (17, 8, 1, 32, 32, 32, False, ""),
+    (33, 2, 2, 128, 16, 128, False, "head"), (64, 9, 3, 5, 16, 0, False, ""), (2, 3, 3, 20, 8, 8, True, "head"),
+    (40, 8, 8, 64, 16, 64, True, ""), (0, 2, 1, 16, 16, 16, False, "head"), (90, 14, 2, 64, 16, 64, False, ""),
+    (9, 6, 2, 12, 16, 12, True, "centred"), (11, 3, 1, 7, 8, 4, False, "centred"),
+    (13, 4, 2, 20, 16, 20, False, "after"), (5, 2, 2, 9, 8, 6, True, "after"),
 ]  # fmt: skip
 
 
-def _run(case, qkv, slots, positions, rope, norms, layout):
+def _run(case, qkv, slots, positions, rope, norms, layout, norm_kind="before"):
     q_heads, kv_heads, head_dim = layout
     k_cache, v_cache = case.cache.layer(0)
     return ops.qkv_prepare(
         tensor(qkv), tensor(positions), num_q_heads=q_heads, num_kv_heads=kv_heads, head_dim=head_dim, rope=rope,
-        q_norm=norms[0], k_norm=norms[1], norm_eps=1e-6, k_cache=k_cache, v_cache=v_cache, slot_mapping=tensor(slots),
+        q_norm=norms[0], k_norm=norms[1], norm_eps=1e-6, norm_kind=norm_kind, k_cache=k_cache, v_cache=v_cache,
+        slot_mapping=tensor(slots),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", WEIGHT_TYPES, ids=str)
 @pytest.mark.parametrize("layout", CASES)
 def test_equals_float64(layout, dtype):
-    tokens, q_heads, kv_heads, head_dim, block_size, rotary, interleaved, has_norm = layout
+    tokens, q_heads, kv_heads, head_dim, block_size, rotary, interleaved, norm = layout
     rng = np.random.default_rng(tokens)
     case = paged_case(
         rng, [(0, 2 * tokens + 1)], heads=q_heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size,
@@ -46,18 +49,16 @@ def test_equals_float64(layout, dtype):
     angles = np.outer(np.arange(500), 10000.0 ** -np.linspace(0, 1, max(1, rotary // 2)))[:, : rotary // 2]
     cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     rope = ops.RopeTable(tensor(cos), tensor(sin), interleaved) if rotary else None
-    weights = [normal(rng, head_dim, dtype) for _ in range(2)]
-    norms = [tensor(w) for w in weights] if has_norm else [None, None]
-    q = _run(case, qkv, slots, positions, rope, norms, (q_heads, kv_heads, head_dim)).numpy()
+    counts = (q_heads, kv_heads) if norm == "centred" else (1, 1)
+    weights = [normal(rng, count * head_dim, dtype) for count in counts]
+    norms = [tensor(w) for w in weights] if norm else [None, None]
+    kind = norm if norm in ("centred", "after") else "before"
+    q = _run(case, qkv, slots, positions, rope, norms, (q_heads, kv_heads, head_dim), kind).numpy()
 
     split = [q_heads, q_heads + kv_heads]
     parts = np.split(qkv.reshape(tokens, q_heads + 2 * kv_heads, head_dim), split, axis=1)
-    expected = []
-    for part, weight in zip(parts, weights):
-        heads = dense.rms_norm(part, weight, 1e-6) if has_norm else part.astype(np.float64)
-        if rotary:
-            heads = dense.rotate(heads, cos[positions][:, None], sin[positions][:, None], interleaved)
-        expected.append(heads)
+    angles = cos[positions], sin[positions], interleaved
+    expected = [dense.prepared_heads(part, weight, 1e-6, norm, *angles) for part, weight in zip(parts, weights)]
     assert dense.relative_error(q, expected[0]) < 1e-5
     stored = slots >= 0
     block, inside = slots[stored] // block_size, slots[stored] % block_size
@@ -65,7 +66,7 @@ def test_equals_float64(layout, dtype):
     written = k_pages[block, :, :, inside].astype(np.float32)
     assert dense.relative_error(written, expected[1][stored]) < tolerance
     np.testing.assert_array_equal(v_pages[block, :, inside, :head_dim], parts[2][stored].astype(dtype))
-    if not rotary and not has_norm:
+    if not rotary and not norm:
         np.testing.assert_array_equal(q, parts[0])
         np.testing.assert_array_equal(k_pages[block, :, :, inside], parts[1][stored].astype(dtype))
     untouched = np.ones(num_blocks * block_size, bool)

@@ -39,6 +39,25 @@ def test_against_float64(gpu: Gpu, name: str, dtype: str) -> None:
         assert_close(actual, expected(name, x), rtol=ROUNDING[dtype], atol=SMALLEST[dtype])
 
 
+@pytest.mark.exhaustive
+@both_archs
+@pytest.mark.parametrize("dtype", ["f32", "f16", "bf16"])
+@pytest.mark.parametrize(
+    ("name", "numbers"), [("clamp", (0.7, 0.0, 0.0, 0.0)), ("xielu", (0.8, 1.3, 0.5, -1e-6)), ("xielu", (2, 1, 0, -1))]
+)
+def test_functions_with_numbers_of_their_own(
+    gpu: Gpu, name: str, numbers: tuple[float, ...], dtype: str
+) -> None:
+    rng = np.random.default_rng(4)
+    for size in SIZES[:14]:
+        x = (rng.standard_normal(size) * 3).astype(numpy_dtype(dtype))
+        launch, accesses = activation.plan_shaped(name, size, dtype)
+        source, out = put(gpu, x), empty(gpu, x.shape, dtype)
+        gpu.launch(launch, source.address, out.address, accesses, *numbers)
+        expected = dense.clamp(x, numbers[0]) if name == "clamp" else dense.xielu(x, *numbers)
+        assert_close(get(gpu, out, x.shape, dtype), expected, rtol=ROUNDING[dtype], atol=1e-6)
+
+
 @pytest.mark.parametrize("name", activation.ACTIVATIONS)
 def test_far_out(gpu: Gpu, name: str) -> None:
     x = np.array([-80, -30, -13.9, -13, -9, -5, -1e-3, -1e-30, 0, 1e-30, 1e-3, 5, 9, 13.9, 30, 80, 1e30], np.float32)

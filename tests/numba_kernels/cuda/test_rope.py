@@ -98,7 +98,7 @@ PREPARATIONS = [
 def prepare(
     gpu: Gpu, dtype: str, qkv: np.ndarray, layout: tuple[int, int, int], block_size: int, num_blocks: int,
     slots: np.ndarray, positions: np.ndarray, cos: np.ndarray, sin: np.ndarray, *, interleaved: bool = False,
-    norms: list[np.ndarray] | None = None,
+    norms: list[np.ndarray] | None = None, norm: str = "head",
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # fmt: skip
     """(q [T, Hq, D], K pages, V pages), the pages filled with 99 before."""
     q_heads, kv_heads, head_dim = layout
@@ -110,7 +110,7 @@ def prepare(
     rotary = 2 * cos.shape[1]
     launch = plan_qkv_prepare(
         tokens, q_heads, kv_heads, head_dim, block_size, dtype, rotary=rotary, interleaved=interleaved,
-        norm="head" if norms else "",
+        norm=norm if norms else "",
     )  # fmt: skip
     gpu.launch(
         launch, qkv_at, positions_at, cos_at if rotary else 0, sin_at if rotary else 0, 0, 0, *(norms_at or (0, 0)),
@@ -176,6 +176,27 @@ def test_qkv_prepare_equals_float64_and_the_cpu(gpu: Gpu, dtype: str) -> None:
         assert dense.relative_error(q, of_cpu.numpy()) < TOLERANCE[dtype]
         assert dense.relative_error(written, cpu_pages[0][block, :, :, inside]) < 2 * TOLERANCE[dtype]
         assert_equal(v_pages[block, :, inside, :head_dim], cpu_pages[1][block, :, inside, :head_dim])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("norm", ["centred", "after"])
+@pytest.mark.parametrize(("head_dim", "rotary", "interleaved"), [(64, 64, True), (64, 32, False), (7, 4, False)])
+def test_layer_norms_and_norms_behind_the_rotation(
+    gpu: Gpu, norm: str, head_dim: int, rotary: int, interleaved: bool
+) -> None:
+    rng, (tokens, q_heads, kv_heads) = np.random.default_rng(7), (9, 6, 2)
+    qkv, (cos, sin) = normal(rng, (tokens, (q_heads + 2 * kv_heads) * head_dim), np.float32), tables(rotary)
+    slots, positions = np.arange(tokens, dtype=np.int64), rng.integers(0, NUM_POSITIONS, tokens).astype(np.int32)
+    weights = [normal(rng, (count if norm == "centred" else 1) * head_dim) for count in (q_heads, kv_heads)]
+    q, k_pages, v_pages = prepare(
+        gpu, "f32", qkv, (q_heads, kv_heads, head_dim), 16, 1, slots, positions, cos, sin, interleaved=interleaved,
+        norms=weights, norm=norm,
+    )  # fmt: skip
+    parts = np.split(qkv.reshape(tokens, -1, head_dim), [q_heads, q_heads + kv_heads], axis=1)
+    for found, part, weight in zip((q, k_pages[0, :, :tokens, :head_dim].swapaxes(0, 1)), parts, weights):
+        expected = dense.prepared_heads(part, weight, 1e-6, norm, cos[positions], sin[positions], interleaved)
+        assert dense.relative_error(found, expected) < TOLERANCE["f32"]
+    assert_equal(v_pages[0, :, :tokens, :head_dim].swapaxes(0, 1), parts[2])
 
 
 @both_archs

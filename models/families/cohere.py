@@ -1,0 +1,94 @@
+"""Cohere's Command R and Aya (one class of transformers, `Cohere`), and Command R7B and A (`Cohere2`).
+
+Attention and MLP read one LayerNorm without bias, side by side; neighbouring elements of a head are rotated together,
+and logits are scaled. Some of the first have LayerNorms over each head of queries and keys, with weights of each. Of
+the second three of four layers have a sliding window, and the others no rotary positions.
+
+    h = norm(x);   x = x + attention(h) + mlp(h)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from models.architecture import Architecture
+from models.configuration.config import read_common, read_layer_types
+from models.configuration.json_fields import Fields
+from models.configuration.rope_config import RopeConfig, parse_rope
+from models.decoder import DecoderConfig, Layer
+from models.layer_norm import LayerNormDecoder, LayerNormLayer
+from models.makers.maker import Maker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CohereConfig(DecoderConfig):
+    logit_scale: float
+    has_head_norms: bool = False
+
+
+class CohereModel(LayerNormDecoder):
+    config: CohereConfig
+    norms_have_biases = False
+
+    def __init__(self, config: CohereConfig, maker: Maker) -> None:
+        super().__init__(config, maker)
+        self.logits_scale = config.logit_scale
+
+    def make_layer(self, index: int, maker: Maker) -> Layer:
+        attention = self.attention(index, maker, norm="centred" if self.config.has_head_norms else "none")
+        norm = self.make_norm("input_layernorm", maker)
+        return LayerNormLayer(attention, self.mlp(maker), norm, None, is_parallel=True)
+
+
+def read_cohere(fields: Fields) -> CohereConfig:
+    common, rope = _read_common(fields, default_theta=500_000.0)
+    return CohereConfig(
+        **common, layer_ropes=(rope,) * common["num_layers"], has_head_norms=fields.boolean("use_qk_norm", False)
+    )
+
+
+def read_cohere2(fields: Fields) -> CohereConfig:
+    common, rope = _read_common(fields, default_theta=10_000.0)
+    num_layers = common["num_layers"]
+    pattern = fields.integer("sliding_window_pattern", 4)
+    fields.expect("layer_switch", pattern)  # notes of Cohere's own that say what is so anyway
+    fields.expect("order_of_interleaved_layers", "local_attn_first")
+    fields.expect("position_embedding_type", "rope_gptj")
+    fields.expect("rotary_pct", 1, 1.0)
+    for name, value in (
+        ("use_embedding_sharing", True), ("use_gated_activation", True), ("use_parallel_block", True),
+        ("use_parallel_embedding", False), ("use_qk_norm", False),
+    ):  # fmt: skip
+        fields.expect(name, value)
+    kinds = read_layer_types(fields, num_layers) or [
+        "sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(num_layers)
+    ]
+    window = fields.integer("sliding_window", None if "sliding_window" in fields else 4096)
+    if window is None and "sliding_attention" in kinds:
+        raise fields.error("sliding_window", "is null, but layers have sliding_attention")
+    is_sliding = [kind == "sliding_attention" for kind in kinds]
+    common["layer_windows"] = tuple(window if sliding else None for sliding in is_sliding)
+    return CohereConfig(**common, layer_ropes=tuple(rope if sliding else None for sliding in is_sliding))
+
+
+def _read_common(fields: Fields, *, default_theta: float) -> tuple[dict[str, Any], RopeConfig]:
+    common = read_common(
+        fields, default_max_positions=8192, norm_eps_name="layer_norm_eps", default_norm_eps=1e-5,
+        default_tie_word_embeddings=True,
+    )  # fmt: skip
+    has_bias = fields.boolean("attention_bias", False)
+    rope = parse_rope(
+        fields, common["head_dim"], common["max_position_embeddings"], default_theta=default_theta, interleaved=True
+    )
+    own = {
+        "attention_bias": has_bias, "attention_output_bias": has_bias,
+        "logit_scale": fields.number("logit_scale", 0.0625, least=1e-6, most=1e6),
+    }  # fmt: skip
+    return {**common, **own}, rope
+
+
+ARCHITECTURES = (
+    Architecture("CohereForCausalLM", "cohere", read_cohere, CohereModel),
+    Architecture("Cohere2ForCausalLM", "cohere2", read_cohere2, CohereModel),
+)
