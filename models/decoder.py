@@ -19,6 +19,7 @@ from models.base import Model
 from models.configuration.config import ModelConfig
 from models.configuration.rope_config import RopeConfig
 from models.errors import ModelLoadError
+from models.makers.declaration import Width
 from models.makers.maker import Maker
 from models.makers.shares import Share
 from runtime import ops
@@ -196,7 +197,7 @@ class Attention:
         if norm == "row" and maker.options.communicator is not None:
             self.shared_norm = SharedRowNorm(maker, q_size, kv_size, config.norm_eps, norm_offset)
         elif norm != "none":
-            widths = (head_dim, head_dim) if norm in ("head", "after") else (q_size, kv_size)
+            widths: tuple[Width, Width] = (head_dim, head_dim) if norm in ("head", "after") else (q_size, kv_size)
             stored = (q_heads.whole, head_dim), (kv_heads.whole, head_dim)
             self.q_norm, self.k_norm = (
                 maker.vector(f"{name}.weight", width, add=norm_offset, stored=shape if norm == "centred" else None)

@@ -49,7 +49,7 @@ class LayerNormDecoder(Decoder):
 
 
 class LayerNormLayer:
-    """`x = x + attention(norm(x));  x = x + mlp(norm'(x))`, or, in parallel, `x + attention(norm(x)) + mlp(norm'(x))`."""
+    """`x = x + attention(norm(x));  x = x + mlp(norm'(x))`, or at once `x + attention(norm(x)) + mlp(norm'(x))`."""
 
     def __init__(
         self, attention: Attention, mlp: FeedForward, norm: LayerNorm, mlp_norm: LayerNorm | None, *,

@@ -20,7 +20,7 @@ import numpy as np
 
 from models.checkpoints.other_formats import remedy
 from models.checkpoints.safetensors_file import SafetensorsFile
-from models.checkpoints.stacked import Stack, take_apart
+from models.checkpoints.stacked import RowStack, Stack, take_apart
 from models.checkpoints.stored_tensor import StoredTensor
 from models.configuration.json_fields import read_json_object
 from models.errors import ConfigError, ModelLoadError, WeightsError
@@ -49,7 +49,7 @@ class TensorLayout:
     prefix: str
     harmless: re.Pattern[str]
     copies: Mapping[str, str] = field(default_factory=dict)
-    stacks: Mapping[str, Stack] = field(default_factory=dict)
+    stacks: Mapping[str, Stack | RowStack] = field(default_factory=dict)
     renames: Mapping[str, str] = field(default_factory=dict)
 
 

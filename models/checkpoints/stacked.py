@@ -2,15 +2,11 @@
 
 A layout names every expert's maps, `experts.3.gate_proj.weight [N, K]`. gpt-oss stores those of a layer together,
 `experts.gate_up_proj [E, K, 2 N]`, inputs first, columns of gate and up by turns; Qwen3-VL-MoE, those of gate before
-<<<<<<< HEAD
 those of up. transformers 5 writes the latter outputs first, `[E, 2 N, K]`: a stack's shape tells. A square one lies as
 the other stack of its layer does, of which one at most is square, as gate and up are two.
-=======
-those of up.
 
 GPT-NeoX and InternLM 2 store queries, keys and values together, the rows of each head of keys between those of its
 queries and its values.
->>>>>>> f87309d5 (Gemma, Cohere 1 and 2, StarCoder 2, GPT-NeoX, OLMo 1, Seed-OSS and EXAONE 4 load)
 """
 
 from __future__ import annotations

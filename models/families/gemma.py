@@ -2,8 +2,8 @@
 
 The weights of norms are stored less 1, and the MLP's gate is a GELU. Embeddings are multiplied by sqrt(hidden_size),
 rounded to the weights' type as in training. Gemma is Llama otherwise. Later ones have norms behind attention and MLP,
-too. Gemma 2 caps scores and logits, and every other layer has a sliding window. Gemma 3 normalises each head of queries and keys instead, five of
-six layers have a window, and those rotate by another base.
+too. Gemma 2 caps scores and logits, and every other layer has a sliding window. Gemma 3 normalises each head of queries
+and keys instead, five of six layers have a window, and those rotate by another base.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def norm_scale(source, eps):
 def _prepare_head(source, target, weight, norm, scale, eps, cos, sin, rotary, interleaved):
     """``target [D]`` = the normalised (one of `NORMS`; by row with the row's ``scale``) and rotated ``source [D]``."""
     head_dim = target.shape[0]
-    if norm == _BY_HEAD or norm == _BY_ROW:
+    if norm in (_BY_HEAD, _BY_ROW):
         if norm == _BY_HEAD:
             scale = norm_scale(source, eps)
         for i in range(head_dim):
@@ -104,7 +104,7 @@ def qkv_kernel(stored: type) -> Kernel:
         positions = int32_at(a.positions, a.num_tokens)
         slots = int64_at(a.slots, a.num_tokens)
         norm, eps = a.norm, a.eps
-        has_own = norm == _BY_ROW or norm == _CENTRED  # weights of each head
+        has_own = norm in (_BY_ROW, _CENTRED)  # weights of each head
         q_scale = k_scale = np.float32(0.0)
         key = np.empty(d, np.float32)
         first = ticket * a.tokens_a_ticket

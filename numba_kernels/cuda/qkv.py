@@ -2,11 +2,11 @@
 
 Each row of ``qkv [T, (Hq + 2 Hkv) D]`` is split into heads. q and k are normalised (RMSNorm,
 https://arxiv.org/abs/1910.07467: each head with a float32 weight of D, as Qwen3 does, or all heads together with one of
-H D, as OLMo 2 does; or LayerNorm, each head with weights of its own, as Cohere does) and rotated by the token's position
-(`rope`), or rotated first and normalised then, as Hunyuan does, and q is multiplied by its position's scale; q goes
-out as ``[T, Hq, D]``, k and v go into the pages at the token's slot (`kv_cache` has the layout). A slot of -1 is not
-written. f32, f16 or bf16, rounded once; arithmetic and tables float32. Into pages of a byte a number each head's row
-goes with its scale (`quantised_pages`). The same operation as the CPU's ``cpu/qkv.py``.
+H D, as OLMo 2 does; or LayerNorm, each head with weights of its own, as Cohere does) and rotated by the token's
+position (`rope`), or rotated first and normalised then, as Hunyuan does, and q is multiplied by its position's scale; q
+goes out as ``[T, Hq, D]``, k and v go into the pages at the token's slot (`kv_cache` has the layout). A slot of -1 is
+not written. f32, f16 or bf16, rounded once; arithmetic and tables float32. Into pages of a byte a number each head's
+row goes with its scale (`quantised_pages`). The same operation as the CPU's ``cpu/qkv.py``.
 
 A head is a group of 1 to 32 lanes, which holds it in registers, so that qkv is read and everything else written once:
 bound by bandwidth, or by the launch at decode. Norms over all heads take a second launch, for their scales. A head's
@@ -271,9 +271,9 @@ def plan_qkv_prepare(
     [P]; 0 without), norm_scales (float32 [T, 2], of q and of k; 0 but for norm "row"), q_norm, k_norm, slot_mapping
     (int64 [T]), k_cache, v_cache, k_scales, v_scales (0 for pages of the dtype), q addresses; num_tokens, num_q_heads,
     num_kv_heads, eps. `pages`: what they hold, where that is one of `quantised_pages.PAGES`. The weights of norm "head"
-    and "after" are float32 [head_dim], 0 for one that there is not; of "centred" and "row", float32
-    [num_q_heads head_dim] and [num_kv_heads head_dim], of "row" with the scales that `plan_row_scales` leaves. `alignment` in bytes divides the addresses
-    of qkv, q and the norms' weights. ValueError for sizes that no kernel has.
+    and "after" are float32 [head_dim], 0 for one that there is not; of "centred" and "row", float32 [num_q_heads
+    head_dim] and [num_kv_heads head_dim], of "row" with the scales that `plan_row_scales` leaves. `alignment` in bytes
+    divides the addresses of qkv, q and the norms' weights. ValueError for sizes that no kernel has.
     """
     check_pages(head_dim, block_size, dtype)
     check_rotary(dtype, head_dim, rotary, alignment)

@@ -43,9 +43,9 @@ from runtime.rope_table import RopeTable
 from runtime.tensor.tensor import Tensor
 
 __all__ = [
-    "ACTIVATIONS", "LATENT_ROW_MULTIPLE", "NORM_WEIGHTS", "TABLE", "WEIGHT", "activate",
-    "activate_shaped", "add_embedding", "add_partials", "add_scaled", "attention", "embedding", "expert_linear", "experts", "gather_rows", "glu",
-    "join_columns", "latent_attention", "latent_prepare", "layer_norm", "linear", "linear_glu", "linear_partial",
+    "ACTIVATIONS", "LATENT_ROW_MULTIPLE", "NORM_WEIGHTS", "TABLE", "WEIGHT", "activate", "activate_shaped",
+    "add_embedding", "add_partials", "add_scaled", "attention", "embedding", "expert_linear", "experts", "gather_rows",
+    "glu", "join_columns", "latent_attention", "latent_prepare", "layer_norm", "linear", "linear_glu", "linear_partial",
     "normed_route", "page_shape", "qkv_prepare", "rms_norm", "route", "row_squares", "scale_logits",
 ]  # fmt: skip
 

@@ -85,7 +85,8 @@ def older_spelling(fields: dict[str, Any]) -> dict[str, Any]:
     if older["model_type"] == "gpt_neox":
         older["rotary_pct"], older["rotary_emb_base"] = older.pop("partial_rotary_factor"), older.pop("rope_theta")
     kinds = older.get("layer_types")
-    if kinds is not None and kinds == sorted(kinds) and older["model_type"] != "exaone4":  # full layers first: max_window_layers says the same
+    # Full layers first: max_window_layers says the same, but for EXAONE 4, which has no such field.
+    if kinds is not None and kinds == sorted(kinds) and older["model_type"] != "exaone4":
         del older["layer_types"]
     older["transformers_version"] = "4.40.0"
     return older

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from runtime import LLM, SamplingParams
-from tools.comparing.fuzzing.cases import Case, Fields, has_choice
+from tools.comparing.fuzzing.cases import Case, has_choice
+from tools.comparing.fuzzing.draw import Fields
 
 Array = np.ndarray[Any, Any]
 Answer = tuple[list[int], list[float], list[list[int]]]  # token ids, log probabilities, the best ids of each place

@@ -1,0 +1,87 @@
+"""Random configurations of the families that came after those of `cases.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tools.comparing.fuzzing.draw import Draw, Fields
+
+
+def _gemma(draw: Draw) -> Fields:
+    """Of a `hidden_size` whose root every type has."""
+    fields = {**draw.decoder(has_head_dim=True), "attention_bias": draw.flip(0.3), "rope_parameters": draw.rope()}
+    return {**fields, "hidden_size": draw.choice((16, 36, 64, 100, 144))}
+
+
+def _layer_norms(fields: Fields, name: str) -> Fields:
+    """The epsilon by the name that families with layer norms have for it."""
+    eps = fields.pop("rms_norm_eps")
+    return {**fields, name: eps}
+
+
+def _cohere(draw: Draw) -> Fields:
+    fields = _layer_norms(draw.decoder(has_head_dim=False), "layer_norm_eps")
+    return {
+        **fields, "use_qk_norm": draw.flip(), "attention_bias": draw.flip(0.3), "rope_parameters": draw.rope(),
+        "logit_scale": draw.choice((0.0625, 0.25, 1.0)),
+    }  # fmt: skip
+
+
+def _cohere2(draw: Draw) -> Fields:
+    fields = {**_cohere(draw), "sliding_window": draw.window()}
+    del fields["use_qk_norm"]
+    return {**fields, "layer_types": draw.layer_types(fields["num_hidden_layers"])} if draw.flip() else fields
+
+
+def _starcoder2(draw: Draw) -> Fields:
+    fields = _layer_norms(draw.decoder(has_head_dim=False), "norm_epsilon")
+    return {
+        **fields, "use_bias": draw.flip(0.7), "sliding_window": draw.choice((None, draw.window())),
+        "rope_parameters": draw.rope(), "hidden_act": draw.choice(("gelu_pytorch_tanh", "gelu", "quick_gelu")),
+    }  # fmt: skip
+
+
+def _gpt_neox(draw: Draw) -> Fields:
+    fields = _layer_norms(draw.decoder(has_head_dim=False, step=8), "layer_norm_eps")
+    del fields["num_key_value_heads"]
+    head_dim = fields["hidden_size"] // fields["num_attention_heads"]
+    partial = draw.choice((1.0, 0.25, 0.5)) if head_dim % 8 == 0 else 1.0
+    return {
+        **fields, "use_parallel_residual": draw.flip(0.7), "attention_bias": draw.flip(0.7),
+        "hidden_act": draw.choice(("gelu", "gelu_new", "quick_gelu")),
+        "rope_parameters": {**draw.rope(has_scaling=False), "partial_rotary_factor": partial},
+    }  # fmt: skip
+
+
+def _olmo(draw: Draw) -> Fields:
+    fields = draw.decoder(has_head_dim=False)
+    del fields["rms_norm_eps"]
+    own = {"attention_bias": draw.flip(0.3), "clip_qkv": draw.choice((None, 0.3, 8.0))}
+    return {**fields, **own, "rope_parameters": draw.rope()}
+
+
+def _seed_oss(draw: Draw) -> Fields:
+    fields = {**draw.decoder(has_head_dim=True), "rope_parameters": draw.rope(), "mlp_bias": draw.flip(0.3)}
+    return {**fields, "attention_bias": draw.flip(0.7), "attention_out_bias": draw.flip(0.3)}
+
+
+def _exaone4(draw: Draw) -> Fields:
+    fields = {**draw.decoder(has_head_dim=False), "rope_parameters": draw.rope()}
+    kinds, num_layers = draw.choice(("", "given", "full")), fields["num_hidden_layers"]
+    if kinds == "full":
+        return {**fields, "sliding_window": None, "layer_types": ["full_attention"] * num_layers}
+    if kinds == "given":
+        fields["layer_types"] = draw.layer_types(num_layers)
+    return {**fields, "sliding_window": draw.window(), "sliding_window_pattern": draw.choice((2, 4))}
+
+
+LATER: dict[str, tuple[str, str, Callable[[Draw], Fields]]] = {
+    "gemma": ("GemmaConfig", "GemmaForCausalLM", _gemma),
+    "cohere": ("CohereConfig", "CohereForCausalLM", _cohere),
+    "cohere2": ("Cohere2Config", "Cohere2ForCausalLM", _cohere2),
+    "starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", _starcoder2),
+    "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", _gpt_neox),
+    "olmo": ("OlmoConfig", "OlmoForCausalLM", _olmo),
+    "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM", _seed_oss),
+    "exaone4": ("Exaone4Config", "Exaone4ForCausalLM", _exaone4),
+}
