@@ -65,7 +65,7 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
     seed                    a draw depends on seed, choice index and output position only; None: a random seed
     stop, stop_token_ids    strings in the content, and token ids, that end a choice ("stop")
     ignore_eos              the model's end-of-sequence ids do not end a choice
-    min_tokens, max_tokens  output tokens; ``max_tokens=None``: up to the context's end
+    min_tokens, max_tokens  output tokens; ``max_tokens=None``, or -1: up to the context's end
     logprobs                None, or alternatives beside each token, 0 … 20; of the raw logits
     prompt_logprobs         the same for the prompt's tokens
     detokenize              False: no text is made (stop strings are then refused)
@@ -112,7 +112,7 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
             else:
                 self._number(name, column.low, column.high, low_open=column.is_low_open)
         self._integer("seed", -(2**63), 2**63 - 1, optional=True)
-        self._integer("max_tokens", 1, 2**31 - 1, optional=True)
+        self._max_tokens()
         self._integer("min_tokens", 0, 2**31 - 1)
         self._integer("logprobs", 0, MAX_LOGPROBS, optional=True)
         self._integer("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
@@ -180,6 +180,15 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
         if not low <= value <= high:
             raise RequestError(f"{name} must be between {low} and {high}, got {value}", param=name)
         self._set(name, int(value))
+
+    def _max_tokens(self) -> None:
+        value: Any = self.max_tokens
+        if is_integer(value) and value == -1:
+            self._set("max_tokens", None)
+        elif is_integer(value) and value < 1:
+            limits = f"between 1 and {2**31 - 1}, or -1 for no limit but the context's end"
+            raise RequestError(f"max_tokens must be {limits}, got {value}", param="max_tokens")
+        self._integer("max_tokens", 1, 2**31 - 1, optional=True)
 
     def _number(self, name: str, low: float, high: float, *, low_open: bool = False) -> None:
         value: Any = getattr(self, name)

@@ -61,7 +61,8 @@ class RunningMessage:
 
     def _stop_reason(self, *, is_stopped: bool) -> StopReason:
         if not is_stopped:
-            is_full = self.chat.generation.num_completion_tokens < (self.chat.params.max_tokens or 0)
+            most = self.chat.params.max_tokens
+            is_full = most is None or self.chat.generation.num_completion_tokens < most
             return "model_context_window_exceeded" if is_full else "max_tokens"
         if self.answer.stop_sequence is not None:
             return "stop_sequence"

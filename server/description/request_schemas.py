@@ -26,12 +26,11 @@ from server.vllm_api.schema import (
 )
 
 NULL = {"type": "null"}
+_LIMIT: Json = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": 2**31 - 1}, {"const": -1}]}
 _RANGES: dict[str, Json] = {
     "n": {"type": "integer", "minimum": 1, "maximum": MAX_N},
     **{name: json_schema(name) for name in COLUMNS},
-    "max_tokens": {"type": "integer", "minimum": 1, "maximum": 2**31 - 1},
-    "max_completion_tokens": {"type": "integer", "minimum": 1, "maximum": 2**31 - 1},
-    "max_output_tokens": {"type": "integer", "minimum": 1, "maximum": 2**31 - 1},
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens"), _LIMIT),
     "min_tokens": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
     "top_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
     "prompt_logprobs": {"type": "integer", "minimum": 0, "maximum": MAX_LOGPROBS},
@@ -142,7 +141,8 @@ def complete(schema: Json, request: type[msgspec.Struct], model_names: tuple[str
     for name in {"stop", "stop_sequences"}.intersection(fields):
         fields[name] = _STOP if name == "stop" else {**_STOP, "anyOf": _STOP["anyOf"][1:]}
     if request is CompletionRequest:  # 0: only the prompt is wanted; alternatives are a number here
-        fields["max_tokens"] = {"anyOf": [{**_RANGES["max_tokens"], "minimum": 0}, NULL], "default": None}
+        limit = {"type": "integer", "minimum": -1, "maximum": 2**31 - 1}
+        fields["max_tokens"] = {"anyOf": [limit, NULL], "default": None}
         fields["logprobs"] = {"anyOf": [_RANGES["top_logprobs"], NULL], "default": None}
     accepted, refused = tables_of(request)
     for name, entry in accepted.items():

@@ -33,8 +33,8 @@ from server.transport.body import schema_error
 from server.transport.cleaning import Cleaner
 from server.transport.json_limits import check_limits
 
-NO_LIMIT = (-1, -2)
-"""`num_predict`: no limit, and to the end of the context, which is the same here."""
+FILL_CONTEXT = -2
+"""`num_predict`: to the end of the context, which is no other limit than -1 here."""
 
 RENAMED = {
     **{name: f"options.{option}" for option, name in CHAT_NAMES.items()},
@@ -89,7 +89,7 @@ def completion_of_prompt(service: Service, asked: OllamaGenerateRequest, ignored
         if getattr(asked, name):
             raise invalid(name, f"{name} means nothing to a raw prompt.")
     fields = _fields(service, asked, ignored)
-    fields.setdefault("max_tokens", service.client.info.max_model_len)
+    fields.setdefault("max_tokens", -1)
     return CompletionRequest(
         prompt=asked.prompt or "", logprobs=(asked.top_logprobs or 0) if asked.logprobs else None, **fields
     )
@@ -101,8 +101,8 @@ def _fields(service: Service, asked: AnswerFields, ignored: list[str]) -> dict[s
     given: dict[str, Any] = {
         CHAT_NAMES[name]: value for name in CHAT_NAMES if (value := getattr(options, name)) is not None
     }
-    if given.get("max_tokens") in NO_LIMIT:
-        del given["max_tokens"]
+    if given.get("max_tokens") == FILL_CONTEXT:
+        given["max_tokens"] = -1
     if given.get("seed") == -1:
         del given["seed"]
     return {

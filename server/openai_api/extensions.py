@@ -113,14 +113,26 @@ def rewrite(request: dict[str, Any], fields: Iterable[str]) -> dict[str, Any]:
     for name, meaning in SAME_AS.items():
         if name in result and name not in known and meaning.partition(".")[0] in known:
             value = result.pop(name)
-            is_endless = meaning == "max_tokens" and value == -1 and "messages" in known
-            if value is not None and not is_endless:
+            if meaning == "max_tokens":
+                value = _output_limit(name, value, is_chat="messages" in known)
+            if value is not None:
                 _put(result, name, meaning, value)
     if "reasoning_effort" in known:
         _rewrite_thinking(result)
     if "continue_final_message" in known:
         _rewrite_prefix(result)
     return result
+
+
+def _output_limit(name: str, value: Any, *, is_chat: bool) -> Any:
+    """-2 fills the context for llama.cpp and Ollama, which is no other limit than -1 here."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    if value == -2 and name in ("n_predict", "num_predict"):
+        return -1
+    if value < (1 if is_chat else 0) and value != -1:
+        raise invalid(name, f"{name} must be at least 1, or -1 for no limit but the context's end, got {value}.")
+    return value
 
 
 def _rewrite_thinking(request: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from runtime.engine.errors import RequestError
 from runtime.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from runtime.sampling_table import COLUMNS
 from runtime.text.bad_words import bad_words_token_ids
-from server.errors import from_engine, invalid
+from server.errors import from_engine, invalid, renamed
 from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from tokenizer import Tokenizer
 
@@ -50,9 +50,9 @@ def chat_params(
     if logprobs is not None and not 0 <= logprobs <= MAX_LOGPROBS:
         raise invalid("top_logprobs", f"top_logprobs must be between 0 and {MAX_LOGPROBS}, got {logprobs}.")
     limit = {} if max_tokens is None else {"max_tokens": max_tokens}
-    renamed = {"max_tokens": "max_completion_tokens"} if request.max_completion_tokens is not None else {}
+    names = {"max_tokens": "max_completion_tokens"} if request.max_completion_tokens is not None else {}
     asked = limit | {"logprobs": logprobs} | extra
-    return _params(request, {"max_tokens": None, **defaults}, asked, renamed, tokenizer)
+    return _params(request, {"max_tokens": None, **defaults}, asked, names, tokenizer)
 
 
 def completion_params(
@@ -79,7 +79,7 @@ def _params(
     request: GenerationRequest,
     defaults: Mapping[str, Any],
     asked: Mapping[str, Any],
-    renamed: Mapping[str, str],
+    names: Mapping[str, str],
     tokenizer: Tokenizer | None,
 ) -> SamplingParams:
     fields = {**defaults, "detokenize": tokenizer is not None}
@@ -97,7 +97,7 @@ def _params(
             fields["bad_words_token_ids"] = bad_words_token_ids(request.bad_words, tokenizer)
         return SamplingParams(**fields)
     except RequestError as error:
-        raise from_engine(error, {"bad_words_token_ids": "bad_words", **renamed}) from None
+        raise renamed(from_engine(error, {}), {"bad_words_token_ids": "bad_words", **names}) from None
 
 
 def _asks_for_draws(request: GenerationRequest) -> bool:

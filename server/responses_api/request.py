@@ -103,8 +103,6 @@ def names_of_items(paths: Sequence[str], num_messages: int) -> dict[str, str]:
 
 def in_own_names(error: ApiError, items: Mapping[str, str]) -> ApiError:
     """A chat's error in this endpoint's names; `items`: those of the messages."""
-    if error.param == "max_completion_tokens":  # the engine's own words have its name
-        error.message = error.message.replace("max_tokens", error.param)
     return renamed(error, {**RENAMED, **items})
 
 

@@ -143,3 +143,48 @@ def test_metrics_know_the_routes(served: Served) -> None:
     text = served.http.get("/metrics").text
     assert 'handler="/v1/messages"' in text
     assert 'handler="/api/chat"' in text
+
+
+LIMITS = [
+    ("/v1/chat/completions", "max_tokens", -1),
+    ("/v1/chat/completions", "max_completion_tokens", -1),
+    ("/v1/chat/completions", "n_predict", -2),
+    ("/v1/completions", "max_tokens", -1),
+    ("/v1/completions", "num_predict", -1),
+    ("/v1/responses", "max_output_tokens", -1),
+    ("/v1/messages", "max_tokens", -1),
+    ("/api/chat", "options.num_predict", -1),
+    ("/api/chat", "options.num_predict", -2),
+    ("/api/generate", "options.num_predict", -2),
+]
+MESSAGES = [{"role": "user", "content": "Hello"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/completions": {"prompt": "Hello"},
+    "/v1/responses": {"input": "Hello"},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 5},
+    "/api/chat": {"messages": MESSAGES, "stream": False},
+    "/api/generate": {"prompt": "Hello", "stream": False},
+}
+
+
+@pytest.mark.parametrize(("path", "name", "endless"), LIMITS)
+def test_the_least_limits_of_an_answer(served: Served, path: str, name: str, endless: int) -> None:
+    """-1 is no limit but the context, whatever the model recommends; what means nothing is told with its range."""
+
+    def post(value: int) -> Any:
+        outer, _, inner = name.rpartition(".")
+        field = {outer: {inner: value}} if outer else {inner: value}
+        return served.http.post(path, json={"model": "fake-model", **BODIES[path], **field})
+
+    answer = post(endless)
+    assert answer.status_code == 200, answer.text
+    assert served.engine.requests[-1].params.max_tokens is None
+    for value in (-3, 0):
+        if value or path != "/v1/completions":  # which takes 0 for the prompt alone
+            refused = post(value)
+            assert refused.status_code == 400
+            message = message_of(refused.json())
+            assert message.startswith(f"{name} must be ")
+            assert "or -1 for no limit" in message
+            assert message.rstrip(".").endswith(f"got {value}")

@@ -80,7 +80,7 @@ def test_an_unknown_model_is_not_found(served: Served) -> None:
         ({"n": 10**9}, "n"),
         ({"n": 10**30}, "n"),
         ({"n": 1.5}, "n"),
-        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
         ({"max_tokens": 2**40}, "max_tokens"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"frequency_penalty": -3}, "frequency_penalty"),

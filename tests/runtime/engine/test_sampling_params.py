@@ -56,7 +56,7 @@ FIELDS_AND_BAD_VALUES = {
     "stop": ["", [""], 5, [5], ["a"] * 65, ["x" * 1025], b"a"],
     "stop_token_ids": [5, [1.5], ["a"], [True], "ab"],
     "ignore_eos": [0, 1, None, "true"],
-    "max_tokens": [0, -1, 1.5, True, math.nan, 2**31],
+    "max_tokens": [0, -2, 1.5, True, math.nan, 2**31],
     "min_tokens": [-1, 17, None, 0.5, True],
     "logprobs": [-1, 21, True, 1.0],
     "prompt_logprobs": [-1, 21, True, 1.0],
@@ -156,3 +156,9 @@ def test_greedy_and_penalties() -> None:
     assert not SamplingParams().has_penalties
     assert SamplingParams(repetition_penalty=1.1).has_penalties
     assert SamplingParams(presence_penalty=-0.1).has_penalties
+
+
+def test_max_tokens_without_limit() -> None:
+    assert SamplingParams(max_tokens=-1).max_tokens is SamplingParams(max_tokens=None).max_tokens is None
+    with pytest.raises(RequestError, match=r"max_tokens must be between 1 and 2147483647, or -1 .*, got 0"):
+        SamplingParams(max_tokens=0)
