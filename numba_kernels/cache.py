@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,47 +19,7 @@ import numba
 
 from numba_kernels.cache_files import cache_root, mark_used, open_generation, refuse_foreign
 from numba_kernels.closure_cache import CFunction, kept_njit
-
-_ROOT = Path(__file__).resolve().parent.parent
-_IMPORT = re.compile(
-    r"^\s*(?:from\s+((?:numba_kernels|runtime|tokenizer)[\w.]*)\s+import\s+(\([^)]*\)|[^\n(]+)"
-    r"|import\s+((?:numba_kernels|runtime|tokenizer)[\w.]*))",
-    re.M,
-)
-
-
-def _file_of(module: str) -> Path | None:
-    path = _ROOT.joinpath(*module.split("."))
-    for candidate in (path.with_suffix(".py"), path / "__init__.py"):
-        if candidate.is_file():
-            return candidate
-    return None
-
-
-@functools.cache
-def _imports(source: Path) -> tuple[Path, ...]:
-    """The project's files that a file imports by name."""
-    found = []
-    for module, names, plain in _IMPORT.findall(source.read_text()):
-        modules = [plain] if plain else [module, *(f"{module}.{name}" for name in re.findall(r"\w+", names))]
-        found += [path for path in map(_file_of, modules) if path is not None]
-    return tuple(found)
-
-
-def sources_digest(*sources: Path) -> str:
-    """Of source files and of every file of this project that they import, directly or not: names and contents."""
-    seen: set[Path] = set()
-    pending = [source.resolve() for source in sources]
-    while pending:
-        path = pending.pop()
-        if path not in seen and path.is_file():
-            seen.add(path)
-            pending += _imports(path)
-    digest = hashlib.sha256()
-    for path in sorted(seen):
-        name = path.relative_to(_ROOT) if path.is_relative_to(_ROOT) else path.name
-        digest.update(str(name).encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
+from numba_kernels.source_digests import sources_digest
 
 
 def folder_for(what: str) -> Path:

@@ -20,6 +20,7 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,7 +36,7 @@ from numba.core.runtime.nrt import rtsys
 from numba.core.types import Type
 
 from numba_kernels.cache_files import read_entry, write_entry
-from numba_kernels.linked_parts import is_part, linked_parts
+from numba_kernels.linked_parts import is_part, known_parts, linked_parts
 from numba_kernels.quick_host_passes import quick_host_passes
 
 _PLAIN = (int, float, str, bytes, type(None), type, np.dtype, np.generic, Type)
@@ -167,10 +168,11 @@ def kept_njit(function: Callable[..., Any], folder: Path, **options: Any) -> Any
 
 
 def _compile_quickly(compile_: Callable[..., Any]) -> Callable[..., Any]:
-    """A dispatcher's way to compile a signature, which numba calls with its global compiler lock held."""
+    """A dispatcher's way to compile a signature, which numba calls with its global compiler lock held. What another
+    one's code calls becomes a part of that."""
 
     def compile_quickly(arguments: Any, return_type: Any) -> Any:
-        with quick_host_passes():
+        with quick_host_passes(), known_parts() as is_first, nullcontext() if is_first else linked_parts():
             return compile_(arguments, return_type)
 
     return compile_quickly

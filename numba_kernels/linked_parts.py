@@ -43,13 +43,42 @@ def is_part(result: Any) -> bool:
     return isinstance(result.entry_point, _Part)
 
 
+_is_shown = False
+
+
 @contextmanager
-def linked_parts() -> Iterator[None]:
-    """Functions that are compiled inside are parts of the one whose address is then asked for.
+def known_parts() -> Iterator[bool]:
+    """Parts that were compiled before are found by what is compiled inside. Whether nothing else is compiled yet; may
+    be entered again inside.
 
     The caller holds numba's global compiler lock.
     """
-    if ".".join(numba.__version__.split(".")[:2]) != REPLACED_VERSION:
+    global _is_shown
+    if _is_shown:
+        yield False
+        return
+    for dispatcher, arguments, result in _overloads:
+        dispatcher.overloads.setdefault(arguments, result)
+    _is_shown = True
+    try:
+        with replaced([(Dispatcher, "add_overload", _add_overload)]):
+            yield True
+    finally:
+        _is_shown = False
+        for dispatcher, arguments, result in _overloads:
+            if dispatcher.overloads.get(arguments) is result:
+                del dispatcher.overloads[arguments]
+
+
+@contextmanager
+def linked_parts() -> Iterator[None]:
+    """Functions that are compiled inside are parts: of the one whose address is then asked for, or of the dispatcher
+    that is being compiled outside. May be entered again inside.
+
+    The caller holds numba's global compiler lock.
+    """
+    is_other_version = ".".join(numba.__version__.split(".")[:2]) != REPLACED_VERSION
+    if is_other_version or JITCodeLibrary.finalize is _finalize:
         yield
         return
     methods = [
@@ -58,17 +87,9 @@ def linked_parts() -> Iterator[None]:
         (JITCodeLibrary, "finalize", _finalize),
         (JITCodeLibrary, "get_pointer_to_function", _get_pointer_to_function),
         (JITCodeLibrary, "_optimize_functions", _set_layout),
-        (Dispatcher, "add_overload", _add_overload),
     ]
-    for dispatcher, arguments, result in _overloads:
-        dispatcher.overloads.setdefault(arguments, result)
-    try:
-        with replaced(methods):
-            yield
-    finally:
-        for dispatcher, arguments, result in _overloads:
-            if dispatcher.overloads.get(arguments) is result:
-                del dispatcher.overloads[arguments]
+    with known_parts(), replaced(methods):
+        yield
 
 
 def _lower_without_wrappers(run_pass: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,7 +125,13 @@ def _set_layout(library: Any, module: Any) -> None:
     module.data_layout = library._codegen._data_layout
 
 
+_add_function = Dispatcher.add_overload
+
+
 def _add_overload(dispatcher: Dispatcher, result: Any) -> None:
+    if not is_part(result):
+        _add_function(dispatcher, result)
+        return
     arguments = tuple(result.signature.args)
     dispatcher.overloads[arguments] = result
     _overloads.append((dispatcher, arguments, result))

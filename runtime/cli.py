@@ -10,6 +10,10 @@ from runtime.own_packages import exit_if_hidden
 
 exit_if_hidden()
 
+from runtime import collector
+
+collector.hold_off()
+
 from typing import Annotated, Any
 
 import typer

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import logging
 import resource
 import signal
@@ -30,6 +29,7 @@ import uvicorn
 
 from models.checkpoints.hub import local_model, model_name
 from models.checkpoints.model_files import open_model
+from runtime import collector
 from runtime.device.device import Device
 from runtime.engine.make_client import StartingClient
 from runtime.engine.messages import EngineOutput, EngineRequest
@@ -189,8 +189,7 @@ class _Server(uvicorn.Server):
             return
         self.app.take_up(client, tokenizer, default_sampling)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        gc.collect()
-        gc.freeze()  # what lives as long as the server is not gone through again by each collection
+        collector.resume(collects=True)
         name = self.app.model_names[0]
         print(f"Serving {name} at {self.address}/v1\nThe page is at {self.address}", flush=True)
 

@@ -18,14 +18,27 @@ def is_compiled() -> bool:
     return any(cache_folder(Path(__file__).parent / "bpe" / "encode_kernel.py").iterdir())
 
 
+def _byte_level() -> None:
+    step = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    vocab = {letter: i for i, letter in enumerate(BYTE_TO_CHAR)}
+    model = {"type": "BPE", "vocab": vocab | {"ab": 256}, "merges": ["a b"]}
+    content = {"version": "1.0", "pre_tokenizer": step, "decoder": step, "model": model}
+    Tokenizer(TokenizerFiles(Fields(content, "warm_up"))).encode("ab")
+
+
+def _merges() -> None:
+    """Of what is not byte-level."""
+    MergeTable({"a": 0, "b": 1, "ab": 2}, ["a b"], " ", "").encode(["a", "b"])
+
+
+LOOPS = (_byte_level, _merges)
+"""Each runs compiled loops once, which are read from disk, or compiled, some seconds each."""
+
+
 def warm_up() -> None:
     """Run each compiled loop once: half a second, and some seconds where no compiled code is on disk yet.
 
     A thread may do it while the process waits for something else.
     """
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-    vocab = {letter: i for i, letter in enumerate(BYTE_TO_CHAR)}
-    model = {"type": "BPE", "vocab": vocab | {"ab": 256}, "merges": ["a b"]}
-    content = {"version": "1.0", "pre_tokenizer": byte_level, "decoder": byte_level, "model": model}
-    Tokenizer(TokenizerFiles(Fields(content, "warm_up"))).encode("ab")
-    MergeTable({"a": 0, "b": 1, "ab": 2}, ["a b"], " ", "").encode(["a", "b"])  # what is not byte-level
+    for run in LOOPS:
+        run()

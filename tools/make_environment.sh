@@ -1,8 +1,8 @@
 #!/bin/sh
 # make_environment.sh PYTHON VENV REQUIREMENT: makes (or brings up to date) the virtual environment and installs
-# this checkout into it, editable, with uv where there is one. All output goes to stderr: stdout belongs to the
-# command that make runs next. On a terminal one line shows what is being done, and for how long; elsewhere there are
-# a few lines.
+# this checkout into it, editable. It uses uv, brings uv into the environment if there is none, and uses pip if that
+# fails. All output goes to stderr: stdout belongs to the command that make runs next. On a terminal one line shows
+# what is being done, and for how long; elsewhere there are a few lines.
 set -eu
 exec 1>&2
 python=$1 venv=$2 requirement=$3
@@ -68,19 +68,51 @@ command -v "$python" >/dev/null 2>&1 || fail "no '$python' on PATH: install Pyth
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
     || fail "'$python' is $("$python" --version 2>&1); xserv needs Python 3.11 or newer: make PYTHON=python3.11"
 
-echo "xserv: installing $requirement into $venv (once; a minute or so)"
-if command -v uv >/dev/null 2>&1; then
-    [ -x "$venv/bin/python" ] || uv venv --quiet --python "$python" "$venv"
-    uv pip install --python "$venv/bin/python" --editable "$requirement"  # shows its own progress
-else
-    "$python" -c 'import venv, ensurepip' 2>/dev/null \
-        || fail "'$python' lacks the venv module: install it (Debian, Ubuntu: apt install python3-venv), or install uv"
-    if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then  # none, or half made
-        echo "xserv: making $venv with $("$python" --version)"
-        doing "making $venv"
+has_pip() { "$1" -m pip --version >/dev/null 2>&1; }
+
+# Makes the environment with uv in it, which installs in a third of pip's time. It has no pip of its own if the Python
+# that makes it has one, since unpacking pip takes longer than all of uv. False if no uv is to be had.
+bring_uv() {
+    doing "making $venv"
+    if has_pip "$python"; then
+        "$python" -m venv --clear --without-pip "$venv"
+        set -- "$python" -m pip --python "$venv/bin/python"
+    else
         "$python" -m venv --clear "$venv"
-        calm
+        set -- "$venv/bin/python" -m pip
     fi
+    doing "fetching uv"
+    "$@" install --quiet --disable-pip-version-check uv >> "$log" 2>&1 || { calm; return 1; }
+    calm
+}
+
+with_uv() {
+    [ -x "$venv/bin/python" ] || "$uv" venv --quiet --python "$python" "$venv"
+    "$uv" pip install --python "$venv/bin/python" --editable "$requirement"  # shows its own progress
+}
+
+with_pip() {
+    has_pip "$venv/bin/python" || "$python" -m venv --clear "$venv"
     watched "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off --editable "$requirement"
+}
+
+echo "xserv: installing $requirement into $venv (once; half a minute or so)"
+if uv=$(command -v uv); then
+    with_uv
+elif [ ! -x "$venv/bin/uv" ] && has_pip "$venv/bin/python"; then
+    with_pip
+else
+    uv=$venv/bin/uv
+    if [ ! -x "$uv" ]; then  # no environment, or one half made
+        "$python" -c 'import venv, ensurepip' 2>/dev/null \
+            || fail "'$python' lacks the venv module: install it (Debian, Ubuntu: apt install python3-venv), or install uv"
+        echo "xserv: making $venv with $("$python" --version)"
+        bring_uv || :
+    fi
+    # uv knows nothing of what pip.conf says of mirrors: pip may find what it does not.
+    if [ ! -x "$uv" ] || ! with_uv; then
+        echo "xserv: pip installs instead of uv, which takes longer"
+        with_pip
+    fi
 fi
 echo "xserv: installed"

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from numba_kernels.cache import folder_for, sources_digest
+from numba_kernels.cache import folder_for
 from numba_kernels.cpu.target import TILES
+from numba_kernels.source_digests import sources_digest
 
 CODE_FOLDER = folder_for(f"{sources_digest(*Path(__file__).parent.rglob('*.py'))} {TILES}")

@@ -38,6 +38,7 @@ def chat(
     A model without a chat template goes on with the text. On a terminal: Ctrl-C stops an answer, Ctrl-D leaves, /help
     lists the commands.
     """
+    from runtime import collector
     from runtime.commands.chat_session import ChatSession
     from runtime.llm import LLM
 
@@ -47,6 +48,7 @@ def chat(
             llm, system=system, given=sampling.given(), on_reasoning=show_reasoning, calculates=calculator,
             on_call=show_call,
         )  # fmt: skip
+        collector.resume()
         for path in image or ():
             session.attach(path)
         if not session.has_template:

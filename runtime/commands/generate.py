@@ -41,10 +41,12 @@ def generate(
     if not prompts:
         raise typer.BadParameter("give --prompt, --prompt-file or --prompt-token-ids")
 
+    from runtime import collector
     from runtime.commands.sampling import sampling_params
     from runtime.llm import LLM
 
     with LLM(**llm_options.arguments()) as llm:
+        collector.resume()
         params = sampling_params(llm, {**sampling.given(), "n": n, "logprobs": logprobs}, max_tokens=128)
         if chat:
             prompts = [

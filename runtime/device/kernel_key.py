@@ -83,7 +83,7 @@ def tool_versions() -> str:
 
 @functools.cache
 def _digest_of_files(names: frozenset[str]) -> str:
-    from numba_kernels.cache import sources_digest
+    from numba_kernels.source_digests import sources_digest
 
     return sources_digest(*(Path(name) for name in names), *_COMPILER)
 

@@ -92,7 +92,8 @@ def test_the_model_may_be_an_argument() -> None:
     named, given = (json.loads(invoke("info", *words, str(STORIES), "--json")[1]) for words in (["--model"], []))
     assert named["model"] == given["model"]
     status, out, err = invoke("generate", str(STORIES), "-p", "Once", "--max-tokens", "2", "--device", "cpu")
-    assert (status, err, len(out.splitlines())) == (0, "", 1)
+    said = [line for line in err.splitlines() if not line.startswith("compiling for this processor")]
+    assert (status, said, len(out.splitlines())) == (0, [], 1)
     for command in ("chat", "serve"):
         assert invoke(command, "/nowhere/at/all")[::2] == invoke(command, "--model", "/nowhere/at/all")[::2]
     assert "beside --model" in invoke("info", "a", "--model", "b")[2]

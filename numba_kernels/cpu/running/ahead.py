@@ -12,7 +12,7 @@ def kernels_of(
     stored: str, is_int8: bool, block_size: int, formats: Sequence[str] = (), pages: str = "",
     has_experts: bool = False,
 ) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Factories and arguments of all that a model's forward passes and draws use.
+    """Factories and arguments of all that a model's forward passes and draws use, those first that take longest.
 
     stored      what carries the bits of its weights: "float32", "uint16" (bfloat16), "int16" (float16)
     is_int8     whether its matrices are made into int8
@@ -40,6 +40,8 @@ def kernels_of(
     kind = np.dtype(stored).type
     paged = np.dtype(pages or stored).type
     matrices = np.uint8 if is_int8 else kind
+    yield sampling.sampling_kernel, ()
+    yield attention.attention_kernel, (paged, attention.span_of(block_size))
     yield linear.linear_kernel, (matrices,)
     yield panels.pack_kernel, (kind, matrices)
     in_blocks = [each for each in blocks.BLOCKS if each in formats]
@@ -55,7 +57,6 @@ def kernels_of(
             yield factory, ()
     for table in {kind, matrices, np.float32, *in_blocks}:
         yield embedding.embedding_kernel, (table,)
-    yield attention.attention_kernel, (paged, attention.span_of(block_size))
     yield attention.group_starts_kernel, ()
     yield attention.merge_kernel, ()
     yield qkv.qkv_kernel, (paged,)
@@ -63,7 +64,6 @@ def kernels_of(
     yield norm.layer_norm_kernel, (np.float32,)
     for name in activation.NAMES:
         yield activation.activation_kernel, (name,)
-    yield sampling.sampling_kernel, ()
     yield logprobs.logprobs_kernel, ()
     yield decode_inputs.decode_inputs_kernel, ()
     yield repeats.repeats_kernel, ()

@@ -1,20 +1,22 @@
 """Compiling before anything is loaded, in processes that take the compiler's memory with them.
 
 LLVM and numba keep 100 MB and more of what they have compiled from, as long as the process lives: neither a server nor
-its engine is to hold them. So the engine's process has its kernels compiled first. For the cpu, and with them the
-tokenizer's loops, one process does it, and ends: `python -m runtime.engine.process.compile_ahead STORED IS_INT8
-BLOCK_SIZE PAGES HAS_EXPERTS [FORMATS]`. For a GPU, real or emulated, there are several (`compile_kernels`).
+its engine is to hold them. So the engine's process has its kernels compiled first, by processes side by side that end
+when they have done it. Those for the cpu compile the tokenizer's loops, too: `python -m
+runtime.engine.process.compile_ahead STORED IS_INT8 BLOCK_SIZE PAGES HAS_EXPERTS [FORMATS] TICKETS`. Those for a GPU,
+real or emulated, are `compile_kernels`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import subprocess
+import os
 import sys
-import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import tokenizer
@@ -28,6 +30,7 @@ from runtime.device.device import Device
 from runtime.device.errors import CompileError
 from runtime.dtype import KV_DTYPES, PAGES, STORED, DType, float32
 from runtime.engine.config import EngineConfig
+from runtime.engine.process import compilers
 from runtime.engine.process.parent import end_with_parent
 from runtime.errors import XservError
 from runtime.linear.format import GGML_FORMATS, GROUP_FORMATS
@@ -38,6 +41,9 @@ from runtime.progress import Reporter, Show
 
 ROUNDED_BLOCKS = {"int4": "Q4_0", "mxfp4": "MXFP4", "fp8": "fp8"}
 """In which of ggml's blocks the cpu keeps what `--quantization` asks for."""
+
+DONE = b"done\n"
+MOST_TASKS = 256
 
 logger = logging.getLogger("xserv.engine")
 
@@ -68,8 +74,9 @@ def compile_ahead(model: str | Path | None, config: EngineConfig, reporter: Repo
         return
     logger.info("compiling for this processor, once")
     with reporter.shown("compiling for this processor, once") as show, locked(done):
-        if not done.exists():
-            _compile_elsewhere(arguments, show)
+        if not done.exists() and _compile_elsewhere(arguments, show):
+            with suppress(OSError):  # a disk that cannot be written: it is only done again
+                done.touch()
 
 
 def _block_formats(path: Path, config: EngineConfig) -> set[str]:
@@ -114,8 +121,9 @@ def marker(*arguments: str) -> Path | None:
     """The file that says that it is done, by these sources and for this processor; None where code is not kept."""
     import llvmlite.binding as llvm
 
-    from numba_kernels.cache import is_kept, sources_digest
+    from numba_kernels.cache import is_kept
     from numba_kernels.cpu import CODE_FOLDER
+    from numba_kernels.source_digests import sources_digest
 
     if not is_kept(CODE_FOLDER):
         return None
@@ -124,39 +132,68 @@ def marker(*arguments: str) -> Path | None:
     return CODE_FOLDER / f"ahead-{hashlib.sha256(words.encode()).hexdigest()[:16]}"
 
 
-def _compile_elsewhere(arguments: Sequence[str], show: Show) -> None:
-    command = [sys.executable, "-P", *python_module("runtime.engine.process.compile_ahead"), *arguments]
-    with tempfile.TemporaryFile() as said:
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said) as child:
-            assert child.stdout is not None
-            for line in child.stdout:
-                done, total = line.split()
-                show(int(done), int(total))
-        said.seek(0)
-        words = said.read().decode(errors="replace")
-    if child.returncode:
-        logger.warning("nothing could be compiled ahead (status %d): %s", child.returncode, words[-2000:])
+def _compile_elsewhere(arguments: Sequence[str], show: Show) -> bool:
+    """In as many processes as there are processors; whether all of it was done. The tasks have numbers, which lie as
+    bytes in a pipe: each process takes the next one from there until it finds none."""
+    tickets, writer = os.pipe()
+    os.write(writer, bytes(range(MOST_TASKS)))
+    os.close(writer)
+    command = [*python_module("runtime.engine.process.compile_ahead"), *arguments, str(tickets)]
+    num_done, total = 0, None
+    try:
+        with closing(compilers.lines_of([command] * compilers.num_processes(), pass_fds=(tickets,))) as lines:
+            for line in lines:
+                if line == DONE:
+                    num_done += 1
+                else:
+                    total = int(line)
+                show(num_done, total)
+    except CompileError as error:
+        logger.warning("not all could be compiled ahead: %s", error)
+        return False
+    finally:
+        os.close(tickets)
+    return True
 
 
 def main(*arguments: str) -> None:
+    """One of the processes: it writes how many tasks there are as soon as it knows, and DONE after each of its own."""
     end_with_parent()
-    from numba_kernels.cpu.running.ahead import kernels_of
-    from tokenizer.warm_up import warm_up
 
-    stored, is_int8, block_size, pages, has_experts, *formats = arguments
-    wanted = list(
-        kernels_of(
-            stored, bool(int(is_int8)), int(block_size), formats, pages=pages, has_experts=bool(int(has_experts))
-        )
+    def write(line: bytes) -> None:
+        sys.stdout.buffer.write(line)
+        sys.stdout.buffer.flush()
+
+    *wanted, tickets = arguments
+    tasks = _tasks(*wanted)
+    known: list[Callable[[], object]] = []
+    while ticket := os.read(int(tickets), 1):
+        known += islice(tasks, ticket[0] + 1 - len(known))
+        if ticket[0] >= len(known):
+            break
+        known[ticket[0]]()
+        write(DONE)
+    known += tasks
+    if len(known) > MOST_TASKS:
+        raise CompileError(f"{len(known)} kernels are wanted ahead, at most {MOST_TASKS} can be")
+    write(b"%d\n" % len(known))
+
+
+def _tasks(
+    stored: str, is_int8: str, block_size: str, pages: str, has_experts: str, *formats: str
+) -> Iterator[Callable[[], object]]:
+    """What is to be compiled, in the order of `kernels_of`, which begins with what takes longest; before that the
+    tokenizer's loops, so that a process may begin with these ahead of importing all kernels."""
+    from tokenizer.warm_up import LOOPS
+
+    yield from LOOPS
+    from numba_kernels.cpu.running.ahead import kernels_of
+
+    wanted = kernels_of(
+        stored, bool(int(is_int8)), int(block_size), formats, pages=pages, has_experts=bool(int(has_experts))
     )
-    for number, (factory, values) in enumerate(wanted):
-        print(number, len(wanted) + 1, flush=True)
-        factory(*values)
-    print(len(wanted), len(wanted) + 1, flush=True)
-    warm_up()
-    done = marker(*arguments)
-    if done is not None:
-        done.touch()
+    for factory, values in wanted:
+        yield partial(factory, *values)
 
 
 if __name__ == "__main__":

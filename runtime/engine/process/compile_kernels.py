@@ -9,22 +9,18 @@ compiles its share, and writes a line of JSON about each. No GPU is needed.
 from __future__ import annotations
 
 import hashlib
-import os
-import selectors
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from models.checkpoints.model_files import open_model
 from runtime.device.errors import CompileError
-from runtime.engine.config import EngineConfig, available_memory_bytes
+from runtime.engine.config import EngineConfig
+from runtime.engine.process import compilers
 from runtime.engine.process.parent import end_with_parent
 from runtime.engine.process.wire import Problem
 from runtime.engine.process.wire_errors import error_of, problem_of
@@ -38,9 +34,6 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = python_module("runtime.engine.process.compile_kernels")
 """What Python runs in each process."""
-PROCESS_BYTES = 1 << 30
-"""Free memory for each process: Numba and NVVM take several hundred MB."""
-MOST_PROCESSES = 16
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,64 +118,24 @@ def compile_kernels(wanted: Wanted, show: Show, num_processes: int | None = None
     from runtime.device.kernel_cache import capability_of
 
     capability_of(wanted.arch)
-    if num_processes is None:
-        cores, room = len(os.sched_getaffinity(0)), available_memory_bytes() // PROCESS_BYTES
-        num_processes = max(1, min(cores, room, MOST_PROCESSES))
+    shares = num_processes or compilers.num_processes()
+    words = msgspec.json.encode(wanted).decode()
+    commands = [[*COMMAND, words, str(share), str(shares)] for share in range(shares)]
     progress, decoder = Progress(), msgspec.json.Decoder(Found | Compiled | Failed)
-    with ExitStack() as stack, selectors.DefaultSelector() as selector:
-        for share in range(num_processes):
-            worker = stack.enter_context(_started(wanted, share, num_processes))
-            selector.register(worker.lines, selectors.EVENT_READ, worker)
-        while selector.get_map():
-            for key, _ in selector.select():
-                worker = key.data
-                line = worker.lines.readline()
-                if not line:
-                    selector.unregister(worker.lines)
-                    worker.check_end()
-                    continue
-                match decoder.decode(line):
-                    case Found(total):
-                        progress.total = total
-                    case Compiled(name, is_new, has_spills):
-                        progress.num_new += is_new
-                        progress.num_there += not is_new
-                        progress.num_spilling += has_spills
-                        progress.latest = name
-                    case Failed(problem):
-                        raise error_of(problem)
-                show(progress.num_done, progress.total, progress.latest)
+    with closing(compilers.lines_of(commands)) as lines:
+        for line in lines:
+            match decoder.decode(line):
+                case Found(total):
+                    progress.total = total
+                case Compiled(name, is_new, has_spills):
+                    progress.num_new += is_new
+                    progress.num_there += not is_new
+                    progress.num_spilling += has_spills
+                    progress.latest = name
+                case Failed(problem):
+                    raise error_of(problem)
+            show(progress.num_done, progress.total, progress.latest)
     return progress
-
-
-@dataclass(frozen=True, slots=True)
-class _Worker:
-    process: subprocess.Popen[bytes]
-    lines: IO[bytes]
-    said: IO[bytes]  # on stderr
-
-    def check_end(self) -> None:
-        status = self.process.wait()
-        if status:
-            self.said.seek(0)
-            words = self.said.read().decode(errors="replace").strip()[-2000:]
-            raise CompileError(f"a process that compiles kernels ended with status {status}: {words}")
-
-
-@contextmanager
-def _started(wanted: Wanted, share: int, num_shares: int) -> Iterator[_Worker]:
-    """A worker, which ends when the block does."""
-    words = [msgspec.json.encode(wanted).decode(), str(share), str(num_shares)]
-    command = [sys.executable, "-P", *COMMAND, *words]
-    with tempfile.TemporaryFile() as said:
-        # Unbuffered, so that what the selector does not see is not waiting here.
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, bufsize=0)
-        assert process.stdout is not None
-        try:
-            yield _Worker(process, process.stdout, said)
-        finally:
-            process.kill()
-            process.communicate()
 
 
 def main(words: str, share: str, num_shares: str) -> None:

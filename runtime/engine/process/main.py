@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import gc
 import logging
 import os
 import signal
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
+from runtime import collector
 from runtime.engine.errors import EngineDeadError
 from runtime.engine.messages import EngineOutput, EngineRequest, ImageItem, StepView
 from runtime.engine.process.parent import die_with_parent
@@ -147,8 +147,7 @@ class ProcessServer:
     def _serve(self, engine: Engine, hang_timeout_s: float) -> NoReturn:
         from runtime.engine.process.client import ThreadEngineClient
 
-        gc.collect()
-        gc.freeze()  # what lives as long as the engine (and Numba's objects are many) is gone through no more
+        collector.resume(collects=True)
         self._client = client = ThreadEngineClient(engine, after_delivery=self._report)
         self._pulse(time.monotonic())
         self.send(Started(client.info))
@@ -318,6 +317,7 @@ def _exit(status: int) -> NoReturn:
 
 
 def main(server_type: type[ProcessServer] = ProcessServer) -> NoReturn:
+    collector.hold_off()
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # blocked until here by the server

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from numba import cuda, float32, types
 
+from numba_kernels import source_digests
 from numba_kernels.cuda.compile import compile_ptx
 from numba_kernels.cuda.intrinsics.asm import instruction
 from numba_kernels.cuda.specialisation import Specialisation
@@ -292,11 +294,17 @@ def test_a_kernels_sources_are_its_file_and_what_that_imports(tmp_path: Path, mo
     folder = kernel_key.SOURCES
     tiers = {name: digest(folder / "gemm" / f"{name}.py") for name in ("naive", "tiled")}
     assert tiers["naive"] != tiers["tiled"]
-    real = Path.read_bytes
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    real = source_digests._read
+
+    def read_changed(path: str, end: str) -> tuple[str, list[str]]:
+        content, modules = real(path)
+        return content + "#" * path.endswith(end), modules
+
     for changed, expected in (("gemm/tiled.py", {"tiled"}), ("intrinsics/memory.py", {"naive", "tiled"})):
-        monkeypatch.setattr(
-            Path, "read_bytes", lambda path, end=changed: real(path) + b"#" * path.as_posix().endswith(end)
-        )
+        monkeypatch.setattr(source_digests, "_notes", None)  # nothing is known
+        monkeypatch.setattr(source_digests._Notes, "write", lambda notes: None)
+        monkeypatch.setattr(source_digests, "_read", partial(read_changed, end=changed))
         found = {name for name, before in tiers.items() if digest(folder / "gemm" / f"{name}.py") != before}
         assert found == expected
 

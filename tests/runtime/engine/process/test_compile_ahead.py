@@ -13,6 +13,7 @@ import pytest
 import numba_kernels.cpu
 from runtime.engine.config import EngineConfig
 from runtime.engine.process import compile_ahead as ahead
+from runtime.engine.process import compilers
 from runtime.own_packages import python_module
 from runtime.progress import SILENT
 
@@ -29,13 +30,16 @@ def test_it_is_done_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog
         return subprocess.Popen([sys.executable, "-c", "import sys; sys.exit('no compiler')"], **options)  # type: ignore[call-overload]
 
     stand_in = SimpleNamespace(Popen=noted, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
-    monkeypatch.setattr(ahead, "subprocess", stand_in)
+    monkeypatch.setattr(compilers, "subprocess", stand_in)
+    monkeypatch.setattr(compilers, "num_processes", lambda: 1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(numba_kernels.cpu, "CODE_FOLDER", tmp_path / "xserv" / "numba" / "code")
     ahead.compile_ahead(None, EngineConfig(device="cpu", dtype="bfloat16", quantization="int8"), SILENT)
     program = python_module("runtime.engine.process.compile_ahead")
-    assert [command[2:] for command in commands] == [[*program, "uint16", "1", "16", "uint16", "0"]]
-    assert "compiled ahead (status 1): no compiler" in caplog.text
+    assert [command[2:-1] for command in commands] == [[*program, "uint16", "1", "16", "uint16", "0"]]
+    assert "not all could be compiled ahead: a process that compiles kernels ended with status 1: no compiler" in (
+        caplog.text
+    )
     refused = EngineConfig(device="cpu", dtype="int32")  # when the model is loaded
     ahead.compile_ahead(None, refused, SILENT)
     monkeypatch.setattr(numba_kernels.cpu, "CODE_FOLDER", tmp_path)  # as where the home cannot be written
@@ -43,6 +47,24 @@ def test_it_is_done_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog
     monkeypatch.setattr(ahead, "marker", lambda *arguments: tmp_path)
     ahead.compile_ahead(None, EngineConfig(device="cpu", dtype="bfloat16"), SILENT)
     assert len(commands) == 1
+
+
+def test_each_task_is_one_processs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Three processes draw numbers from one pipe; each task is done once, and the mark is set when all are over."""
+    script = (
+        "import os, sys\n"
+        "while ticket := os.read(int(sys.argv[-1]), 1):\n"
+        "    if ticket[0] >= 40: break\n"
+        "    print(f'done', flush=True); print(ticket[0], file=open(sys.argv[-2], 'a'))\n"
+        "print(40, flush=True)"
+    )
+    tasks = tmp_path / "tasks"
+    shown: list[tuple[int, int | None]] = []
+    monkeypatch.setattr(compilers, "num_processes", lambda: 3)
+    monkeypatch.setattr(ahead, "python_module", lambda name: ["-c", script])
+    assert ahead._compile_elsewhere([str(tasks)], lambda done, total: shown.append((done, total)))
+    assert sorted(map(int, tasks.read_text().split())) == list(range(40))
+    assert shown[-1] == (40, 40)
 
 
 def test_the_process_ends_with_its_parent() -> None:
