@@ -7,7 +7,7 @@ import selectors
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import IO
@@ -26,7 +26,7 @@ def num_processes() -> int:
     return max(1, min(cores, room, MOST_PROCESSES))
 
 
-def lines_of(commands: Sequence[Sequence[str]], pass_fds: Sequence[int] = ()) -> Iterator[bytes]:
+def lines_of(commands: Sequence[Sequence[str]], pass_fds: Sequence[int] = ()) -> Generator[bytes, None, None]:
     """Starts Python with each command's words and gives every line that one of the processes writes, as it comes, until
     all have ended. They end when the iterator is closed.
 
