@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from numba_kernels.source_digests import sources_digest
 from numba_kernels.cache_files import cache_root, locked, read_entry, write_entry
 from numba_kernels.cuda import experts, logprobs, megakernel, sampling
 from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flash_hopper, flash_tensor_core
@@ -40,6 +39,7 @@ from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.packing import packing_of
 from numba_kernels.cuda.registry import specialisations
 from numba_kernels.cuda.specialisation import Specialisation
+from numba_kernels.source_digests import sources_digest
 from runtime.device.assemble import assemble
 from runtime.device.emulator.driver.architectures import model_of
 from runtime.device.emulator.driver.occupancy import blocks_per_sm

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from models.checkpoints.model_files import open_model
-from runtime.device.errors import CompileError
 from runtime.engine.config import EngineConfig
 from runtime.engine.process import compilers
 from runtime.engine.process.parent import end_with_parent
