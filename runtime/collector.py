@@ -19,8 +19,11 @@ def hold_off() -> None:
 
 
 def resume(*, collects: bool = False) -> None:
-    """The start is over. What there is now (Numba's objects are many) is gone through no more. `collects`: cycles that
-    the start has left are freed first, which takes a tenth of a second and is worth it for a process that lives long."""
+    """The start is over. What there is now (Numba's objects are many) is gone through no more.
+
+    `collects`: cycles that the start has left are freed first, which takes a tenth of a second: for a process that
+    lives long.
+    """
     if collects:
         gc.collect()
     gc.freeze()
