@@ -13,11 +13,14 @@ first needed.
 
 from tokenizer.errors import ChatTemplateError, TokenIdError, TokenizerError, TokenizerFileError
 from tokenizer.incremental import IncrementalDecoder
+from tokenizer.templates.template_forms import ContentForm, TemplateForms
 from tokenizer.tokenizer import Tokenizer
 
 __all__ = [
     "ChatTemplateError",
+    "ContentForm",
     "IncrementalDecoder",
+    "TemplateForms",
     "TokenIdError",
     "Tokenizer",
     "TokenizerError",

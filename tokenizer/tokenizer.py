@@ -28,6 +28,7 @@ from tokenizer.patterns.automaton import compile_automaton
 from tokenizer.patterns.tree import NotTabularError
 from tokenizer.templates.chat_template import render_chat
 from tokenizer.templates.content_marks import ContentMarks, free_mark, is_no_turn, mapped, without
+from tokenizer.templates.template_forms import TemplateForms, forms_of
 from tokenizer.warn import warn_once
 
 _ID_LIMIT = 1 << 32
@@ -258,6 +259,12 @@ class Tokenizer:
             known = ", ".join(sorted(self.chat_templates)) or "none"
             raise ChatTemplateError(f"the tokenizer has no chat template {name!r} (it has: {known})")
         return self.chat_templates[name]
+
+    def template_forms(self, chat_template: str | None = None, *, has_tools: bool = False) -> TemplateForms:
+        """In which form the template takes content and calls; found by rendering, once. Raises `ChatTemplateError`."""
+        if chat_template is None or chat_template in self.chat_templates:
+            chat_template = self.chat_template(chat_template, has_tools=has_tools)
+        return forms_of(chat_template, tuple(self._named_tokens.items()), has_tools)
 
     @overload
     def apply_chat_template(

@@ -18,7 +18,7 @@ from runtime.images.decoding import pixels_of
 from runtime.llm.images import take_images
 from runtime.text.chat import chat_prompt
 from runtime.text.formats import AnswerFormat
-from runtime.text.picture_text import picture_texts
+from runtime.text.picture_text import picture_text
 
 if TYPE_CHECKING:
     from runtime.engine.sampling_params import SamplingParams
@@ -138,7 +138,7 @@ class ChatSession:
             return chat_prompt(
                 self.llm.tokenizer, messages, tools=self.tools, harmony=answer_format.renders_harmony,
                 told_tools=answer_format.tools if answer_format.tells_tools and self.tools else None,
-                picture_texts=picture_texts(self.llm.tokenizer, self.llm.client.info.images),
+                picture_text=picture_text(self.llm.tokenizer, self.llm.client.info.images),
             )  # fmt: skip
         text = ""
         for message in messages:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import EngineInfo, ImageItem
 from runtime.engine.prompt_images import PreparedImage, image_places, place_images, prepare_image
 from runtime.images.decoding import pixels_of
 from runtime.images.errors import ImageError
+from runtime.text.content import ImagePart, plain_content
 
 
 def with_images(
@@ -35,21 +38,45 @@ def with_images(
     return place_images(token_ids, prepared, support)
 
 
-def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Any]]:
-    """A conversation whose parts ``{"type": "image", "image": ...}`` have lost their pictures, and these in order."""
-    plain: list[Mapping[str, Any]] = []
+def take_images(
+    messages: Sequence[Mapping[str, Any]], *, reads_images: bool = True
+) -> tuple[list[Mapping[str, Any]], list[Any]]:
+    """A conversation with content in its one form (``runtime.text.content``), and its pictures in order. Where the model
+    reads none, those in tools' results become a text. Raises ``RequestError``."""
     images: list[Any] = []
-    for message in messages:
-        content = message.get("content")
-        if isinstance(content, list) and any(isinstance(p, Mapping) and p.get("type") == "image" for p in content):
-            parts = []
-            for part in content:
-                if isinstance(part, Mapping) and part.get("type") == "image":
-                    if "image" not in part:
-                        raise RequestError("a part of the type image needs 'image'", param="messages")
-                    images.append(part["image"])
-                    part = {"type": "image"}
-                parts.append(part)
-            message = {**message, "content": parts}
-        plain.append(message)
+    plain = [
+        {
+            **message,
+            "content": plain_content(
+                message["content"],
+                f"messages[{i}].content",
+                is_result=message.get("role") == "tool",
+                take_image=(lambda part: images.append(_given(part))) if reads_images else None,
+            ),
+        }
+        if isinstance(message, Mapping) and isinstance(message.get("content"), (list, tuple))
+        else message
+        for i, message in enumerate(messages)
+    ]
     return plain, images
+
+
+def _given(part: ImagePart) -> Any:
+    """A part's picture as a prompt's "images" may hold it; the bytes of a ``data:`` URI. Raises ``RequestError``."""
+    value = part.value
+    if value is None:
+        raise RequestError(f"{part.where} is missing: the part needs a picture", param=part.where)
+    if not isinstance(value, str):
+        return value
+    if value[:5].lower() == "data:":
+        try:
+            return base64.b64decode(value.partition(",")[2], validate=True)
+        except ValueError:
+            raise RequestError(f"{part.where}: the data: URI is no base64", param=part.where) from None
+    if value.startswith(("http://", "https://")):
+        raise RequestError(
+            f"{part.where}: nothing is fetched here, got {value[:80]!r}: give the picture, its bytes, a path or a "
+            "data: URI",
+            param=part.where,
+        )
+    return unquote(value.removeprefix("file://")) if value.startswith("file://") else value

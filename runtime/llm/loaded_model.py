@@ -31,7 +31,7 @@ from runtime.text.bad_words import bad_words_token_ids
 from runtime.text.chat import chat_prompt
 from runtime.text.formats import AnswerFormat, end_ids
 from runtime.text.load import load_tokenizer, read_chat_template, read_tokenizer
-from runtime.text.picture_text import picture_texts, with_picture_texts
+from runtime.text.picture_text import PictureText, picture_text, with_picture_texts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -178,13 +178,13 @@ class LoadedModel:
             special_tokens_in_content=special_tokens_in_content,
             told_tools=answer_format.tools if answer_format.tells_tools and tools is not None else None,
             harmony=answer_format.renders_harmony,
-            picture_texts=self._picture_texts,
+            picture_text=self._picture_text,
             **(chat_template_kwargs or {}),
         )
 
     @functools.cached_property
-    def _picture_texts(self) -> Mapping[str, str]:
-        return picture_texts(self.tokenizer, self.client.info.images)
+    def _picture_text(self) -> PictureText:
+        return picture_text(self.tokenizer, self.client.info.images)
 
     @functools.cached_property
     def _answer_format(self) -> AnswerFormat:
@@ -251,7 +251,7 @@ class LoadedModel:
                 raise RequestError("a prompt needs 'prompt_token_ids' or the text 'prompt'", param="prompt")
             text = prompt["prompt"]
             if prompt.get("images"):
-                text = with_picture_texts(text, self._picture_texts)
+                text = with_picture_texts(text, self._picture_text.replaced)
             return self._encode(text, takes_images=takes_images)
         if not isinstance(prompt, str):
             return None, list(prompt)

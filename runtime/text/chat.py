@@ -1,32 +1,43 @@
 """A conversation to the prompt that the model was trained on, by the tokenizer's chat template.
 
-Templates know less than OpenAI's and Anthropic's APIs allow. Where one refuses a conversation, or leaves out a system's
-message in its midst, such messages become the user's, and messages of one role in a row become one. Where one refuses
-system messages altogether, as Gemma 2's does, they go in front of the user's first text. Where one leaves
-out a tool's answer, the conversation is refused, since the model would never see it. Calls get short ids, arguments as
-texts, or messages of their own where a template refuses them otherwise.
+Templates know less than OpenAI's and Anthropic's APIs allow. Content, pictures and the arguments of calls get the form
+that the template takes (`runtime.text.content`, `tokenizer.templates.template_forms`). Where one refuses a conversation,
+or leaves out a system's message, such messages become the user's, and messages of one role in a row become one. Where
+one refuses system messages altogether, as Gemma 2's does, they go in front of the user's first text. Where one leaves
+out a tool's answer, the conversation is refused, since the model would never see it. Calls get short ids, or messages of
+their own where a template refuses them otherwise, or leaves out the text beside them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from runtime.engine.errors import RequestError
+from runtime.text.content import beside, has_pictures, plain_content, shaped
 from runtime.text.harmony.prompt import VARIABLES, harmony_prompt
+from runtime.text.picture_text import NO_PICTURES, PictureText
 from runtime.text.tools.notation import Notation
-from runtime.text.tools.past_calls import has_calls, with_short_ids, with_single_calls, with_text_arguments
+from runtime.text.tools.past_calls import (
+    has_calls,
+    with_arguments,
+    with_calls_alone,
+    with_short_ids,
+    with_single_calls,
+)
 from runtime.text.tools.told import told
 
 if TYPE_CHECKING:
     from tokenizer import Tokenizer
 
+Messages = Sequence[Mapping[str, Any]]
+
 
 def chat_prompt(
     tokenizer: Tokenizer | None,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Messages,
     *,
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
@@ -35,15 +46,15 @@ def chat_prompt(
     special_tokens_in_content: Literal["parse", "text"] = "text",
     told_tools: Notation | None = None,
     harmony: bool = False,
-    picture_texts: Mapping[str, str] = MappingProxyType({}),
+    picture_text: PictureText = NO_PICTURES,
     **template_kwargs: Any,
 ) -> list[int]:
     """The prompt's token ids. ``template_kwargs`` are names that the template may read (``enable_thinking``).
     ``special_tokens_in_content``: whether a special token's text in a message becomes the token, by which whoever
     writes a message could write turns of others, or stays text. ``told_tools``: the
     template knows no tools; a message of our own tells them, and that calls are written so. ``harmony``: messages are
-    rendered as harmony's, unless a template is given, or a variable that only a template reads. ``picture_texts``: what
-    stands for texts that the template writes (``runtime.text.picture_text``).
+    rendered as harmony's, unless a template is given, or a variable that only a template reads. ``picture_text``: what
+    a picture is in the prompt's text. The parts that mean pictures stand in the prompt in their order.
 
     Raises ``RequestError`` when the model has no tokenizer or no chat template, or when the template refuses
     the conversation or leaves out a tool's answer.
@@ -56,6 +67,7 @@ def chat_prompt(
         raise RequestError(
             "the model has no chat template: give a prompt, or chat_template", param="messages"
         )
+    messages = _plain(messages, reads_images=picture_text.token is not None)
     if harmony and chat_template is None and template_kwargs.keys() <= VARIABLES:
         return harmony_prompt(
             tokenizer,
@@ -66,9 +78,19 @@ def chat_prompt(
             parses_content=special_tokens_in_content == "parse",
             **template_kwargs,
         )
+    try:
+        forms = tokenizer.template_forms(chat_template, has_tools=tools is not None and told_tools is None)
+    except ChatTemplateError as error:
+        raise RequestError(str(error), param="messages") from error
+    if "developer" not in forms.template:  # the newer name of the same role
+        messages = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
     if told_tools is not None:
-        messages, tools = told(tokenizer, told_tools, messages, tools), None
-    render: partial[Any] = partial(
+        messages = with_arguments(messages, takes_objects=True, takes_text=told_tools.form.arguments == "json")
+        messages, tools = told(forms, told_tools, messages, tools), None
+    else:
+        takes_objects, takes_text = forms.arguments
+        messages = with_arguments(messages, takes_objects=takes_objects, takes_text=takes_text)
+    apply: partial[Any] = partial(
         tokenizer.apply_chat_template,
         tools=tools,
         add_generation_prompt=add_generation_prompt,
@@ -76,25 +98,69 @@ def chat_prompt(
         chat_template=chat_template,
         **template_kwargs,
     )
-    if picture_texts:
-        render = partial(render, replaced=picture_texts)
+    place = f"picture{secrets.token_hex(8)}"  # no client knows it, and no special token begins within it
+    if has_pictures(messages):
+        written = forms.picture_text or f"{picture_text.token}\n"
+        apply = partial(apply, replaced={place: written, **picture_text.replaced})
     if special_tokens_in_content == "text":
-        render = partial(render, special_tokens_in_content="text")
+        apply = partial(apply, special_tokens_in_content="text")
+
+    def render(given: Messages, **options: Any) -> Any:
+        return apply(shaped(given, forms, place), **options)
+
     refused: ChatTemplateError | None = None
     for attempt in _attempts(messages):
         try:
-            ids: list[int] = render(attempt)
-            taken = attempt
-            if _left_out(render, taken, _late_systems(taken)):
-                taken = _plainer(taken)
-                ids = render(taken)
+            taken, ids = _completed(render, attempt, render(attempt), writes_system=forms.content("system").is_known)
         except ChatTemplateError as error:
             refused = refused or error
         else:
             _check_tool_answers(render, taken, messages)
+            _check_order_of_pictures(taken, messages)
             return ids
     assert refused is not None
     raise RequestError(str(refused), param="messages") from refused
+
+
+def _plain(messages: Messages, *, reads_images: bool) -> list[Mapping[str, Any]]:
+    """The messages with content in the one form, the pictures' own parts in it without them."""
+    plain: list[Mapping[str, Any]] = []
+    for i, message in enumerate(messages):
+        if isinstance(message, Mapping) and isinstance(message.get("content"), (list, tuple)):
+            content = plain_content(
+                message["content"],
+                f"messages[{i}].content",
+                is_result=message.get("role") == "tool",
+                take_image=(lambda _: None) if reads_images else None,
+            )
+            message = {**message, "content": content}
+        plain.append(message)
+    return plain
+
+
+def _completed(
+    render: Callable[..., Any], messages: Messages, ids: list[int], *, writes_system: bool
+) -> tuple[Messages, list[int]]:
+    """The conversation and its prompt, or what they become where the template has left out a system's message, or a
+    text beside calls. Raises ``ChatTemplateError``."""
+    from tokenizer import ChatTemplateError
+
+    systems = [i for i, message in enumerate(messages) if message.get("role") == "system"]
+    if systems == [0] and writes_system and messages[-1].get("role") == "user":
+        systems = []  # the most frequent case: such a message is known to be written
+    with_text = [i for i, message in enumerate(messages) if has_calls(message) and message.get("content")]
+    dropped = _left_out(render, messages, [*systems, *with_text])
+    if dropped_texts := set(dropped).intersection(with_text):
+        try:
+            alone = with_calls_alone(messages, dropped_texts)
+            messages, ids = alone, render(alone)
+        except ChatTemplateError:
+            pass  # it takes no two messages of the assistant's, and so no text beside calls
+    if any(i in systems for i in dropped):
+        is_late = all(i in _late_systems(messages) for i in dropped if i in systems)
+        messages = _plainer(messages) if is_late else _with_systems_as_users(messages)
+        ids = render(messages)
+    return messages, ids
 
 
 def _attempts(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
@@ -112,7 +178,7 @@ def _attempts_as_sent(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequenc
         yield _plainer(messages)
     if any(map(has_calls, messages)):
         short = with_short_ids(messages)
-        for attempt in (short, with_text_arguments(short), with_single_calls(short)):
+        for attempt in (short, with_single_calls(short)):
             yield attempt
             if not is_plain:
                 yield _plainer(attempt)
@@ -141,12 +207,12 @@ def _with_systems_as_users(messages: Sequence[Mapping[str, Any]]) -> list[Mappin
 
 def _joined(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Messages of the user, or of the assistant, that follow each other become one, with a blank line between. Only
-    those that have a text and nothing else."""
+    those that have content and nothing else."""
     joined: list[Mapping[str, Any]] = []
     for message in messages:
         last = joined[-1] if joined else {}
         if _is_plain(message) and _is_plain(last) and message["role"] == last["role"]:
-            joined[-1] = {**last, "content": f"{last['content']}\n\n{message['content']}"}
+            joined[-1] = {**last, "content": beside(last["content"], message["content"])}
         else:
             joined.append(message)
     return joined
@@ -156,13 +222,29 @@ def _is_plain(message: Any) -> bool:
     return (
         isinstance(message, Mapping)
         and message.get("role") in ("user", "assistant")
-        and isinstance(message.get("content"), str)
+        and isinstance(message.get("content"), (str, list))
         and all(name in ("role", "content") or value is None for name, value in message.items())
     )
 
 
+def _check_order_of_pictures(taken: Messages, sent: Messages) -> None:
+    """Raises ``RequestError`` where the pictures' parts have changed places."""
+    if not has_pictures(sent):
+        return
+    was, now = ([id(each) for each in _picture_parts(messages)] for messages in (sent, taken))
+    if was != now:
+        problem = "messages: send the results of tools in the order of their calls, since they have images"
+        raise RequestError(problem, param="messages")
+
+
+def _picture_parts(messages: Messages) -> Iterator[Any]:
+    for message in messages:
+        if isinstance(message.get("content"), list):
+            yield from (part for part in message["content"] if part["type"] == "image")
+
+
 def _check_tool_answers(
-    render: partial[Any], messages: Sequence[Mapping[str, Any]], sent: Sequence[Mapping[str, Any]]
+    render: Callable[..., Any], messages: Sequence[Mapping[str, Any]], sent: Sequence[Mapping[str, Any]]
 ) -> None:
     """Raises ``RequestError`` where the template leaves out a message of the role "tool"; ``sent`` gives its index."""
     taken = [i for i, message in enumerate(messages) if message.get("role") == "tool"]
@@ -175,7 +257,7 @@ def _check_tool_answers(
         )
 
 
-def _left_out(render: partial[Any], messages: Sequence[Mapping[str, Any]], places: Sequence[int]) -> list[int]:
+def _left_out(render: Callable[..., Any], messages: Sequence[Mapping[str, Any]], places: Sequence[int]) -> list[int]:
     """Those of the places whose messages the template does not write; none where it cannot be told."""
     from tokenizer import ChatTemplateError
 

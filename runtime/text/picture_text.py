@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 from runtime.engine.messages import ImageSupport
 
@@ -11,15 +12,30 @@ if TYPE_CHECKING:
     from tokenizer import Tokenizer
 
 
-def picture_texts(tokenizer: Tokenizer | None, support: ImageSupport | None) -> Mapping[str, str]:
-    """What stands for each text of templates that means a picture: for Gemma 3, the picture's token between those that
-    frame it, and empty lines around them. Most models' templates write the picture's token, and need nothing."""
-    if tokenizer is None or support is None or support.frame is None:
-        return {}
-    begin, token, end = (tokenizer.id_to_token(each) for each in (support.frame[0], support.token_id, support.frame[1]))
+class PictureText(NamedTuple):
+    """token     what a template would write for a picture; None: the model reads none
+    replaced  texts that templates write, and what stands for them: for Gemma 3, the picture's token between those that
+              frame it, and empty lines around them. Most models' templates write the picture's token, and need nothing
+    """
+
+    token: str | None = None
+    replaced: Mapping[str, str] = MappingProxyType({})
+
+
+NO_PICTURES = PictureText()
+
+
+def picture_text(tokenizer: Tokenizer | None, support: ImageSupport | None) -> PictureText:
+    """Of a model; ``support``: how it reads pictures, None: it reads none."""
+    if tokenizer is None or support is None:
+        return NO_PICTURES
+    token = tokenizer.id_to_token(support.token_id)
+    if support.frame is None:
+        return PictureText(token)
+    begin, end = (tokenizer.id_to_token(each) for each in support.frame)
     if begin is None or token is None or end is None:
-        return {}
-    return {begin: f"\n\n{begin}{token}{end}\n\n"}
+        return PictureText(token)
+    return PictureText(begin, {begin: f"\n\n{begin}{token}{end}\n\n"})
 
 
 def with_picture_texts(text: str, texts: Mapping[str, str]) -> str:

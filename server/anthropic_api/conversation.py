@@ -6,11 +6,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from runtime.text.content import omitted, text_part
 from server.anthropic_api.schema import (
     ConversationFields,
+    DocumentInput,
     ImageInput,
-    ImageSource,
     RedactedThinkingInput,
+    SearchResultInput,
     TextInput,
     ThinkingInput,
     ToolResultInput,
@@ -22,9 +24,16 @@ from server.openai_api.schema import FunctionCall, Message, ToolCall
 from server.transport.body import schema_error
 
 T = TypeVar("T", bound=msgspec.Struct)
-Block = TextInput | ImageInput | ToolUseInput | ToolResultInput | ThinkingInput | RedactedThinkingInput
+Said = TextInput | ImageInput | DocumentInput | SearchResultInput
+Block = Said | ToolUseInput | ToolResultInput | ThinkingInput | RedactedThinkingInput
 
-_USER: dict[str, type[Block]] = {"text": TextInput, "image": ImageInput, "tool_result": ToolResultInput}
+_SAID: dict[str, type[Block]] = {
+    "text": TextInput,
+    "image": ImageInput,
+    "document": DocumentInput,
+    "search_result": SearchResultInput,
+}
+_USER: dict[str, type[Block]] = {**_SAID, "tool_result": ToolResultInput}
 _ASSISTANT: dict[str, type[Block]] = {
     "text": TextInput,
     "tool_use": ToolUseInput,
@@ -35,7 +44,10 @@ _TEXT: dict[str, type[Block]] = {"text": TextInput}
 _BLOCKS = {"user": _USER, "assistant": _ASSISTANT, "system": _TEXT}
 """The kinds of blocks that a message of each role may have."""
 
-_NOT_READ = {"image": "images: only in the user's own blocks", "document": "documents: the model reads none"}
+_NOT_READ = {"image": "images: only in the user's own blocks and in a tool's result"}
+_OF_SERVERS = ("server_tool_use", "mcp_tool_use", "container_upload", "compaction")
+"""Blocks of another server's own tools in an assistant's turn, beside those that end in "_tool_result". They are taken
+and not read: what they hold is encrypted, or was read by the server that made them."""
 
 
 class Conversation:
@@ -46,8 +58,8 @@ class Conversation:
     continues  the last message is the assistant's, whose text the answer goes on with
     """
 
-    def __init__(self, asked: ConversationFields) -> None:
-        """Raises `ApiError` 400 naming the block's field."""
+    def __init__(self, asked: ConversationFields, ignored: list[str]) -> None:
+        """`ignored` gets the names of blocks that are not read. Raises `ApiError` 400 naming the block's field."""
         self.messages: list[Message] = []
         self.paths: list[str] = []
         self.parts: dict[str, str] = {}
@@ -60,10 +72,13 @@ class Conversation:
             if isinstance(content, str):
                 self._add(Message(role=message.role, content=content), path)
                 continue
-            blocks = [
-                (_block(block, _BLOCKS[message.role], f"{path}.content[{j}]"), f"{path}.content[{j}]")
-                for j, block in enumerate(content)
-            ]
+            blocks = []
+            for j, block in enumerate(content):
+                where = f"{path}.content[{j}]"
+                if message.role == "assistant" and _is_of_a_server(block.get("type")):
+                    ignored.append(where)
+                else:
+                    blocks.append((_block(block, _BLOCKS[message.role], where), where))
             if message.role == "assistant":
                 self._add(_assistant([block for block, _ in blocks]), path)
             else:
@@ -82,25 +97,84 @@ class Conversation:
         self.paths.append(path)
 
     def _add_turn(self, role: Any, blocks: list[tuple[Block, str]], path: str) -> None:
-        """Each tool's result is a message of its own; texts and images beside each other are one."""
+        """Each tool's result is a message of its own; what stands beside each other of the rest is one."""
         parts: list[dict[str, Any]] = []
         for block, where in blocks:
-            if isinstance(block, (TextInput, ImageInput)):
+            if isinstance(block, ToolResultInput):
+                parts = []
+                self._add(Message(role="tool", tool_call_id=block.tool_use_id), where)
+                self._add_result(block, self.messages[-1], f"{where}.content")
+            else:
                 if not parts:
                     self._add(Message(role=role, content=parts), path)
-                name = f"messages[{len(self.messages) - 1}].content[{len(parts)}]"
-                self.parts[name] = where
-                if isinstance(block, TextInput):
-                    parts.append({"type": "text", "text": block.text})
-                else:
-                    parts.append({"type": "image_url", "image_url": {"url": _url(block.source, f"{where}.source")}})
-                    self.parts[f"{name}.image_url"] = self.parts[f"{name}.image_url.url"] = f"{where}.source"
-            else:
-                assert isinstance(block, ToolResultInput)
-                parts = []
-                self._add(Message(role="tool", tool_call_id=block.tool_use_id, content=_result(block, where)), where)
+                self._add_parts(parts, block, where, is_result=False)
         if not blocks:
             self._add(Message(role=role, content=""), path)
+
+    def _add_parts(self, parts: list[dict[str, Any]], block: Block, path: str, *, is_result: bool) -> None:
+        """A block's parts behind these, of the last message."""
+        assert isinstance(block, Said)
+        for part, where in _parts(block, path, is_result=is_result):
+            self.parts[f"messages[{len(self.messages) - 1}].content[{len(parts)}]"] = where
+            parts.append(part)
+
+    def _add_result(self, block: ToolResultInput, message: Message, path: str) -> None:
+        if block.content is None or isinstance(block.content, str):
+            message.content = _marked(block, block.content or "")
+            return
+        is_text = all(fields.get("type") == "text" for fields in block.content)
+        parts = [text_part("Error:")] if block.is_error and not is_text else []
+        for i, fields in enumerate(block.content):
+            where = f"{path}[{i}]"
+            kind = fields.get("type")
+            if isinstance(kind, str) and kind not in _SAID:
+                parts.append(text_part(omitted(kind)))
+            else:
+                self._add_parts(parts, _block(fields, _SAID, where), where, is_result=True)
+        has_image = any(part["type"] == "image" for part in parts)
+        message.content = parts if has_image else _marked(block, "\n".join(part["text"] for part in parts))
+
+
+def _is_of_a_server(kind: Any) -> bool:
+    return isinstance(kind, str) and (kind in _OF_SERVERS or (kind.endswith("_tool_result")))
+
+
+def _parts(block: Said, path: str, *, is_result: bool) -> list[tuple[dict[str, Any], str]]:
+    """A chat's parts of a block, each with its place in the request."""
+    if isinstance(block, TextInput):
+        return [(text_part(block.text), path)]
+    if isinstance(block, ImageInput):
+        return [({"type": "image", "source": msgspec.to_builtins(block.source)}, path)]
+    if isinstance(block, SearchResultInput):
+        head = text_part(f"{block.title}\n{block.source}")
+        return [(head, path), *_inner(block.content, f"{path}.content", is_result=is_result)]
+    head_lines = "\n".join(line for line in (block.title, block.context) if line)
+    parts: list[tuple[dict[str, Any], str]] = [(text_part(head_lines), path)] if head_lines else []
+    kind, where = block.source.get("type"), f"{path}.source"
+    if kind == "text" and isinstance(text := block.source.get("data"), str):
+        return [*parts, (text_part(text), f"{where}.data")]
+    if kind == "content" and isinstance(content := block.source.get("content"), (str, list)):
+        return [*parts, *_inner(content, f"{where}.content", is_result=is_result)]
+    if is_result:
+        return [*parts, (text_part(omitted("documents")), where)]
+    name = f"{where}.type"
+    got = f"got {str(kind)[:40]!r}"
+    raise invalid(
+        name, f"{name}: of documents the model reads those of the types text and content, {got}.", "unsupported_parameter"
+    )
+
+
+def _inner(content: str | list[dict[str, Any]], path: str, *, is_result: bool) -> list[tuple[dict[str, Any], str]]:
+    if isinstance(content, str):
+        return [(text_part(content), path)]
+    kinds: dict[str, type[Block]] = {"text": TextInput, "image": ImageInput}
+    parts: list[tuple[dict[str, Any], str]] = []
+    for i, fields in enumerate(content):
+        where = f"{path}[{i}]"
+        block = _block(fields, kinds, where)
+        assert isinstance(block, (TextInput, ImageInput))
+        parts += _parts(block, where, is_result=is_result)
+    return parts
 
 
 def _assistant(blocks: list[Block]) -> Message:
@@ -120,22 +194,9 @@ def _assistant(blocks: list[Block]) -> Message:
     )
 
 
-def _url(source: ImageSource, path: str) -> str:
-    """Where the image is, or a URI that is the image."""
-    field, others = ("data", ("url",)) if source.type == "base64" else ("url", ("data", "media_type"))
-    if getattr(source, field) is None:
-        raise invalid(f"{path}.{field}", f"{path}.{field} is missing: the source's type is {source.type!r}.")
-    for other in others:
-        if getattr(source, other) is not None:
-            raise invalid(f"{path}.{other}", f"{path}.{other}: the source's type is {source.type!r}.")
-    return source.url or f"data:{source.media_type or ''};base64,{source.data}"
-
-
-def _result(block: ToolResultInput, path: str) -> str:
-    text = "" if block.content is None else _text(block.content, f"{path}.content")
-    if block.is_error and not text.startswith("Error"):
-        return f"Error: {text}"
-    return text
+def _marked(block: ToolResultInput, text: str) -> str:
+    """A result's text, by which the model knows an error."""
+    return f"Error: {text}" if block.is_error and not text.startswith("Error") else text
 
 
 def _text(content: str | list[dict[str, Any]], path: str) -> str:
@@ -152,7 +213,8 @@ def _block(fields: dict[str, Any], kinds: dict[str, type[Block]], path: str) -> 
         name = f"{path}.type"
         if isinstance(kind, str) and kind in _NOT_READ:
             raise invalid(name, f"Unsupported parameter: {name} ({_NOT_READ[kind]}).", "unsupported_parameter")
-        raise invalid(name, f"{name} must be one of {', '.join(kinds)}.")
+        got = "it is missing" if kind is None else f"got {str(kind)[:80]!r}"
+        raise invalid(name, f"{name} must be one of {', '.join(kinds)}, {got}.")
     return _converted(fields, kinds[kind], path)
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from server.anthropic_api.schema import (
+    DocumentInput,
     ImageInput,
     MessageTool,
     RedactedThinkingInput,
+    SearchResultInput,
     TextInput,
     ThinkingInput,
     ToolResultInput,
     ToolUseInput,
 )
 
-PARTS = (MessageTool, TextInput, ImageInput, ToolUseInput, ToolResultInput, ThinkingInput, RedactedThinkingInput)
+_OF_A_RESULT = (TextInput, ImageInput, DocumentInput, SearchResultInput)
+PARTS = (*_OF_A_RESULT, MessageTool, ToolUseInput, ToolResultInput, ThinkingInput, RedactedThinkingInput)
 """Types that no other names: the requests hold them as plain objects, so that an error can tell which one it means."""
 
 _NULL = {"type": "null"}
@@ -25,7 +28,7 @@ def complete(components: dict[str, Any], *, reads_images: bool) -> None:
     text = _texts(TextInput)
     tools = {"type": "array", "items": _reference(MessageTool), "maxItems": 128}
     turns = [
-        _turn("user", TextInput, *([ImageInput] if reads_images else []), ToolResultInput),
+        _turn("user", *(each for each in _OF_A_RESULT if reads_images or each is not ImageInput), ToolResultInput),
         _turn("assistant", TextInput, ToolUseInput, ThinkingInput, RedactedThinkingInput),
         _turn("system", TextInput),
     ]
@@ -34,7 +37,28 @@ def complete(components: dict[str, Any], *, reads_images: bool) -> None:
         fields["messages"] = {"type": "array", "items": {"anyOf": turns}, "minItems": 1}
         fields["system"] = {"anyOf": [*text, _NULL], "default": None}
         fields["tools"] = {"anyOf": [tools, _NULL], "default": None}
-    components["ToolResultInput"]["properties"]["content"] = {"anyOf": [*text, _NULL], "default": None}
+    result = {"anyOf": [*_texts(*_OF_A_RESULT), _NULL], "default": None}
+    components["ToolResultInput"]["properties"]["content"] = result
+    inner = _texts(TextInput, *([ImageInput] if reads_images else []))
+    components["SearchResultInput"]["properties"]["content"] = inner[1]
+    components["DocumentInput"]["properties"]["source"] = {"anyOf": [_TEXT_SOURCE, _content_source(inner)]}
+
+
+_TEXT_SOURCE = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "media_type": {"type": "string"}, "data": {"type": "string"}},
+    "required": ["type", "data"],
+    "additionalProperties": False,
+}
+
+
+def _content_source(content: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {"type": {"const": "content"}, "content": {"anyOf": content}},
+        "required": ["type", "content"],
+        "additionalProperties": False,
+    }
 
 
 def _turn(role: str, *blocks: type) -> dict[str, Any]:

@@ -110,7 +110,7 @@ async def create_message(request: Request) -> Response:
 def _prepare(service: Service, tenant: str | None, body: Body, arrival_time_s: float) -> RunningMessage:
     """All that a request costs before the engine has it. Raises `ApiError`."""
     asked = decode_body(body, MessagesRequest, service.config)
-    conversation = Conversation(asked)
+    conversation = Conversation(asked, body.ignored)
     answer_id = f"msg_{uuid4().hex}"
     try:
         request = chat_request(asked, conversation, service.tokenizer, body.ignored)
@@ -160,7 +160,7 @@ async def count_tokens(request: Request) -> Response:
 def _count(service: Service, tenant: str | None, body: Body) -> TokensCount:
     asked = decode_body(body, CountTokensRequest, service.config)
     service.check_model(asked.model)
-    conversation = Conversation(asked)
+    conversation = Conversation(asked, body.ignored)
     try:
         chat = chat_request(asked, conversation, service.tokenizer, body.ignored)
         prompt = whole_conversation(

@@ -154,6 +154,28 @@ class ImageInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache_control: CacheControl | None = None
 
 
+class DocumentInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """source: a text, or blocks; of a PDF, a URL or a file a tool's result keeps a note in its place."""
+
+    type: Literal["document"]
+    source: dict[str, Any]
+    title: str | None = None
+    context: str | None = None
+    citations: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
+
+
+class SearchResultInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a search found: the model reads its title, its source and its texts."""
+
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: list[dict[str, Any]]
+    citations: dict[str, Any] | None = None
+    cache_control: CacheControl | None = None
+
+
 class ToolUseInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["tool_use"]
     id: str

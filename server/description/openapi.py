@@ -52,7 +52,8 @@ def description(model_names: tuple[str, ...], vocab_size: int, *, reads_images: 
     for item in items:
         for name in {"content", "output"}.intersection(components[item.__name__]["properties"]):
             if item is not InputReasoning:
-                images = IMAGES_OF_RESPONSES if reads_images and item is InputMessage else ()
+                has_images = item is InputFunctionCallOutput or (reads_images and item is InputMessage)
+                images = IMAGES_OF_RESPONSES if has_images else ()
                 content = content_schema("input_text", "output_text", images=images)
                 components[item.__name__]["properties"][name] = content
     messages_description.complete(components, reads_images=reads_images)

@@ -39,6 +39,7 @@ def complete(components: dict[str, Any], model_names: Sequence[str], *, reads_im
         if not reads_images:
             images["maxItems"] = 0
         components[name]["properties"]["images"] = {"anyOf": [images, _NULL], "default": None}
+    components["OllamaOptions"]["additionalProperties"] = True
     options = components["OllamaOptions"]["properties"]
     options |= {name: {"description": f"No effect: {EXTENSIONS[name]}."} for name in WITHOUT_EFFECT}
     for request in ("OllamaChatRequest", "OllamaGenerateRequest", "OllamaEmbedRequest", "OllamaEmbeddingsRequest"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -33,6 +36,8 @@ from server.transport.body import schema_error
 from server.transport.cleaning import Cleaner
 from server.transport.json_limits import check_limits
 
+logger = logging.getLogger("xserv.server")
+
 FILL_CONTEXT = -2
 """`num_predict`: to the end of the context, which is no other limit than -1 here."""
 
@@ -60,7 +65,7 @@ def tagged(name: str) -> str:
 def chat_of_messages(service: Service, asked: OllamaChatRequest, ignored: list[str]) -> ChatCompletionRequest:
     """Raises `ApiError` 400."""
     return ChatCompletionRequest(
-        messages=[_message(fields, f"messages[{i}]", service) for i, fields in enumerate(asked.messages or ())],
+        messages=_messages(asked, service),
         tools=asked.tools,
         **_fields(service, asked, ignored),
         **_thinking(service, asked.think, has_tools=bool(asked.tools)),
@@ -73,7 +78,7 @@ def chat_of_prompt(service: Service, asked: OllamaGenerateRequest, ignored: list
     """Raises `ApiError` 400."""
     _check_images(asked.images, "images", service)
     system = [Message(role="system", content=asked.system)] if asked.system else []
-    content = _with_images(asked.prompt, asked.images) if asked.images else asked.prompt
+    content = _with_images(asked.prompt, asked.images, 0)[0] if asked.images else asked.prompt
     return ChatCompletionRequest(
         messages=[*system, Message(role="user", content=content)],
         **_fields(service, asked, ignored),
@@ -114,11 +119,14 @@ def _fields(service: Service, asked: AnswerFields, ignored: list[str]) -> dict[s
 
 
 def _options(fields: dict[str, Any], config: ServerConfig, ignored: list[str]) -> OllamaOptions:
+    """Options that nobody knows are taken, as Ollama takes them: `ignored` and the log name them."""
     without_effect: list[str] = []
     try:
         fields = take_table_fields(fields, OllamaOptions, without_effect)
-        cleaner = Cleaner(without_effect, takes_unknown=config.unknown_fields == "warn")
-        fields = cleaner.request(fields, OllamaOptions)
+        num_known = len(without_effect)
+        fields = Cleaner(without_effect, takes_unknown=True).request(fields, OllamaOptions)
+        if unknown := without_effect[num_known:]:
+            logger.warning("options without effect, known to nobody here: %s", repr(unknown[:20])[:400])
         check_limits(fields, config)
         options = msgspec.convert(fields, OllamaOptions)
     except msgspec.ValidationError as error:
@@ -153,10 +161,33 @@ def _thinking(service: Service, think: bool | str | None, *, has_tools: bool) ->
     return {"chat_template_kwargs": variables or None, "reasoning_effort": think if has_effort else None}
 
 
-def _with_images(text: str | None, images: list[str]) -> list[dict[str, Any]]:
-    """A message's parts: what it says, then its images."""
-    parts: list[dict[str, Any]] = [{"type": "text", "text": text or ""}]
-    return parts + [{"type": "image_url", "image_url": f"data:;base64,{image}"} for image in images]
+_MARK = re.compile(r"\[img(?:-(\d+))?\]")
+
+
+def _with_images(text: str | None, images: Sequence[str], first: int) -> tuple[list[dict[str, Any]], list[int]]:
+    """A message's parts, and which image each is, -1 a text. As Ollama has it, each image stands at the next "[img]" of
+    the text, or at the "[img-7]" that has its number in the conversation, `first` being the first's; the others stand
+    in front of the text. Images that are named so twice stand at the first place."""
+    pieces = _MARK.split(text or "")  # a text, the number of a mark or None, a text, …
+    places: list[int | None] = [None if number is None else int(number) - first for number in pieces[1::2]]
+    named = {number for number in places if number is not None}
+    others = iter([number for number in range(len(images)) if number not in named])
+    seen: set[int] = set()
+    parts: list[tuple[int, str]] = []
+    said = pieces[0]
+    for place, number, piece in zip(_MARK.findall(text or ""), places, pieces[2::2]):
+        index = next(others, -1) if number is None else number
+        if not 0 <= index < len(images) or index in seen:
+            said += f"[img-{place}]" if place else "[img]"  # it names no image of this message
+        else:
+            parts += [*([(-1, said)] if said else ()), (index, images[index])]
+            seen.add(index)
+            said = ""
+        said += piece
+    parts = [*((number, images[number]) for number in others), *parts, *([(-1, said)] if said else ())]
+    return [
+        {"type": "text", "text": each} if index < 0 else {"type": "image", "base64": each} for index, each in parts
+    ], [index for index, _ in parts]
 
 
 def _check_images(images: list[str] | None, name: str, service: Service) -> None:
@@ -167,33 +198,50 @@ def _check_images(images: list[str] | None, name: str, service: Service) -> None
 def names_of_prompt(asked: OllamaGenerateRequest) -> dict[str, str]:
     """A chat's names of what `chat_of_prompt` makes, to the request's own."""
     place = f"messages[{int(bool(asked.system))}]"
-    images = range(len(asked.images or ()))
-    return NAMES_OF_PROMPT | {f"{place}.content[{1 + i}].image_url": f"images[{i}]" for i in images}
+    return NAMES_OF_PROMPT | _names_of_images(asked.prompt, asked.images or [], 0, f"{place}.content", "images")
 
 
 def names_of_images(asked: OllamaChatRequest) -> dict[str, str]:
-    """A chat's names of the parts that `_with_images` makes, to the request's own."""
-    return {
-        f"messages[{i}].content[{1 + number}].image_url": f"messages[{i}].images[{number}]"
-        for i, fields in enumerate(asked.messages or ())
-        if isinstance(images := fields.get("images"), list)
-        for number in range(len(images))
-    }
+    """A chat's names of the parts that are images, to the request's own."""
+    names, first = dict[str, str](), 0
+    for i, fields in enumerate(asked.messages or ()):
+        text, images = fields.get("content"), fields.get("images")
+        if isinstance(images, list):
+            text = text if isinstance(text, str) else ""
+            names |= _names_of_images(text, images, first, f"messages[{i}].content", f"messages[{i}].images")
+            first += len(images)
+    return names
 
 
-def _message(fields: dict[str, Any], path: str, service: Service) -> Message:
+def _names_of_images(text: str | None, images: list[str], first: int, content: str, own: str) -> dict[str, str]:
+    _, numbers = _with_images(text, images, first)
+    parts = ((i, number) for i, number in enumerate(numbers) if number >= 0)
+    return {f"{content}[{i}]{end}": f"{own}[{number}]" for i, number in parts for end in ("", ".base64")}
+
+
+def _messages(asked: OllamaChatRequest, service: Service) -> list[Message]:
+    messages, num_images = list[Message](), 0
+    for i, fields in enumerate(asked.messages or ()):
+        messages.append(_message(fields, f"messages[{i}]", service, num_images))
+        num_images += len(fields.get("images") or ())
+    return messages
+
+
+def _message(fields: dict[str, Any], path: str, service: Service, num_images: int) -> Message:
+    """`num_images`: of the messages before."""
     try:
         message = msgspec.convert(fields, OllamaMessage)
     except msgspec.ValidationError as error:
         raise below(path, schema_error(str(error))) from None
-    _check_images(message.images, f"{path}.images", service)
+    if message.role != "tool":  # of a tool's result, a model that reads text reads that there were images
+        _check_images(message.images, f"{path}.images", service)
     calls = [
         ToolCall(FunctionCall(call.function.name, msgspec.json.encode(call.function.arguments).decode()), call.id)
         for call in message.tool_calls or ()
     ]
     content: str | list[dict[str, Any]] | None = message.content
     if message.images:
-        content = _with_images(message.content, message.images)
+        content, _ = _with_images(message.content, message.images, num_images)
     elif content is None and not calls:
         content = ""
     return Message(

@@ -118,7 +118,7 @@ class OllamaToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OllamaMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """images: base64, of a model that reads them; they stand behind the text."""
+    """images: base64, of a model that reads them; they stand in front of the text, or at its "[img]" and "[img-0]"."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None

@@ -18,6 +18,7 @@ from runtime.engine.prompt_images import PreparedImage
 from runtime.images.decoding import DecodingLimits
 from runtime.images.errors import ImageError
 from runtime.images.patches import FixedRule, PatchRule, Rule
+from runtime.text.content import ImagePart
 from server.config import ServerConfig, ServerConfigError
 from server.errors import ApiError, invalid
 from server.pictures.addresses import Place
@@ -51,29 +52,19 @@ class PictureSource:
     uuid: str | None = None
 
 
-def picture_source(part: Mapping[str, Any], path: str) -> PictureSource:
-    """A part's picture: `{"type": "image_url", "image_url": {"url": …, "detail": …}}`, the same with the URL itself, or
-    `{"type": "input_image", "image_url": URL, "detail": …}`. Each may have a `uuid`, and then no URL. Raises
-    `ApiError` 400."""
-    where = f"{path}.image_url"
-    given: Any = part.get("image_url")
-    detail, detail_path = part.get("detail"), f"{path}.detail"
-    uuid = part.get("uuid")
-    known = {"type", "image_url", "uuid", *(["detail"] if part.get("type") == "input_image" else [])}
-    if isinstance(given, dict) and part.get("type") == "image_url":
-        _check_known(given, {"url", "detail"}, where)
-        where, detail_path = f"{where}.url", f"{where}.detail"
-        given, detail = given.get("url"), given.get("detail")
-    _check_known(part, known, path)
+def picture_source(image: ImagePart) -> PictureSource:
+    """What a request may say of a picture: a URL or a `data:` URI, a `detail`, a `uuid`. Raises `ApiError` 400."""
+    uuid, value = image.uuid, image.value
     if uuid is not None:
-        _check_uuid(uuid, f"{path}.uuid")
-    if given is None and uuid is not None:
-        where = f"{path}.uuid"
-    elif not isinstance(given, str) or not given:
-        raise invalid(where, f"{where} must be a data: URI or a URL.", "invalid_type")
-    if detail is not None and detail not in DETAILS:
-        raise invalid(detail_path, f"{detail_path} must be one of {', '.join(DETAILS)}.")
-    return PictureSource(where, given, detail == "low", uuid)
+        _check_uuid(uuid, f"{image.path}.uuid")
+    if (value is not None or uuid is None) and (not isinstance(value, str) or not value):
+        got = "it is missing" if value is None else f"got {str(value)[:40]!r}"
+        raise invalid(image.where, f"{image.where} must be a data: URI or a URL, {got}.", "invalid_type")
+    if image.detail is not None and image.detail not in DETAILS:
+        name = image.detail_path
+        raise invalid(name, f"{name} must be one of {', '.join(DETAILS)}, got {str(image.detail)[:80]!r}.")
+    where = image.where if value is not None else f"{image.path}.uuid"
+    return PictureSource(where, value, image.detail == "low", uuid)
 
 
 def _check_uuid(uuid: Any, path: str) -> None:
@@ -81,11 +72,6 @@ def _check_uuid(uuid: Any, path: str) -> None:
         raise invalid(path, f"{path} must be a string.", "invalid_type")
     if not 1 <= len(uuid) <= MAX_UUID_LENGTH:
         raise invalid(path, f"{path} must have 1 … {MAX_UUID_LENGTH} characters, got {len(uuid)}.")
-
-
-def _check_known(fields: Mapping[str, Any], known: set[str], path: str) -> None:
-    if unknown := sorted(name for name in fields if name not in known and fields[name] is not None):
-        raise invalid(f"{path}.{unknown[0]}", f"Unknown parameter: {path}.{unknown[0]}.", "unknown_parameter")
 
 
 class PictureReader:

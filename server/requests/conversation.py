@@ -1,32 +1,18 @@
-"""From a request's messages to the plain dicts that a chat template reads.
+"""From a request's messages to the plain dicts that `runtime.text.chat` reads.
 
-Content becomes one string (text parts are joined by newlines), or a list of parts where it has pictures, whose places
-the template writes. A tool call's arguments become the object that templates expect, and what has no meaning to a
+Content is in its one form (`runtime.text.content`), with the pictures' sources beside it. What has no meaning to a
 template is left out.
 """
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from server.errors import ApiError, invalid
+from runtime.engine.errors import RequestError
+from runtime.text.content import ImagePart, plain_content, text_of
+from server.errors import ApiError, from_engine, invalid
 from server.openai_api.schema import ChatCompletionRequest, Message
 from server.pictures.reader import PictureReader, PictureSource, picture_source
-from server.transport.json_limits import is_deeper
-
-MAX_ARGUMENTS_DEPTH = 64
-"""Deepest nesting in a tool call's arguments that a template is given as objects."""
-
-_IMAGES = ("image_url", "input_image")
-
-_MEDIA = {
-    **dict.fromkeys(_IMAGES, "images"),
-    "input_audio": "audio",
-    "audio_url": "audio",
-    "video_url": "videos",
-    "file": "files",
-}
 
 
 def template_messages(
@@ -55,7 +41,7 @@ def check_ending(request: ChatCompletionRequest) -> tuple[bool, bool]:
 def echoed_text(request: ChatCompletionRequest, messages: list[dict[str, Any]]) -> str:
     """With `echo`, the last message's text, where it is the assistant's; else nothing."""
     last = messages[-1]
-    return str(last["content"] or "") if request.echo and last["role"] == "assistant" else ""
+    return text_of(last["content"]) if request.echo and last["role"] == "assistant" else ""
 
 
 def _message(
@@ -77,7 +63,7 @@ def _message(
     if content is None and not (is_assistant and (message.tool_calls or reasoning)):
         raise invalid(f"{path}.content", f"{path}.content must be a string or a list of text parts.", "invalid_type")
     # No content at all stays null, by which some templates know an answer of tool calls alone.
-    plain = None if content is None else _content(content, message.role, path, pictures, sources)
+    plain = _content(content, message.role, path, pictures, sources)
     result: dict[str, Any] = {"role": message.role, "content": plain}
     if message.name is not None:
         result["name"] = message.name
@@ -88,7 +74,7 @@ def _message(
             {
                 "type": "function",
                 **({"id": call.id} if call.id is not None else {}),
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+                "function": {"name": call.function.name, "arguments": call.function.arguments},
             }
             for call in message.tool_calls
         ]
@@ -98,50 +84,29 @@ def _message(
 
 
 def _content(
-    content: str | list[dict[str, Any]],
+    content: str | list[dict[str, Any]] | None,
     role: str,
     path: str,
     pictures: PictureReader | None,
     sources: list[PictureSource],
-) -> str | list[dict[str, Any]]:
-    """A text, or parts where there are pictures, whose sources go to `sources`."""
-    if isinstance(content, str):
-        return content
-    parts: list[dict[str, Any]] = []
-    for i, part in enumerate(content):
-        where = f"{path}.content[{i}]"
-        kind = part.get("type")
-        if kind in _IMAGES and pictures is not None and role != "assistant":
-            if len(sources) == pictures.most:
-                raise invalid(where, f"{where}: a request has at most {pictures.most} images (--limit-images).")
-            sources.append(picture_source(part, where))
-            parts.append({"type": "image"})
-            continue
-        if isinstance(kind, str) and kind in _MEDIA:
-            why = "the model reads text only" if pictures is None else "only others' messages have images, and no media"
-            raise _unsupported(f"{where}.type", f"{_MEDIA[kind]}: {why}")
-        field = "refusal" if kind == "refusal" else "text"
-        if kind not in ("text", "refusal"):
-            raise invalid(f"{where}.type", f'{where}.type must be "text".')
-        if unknown := sorted(set(part) - {"type", field}):
-            name = f"{where}.{unknown[0]}"
-            raise invalid(name, f"Unknown parameter: {name}.", "unknown_parameter")
-        if not isinstance(part.get(field), str):
-            raise invalid(f"{where}.{field}", f"{where}.{field} must be a string.", "invalid_type")
-        parts.append({"type": "text", "text": part[field]})
-    if any(part["type"] == "image" for part in parts):
-        return parts
-    return "\n".join(part["text"] for part in parts)
+) -> str | list[dict[str, Any]] | None:
+    """In the one form; the sources of its pictures go to `sources`."""
 
+    def take(image: ImagePart) -> None:
+        assert pictures is not None
+        if role == "assistant":
+            raise _unsupported(f"{image.path}.type", "images are the user's, the system's or a tool's")
+        if len(sources) == pictures.most:
+            where = image.path
+            raise invalid(where, f"{where}: a request has at most {pictures.most} images (--limit-images).")
+        sources.append(picture_source(image))
 
-def _arguments(text: str) -> Any:
-    """A tool call's arguments as an object. A model may have written what is no JSON object, and its client
-    sends the history back as it is: then the text stays text."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return text
-    return value if isinstance(value, dict) and not is_deeper(value, MAX_ARGUMENTS_DEPTH) else text
+        return plain_content(
+            content, f"{path}.content", is_result=role == "tool", take_image=None if pictures is None else take
+        )
+    except RequestError as error:
+        raise from_engine(error, {}) from None
 
 
 def _unsupported(param: str, reason: str) -> ApiError:

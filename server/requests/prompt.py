@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
@@ -14,7 +14,7 @@ from runtime.engine.prompt_images import image_places, place_images
 from runtime.engine.sampling_params import check_token_ids
 from runtime.text.chat import chat_prompt
 from runtime.text.formats import AnswerFormat
-from runtime.text.picture_text import picture_texts
+from runtime.text.picture_text import PictureText, picture_text
 from server.config import ServerConfig
 from server.errors import from_engine, invalid
 from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, Prompt
@@ -136,8 +136,8 @@ def whole_conversation(
     if request.mm_processor_kwargs and pictures is None:
         why = "mm_processor_kwargs (the model reads text only)"
         raise invalid("mm_processor_kwargs", f"Unsupported parameter: {why}.", "unsupported_parameter")
-    texts = picture_texts(tokenizer, None if pictures is None else pictures.support)
-    ids = _rendered(request, messages, tokenizer, config, answer_format, texts)
+    text = picture_text(tokenizer, None if pictures is None else pictures.support)
+    ids = _rendered(request, messages, tokenizer, config, answer_format, text)
     images: tuple[ImageItem, ...] = ()
     if pictures is not None:
         rule = pictures.rule(request.mm_processor_kwargs)
@@ -157,7 +157,7 @@ def _rendered(
     tokenizer: Tokenizer | None,
     config: ServerConfig,
     answer_format: AnswerFormat,
-    texts: Mapping[str, str],
+    text: PictureText,
 ) -> list[int]:
     tools = callable_tools(request)
     adds_generation_prompt, continues_final_message = check_ending(request)
@@ -165,10 +165,6 @@ def _rendered(
         if not tokenizer.has_chat_template:
             raise invalid("messages", "This model has no chat template; use /v1/completions.")
         template = tokenizer.chat_template(has_tools=tools is not None)
-        if "developer" not in template:  # the newer name of the same role
-            for message in messages:
-                if message["role"] == "developer":
-                    message["role"] = "system"
     variables: dict[str, Any] = dict(request.chat_template_kwargs or {})
     if reserved := sorted(_RESERVED.intersection(variables)):
         name = f"chat_template_kwargs.{reserved[0]}"
@@ -187,7 +183,7 @@ def _rendered(
             special_tokens_in_content="parse" if config.special_tokens_in_content == "parse" else "text",
             told_tools=answer_format.tools if answer_format.tells_tools else None,
             harmony=answer_format.renders_harmony,
-            picture_texts=texts,
+            picture_text=text,
             **variables,
         )
     except RequestError as error:

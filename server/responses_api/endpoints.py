@@ -131,7 +131,7 @@ async def create_response(request: Request) -> HttpResponse:
         if stored is None:
             raise _not_found(asked.previous_response_id, "previous_response_id")
         before = stored.conversation
-    work = partial(_prepare, service, tenant, asked, before, arrival_time_s)
+    work = partial(_prepare, service, tenant, asked, before, body.ignored, arrival_time_s)
     running = await service.prepare_conversation(body, work)
     renamed_fields = _renamed_fields(running.chat)
     await service.check_grammar(running.chat.generation, renamed_fields)
@@ -146,7 +146,12 @@ async def create_response(request: Request) -> HttpResponse:
 
 
 def _prepare(
-    service: Service, tenant: str | None, asked: ResponsesRequest, before: list[Message], arrival_time_s: float
+    service: Service,
+    tenant: str | None,
+    asked: ResponsesRequest,
+    before: list[Message],
+    ignored: list[str],
+    arrival_time_s: float,
 ) -> RunningResponse:
     """All that a request costs before the engine has it. Raises `ApiError`."""
     given: list[dict[str, Any]] = (
@@ -154,14 +159,15 @@ def _prepare(
         if isinstance(asked.input, str)
         else asked.input
     )
-    messages, paths = input_messages(asked.input)
-    conversation = [*before, *messages]
+    items = input_messages(asked.input)
+    ignored += items.ignored
+    conversation = [*before, *items.messages]
     response_id = f"resp_{uuid4().hex}"
     names: dict[str, str] = {}
     try:
         tools, namespaced = flat_tools(asked.tools or ())
         request = chat_request(asked, conversation, tools)
-        names = names_of_items(paths, len(request.messages))
+        names = names_of_items(items, len(request.messages))
         chat = prepare_chat(service, tenant, request, response_id, arrival_time_s)
     except ApiError as error:
         raise in_own_names(error, names) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -26,23 +27,48 @@ _SCHEMAS: dict[str, type[Item]] = {
     "function_call_output": InputFunctionCallOutput,
     "reasoning": InputReasoning,
 }
-_TEXT_PARTS = ("input_text", "output_text", "text")
-_MEDIA_PARTS = ("input_file", "input_audio")
+_NOT_READ = ("compaction", "compaction_summary", "context_compaction")
+"""Items of another server's that hold what it alone can decrypt."""
 
 
-def input_messages(given: str | Sequence[dict[str, Any]]) -> tuple[list[Message], list[str]]:
-    """The messages that the items are, and the item that each begins with, "input[2]". What an assistant's turn
-    consists of, reasoning, text and function calls in this order, becomes one message, as it was answered. Raises
-    `ApiError` 400 naming the item's field."""
+@dataclass(slots=True)
+class ItemMessages:
+    """The messages that a request's items are.
+
+    names    a chat's names of them, and of their fields, counted from the first: "[1].content" is "input[2].output"
+    ignored  the names of what another server has encrypted
+    """
+
+    messages: list[Message] = field(default_factory=list)
+    names: dict[str, str] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)
+
+    def add(self, message: Message, path: str) -> Message:
+        self.names[f"[{len(self.messages)}]"] = path
+        self.messages.append(message)
+        return message
+
+    def name(self, own: str, path: str) -> None:
+        """Of a field of the last message."""
+        self.names[f"[{len(self.messages) - 1}].{own}"] = path
+
+
+def input_messages(given: str | Sequence[dict[str, Any]]) -> ItemMessages:
+    """What an assistant's turn consists of, reasoning, text and function calls in this order, becomes one message, as it
+    was answered. Raises `ApiError` 400 naming the item's field."""
+    found = ItemMessages()
     if isinstance(given, str):
-        return [Message(role="user", content=given)], ["input"]
-    messages: list[Message] = []
-    paths: list[str] = []
+        found.add(Message(role="user", content=given), "input")
+        return found
     for i, fields in enumerate(given):
         path = f"input[{i}]"
-        _append(messages, _item(fields, path), path)
-        paths += [path] * (len(messages) - len(paths))
-    return messages, paths
+        if fields.get("encrypted_content") is not None:
+            found.ignored.append(f"{path}.encrypted_content")
+        if fields.get("type") not in _NOT_READ:
+            _append(found, _item(fields, path), path)
+    if not found.messages:
+        raise invalid("input", "input must have an item that the model reads.")
+    return found
 
 
 def _item(fields: dict[str, Any], path: str) -> Item:
@@ -51,60 +77,52 @@ def _item(fields: dict[str, Any], path: str) -> Item:
     if schema is None:
         if kind == "item_reference":
             raise invalid(f"{path}.type", f"Unsupported parameter: {path} (send the item itself).")
-        raise invalid(f"{path}.type", f"{path}.type must be one of {', '.join(_SCHEMAS)}.")
+        got = f"got {str(kind)[:80]!r}"
+        raise invalid(f"{path}.type", f"{path}.type must be one of {', '.join(_SCHEMAS)}, {got}.")
     try:
         return msgspec.convert(fields, schema)
     except msgspec.ValidationError as error:
         raise below(path, schema_error(str(error))) from None
 
 
-def _append(messages: list[Message], item: Item, path: str) -> None:
+def _append(found: ItemMessages, item: Item, path: str) -> None:
     if isinstance(item, InputFunctionCallOutput):
         output = _content(item.output, f"{path}.output")
-        messages.append(Message(role="tool", tool_call_id=item.call_id, content=output))
+        found.add(Message(role="tool", tool_call_id=item.call_id, content=output), path)
+        found.name("content", f"{path}.output")
     elif isinstance(item, InputReasoning):
         if text := "".join(part.text for part in item.content or item.summary):
-            messages.append(Message(role="assistant", reasoning_content=text))
+            found.add(Message(role="assistant", reasoning_content=text), path)
     elif isinstance(item, InputFunctionCall):
         call = ToolCall(function=FunctionCall(flat_name(item.namespace, item.name), item.arguments), id=item.call_id)
-        turn = _open_turn(messages)
+        turn = _open_turn(found, path)
         turn.tool_calls = [*(turn.tool_calls or ()), call]
+        own = f"tool_calls[{len(turn.tool_calls) - 1}]"
+        found.name(own, path)
+        found.name(f"{own}.function.arguments", f"{path}.arguments")
     elif item.role == "assistant":
-        turn = _open_turn(messages, is_open=lambda last: last.content is None and not last.tool_calls)
+        turn = _open_turn(found, path, is_open=lambda last: last.content is None and not last.tool_calls)
         turn.content = _content(item.content, f"{path}.content")
+        found.name("content", f"{path}.content")
     else:
-        messages.append(Message(role=item.role, content=_content(item.content, f"{path}.content")))
+        found.add(Message(role=item.role, content=_content(item.content, f"{path}.content")), path)
 
 
-def _open_turn(messages: list[Message], is_open: Any = lambda last: True) -> Message:
+def _open_turn(found: ItemMessages, path: str, is_open: Any = lambda last: True) -> Message:
     """The assistant's message to which an item belongs: the last, or a new one."""
-    if not messages or messages[-1].role != "assistant" or not is_open(messages[-1]):
-        messages.append(Message(role="assistant"))
-    return messages[-1]
+    last = found.messages[-1] if found.messages else None
+    if last is not None and last.role == "assistant" and is_open(last):
+        return last
+    return found.add(Message(role="assistant"), path)
 
 
 def _content(content: str | list[dict[str, Any]], path: str) -> str | list[dict[str, Any]]:
-    """In a chat's form; `server.requests.conversation` checks the parts further."""
+    """In a chat's form, whose parts `server.requests.conversation` reads. No files are kept, so none is named by its
+    id."""
     if isinstance(content, str):
         return content
-    parts = []
     for i, part in enumerate(content):
-        where, kind = f"{path}[{i}]", part.get("type")
-        if kind == "input_image":
-            if part.get("file_id") is not None:
-                name = f"{where}.file_id"
-                raise invalid(name, f"Unsupported parameter: {name} (send image_url).", "unsupported_parameter")
-            parts.append({name: value for name, value in part.items() if name != "file_id"})
-            continue
-        if kind in _MEDIA_PARTS:
-            message = f"Unsupported parameter: {where}.type (the model reads text only)."
-            raise invalid(f"{where}.type", message, "unsupported_parameter")
-        field = "refusal" if kind == "refusal" else "text"
-        if kind not in (*_TEXT_PARTS, "refusal"):
-            raise invalid(f"{where}.type", f"{where}.type must be one of {', '.join(_TEXT_PARTS)}.")
-        if unknown := sorted(set(part) - {"type", field, "annotations", "logprobs"}):
-            raise invalid(f"{where}.{unknown[0]}", f"Unknown parameter: {where}.{unknown[0]}.", "unknown_parameter")
-        if not isinstance(part.get(field), str):
-            raise invalid(f"{where}.{field}", f"{where}.{field} must be a string.", "invalid_type")
-        parts.append({"type": "refusal" if kind == "refusal" else "text", field: part[field]})
-    return parts
+        if part.get("type") == "input_image" and part.get("file_id") is not None:
+            name = f"{path}[{i}].file_id"
+            raise invalid(name, f"Unsupported parameter: {name} (send image_url).", "unsupported_parameter")
+    return content

@@ -21,6 +21,7 @@ from server.openai_api.schema import (
     ToolCall,
 )
 from server.openai_api.schema import ToolChoice as ChatToolChoice
+from server.responses_api.input import ItemMessages
 from server.responses_api.namespaces import flat_name
 from server.responses_api.objects import (
     OutputFunctionCall,
@@ -95,10 +96,14 @@ def _tool_choice(choice: ToolChoice | None) -> ChatToolChoice | None:
     return choice
 
 
-def names_of_items(paths: Sequence[str], num_messages: int) -> dict[str, str]:
+def names_of_items(items: ItemMessages, num_messages: int) -> dict[str, str]:
     """A chat's names of the last messages, and of their parts, to those of the items that they are."""
-    first = num_messages - len(paths)
-    return {f"messages[{first + i}]": path for i, path in enumerate(paths)}
+    first = num_messages - len(items.messages)
+    names = {}
+    for own, path in items.names.items():
+        index, end, rest = own[1:].partition("]")
+        names[f"messages[{first + int(index)}{end}{rest}"] = path
+    return names
 
 
 def in_own_names(error: ApiError, items: Mapping[str, str]) -> ApiError:

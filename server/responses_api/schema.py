@@ -206,11 +206,12 @@ class InputReasoningPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class InputReasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an assistant thought before the next item of its turn. The summary is not read where there is content."""
+    """What an assistant thought before the next item of its turn. The summary is not read where there is content, and
+    never what another server has encrypted."""
 
     type: Literal["reasoning"]
     summary: list[InputReasoningPart]
     id: str | None = None
     content: list[InputReasoningPart] | None = None
-    encrypted_content: None = None
+    encrypted_content: str | None = None
     status: Status | None = None

@@ -1,12 +1,17 @@
-"""What a conversation's past calls become where a chat template refuses them as they are."""
+"""What a conversation's past calls become where a chat template does not take them as they are."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+from runtime.engine.errors import RequestError
+
+MAX_ARGUMENTS_DEPTH = 64
+"""Deepest nesting in a call's arguments that a template is given as objects."""
 
 
 def has_calls(message: Any) -> bool:
@@ -46,14 +51,67 @@ def _short_id(given: str) -> str:
     return hashlib.sha256(given.encode("utf-8", "surrogatepass")).hexdigest()[:9]
 
 
-def with_text_arguments(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """The arguments of calls as JSON: some templates put them into a text as they are."""
-    return [
-        {**message, "tool_calls": [_with_text_argument(call) for call in message["tool_calls"]]}
-        if has_calls(message)
-        else message
-        for message in messages
-    ]
+def with_arguments(
+    messages: Sequence[Mapping[str, Any]], *, takes_objects: bool, takes_text: bool
+) -> Sequence[Mapping[str, Any]]:
+    """The arguments of calls as a template takes them: objects, or JSON's text. One that takes both, or writes none,
+    gets objects, but for a text that is none. Raises ``RequestError`` naming the call for such a text where objects
+    alone are taken."""
+    if not any(map(has_calls, messages)):
+        return messages
+    prefers_text, keeps_text = takes_text and not takes_objects, takes_text or not takes_objects
+    changed: list[Mapping[str, Any]] = []
+    for i, message in enumerate(messages):
+        if has_calls(message):
+            calls = []
+            for j, call in enumerate(message["tool_calls"]):
+                arguments = call["function"]["arguments"]
+                if prefers_text:
+                    arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+                elif isinstance(arguments, str):
+                    path = f"messages[{i}].tool_calls[{j}].function.arguments"
+                    arguments = _object(arguments, path, keeps_text=keeps_text)
+                calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+            message = {**message, "tool_calls": calls}
+        changed.append(message)
+    return changed
+
+
+def _object(text: str, path: str, *, keeps_text: bool) -> Any:
+    try:
+        value = json.loads(text) if text.strip() else {}
+        reason = None if isinstance(value, dict) else f"they are no object but {text.strip()[:40]!r}"
+    except (ValueError, RecursionError) as error:
+        value, reason = None, f"they are no JSON: {error}"
+    if reason is None and _is_deeper(value, MAX_ARGUMENTS_DEPTH):
+        reason = f"they are nested deeper than {MAX_ARGUMENTS_DEPTH}"
+    if reason is None:
+        return value
+    if keeps_text:
+        return text
+    raise RequestError(f"{path}: the chat template needs the arguments as a JSON object, and {reason}.", param=path)
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    level = [value]
+    for _ in range(depth + 1):
+        level = [
+            item
+            for each in level
+            for item in (each.values() if isinstance(each, dict) else each if isinstance(each, list) else ())
+        ]
+    return bool(level)
+
+
+def with_calls_alone(messages: Sequence[Mapping[str, Any]], places: Collection[int]) -> Sequence[Mapping[str, Any]]:
+    """The text beside the calls of these messages in a message of its own, in front of them."""
+    changed: list[Mapping[str, Any]] = []
+    for i, message in enumerate(messages):
+        if i in places:
+            changed.append({"role": message["role"], "content": message["content"]})
+            message = {**message, "content": None}
+        changed.append(message)
+    return changed
 
 
 def with_single_calls(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -73,8 +131,3 @@ def with_single_calls(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping
                 single.append(answers[call["id"]])
     return single
 
-
-def _with_text_argument(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    arguments = call["function"]["arguments"]
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": text}}

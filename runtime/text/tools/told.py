@@ -7,14 +7,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from runtime.text.content import around, beside
 from runtime.text.tools.notation import Notation
 from runtime.text.tools.writing import written
 
 if TYPE_CHECKING:
-    from tokenizer import Tokenizer
+    from tokenizer import TemplateForms, Tokenizer
 
 _PROBE = "probe_of_tools"
-_SYSTEM_PROBE = "a system message"
 
 
 def ignores_tools(tokenizer: Tokenizer) -> bool:
@@ -36,7 +36,7 @@ def ignores_tools(tokenizer: Tokenizer) -> bool:
 
 
 def told(
-    tokenizer: Tokenizer,
+    forms: TemplateForms,
     notation: Notation,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None,
@@ -45,19 +45,20 @@ def told(
     plain: list[Mapping[str, Any]] = []
     for message in messages:
         if message.get("role") == "tool":
-            result = f"<tool_response>\n{message.get('content') or ''}\n</tool_response>"
+            result = around("<tool_response>\n", message.get("content"), "\n</tool_response>")
             if plain and plain[-1].get("is_result"):
-                plain[-1] = {**plain[-1], "content": f"{plain[-1]['content']}\n{result}"}
+                plain[-1] = {**plain[-1], "content": beside(plain[-1]["content"], result, "\n")}
             else:
                 plain.append({"role": "user", "content": result, "is_result": True})
         elif message.get("tool_calls"):
             calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
-            texts = [text for text in (message.get("content"), written(notation, calls)) if text]
-            plain.append({**_without(message, "tool_calls"), "content": "\n".join(texts)})
+            text = written(notation, calls)
+            content = around("", message["content"], f"\n{text}") if message.get("content") else text
+            plain.append({**_without(message, "tool_calls"), "content": content})
         else:
             plain.append(message)
     plain = [_without(message, "is_result") for message in plain]
-    return _with_tools(tokenizer, plain, _told_text(notation, tools)) if tools else plain
+    return _with_tools(forms, plain, _told_text(notation, tools)) if tools else plain
 
 
 def _told_text(notation: Notation, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -70,28 +71,18 @@ def _told_text(notation: Notation, tools: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _with_tools(tokenizer: Tokenizer, messages: list[Mapping[str, Any]], text: str) -> list[Mapping[str, Any]]:
+def _with_tools(forms: TemplateForms, messages: list[Mapping[str, Any]], text: str) -> list[Mapping[str, Any]]:
     """In the system message; where the template takes none, in front of the user's first."""
     first = messages[0] if messages else {}
     if first.get("role") in ("system", "developer"):
-        return [{**first, "content": f"{first.get('content') or ''}\n\n{text}"}, *messages[1:]]
-    if _shows_system(tokenizer):
+        return [{**first, "content": around("", first.get("content"), f"\n\n{text}")}, *messages[1:]]
+    if forms.content("system").is_known:
         return [{"role": "system", "content": text}, *messages]
     for i, message in enumerate(messages):
         if message.get("role") == "user":
-            told_message = {**message, "content": f"{text}\n\n{message.get('content') or ''}"}
+            told_message = {**message, "content": around(f"{text}\n\n", message.get("content"))}
             return [*messages[:i], told_message, *messages[i + 1 :]]
     return [{"role": "user", "content": text}, *messages]
-
-
-def _shows_system(tokenizer: Tokenizer) -> bool:
-    from tokenizer import ChatTemplateError
-
-    messages = [{"role": "system", "content": _SYSTEM_PROBE}, {"role": "user", "content": "Hello"}]
-    try:
-        return _SYSTEM_PROBE in tokenizer.apply_chat_template(messages, tokenize=False)
-    except ChatTemplateError:
-        return False
 
 
 def _without(message: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -83,7 +83,7 @@ def test_every_schema_is_one(served: Served) -> None:
         ("/api/chat", {"model": "fake-model:latest", "messages": [], "keep_alive": "5m"}, True),
         ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["x"]}]}, False),
         ("/api/generate", {"prompt": "x", "options": {"mirostat": 0, "num_ctx": 5}}, True),
-        ("/api/generate", {"prompt": "x", "options": {"warmth": 1}}, False),
+        ("/api/generate", {"prompt": "x", "options": {"warmth": 1}}, True),
         ("/api/generate", {"prompt": "x", "format": "xml"}, False),
         ("/v1/responses", {"input": [{"role": "user", "content": "x"}]}, True),
         ("/v1/responses", {"input": "x", "background": True}, False),

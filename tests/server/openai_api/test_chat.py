@@ -216,7 +216,7 @@ def test_tools_and_their_history_reach_the_template(served: Served) -> None:
             "content": None,
             "tool_calls": [
                 {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"a": [1]}'}},
-                {"id": "2", "type": "function", "function": {"name": "weather", "arguments": "{broken"}},
+                {"id": "2", "type": "function", "function": {"name": "weather", "arguments": ""}},
             ],
         },
         {"role": "tool", "tool_call_id": "1", "content": "sunny"},
@@ -224,9 +224,14 @@ def test_tools_and_their_history_reach_the_template(served: Served) -> None:
     served.openai.chat.completions.create(model=MODEL, messages=messages, tools=[tool])
     text = prompt_text(served)
     assert text.startswith('TOOLS[{"type": "function", "function": {"name": "weather"')
-    assert 'CALL{"a": [1]}CALL"{broken"</s><s>tool:sunny</s>' in text
+    assert 'CALL{"a": [1]}CALL{}</s><s>tool:sunny</s>' in text
     served.openai.chat.completions.create(model=MODEL, messages=messages, tools=[tool], tool_choice="none")
     assert "TOOLS" not in prompt_text(served)
+    for arguments, reason in (("{broken", "no JSON"), ("[1]", "no object but '[1]'"), ('{"a":' * 99 + "1" + "}" * 99, "64")):
+        messages[-2]["tool_calls"][1]["function"]["arguments"] = arguments
+        error = served.http.post("/v1/chat/completions", json={"model": MODEL, "messages": messages}).json()["error"]
+        assert error["param"] == "messages[1].tool_calls[1].function.arguments"
+        assert reason in error["message"]
 
 
 def test_the_last_message_can_be_continued_and_echoed(served: Served) -> None:

@@ -1,0 +1,242 @@
+"""Content of messages in the one form that everything here reads, and from there in the form that a template takes.
+
+In the one form, content is None, a text, or a list of parts that are `{"type": "text", "text": …}` or
+`{"type": "image"}`. Clients and scripts write parts under the names of several APIs; `plain_content` reads them all, for
+the server and for `LLM.chat`. `shaped` gives each message the form that the template takes for its role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from runtime.engine.errors import RequestError
+
+if TYPE_CHECKING:
+    from tokenizer import ContentForm, TemplateForms
+
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""The types of parts that are text, and the field that has it."""
+
+_IMAGES = ("image_url", "image", "input_image", "image_pil")
+_MEDIA = {
+    "input_audio": "audio",
+    "audio": "audio",
+    "audio_url": "audio",
+    "video": "videos",
+    "video_url": "videos",
+    "file": "files",
+    "input_file": "files",
+    "document": "documents",
+}
+"""The types of parts that no model here reads, and what they are."""
+
+_SOURCES = ("image_url", "image", "image_pil", "source", "url", "base64", "data", "path")
+"""The fields of a part that have its picture."""
+
+_OF_MEDIA_TYPE = ("media_type", "mime_type", "mimeType")
+
+TakeImage = Callable[["ImagePart"], None]
+
+
+class ImagePart(NamedTuple):
+    """What a part says of its picture.
+
+    path    of the part
+    where   the path of the field that has the picture
+    value   a URL, a `data:` URI, or what else a script has; None: nothing, or what was sent before under `uuid`
+    detail  as OpenAI has it; `detail_path` is its field's
+    """
+
+    path: str
+    where: str
+    value: Any
+    detail: Any
+    detail_path: str
+    uuid: Any
+
+
+def omitted(what: str) -> str:
+    """The text in the place of what a tool's result has and the model does not read."""
+    singular = what.removesuffix("s")
+    return f"[{singular} omitted: this model reads no {'pictures' if what == 'images' else what}]"
+
+
+def plain_content(
+    content: Any, path: str, *, is_result: bool = False, take_image: TakeImage | None = None
+) -> str | list[dict[str, Any]] | None:
+    """A message's content in the one form.
+
+    path        of the content, for messages
+    is_result   it is a tool's result: whatever the model does not read of it is told in its place, since the client did
+                not choose what the tool gave
+    take_image  is given each picture in order; None: the model reads none
+
+    Raises ``RequestError`` naming the part's field.
+    """
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, (list, tuple)):
+        kind = type(content).__name__
+        raise RequestError(f"{path} must be a string or a list of parts, not {kind}.", param=path, code="invalid_type")
+    parts: list[dict[str, Any]] = []
+    for i, part in enumerate(content):
+        where = f"{path}[{i}]"
+        if isinstance(part, str):
+            parts.append(text_part(part))
+            continue
+        if not isinstance(part, Mapping):
+            raise RequestError(f"{where} must be an object.", param=where, code="invalid_type")
+        kind = part.get("type")
+        if kind in _IMAGES and take_image is not None:
+            take_image(image_part(part, where))
+            parts.append({"type": "image"})
+        elif kind in _TEXTS:
+            parts.append(text_part(_text(part, _TEXTS[kind], where)))
+        else:
+            parts.append(text_part(_unread(kind, where, is_result=is_result, reads_images=take_image is not None)))
+    return parts
+
+
+def text_part(text: str) -> dict[str, Any]:
+    """A part with a text, in the one form."""
+    return {"type": "text", "text": text}
+
+
+def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
+    """The text of content in the one form; the texts of parts stand in lines of their own."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part["text"] for part in content if part["type"] == "text")
+
+
+def around(before: str, content: Any, after: str = "") -> Any:
+    """Content in the one form, between two texts."""
+    if content is None or isinstance(content, str):
+        return f"{before}{content or ''}{after}"
+    return [*([text_part(before)] if before else ()), *content, *([text_part(after)] if after else ())]
+
+
+def beside(first: Any, second: Any, between: str = "\n\n") -> Any:
+    """Two contents in the one form as one."""
+    if isinstance(first, str):
+        return around(f"{first}{between}", second)
+    return around("", first, f"{between}{second}") if isinstance(second, str) else [*first, text_part(between), *second]
+
+
+def _text(part: Mapping[str, Any], field: str, path: str) -> str:
+    known = {"type", field, "annotations", "logprobs", "cache_control"}
+    check_known(part, known, path)
+    text = part.get(field)
+    if not isinstance(text, str):
+        name = f"{path}.{field}"
+        raise RequestError(f"{name} must be a string.", param=name, code="invalid_type")
+    return text
+
+
+def _unread(kind: Any, path: str, *, is_result: bool, reads_images: bool) -> str:
+    """What stands for a part that the model does not read, in a tool's result. Raises ``RequestError`` elsewhere."""
+    name = f"{path}.type"
+    what = "images" if kind in _IMAGES else _MEDIA.get(kind) if isinstance(kind, str) else None
+    if what is not None and is_result:
+        return omitted(what)
+    if what is not None:
+        why = "the model reads text and images only" if reads_images else "the model reads text only"
+        raise RequestError(
+            f"Unsupported parameter: {name} ({kind!r}: {what}; {why}).", param=name, code="unsupported_parameter"
+        )
+    allowed = [each for each in (*_TEXTS, *(_IMAGES[:3] if reads_images else ()))]
+    got = "it is missing" if kind is None else f"got {str(kind)[:80]!r}"
+    raise RequestError(f"{name} must be one of {', '.join(allowed)}, {got}.", param=name)
+
+
+def image_part(part: Mapping[str, Any], path: str) -> ImagePart:
+    """The picture of a part, in any of these forms:
+
+        {"type": "image_url", "image_url": {"url": URL, "detail": …}}         and with the URL itself
+        {"type": "input_image", "image_url": URL, "detail": …}
+        {"type": "image", "image": URL}, or with "url", or "base64"            transformers
+        {"type": "image", "source": {"type": "base64", "media_type": …, "data": …}}, or {"type": "url", …}    Anthropic
+        {"type": "image", "data": …, "mimeType": …}                            MCP
+
+    Raises ``RequestError`` naming the part's field.
+    """
+    kind = part["type"]
+    given = [name for name in _SOURCES if part.get(name) is not None]
+    default = "image" if kind == "image" else "image_pil" if kind == "image_pil" else "image_url"
+    name = given[0] if given else default
+    where, detail, detail_path, uuid = f"{path}.{name}", part.get("detail"), f"{path}.detail", part.get("uuid")
+    if len(given) > 1:
+        other = f"{path}.{given[1]}"
+        raise RequestError(f"{other}: the picture is given in {where}; send one of them.", param=other)
+    check_known(part, {"type", name, "uuid", "detail", "cache_control", *(_OF_MEDIA_TYPE if name == "data" else ())}, path)
+    value = part.get(name)
+    if isinstance(value, Mapping) and name == "image_url":
+        check_known(value, {"url", "detail"}, where)
+        if "detail" in value:
+            detail, detail_path = value["detail"], f"{where}.detail"
+        where, value = f"{where}.url", value.get("url")
+    elif isinstance(value, Mapping) and name == "source":
+        where, value = _source(value, where)
+    elif name in ("base64", "data") and isinstance(value, str) and not value.startswith("data:"):
+        value = f"data:{next((part[each] for each in _OF_MEDIA_TYPE if part.get(each)), '')};base64,{value}"
+    return ImagePart(path, where, value, detail, detail_path, uuid)
+
+
+def _source(source: Mapping[str, Any], path: str) -> tuple[str, Any]:
+    """Anthropic's: where the picture is, or a URI that is the picture, and the path of its field."""
+    kind = source.get("type")
+    if kind not in ("base64", "url"):
+        got = "it is missing" if kind is None else f"got {str(kind)[:80]!r}"
+        raise RequestError(f"{path}.type must be base64 or url, {got}.", param=f"{path}.type")
+    field, known = ("data", {"type", "data", "media_type"}) if kind == "base64" else ("url", {"type", "url"})
+    check_known(source, known, path)
+    value = source.get(field)
+    if not isinstance(value, str) or not value:
+        name = f"{path}.{field}"
+        raise RequestError(f"{name} must be a string: the source's type is {kind!r}.", param=name, code="invalid_type")
+    return f"{path}.{field}", value if kind == "url" else f"data:{source.get('media_type') or ''};base64,{value}"
+
+
+def check_known(fields: Mapping[str, Any], known: set[str], path: str) -> None:
+    """Raises ``RequestError`` for a field that is none of the known ones and not null."""
+    if unknown := sorted(str(name) for name in fields if name not in known and fields[name] is not None):
+        name = f"{path}.{unknown[0]}"
+        raise RequestError(f"Unknown parameter: {name}.", param=name, code="unknown_parameter")
+
+
+def shaped(messages: Sequence[Mapping[str, Any]], forms: TemplateForms, place: str) -> list[Mapping[str, Any]]:
+    """The messages in the template's form. Where it writes no picture in a role, the text `place` stands for it."""
+    return [
+        {**message, "content": _shaped(message["content"], forms.content(str(message.get("role"))), place)}
+        if message.get("content")
+        else message
+        for message in messages
+    ]
+
+
+def _shaped(content: Any, form: ContentForm, place: str) -> Any:
+    if isinstance(content, list):
+        has_pictures = any(part["type"] == "image" for part in content)
+        takes = form.picture is not None if has_pictures else form.parts
+        if takes or (has_pictures and not form.is_known):
+            return [form.part(part["text"]) if part["type"] == "text" else form.picture or part for part in content]
+        content = _in_one_text(content, place)
+    return content if form.text or not form.one_part else [form.part(content)]
+
+
+def _in_one_text(content: Sequence[Mapping[str, Any]], place: str) -> str:
+    """Texts in lines of their own; pictures stand where they are."""
+    written = ""
+    for before, part in zip([None, *content], content):
+        is_line = before is not None and before["type"] == part["type"] == "text"
+        written += ("\n" if is_line else "") + (part["text"] if part["type"] == "text" else place)
+    return written
+
+
+def has_pictures(messages: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a message in the one form has any."""
+    return any(
+        isinstance(content := message.get("content"), list) and any(part["type"] == "image" for part in content)
+        for message in messages
+    )
