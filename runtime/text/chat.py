@@ -1,11 +1,11 @@
 """A conversation to the prompt that the model was trained on, by the tokenizer's chat template.
 
 Templates know less than OpenAI's and Anthropic's APIs allow. Content, pictures and the arguments of calls get the form
-that the template takes (`runtime.text.content`, `tokenizer.templates.template_forms`). Where one refuses a conversation,
-or leaves out a system's message, such messages become the user's, and messages of one role in a row become one. Where
-one refuses system messages altogether, as Gemma 2's does, they go in front of the user's first text. Where one leaves
-out a tool's answer, the conversation is refused, since the model would never see it. Calls get short ids, or messages of
-their own where a template refuses them otherwise, or leaves out the text beside them.
+that the template takes (`runtime.text.content`, `tokenizer.templates.template_forms`). Where one refuses a
+conversation, or leaves out a system's message, such messages become the user's, and messages of one role in a row
+become one. Where one refuses system messages altogether, as Gemma 2's does, they go in front of the user's first text.
+Where one leaves out a tool's answer, the conversation is refused, since the model would never see it. Calls get short
+ids, or messages of their own where a template refuses them otherwise, or leaves out the text beside them.
 """
 
 from __future__ import annotations

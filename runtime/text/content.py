@@ -1,8 +1,8 @@
 """Content of messages in the one form that everything here reads, and from there in the form that a template takes.
 
 In the one form, content is None, a text, or a list of parts that are `{"type": "text", "text": …}` or
-`{"type": "image"}`. Clients and scripts write parts under the names of several APIs; `plain_content` reads them all, for
-the server and for `LLM.chat`. `shaped` gives each message the form that the template takes for its role.
+`{"type": "image"}`. Clients and scripts write parts under the names of several APIs; `plain_content` reads them all,
+for the server and for `LLM.chat`. `shaped` gives each message the form that the template takes for its role.
 """
 
 from __future__ import annotations
@@ -87,12 +87,12 @@ def plain_content(
             continue
         if not isinstance(part, Mapping):
             raise RequestError(f"{where} must be an object.", param=where, code="invalid_type")
-        kind = part.get("type")
+        kind = None if part.get("type") is None else str(part["type"])
         if kind in _IMAGES and take_image is not None:
             take_image(image_part(part, where))
             parts.append({"type": "image"})
-        elif kind in _TEXTS:
-            parts.append(text_part(_text(part, _TEXTS[kind], where)))
+        elif (field := _TEXTS.get(kind or "")) is not None:
+            parts.append(text_part(_text(part, field, where)))
         else:
             parts.append(text_part(_unread(kind, where, is_result=is_result, reads_images=take_image is not None)))
     return parts
@@ -134,10 +134,10 @@ def _text(part: Mapping[str, Any], field: str, path: str) -> str:
     return text
 
 
-def _unread(kind: Any, path: str, *, is_result: bool, reads_images: bool) -> str:
+def _unread(kind: str | None, path: str, *, is_result: bool, reads_images: bool) -> str:
     """What stands for a part that the model does not read, in a tool's result. Raises ``RequestError`` elsewhere."""
     name = f"{path}.type"
-    what = "images" if kind in _IMAGES else _MEDIA.get(kind) if isinstance(kind, str) else None
+    what = "images" if kind in _IMAGES else _MEDIA.get(kind or "")
     if what is not None and is_result:
         return omitted(what)
     if what is not None:
@@ -145,8 +145,8 @@ def _unread(kind: Any, path: str, *, is_result: bool, reads_images: bool) -> str
         raise RequestError(
             f"Unsupported parameter: {name} ({kind!r}: {what}; {why}).", param=name, code="unsupported_parameter"
         )
-    allowed = [each for each in (*_TEXTS, *(_IMAGES[:3] if reads_images else ()))]
-    got = "it is missing" if kind is None else f"got {str(kind)[:80]!r}"
+    allowed = (*_TEXTS, *(_IMAGES[:3] if reads_images else ()))
+    got = "it is missing" if kind is None else f"got {kind[:80]!r}"
     raise RequestError(f"{name} must be one of {', '.join(allowed)}, {got}.", param=name)
 
 
@@ -169,7 +169,8 @@ def image_part(part: Mapping[str, Any], path: str) -> ImagePart:
     if len(given) > 1:
         other = f"{path}.{given[1]}"
         raise RequestError(f"{other}: the picture is given in {where}; send one of them.", param=other)
-    check_known(part, {"type", name, "uuid", "detail", "cache_control", *(_OF_MEDIA_TYPE if name == "data" else ())}, path)
+    others = ("type", "uuid", "detail", "cache_control", *(_OF_MEDIA_TYPE if name == "data" else ()))
+    check_known(part, {name, *others}, path)
     value = part.get(name)
     if isinstance(value, Mapping) and name == "image_url":
         check_known(value, {"url", "detail"}, where)

@@ -157,11 +157,9 @@ def _parts(block: Said, path: str, *, is_result: bool) -> list[tuple[dict[str, A
         return [*parts, *_inner(content, f"{where}.content", is_result=is_result)]
     if is_result:
         return [*parts, (text_part(omitted("documents")), where)]
-    name = f"{where}.type"
-    got = f"got {str(kind)[:40]!r}"
-    raise invalid(
-        name, f"{name}: of documents the model reads those of the types text and content, {got}.", "unsupported_parameter"
-    )
+    name, got = f"{where}.type", f"got {str(kind)[:40]!r}"
+    message = f"{name}: of documents the model reads those of the types text and content, {got}."
+    raise invalid(name, message, "unsupported_parameter")
 
 
 def _inner(content: str | list[dict[str, Any]], path: str, *, is_result: bool) -> list[tuple[dict[str, Any], str]]:

@@ -54,8 +54,8 @@ class ItemMessages:
 
 
 def input_messages(given: str | Sequence[dict[str, Any]]) -> ItemMessages:
-    """What an assistant's turn consists of, reasoning, text and function calls in this order, becomes one message, as it
-    was answered. Raises `ApiError` 400 naming the item's field."""
+    """What an assistant's turn consists of, reasoning, text and function calls in this order, becomes one message, as
+    it was answered. Raises `ApiError` 400 naming the item's field."""
     found = ItemMessages()
     if isinstance(given, str):
         found.add(Message(role="user", content=given), "input")

@@ -57,7 +57,8 @@ def test_content(template: str, role: str, text: bool, parts: bool, one_part: bo
 
 
 @pytest.mark.parametrize(
-    ("template", "text"), [(LLAVA, "<image>\n"), (EITHER, "<|v|><|pad|><|/v|>"), (OLD_PIXTRAL, "[IMG]"), (STRINGS, None)]
+    ("template", "text"),
+    [(LLAVA, "<image>\n"), (EITHER, "<|v|><|pad|><|/v|>"), (OLD_PIXTRAL, "[IMG]"), (STRINGS, None)],
 )
 def test_what_a_picture_is_in_the_text(template: str, text: str | None) -> None:
     assert TemplateForms(template, VARIABLES, has_tools=False).picture_text == text

@@ -142,7 +142,8 @@ def _conversations(role: str, content: Any) -> Iterator[list[dict[str, Any]]]:
             yield [user, message, user]
             yield [user, message]
         elif role == "tool":
-            for arguments in ({}, "{}"):
+            empty: tuple[Any, Any] = ({}, "{}")
+            for arguments in empty:
                 yield [user, _call(arguments), {**message, "name": "f", "tool_call_id": "callnine1"}]
         else:
             yield [message, user]

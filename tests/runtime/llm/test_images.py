@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,7 +52,9 @@ def test_a_picture_in_a_conversation(llm: LLM, tmp_path: Path) -> None:
     (tmp_path / "picture.png").write_bytes(file.getvalue())
     expected = [*ids_of(llm, "[u]Look:"), *[IMAGE] * NUM_TOKENS, *ids_of(llm, "What?[a]")]
     answers = set()
-    for given in (PIXELS, Image.fromarray(PIXELS), file.getvalue(), tmp_path / "picture.png"):
+    path = tmp_path / "picture.png"
+    uri = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    for given in (PIXELS, Image.fromarray(PIXELS), file.getvalue(), path, path.as_uri(), uri):
         (output,) = llm.chat(
             messages(text("Look:"), {"type": "image", "image": given}, text("What?")), PARAMS, use_tqdm=False
         )
@@ -60,6 +63,13 @@ def test_a_picture_in_a_conversation(llm: LLM, tmp_path: Path) -> None:
     (generated,) = llm.generate({"prompt": f"[u]Look:{PAD}What?[a]", "images": [PIXELS]}, PARAMS, use_tqdm=False)
     assert generated.prompt_token_ids == expected
     assert answers == {tuple(generated.outputs[0].token_ids)}
+
+
+def test_a_part_that_is_not_read_here_is_named(llm: LLM) -> None:
+    with pytest.raises(RequestError, match=r"content\[0\]\.image_url: nothing is fetched here, got 'http://x'"):
+        llm.chat(messages({"type": "image_url", "image_url": "http://x"}), PARAMS)
+    with pytest.raises(RequestError, match=r"content\[0\]\.type must be one of text, .*, got 'poem'"):
+        llm.chat(messages({"type": "poem"}), PARAMS)
 
 
 def test_what_a_user_types_is_text(llm: LLM) -> None:
@@ -75,5 +85,5 @@ def test_pictures_and_places_must_agree(llm: LLM) -> None:
         llm.generate({"prompt": f"a{PAD}", "images": [PIXELS, PIXELS]}, PARAMS)
     with pytest.raises(RequestError, match=r"1 image tokens .* 2 images"):
         llm.embed({"prompt": f"a{PAD}", "images": [PIXELS, PIXELS]})
-    with pytest.raises(RequestError, match="needs 'image'"):
+    with pytest.raises(RequestError, match=r"messages\[0\]\.content\[0\]\.image is missing"):
         llm.chat(messages({"type": "image"}), PARAMS)

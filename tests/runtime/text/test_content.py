@@ -125,7 +125,8 @@ DROPS_TEXT = (  # Llama 3's: the text beside a call is left out
 )
 SYSTEM_BEFORE_THE_LAST = (  # Mistral's: the system's text stands in the last message, if that is the user's
     "{% for m in messages %}{% if m.role == 'user' and loop.last and messages[0].role == 'system' %}"
-    "{{ messages[0].content }};{% endif %}{% if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+    "{{ messages[0].content }};{% endif %}"
+    "{% if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
 )
 
 

@@ -12,6 +12,7 @@ import ollama
 import pytest
 
 from server.config import ServerConfig
+from server.ollama_api.request import _with_images
 from tests.server.conftest import ANSWER, Served, answer_of, prompt_of, saying, serving
 from tests.server.fake_engine import FakeEngineClient
 from tests.waiting import wait_until
@@ -376,3 +377,25 @@ def test_keys(tokenizer: Tokenizer) -> None:
                 client.list()
             assert raised.value.status_code == 401
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "images", "first", "expected"),
+    [
+        ("a", "xy", 0, [0, 1, "a"]),
+        (None, "x", 0, [0]),
+        ("a[img]b", "x", 0, ["a", 0, "b"]),
+        ("a[img]b", "xy", 0, [1, "a", 0, "b"]),
+        ("[img]a[img]b[img]", "xy", 0, [0, "a", 1, "b[img]"]),
+        ("a[img-1]b[img-0]c", "xy", 0, ["a", 1, "b", 0, "c"]),
+        ("a[img-3]b", "xy", 2, [0, "a", 1, "b"]),
+        ("a[img-0]b", "x", 2, [0, "a[img-0]b"]),
+        ("[img-0][img-0]", "x", 0, [0, "[img-0]"]),
+    ],
+)
+def test_images_stand_in_front_or_at_their_marks(text: str, images: str, first: int, expected: list[Any]) -> None:
+    """As in Ollama's `chatPrompt`: an image without a mark stands in front, "[img-3]" is the fourth of all."""
+    parts, numbers = _with_images(text, list(images), first)
+    found = [part["text"] if "text" in part else images.index(part["base64"]) for part in parts]
+    assert found == expected
+    assert numbers == [each if isinstance(each, int) else -1 for each in expected]

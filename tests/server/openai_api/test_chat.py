@@ -227,7 +227,8 @@ def test_tools_and_their_history_reach_the_template(served: Served) -> None:
     assert 'CALL{"a": [1]}CALL{}</s><s>tool:sunny</s>' in text
     served.openai.chat.completions.create(model=MODEL, messages=messages, tools=[tool], tool_choice="none")
     assert "TOOLS" not in prompt_text(served)
-    for arguments, reason in (("{broken", "no JSON"), ("[1]", "no object but '[1]'"), ('{"a":' * 99 + "1" + "}" * 99, "64")):
+    deep = '{"a":' * 99 + "1" + "}" * 99
+    for arguments, reason in (("{broken", "no JSON"), ("[1]", "no object but '[1]'"), (deep, "deeper than 64")):
         messages[-2]["tool_calls"][1]["function"]["arguments"] = arguments
         error = served.http.post("/v1/chat/completions", json={"model": MODEL, "messages": messages}).json()["error"]
         assert error["param"] == "messages[1].tool_calls[1].function.arguments"

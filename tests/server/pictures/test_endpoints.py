@@ -69,7 +69,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pictures]:
         (expected,) = llm.chat(question, params, use_tqdm=False)
         (embedded,) = llm.embed({"prompt": f"[user]Look:{PAD}What?", "images": [PIXELS]}, use_tqdm=False)
     with web(says(f"{OK}\nContent-Length: {len(FILE)}", FILE)) as place:
-        config = ServerConfig(limit_images=3, allow_image_urls=True, allow_image_hosts=(place,))
+        config = ServerConfig(
+            limit_images=3, allow_image_urls=True, allow_image_hosts=(place,), tool_call_parser="none"
+        )
         with serving_real(folder, config=config, **OPTIONS) as real:
             yield Pictures(
                 real, expected.outputs[0].token_ids, list(expected.prompt_token_ids), embedded.outputs.embedding,
@@ -273,7 +275,11 @@ def test_several_pictures_and_the_most(served: Pictures) -> None:
         ({"type": "image_url", "image_url": {"url": [URI]}}, ".image_url.url"),
         ({"type": "image_url", "image_url": {"url": URI, "detail": "much"}}, ".image_url.detail"),
         ({"type": "image_url", "image_url": {"url": URI, "size": 3}}, ".image_url.size"),
-        ({"type": "input_image", "image_url": {"url": URI}}, ".image_url"),
+        ({"type": "image"}, ".image"),
+        ({"type": "image", "image": "picture.png"}, ".image"),
+        ({"type": "image", "path": "/etc/passwd"}, ".path"),
+        ({"type": "image", "image": URI, "url": URI}, ".url"),
+        ({"type": "image", "source": {"type": "file", "file_id": "f"}}, ".source.type"),
         *(
             ({"type": "image_url", "image_url": {"url": url}}, ".image_url.url")
             for url in (
@@ -286,7 +292,7 @@ def test_several_pictures_and_the_most(served: Pictures) -> None:
         ),
         ({"type": "video_url", "video_url": {"url": URI}}, ".type"),
         ({"type": "input_audio", "input_audio": {}}, ".type"),
-        ({"type": "image", "image": URI}, ".type"),
+        ({"type": "picture", "image": URI}, ".type"),
     ],
 )  # fmt: skip
 def test_bad_parts_are_named(served: Pictures, part: dict[str, Any], name: str) -> None:
@@ -306,6 +312,66 @@ def test_no_pictures_of_the_assistants_and_none_in_a_cut_prompt(served: Pictures
 def test_tokenize_counts_them(served: Pictures) -> None:
     answer = served.real.http.post("/tokenize", json={"messages": [{"role": "user", "content": content(URI)}]}).json()
     assert answer["tokens"] == served.prompt_ids
+
+
+SOURCE = {"type": "base64", "media_type": "image/png", "data": BASE64}
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image", "image": URI},
+        {"type": "image", "url": URI},
+        {"type": "image", "base64": BASE64},
+        {"type": "image", "source": SOURCE},
+        {"type": "image_url", "image_url": URI},
+        {"type": "input_image", "image_url": {"url": URI}},
+    ],
+)
+def test_a_picture_in_each_apis_form(served: Pictures, part: dict[str, Any]) -> None:
+    assert ask(served, content(URI)[0], part, content(URI)[2])["prompt_token_ids"] == served.prompt_ids
+
+
+def test_pictures_in_tools_results(served: Pictures) -> None:
+    """The same prompt on all four APIs: the picture stands in the result, between its texts."""
+    http, model = served.real.http, served.real.model
+    arguments = {"a": 1}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps(arguments)}}
+    begin = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [call]}]
+    c, d = ({"type": "text", "text": words} for words in "cd")
+    parts: list[Any] = [c, {"type": "image_url", "image_url": {"url": URI}}, d]
+    asked = {"messages": [*begin, {"role": "tool", "tool_call_id": "1", "content": parts}], "return_token_ids": True}
+    first = http.post(CHAT, json={**asked, **GREEDY}).json()
+    assert "error" not in first, first
+    ids = first["prompt_token_ids"]
+    assert ids.count(IMAGE) == NUM_TOKENS
+    assert http.post("/tokenize", json={"messages": asked["messages"]}).json()["tokens"] == ids
+
+    blocks = [c, {"type": "image", "source": SOURCE}, d]
+    called = [{"type": "text", "text": "b"}, {"type": "tool_use", "id": "1", "name": "f", "input": arguments}]
+    result = {"type": "tool_result", "tool_use_id": "1", "content": blocks}
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": called}]
+    body = {"model": model, "messages": [*turns, {"role": "user", "content": [result]}]}
+    assert http.post("/v1/messages/count_tokens", json=body).json() == {"input_tokens": len(ids)}
+
+    output = [{"type": "input_text", "text": "c"}, INPUT_IMAGE, {"type": "input_text", "text": "d"}]
+    items = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b"},
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": json.dumps(arguments)},
+        {"type": "function_call_output", "call_id": "1", "output": output},
+    ]
+    answer = http.post("/v1/responses", json={"model": model, "input": items, "max_output_tokens": 3}).json()
+    assert answer["usage"]["input_tokens"] == len(ids)
+    items[-1]["output"] = [{"type": "input_image", "image_url": "data:x"}]
+    error = http.post("/v1/responses", json={"model": model, "input": items, "max_output_tokens": 3}).json()["error"]
+    assert error["param"] == "input[3].output[0].image_url"
+
+    begin[1]["tool_calls"] = [{"function": {"name": "f", "arguments": arguments}}]
+    last = {"role": "tool", "content": "c[img]d", "images": [BASE64]}
+    options = {"temperature": 0, "num_predict": 3}
+    body = {"model": model, "messages": [*begin, last], "stream": False, "options": options}
+    assert http.post("/api/chat", json=body).json()["prompt_eval_count"] == len(ids)
 
 
 IMAGE_PART = {"type": "image_url", "image_url": {"url": URI, "detail": "low"}}

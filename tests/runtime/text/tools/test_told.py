@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,17 @@ def test_past_calls_and_their_answers_are_text(prompt: Any, notation: Notation) 
     assert answers == "<tool_response>\nA\n</tool_response>\n<tool_response>\nB\n</tool_response>"
     message = parse(ToolCallParser(ToolReading.of(notation, TOOLS)), [call])
     assert (message.content, message.tool_calls) == ("Well.", [("look", '{"at": "it"}')])
+
+
+def test_parts_are_told_as_texts(prompt: Any) -> None:
+    def in_parts(message: dict[str, Any]) -> dict[str, Any]:
+        return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+    system = {"role": "system", "content": "Be kind."}
+    for template in (PLAIN, NO_SYSTEM):
+        texts = [*([system] if template == PLAIN else ()), *HISTORY]
+        found = prompt(template, [in_parts(message) for message in texts])
+        assert re.sub(r"\n+", "\n", found) == re.sub(r"\n+", "\n", prompt(template, texts))
 
 
 def test_templates_with_tools_are_not_told(tmp_path: Path) -> None:
