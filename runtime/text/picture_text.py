@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 
 class PictureText(NamedTuple):
-    """token     what a template would write for a picture; None: the model reads none
+    """What a picture is in the text of a prompt.
+
+    token     what a template would write for it; None: the model reads none
     replaced  texts that templates write, and what stands for them: for Gemma 3, the picture's token between those that
               frame it, and empty lines around them. Most models' templates write the picture's token, and need nothing
     """

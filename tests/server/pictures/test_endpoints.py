@@ -222,7 +222,7 @@ def test_detail_and_pixels(served: Pictures, monkeypatch: pytest.MonkeyPatch) ->
     assert count(mm_processor_kwargs={"min_pixels": 4096, "max_pixels": 4096}) >= 60
     low = ask(served, content(URI, detail="low")[1])["prompt_token_ids"]
     assert low.count(IMAGE) == NUM_TOKENS, "it has fewer pixels than the low detail already"
-    monkeypatch.setattr(reader, "LOW_DETAIL_PIXELS", 640)
+    monkeypatch.setattr(reader, "LOW_DETAIL_SIDE", 25)
     low = ask(served, content(URI, detail="low")[1])["prompt_token_ids"]
     assert low.count(IMAGE) == 2 * 3
     assert ask(served, content(URI, detail="high")[1])["prompt_token_ids"].count(IMAGE) == NUM_TOKENS
