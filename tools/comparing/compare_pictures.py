@@ -4,9 +4,9 @@
 
 Sizes are those of the tests, from 1 x 1 to 8,000 lines and to the extremes of aspect; pixels are noise, or black and
 white alone, which overshoot most. By Qwen2.5-VL's and Qwen3-VL's rules the ids of a prompt around the picture are
-compared, too; the rules of CLIP, SigLIP and Gemma 3 have the sizes of published models. Both sides draw the pictures
-from their numbers. The peer runs in a process of the Python that `--reference` names, which needs transformers, torch
-and Pillow. Exits with 1 where anything differs.
+compared, too; the rules of Pixtral, Mistral 3, CLIP, SigLIP and Gemma 3 have the sizes of published models. Both sides
+draw the pictures from their numbers. The peer runs in a process of the Python that `--reference` names, which needs
+transformers, torch and Pillow. Exits with 1 where anything differs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from runtime.bench.peers.child_process import ChildProcess, answering_program
 from runtime.engine.messages import ImageSupport
 from runtime.engine.prompt_images import place_images, prepare_image
 from runtime.images.errors import ImageError
-from runtime.images.patches import FixedRule, PatchRule, Rule
+from runtime.images.patches import FixedRule, PatchRule, Rule, SideRule
 from tests.runtime.images.pictures import SIZES
 from tokenizer import Tokenizer
 
@@ -41,6 +41,14 @@ RULES: dict[str, tuple[Rule, dict[str, Any]]] = {
     "qwen3-vl": (
         PatchRule(patch_size=16, min_pixels=65536, max_pixels=16777216, mean=HALVES, std=HALVES),
         {"processor": "Qwen2VL", "patch_size": 16, "size": {"shortest_edge": 65536, "longest_edge": 16777216}},
+    ),
+    "pixtral": (
+        SideRule(most_height=1024, most_width=1024, patch_size=16),
+        {"processor": "Pixtral", "size": {"longest_edge": 1024}, "patch_size": 16},
+    ),
+    "mistral3": (
+        SideRule(most_height=1540, most_width=1540, patch_size=14, merge_size=2),
+        {"processor": "Pixtral", "size": {"longest_edge": 1540}, "patch_size": 28},  # as its processor asks for
     ),
     "clip": (
         FixedRule(height=336, width=336, patch_size=14, num_tokens=576, shortest_edge=336),
@@ -150,19 +158,19 @@ def ours(picture: NDArray[np.uint8], rule: Rule, tokenizer: Tokenizer) -> list[A
     except ImageError:
         return ["refused"]
     pixels = np.frombuffer(made.patches, np.uint8)
-    if isinstance(rule, FixedRule):
-        return [hashlib.sha256(_whole(pixels, rule)).hexdigest()]
+    if not isinstance(rule, PatchRule):
+        return [hashlib.sha256(_whole(pixels, (made.rows, made.columns), rule)).hexdigest()]
     (token,) = tokenizer.encode("<|image_pad|>")
     support = ImageSupport(token_id=token, rule=rule, max_tokens=1 << 20, has_axes=True)
     ids, _ = place_images(tokenizer.encode(TEXT), [made], support)
     return [hashlib.sha256(pixels.data).hexdigest(), [made.rows, made.columns], ids]
 
 
-def _whole(pixels: NDArray[np.uint8], rule: FixedRule) -> bytes:
+def _whole(pixels: NDArray[np.uint8], grid: tuple[int, int], rule: Rule) -> bytes:
     """Patches as the picture that they were cut from, `[3, height, width]`; the grid covers all of it."""
-    (rows, columns), size = rule.grid, rule.patch_size
-    blocks = pixels.reshape(rows, columns, 3, size, size).transpose(2, 0, 3, 1, 4)
-    return blocks.tobytes()
+    merge, size = rule.merge_size, rule.patch_size
+    blocks = pixels.reshape(grid[0] // merge, grid[1] // merge, merge, merge, 3, size, size)
+    return blocks.transpose(4, 0, 2, 5, 1, 3, 6).tobytes()
 
 
 if __name__ == "__main__":

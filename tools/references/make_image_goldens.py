@@ -1,5 +1,6 @@
 """Writes what transformers' image processors make (``backend="pil"``): ``tests/runtime/images/golden_patches.json`` of
-``Qwen2VLImageProcessorPil``, ``golden_fixed.json`` of those of CLIP, SigLIP and Gemma 3.
+``Qwen2VLImageProcessorPil``, ``golden_fixed.json`` of those of CLIP, SigLIP and Gemma 3, ``golden_sides.json`` of
+Pixtral's.
 
     python -m tools.references.make_image_goldens          # needs transformers, torch and Pillow
 """
@@ -14,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.runtime.images.pictures import FIXED, PICTURES, SIZES, SMALL_SIZES, picture_bytes, small_picture
+from tests.runtime.images.pictures import FIXED, PICTURES, SIDES, SIZES, SMALL_SIZES, picture_bytes, small_picture
 
 TARGET = Path(__file__).resolve().parents[2] / "tests/runtime/images/golden_patches.json"
 HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
@@ -56,6 +57,35 @@ def main() -> None:
     found = {"transformers": transformers.__version__, "grids": grids, "pictures": pictures}
     TARGET.write_text(json.dumps(found, separators=(",", ":")), encoding="utf-8")
     make_fixed()
+    make_sides()
+
+
+def make_sides() -> None:
+    """Of Pixtral's processor: each picture's height and width, and the digest of its pixels, channels first; None of
+    one that it cannot resize, since a side would have no pixels."""
+    import transformers
+    from PIL import Image, ImageOps
+
+    found: dict[str, Any] = {}
+    for name, settings in SIDES.items():
+        raw = transformers.PixtralImageProcessorPil(**settings, do_rescale=False, do_normalize=False)
+        whole = transformers.PixtralImageProcessorPil(**settings)
+
+        def made(image: Any, raw: Any = raw) -> list[Any] | None:
+            try:
+                pixels = np.asarray(raw([image], return_tensors="np")["pixel_values"][0]).astype(np.uint8)
+            except ValueError:
+                return None
+            return [*pixels.shape[1:], hashlib.sha256(pixels.tobytes()).hexdigest()[:16]]
+
+        files = {one: ImageOps.exif_transpose(Image.open(io.BytesIO(picture_bytes(one)))) for one in PICTURES}
+        values = np.asarray(whole([files["rgb"]], return_tensors="np")["pixel_values"][0]).ravel()
+        found[name] = {
+            "files": {one: made(image) for one, image in files.items()},
+            "sizes": [made(small_picture(*size)) for size in SMALL_SIZES],
+            "normalised": [float(each) for each in values[:: max(1, values.size // 7)][:7]],
+        }
+    TARGET.with_name("golden_sides.json").write_text(json.dumps(found, separators=(",", ":")), encoding="utf-8")
 
 
 def make_fixed() -> None:

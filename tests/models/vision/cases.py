@@ -147,3 +147,16 @@ def write_model(
         tensors = {name: rounded_to_bfloat16(each).astype(ml_dtypes.bfloat16) for name, each in tensors.items()}
     write_safetensors(folder / "model.safetensors", tensors)
     return folder
+
+
+def write_golden(folder: Path, case: str, config: dict[str, Any], names: dict[str, str] | None = None) -> Path:
+    """A folder with the weights of a golden, under other names where `names` says so by their beginnings."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {}
+    for name, shape in load_golden(case).shapes.items():
+        begin = next((each for each in names or {} if name.startswith(each)), None)
+        stored = name if names is None or begin is None else names[begin] + name[len(begin) :]
+        tensors[stored] = golden_tensor(name, shape, SEED)
+    write_safetensors(folder / "model.safetensors", tensors)
+    return folder

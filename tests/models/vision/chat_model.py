@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.models.vision.cases import IMAGE, load_golden, write_model
+from tests.models.vision.cases import IMAGE, load_golden, write_golden, write_model
 from tests.models.vision.gemma3_cases import CASES as GEMMA3_CASES
 from tests.models.vision.gemma3_cases import write_gemma3
+from tests.models.vision.pixtral_cases import CASES as PIXTRAL_CASES
+from tests.models.vision.pixtral_cases import PATCH, merge_size_of
 
 PAD = "<|image_pad|>"
 
@@ -27,9 +29,13 @@ def write_chat_model(folder: Path, case: str = "qwen3_vl") -> Path:
     of up to three."""
     added, template = {PAD: IMAGE}, TEMPLATE
     if case in GEMMA3_CASES:
-        folder.mkdir(parents=True, exist_ok=True)
         write_gemma3(folder, case)
         added, template = {SOFT: IMAGE, "<unused>": 91, BEGIN: 92, END: 93}, TEMPLATE.replace(PAD, BEGIN)
+    elif case in PIXTRAL_CASES:
+        write_golden(folder, case, PIXTRAL_CASES[case])
+        added, template = {"[IMG]": IMAGE, "[IMG_END]": 91, "[IMG_BREAK]": 92}, TEMPLATE.replace(PAD, "[IMG]")
+        processor = {"patch_size": PATCH, "spatial_merge_size": merge_size_of(case)}
+        (folder / "processor_config.json").write_text(json.dumps(processor))
     else:
         write_model(folder, case, load_golden(case).shapes)
         size = {"shortest_edge": 64, "longest_edge": 4096}

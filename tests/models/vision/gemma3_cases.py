@@ -5,15 +5,13 @@ The tests and `tools/references/make_llava_goldens.py` share them.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tests.models.folders import write_safetensors
 from tests.models.golden_weights import golden_tensor
-from tests.models.vision.cases import IMAGE, SEED, load_golden
+from tests.models.vision.cases import IMAGE, SEED, write_golden
 
 NUM_PICTURES = 4
 
@@ -79,11 +77,4 @@ def pixels_of(case: str) -> np.ndarray[Any, Any]:
 
 def write_gemma3(folder: Path, case: str, names: dict[str, str] | None = None) -> Path:
     """A model folder with the case's weights, under other names where `names` says so."""
-    (folder / "config.json").write_text(json.dumps(CASES[case]))
-    tensors = {}
-    for name, shape in load_golden(case).shapes.items():
-        begin = next((each for each in names or {} if name.startswith(each)), None)
-        stored = name if names is None or begin is None else names[begin] + name[len(begin) :]
-        tensors[stored] = golden_tensor(name, shape, SEED)
-    write_safetensors(folder / "model.safetensors", tensors)
-    return folder
+    return write_golden(folder, case, CASES[case], names)

@@ -5,7 +5,6 @@ Made by `tools/references/make_llava_goldens.py`.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,7 @@ from models.registry import load_model, parse_config
 from runtime.batch import Batch, EncodedTokens
 from runtime.tensor.tensor import Tensor
 from tests.models.driver import ModelDriver, mean_relative_error, relative_error
-from tests.models.folders import write_safetensors
-from tests.models.golden_weights import golden_tensor
-from tests.models.vision.cases import IMAGE, SEED, load_golden
+from tests.models.vision.cases import IMAGE, load_golden, write_golden
 from tests.models.vision.cut_prompts import run_cut
 from tests.models.vision.llava_cases import CASES, pixels_of, prompt_of, side_of
 
@@ -30,22 +27,8 @@ OLD_NAMES = {
 }  # fmt: skip
 
 
-def write_llava(
-    folder: Path, case: str, names: dict[str, str] | None = None, config: dict[str, Any] | None = None
-) -> Path:
-    """A model folder with the case's weights, under other names where `names` says so."""
-    (folder / "config.json").write_text(json.dumps(config or CASES[case]))
-    tensors = {}
-    for name, shape in load_golden(case).shapes.items():
-        begin = next((each for each in names or {} if name.startswith(each)), None)
-        stored = name if names is None or begin is None else names[begin] + name[len(begin) :]
-        tensors[stored] = golden_tensor(name, shape, SEED)
-    write_safetensors(folder / "model.safetensors", tensors)
-    return folder
-
-
 def loaded(folder: Path, case: str, **options: Any) -> LlavaModel:
-    model = load_model(write_llava(folder, case), **options)
+    model = load_model(write_golden(folder, case, CASES[case]), **options)
     assert isinstance(model, LlavaModel)
     return model
 
@@ -99,7 +82,7 @@ def test_on_emulated_gpus(tmp_path: Path, case: str, device: str, dtype: str) ->
 
 def test_names_of_published_files(tmp_path: Path) -> None:
     case = "llava_clip_llama"
-    model = load_model(write_llava(tmp_path, case, OLD_NAMES))
+    model = load_model(write_golden(tmp_path, case, CASES[case], OLD_NAMES))
     assert isinstance(model, LlavaModel)
     count = len(prompt_of(case)[0])
     assert relative_error(run(model, case, [count]), load_golden(case).arrays["logits"]) < 1e-5

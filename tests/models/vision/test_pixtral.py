@@ -17,14 +17,14 @@ from models.families.llava import LlavaModel
 from models.registry import load_model, parse_config
 from runtime.tensor.tensor import Tensor
 from tests.models.driver import mean_relative_error, relative_error
-from tests.models.vision.cases import IMAGE, load_golden
+from tests.models.vision.cases import IMAGE, load_golden, write_golden
 from tests.models.vision.cut_prompts import run_cut
 from tests.models.vision.pixtral_cases import CASES, END, LINE_END, grids_of, patches_of, prompt_of
-from tests.models.vision.test_llava import OLD_NAMES, write_llava
+from tests.models.vision.test_llava import OLD_NAMES
 
 
 def loaded(folder: Path, case: str, names: dict[str, str] | None = None, **options: Any) -> LlavaModel:
-    model = load_model(write_llava(folder, case, names, CASES[case]), **options)
+    model = load_model(write_golden(folder, case, CASES[case], names), **options)
     assert isinstance(model, LlavaModel)
     return model
 

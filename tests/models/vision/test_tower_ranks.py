@@ -16,11 +16,11 @@ from models.registry import load_model
 from models.towers.shares import share_of_tower
 from runtime.communicator import DeclaredRank
 from runtime.dtype import DType
-from runtime.images.patches import PatchRule
+from runtime.images.patches import FixedRule
 from runtime.linear.options import LoadOptions
 from runtime.tensor.tensor import Tensor
 from tests.models.golden_weights import golden_tensor
-from tests.models.vision import cases, gemma3_cases, llava_cases
+from tests.models.vision import cases, gemma3_cases, llava_cases, pixtral_cases
 
 Array = np.ndarray[Any, Any]
 
@@ -58,19 +58,19 @@ class ThreadRank:
         return Tensor.from_numpy(np.stack(self.meeting.exchange(self.rank, tensor.array)))
 
     def all_gather_columns(self, tensor: Tensor, share: int, columns: int) -> Tensor:
-        raise AssertionError("towers gather no columns")
+        return Tensor.from_numpy(np.concatenate(self.meeting.exchange(self.rank, tensor.array), axis=1)[:, :columns])
 
     def sum_buffer(self, shape: tuple[int, ...], dtype: DType) -> None:
         return None
 
 
 def config_of(family: str, tower: dict[str, Any]) -> dict[str, Any]:
-    if family == "llava":
-        given = llava_cases.CASES["llava_clip_mistral"]
+    if family in ("llava", "mistral3"):
+        given = llava_cases.CASES["llava_clip_mistral"] if family == "llava" else pixtral_cases.CASES["mistral3"]
     else:
         given = gemma3_cases.CASES["gemma3_rest"] if family == "gemma3" else cases.CASES[family]
     config = copy.deepcopy(getattr(given, "config", given))
-    heads = "num_attention_heads" if family in ("llava", "gemma3") else "num_heads"
+    heads = "num_attention_heads" if family in ("llava", "mistral3", "gemma3") else "num_heads"
     own = {name: value for name, value in tower.items() if not name.startswith("num_") or name == heads}
     config["vision_config"] |= own
     text = config["text_config"]
@@ -91,10 +91,8 @@ def embeddings(folder: Path, num_ranks: int, **settings: Any) -> tuple[list[Arra
         communicator = ThreadRank(meeting, rank, num_ranks) if num_ranks > 1 else None
         model: Any = load_model(folder, load_format="dummy", communicator=communicator, **settings)
         rule = model.patch_rule
-        if isinstance(rule, PatchRule):
-            grid, width = (6, 10), 3 * rule.num_frames * rule.patch_size**2
-        else:
-            grid, width = (rule.height // rule.patch_size,) * 2, 3 * rule.patch_size**2
+        grid = rule.grid if isinstance(rule, FixedRule) else (6, 10)
+        width = 3 * rule.num_frames * rule.patch_size**2
         patches = golden_tensor("picture.weight", (grid[0] * grid[1], width), 21) * np.float32(10)
         encoding, made = model.tower.start(patches, grid), None
         while made is None:
@@ -105,7 +103,7 @@ def embeddings(folder: Path, num_ranks: int, **settings: Any) -> tuple[list[Arra
         return list(threads.map(of_rank, range(num_ranks)))[-1], meeting.num_sums
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "llava", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "llava", "mistral3", "gemma3"])
 @pytest.mark.parametrize("tower", [{}, EVEN], ids=["odd", "even"])
 def test_two_ranks_give_what_one_gives(tmp_path: Path, family: str, tower: dict[str, Any]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config_of(family, tower)))

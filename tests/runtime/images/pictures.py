@@ -54,6 +54,15 @@ FIXED: dict[str, dict[str, Any]] = {
 """Image processors of fixed pictures: transformers' name, and a preprocessor_config.json."""
 
 
+SIDES: dict[str, dict[str, Any]] = {
+    "large": {"size": {"longest_edge": 60}, "patch_size": {"height": 14, "width": 14}},
+    "small": {"size": {"longest_edge": 48}, "patch_size": 8},
+    "oblong": {"size": {"height": 40, "width": 100}, "patch_size": 7},
+    "square": {"size": 50, "patch_size": 12},
+}
+"""Settings of Pixtral's processor; the patch size is a token's side."""
+
+
 def _small_sizes() -> list[tuple[int, int]]:
     draw = random.Random(6)
     sizes = [(28, 28), (1, 1), (28, 35), (35, 28), (1, 150), (190, 2)]

@@ -26,6 +26,7 @@ OPTIONS: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4, "max_model_len": 
 EXPECTED = {
     "qwen3_vl_moe": ["[user]Look:\n", *[IMAGE] * 35, "What?[a]"],
     "qwen2_5_vl": ["[user]Look:\n", *[IMAGE] * 35, "What?[a]"],
+    "mistral3": ["[user]Look:\n", *([*[IMAGE] * 5, 92] * 4)[:-1], 91, "What?[a]"],
     "gemma3_window": ["[user]Look:\n\n\n", 92, *[IMAGE] * 9, 93, "\n\nWhat?[a]"],
 }
 """The prompt: texts, and ids that are none. Gemma's line end and its frame's two are one token."""
