@@ -64,7 +64,7 @@ class ServerConfig:
                              template shows
     reasoning_parser         how reasoning is read: "think", "none", or "auto", the same
 
-    close_schemas            JSON schemas of requests mean no keys but those that they name, unless `strict` is false
+    close_schemas            objects of JSON schemas that name their properties have no others, unless `strict` is false
     Pictures, of models that read them:
     limit_images             most pictures in one request; beyond it the answer is 400
     max_image_bytes          of a picture's file
@@ -127,7 +127,7 @@ class ServerConfig:
 
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
-    close_schemas: bool = False
+    close_schemas: bool = True
 
     limit_images: int = 16
     max_image_bytes: int = 20 * 1024 * 1024

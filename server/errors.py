@@ -139,14 +139,23 @@ def invalid(param: str | None, message: str, code: str = "invalid_value") -> Api
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     """The same error where a request has other names for a chat's fields: `names` maps these ("stop", "messages[1]")
     to the request's own. Of several that fit, the longest counts."""
-    param = error.param or ""
-    fitting = [name for name in names if param == name or param.startswith((f"{name}.", f"{name}["))]
-    if not fitting:
+    name = _fitting(error.param or "", names)
+    if name is None:
         return error
-    name = max(fitting, key=len)
     message = re.sub(rf"(?<![\w.]){re.escape(name)}(?!\w)", lambda _: names[name], error.message)
-    param = names[name] + param.removeprefix(name)
+    param = own_name(error.param or "", names)
     return ApiError(error.status, message, type=error.type, param=param, code=error.code, headers=error.headers)
+
+
+def own_name(param: str, names: Mapping[str, str]) -> str:
+    """A field's own name, or a place's within it."""
+    name = _fitting(param, names)
+    return param if name is None else names[name] + param.removeprefix(name)
+
+
+def _fitting(param: str, names: Mapping[str, str]) -> str | None:
+    fitting = [name for name in names if param == name or param.startswith((f"{name}.", f"{name}["))]
+    return max(fitting, key=len, default=None)
 
 
 def below(path: str, error: ApiError) -> ApiError:

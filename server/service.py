@@ -31,6 +31,8 @@ from server.errors import (
     from_engine,
     internal_error,
     invalid,
+    own_name,
+    renamed,
     starting,
     unsatisfiable,
 )
@@ -42,6 +44,7 @@ from server.rendering.renderer import Renderer
 from server.requests.bridge import LoopBridge
 from server.requests.cancellation import RunningGenerations
 from server.requests.generation import Generation, GenerationError
+from server.requests.structured import RequestSchemas
 from server.responses_api.store import Key as ResponseKey
 from server.responses_api.store import ResponseStore
 from server.transport.drain import Lifecycle
@@ -192,16 +195,25 @@ class Service:
                 code="model_not_found",
             )
 
-    async def check_grammar(self, generation: Generation, renamed: Mapping[str, str]) -> None:
+    async def check_grammar(
+        self, request: Request, generation: Generation, schemas: RequestSchemas, names: Mapping[str, str]
+    ) -> None:
         """Compiles the generation's grammar, if it has one that is not known, to see whether that can be done: on a
-        thread, since it may take a second. Raises `ApiError`."""
+        thread, since it may take a second. The answer's headers will say what became of its schemas. `names` are those
+        that a chat's fields have in the request. Raises `ApiError`."""
+        exchange = Exchange.of(request)
+        exchange.ignored += [own_name(name, names) for name in schemas.ignored]
+        exchange.closed += [own_name(name, names) for name in schemas.closed]
         grammar = generation.params.grammar
         if self.grammars.is_known(grammar):
             return
+        loop = asyncio.get_running_loop()
         try:
-            await asyncio.get_running_loop().run_in_executor(self.executor, self.grammars.check, grammar)
+            await loop.run_in_executor(self.executor, self.grammars.check, grammar)
         except RequestError as error:
-            raise from_engine(error, renamed) from None
+            at_fault = await loop.run_in_executor(self.executor, schemas.at_fault, self.grammars)
+            told = at_fault or from_engine(error, {"grammar": schemas.field or "grammar"})
+            raise renamed(told, names) from None
 
     async def prepare(self, body_size: int, work: Callable[[], T]) -> T:
         """Runs `work` (decoding, chat template, encoding) on a thread where the body is large,
@@ -221,8 +233,8 @@ class Service:
         """What tells a tenant's cached prefixes and pictures from others', beside a salt that the request gives."""
         return given if tenant is None or self.config.share_prefix_cache else f"{tenant}:{given or ''}"
 
-    def admit(self, request: Request, generation: Generation, renamed: Mapping[str, str]) -> None:
-        """Admits the generation, under its tenant's salt where there are tenants. Raises `ApiError`; `renamed` maps the
+    def admit(self, request: Request, generation: Generation, names: Mapping[str, str]) -> None:
+        """Admits the generation, under its tenant's salt where there are tenants. Raises `ApiError`; `names` maps the
         engine's field names to the request's."""
         exchange = Exchange.of(request)
         exchange.generation = generation
@@ -237,9 +249,9 @@ class Service:
         try:
             generation.start()
         except XservError as error:
-            raise from_engine(error, renamed) from None
-        names = (generation.request_id, exchange.given_id, generation.scheduling.given_id)
-        self.running.add(generation, exchange.tenant, (name for name in names if name is not None))
+            raise from_engine(error, names) from None
+        ids = (generation.request_id, exchange.given_id, generation.scheduling.given_id)
+        self.running.add(generation, exchange.tenant, (each for each in ids if each is not None))
 
     def _log_prompts(self, generation: Generation) -> None:
         for token_ids in generation.prompts:

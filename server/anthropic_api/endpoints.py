@@ -27,7 +27,7 @@ from server.anthropic_api.objects import (
     TokensCount,
 )
 from server.anthropic_api.output import MessageContent
-from server.anthropic_api.request import RENAMED, chat_request
+from server.anthropic_api.request import NAMES_OF_TOOLS, RENAMED, chat_request
 from server.anthropic_api.schema import CountTokensRequest, MessagesRequest
 from server.errors import ApiError, renamed
 from server.openai_api.admitted_chat import Chat
@@ -92,8 +92,9 @@ async def create_message(request: Request) -> Response:
     work = partial(_prepare, service, Exchange.of(request).tenant, body, arrival_time_s)
     running = await service.prepare_conversation(body, work)
     generation = running.chat.generation
-    names = {"prompt": "messages", "grammar": RENAMED.get(running.chat.grammar_field or "", "tool_choice"), **RENAMED}
-    await service.check_grammar(generation, names)
+    schemas = running.chat.schemas
+    await service.check_grammar(request, generation, schemas, {**RENAMED, **NAMES_OF_TOOLS})
+    names = {"prompt": "messages", "grammar": RENAMED.get(schemas.field or "", "tool_choice"), **RENAMED}
     service.admit(request, generation, names)
     headers = {"X-Request-Id": running.answer.id}
     if running.chat.is_streamed:
@@ -116,7 +117,7 @@ def _prepare(service: Service, tenant: str | None, body: Body, arrival_time_s: f
         request = chat_request(asked, conversation, service.tokenizer, body.ignored)
         chat = prepare_chat(service, tenant, request, answer_id, arrival_time_s)
     except ApiError as error:
-        raise renamed(error, {**RENAMED, **conversation.names()}) from None
+        raise renamed(error, {**RENAMED, **NAMES_OF_TOOLS, **conversation.names()}) from None
     usage = MessageUsage(input_tokens=chat.generation.num_prompt_tokens, output_tokens=0)
     return RunningMessage(
         chat=chat,

@@ -17,6 +17,7 @@ from server.anthropic_api.schema import (
 )
 from server.errors import below, invalid
 from server.openai_api.schema import (
+    MAX_TOOLS,
     ChatCompletionRequest,
     JsonSchema,
     JsonSchemaFormat,
@@ -31,9 +32,12 @@ from tokenizer import Tokenizer
 RENAMED = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
+    "response_format.json_schema.schema": "output_config.format.schema",
     "reasoning_effort": "output_config.effort",
 }
 """A chat's fields by the names that they have here."""
+
+NAMES_OF_TOOLS = {f"tools[{i}].function.parameters": f"tools[{i}].input_schema" for i in range(MAX_TOOLS)}
 
 
 def chat_request(

@@ -14,6 +14,7 @@ from server.ollama_api.objects import AnsweredFunction, AnsweredMessage, Answere
 from server.openai_api.answers import ChatTokenLogprob
 from server.openai_api.logprobs import chat_logprobs
 from server.requests.generation import Generation
+from server.requests.structured import RequestSchemas
 from server.requests.tool_input import tool_input
 from tokenizer import Tokenizer
 
@@ -41,7 +42,7 @@ class OllamaAnswer:
     is_streamed: bool
     generation: Generation
     tokenizer: Tokenizer | None
-    grammar_field: str | None
+    schemas: RequestSchemas
     _call: _OpenCall | None = None
     _num_calls: int = 0
     _is_cut: bool = False

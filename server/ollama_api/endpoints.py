@@ -29,6 +29,7 @@ from server.openai_api.schema import ChatCompletionRequest
 from server.requests.collect import take_whole
 from server.requests.generation import GenerationError
 from server.requests.sampling import chat_params
+from server.requests.structured import RequestSchemas
 from server.requests.tool_choice import callable_tools
 from server.service import Service, new_id
 from server.transport.body import Body, decode_body, read_body
@@ -64,8 +65,8 @@ async def _answer(request: Request, prepare: Prepare, names: Mapping[str, str]) 
         return JsonAnswer(answer)
     generation = answer.generation
     renamed_fields = {"prompt": names.get("messages", "messages"), "logprobs": "top_logprobs", **names}
-    renamed_fields["grammar"] = names.get(answer.grammar_field or "", "format")
-    await service.check_grammar(generation, renamed_fields)
+    renamed_fields["grammar"] = names.get(answer.schemas.field or "", "format")
+    await service.check_grammar(request, generation, answer.schemas, names)
     service.admit(request, generation, renamed_fields)
     headers = {"X-Request-Id": generation.request_id}
     if answer.is_streamed:
@@ -93,7 +94,7 @@ def _prepare_chat(service: Service, tenant: str | None, body: Body, arrival_time
         is_streamed=asked.stream is not False,
         generation=prepared.generation,
         tokenizer=service.tokenizer,
-        grammar_field=prepared.grammar_field,
+        schemas=prepared.schemas,
     )
 
 
@@ -110,11 +111,11 @@ def _prepare_generate(service: Service, tenant: str | None, body: Body, arrival_
             completion = prepare_completion(
                 service, completion_of_prompt(service, asked, body.ignored), request_id, arrival_time_s
             )
-            generation, grammar_field = completion.generation, completion.grammar_field
+            generation, schemas = completion.generation, completion.schemas
         else:
             prompt = chat_of_prompt(service, asked, body.ignored)
             prepared = prepare_chat(service, tenant, prompt, request_id, arrival_time_s)
-            generation, grammar_field = prepared.generation, prepared.grammar_field
+            generation, schemas = prepared.generation, prepared.schemas
     except ApiError as error:
         raise renamed(error, names_of_prompt(asked)) from None
     return OllamaAnswer(
@@ -123,7 +124,7 @@ def _prepare_generate(service: Service, tenant: str | None, body: Body, arrival_
         is_streamed=asked.stream is not False,
         generation=generation,
         tokenizer=service.tokenizer,
-        grammar_field=grammar_field,
+        schemas=schemas,
     )
 
 
@@ -131,7 +132,8 @@ def _check(service: Service, asked: ChatCompletionRequest, names: Mapping[str, s
     """What would be checked if there were anything to answer. Raises `ApiError`."""
     try:
         service.check_model(asked.model)
-        grammar, _ = chat_grammar(service, asked, callable_tools(asked))
+        schemas = RequestSchemas(closes=service.config.close_schemas)
+        grammar = chat_grammar(service, asked, callable_tools(asked), schemas)
         chat_params(asked, service.default_sampling, service.tokenizer, grammar=grammar)
     except ApiError as error:
         raise renamed(error, names) from None

@@ -44,6 +44,7 @@ FILL_CONTEXT = -2
 RENAMED = {
     **{name: f"options.{option}" for option, name in CHAT_NAMES.items()},
     "response_format": "format",
+    "response_format.json_schema.schema": "format",
     "reasoning_effort": "think",
 }
 """A chat's fields by the names that they have here."""

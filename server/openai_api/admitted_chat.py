@@ -9,6 +9,7 @@ from runtime.text.pipeline import TextDelta
 from server.openai_api.answers import ChatFinishReason, ChatLogprobs, ChatTokenLogprob, Usage
 from server.openai_api.logprobs import chat_logprobs
 from server.requests.generation import Generation
+from server.requests.structured import RequestSchemas
 from server.service import Service
 
 
@@ -16,8 +17,8 @@ from server.service import Service
 class Chat:
     """A request that has passed every check, and its generation.
 
-    grammar_field  the request's field that the grammar of its parameters comes from
-    echo           what the answer begins with
+    schemas  those of its grammar, and the request's field that this comes from
+    echo     what the answer begins with
     """
 
     service: Service
@@ -25,7 +26,7 @@ class Chat:
     created: int
     generation: Generation
     params: SamplingParams
-    grammar_field: str | None
+    schemas: RequestSchemas
     prompt_token_ids: list[int]
     echo: str
     is_streamed: bool

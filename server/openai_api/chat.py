@@ -41,8 +41,8 @@ from server.requests.collect import take_whole
 from server.requests.generation import Generation, GenerationError, Scheduling
 from server.requests.prompt import conversation_prompt
 from server.requests.sampling import chat_params, stream_flags
-from server.requests.structured import answer_grammar, contradiction, grammar_field, refused
-from server.requests.tool_choice import callable_tools, calls_text, forced_calls, forces_call
+from server.requests.structured import RequestSchemas, answer_grammar, contradiction, refused
+from server.requests.tool_choice import callable_tools, forced_calls, forces_call, free_calls_text
 from server.service import Service, new_id
 from server.transport.body import decode_body, read_body
 from server.transport.exchange import Exchange
@@ -93,8 +93,8 @@ async def create_chat_completion(request: Request) -> Response:
     body = await read_body(request, service.config)
     work = partial(_prepare, service, Exchange.of(request).tenant, body, arrival_time_s)
     chat = await service.prepare_conversation(body, work)
-    renamed = {"prompt": "messages", "logprobs": "top_logprobs", "grammar": chat.grammar_field or "grammar"}
-    await service.check_grammar(chat.generation, renamed)
+    await service.check_grammar(request, chat.generation, chat.schemas, {})
+    renamed = {"prompt": "messages", "logprobs": "top_logprobs", "grammar": chat.schemas.field or "grammar"}
     service.admit(request, chat.generation, renamed)
     headers = {"X-Request-Id": chat.request_id}
     if chat.is_streamed:
@@ -116,7 +116,8 @@ def prepare_chat(
     service.check_model(asked.model)
     has_usage, has_running_usage = stream_flags(asked)
     tools = callable_tools(asked)
-    grammar, forced_by = chat_grammar(service, asked, tools)
+    schemas = RequestSchemas(closes=service.config.close_schemas)
+    grammar = chat_grammar(service, asked, tools, schemas)
     params = chat_params(asked, service.default_sampling, service.tokenizer, grammar=grammar)
     if asked.stream and params.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not sent in a stream.")
@@ -128,7 +129,7 @@ def prepare_chat(
     harmony = answer_format.harmony and not _is_of_whole_answer(asked)
     reasoning = answer_format.reasoning and not answer_format.harmony and not _is_of_whole_answer(asked)
     if reasoning and grammar is not None:
-        params = _with_reasoning(params, service.tokenizer, token_ids, forced_by)
+        params = _with_reasoning(params, service.tokenizer, token_ids, schemas.field)
     generation = Generation(
         client=service.client,
         bridge=service.bridge,
@@ -150,7 +151,7 @@ def prepare_chat(
         created=int(time.time()),
         generation=generation,
         params=params,
-        grammar_field=forced_by,
+        schemas=schemas,
         prompt_token_ids=token_ids,
         echo=prompt.echo,
         is_streamed=bool(asked.stream),
@@ -168,30 +169,28 @@ def _prediction(asked: ChatCompletionRequest, tokenizer: Tokenizer | None) -> tu
 
 
 def chat_grammar(
-    service: Service, asked: ChatCompletionRequest, tools: list[dict[str, Any]] | None
-) -> tuple[Grammar | None, str | None]:
-    """What the answer has to be, and the field that says so. A call that is forced is all that there will be; where
+    service: Service, asked: ChatCompletionRequest, tools: list[dict[str, Any]] | None, schemas: RequestSchemas
+) -> Grammar | None:
+    """What the answer has to be; `schemas` gets what says so. A call that is forced is all that there will be; where
     calls may be made, an answer of some format is that, or calls. Raises `ApiError` 400."""
-    closes_schemas = service.config.close_schemas
     harmony = _harmony_ids(service, asked)
     if forces_call(asked):
         if asked.structured_outputs is not None:
             raise contradiction("structured_outputs", "tool_choice")
-        forced = forced_calls(asked, tools, service.answer_format, service.tokenizer, closes_schemas=closes_schemas)
-        return _with_channels(forced, harmony, "tool_choice"), "tool_choice"
-    grammar, field = answer_grammar(asked, closes_schemas=closes_schemas), grammar_field(asked)
+        forced = forced_calls(asked, tools, service.answer_format, service.tokenizer, schemas)
+        return _with_channels(forced, harmony, schemas.field)
+    grammar = answer_grammar(asked, schemas)
     if grammar is None:
-        return None, field
+        return None
     notation = service.answer_format.tools
     try:
         if harmony is not None:
             grammar = in_final_channel(grammar, harmony)
-        if field == "response_format" and tools is not None and notation is not None:
-            calls = calls_text(asked, tools, notation, service.tokenizer, closes_schemas=closes_schemas)
-            grammar = or_calls(grammar, calls)
+        if schemas.field == "response_format" and tools is not None and notation is not None:
+            grammar = or_calls(grammar, free_calls_text(asked, tools, notation, service.tokenizer))
     except RequestError as error:
-        raise refused(error, field) from None
-    return _with_channels(grammar, harmony, field), field
+        raise refused(error, schemas.field) from None
+    return _with_channels(grammar, harmony, schemas.field)
 
 
 def _harmony_ids(service: Service, asked: ChatCompletionRequest) -> SpecialIds | None:

@@ -29,7 +29,7 @@ from server.requests.collect import take_whole
 from server.requests.generation import Generation, GenerationError, Piece, Scheduling
 from server.requests.prompt import completion_prompts
 from server.requests.sampling import completion_params, stream_flags
-from server.requests.structured import answer_grammar, grammar_field
+from server.requests.structured import RequestSchemas, answer_grammar
 from server.service import Service, new_id
 from server.transport.body import decode_body, read_body
 from server.transport.json_answer import JsonAnswer
@@ -41,7 +41,7 @@ from tokenizer import Tokenizer
 class PreparedCompletion:
     """A request that has passed every check, and its generation.
 
-    grammar_field  what its grammar comes from
+    schemas        those of its grammar, and the field that this comes from
     echoes        each prompt's text, and with logprobs its tokens; None without `echo`
     drops_output  `max_tokens=0`: only the prompt is wanted, the one token that was drawn is not sent
     """
@@ -50,7 +50,7 @@ class PreparedCompletion:
     request_id: str
     created: int
     generation: Generation
-    grammar_field: str | None
+    schemas: RequestSchemas
     prompts: list[list[int]]
     echoes: list[Echo] | None
     drops_output: bool
@@ -86,9 +86,8 @@ async def create_completion(request: Request) -> Response:
     arrival_time_s = time.monotonic()
     body = await read_body(request, service.config)
     completion = await service.prepare(len(body), partial(_prepare, service, body, arrival_time_s))
-    renamed = {"grammar": completion.grammar_field or "grammar"}
-    await service.check_grammar(completion.generation, renamed)
-    service.admit(request, completion.generation, renamed)
+    await service.check_grammar(request, completion.generation, completion.schemas, {})
+    service.admit(request, completion.generation, {"grammar": completion.schemas.field or "grammar"})
     headers = {"X-Request-Id": completion.request_id}
     if completion.is_streamed:
         return EventStreamResponse(_events(completion), completion.generation, headers)
@@ -108,7 +107,8 @@ def prepare_completion(
     """A decoded request's generation, admitted nowhere yet. Raises `ApiError`."""
     service.check_model(asked.model)
     has_usage, has_running_usage = stream_flags(asked)
-    grammar = answer_grammar(asked, closes_schemas=service.config.close_schemas)
+    schemas = RequestSchemas(closes=service.config.close_schemas)
+    grammar = answer_grammar(asked, schemas)
     params = completion_params(asked, service.default_sampling, service.tokenizer, grammar=grammar)
     if asked.stream and asked.prompt_logprobs is not None:
         raise invalid("prompt_logprobs", "prompt_logprobs are not sent in a stream; echo with logprobs is.")
@@ -134,7 +134,7 @@ def prepare_completion(
         request_id=request_id,
         created=int(time.time()),
         generation=generation,
-        grammar_field=grammar_field(asked),
+        schemas=schemas,
         prompts=prompts,
         echoes=echoes,
         drops_output=asked.max_tokens == 0,

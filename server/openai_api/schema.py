@@ -29,6 +29,9 @@ Schema's does not.)"""
 RequestId = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$(?!\n)")]
 """What a client calls its request: safe in a header, a path and a log line."""
 
+MAX_TOOLS = 128
+"""Functions of a request."""
+
 MAX_BAD_WORDS = 128
 MAX_GRAMMAR_CHARACTERS = 64 * 1024
 """A regular expression or a grammar in a request."""
@@ -59,14 +62,19 @@ class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     """Any text: what happens anyway."""
 
 
-class JsonObjectFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
-    """Some JSON object."""
+class JsonObjectFormat(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="type", tag="json_object"
+):
+    """Some JSON object; with a schema (llama.cpp's and others' field), JSON that this accepts."""
+
+    schema: dict[str, Any] | None = None
 
 
 class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """schema: absent, any JSON object. strict: true or not, an answer follows the schema."""
+    """schema: absent, any JSON object. strict: whether objects that name their properties have no others; an answer
+    follows the schema in any case. name: OpenAI asks for one; it says nothing here."""
 
-    name: Name
+    name: Name | None = None
     description: str | None = None
     schema: dict[str, Any] | None = None
     strict: bool | None = None
@@ -181,7 +189,7 @@ class AllowedTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Only these of the request's tools may be called ("auto"); one of them must be ("required")."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[AllowedTool], msgspec.Meta(min_length=1, max_length=128)]
+    tools: Annotated[list[AllowedTool], msgspec.Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
 class AllowedToolsChoice(
@@ -264,7 +272,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
-    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=128)] | None = None
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: ReasoningEffort | None = None
@@ -335,7 +343,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_token_strs: bool | None = None
-    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=128)] | None = None
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

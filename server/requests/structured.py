@@ -1,15 +1,15 @@
-"""From a request's `response_format` and `structured_outputs` to the engine's grammar."""
+"""From a request's `response_format` and `structured_outputs` to the engine's grammar; what becomes of its schemas."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from runtime.engine.errors import RequestError
+from runtime.engine.grammar.compiler import GrammarChecker
 from runtime.engine.grammar.grammar import Grammar, parse_json
-from runtime.engine.grammar.strictness import closed
+from runtime.engine.grammar.json_schema import prepared
 from runtime.engine.grammar.structured_outputs import StructuredOutputsParams
 from server.errors import ApiError, invalid
 from server.openai_api.schema import (
@@ -20,18 +20,65 @@ from server.openai_api.schema import (
 )
 
 
-def answer_grammar(request: GenerationRequest, *, closes_schemas: bool) -> Grammar | None:
-    """What the answer's content has to look like; None: nothing in particular.
+class RequestSchemas:
+    """The JSON schemas of a request that its grammar is made of, by their places in the request.
 
-    Raises `ApiError` 400 where two fields ask for different things, and where a text is too long; whether the grammar
-    can be compiled is `check_grammar`'s to say.
+    field    of the request that asks for a grammar; None: none does
+    closes   objects that declare properties and do not say whether they may have further ones have none
+    ignored  formats to which no answer is held, as `X-Xserv-Ignored` names them
+    closed   where schemas stand of which objects were closed
     """
-    field = grammar_field(request)
+
+    def __init__(self, *, closes: bool) -> None:
+        self.field: str | None = None
+        self._closes = closes
+        self._taken: dict[str, dict[str, Any]] = {}
+        self.ignored: list[str] = []
+        self.closed: list[str] = []
+
+    def take(self, place: str, schema: Any, strict: bool | None = None) -> dict[str, Any]:
+        """The schema as a grammar has it. Raises `ApiError` 400 that names the place."""
+        try:
+            ready = prepared(schema, closes=self._closes if strict is None else strict)
+        except RequestError as error:
+            raise _placed(error, place) from None
+        if ready.schema is False:
+            raise invalid(place, f"{place}: no value is of this schema", "invalid_grammar")
+        self.ignored += [f"{place}.{name}" for name in ready.ignored]
+        self.closed += [place] if ready.num_closed else []
+        taken = {} if ready.schema is True else ready.schema
+        if taken.keys() == {"$ref", "$defs"}:
+            taken = {**taken["$defs"][taken["$ref"].rpartition("/")[2]], "$defs": taken["$defs"]}
+        self._taken[place] = taken
+        return taken
+
+    def at_fault(self, checker: GrammarChecker) -> ApiError | None:
+        """Of a grammar that is refused, the schema that is refused by itself."""
+        for place, schema in self._taken.items():
+            try:
+                checker.check(schema_grammar(schema))
+            except RequestError as error:
+                return _placed(error, place)
+        return None
+
+
+def schema_grammar(schema: dict[str, Any]) -> Grammar:
+    """Raises `RequestError` where it is too long."""
+    return Grammar(kind="json_schema", text=msgspec.json.encode(schema).decode())
+
+
+def answer_grammar(request: GenerationRequest, schemas: RequestSchemas) -> Grammar | None:
+    """What the answer's content has to look like; None: nothing in particular. `schemas` gets its schema.
+
+    Raises `ApiError` 400 where two fields ask for different things, and for a schema that cannot be promised; whether
+    the grammar can be compiled is `check_grammar`'s to say.
+    """
+    schemas.field = field = grammar_field(request)
     try:
         if field == "structured_outputs":
             assert request.structured_outputs is not None
-            return _structured_outputs(request.structured_outputs, closes_schemas)
-        return None if field is None else _response_format(request, closes_schemas)
+            return _structured_outputs(request.structured_outputs, schemas)
+        return None if field is None else _response_format(request, schemas)
     except RequestError as error:
         is_named = (error.param or "").startswith("structured_outputs.")
         raise refused(error, error.param if is_named else field) from None
@@ -57,19 +104,27 @@ def refused(error: RequestError, field: str | None) -> ApiError:
     return invalid(field, str(error), error.code or "invalid_value")
 
 
-def _response_format(request: GenerationRequest, closes_schemas: bool) -> Grammar:
+def _placed(error: RequestError, place: str) -> ApiError:
+    """The same with the request's name of what the engine calls "grammar"."""
+    param = place + (error.param or "").removeprefix("grammar")
+    return invalid(param, place + str(error).removeprefix("grammar"), error.code or "invalid_value")
+
+
+def _response_format(request: GenerationRequest, schemas: RequestSchemas) -> Grammar:
     wanted = request.response_format
-    if not isinstance(wanted, JsonSchemaFormat) or wanted.json_schema.schema is None:
-        return Grammar(kind="json_object")
-    strict = wanted.json_schema.strict
-    return _json_schema(wanted.json_schema.schema, closes_schemas if strict is None else strict)
+    if isinstance(wanted, JsonObjectFormat) and wanted.schema is not None:
+        return schema_grammar(schemas.take("response_format.schema", wanted.schema))
+    if isinstance(wanted, JsonSchemaFormat) and wanted.json_schema.schema is not None:
+        form = wanted.json_schema
+        return schema_grammar(schemas.take("response_format.json_schema.schema", form.schema, form.strict))
+    return Grammar(kind="json_object")
 
 
-def _structured_outputs(wanted: StructuredOutputs, closes_schemas: bool) -> Grammar:
-    grammar = StructuredOutputsParams(**msgspec.structs.asdict(wanted)).as_grammar()
-    is_schema = grammar.kind == "json_schema"
-    return _json_schema(parse_json(grammar), True) if is_schema and closes_schemas else grammar
-
-
-def _json_schema(schema: Mapping[str, Any], is_closed: bool) -> Grammar:
-    return Grammar(kind="json_schema", text=msgspec.json.encode(closed(schema) if is_closed else schema).decode())
+def _structured_outputs(wanted: StructuredOutputs, schemas: RequestSchemas) -> Grammar:
+    given = {name: value for name, value in msgspec.structs.asdict(wanted).items() if value is not None}
+    if given.keys() != {"json"}:
+        return StructuredOutputsParams(**given).as_grammar()
+    schema = given["json"]
+    if isinstance(schema, str):
+        schema = parse_json(Grammar(kind="json_schema", text=schema))
+    return schema_grammar(schemas.take("structured_outputs.json", schema))

@@ -8,12 +8,14 @@ import msgspec
 
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.grammar import Grammar
-from runtime.engine.grammar.strictness import closed
+from runtime.engine.grammar.json_schema import TYPES
 from runtime.text.formats import AnswerFormat
 from runtime.text.tools.grammar import marker_ids, tool_grammar
 from runtime.text.tools.notation import Notation
+from runtime.text.tools.schema_types import types_of
 from server.errors import below, invalid
 from server.openai_api.schema import AllowedToolsChoice, ChatCompletionRequest, NamedToolChoice, Tool
+from server.requests.structured import RequestSchemas
 from server.transport.body import schema_error
 from tokenizer import Tokenizer
 
@@ -53,10 +55,10 @@ def forced_calls(
     tools: list[dict[str, Any]] | None,
     answer_format: AnswerFormat,
     tokenizer: Tokenizer | None,
-    *,
-    closes_schemas: bool,
+    schemas: RequestSchemas,
 ) -> Grammar:
-    """The grammar of the calls that the request forces. Raises `ApiError` 400."""
+    """The grammar of the calls that the request forces; `schemas` gets the tools'. Raises `ApiError` 400."""
+    schemas.field = "tool_choice"
     if not tools:
         raise invalid("tool_choice", "tool_choice asks for a call, and there are no tools.")
     choice = request.tool_choice
@@ -71,31 +73,51 @@ def forced_calls(
             'none"; tool_choice can be "none" or "auto".',
             "unsupported_value",
         )
-    text = calls_text(request, tools, notation, tokenizer, named=named, closes_schemas=closes_schemas)
+    places = {id(tool): f"tools[{i}].function.parameters" for i, tool in enumerate(request.tools or ())}
+    taken = []
+    for tool in tools:
+        function = tool["function"]
+        if function.get("parameters") is not None and named in (None, function["name"]):
+            ready = schemas.take(places[id(tool)], function["parameters"], function.get("strict"))
+            tool = {**tool, "function": {**function, "parameters": ready}}
+        taken.append(tool)
     try:
-        return Grammar(kind="lark", text=text)
+        return Grammar(kind="lark", text=_calls_text(request, taken, notation, tokenizer, named))
     except RequestError as error:
         raise invalid("tool_choice", str(error), error.code or "invalid_value") from None
 
 
-def calls_text(
+def free_calls_text(
+    request: ChatCompletionRequest, tools: list[dict[str, Any]], notation: Notation, tokenizer: Tokenizer | None
+) -> str:
+    """The grammar, in Lark's notation, of calls that nobody forces. They are held to the notation and to the tools'
+    names, not to the tools' schemas."""
+    free = []
+    for tool in tools:
+        function = tool["function"]
+        parameters = function.get("parameters")
+        declared = _properties_of(parameters) if notation.form.arguments != "json" else {}
+        schema = {"type": "object"} | ({"properties": declared} if declared else {})
+        free.append({**tool, "function": {**function, "parameters": schema}})
+    return _calls_text(request, free, notation, tokenizer, None)
+
+
+def _properties_of(parameters: Any) -> dict[str, Any]:
+    """Each property with nothing but its types, by which a notation writes it."""
+    declared = parameters.get("properties") if isinstance(parameters, dict) else None
+    properties = {}
+    for name, schema in (declared if isinstance(declared, dict) else {}).items():
+        types = sorted(types_of(schema, parameters))
+        properties[name] = {"type": types} if types and set(types) <= set(TYPES) else {}
+    return properties
+
+
+def _calls_text(
     request: ChatCompletionRequest,
     tools: list[dict[str, Any]],
     notation: Notation,
     tokenizer: Tokenizer | None,
-    *,
-    named: str | None = None,
-    closes_schemas: bool,
+    named: str | None,
 ) -> str:
-    """The grammar of calls in Lark's notation, the schemas closed where `strict` asks for that."""
-    tools = [_strict(tool, closes_schemas) for tool in tools]
     parallel = request.parallel_tool_calls is not False
     return tool_grammar(notation, tools, named, parallel, marker_ids(notation, tokenizer))
-
-
-def _strict(tool: dict[str, Any], closes_schemas: bool) -> dict[str, Any]:
-    function = tool["function"]
-    strict = function.get("strict")
-    if not (closes_schemas if strict is None else strict) or function.get("parameters") is None:
-        return tool
-    return {**tool, "function": {**function, "parameters": closed(function["parameters"])}}

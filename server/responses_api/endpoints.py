@@ -23,7 +23,7 @@ from server.openai_api.schema import Message
 from server.requests.collect import take_whole
 from server.requests.generation import GenerationError, Piece
 from server.responses_api.input import input_messages
-from server.responses_api.namespaces import flat_tools
+from server.responses_api.namespaces import flat_tools, names_of_tools
 from server.responses_api.objects import (
     ErrorEvent,
     Event,
@@ -133,9 +133,9 @@ async def create_response(request: Request) -> HttpResponse:
         before = stored.conversation
     work = partial(_prepare, service, tenant, asked, before, body.ignored, arrival_time_s)
     running = await service.prepare_conversation(body, work)
-    renamed_fields = _renamed_fields(running.chat)
-    await service.check_grammar(running.chat.generation, renamed_fields)
-    service.admit(request, running.chat.generation, renamed_fields)
+    names = RENAMED | names_of_tools(asked.tools or ())
+    await service.check_grammar(request, running.chat.generation, running.chat.schemas, names)
+    service.admit(request, running.chat.generation, _renamed_fields(running.chat))
     headers = {"X-Request-Id": running.response.id}
     service.running_responses[tenant, running.response.id] = running
     running.chat.generation.on_close.append(partial(service.running_responses.pop, (tenant, running.response.id)))
@@ -163,11 +163,11 @@ def _prepare(
     ignored += items.ignored
     conversation = [*before, *items.messages]
     response_id = f"resp_{uuid4().hex}"
-    names: dict[str, str] = {}
+    names = names_of_tools(asked.tools or ())
     try:
         tools, namespaced = flat_tools(asked.tools or ())
         request = chat_request(asked, conversation, tools)
-        names = names_of_items(items, len(request.messages))
+        names |= names_of_items(items, len(request.messages))
         chat = prepare_chat(service, tenant, request, response_id, arrival_time_s)
     except ApiError as error:
         raise in_own_names(error, names) from None
@@ -188,7 +188,7 @@ def _prepare(
 
 def _renamed_fields(chat: Chat) -> dict[str, str]:
     """The engine's names to the request's."""
-    field = chat.grammar_field or "grammar"
+    field = chat.schemas.field or "grammar"
     return {"prompt": "input", "logprobs": "top_logprobs", **RENAMED, "grammar": RENAMED.get(field, field)}
 
 

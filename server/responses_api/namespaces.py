@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from server.errors import invalid
-from server.openai_api.schema import MAX_NAME_CHARACTERS
-from server.responses_api.schema import MAX_TOOLS, FunctionTool, NamespaceTool, ResponsesTool
+from server.openai_api.schema import MAX_NAME_CHARACTERS, MAX_TOOLS
+from server.responses_api.schema import FunctionTool, NamespaceTool, ResponsesTool
 
 Names = Mapping[str, tuple[str, str]]
 """The model's name of a function: its namespace, and its name there."""
@@ -44,6 +44,11 @@ def flat_tools(tools: Iterable[ResponsesTool]) -> tuple[list[dict[str, Any]], Na
     if len(flat) > MAX_TOOLS:
         raise invalid("tools", f"tools must have at most {MAX_TOOLS} functions, got {len(flat)}.")
     return flat, names
+
+
+def names_of_tools(tools: Iterable[ResponsesTool]) -> dict[str, str]:
+    """A chat's names of the functions to those that they have here."""
+    return {f"tools[{i}].function": path for i, (path, _, _) in enumerate(_functions(tools))}
 
 
 def _functions(tools: Iterable[ResponsesTool]) -> Iterator[tuple[str, NamespaceTool | None, FunctionTool]]:

@@ -47,6 +47,7 @@ RENAMED = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
     "reasoning_effort": "reasoning.effort",
 }
 """A chat's fields by the names that they have here."""

@@ -10,6 +10,7 @@ import msgspec
 
 from runtime.sampling_table import COLUMNS
 from server.openai_api.schema import (
+    MAX_TOOLS,
     Int,
     JsonObjectFormat,
     Name,
@@ -25,8 +26,8 @@ class NamedJsonSchemaFormat(
 ):
     """`response_format`'s json_schema without its inner object."""
 
-    name: Name
     schema: dict[str, Any]
+    name: Name | None = None
     description: str | None = None
     strict: bool | None = None
 
@@ -54,10 +55,6 @@ class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     description: str | None = None
-
-
-MAX_TOOLS = 128
-"""Functions of a request, those in namespaces included."""
 
 
 class NamespaceTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="namespace"):

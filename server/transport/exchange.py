@@ -34,6 +34,7 @@ class Exchange:
     send          the server's own `send`: what lies between looks only at how an answer begins, so a stream may send
                   its body past it
     ignored       fields of the request that have no effect
+    closed        its schemas of which objects were closed
     generation, meter  what it asked the engine for, and what came
     """
 
@@ -44,6 +45,7 @@ class Exchange:
     tenant: str | None = None
     status: int = 0
     ignored: list[str] = field(default_factory=list)
+    closed: list[str] = field(default_factory=list)
     generation: Generation | None = None
     meter: RequestMeter | None = None
 

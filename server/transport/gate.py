@@ -113,13 +113,15 @@ def _begin(exchange: Exchange, message: Message, scope: Scope) -> None:
         headers.append((b"request-id", exchange.answered_id.encode("latin-1")))
     if exchange.ignored:
         headers.append((b"x-xserv-ignored", _header_text(exchange.ignored)))
+    if exchange.closed:
+        headers.append((b"x-xserv-closed-schemas", _header_text(exchange.closed)))
     message["headers"] = headers
 
 
-MAX_IGNORED_LENGTH = 1024
+MAX_LISTED_LENGTH = 1024
 """Characters of the names that an answer's header lists."""
 
-_NO_NAME = re.compile(r"[^A-Za-z0-9_.\[\]$-]")
+_NO_NAME = re.compile(r"[^A-Za-z0-9_.\[\]$=-]")
 
 
 def _header_text(names: list[str]) -> bytes:
@@ -127,7 +129,7 @@ def _header_text(names: list[str]) -> bytes:
     listed, length = [], 0
     for name in dict.fromkeys(_NO_NAME.sub("?", name[:200]) for name in names[:1000]):
         length += len(name) + 2
-        if length > MAX_IGNORED_LENGTH:
+        if length > MAX_LISTED_LENGTH:
             listed.append("...")
             break
         listed.append(name)

@@ -9,15 +9,20 @@ work for its lexer, the work for one mask. It recurses along chains of rules, he
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
+from runtime.engine.errors import RequestError
 from runtime.engine.grammar.deep_stack import on_deep_stack
-from runtime.engine.grammar.grammar import Grammar, grammar_error
+from runtime.engine.grammar.grammar import Grammar, grammar_error, parse_json
+from runtime.engine.grammar.json_schema import prepared
 from runtime.engine.grammar.lark import lark_of
 from runtime.engine.grammar.limits import check_limits
 from runtime.engine.grammar.matcher import GrammarMatcher
+from runtime.engine.grammar.schema_places import place_in, schema_error
 from runtime.engine.grammar.trial import fails
 
 if TYPE_CHECKING:
@@ -29,6 +34,8 @@ NUM_REMEMBERED = 256
 """Grammars that were found good, of which a checker knows that they are."""
 ANSWER_MARGIN = 3
 """How many times more an answer's masks may take than those of a trial: what is admitted is followed to its end."""
+MAX_PLACES_TRIED = 256
+"""Schemas within one that are tried by themselves, to find which of them is at fault."""
 MAX_MESSAGE_LENGTH = 400
 """Characters of what llguidance says of a grammar that are handed on."""
 
@@ -37,7 +44,28 @@ def check_grammar(grammar: Grammar, vocabulary: Vocabulary) -> None:
     """Raises ``RequestError`` (param "grammar") where the grammar is too large, too deep, wrong, asks for what cannot
     be promised, or takes too much work to compile."""
     check_limits(grammar)
-    _matcher(grammar, vocabulary, is_trial=True)
+    try:
+        _matcher(grammar, vocabulary, is_trial=True)
+    except RequestError as error:
+        if grammar.kind != "json_schema" or error.param != "grammar":
+            raise
+        raise _placed(error, grammar, vocabulary) from None
+
+
+def _placed(error: RequestError, grammar: Grammar, vocabulary: Vocabulary) -> RequestError:
+    """The same error with the place of the innermost schema that has it by itself, so far as that is found soon."""
+    schema = prepared(parse_json(grammar))
+    definitions = schema.schema.get("$defs", {}) if isinstance(schema.schema, dict) else {}
+    for place, node in schema.nodes[:MAX_PLACES_TRIED]:
+        alone = Grammar(kind="json_schema", text=json.dumps({**node, "$defs": definitions}))
+        try:
+            _matcher(alone, vocabulary)
+        except RequestError as inner:
+            if str(inner) == str(error):
+                keyword = next((name for name in ("pattern", "format") if name in node), "")
+                reason = str(error).removeprefix("grammar: ")
+                return schema_error(place_in(place, keyword) if keyword else place, reason)
+    return error
 
 
 class GrammarChecker:
@@ -112,6 +140,12 @@ def _limits(margin: int) -> LLParserLimits:
 
 
 def readable(message: str) -> str:
-    """The first line of what llguidance says: with its reason, without the place in a text that is not the user's."""
-    first = message.split("\n", 1)[0].removeprefix("at 1(8): ")
-    return first[:MAX_MESSAGE_LENGTH]
+    """What llguidance says, in one line: with its reason, without the place in a text that is not the user's."""
+    lines = message.removeprefix("at 1(8): ").split("\n")
+    kept = [line.strip() for line in lines if not _OF_PLACES.match(line)]
+    text = " ".join(kept).removeprefix("failed to compile JSON schema: ").strip()
+    return _UNTOLD.get(text, text)[:MAX_MESSAGE_LENGTH] or "no text can be of it"
+
+
+_OF_PLACES = re.compile(r"\s*(\d+ \||\^+\s*$)")
+_UNTOLD = {"NoExtensionBias": "no text can be of it"}

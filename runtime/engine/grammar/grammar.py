@@ -25,7 +25,9 @@ MAX_SCHEMA_NODES = 20_000
 MAX_ENUM_VALUES = 1000
 MAX_CHOICES = 1000
 MAX_REPEATS = 10_000
-"""The highest number of items, characters or properties that a schema may bound by."""
+"""The highest number of items, characters or properties that a schema may ask for at least."""
+MAX_MAXIMUM = 1_000_000
+"""The same for what there may be at most: no answer comes to more, so that a higher bound is none."""
 
 
 class Grammar(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from runtime.engine.grammar.grammar import Grammar, grammar_error, parse_json
+from runtime.engine.grammar.json_schema import prepared
 from runtime.engine.grammar.schema_formats import with_narrow_formats
 
 _TOKENS = re.compile(r'(?:\#|//)[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?P<json>%json\b)')
@@ -18,7 +19,7 @@ _JSON_OPTIONS: dict[str, Any] = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
     "key_separator": ": ?",
-    # No \uXXXX: else a key has two spellings, and can come twice.
+    # No \uXXXX unless it has to be: else a key has two spellings, and can come twice.
     "json_allowed_escapes": 'nrbtf\\"',
     "coerce_one_of": False,
     "lenient": False,
@@ -74,6 +75,26 @@ def _with_options(text: str) -> str:
     return "".join(pieces) + text[position:]
 
 
-def _embedded(schema: dict[str, Any]) -> str:
+def _embedded(schema: Any) -> str:
     """A schema as a part of a grammar: no white space but for one blank behind a comma or a colon."""
-    return f"%json {json.dumps({**with_narrow_formats(schema), 'x-guidance': _JSON_OPTIONS})}"
+    ready = prepared(schema)
+    if ready.schema is False:
+        raise grammar_error("no value is of this schema")
+    options = _JSON_OPTIONS
+    if ready.has_control_characters:
+        options = options | {"json_allowed_escapes": f"u{options['json_allowed_escapes']}"}
+        for _, node in ready.nodes:
+            _hold_spelling(node)
+    text = {} if ready.schema is True else with_narrow_formats(ready.schema)
+    return f"%json {json.dumps({**text, 'x-guidance': options})}"
+
+
+def _hold_spelling(node: dict[str, Any]) -> None:
+    """Where \\uXXXX is allowed, llguidance lets every character of a further key be written so, and a declared key come
+    again in that way. Under `patternProperties` it does not."""
+    further = node.get("additionalProperties", True)
+    if further is False or not node.keys() & {"properties", "required"}:
+        return
+    if "patternProperties" in node:
+        raise grammar_error("patternProperties with further keys cannot stand beside texts with control characters")
+    node["patternProperties"], node["additionalProperties"] = {"^(?s:.*)$": further}, False

@@ -7,14 +7,16 @@ from typing import Any
 import msgspec
 
 from runtime.engine.errors import RequestError
-from runtime.engine.grammar.grammar import Grammar
+from runtime.engine.grammar.grammar import Grammar, parse_json
+from runtime.engine.grammar.json_schema import prepared
 from runtime.engine.option_names import KnownOptions
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, tag=True, metaclass=KnownOptions):
     """What an answer has to be; exactly one of
 
-    json         a value of this JSON schema, given as a mapping or as JSON
+    json         a value of this JSON schema, given as a mapping or as JSON; an object that names its properties has no
+                 others, unless `additionalProperties` says so
     regex        a text that the regular expression matches from end to end
     choice       one of these texts
     grammar      a text of a context-free grammar in Lark's notation
@@ -45,7 +47,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, tag=Tru
             if not isinstance(self.json, (str, dict)):
                 raise _wrong("json", "a schema, or its text", self.json)
             text = self.json if isinstance(self.json, str) else msgspec.json.encode(self.json).decode()
-            return Grammar(kind="json_schema", text=text)
+            ready = prepared(parse_json(Grammar(kind="json_schema", text=text)), closes=True)
+            return Grammar(kind="json_schema", text=msgspec.json.encode(ready.schema).decode())
         if self.choice is not None:
             if not isinstance(self.choice, (list, tuple)) or not all(isinstance(text, str) for text in self.choice):
                 raise _wrong("choice", "a list of texts", self.choice)

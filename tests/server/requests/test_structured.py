@@ -169,12 +169,21 @@ def test_a_forced_tool_call(http: httpx.Client, choice: Any, names: set[str]) ->
         jsonschema.validate(json.loads(call["function"]["arguments"]), TOOLS[0]["function"]["parameters"])
 
 
+PLACE = "response_format.json_schema.schema"
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"response_format": json_schema({"not": {}})}, "response_format", "not"),
-        ({"response_format": json_schema({"type": "array", "uniqueItems": True})}, "response_format", "uniqueItems"),
-        ({"response_format": json_schema({"$ref": "http://localhost/x"})}, "response_format", "http://localhost/x"),
+        ({"response_format": json_schema({"not": {}})}, PLACE, "no value"),
+        ({"response_format": json_schema({"items": {"uniqueItems": True}})}, f"{PLACE}.items.uniqueItems", "unique"),
+        ({"response_format": json_schema({"$ref": "http://localhost/x"})}, f"{PLACE}.$ref", "http://localhost/x"),
+        ({"structured_outputs": {"json": {"type": "banana"}}}, "structured_outputs.json.type", "array, object"),
+        (
+            {"guided_json": {"properties": {"a": {"anyOf": [{"type": "null"}, {"pattern": "(a"}]}}}},
+            "structured_outputs.json.properties.a.anyOf[1].pattern", "unclosed group",
+        ),
+        ({"response_format": {"type": "json_object", "schema": {"type": 3}}}, "response_format.schema.type", "3"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "regex"),
         ({"structured_outputs": {"grammar": "begin: x"}}, "structured_outputs", "start"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs", "JSON"),
@@ -222,3 +231,61 @@ def test_a_complete_text_without_an_end_of_sequence_has_all_its_log_probabilitie
     assert choice["finish_reason"] == "stop"
     assert choice["message"]["content"] == "abcdef"
     assert "".join(entry["token"] for entry in choice["logprobs"]["content"]) == "abcdef"
+
+
+def test_headers_name_what_became_of_a_schema(http: httpx.Client) -> None:
+    """On every way in, streamed or not; with the names that the field has there."""
+    schema = {"properties": {"p": {"enum": ["a"], "format": "file-path"}}, "required": ["p"]}
+    fields: Any
+    for path, fields, place in (
+        ("/v1/chat/completions", {"response_format": json_schema(schema), "stream": True}, PLACE),
+        ("/v1/chat/completions", {"guided_json": schema}, "structured_outputs.json"),
+        (
+            "/v1/chat/completions",
+            {"response_format": {"type": "json_object", "schema": schema}},
+            "response_format.schema",
+        ),
+        ("/v1/completions", {"prompt": "a", "response_format": json_schema(schema)}, PLACE),
+        (
+            "/v1/responses",
+            {"input": "a", "text": {"format": {"type": "json_schema", "schema": schema}}, "stream": True},
+            "text.format.schema",
+        ),
+        (
+            "/v1/messages",
+            {"max_tokens": 9, "output_config": {"format": {"type": "json_schema", "schema": schema}}},
+            "output_config.format.schema",
+        ),
+        ("/api/chat", {"format": schema, "stream": False}, "format"),
+        (
+            "/v1/responses",
+            {
+                "input": "a",
+                "tools": [{"type": "function", "name": "f", "parameters": schema}],
+                "tool_choice": "required",
+            },
+            "tools[0].parameters",
+        ),
+        (
+            "/v1/messages",
+            {"max_tokens": 9, "tools": [{"name": "f", "input_schema": schema}], "tool_choice": {"type": "any"}},
+            "tools[0].input_schema",
+        ),
+    ):
+        chats = {} if "prompt" in fields or "input" in fields else {"messages": [{"role": "user", "content": "a"}]}
+        response = http.post(path, json={"model": "xserv-demo", **chats, **fields})
+        assert response.status_code == 200, response.text
+        assert response.headers["x-xserv-ignored"].split(", ")[-1] == f"{place}.properties.p.format=file-path"
+        assert response.headers["x-xserv-closed-schemas"] == place
+    strict = {"type": "json_schema", "json_schema": {"schema": schema, "strict": False}}
+    assert "x-xserv-closed-schemas" not in chat(http, response_format=strict, max_tokens=5).headers
+
+
+@pytest.mark.parametrize("fields", [{}, {"response_format": {"type": "json_object"}}])
+def test_a_tools_schema_is_no_grammar_where_nobody_forces_a_call(http: httpx.Client, fields: dict[str, Any]) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "banana", "pattern": "("}}}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    assert chat(http, tools=tools, max_tokens=5, **fields).status_code == 200
+    error = refusal(chat(http, tools=tools, tool_choice="required"))
+    assert error["param"] == "tools[2].function.parameters.properties.a.type"
+    assert re.search("'banana'.*integer", error["message"])

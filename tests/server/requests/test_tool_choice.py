@@ -236,14 +236,14 @@ def test_strict_closes_what_does_not_say_that_it_is_open(engine: ThreadEngineCli
                 found.add("more")
         return found
 
-    assert keys(client, strict=True) == {"city", "days"}
-    assert keys(client) != {"city", "days"}
-    with serving(engine, close_schemas=True) as closing:
-        assert keys(closing) == {"city", "days"}
-        assert keys(closing, strict=False) != {"city", "days"}
-        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": PARAMETERS}}
-        answer = ask(closing, tools=None, parallel_tool_calls=None, response_format=form, temperature=1.5)
-        jsonschema.validate(json.loads(answer.choices[0].message.content), CLOSED)
+    assert keys(client) == keys(client, strict=True) == {"city", "days"}
+    assert keys(client, strict=False) != {"city", "days"}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": PARAMETERS}}
+    answer = ask(client, tools=None, parallel_tool_calls=None, response_format=form, temperature=1.5)
+    jsonschema.validate(json.loads(answer.choices[0].message.content), CLOSED)
+    with serving(engine, close_schemas=False) as opening:
+        assert keys(opening, strict=True) == {"city", "days"}
+        assert keys(opening) != {"city", "days"}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -257,8 +257,8 @@ def test_a_grammar_that_is_too_large_is_refused_with_the_reason(client: openai.O
     short = {"truncate_prompt_tokens": 64}
     fields: Any
     for fields, param in (
-        ({"tools": [tool("f", parameters=schema)], "tool_choice": "required"}, "tool_choice"),
-        ({"tools": None, "parallel_tool_calls": None, "response_format": form}, "response_format"),
+        ({"tools": [tool("f", parameters=schema)], "tool_choice": "required"}, "tools[0].function.parameters"),
+        ({"tools": None, "parallel_tool_calls": None, "response_format": form}, "response_format.json_schema.schema"),
     ):
         with pytest.raises(openai.BadRequestError, match="items; max is") as refused:
             ask(client, stream=stream, extra_body=short, **fields)

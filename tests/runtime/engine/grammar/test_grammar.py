@@ -12,9 +12,12 @@ import pytest
 
 from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
+from runtime.engine.grammar.compiler import compile_grammar
 from runtime.engine.grammar.grammar import Grammar
+from runtime.engine.grammar.vocabulary import Vocabulary
 from runtime.engine.sampling_params import SamplingParams
 from runtime.llm import LLM, RequestOutput
+from tokenizer import Tokenizer
 
 PERSON: dict[str, Any] = {
     "type": "object",
@@ -189,3 +192,21 @@ def test_no_vocabulary_is_built_without_a_grammar() -> None:
         engine: Engine = fresh.client._engine  # type: ignore[attr-defined]
         assert engine.vocabulary is not None
         assert engine.vocabulary._vocabulary is None
+
+
+@pytest.mark.parametrize(
+    "value", ["hello\x00there", "\x1f\x7f", "a\nb\t", "\u2028é😀", {"a\x01": ["\x02", 0.1, 2**53, None, -1.5]}, 10**25]
+)
+@pytest.mark.parametrize("keyword", ["const", "enum"])
+def test_a_constant_comes_as_it_is(value: Any, keyword: str, vocabulary: Vocabulary, tokenizer: Tokenizer) -> None:
+    schema = {"properties": {"a": {keyword: value if keyword == "const" else [value]}}, "required": ["a"]}
+    written = json.dumps({"a": value}, ensure_ascii=False).replace("\x7f", "\\u007f")
+    for text, is_taken in (
+        (written, True),
+        ('{"a": "hellothere"}', False),
+        (f'{written[:-1]}, "\\u0061": 1}}', False),  # the key again, in another spelling
+        (f'{written[:-1]}, "b": 1}}', True),
+    ):
+        (matcher,) = compile_grammar(Grammar(kind="json_schema", text=json.dumps(schema)), vocabulary, 1)
+        ids = tokenizer.encode(text)
+        assert (matcher.num_allowed(ids) == len(ids)) == is_taken, text

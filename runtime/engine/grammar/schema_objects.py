@@ -1,0 +1,233 @@
+"""Which keys an object of a JSON schema may have, and what stands under them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from runtime.engine.grammar.grammar import MAX_ENUM_VALUES
+from runtime.engine.grammar.schema_formats import NAME_PATTERNS
+from runtime.engine.grammar.schema_patterns import patterns_of
+from runtime.engine.grammar.schema_places import (
+    NO_PROMISE,
+    Prepared,
+    Schema,
+    as_list,
+    place_in,
+    schema_error,
+    take_counts,
+)
+from runtime.engine.grammar.schema_references import References
+
+IN_PLACE = ("anyOf", "oneOf", "allOf", "$ref", "$dynamicRef", "$recursiveRef", "if", "then", "else", "dependentSchemas")
+"""Keywords of schemas that hold for the same value."""
+_SAYS_WHICH_KEYS = ("additionalProperties", "unevaluatedProperties", "patternProperties")
+
+
+class ObjectKeywords:
+    """
+    prepare     a subschema, its place, and whether it is a part of what declares an object's properties
+    references  of the whole schema
+    notes       get what is found
+    closes      an object that declares properties and does not say whether it may have further ones has none
+    """
+
+    def __init__(
+        self, prepare: Callable[[Any, str, bool], Schema], references: References, notes: Prepared, closes: bool
+    ) -> None:
+        self._prepare = prepare
+        self._references = references
+        self._notes = notes
+        self._closes = closes
+        self._names_under_way: set[int] = set()
+
+    def take(
+        self, node: dict[str, Any], found: dict[str, Any], result: dict[str, Any], place: str, is_part: bool
+    ) -> None:
+        """Adds to `result` what the keywords `found` of `node` say."""
+        take_counts(found, result, place, "minProperties", "maxProperties")
+        required = self._required(found, place)
+        parts = self._dependencies(found, place, required)
+        for name in ("properties", "patternProperties"):
+            table = found.get(name)
+            if table is not None and not isinstance(table, dict):
+                raise schema_error(place_in(place, name), f"{name} must be an object of schemas, got {table!r:.60}")
+            if table:
+                for key in table:
+                    self._notes.note_characters(key)
+                written = {key: key if name == "properties" else _key_pattern(key, place) for key in table}
+                result[name] = {
+                    written[key]: self._prepare(each, place_in(place, name, key), False) for key, each in table.items()
+                }
+        if required:
+            result["required"] = list(dict.fromkeys(required))
+            for key in required:
+                self._notes.note_characters(key)
+        further = self._further(node, found, result, place, is_part)
+        if further is not True:
+            result["additionalProperties"] = further
+        if parts:
+            result["allOf"] = [*result.get("allOf", []), *parts]
+        if "propertyNames" in found:
+            self._property_names(found["propertyNames"], result, place)
+        self._check_numbers(result, place)
+
+    def _required(self, found: dict[str, Any], place: str) -> list[str]:
+        required = found.get("required", [])
+        if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+            reason = f"required must be a list of property names, beside properties, got {required!r:.60}"
+            raise schema_error(place_in(place, "required"), reason)
+        return list(required)
+
+    def _dependencies(self, found: dict[str, Any], place: str, required: list[str]) -> list[Schema]:
+        """Those on properties that are there anyway: further names go to `required`, schemas are returned."""
+        parts: list[Schema] = []
+        for name in ("dependentRequired", "dependencies", "dependentSchemas"):
+            table = found.get(name) or {}
+            if not isinstance(table, dict):
+                raise schema_error(place_in(place, name), f"{name} must be an object, got {table!r:.60}")
+            for key, wanted in table.items():
+                where = place_in(place, name, key)
+                further = wanted if isinstance(wanted, list) else []
+                schema = True if isinstance(wanted, list) else self._prepare(wanted, where, True)
+                if key in required and (schema is True or found.get("type") == "object"):
+                    required += further
+                    parts += [] if schema is True else [schema]
+                elif schema is not True or not set(further) <= set(required):
+                    raise schema_error(where, f"{name}, where {key!r:.60} is not required: {NO_PROMISE}")
+        return parts
+
+    def _further(
+        self, node: dict[str, Any], found: dict[str, Any], result: dict[str, Any], place: str, is_part: bool
+    ) -> Schema:
+        """What `additionalProperties` says, or what stands for it."""
+        if "additionalProperties" in found:
+            return self._prepare(found["additionalProperties"], place_in(place, "additionalProperties"), False)
+        unevaluated = found.get("unevaluatedProperties", True)
+        if unevaluated is not True and unevaluated != {}:
+            where = place_in(place, "unevaluatedProperties")
+            names = self._names_of_parts(node)
+            if names is None:
+                raise schema_error(where, f"unevaluatedProperties beside these keywords: {NO_PROMISE}")
+            if names:
+                declared = result.setdefault("properties", {})
+                declared.update({name: True for name in names if name not in declared})
+            return self._prepare(unevaluated, where, False)
+        is_open = is_part or any(found.get(name) for name in _SAYS_WHICH_KEYS) or _has_declaring_parts(found)
+        if self._closes and isinstance(found.get("properties"), dict) and not is_open:
+            self._notes.num_closed += 1
+            return False
+        return True
+
+    def _property_names(self, names: Any, result: dict[str, Any], place: str) -> None:
+        """By other keywords, as far as they can say it."""
+        where = place_in(place, "propertyNames")
+        try:
+            names = self._references.followed(names)
+        except LookupError as error:
+            raise schema_error(where, str(error.args[0])) from None
+        if id(names) in self._names_under_way:
+            raise schema_error(where, f"propertyNames within what they refer to: {NO_PROMISE}")
+        self._names_under_way.add(id(names))
+        wanted = self._prepare(names, where, True)
+        self._names_under_way.discard(id(names))
+        if isinstance(wanted, dict):
+            kinds = wanted.get("type", "string")
+            wanted = wanted if "string" in (kinds if isinstance(kinds, list) else [kinds]) else False
+        if wanted is False:
+            result["maxProperties"] = 0
+            return
+        said = wanted.keys() - {"type"} if isinstance(wanted, dict) else set()
+        if not said or wanted is True:
+            return
+        if said == {"format", "pattern"}:  # one of them can be kept
+            self._notes.ignored.append(f"{place_in(where, 'format')}={wanted['format']}")
+            said = {"pattern"}
+        further = result.get("additionalProperties", True)
+        pattern = _pattern_of(wanted, said)
+        if said <= {"enum", "const"} and "patternProperties" not in result:
+            values = wanted.get("enum", [wanted.get("const")])
+            allowed = {name: further for name in values if isinstance(name, str) and wanted.get("const", name) == name}
+            declared = result.get("properties", {})
+            result["properties"] = {name: each for name, each in (allowed | declared).items() if name in allowed}
+            result["additionalProperties"] = False
+        elif pattern is not None and not result.keys() & {"properties", "patternProperties", "required"}:
+            result["patternProperties"] = {pattern: further}
+            result["additionalProperties"] = False
+        else:
+            raise schema_error(where, f"propertyNames with these keywords: {NO_PROMISE}")
+
+    def _check_numbers(self, result: dict[str, Any], place: str) -> None:
+        """Bounds that hold anyway are left out, and one that keys which come twice could break is refused."""
+        required = result.get("required", [])
+        least, most = result.get("minProperties", 0), result.get("maxProperties")
+        is_closed = result.get("additionalProperties") is False and "patternProperties" not in result
+        if least <= len(required):
+            result.pop("minProperties", None)
+        elif least > len(required) + 1 and not is_closed:
+            reason = f"at most one more than the number of required properties ({len(required)}), got {least}"
+            raise schema_error(place_in(place, "minProperties"), f"minProperties may be {reason}")
+        if most is not None and is_closed and most >= len(result.get("properties", {})):
+            del result["maxProperties"]
+
+    def _names_of_parts(self, node: dict[str, Any]) -> list[str] | None:
+        """The properties of a schema and of its parts in `allOf` and `$ref`; None: it cannot be told."""
+        names: list[str] = []
+        waiting: list[Any] = [node]
+        while waiting:
+            try:
+                each = self._references.followed(waiting.pop())
+            except LookupError:
+                return None
+            if not isinstance(each, dict) or len(names) > MAX_ENUM_VALUES:
+                return None
+            others = (*IN_PLACE, *(_SAYS_WHICH_KEYS if each is not node else ("patternProperties",)))
+            if any(each.get(name) not in (None, [], {}) for name in others if name != "allOf"):
+                return None
+            names += each.get("properties") or {}
+            waiting += as_list(each.get("allOf"))
+        return names
+
+
+def has_several_parts(found: Mapping[str, Any]) -> bool:
+    """Whether what holds for the same value declares properties in more than one place, none of which knows all."""
+    parts: list[Any] = [each for each in as_list(found.get("allOf")) if _may_declare(each)]
+    parts += [name for name in ("anyOf", "oneOf") if any(map(_may_declare, as_list(found.get(name))))]
+    parts += [name for name in IN_PLACE[3:] if name in found]
+    parts += [name for name in ("properties", "patternProperties", "dependencies") if found.get(name)]
+    return len(parts) > 1
+
+
+def _has_declaring_parts(found: Mapping[str, Any]) -> bool:
+    dependencies = found.get("dependencies")
+    return (
+        any(name in found for name in IN_PLACE[3:])
+        or any(_may_declare(each) for name in IN_PLACE[:3] for each in as_list(found.get(name)))
+        or (isinstance(dependencies, dict) and any(map(_may_declare, dependencies.values())))
+    )
+
+
+def _may_declare(schema: Any) -> bool:
+    return isinstance(schema, dict) and any(schema.get(name) for name in ("properties", "patternProperties", *IN_PLACE))
+
+
+def _key_pattern(pattern: str, place: str) -> str:
+    where = place_in(place, "patternProperties", pattern)
+    try:
+        patterns = patterns_of(pattern)
+    except ValueError as error:
+        raise schema_error(where, str(error)) from None
+    if len(patterns) != 1:
+        raise schema_error(where, f"{pattern!r:.200} has look-around, to which a key cannot be held")
+    return patterns[0]
+
+
+def _pattern_of(schema: Any, said: set[str]) -> str | None:
+    """The pattern of all texts that the schema takes, if there is one."""
+    if said == {"pattern"}:
+        return str(schema["pattern"])
+    if said == {"format"}:
+        return NAME_PATTERNS.get(schema["format"])
+    if said and said <= {"minLength", "maxLength"}:
+        return f"^(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})$"
+    return None
