@@ -26,7 +26,7 @@ class Model(ABC):
 
     Attributes:
         prefix: starts the names of all stored tensors but the output head's, in some checkpoints and not in others.
-        renames: beginnings of the names of stored tensors that older files have, and what they are now.
+        renames: parts of the names of stored tensors that other files have (`TensorLayout`), and what they are here.
         harmless: stored tensors whose names match are buffers that the model computes (see `harmless_tensors`).
         config: what `config.json` says.
         dtype: the type that the matrices are kept in; activations are float32 on cpu, of this type on a GPU.

@@ -34,7 +34,8 @@ class ExpertsForm:
         shared: where the expert of all tokens stands.
         has_shared_gate: whether it is multiplied by a gate.
         correction: the vector that is added to scores for the choice alone; "": there is none.
-        stack_order: how all experts' maps may be stored as one tensor; None: they may not.
+        stack_order: how all experts' maps share a tensor, where they are stored as one, as transformers 5 can save any
+            family's.
     """
 
     under: str = "mlp"
@@ -46,7 +47,7 @@ class ExpertsForm:
     shared: str = "shared_expert"
     has_shared_gate: bool = True
     correction: str = ""
-    stack_order: Order | None = None
+    stack_order: Order = "in_runs"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,14 +117,13 @@ class Experts:
         self.router = maker.router(form.router, outputs=count, inputs=hidden, has_bias=form.has_bias)
         self.gate_up = maker.experts(
             form.gate_up, count=count, outputs=(inner, inner), inputs=hidden, has_bias=form.has_bias,
-            stack="gate_up_proj" if form.stack_order else "", stack_order=form.stack_order or "in_runs",
-            split="outputs",
+            stack="gate_up_proj", stack_order=form.stack_order, split="outputs",
         )  # fmt: skip
         # Sums of experts have no segments: in exact mode a rank makes some columns of them whole.
         self.down = maker.experts(
             form.down, count=count, outputs=hidden // num_ranks if self.is_exact else hidden,
             inputs=inner.whole if self.is_exact else inner, has_bias=form.has_bias,
-            stack="down_proj" if form.stack_order else "", split="outputs" if self.is_exact else "inputs",
+            stack="down_proj", split="outputs" if self.is_exact else "inputs",
         )  # fmt: skip
         self.shared: SharedExpert | None = None
         if config.shared_size:

@@ -42,7 +42,8 @@ class TensorLayout:
     checkpoints and not in others. Stored tensors that match `harmless` are buffers that the model can
     compute, and are passed over. `copies` maps names that may be stored besides, or instead of, the one
     that they must equal (a tied output head). `stacks` are the tensors that may be stored instead of those that they
-    hold. `renames`: beginnings of names that older files have, and what they are now.
+    hold. `renames`: beginnings of names that other files have, and what they are here; one that begins with a dot may
+    stand anywhere.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -177,11 +178,15 @@ class Checkpoint:
 
     def _names_of(self, layout: TensorLayout) -> dict[str, StoredTensor]:
         """The stored tensors by the layout's names, less harmless buffers."""
-        is_prefixed = bool(layout.renames) or any(stored.startswith(layout.prefix) for stored in self.tensors)
+        beginnings = {old: new for old, new in layout.renames.items() if not old.startswith(".")}
+        parts = {old: new for old, new in layout.renames.items() if old not in beginnings}
+        is_prefixed = bool(beginnings) or any(stored.startswith(layout.prefix) for stored in self.tensors)
         found = {}
         for in_file, tensor in self.tensors.items():
-            old = next((old for old in layout.renames if in_file.startswith(old)), None)
-            stored = in_file if old is None else layout.renames[old] + in_file[len(old) :]
+            old = next((old for old in beginnings if in_file.startswith(old)), None)
+            stored = in_file if old is None else beginnings[old] + in_file[len(old) :]
+            for part, now in parts.items():
+                stored = stored.replace(part, now, 1)
             has_own_name = is_prefixed or stored in layout.shapes or stored in layout.copies
             name = stored if has_own_name else layout.prefix + stored
             if name in layout.shapes or not layout.harmless.fullmatch(name):

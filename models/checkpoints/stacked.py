@@ -2,8 +2,9 @@
 
 A layout names every expert's maps, `experts.3.gate_proj.weight [N, K]`. gpt-oss stores those of a layer together,
 `experts.gate_up_proj [E, K, 2 N]`, inputs first, columns of gate and up by turns; Qwen3-VL-MoE, those of gate before
-those of up. transformers 5 writes the latter outputs first, `[E, 2 N, K]`: a stack's shape tells. A square one lies as
-the other stack of its layer does, of which one at most is square, as gate and up are two.
+those of up. transformers 5 writes the latter outputs first, `[E, 2 N, K]`, and can save any family's experts so: a
+stack's shape tells. A square one lies as the other stack of its layer does, of which one at most is square, as gate and
+up are two.
 
 GPT-NeoX and InternLM 2 store queries, keys and values together, the rows of each head of keys between those of its
 queries and its values.
@@ -110,7 +111,7 @@ def take_apart(
         stored = found.pop(name, None)
         if stored is None:
             if not any(part in found for part in stack.part_names):
-                problems.append(f"{label}: tensor {name!r} {list(stack.shape)} is missing")
+                problems.append(f"{label}: tensor {name!r} {list(stack.shape)} is missing, and each part of it, too")
                 for part in stack.part_names:
                     del shapes[part]
             continue

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 from models.architecture import Architecture
 from models.configuration.json_fields import Fields
 from models.experts import ExpertsForm, MoeConfig, MoeDecoder, read_rule
@@ -10,6 +12,7 @@ from models.families.llama import read_decoder
 
 class MixtralModel(MoeDecoder):
     form = ExpertsForm(under="block_sparse_moe", gate_up=("w1", "w3"), down="w2")
+    renames = MappingProxyType({".mlp.": ".block_sparse_moe."})  # of files with all experts in one
 
 
 def read_mixtral(fields: Fields) -> MoeConfig:

@@ -14,7 +14,7 @@ from models.configuration.class_defaults import add_class_defaults
 from models.configuration.config import outer_fields
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import rope_fields
-from models.experts import ExpertsForm, MoeConfig, MoeDecoder, dense_layers, read_rule
+from models.experts import MoeConfig, MoeDecoder, dense_layers, read_rule
 from models.families.llama import LlamaConfig, LlamaModel, read_decoder
 from models.makers.maker import Maker
 from models.mrope import interleaved_axes
@@ -72,7 +72,6 @@ class Qwen3VLMoeModel(Qwen3VLDecoder, MoeDecoder):
     """Checkpoints hold a layer's experts as one tensor, `[E, inputs, outputs]`, or apart."""
 
     config: Qwen3VLMoeConfig
-    form = ExpertsForm(stack_order="in_runs")
 
 
 def read_qwen3_vl(fields: Fields) -> Qwen3VLConfig:

@@ -14,12 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from models.checkpoints.checkpoint import open_checkpoint
 from models.errors import ConfigError, WeightsError
-from models.registry import declare_model, load_model, parse_config
+from models.registry import declare_model, fit_model, load_config, load_model, parse_config
 from tests.models.driver import logits_of, relative_error
 from tests.models.folders import Array, Golden, golden_tensors, load_golden, write_safetensors, write_shards
 
 DENSE = load_golden("mistral_full")
+APART = (
+    "mixtral_odd", "qwen2_moe_shared", "qwen3_moe_odd", "olmoe_odd", "glm4_moe_groups", "deepseek_v2_odd",
+    "deepseek_v3_odd",
+)  # fmt: skip
 MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 
 
@@ -163,6 +168,34 @@ def test_experts_missing_from_a_shard_are_named_before_memory_is_filled(
         f"model.safetensors.index.json: tensor '{name}' {shape} is missing"
         for name, shape in zip(gone, shapes, strict=True)
     )
+
+
+@pytest.mark.parametrize("case", APART)
+def test_experts_as_transformers_saves_them_in_its_own_format(tmp_path: Path, case: str) -> None:
+    """`save_pretrained(save_original_format=False)` writes a layer's `mlp.experts.gate_up_proj [E, 2 I, H]` and
+    `mlp.experts.down_proj [E, H, I]`; of Mixtral, the router is `mlp.gate`, too."""
+    apart = golden_tensors(load_golden(case))
+    fused: dict[str, Array] = {}
+    kinds = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1, "down_proj": 2, "w2": 2}
+    found: dict[str, dict[int, list[Array]]] = {}
+    for name, array in apart.items():
+        under, experts, rest = name.replace(".block_sparse_moe.", ".mlp.").partition(".experts.")
+        if not experts:
+            fused[under] = array
+            continue
+        number, kind, _ = rest.split(".")
+        found.setdefault(f"{under}.experts", {}).setdefault(int(number), [array] * 3)[kinds[kind]] = array
+    assert found
+    for under, numbered in found.items():
+        ordered = [numbered[number] for number in range(len(numbered))]
+        fused[f"{under}.gate_up_proj"] = np.stack([np.concatenate(parts[:2]) for parts in ordered])
+        fused[f"{under}.down_proj"] = np.stack([parts[2] for parts in ordered])
+    folder = written(tmp_path, fields_of(case), fused)
+    checkpoint = open_checkpoint(folder)
+    fit_model(checkpoint, load_config(folder))
+    assert set(checkpoint.names()) == set(apart)
+    for name, array in apart.items():
+        np.testing.assert_array_equal(checkpoint.array(name), array)
 
 
 def test_a_stack_with_too_few_experts(tmp_path: Path) -> None:

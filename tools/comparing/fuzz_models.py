@@ -13,6 +13,7 @@ blocks, so that prefixes are found and sequences preempted), and on one of the e
   rows, and nothing else is compared with transformers then;
 - greedy tokens: equal in float32 (but for ties); else, where they part, each among the other's five best; and the log
   probabilities up to there;
+- the tokenizer's ids of texts: equal;
 - the same requests alone, together and again, where arithmetic promises it (cpu, or exact): tokens and the bits of log
   probabilities, greedy and drawn, in every run of the device that is exact, and in every other one.
 
@@ -54,6 +55,8 @@ ORACLE = ROOT / "tools" / "comparing" / "fuzzing" / "oracle.py"
 HANG_S = 600
 """A case that takes longer has failed."""
 MAX_SHRINKS = 40
+NOT_KEPT = ("fields", "notes", "texts", "fuses_experts")
+"""Of goldens: their weights are written as they are named here."""
 
 
 class Oracle:
@@ -74,12 +77,15 @@ class Oracle:
         folder.mkdir()
         config_class, architecture = classes_of(case["family"])
         request = {"config_class": config_class, "architecture": architecture, "folder": str(folder)}
-        request |= {name: case[name] for name in ("fields", "dtype", "weights", "prompts", "num_new")}
+        passed = ("fields", "dtype", "weights", "prompts", "num_new", "fuses_experts", "texts")
+        request |= {name: case[name] for name in passed if name in case}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the oracle ended with status {self._process.wait()}")
+        if case.get("notes"):
+            add_notes(folder / "config.json", case["notes"])
         return folder, json.loads(line)
 
     def close(self) -> None:
@@ -108,7 +114,8 @@ class Checker:
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=quiet)
         try:
-            findings = self._pool.submit(check, case, folder, answer["noise"]).result(HANG_S)
+            made = answer["noise"], answer["token_ids"]
+            findings = self._pool.submit(check, case, folder, *made).result(HANG_S)
         except BrokenProcessPool:
             findings = Findings([f"the process died: {case['runs']}"])
         except TimeoutError:
@@ -125,6 +132,14 @@ class Checker:
                 process.kill()
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
+
+
+def add_notes(path: Path, notes: dict[str, Any]) -> None:
+    """Puts fields that change nothing into a config.json, and into the configs that lie in it."""
+    config = json.loads(path.read_text())
+    for inner in (config, *(value for name, value in config.items() if name.endswith("_config"))):
+        inner.update({name: value for name, value in notes.items() if name not in inner})
+    path.write_text(json.dumps(config))
 
 
 def quiet() -> None:
@@ -145,6 +160,11 @@ def smaller(case: Case) -> Iterator[Case]:
         yield {**case, "num_new": 1}
     if case["dtype"] != "float32":
         yield {**case, "dtype": "float32"}
+    for name in ("notes", "texts", "fuses_experts"):
+        if case.get(name):
+            yield {each: value for each, value in case.items() if each != name}
+    if "text_config" in case["fields"]:
+        return
     fields = case["fields"]
     layers = "n_layer" if "n_layer" in fields else "num_hidden_layers"
     if fields[layers] > 1 and "layer_types" not in fields and "no_rope_layers" not in fields:
@@ -195,7 +215,7 @@ def write_goldens(oracle: Oracle, folder: Path, seed: int, num: int, families: l
         config = json.loads((made / "config.json").read_text())
         with np.load(made / "oracle.npz") as stored:
             arrays |= {f"{len(kept)}_{name}": array for name, array in stored.items()}
-        kept.append({"case": {name: case[name] for name in case if name != "fields"}, "config": config, **answer})
+        kept.append({"case": {name: case[name] for name in case if name not in NOT_KEPT}, "config": config, **answer})
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cases.json").write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n")
     np.savez_compressed(folder / "oracle.npz", **arrays)

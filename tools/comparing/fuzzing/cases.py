@@ -1,7 +1,9 @@
 """Random configurations for `fuzz_models.py`: a family's fields, prompts, and the ways in which a model is run.
 
 A case is plain data (JSON): `family`, `fields` of transformers' configuration class, `dtype`, `weights` (a seed),
-`prompts` and `num_new`, `max_model_len`, and `runs`: a device and the engine's settings each.
+`prompts` and `num_new`, `max_model_len`, and `runs`: a device and the engine's settings each. `fuses_experts`: all
+experts' maps of a kind are saved as one tensor; `notes`: fields that change nothing, added to every config of the
+folder; `texts`: what its tokenizer is made of and asked. Families that read pictures are given texts alone.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ def draw_case(rng: random.Random, family: str, emulated: list[str], is_small: bo
     least, most = (8, 24) if is_small else (1, 60)
     lengths = [rng.randint(least, most) for _ in range(2 if is_short else rng.randint(2, 4))]
     fields = _FAMILIES[family][2](Draw(rng, device is not None))
+    text = fields.get("text_config", fields)
     if is_small:
-        fields["vocab_size"] = rng.randint(23, 71)
+        text["vocab_size"] = rng.randint(23, 71)
     if rng.random() < 0.2:  # the class's own, which may lie outside of the vocabulary
         fields = {name: value for name, value in fields.items() if name not in ("bos_token_id", "eos_token_id")}
-    vocab = fields["vocab_size"]
+    vocab = text["vocab_size"]
     shared = [rng.randrange(vocab) for _ in range(max(lengths) - 1)]
     prompts = []
     for length in lengths:  # some begin alike, so that there is a prefix to find
@@ -37,14 +40,32 @@ def draw_case(rng: random.Random, family: str, emulated: list[str], is_small: bo
         prompts.append(shared[:kept] + [rng.randrange(vocab) for _ in range(length - kept)])
     dtype = rng.choice(("float32", "float32", "bfloat16", "float16"))
     max_model_len = max(lengths) + num_new + rng.randint(0, 8)
-    groups = fields["num_hidden_layers"] if fields.get("sliding_window") else 1  # of pages, at most
+    groups = text["num_hidden_layers"] if text.get("sliding_window") else 1  # of pages, at most
     runs = [_draw_run(rng, "cpu", max_model_len, groups, is_tight) for is_tight in (False, True)]
     if device is not None:
         runs.append(_draw_run(rng, device, max_model_len, groups, rng.random() < 0.6))
     return {
         "family": family, "fields": fields, "dtype": dtype, "weights": rng.randrange(1 << 16), "prompts": prompts,
-        "num_new": num_new, "max_model_len": max_model_len, "runs": runs,
+        "num_new": num_new, "max_model_len": max_model_len, "runs": runs, "fuses_experts": rng.random() < 0.5,
+        "notes": {name: rng.choice(values) for name, values in _NOTES.items() if rng.random() < 0.3},
+        "texts": rng.sample(_TEXTS, 2),
     }  # fmt: skip
+
+
+_NOTES: dict[str, tuple[Any, ...]] = {
+    "_name_or_path": ("", "somebody/something"), "torch_dtype": ("float16", "bfloat16", "float32"),
+    "_attn_implementation_autoset": (True, False), "add_cross_attention": (False,), "top_p": (1.0, 0.9),
+    "id2label": ({"0": "LABEL_0", "1": "LABEL_1"},), "return_dict": (True,), "use_bfloat16": (True, False),
+    "attention_probs_dropout_prob": (0.0, 0.1), "initializer_factor": (1.0, 0.02), "training_stage": (2,),
+    "gradient_checkpointing": (True, False), "use_flash_attn": (True, False), "unsloth_version": ("2025.1",),
+    "pretraining_tp": (1, 2), "an_extra_head": (False,), "num_extra_layers": (0,), "extra_multiplier": (1.0,),
+    "extra_names": ([], None), "sep_token_id": (None, 3), "problem_type": (None, "regression"),
+    "mask_token_index": (5,), "num_experts_extra": (0, None),
+}  # fmt: skip
+_TEXTS = (
+    "Hello, world", "the quick brown fox jumps over the lazy dog", "  spaces\t and\nlines ", "1234567890", "",
+    "naïve café ☕", "</s>", "def f(x):\n    return x**2\n", "日本語のテキスト", "a<pad>b",
+)  # fmt: skip
 
 
 def classes_of(family: str) -> tuple[str, str]:
@@ -318,6 +339,42 @@ def _deepseek_v3(draw: Draw) -> Fields:
     }  # fmt: skip
 
 
+def _inner(model_type: str, fields: Fields) -> Fields:
+    """A config that lies in another one."""
+    fields = {name: value for name, value in fields.items() if not name.endswith("_token_id") or value is not None}
+    return {"model_type": model_type, **fields}
+
+
+def _plain_tower(draw: Draw) -> Fields:
+    heads = draw.integer(1, 3)
+    return {
+        "model_type": draw.choice(("clip_vision_model", "siglip_vision_model")), "hidden_size": 8 * heads,
+        "num_attention_heads": heads, "num_hidden_layers": draw.integer(2, 3), "intermediate_size": draw.integer(8, 40),
+        "image_size": 28, "patch_size": 14,
+    }  # fmt: skip
+
+
+def _llava(draw: Draw) -> Fields:
+    kind, drawn = draw.choice((("llama", _llama), ("mistral", _mistral), ("qwen2", _qwen2)))
+    text = _inner(kind, drawn(draw))
+    return {
+        "text_config": text, "vision_config": _plain_tower(draw), "image_token_index": text["vocab_size"] - 1,
+        "tie_word_embeddings": text.pop("tie_word_embeddings"),
+    }  # fmt: skip
+
+
+def _gemma3_vision(draw: Draw) -> Fields:
+    fields = _gemma3(draw)
+    fields.pop("final_logit_softcapping", None)  # which transformers leaves out here
+    text = _inner("gemma3_text", fields)
+    tower = {**_plain_tower(draw), "model_type": "siglip_vision_model"}
+    tokens = {f"{name}_token_index": text["vocab_size"] - 1 - at for at, name in enumerate(("image", "boi", "eoi"))}
+    return {
+        "text_config": text, "vision_config": tower, "mm_tokens_per_image": 4, **tokens,
+        "tie_word_embeddings": text["tie_word_embeddings"],
+    }  # fmt: skip
+
+
 WITH_EXPERTS = (
     "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3"
 )  # fmt: skip
@@ -347,4 +404,6 @@ _FAMILIES: dict[str, tuple[str, str, Callable[[Draw], Fields]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", _qwen3_moe),
     "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", _olmoe),
     **LATER,
+    "llava": ("LlavaConfig", "LlavaForConditionalGeneration", _llava),
+    "gemma3_vision": ("Gemma3Config", "Gemma3ForConditionalGeneration", _gemma3_vision),
 }

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from runtime import LLM, SamplingParams
+from runtime.text.load import load_tokenizer
 from tools.comparing.fuzzing.cases import Case, has_choice
 from tools.comparing.fuzzing.draw import Fields
 
@@ -42,14 +43,17 @@ class Findings:
             self.worst[name] = max(self.worst.get(name, 0.0), error)
 
 
-def check(case: Case, folder: Path, noise: float) -> Findings:
-    """Every run of a case over the oracle's folder; `noise` is what transformers loses in the case's type."""
+def check(case: Case, folder: Path, noise: float, token_ids: list[list[int]] | None = None) -> Findings:
+    """Every run of a case over the oracle's folder; `noise` is what transformers loses in the case's type, and
+    `token_ids` what its tokenizer makes of the case's texts."""
     with np.load(folder / "oracle.npz") as stored:
         arrays = dict(stored)
     tolerance = max(TOLERANCES[case["dtype"]], 3 * noise)  # each is one draw: ours were 0.6 to 2.4 times theirs
     seen: dict[str, list[Answer]] = {}
     findings = Findings()
     findings.worst[f"transformers {case['dtype']}"] = noise
+    if token_ids:
+        findings.failures += _tokenizer_failures(folder, case["texts"], token_ids)
     for run in case["runs"]:
         device = run["device"]
         try:
@@ -64,6 +68,19 @@ def check(case: Case, folder: Path, noise: float) -> Findings:
     return findings
 
 
+def _tokenizer_failures(folder: Path, texts: list[str], token_ids: list[list[int]]) -> Iterator[str]:
+    try:
+        tokenizer = load_tokenizer(folder)
+        assert tokenizer is not None
+        ours = [list(tokenizer.encode(text)) for text in texts]
+    except Exception as error:  # any fault of the product is a finding
+        yield f"tokenizer: {type(error).__name__}: {error}"
+        return
+    for text, mine, other in zip(texts, ours, token_ids, strict=True):
+        if mine != other:
+            yield f"{text!r} becomes {mine}, not {other}"
+
+
 def _run(
     case: Case,
     run: Fields,
@@ -76,6 +93,7 @@ def _run(
     prompts, device, dtype = case["prompts"], run["device"], case["dtype"]
     greedy, drawn = _params(case)
     config = json.loads((folder / "config.json").read_text())
+    config = config.get("text_config", config)
     may_part = dtype != "float32" and has_choice(config)  # a token that goes to another expert differs as it likes
     if may_part:
         tolerance = min(tolerance, MOST_ALLOWED)

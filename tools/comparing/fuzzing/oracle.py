@@ -1,18 +1,20 @@
 """The other side of `fuzz_models.py`: transformers makes models and says what they answer, one JSON line each.
 
 A script for a Python with torch and transformers (the extra `reference`); of this project it reads the golden weights
-alone. A request names a configuration class, its fields, the weights' seed and type, prompts, and a folder. The folder
-then holds the model as `save_pretrained` writes it, and `oracle.npz`: for each prompt its greedy continuation
-(`greedy_0` …) and the logits of both (`logits_0` …, `[tokens, vocabulary]`, float32 arithmetic over the rounded
-weights). The answer tells how far the model in its own type is from that, or, in float32, the one whose products are
-float64's (`noise`, relative to the largest logit), and names and shapes of the weights; or why transformers refuses the
-configuration.
+alone. A request names a configuration class, its fields, the weights' seed and type, prompts, texts, and a folder. The
+folder then holds the model as its users save it, loaded in its type and saved again, with each expert's maps apart or
+all in one, a tokenizer that was saved after it had been used with truncation and padding, and `oracle.npz`: for each
+prompt its greedy continuation (`greedy_0` …) and the logits of both (`logits_0` …, `[tokens, vocabulary]`, float32
+arithmetic over the rounded weights). The answer tells how far the model in its own type is from that, or, in float32,
+the one whose products are float64's (`noise`, relative to the largest logit), and names and shapes of the weights; or
+why transformers refuses the configuration; and the ids of the texts.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,11 @@ import numpy as np
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.trainers import BpeTrainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
@@ -45,7 +52,10 @@ def make(request: dict[str, Any]) -> dict[str, Any]:
         for name, place in tensors:
             place.copy_(torch.from_numpy(golden_tensor(name, tuple(place.shape), request["weights"])))
     shapes = {name: list(place.shape) for name, place in tensors}
-    model.to(dtype).save_pretrained(folder)
+    with tempfile.TemporaryDirectory() as first:
+        model.to(dtype).save_pretrained(first)
+        again = model_class.from_pretrained(first, dtype=dtype)
+        again.save_pretrained(folder, save_original_format=not request.get("fuses_experts", False))
 
     def loaded(wanted: torch.dtype) -> Any:  # again from the folder, as its users get it
         return model_class.from_pretrained(
@@ -64,7 +74,22 @@ def make(request: dict[str, Any]) -> dict[str, Any]:
     except ValueError as error:  # a configuration that is found wanting only when the model runs
         return {"refused": f"{request['config_class']}: {error}"[:200]}
     np.savez(folder / "oracle.npz", allow_pickle=False, **arrays)
-    return {"noise": noise, "shapes": shapes}
+    texts = request.get("texts", [])
+    return {"noise": noise, "shapes": shapes, "token_ids": _tokenized(texts, folder) if texts else []}
+
+
+def _tokenized(texts: list[str], folder: Path) -> list[list[int]]:
+    """The ids of texts by a tokenizer that is made for them, and is in the folder as it is after some use."""
+    made = Tokenizer(BPE())
+    made.pre_tokenizer, made.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    trainer = BpeTrainer(
+        vocab_size=300, special_tokens=["<pad>", "</s>"], initial_alphabet=ByteLevel.alphabet(), show_progress=False
+    )
+    made.train_from_iterator(texts, trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>")
+    tokenizer(texts, truncation=True, max_length=3, padding="max_length")
+    tokenizer.save_pretrained(folder)
+    return [transformers.AutoTokenizer.from_pretrained(folder)(text)["input_ids"] for text in texts]
 
 
 def _continued(
