@@ -1,7 +1,8 @@
 """From a file's bytes to RGB pixels, within limits.
 
 A header's size is checked before anything is decoded. Rotation by EXIF and transparency are treated as transformers
-treats them: the picture is turned upright, and what is transparent shows white.
+treats them: the picture is turned upright, and what is transparent shows white. Greys of more than 8 bits are scaled
+(Pillow and transformers cut them off, which makes such pictures white).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import io
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,8 +21,9 @@ from runtime.images.errors import ImageError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
-"""Pillow's names of the formats that are read. Pillow knows many more, whose decoders are used less."""
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
+"""Pillow's names of the formats that are read, AVIF where Pillow was built with it. Pillow knows many more, whose
+decoders are used less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +53,82 @@ def decoded_image(data: bytes, limits: DecodingLimits | None = None) -> Image:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's own warning of many pixels; the limit below is ours
         try:
-            with image_module.open(io.BytesIO(data), formats=FORMATS) as image:
+            with image_module.open(io.BytesIO(data), formats=formats()) as image:
                 check_pixels(image, limits)
-                return rgb_of(image)
+                return rgb_of(image, is_unsigned=_is_unsigned(image))
         except (ImageError, MemoryError):
             raise
         except Exception as error:  # decoders raise errors of many classes for broken files
-            raise ImageError(f"the image cannot be read as one of {', '.join(FORMATS)}") from error
+            if is_cut(data):
+                problem = f"the image is cut off: its {len(data):,} bytes end before the picture does"
+                raise ImageError(problem) from error
+            raise ImageError(f"the image cannot be read as one of {', '.join(formats())}") from error
+
+
+def formats() -> tuple[str, ...]:
+    """Those of `FORMATS` that this Pillow reads."""
+    from PIL import features
+
+    return FORMATS if features.check("avif") else FORMATS[1:]
+
+
+def is_cut(data: bytes) -> bool:
+    """Whether a file of one of the formats, which cannot be decoded, lacks its end."""
+    size = len(data)
+    if data.startswith(b"\x89PNG\r\n\x1a\n"):
+        return b"IEND" not in data[-64:]
+    if data.startswith(b"\xff\xd8"):
+        return b"\xff\xd9" not in data[-64:]
+    if data.startswith((b"GIF87a", b"GIF89a")):
+        return b";" not in data[-2:]
+    if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
+        return size < 8 + int.from_bytes(data[4:8], "little")
+    if data.startswith(b"BM"):
+        return size < int.from_bytes(data[2:6], "little")
+    if data[4:8] == b"ftyp":
+        return _boxes_end(data) > size
+    return data.startswith((b"II*\0", b"MM\0*")) and _directory_end(data) > size
+
+
+def _boxes_end(data: bytes) -> int:
+    """Where the outer boxes of an AVIF file say that it ends."""
+    end = 0
+    while end + 8 <= len(data):
+        box = int.from_bytes(data[end : end + 4])
+        if box == 1:
+            box = int.from_bytes(data[end + 8 : end + 16])
+        if box < 8:  # 0: to the end of the file
+            return len(data)
+        end += box
+    return end
+
+
+_TIFF_SIZES = {3: 2, 4: 4, 5: 8, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8}
+"""Bytes of a value of each kind of TIFF's; of the others, one."""
+
+
+def _directory_end(data: bytes) -> int:
+    """Where a TIFF file says that its first directory and the strips of its picture end."""
+    order: Literal["little", "big"] = "little" if data[:1] == b"I" else "big"
+
+    def number(at: int, size: int) -> int:
+        return int.from_bytes(data[at : at + size], order)
+
+    first = number(4, 4)
+    end = first + 2 + 12 * number(first, 2)
+    if end > len(data):
+        return end
+    found: dict[int, list[int]] = {}
+    for entry in range(first + 2, end, 12):
+        tag, kind, count = number(entry, 2), number(entry + 2, 2), number(entry + 4, 4)
+        size = _TIFF_SIZES.get(kind, 1)
+        at = entry + 8 if size * count <= 4 else number(entry + 8, 4)
+        end = max(end, at + size * count)
+        if tag in (273, 279, 324, 325) and count < 1 << 16:  # where strips and tiles lie, and their sizes
+            found[tag] = [number(at + size * i, size) for i in range(count)]
+    for offsets, sizes in ((273, 279), (324, 325)):
+        end = max([end, *map(sum, zip(found.get(offsets, ()), found.get(sizes, ())))])
+    return end
 
 
 def check_pixels(image: Any, limits: DecodingLimits) -> None:
@@ -67,18 +138,52 @@ def check_pixels(image: Any, limits: DecodingLimits) -> None:
         raise ImageError(f"the image has {width} x {height} pixels, limit {limits.max_pixels:,}")
 
 
-def rgb_of(image: Image) -> Image:
+def rgb_of(image: Image, *, is_unsigned: bool = False) -> Image:
     """A picture upright, on white, in RGB: this one itself, or another."""
     from PIL import ImageOps
 
     image.load()
     ImageOps.exif_transpose(image, in_place=True)
-    if "A" in image.getbands() or image.info.get("transparency") is not None:
+    if image.mode.startswith("I") or image.mode == "F":
+        image = _scaled(image, is_unsigned=is_unsigned)
+    if {"A", "a"}.intersection(image.getbands()) or image.info.get("transparency") is not None:
         image = image.convert("RGBA")
         white = _pillow().new("RGBA", image.size, (255, 255, 255))
         white.alpha_composite(image)
         image = white
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _is_unsigned(image: Image) -> bool:
+    """Whether it is a TIFF of unsigned integers with 32 bits, which Pillow reads as signed ones."""
+    return image.mode == "I" and getattr(image, "tag_v2", {}).get(339) == (1,)
+
+
+def _scaled(image: Image, *, is_unsigned: bool) -> Image:
+    """A picture of greys with more than 8 bits, as one with 8. 16 bits are a format's own and lose the lower half, as
+    they do in other decoders. Of 32 bits a file does not say how many are used: a picture is scaled by the first of 1
+    (floats), 8, 16 and 32 bits that holds its values, and by its own range where some are negative or larger."""
+    values = np.asarray(image)
+    if is_unsigned:
+        values = values.view(np.uint32)
+    if image.mode.startswith("I;16"):
+        grey = values >> 8
+    else:
+        known = values[np.isfinite(values)].astype(np.float64)
+        low, high = (known.min(), known.max()) if known.size else (0.0, 0.0)
+        if image.mode == "F":
+            limits: tuple[float, ...] = (1.0, 255.0, 65535.0)
+        else:
+            limits = (255.0, 65535.0, 2.0**31 - 1, 2.0**32 - 1)
+        limit = next((each for each in limits if low >= 0 and high <= each), None)
+        begin, span = (0.0, limit) if limit is not None else (low, high - low)
+        grey = np.nan_to_num((values - begin) / span, nan=0.0, posinf=1.0, neginf=0.0).clip(0, 1) * 255 + 0.5
+    scaled = _pillow().fromarray(grey.astype(np.uint8))
+    if (transparent := image.info.get("transparency")) is not None:
+        alpha = np.where(values == transparent, 0, 255).astype(np.uint8)
+        scaled.putalpha(_pillow().fromarray(alpha))
+    result: Image = scaled
+    return result
 
 
 def pixels_of(image: Any, limits: DecodingLimits | None = None) -> NDArray[np.uint8]:
@@ -108,7 +213,7 @@ def pixels_of(image: Any, limits: DecodingLimits | None = None) -> NDArray[np.ui
         return np.ascontiguousarray(image if image.ndim == 3 else np.repeat(image[:, :, None], 3, axis=2))
     if isinstance(image, _pillow().Image):
         check_pixels(image, limits)
-        return np.array(rgb_of(image.copy()), np.uint8)
+        return np.array(rgb_of(image.copy(), is_unsigned=_is_unsigned(image)), np.uint8)
     raise ImageError(f"an image is a PIL.Image, a path, bytes or an array, not {type(image).__name__}")
 
 

@@ -8,7 +8,7 @@ export const MAX_FILE_BYTES = 256 * 1024;
 export const MAX_FILES = 8;
 const MAX_NAME = 120;
 const MAX_PICTURE_BYTES = 20 * 1024 * 1024;
-const PICTURE_TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp"];
+const PICTURE_TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp", "image/avif"];
 const MAX_SIDE = 1536; // pixels of a picture that is made smaller
 
 /** A message's text as the model gets it: each text file in a fence, under its name, then what was written. */

@@ -63,6 +63,9 @@ def main() -> None:
         import PIL.Image
 
         PIL.Image.MAX_IMAGE_PIXELS = None  # a job has its own limit
+        import PIL.AvifImagePlugin
+
+        PIL.AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # there are several processes, and each thread takes addresses
         from runtime.images.cutting import prepare as prepare_cutting
 
         prepare_cutting()

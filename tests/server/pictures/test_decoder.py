@@ -20,7 +20,7 @@ pytest.importorskip("PIL", reason="needs Pillow (extra vision)")
 from PIL import Image
 
 from runtime.engine.prompt_images import prepare_image
-from runtime.images.decoding import DecodingLimits, decode
+from runtime.images.decoding import DecodingLimits, decode, formats
 from runtime.images.errors import ImageError
 from runtime.images.patches import PatchRule
 from server.pictures.decoder import PictureDecoder
@@ -47,7 +47,7 @@ def file_of(image: Any, format: str = "PNG", **options: Any) -> bytes:
 def pictures() -> dict[str, bytes]:
     """Of every mode and format that is read."""
     image = Image.fromarray(PIXELS)
-    found = {name: file_of(image, name) for name in ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")}
+    found = {name: file_of(image, name) for name in formats()}
     found |= {mode: file_of(image.convert(mode)) for mode in ("L", "LA", "P", "RGBA", "1")}
     found["CMYK"] = file_of(image.convert("CMYK"), "JPEG")
     found["16 bits"] = file_of(Image.fromarray(PIXELS[:, :, 0].astype(np.uint16) << 8))
