@@ -1,17 +1,46 @@
-"""What `make test` leaves to `make test-all`, of tests that are alike but for what they cost.
+"""Tests that are named elsewhere than where they stand: what `make test` leaves to `make test-all`, of tests that are
+alike but for what they cost, and what it runs again under other layouts. A name that selects no test is an error.
 
-A test is named by its file, its function and, where only some of its cases are meant, by words that all stand in the
-case's name. Each is right and worth having before a release; here stands beside it what the default tests keep of the
-same code. A line that no test answers to fails a run of all tests, so that the table cannot outlive them.
+A test of `LONG` is named by its file, its function and, where only some of its cases are meant, by words that all stand
+in the case's name. Each is right and worth having before a release; here stands beside it what the default tests keep
+of the same code. A run that collects all of a named file fails where no test answers to a name, so that no table can
+outlive its tests; so does a run that was given a test's name which its marks leave nothing of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
 KERNELS = "tests/numba_kernels/cuda/"
+
+_LINEAR = "tests/numba_kernels/cpu/test_linear.py"
+_BITS = f"{_LINEAR}::test_sums_are_those_of_the_definition_to_the_bit"
+_BLOCKS = "tests/numba_kernels/cpu/test_blocks.py::test_products_rows_and_tables"
+_RANKS = "tests/runtime/linear/test_segments.py::test_many_sizes"
+_GOLDENS = "tests/models/test_goldens.py"
+_GOLDEN = f"{_GOLDENS}::test_float32_logits_and_greedy_continuation[qwen2_odd]"
+SIZES = (
+    "tests/models/test_registry.py::test_loading_takes_little_more_memory_than_one_copy",
+    "tests/runtime/engine/ranks/test_pipeline.py::test_each_rank_says_what_it_holds",
+    "tests/runtime/engine/speculation/test_eagle3.py::test_its_pages_and_weights_are_counted",
+)
+
+TELLING: dict[str, tuple[str, ...]] = {
+    "portable": (f"{_LINEAR}::test_rows_of_any_size[float16]", f"{_BITS}[9-145-33-float16]", *SIZES),
+    "avx2": (f"{_BITS}[9-145-33-int8]", f"{_RANKS}[int8]", f"{_BLOCKS}[Q8_0]", _GOLDEN, *SIZES),
+    "avx512": (f"{_BITS}[9-145-33-int8]", _GOLDEN, *SIZES),
+    "avx512_vnni": (f"{_BITS}[9-145-33-int8]", f"{_BLOCKS}[Q4_0]", _GOLDEN, *SIZES),
+    "avx512_bf16": (
+        f"{_BITS}[9-145-33-bfloat16]", f"{_RANKS}[bfloat16]",
+        f"{_GOLDENS}::test_weights_rounded_to_bfloat16_with_float32_pages[qwen2_odd]", *SIZES,
+    ),
+}  # fmt: skip
+"""What each layout of the cpu's runs in a process of its own, where it is not the one in force
+(`tests/numba_kernels/cpu/test_tiles.py`): one test a name."""
 
 LONG: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     # Kernels: another tile, type or format of a tier that the same file has.
@@ -221,8 +250,9 @@ LONG: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )  # fmt: skip
 
 
-def mark_long(items: Sequence[pytest.Item], *, is_whole: bool) -> None:
-    """Marks the tests of `LONG` as exhaustive. Of a whole run, raises UsageError for a line that names no test."""
+def mark_long(items: Sequence[pytest.Item], config: pytest.Config) -> None:
+    """Marks the tests of `LONG` as exhaustive. Raises UsageError for a line of it or of `TELLING` that names no test,
+    in a run that collects all of its file."""
     found = [False] * len(LONG)
     by_file: dict[str, list[int]] = {}
     for number, (file, _, _) in enumerate(LONG):
@@ -234,10 +264,60 @@ def mark_long(items: Sequence[pytest.Item], *, is_whole: bool) -> None:
             if LONG[number][1] == function and all(word in case for word in LONG[number][2]):
                 found[number] = True
                 item.add_marker(pytest.mark.exhaustive)
-    if is_whole and not all(found):
-        raise pytest.UsageError(f"tests/selection.py names no test with {_names(found)}")
+    in_default_run = {item.nodeid for item in items if item.get_closest_marker("exhaustive") is None}
+    refuse_unknown(config, "tests/selection.py: LONG", _lines_without(found))
+    names = {name for names in TELLING.values() for name in names}
+    refuse_unknown(
+        config, "tests/selection.py: TELLING (of the default run)",
+        ((name.partition("::")[0], name) for name in sorted(names - in_default_run)),
+    )  # fmt: skip
 
 
-def _names(found: Iterable[bool]) -> str:
-    return ", ".join(f"{function}{list(words)}" for (_, function, words), is_there in zip(LONG, found, strict=True)
-                     if not is_there)  # fmt: skip
+def _lines_without(found: Iterable[bool]) -> Iterator[tuple[str, str]]:
+    for (file, function, words), is_there in zip(LONG, found, strict=True):
+        if not is_there:
+            yield file, f"{file}::{function}{list(words)}"
+
+
+def refuse_unknown(config: pytest.Config, table: str, names: Iterable[tuple[str, str]]) -> None:
+    """Raises UsageError for (file or folder, name) that a table has and no test answers to, where that is collected
+    whole, or is not there."""
+    unknown = [
+        name for file, name in names if _collects(config, file) or not (config.rootpath / file).exists()
+    ]  # fmt: skip
+    if unknown:
+        raise pytest.UsageError(f"{table}: no test answers to {', '.join(unknown)}")
+
+
+def _collects(config: pytest.Config, file: str) -> bool:
+    """True if a run collects all tests of a file or a folder, named from the root."""
+    if config.option.deselect or config.option.ignore or config.option.ignore_glob:
+        return False
+    path = config.rootpath / file
+    return any("::" not in arg and path.is_relative_to(_path_of(config, arg)) for arg in config.args)
+
+
+def _path_of(config: pytest.Config, argument: str) -> Path:
+    return (config.invocation_params.dir / argument.partition("::")[0]).resolve()
+
+
+def refuse_unregistered_marks(config: pytest.Config) -> None:
+    """Raises UsageError where ``-m`` has a word that is no mark: pytest would take it for one that no test has."""
+    registered = {line.partition(":")[0].partition("(")[0].strip() for line in config.getini("markers")}
+    expression = config.option.markexpr
+    words = set(re.findall(r"[A-Za-z_]\w*", expression)) - {"and", "or", "not", "True", "False"} - registered
+    if words:
+        raise pytest.UsageError(f"-m {expression!r}: no mark is called {', '.join(sorted(words))}")
+
+
+def refuse_empty_names(items: Sequence[pytest.Item], config: pytest.Config) -> None:
+    """Raises UsageError for a test that the command line names and of which ``-m`` and ``-k`` leave nothing."""
+    for argument in config.args:
+        _, is_test, name = argument.partition("::")
+        path = _path_of(config, argument)
+        if not is_test or not path.is_relative_to(config.rootpath):
+            continue
+        wanted = f"{path.relative_to(config.rootpath).as_posix()}::{name}"
+        if not any(item.nodeid == wanted or item.nodeid.startswith((f"{wanted}[", f"{wanted}::")) for item in items):
+            chosen = f"-m {config.option.markexpr!r} -k {config.option.keyword!r}"
+            raise pytest.UsageError(f"{argument} names no test that {chosen} leaves")

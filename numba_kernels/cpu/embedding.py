@@ -20,8 +20,8 @@ from numba_kernels.cpu.gemm.block_rows import row_reader
 from numba_kernels.cpu.gemm.blocks import BLOCKS
 from numba_kernels.cpu.gemm.packed_words import ZERO_POINT
 from numba_kernels.cpu.intrinsics.scalars import load_f32
+from numba_kernels.cpu.layout import PANEL_COLUMNS
 from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at, int32_at
-from numba_kernels.cpu.target import PANEL_COLUMNS
 
 FIELDS = Fields("*indices *table *scales *out num_rows table_rows width is_packed is_added rows_a_ticket", "multiplier")
 BAD_INDEX = 1

@@ -1,13 +1,9 @@
-"""What numba may compile for, and which register tiles fit it.
+"""The processor that numba compiles for, and the kind of register tile in force.
 
-``TILES`` names the best kind of tile that the processor runs, or the one that ``XSERV_CPU_TILES`` forces; a forced kind
-also limits LLVM, so that a machine with AVX-512 makes and runs true AVX2 code. Each kind includes those before it.
-
-Vectors are always ``<16 x float>`` in the IR; LLVM splits them where registers are narrower (two AVX2 or four NEON
-registers each). So only the number of accumulators has to know the machine: with 32 registers of 16 lanes a product's
-tile of 8 rows x 3 vectors keeps 24 of them busy, and what is multiplied has the others (attention's has a power of two
-of rows anyway). With 16 registers of 8 lanes, 6 rows x 1 vector (12 registers) leave room for two halves of a weight
-and a broadcast; NEON's 32 registers of 4 lanes hold 4 rows x 1 vector (16 registers) and operands.
+A kind has a layout (`layout`) and an instruction set. In force is the best kind whose instructions the processor has,
+or the one that ``XSERV_CPU_TILES`` names. A forced kind also limits LLVM, so that a machine with AVX-512 makes and runs
+true AVX2 code. ``emulated_KIND`` has the layout and the arithmetic of a kind on any processor: LLVM compiles for what
+is there, and the instructions that define the kind's products are spelled out (`intrinsics.dots`).
 """
 
 from __future__ import annotations
@@ -45,8 +41,11 @@ _MODELS = {
 
 _numba_config: Any = numba.config
 
+_EMULATED = "emulated_"
 EMULATED_BF16 = "emulated_bf16"
-"""Never chosen, only forced: the arithmetic of ``avx512_bf16`` on any processor, its instruction spelled out."""
+"""The layout of the best kind that the processor runs, with the rounding of ``avx512_bf16``."""
+EMULATED_TILES = (*(_EMULATED + tiles for tiles in _NEEDS), EMULATED_BF16)
+"""What is only forced, and runs on every processor."""
 
 
 def compiled_for(feature: str) -> bool:
@@ -68,12 +67,12 @@ _AVAILABLE = tuple(tiles for tiles in _NEEDS if all(compiled_for(feature) for fe
 
 
 def available_tiles() -> tuple[str, ...]:
-    """The kinds of tile that this process may run, as it was started; the best comes last."""
+    """The kinds of tile that this process may run as themselves, as it was started; the best comes last."""
     return _AVAILABLE
 
 
 def _choose() -> str:
-    """The kind in force, of which LLVM has been told where it is forced.
+    """The kind in force, of which LLVM has been told where its instructions are forced.
 
     Raises:
         InvalidArgumentError: if the variable names none of the kinds, or one that the processor cannot run.
@@ -81,13 +80,20 @@ def _choose() -> str:
     forced = os.environ.get(VARIABLE)
     if not forced:
         return _AVAILABLE[-1]
-    if forced == EMULATED_BF16:
+    if forced in EMULATED_TILES:
         return forced
+    if forced not in _NEEDS:
+        raise InvalidArgumentError(
+            f"{VARIABLE} is {forced!r}: must be one of {', '.join((*_NEEDS, *EMULATED_TILES))}; this processor runs "
+            f"{', '.join(_AVAILABLE)} as themselves, and all of {_EMULATED}*",
+            param=VARIABLE,
+        )
     if forced not in _AVAILABLE:
-        limit = f"this processor runs {', '.join(_AVAILABLE)}"
-        if forced not in _NEEDS:
-            limit = f"must be one of {', '.join(_NEEDS)}, {EMULATED_BF16}; {limit}"
-        raise InvalidArgumentError(f"{VARIABLE} is {forced!r}: {limit}", param=VARIABLE)
+        raise InvalidArgumentError(
+            f"{VARIABLE} is {forced!r}: this processor runs {', '.join(_AVAILABLE)}; {_EMULATED}{forced} has its "
+            "layout and its arithmetic on any processor",
+            param=VARIABLE,
+        )
     if _IS_X86:
         _numba_config.CPU_NAME = _MODELS[forced]
         _numba_config.CPU_FEATURES = ",".join(f"+{feature}" for feature in _needs(forced))
@@ -96,11 +102,12 @@ def _choose() -> str:
 
 TILES = _choose()
 
-_HAS_AVX512 = compiled_for("avx512f")
+_IS_EMULATED = TILES in EMULATED_TILES
+HAS_BYTE_DOT = not _IS_EMULATED and compiled_for("avx512vnni")  # vpdpbusd: sums of products of four bytes
 HAS_BF16_DOT = TILES == "avx512_bf16"  # vdpbf16ps: sums of products of pairs of bfloat16
-ROUNDS_TO_BF16 = HAS_BF16_DOT or TILES == EMULATED_BF16  # activations, before they meet a bfloat16 weight
-DOT = "vnni" if compiled_for("avx512vnni") else "madd" if compiled_for("avx2") else "portable"  # of int8
 HAS_HALF = compiled_for("f16c") or not _IS_X86  # an instruction that widens float16
-TILE_ROWS, TILE_VECTORS = (8, 3) if _HAS_AVX512 else (4, 1)
-GEMM_ROWS = 8 if _HAS_AVX512 else 6 if compiled_for("avx2") else 4  # 9 would leave none of 32 registers for bfloat16
-PANEL_COLUMNS = TILE_VECTORS * LANES  # columns of the weight that one panel holds
+
+
+def layout_name() -> str:
+    """The kind whose layout is in force; `EMULATED_BF16` for that one, which is made of another."""
+    return TILES if TILES == EMULATED_BF16 else TILES.removeprefix(_EMULATED)

@@ -12,9 +12,9 @@ import numpy as np
 from numba_kernels.cpu.gemm.block_panels import pack_blocks
 from numba_kernels.cpu.gemm.blocks import BLOCKS
 from numba_kernels.cpu.gemm.panels import empty_panels, largest_of_rows, pack, panel_bytes
+from numba_kernels.cpu.layout import PANEL_COLUMNS
 from numba_kernels.cpu.running.launch import address_of
 from numba_kernels.cpu.running.pool import NUM_THREADS
-from numba_kernels.cpu.target import PANEL_COLUMNS
 from numba_kernels.cuda.packing import Packing, arrange, packing_of
 from runtime.device.device import CPU, Device
 from runtime.dtype import STORED, DType, float32

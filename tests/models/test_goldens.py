@@ -14,7 +14,7 @@ import pytest
 
 from models.base import Model
 from models.registry import load_model
-from numba_kernels.cpu.target import ROUNDS_TO_BF16
+from numba_kernels.cpu.layout import ROUNDS_TO_BF16
 from runtime.dtype import bfloat16, float16, float32
 from runtime.kv.groups import NO_BLOCK
 from tests.models.driver import Array, ModelDriver, greedy, logits_of, relative_error

@@ -27,15 +27,21 @@ def weight(rows):
     return integers, scales[:, 0]
 
 
+def groups(x):
+    """(integers ``[T, up to GROUP]``, scales ``[T]``, its first element of K) of each group of ``x [T, K]``."""
+    for first in range(0, x.shape[1], GROUP):
+        integers, scales = _rounded(x[:, first : first + GROUP], 1)
+        yield integers, scales[:, 0], first
+
+
 def linear(x, rows, bias=None, residual=None):
     """``x [T, K]`` times the int8 weight made from ``rows [N, K]``, float64."""
     integers, scales = weight(rows)
-    depth = x.shape[1]
-    padded = np.zeros((x.shape[0], -(-depth // GROUP) * GROUP), np.float32)
-    padded[:, :depth] = x
-    groups, group_scales = _rounded(padded.reshape(x.shape[0], padded.shape[1] // GROUP, GROUP), 2)
-    values = (groups * group_scales.astype(np.float64)).reshape(padded.shape)[:, :depth]
-    out = (values @ integers.astype(np.float64).T) * scales.astype(np.float64)
+    out = np.zeros((len(x), len(rows)))
+    for values, group_scales, first in groups(x):
+        part = integers[:, first : first + values.shape[1]].astype(np.float64)
+        out += values.astype(np.float64) @ part.T * group_scales[:, None].astype(np.float64)
+    out *= scales.astype(np.float64)
     if bias is not None:
         out += bias
     if residual is not None:

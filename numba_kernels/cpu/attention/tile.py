@@ -15,8 +15,9 @@ from numba.extending import intrinsic
 
 from numba_kernels.cpu.intrinsics import simd
 from numba_kernels.cpu.intrinsics.simd import F32, I64
+from numba_kernels.cpu.layout import TILE_ROWS, TILE_VECTORS
 from numba_kernels.cpu.quantised_rows import load_page
-from numba_kernels.cpu.target import LANES, TILE_ROWS, TILE_VECTORS
+from numba_kernels.cpu.target import LANES
 
 CHUNK_TOKENS = 64
 HALF_TOKENS = 8  # tokens that are sure to lie side by side: block sizes are multiples of it

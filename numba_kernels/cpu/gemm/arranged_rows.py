@@ -39,18 +39,19 @@ from numba_kernels.cpu.gemm.packed_words import (
     split_pairs,
 )
 from numba_kernels.cpu.gemm.unpacked_blocks import unpacked_x_words
+from numba_kernels.cpu.layout import DOT, ROUNDS_TO_BF16
 from numba_kernels.cpu.running.launch import float32_at, int32_at
-from numba_kernels.cpu.target import DOT, LANES, ROUNDS_TO_BF16
+from numba_kernels.cpu.target import LANES
 
 ELEMENTS_A_WORD = {"float32": 1, "uint16": 2, "int16": 2, "uint8": 4}
 """Of a weight, by the name of the numpy class that carries it."""
 
-DOT_WORDS = GROUP_WORDS * (2 if DOT == "madd" else 1)
+DOT_WORDS = GROUP_WORDS * (2 if DOT == "pairs" else 1)
 """Words of a group of quantised activations: bytes for vpdpbusd, pairs of int16 for vpmaddwd."""
 GROUP_ROW_WORDS = DOT_WORDS + 2  # with scale and start of the sum
 
 _TAIL_WORDS = X_ROW_WORDS - X_WORDS  # scale and starts of sums
-_HAS_PAIRS = DOT == "madd"
+_HAS_PAIRS = DOT == "pairs"
 
 
 def operand_words(stored: Any, depth: int) -> int:

@@ -18,8 +18,9 @@ from numba_kernels.cpu.gemm.blocks import BLOCKS, Block
 from numba_kernels.cpu.gemm.packed_words import words_of_rows
 from numba_kernels.cpu.intrinsics import atomic, simd
 from numba_kernels.cpu.intrinsics.simd import I32, I64
+from numba_kernels.cpu.layout import PANEL_COLUMNS
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, address_of, int32_at
-from numba_kernels.cpu.target import LANES, PANEL_COLUMNS
+from numba_kernels.cpu.target import LANES
 
 _PIECE = 16  # bytes of a row that are transposed at once
 _LINE = LANES * 4

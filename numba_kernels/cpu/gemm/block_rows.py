@@ -10,8 +10,9 @@ from numba import njit
 from numba_kernels.closure_cache import name_by_content
 from numba_kernels.cpu.gemm.blocks import BLOCKS
 from numba_kernels.cpu.intrinsics.scalars import float_of_bits, load_f32
+from numba_kernels.cpu.layout import PANEL_COLUMNS
 from numba_kernels.cpu.running.launch import int32_at
-from numba_kernels.cpu.target import LANES, PANEL_COLUMNS
+from numba_kernels.cpu.target import LANES
 
 _WORD_BYTES = LANES * 4  # from word to word of a column
 

@@ -21,15 +21,16 @@ import llvmlite.ir as ir
 from numba.core import cgutils, types
 
 from numba_kernels.cpu.gemm.blocks import BLOCKS, X_GROUP, Block
-from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics import dots, simd
 from numba_kernels.cpu.intrinsics.simd import F32, I8, I16, I32, I64
-from numba_kernels.cpu.target import DOT, LANES, PANEL_COLUMNS, ROUNDS_TO_BF16, TILE_VECTORS
+from numba_kernels.cpu.layout import DOT, PANEL_COLUMNS, ROUNDS_TO_BF16, TILE_VECTORS
+from numba_kernels.cpu.target import LANES
 
 X_WORDS = X_GROUP // 4  # of bytes
 X_ROW_WORDS = X_WORDS + 3
 """With the scale, and the starts of both halves' sums, or of the whole and the sum itself."""
 
-PART = LANES // 2 if DOT == "madd" else LANES  # columns that a register holds
+PART = LANES // 2 if DOT == "pairs" else LANES  # columns that a register holds
 
 _CHUNK = 256  # elements of K that a register goes through at once
 _LINE_BYTES = 64
@@ -42,7 +43,7 @@ _PARTS_A_VECTOR = LANES // PART
 
 def is_signed(block: Block) -> bool:
     """Whether weights are signed bytes in registers, and x takes their signs."""
-    return DOT == "madd" and block.zero == 128
+    return DOT == "pairs" and block.zero == 128
 
 
 def is_one_stream(block: Block) -> bool:
@@ -86,7 +87,7 @@ class BlockSums:
         self.x_words = x_words(self.block)
         streams = height < _FEW_ROWS and is_one_stream(self.block)
         self.steps = 1 if streams else max(1, _CHUNK // self.block.elements)  # blocks at once
-        self.lines_a_prefetch = 4 if streams and DOT == "vnni" else 1
+        self.lines_a_prefetch = 4 if streams and DOT == "bytes" else 1
         self.is_signed = is_signed(self.block)
         self.short_words = short_words_of(self.block)
         # Signed bytes: what is spread of x meets all columns of a vector, so many rows at a time.
@@ -233,18 +234,19 @@ class BlockSums:
             for key in wholes:
                 r, part = key
                 if r not in values:
-                    values[r] = simd.splat(builder, row(word, r, I32), PART)
+                    of_x = row(word, r, I32)
+                    values[r] = simd.splat(builder, of_x, PART) if DOT == "pairs" else dots.bytes_of_rows(builder, of_x)
                 weight, value = operands[part], values[r]
-                if DOT == "madd":
+                if DOT == "pairs":
                     shorts[key] = self._add_bytes(builder, shorts[key], weight, value)
                 elif self.height < _FEW_ROWS and number % 2 == 0:
-                    others[key] = _dot(builder, others[key] or _number(0), weight, value)
+                    others[key] = dots.add_four(builder, others[key] or _number(0), weight, value)
                 else:
-                    wholes[key] = _dot(builder, wholes[key], weight, value)
+                    wholes[key] = dots.add_four(builder, wholes[key], weight, value)
                 if len(self.parts) > 1:  # row by row
                     wholes[key] = simd.left_alone(builder, builder.add(wholes[key], joined(builder, shorts[key])))
                     shorts[key] = None
-            if DOT == "madd" and len(self.parts) == 1 and (number % self.short_words == 0 or number == len(words)):
+            if DOT == "pairs" and len(self.parts) == 1 and (number % self.short_words == 0 or number == len(words)):
                 for key in wholes:
                     wholes[key] = builder.add(wholes[key], joined(builder, shorts[key]))
                     if self.is_signed:  # else LLVM goes row by row, for which all words' magnitudes find no room
@@ -254,18 +256,16 @@ class BlockSums:
 
     def _add_bytes(self, builder, sums, weight, value):
         magnitudes, signs = weight
-        value = builder.bitcast(value, simd.vector(I8, 4 * PART))
-        return add_bytes(builder, sums, magnitudes, value if signs is None else _sign(builder, value, signs))
+        if signs is not None:
+            value = dots.with_sign(builder, builder.bitcast(value, simd.vector(I8, 4 * PART)), signs)
+        return add_bytes(builder, sums, magnitudes, value)
 
     def _operand(self, builder, word):
-        """What a word of weights is multiplied as: itself, its magnitudes and signs, or four integers."""
-        if DOT == "vnni":
-            return word
-        if DOT == "madd":
-            bytes_ = builder.bitcast(word, simd.vector(I8, 4 * PART))
-            return (_sign(builder, bytes_, bytes_), bytes_) if self.is_signed else (bytes_, None)
-        shifted = [builder.lshr(word, _number(8 * byte)) for byte in range(4)]
-        return [builder.and_(each, _number(0xFF)) for each in shifted]
+        """What a word of weights is multiplied as: its bytes, or its magnitudes and signs."""
+        if DOT == "bytes":
+            return dots.bytes_of_weights(builder, word)
+        bytes_ = builder.bitcast(word, simd.vector(I8, 4 * PART))
+        return (dots.with_sign(builder, bytes_, bytes_), bytes_) if self.is_signed else (bytes_, None)
 
 
 def places_of_unit(builder, block, index):
@@ -367,50 +367,19 @@ def half_power_of_two(builder, exponent):
 
 def _look_up(builder, indices, values):
     """The bytes that four indices in each lane, below 16, stand for."""
-    kind = simd.vector(I8, 4 * PART)
-    bytes_ = builder.bitcast(indices, kind)
-    name = {64: "llvm.x86.avx512.pshuf.b.512", 32: "llvm.x86.avx2.pshuf.b"}.get(4 * PART)
-    if DOT == "portable":
-        found = ir.Constant(kind, [values[0]] * (4 * PART))
-        for index, value in enumerate(values[1:], 1):
-            is_it = builder.icmp_unsigned("==", bytes_, ir.Constant(kind, [index] * (4 * PART)))
-            found = builder.select(is_it, ir.Constant(kind, [value] * (4 * PART)), found)
-    else:
-        found = simd.call(builder, name, kind, [ir.Constant(kind, list(values) * (PART // 4)), bytes_])
+    found = dots.look_up(builder, builder.bitcast(indices, simd.vector(I8, 4 * PART)), values)
     return builder.bitcast(found, _WORDS)
-
-
-def _dot(builder, total, weight, value):
-    """``total`` and the products of four bytes in each lane; by vpdpbusd or plainly."""
-    if DOT == "vnni":
-        return simd.call(builder, "llvm.x86.avx512.vpdpbusd.512", _WORDS, [total, weight, value])
-    for byte, part in enumerate(weight):
-        up = builder.shl(value, _number(24 - 8 * byte))
-        total = builder.add(total, builder.mul(part, builder.ashr(up, _number(24))))
-    return total
 
 
 def add_bytes(builder, sums, weight, value):
     """The sums of 16 bits (None: there are none yet) and the products of two bytes in each half lane."""
-    weight, value = (builder.bitcast(each, simd.vector(I8, 4 * PART)) for each in (weight, value))
-    pairs = simd.call(builder, "llvm.x86.avx2.pmadd.ub.sw", simd.vector(I16, 2 * PART), [weight, value])
+    pairs = dots.multiply_bytes(builder, weight, value)
     return pairs if sums is None else builder.add(sums, pairs)
-
-
-def multiply_pairs(builder, weight, value):
-    """The sum of the products of two int16 in each lane, i32."""
-    weight, value = (builder.bitcast(each, simd.vector(I16, 2 * PART)) for each in (weight, value))
-    return simd.call(builder, "llvm.x86.avx2.pmadd.wd", _WORDS, [weight, value])
 
 
 def joined(builder, shorts):
     """Neighbouring sums of 16 bits added up, one for each lane."""
-    return multiply_pairs(builder, shorts, simd.splat_constant(I16, 1, 2 * PART))
-
-
-def _sign(builder, values, signs):
-    """The values with the sign of ``signs``, and 0 where those are."""
-    return simd.call(builder, "llvm.x86.avx2.psign.b", values.type, [values, signs])
+    return dots.multiply_pairs(builder, shorts, simd.splat_constant(I16, 1, 2 * PART))
 
 
 def _i64(value):

@@ -4,8 +4,8 @@
 
 A low tile multiplies numbers as it unpacks them. For more rows some blocks of a panel are unpacked once
 (`unpack_blocks`) to a buffer in the first-level cache, where rows meet them as they meet a weight of floats
-(`float_tile.Sums`): a block there is its scales and its words of all columns, one after another. Where the processor
-multiplies pairs of bfloat16 (`bf16_pairs`), numbers become such pairs, exactly, and x is rounded to them.
+(`float_tile.Sums`): a block there is its scales and its words of all columns, one after another. Where the layout
+has pairs of bfloat16, numbers become such pairs, exactly, and x is rounded to them.
 
 A number's bits, moved, are those of a float that is 2^120 times smaller, subnormals too, and a product brings it back.
 With AVX512-VBMI two tables of 128 bytes give bfloat16 at once, 64 numbers at a time.
@@ -19,18 +19,11 @@ import numpy as np
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from numba_kernels.cpu.gemm.bf16_pairs import add_pairs
 from numba_kernels.cpu.gemm.blocks import BLOCKS
-from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics import dots, simd
 from numba_kernels.cpu.intrinsics.simd import F32, I8, I32, I64
-from numba_kernels.cpu.target import (
-    HAS_BF16_DOT,
-    LANES,
-    PANEL_COLUMNS,
-    ROUNDS_TO_BF16,
-    TILE_VECTORS,
-    compiled_for,
-)
+from numba_kernels.cpu.layout import PANEL_COLUMNS, ROUNDS_TO_BF16, TILE_VECTORS
+from numba_kernels.cpu.target import HAS_BF16_DOT, LANES, compiled_for
 
 _SMALLER = 2.0**120  # by the exponents' biases, 127 and 7
 BLOCK = BLOCKS["fp8"]
@@ -96,7 +89,7 @@ class E4m3Sums:
     def _add_words(self, builder, at, x_at, ahead, step):
         """A block as it is stored, times rows from ``x_at`` on. As much is prefetched from ``ahead`` on, ``step`` bytes
         a word."""
-        kind, add = (I32, add_pairs) if ROUNDS_TO_BF16 else (F32, _add_product)
+        kind, add = (I32, dots.add_bf16_pairs) if ROUNDS_TO_BF16 else (F32, _add_product)
         with cgutils.for_range(builder, simd.not_unrolled(builder, _CODE_WORDS), intp=I64) as word:
             _prefetch(builder, builder.add(ahead, builder.mul(word.index, step)), step, _LINES)
             numbers = [_parts(builder, codes) for codes in _codes(builder, at, word.index, self.vectors)]

@@ -20,6 +20,7 @@ from numba_kernels.cpu.gemm.arranged_rows import operand_words
 from numba_kernels.cpu.gemm.linear import FIELDS as PRODUCT_FIELDS
 from numba_kernels.cpu.gemm.linear import product_parts
 from numba_kernels.cpu.intrinsics import atomic
+from numba_kernels.cpu.layout import GEMM_ROWS, PANEL_COLUMNS
 from numba_kernels.cpu.running.launch import (
     Fields,
     Kernel,
@@ -29,7 +30,6 @@ from numba_kernels.cpu.running.launch import (
     int64_at,
     new_array,
 )
-from numba_kernels.cpu.target import GEMM_ROWS, PANEL_COLUMNS
 
 TICKETS_A_WORKER = 4  # of each expert: one may have all rows
 

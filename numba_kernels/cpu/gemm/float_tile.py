@@ -26,22 +26,15 @@ from numba import from_dtype
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from numba_kernels.cpu.gemm.bf16_pairs import add_pairs
 from numba_kernels.cpu.gemm.block_tile import BlockSums
 from numba_kernels.cpu.gemm.blocks import BLOCKS
 from numba_kernels.cpu.gemm.e4m3_tile import UNPACKED, E4m3Sums
 from numba_kernels.cpu.gemm.int8_tile import Int8Sums
 from numba_kernels.cpu.gemm.unpacked_blocks import PREFIX, UnpackedSums
-from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics import dots, simd
 from numba_kernels.cpu.intrinsics.simd import F32, I32, I64
-from numba_kernels.cpu.target import (
-    GEMM_ROWS,
-    LANES,
-    PANEL_COLUMNS,
-    ROUNDS_TO_BF16,
-    TILE_VECTORS,
-    compiled_for,
-)
+from numba_kernels.cpu.layout import GEMM_ROWS, PANEL_COLUMNS, ROUNDS_TO_BF16, TILE_VECTORS
+from numba_kernels.cpu.target import LANES, compiled_for
 
 _MAX_PANELS = 4
 _WORDS = simd.vector(I32)
@@ -199,7 +192,7 @@ class BF16Sums(Sums):
             pair = simd.splat(builder, simd.load(builder, place, I32, 4))
             for v in range(self.vectors):
                 register = self.registers[r, v]
-                builder.store(add_pairs(builder, builder.load(register), pair, weights[v]), register)
+                builder.store(dots.add_bf16_pairs(builder, builder.load(register), pair, weights[v]), register)
 
 
 class _Tile:

@@ -4,21 +4,22 @@ Weights are unsigned bytes, ZERO_POINT above what they mean, since the one instr
 bytes and adds them up, vpdpbusd, takes one side unsigned. What is too much, ZERO_POINT times the sum of a group of x,
 does not depend on the column: the integer sums begin below zero by it.
 
-Processors without that instruction multiply pairs of int16 (vpmaddwd, exact, unlike vpmaddubsw, which saturates): a
-word of four bytes is split into bytes 0 and 2 and bytes 1 and 3, and so are the activations when they are quantised.
+Layouts for processors without that instruction multiply pairs of int16 (vpmaddwd, exact, unlike vpmaddubsw, which
+saturates): a word of four bytes is split into bytes 0 and 2 and bytes 1 and 3, and so are the activations when they are
+quantised.
 """
 
 from __future__ import annotations
 
-import llvmlite.binding as llvm
 import llvmlite.ir as ir
 from numba.core import cgutils
 
 from numba_kernels.cpu.gemm.arranged_rows import DOT_WORDS, GROUP_ROW_WORDS
 from numba_kernels.cpu.gemm.packed_words import GROUP_WORDS
-from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics import dots, simd
 from numba_kernels.cpu.intrinsics.simd import F32, I16, I32, I64
-from numba_kernels.cpu.target import DOT, LANES, compiled_for
+from numba_kernels.cpu.layout import DOT
+from numba_kernels.cpu.target import LANES
 
 _WORDS = simd.vector(I32)
 
@@ -96,47 +97,21 @@ class Int8Sums:
 
 def _parts_of_weights(builder, words):
     """A word of four unsigned bytes in each lane, as `_dot` takes it."""
-    if DOT == "vnni":
-        return [words]
-    if DOT == "madd":
-        shorts = simd.vector(I16, 2 * LANES)
-        pairs = builder.bitcast(words, shorts)
-        evens = builder.and_(pairs, simd.splat_constant(I16, 0xFF, 2 * LANES))
-        return [evens, builder.lshr(pairs, simd.splat_constant(I16, 8, 2 * LANES))]
-    shifted = [builder.lshr(words, simd.splat_constant(I32, 8 * byte)) for byte in range(4)]
-    return [builder.and_(word, simd.splat_constant(I32, 0xFF)) for word in shifted]
+    if DOT == "bytes":
+        return dots.bytes_of_weights(builder, words)
+    shorts = simd.vector(I16, 2 * LANES)
+    pairs = builder.bitcast(words, shorts)
+    evens = builder.and_(pairs, simd.splat_constant(I16, 0xFF, 2 * LANES))
+    return [evens, builder.lshr(pairs, simd.splat_constant(I16, 8, 2 * LANES))]
 
 
 def _parts_of_x(builder, word):
-    """A word of x, splat: whole, or as four integers."""
-    if DOT != "portable":
-        return [simd.splat(builder, word)]
-    up = [builder.shl(word, ir.Constant(I32, 24 - 8 * byte)) for byte in range(4)]
-    return [simd.splat(builder, builder.ashr(value, ir.Constant(I32, 24))) for value in up]
+    """A word of x, in every lane."""
+    return dots.bytes_of_rows(builder, word) if DOT == "bytes" else [simd.splat(builder, word)]
 
 
 def _dot(builder, total, weights, values, index):
     """``total`` and the products of four bytes (word 0 or, of pairs, of two: ``index`` says which) in each lane."""
-    if DOT == "vnni":
-        llvm.initialize_native_asmparser()
-        kind = ir.FunctionType(_WORDS, [_WORDS, _WORDS, _WORDS])
-        return builder.call(ir.InlineAsm(kind, "vpdpbusd $3, $2, $0", "=v,0,v,v"), [total, weights[0], values[0]])
-    if DOT == "madd":
-        pairs = builder.bitcast(values[0], simd.vector(I16, 2 * LANES))
-        return builder.add(total, _multiply_pairs(builder, weights[index], pairs))
-    for weight, value in zip(weights, values):
-        total = builder.add(total, builder.mul(weight, value))
-    return total
-
-
-def _multiply_pairs(builder, a, b):
-    """The sum of the products of each pair of int16, i32."""
-    if compiled_for("avx512bw"):
-        return simd.call(builder, "llvm.x86.avx512.pmaddw.d.512", _WORDS, [a, b])
-    half = LANES // 2
-    halves = []
-    for first in (0, LANES):
-        order = ir.Constant(simd.vector(I32, LANES), list(range(first, first + LANES)))
-        parts = [builder.shuffle_vector(value, value, order) for value in (a, b)]
-        halves.append(simd.call(builder, "llvm.x86.avx2.pmadd.wd", simd.vector(I32, half), parts))
-    return builder.shuffle_vector(*halves, ir.Constant(_WORDS, list(range(LANES))))
+    if DOT == "bytes":
+        return dots.add_four(builder, total, weights, values, in_register=True)
+    return builder.add(total, dots.multiply_pairs(builder, weights[index], values[0]))

@@ -44,8 +44,8 @@ from numba_kernels.cpu.gemm.unpacked_blocks import (
     unpacked_words,
 )
 from numba_kernels.cpu.intrinsics import atomic
+from numba_kernels.cpu.layout import DOT, GEMM_ROWS, PANEL_COLUMNS, TILE_VECTORS
 from numba_kernels.cpu.running.launch import Fields, Kernel, address, address_of, float32_at, new_array
-from numba_kernels.cpu.target import DOT, GEMM_ROWS, PANEL_COLUMNS, TILE_VECTORS
 from numba_kernels.segments import SEGMENTS
 
 MAX_BLOCK_WORDS = 128  # of K in a block, a multiple of GROUP_WORDS: 24 KB of panel with AVX-512, else 8
@@ -134,7 +134,7 @@ def product_parts(stored: Any) -> ProductParts:
     start, is_halved = (start_of(BLOCKS[stored]), BLOCKS[stored].group < X_GROUP) if is_integers else (0, False)
     gemm_tile = gemm_tile_of(stored)
     is_e4m3 = is_block and BLOCKS[stored].is_e4m3
-    unpacks = is_e4m3 or (is_integers and DOT == "madd")  # blocks of a panel, for many rows
+    unpacks = is_e4m3 or (is_integers and DOT == "pairs")  # blocks of a panel, for many rows
     unpacked_tile, unpack_blocks, buffer_words, tile_words, parts = gemm_tile, None, 0, span, 1
     most_at_once, most_words = 0, MAX_BLOCK_WORDS  # rows that meet numbers as they are unpacked
     group_words = unpacked_group_words = X_ROW_WORDS  # of x, beside integers

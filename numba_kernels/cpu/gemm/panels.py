@@ -36,8 +36,9 @@ from numba_kernels.cpu.gemm.packed_words import (
     scale_of,
     transpose_words,
 )
+from numba_kernels.cpu.layout import PANEL_COLUMNS
 from numba_kernels.cpu.running.launch import Fields, Kernel, address_of, float32_at, int32_at, uint32_at
-from numba_kernels.cpu.target import LANES, PANEL_COLUMNS
+from numba_kernels.cpu.target import LANES
 
 _HUGE_PAGE_BYTES = 2 << 20
 _LEAST_SHARED_BYTES = 128 << 10  # less is read before the next page would matter
@@ -75,11 +76,14 @@ def empty_panels(num_columns: int, depth: int, dtype: np.dtype) -> np.ndarray:
 
 
 def _huge_pages(size: int) -> np.ndarray:
-    """Zeroed bytes that begin a huge page, where the system grants one."""
+    """Zeroed bytes that begin a huge page, where the system grants one. The end that fills none has small pages: a huge
+    one would take all its memory, which for matrices of 4 MB and a little more is a third of it."""
     memory = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
     data = np.frombuffer(memory, np.uint8)
     start = -data.ctypes.data % _HUGE_PAGE_BYTES
+    end = start + size // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+    memory.madvise(mmap.MADV_HUGEPAGE, 0, end)
+    memory.madvise(mmap.MADV_NOHUGEPAGE, end)
     return data[start : start + size]
 
 

@@ -25,7 +25,6 @@ from numba_kernels.cpu.gemm.block_tile import (
     add_bytes,
     is_signed,
     joined,
-    multiply_pairs,
     places_of_unit,
     scales_of,
     short_words_of,
@@ -33,9 +32,10 @@ from numba_kernels.cpu.gemm.block_tile import (
     weights_of,
 )
 from numba_kernels.cpu.gemm.blocks import BLOCKS, X_GROUP, Block
-from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics import dots, simd
 from numba_kernels.cpu.intrinsics.simd import F32, I16, I32, I64
-from numba_kernels.cpu.target import LANES, PANEL_COLUMNS, TILE_VECTORS
+from numba_kernels.cpu.layout import PANEL_COLUMNS, TILE_VECTORS
+from numba_kernels.cpu.target import LANES
 
 PREFIX = "unpacked "
 """What the tile calls blocks in the buffer, before their name."""
@@ -187,7 +187,7 @@ class UnpackedSums:
                     value = simd.splat(builder, simd.load(builder, place, I32, 4), PART)
                     for part in _PARTS:
                         if is_signed(block):
-                            added = multiply_pairs(builder, weights[part], value)
+                            added = dots.multiply_pairs(builder, weights[part], value)
                             builder.store(builder.add(builder.load(sums[r, part]), added), sums[r, part])
                         else:
                             shorts[r, part] = add_bytes(builder, shorts[r, part], weights[part], value)

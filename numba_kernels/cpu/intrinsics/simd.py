@@ -199,7 +199,10 @@ def not_unrolled(builder: ir.IRBuilder, count: int) -> ir.Value:
 
 
 def left_alone(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """A vector's value as it is here: LLVM makes it here, not later or in another order, and takes it for unknown."""
+    """A vector's value as it is here: LLVM makes it here, not later or in another order, and takes it for unknown. On
+    processors whose registers are shorter than AVX2's it may do as it likes."""
+    if not compiled_for("avx2"):
+        return value
     llvm.initialize_native_asmparser()
     kind = ir.FunctionType(value.type, [value.type])
     return builder.call(ir.InlineAsm(kind, "", "=v,0,~{memory}", side_effect=True), [value])

@@ -12,14 +12,14 @@ import pytest
 
 from numba_kernels.cpu.gemm import linear as kernels
 from numba_kernels.cpu.gemm.panels import empty_panels
+from numba_kernels.cpu.layout import PANEL_COLUMNS
 from numba_kernels.cpu.running.launch import address_of
-from numba_kernels.cpu.target import PANEL_COLUMNS
 from runtime import ops
 from runtime.errors import InvalidArgumentError
 from runtime.linear.options import LoadOptions
 from tests.numba_kernels.cpu.cases import WEIGHT_TYPES, normal, tensor
 from tests.oracles import dense, int8
-from tests.oracles.tiles import as_multiplied
+from tests.oracles.tiles import as_multiplied, product
 
 SHAPES = [
     (1, 1, 1), (1, 768, 768), (2, 3, 5), (3, 47, 31), (4, 48, 16), (5, 49, 17), (6, 96, 64), (7, 97, 1), (8, 1, 100),
@@ -85,6 +85,19 @@ def test_rows_of_any_size(kind):
             np.testing.assert_array_equal(table, (integers.astype(np.float32) * scales[:, None])[ids])
         else:
             np.testing.assert_array_equal(table, weight[ids].astype(np.float32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "width", "depth"), [(1, 50, 300), (9, 145, 33), (35, 97, 129)])
+def test_sums_are_those_of_the_definition_to_the_bit(rows, width, depth, kind):
+    """In every layout, compiled for any processor: where the arithmetic is the same, so are the results."""
+    dtype, quantization = stored(kind)
+    rng = np.random.default_rng([rows, width, depth])
+    x, weight, bias = normal(rng, (rows, depth)), normal(rng, (width, depth), dtype), normal(rng, width)
+    residual = normal(rng, (rows, width))
+    packed = ops.prepare_linear(tensor(weight), tensor(bias), LoadOptions.parse(quantization=quantization))
+    out = ops.linear(tensor(x), packed, residual=tensor(residual)).numpy()
+    np.testing.assert_array_equal(out, product(x, weight, bias, residual, kind))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,7 +1,8 @@
-"""Every kind of register tile that this processor runs, and the arithmetic of the one with vdpbf16ps on any processor.
+"""Every layout of the cpu's, on any processor.
 
-The kind in force has all tests in this process. The others run some telling ones each time, and all of the kernels' and
-the golden models' in `make test-all`, in processes that are forced to them. Compiling takes most of the time.
+The one in force has all tests in this process. The others run some telling ones each time (`tests/selection.py` names
+them), and all of the kernels', the golden models' and the sizes' in `make test-all`, in processes that are forced to
+them. Compiling takes most of the time.
 """
 
 from __future__ import annotations
@@ -21,25 +22,19 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from numba_kernels.cpu import target
-from numba_kernels.cpu.gemm.bf16_pairs import by_instruction, spelled_out
 from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics.dots import bf16_pairs_by_instruction, bf16_pairs_spelled_out
+from numba_kernels.cpu.layout import LAYOUTS
 from numba_kernels.cpu.running.launch import address_of
+from tests.selection import SIZES, TELLING
 
 ROOT = Path(__file__).resolve().parents[3]
-KINDS = ["portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16", target.EMULATED_BF16]
-
-_GOLDENS = "tests/models/test_goldens.py"
-_ROWS = "tests/numba_kernels/cpu/test_linear.py::test_rows_of_any_size"
-_BLOCKS = "tests/numba_kernels/cpu/test_blocks.py::test_products_rows_and_tables"
-_RANKS = "tests/runtime/linear/test_segments.py::test_many_sizes"
-TELLING = {
-    "portable": [f"{_ROWS}[float16]"],
-    "avx2": [f"{_ROWS}[float32]", f"{_RANKS}[int8]", f"{_BLOCKS}[Q8_0]"],
-    "avx512": [f"{_ROWS}[int8]", f"{_BLOCKS}[Q6_K]"],
-    "avx512_vnni": [f"{_RANKS}[int8]", f"{_BLOCKS}[Q5_K]"],
-    "avx512_bf16": [f"{_ROWS}[bfloat16]", f"{_RANKS}[bfloat16]"],
-    target.EMULATED_BF16: [f"{_GOLDENS}::test_weights_rounded_to_bfloat16_with_float32_pages[qwen2_odd]"],
-}
+KINDS = [tiles for tiles in LAYOUTS if tiles != target.EMULATED_BF16]
+OTHERS = [
+    tiles if tiles in target.available_tiles() else f"emulated_{tiles}"
+    for tiles in KINDS if tiles != target.layout_name()
+]  # fmt: skip
+"""The other layouts: as themselves where the processor runs them, else compiled for what it has."""
 
 
 def _python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -51,33 +46,32 @@ def _python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 
 def _passed(tiles: str, *tests: str) -> int:
     """How many tests pass with these tiles, where no other one fails."""
-    if tiles not in (*target.available_tiles(), target.EMULATED_BF16):
-        pytest.skip(f"this processor has no {tiles}")
     done = _python("-m", "pytest", "-m", "not exhaustive and not emulator", *tests, XSERV_CPU_TILES=tiles)
     assert done.returncode == 0, done.stdout[-10_000:] + done.stderr
     (passed,) = re.findall(r"(\d+) passed", done.stdout)
     return int(passed)
 
 
-@pytest.mark.parametrize(
-    "tiles",
-    [
-        pytest.param(tiles, marks=[pytest.mark.exhaustive] * (tiles == target.EMULATED_BF16))  # compiles a model
-        for tiles in KINDS
-        if tiles != target.TILES
-    ],
-)
+@pytest.mark.parametrize("tiles", OTHERS)
 def test_telling_cases(tiles):
-    assert _passed(tiles, *TELLING[tiles]) == len(TELLING[tiles])
+    names = TELLING[tiles.removeprefix("emulated_")]
+    assert _passed(tiles, *names) == len(names)
+
+
+def test_each_layout_has_telling_cases():
+    assert list(TELLING) == KINDS
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("tiles", [tiles for tiles in KINDS if tiles != target.TILES])
+@pytest.mark.parametrize(
+    "tiles", [tiles for tiles in (*target.available_tiles(), *target.EMULATED_TILES) if tiles != target.TILES]
+)
 def test_all_kernels_and_golden_models(tiles):
     kernels = sorted(map(str, (ROOT / "tests/numba_kernels/cpu").glob("test_*.py")))
     kernels.remove(__file__)
-    models = [_GOLDENS, "tests/models/test_int8.py", "tests/models/test_registry.py"]
-    assert _passed(tiles, *kernels, "tests/runtime/linear/test_segments.py", *models) > 450
+    models = ["tests/models/test_goldens.py", "tests/models/test_int8.py", "tests/models/test_registry.py"]
+    sizes = [name for name in SIZES if name.partition("::")[0] not in models]
+    assert _passed(tiles, *kernels, "tests/runtime/linear/test_segments.py", *models, *sizes) > 450
 
 
 def test_a_forced_tile_limits_the_compiler():
@@ -91,6 +85,7 @@ def test_a_tile_that_nobody_has_is_an_error(name):
     assert done.returncode != 0
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(f"runtime.errors.InvalidArgumentError: XSERV_CPU_TILES is '{name}': must be one of portable")
+    assert "emulated_avx512_vnni" in last
 
 
 @pytest.mark.skipif("avx512_bf16" in target.available_tiles(), reason="this processor has the best tile")
@@ -98,6 +93,7 @@ def test_a_tile_that_this_processor_lacks_is_an_error():
     done = _python("-c", "import numba_kernels.cpu", XSERV_CPU_TILES="avx512_bf16")
     assert done.returncode != 0
     assert "'avx512_bf16': this processor runs portable" in done.stderr
+    assert "emulated_avx512_bf16 has its layout" in done.stderr
 
 
 @pytest.mark.skipif(not target._IS_X86, reason="an x86-64 instruction")
@@ -109,7 +105,7 @@ def test_the_bfloat16_tile_assembles_to_its_instruction():
     floats, words = simd.vector(simd.F32), simd.vector(simd.I32)
     function = ir.Function(module, ir.FunctionType(floats, [floats, words, words]), "dot")
     builder = ir.IRBuilder(function.append_basic_block())
-    builder.ret(by_instruction(builder, *function.args))
+    builder.ret(bf16_pairs_by_instruction(builder, *function.args))
     machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(cpu="cooperlake")
     code = machine.emit_object(llvm.parse_assembly(str(module)))
     found = [
@@ -150,7 +146,7 @@ def test_the_instruction_spelled_out():
     count = 1600
     totals = (rng.standard_normal(count) * 10 ** rng.uniform(-3, 3, count)).astype(np.float32)
     pairs, weights = (rng.standard_normal((count, 2)).astype(ml_dtypes.bfloat16) for _ in range(2))
-    in_full = _sums_of_pairs(spelled_out, totals, pairs, weights)
+    in_full = _sums_of_pairs(bf16_pairs_spelled_out, totals, pairs, weights)
     products = pairs.astype(np.float64) * weights.astype(np.float64)  # exact
     once = (totals + products[:, 1]).astype(np.float32)
     expected = (once + products[:, 0]).astype(np.float32)
@@ -159,5 +155,5 @@ def test_the_instruction_spelled_out():
     else:  # products are rounded, too
         np.testing.assert_allclose(in_full, expected, rtol=0, atol=1e-6 * np.abs(totals).max())
     if target.compiled_for("avx512bf16"):
-        at_once = _sums_of_pairs(by_instruction, totals, pairs, weights)
+        at_once = _sums_of_pairs(bf16_pairs_by_instruction, totals, pairs, weights)
         np.testing.assert_array_equal(at_once, in_full)

@@ -11,6 +11,7 @@ import pytest
 from runtime.device.gpu import Gpu
 from tests.numba_kernels.cuda.harness import DEFAULT_DEVICE
 from tests.runtime.device.emulated import new_gpu
+from tests.selection import KERNELS, refuse_unknown
 
 _OTHERS: tuple[tuple[str, set[object]], ...] = (
     *(
@@ -40,17 +41,21 @@ _gpus: dict[str, Gpu] = {}  # one of each architecture, for all tests until one 
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Compiling a kernel is what most of these tests cost, so that `make test` takes one of those that are alike."""
+    found: set[int] = set()
     for item in items:
         if item.path.parent != Path(__file__).parent:
             continue
         callspec = getattr(item, "callspec", None)
         given = [] if callspec is None else list(callspec.params.values())
         given += [each for value in given if isinstance(value, tuple) for each in value]
-        for file, values in _OTHERS:
+        for number, (file, values) in enumerate(_OTHERS):
             if item.path.name.startswith(file) and all(value in given for value in values):
+                found.add(number)
                 item.add_marker(pytest.mark.exhaustive)
+    unknown = [f"{file} {values}" for number, (file, values) in enumerate(_OTHERS) if number not in found]
+    refuse_unknown(config, "tests/numba_kernels/cuda/conftest.py", ((KERNELS, each) for each in unknown))
 
 
 @pytest.fixture

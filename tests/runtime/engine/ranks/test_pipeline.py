@@ -19,6 +19,7 @@ from runtime.engine.process.client import ThreadEngineClient
 from runtime.engine.ranks.executor import ParallelExecutor
 from runtime.engine.sampling_params import SamplingParams
 from tests.models.folders import CASES, load_golden, write_model
+from tests.oracles.tiles import panel_bytes
 from tests.runtime.engine.ranks.test_tensor_parallel import (
     PROMPTS,
     SAMPLED,
@@ -164,8 +165,7 @@ def test_each_rank_says_what_it_holds() -> None:
     assert 0 < first.end_layer == second.first_layer < 4
     assert first.kv_cache_bytes + second.kv_cache_bytes == staged.kv_cache_bytes == alone.kv_cache_bytes
     assert first.weight_bytes + second.weight_bytes == staged.weight_bytes
-    table = 640 * 256 * 2
-    assert alone.weight_bytes + table <= staged.weight_bytes <= alone.weight_bytes + table + 8 * 640
+    assert staged.weight_bytes == alone.weight_bytes + panel_bytes(640, 256, element_bytes=2)
     assert staged.cache_groups == alone.cache_groups
     both = describe_engine(
         None, EngineConfig(device="cpu", num_blocks=64, pipeline_parallel_size=2, tensor_parallel_size=2)

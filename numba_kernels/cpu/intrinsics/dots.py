@@ -1,0 +1,160 @@
+"""Sums of products of bytes, of int16 and of pairs of bfloat16: by the instruction that does it, or spelled out.
+
+A layout (`layout`) decides which of them a tile needs, the processor whether it has the instruction. What is spelled
+out rounds and saturates as the instruction does, so that results are the same to the bit. Vectors are of any number of
+32-bit lanes; AVX2's instructions take a vector of LANES in two halves.
+"""
+
+from __future__ import annotations
+
+import llvmlite.binding as llvm
+import llvmlite.ir as ir
+
+from numba_kernels.cpu.intrinsics import simd
+from numba_kernels.cpu.intrinsics.simd import I8, I16, I32
+from numba_kernels.cpu.target import HAS_BF16_DOT, HAS_BYTE_DOT, LANES, compiled_for
+
+_HAS_AVX2, _HAS_AVX512 = compiled_for("avx2"), compiled_for("avx512bw")
+_NARROW_LANES = 8  # 32-bit lanes of an AVX2 register
+
+
+def bytes_of_weights(builder, words):
+    """A word of four unsigned bytes in each lane, as `add_four` takes it: whole, or as four integers."""
+    if HAS_BYTE_DOT:
+        return [words]
+    lanes = words.type.count
+    shifted = [builder.lshr(words, simd.splat_constant(I32, 8 * byte, lanes)) for byte in range(4)]
+    return [builder.and_(word, simd.splat_constant(I32, 0xFF, lanes)) for word in shifted]
+
+
+def bytes_of_rows(builder, word, lanes=LANES):
+    """The same of one word of four signed bytes, in every lane."""
+    if HAS_BYTE_DOT:
+        return [simd.splat(builder, word, lanes)]
+    up = [builder.shl(word, ir.Constant(I32, 24 - 8 * byte)) for byte in range(4)]
+    return [simd.splat(builder, builder.ashr(value, ir.Constant(I32, 24)), lanes) for value in up]
+
+
+def add_four(builder, total, weights, values, *, in_register=False):
+    """``total``, i32, and the products of four bytes in each lane, as vpdpbusd adds them. ``in_register``: no operand
+    of the instruction may stay in memory."""
+    if not HAS_BYTE_DOT:
+        for weight, value in zip(weights, values, strict=True):
+            total = builder.add(total, builder.mul(weight, value))
+        return total
+    operands = [total, weights[0], values[0]]
+    if not in_register:
+        return simd.call(builder, "llvm.x86.avx512.vpdpbusd.512", total.type, operands)
+    llvm.initialize_native_asmparser()
+    kind = ir.FunctionType(total.type, [total.type] * 3)
+    return builder.call(ir.InlineAsm(kind, "vpdpbusd $3, $2, $0", "=v,0,v,v"), operands)
+
+
+def multiply_pairs(builder, a, b):
+    """The sum of the products of two int16 in each lane, i32, as vpmaddwd adds them. ``a`` and ``b``: of any type."""
+    lanes = _lanes(a)
+    words = simd.vector(I32, lanes)
+    if _HAS_AVX2:
+        operands = [builder.bitcast(each, simd.vector(I16, 2 * lanes)) for each in (a, b)]
+        return _by_registers(builder, "pmadd.wd", "pmaddw.d.512", words, operands)
+    sixteen, total = simd.splat_constant(I32, 16, lanes), None
+    for up in (lambda word: builder.shl(word, sixteen), lambda word: word):
+        low, high = (builder.ashr(up(builder.bitcast(each, words)), sixteen) for each in (a, b))
+        product = builder.mul(low, high)
+        total = product if total is None else builder.add(total, product)
+    return total
+
+
+def multiply_bytes(builder, weights, values):
+    """The sum of two products of an unsigned and a signed byte in each half lane, i16, as vpmaddubsw adds them."""
+    lanes = _lanes(weights)
+    shorts = simd.vector(I16, 2 * lanes)
+    if _HAS_AVX2:
+        bytes_ = simd.vector(I8, 4 * lanes)
+        operands = [builder.bitcast(each, bytes_) for each in (weights, values)]
+        return _by_registers(builder, "pmadd.ub.sw", "pmaddubs.w.512", shorts, operands)
+    eight = simd.splat_constant(I16, 8, 2 * lanes)
+    weights, values = (builder.bitcast(each, shorts) for each in (weights, values))
+    lower = builder.and_(weights, simd.splat_constant(I16, 0xFF, 2 * lanes))
+    low = builder.mul(lower, builder.ashr(builder.shl(values, eight), eight))
+    high = builder.mul(builder.lshr(weights, eight), builder.ashr(values, eight))
+    return simd.call(builder, f"llvm.sadd.sat.v{2 * lanes}i16", shorts, [low, high])
+
+
+def with_sign(builder, values, signs):
+    """Bytes with the sign of ``signs``, and 0 where those are 0."""
+    if _HAS_AVX2:
+        return _by_registers(builder, "psign.b", None, values.type, [values, signs])
+    zero = ir.Constant(values.type, [0] * values.type.count)
+    found = builder.select(builder.icmp_signed("<", signs, zero), builder.neg(values), values)
+    return builder.select(builder.icmp_signed("==", signs, zero), zero, found)
+
+
+def look_up(builder, indices, values):
+    """The bytes that indices, bytes below 16, stand for."""
+    kind = indices.type
+    if _HAS_AVX2:
+        table = ir.Constant(kind, list(values) * (kind.count // 16))
+        return _by_registers(builder, "pshuf.b", "pshuf.b.512", kind, [table, indices])
+    found = ir.Constant(kind, [values[0]] * kind.count)
+    for index, value in enumerate(values[1:], 1):
+        is_it = builder.icmp_unsigned("==", indices, ir.Constant(kind, [index] * kind.count))
+        found = builder.select(is_it, ir.Constant(kind, [value] * kind.count), found)
+    return found
+
+
+def add_bf16_pairs(builder, total, pairs, weights):
+    """``total`` and the products of two pairs of bfloat16 in each lane, as vdpbf16ps adds them."""
+    return (bf16_pairs_by_instruction if HAS_BF16_DOT else bf16_pairs_spelled_out)(builder, total, pairs, weights)
+
+
+def bf16_pairs_by_instruction(builder, total, pairs, weights):
+    """The same on AVX512-BF16."""
+    llvm.initialize_native_asmparser()
+    kind = ir.FunctionType(total.type, [total.type, pairs.type, weights.type])
+    return builder.call(ir.InlineAsm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v"), [total, pairs, weights])
+
+
+def bf16_pairs_spelled_out(builder, total, pairs, weights):
+    """The same without the instruction: the upper elements' product is added first, then the lower ones'. Numbers below
+    the smallest normal one are zero, on both sides of each sum."""
+    lanes = total.type.count
+    mask, sixteen = simd.splat_constant(I32, 0xFFFF0000, lanes), simd.splat_constant(I32, 16, lanes)
+    for half in (lambda words: builder.and_(words, mask), lambda words: builder.shl(words, sixteen)):
+        a, b = (_normal(builder, builder.bitcast(half(words), total.type)) for words in (pairs, weights))
+        total = _normal(builder, simd.fma(builder, a, b, _normal(builder, total)))
+    return total
+
+
+def _normal(builder, value):
+    """``value``, and a zero of its sign for what is smaller than the smallest normal number."""
+    lanes, bits = value.type.count, builder.bitcast(value, simd.vector(I32, value.type.count))
+    exponent = builder.and_(bits, simd.splat_constant(I32, 0x7F800000, lanes))
+    is_tiny = builder.icmp_unsigned("==", exponent, simd.splat_constant(I32, 0, lanes))
+    zero = builder.and_(bits, simd.splat_constant(I32, 0x80000000, lanes))
+    return builder.bitcast(builder.select(is_tiny, zero, bits), value.type)
+
+
+def _lanes(value):
+    return value.type.count * value.type.element.width // 32
+
+
+def _by_registers(builder, narrow, wide, result, operands):
+    """AVX2's instruction ``narrow`` on each register, or AVX-512's ``wide``, where there is one, on two at once."""
+    parts = _lanes(operands[0]) // _NARROW_LANES
+    if parts == 1:
+        return simd.call(builder, f"llvm.x86.avx2.{narrow}", result, operands)
+    if parts == 2 and wide and _HAS_AVX512:
+        return simd.call(builder, f"llvm.x86.avx512.{wide}", result, operands)
+    half = simd.vector(result.element, result.count // 2)
+    halves = []
+    for side in range(2):
+        pieces = [_half(builder, operand, side) for operand in operands]
+        halves.append(_by_registers(builder, narrow, wide, half, pieces))
+    return builder.shuffle_vector(*halves, ir.Constant(simd.vector(I32, result.count), list(range(result.count))))
+
+
+def _half(builder, value, side):
+    count = value.type.count // 2
+    order = ir.Constant(simd.vector(I32, count), list(range(side * count, (side + 1) * count)))
+    return builder.shuffle_vector(value, value, order)

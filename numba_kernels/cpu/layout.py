@@ -1,0 +1,53 @@
+"""How weights, and rows that meet them, lie in memory, and the shapes of register tiles: the layout in force.
+
+It belongs to the kind of tile (`target`) and says nothing of instructions: every layout is compiled for every
+processor, with the same results.
+
+Vectors are always ``<16 x float>`` in the IR; LLVM splits them where registers are narrower (two AVX2 or four NEON
+registers each). So only the number of accumulators has to know the machine: with 32 registers of 16 lanes a product's
+tile of 8 rows x 3 vectors keeps 24 of them busy, and what is multiplied has the others (attention's has a power of two
+of rows anyway; 9 rows would leave none for bfloat16). With 16 registers of 8 lanes, 6 rows x 1 vector (12 registers)
+leave room for two halves of a weight and a broadcast; NEON's 32 registers of 4 lanes hold 4 rows x 1 vector (16
+registers) and operands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from numba_kernels.cpu.target import EMULATED_BF16, LANES, available_tiles, layout_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Of one kind of tile.
+
+    rows             of a product's tile, at most
+    attention_rows   of attention's tile, at most: a power of two
+    vectors          of LANES columns, of a panel and of a product's tile
+    dot              what int8 rows of x become: words of four ``bytes``, for vpdpbusd, or ``pairs`` of int16, for
+                     vpmaddwd (in blocks of small integers bytes, for vpmaddubsw)
+    rounds_to_bf16   whether rows of x are rounded to pairs of bfloat16 before they meet a bfloat16 weight
+    """
+
+    rows: int
+    attention_rows: int
+    vectors: int
+    dot: Literal["bytes", "pairs"]
+    rounds_to_bf16: bool = False
+
+
+LAYOUTS = {
+    "portable": Layout(rows=4, attention_rows=4, vectors=1, dot="bytes"),
+    "avx2": Layout(rows=6, attention_rows=4, vectors=1, dot="pairs"),
+    "avx512": Layout(rows=8, attention_rows=8, vectors=3, dot="pairs"),
+    "avx512_vnni": Layout(rows=8, attention_rows=8, vectors=3, dot="bytes"),
+    "avx512_bf16": Layout(rows=8, attention_rows=8, vectors=3, dot="bytes", rounds_to_bf16=True),
+}
+LAYOUTS[EMULATED_BF16] = replace(LAYOUTS[available_tiles()[-1]], rounds_to_bf16=True)
+
+_LAYOUT = LAYOUTS[layout_name()]
+GEMM_ROWS, TILE_ROWS, TILE_VECTORS = _LAYOUT.rows, _LAYOUT.attention_rows, _LAYOUT.vectors
+DOT, ROUNDS_TO_BF16 = _LAYOUT.dot, _LAYOUT.rounds_to_bf16
+PANEL_COLUMNS = TILE_VECTORS * LANES  # columns of the weight that one panel holds
