@@ -23,7 +23,6 @@ _OTHERS: tuple[tuple[str, set[object]], ...] = (
     ),
     ("test_attention_exact", {"decode", "f32"}),  # models have it
     ("test_attention_hopper", {128}),  # a head, or a window that has sinks
-    ("test_byte_tiles", {(70, 150, 264)}),
     ("test_dequantize", {"u4_g128", "bf16"}),
     ("test_dequantize", {"u4_g32"}),
     ("test_gemm_fused", {"hopper/large"}),  # clusters: hopper/narrow/2
