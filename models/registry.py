@@ -19,6 +19,7 @@ from models.configuration.class_defaults import add_class_defaults
 from models.configuration.config import ModelConfig
 from models.configuration.harmless_fields import is_harmless
 from models.configuration.json_fields import Fields
+from models.configuration.overrides import changes
 from models.configuration.rope_config import RopeConfig
 from models.errors import ModelLoadError
 from models.families import known_architectures
@@ -42,13 +43,14 @@ logger = logging.getLogger("xserv.models")
 LoadFormat = Literal["auto", "safetensors", "dummy"]
 
 
-def load_config(model: str | Path) -> ModelConfig:
-    """The typed form of a model's config: of a folder's `config.json`, or of a GGUF file's metadata.
+def load_config(model: str | Path, overrides: str = "") -> ModelConfig:
+    """The typed form of a model's config: of a folder's `config.json`, or of a GGUF file's metadata, with the
+    `models.configuration.overrides` of its fields.
 
     Raises `ConfigError`, naming file, field and value, for a file that is missing or not JSON, a field that
     is missing or out of range, an unknown architecture, and a field that no family knows.
     """
-    return _parse(open_model(model).config())
+    return _parse(open_model(model, overrides).config())
 
 
 def parse_config(values: dict[str, Any], where: str = "config.json") -> ModelConfig:
@@ -121,18 +123,21 @@ def load_model(
         max_model_len: tokens that a sequence will have at most, to keep position tables small; None: the config's
             `max_position_embeddings`, which is also the limit.
         reporter: shows how many bytes of weights are there.
-        settings: `LoadOptions.parse`'s: device, dtype, quantization, gemm, exact, communicator, pipeline, stages.
+        settings: `LoadOptions.parse`'s: device, dtype, quantization, gemm, exact, communicator, pipeline, stages; and
+            `hf_overrides`, as `models.configuration.overrides.as_text` gives them.
 
     Raises:
         ModelLoadError: naming the file, the tensor or field, and the value at fault.
         InvalidArgumentError: for an argument that is not one of the above.
     """
-    options = LoadOptions.parse(**settings)
-    said, positions = _config_and_positions(folder, load_format, max_model_len)
-    source, config = _source(folder, said, options, load_format, seed)
+    options, overrides = LoadOptions.parse(**settings), settings.get("hf_overrides", "")
+    said, positions = _config_and_positions(folder, load_format, max_model_len, overrides)
+    for change in changes(open_model(folder).config().values(), overrides) if overrides and not options.rank else ():
+        logger.warning("%s: by hf_overrides %s", folder, change)
+    source, config = _source(folder, said, options, load_format, seed, overrides)
     if isinstance(source, Checkpoint):
         source.check_numbers()
-    if config.tie_word_embeddings != said.tie_word_embeddings:
+    if config.tie_word_embeddings != said.tie_word_embeddings and not options.rank:
         logger.warning(
             "%s: tie_word_embeddings is %s, but the files hold %s: the head is %s", folder, said.tie_word_embeddings,
             "no output head" if config.tie_word_embeddings else "an output head that differs from the embedding",
@@ -159,9 +164,9 @@ def declare_model(
 ) -> Model:
     """The model without its numbers: what it consists of, in which types, and `weight_bytes`, by the headers of its
     files alone. It cannot run. Arguments and errors are `load_model`'s."""
-    options = LoadOptions.parse(**settings)
-    config, positions = _config_and_positions(folder, load_format, max_model_len)
-    source, config = _source(folder, config, options, load_format, 0)
+    options, overrides = LoadOptions.parse(**settings), settings.get("hf_overrides", "")
+    config, positions = _config_and_positions(folder, load_format, max_model_len, overrides)
+    source, config = _source(folder, config, options, load_format, 0, overrides)
     source = _rounded(source, config, options)
     return _built(config, DeclaringMaker(options, positions, source))
 
@@ -212,12 +217,14 @@ def _declared(config: ModelConfig) -> DeclaringMaker:
     return maker
 
 
-def quantisable_matrices(folder: str | Path, checkpoint: Checkpoint) -> tuple[ModelConfig, set[str]]:
+def quantisable_matrices(
+    folder: str | Path, checkpoint: Checkpoint, overrides: str = ""
+) -> tuple[ModelConfig, set[str]]:
     """A model's config, and the names of its linear maps, without its output head. Fits the checkpoint to the model.
 
     Raises `ModelLoadError` for a tensor that does not fit, and for maps that are stored inputs first.
     """
-    config = fit_model(checkpoint, load_config(folder))
+    config = fit_model(checkpoint, load_config(folder, overrides))
     maker = _declared(config)
     if maker.transposed:
         raise ModelLoadError(f"{folder}: {config.architecture} stores its maps inputs first, which is not quantised")
@@ -232,12 +239,14 @@ def _built(config: ModelConfig, maker: Maker) -> Model:
     return model
 
 
-def _config_and_positions(folder: str | Path, load_format: str, max_model_len: int | None) -> tuple[ModelConfig, int]:
+def _config_and_positions(
+    folder: str | Path, load_format: str, max_model_len: int | None, overrides: str
+) -> tuple[ModelConfig, int]:
     if load_format not in ("auto", "safetensors", "dummy"):
         raise InvalidArgumentError(
             f"load_format must be auto, safetensors or dummy, not {load_format!r}", param="load_format"
         )
-    config = load_config(folder)
+    config = load_config(folder, overrides)
     limit = config.max_position_embeddings
     if max_model_len is not None and not 1 <= max_model_len <= limit:
         raise InvalidArgumentError(
@@ -276,11 +285,11 @@ def _rounded(source: TensorSource, config: ModelConfig, options: LoadOptions) ->
     )  # fmt: skip
 
 
-def _quantized_layouts(folder: Path, layout: TensorLayout) -> dict[str, QuantizedLayout]:
+def _quantized_layouts(folder: Path, layout: TensorLayout, overrides: str) -> dict[str, QuantizedLayout]:
     """How the folder's own weights are quantised, if it has any: by name."""
     if not folder.is_dir() or not any(folder.glob("*.safetensors")):
         return {}
-    files = open_model(folder)
+    files = open_model(folder, overrides)
     if read_quantization(files.config()) is None:
         return {}
     checkpoint = files.checkpoint()
@@ -290,13 +299,13 @@ def _quantized_layouts(folder: Path, layout: TensorLayout) -> dict[str, Quantize
 
 
 def _source(
-    folder: str | Path, config: ModelConfig, options: LoadOptions, load_format: str, seed: int
+    folder: str | Path, config: ModelConfig, options: LoadOptions, load_format: str, seed: int, overrides: str
 ) -> tuple[TensorSource, ModelConfig]:
     """The tensors of the model, which fit its layout; its config, as `fit_model` has it."""
     if load_format == "dummy":
         layout, dtype = tensor_layout(config), options.dtype or config.dtype or float32
-        return DummyCheckpoint(layout, seed, dtype, _quantized_layouts(Path(folder), layout)), config
+        return DummyCheckpoint(layout, seed, dtype, _quantized_layouts(Path(folder), layout, overrides)), config
     if load_format == "safetensors" and not Path(folder).is_dir():
         raise InvalidArgumentError(f"load_format is 'safetensors', but {folder} is no folder", param="load_format")
-    checkpoint = open_model(folder).checkpoint()
+    checkpoint = open_model(folder, overrides).checkpoint()
     return checkpoint, fit_model(checkpoint, config)

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from models.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from models.configuration.json_fields import Fields, config_path, read_json_object
+from models.configuration.overrides import overridden
 from models.gguf.model_file import GgufModel
 from models.quantized.scheme import add_quantization, read_quantization, with_quantized
 from tokenizer.ends import EndTokens, end_tokens
@@ -44,13 +45,15 @@ class ModelFiles(Protocol):
 class ModelFolder:
     """A folder with `config.json`, safetensors and perhaps a tokenizer; see `ModelFiles`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, overrides: str = "") -> None:
         self.path = path
+        self._overrides = overrides
 
     def config(self) -> Fields:
         """See `ModelFiles`."""
         path = config_path(self.path)
-        return add_quantization(Fields(read_json_object(path), str(path)), self.path)
+        fields = add_quantization(Fields(read_json_object(path), str(path)), self.path)
+        return Fields(overridden(fields.values(), self._overrides), str(path)) if self._overrides else fields
 
     def generation_config(self) -> Fields:
         """See `ModelFiles`."""
@@ -77,16 +80,17 @@ class ModelFolder:
         return read_folder(self.path) if self.has_tokenizer() else None
 
 
-def open_model(path: str | Path) -> ModelFiles:
-    """The files of a model: of a folder, or of a GGUF file. Raises `ModelLoadError` for a file that is not readable."""
+def open_model(path: str | Path, overrides: str = "") -> ModelFiles:
+    """The files of a model: of a folder, or of a GGUF file. `overrides` are of its config's fields
+    (`models.configuration.overrides`). Raises `ModelLoadError` for a file that is not readable."""
     path = Path(path)
     if not path.is_file():
-        return ModelFolder(path)
+        return ModelFolder(path, overrides)
     status = path.stat()
-    return _gguf_model(path, status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
+    return _gguf_model(path, overrides, status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
 
 
 @lru_cache(maxsize=1)
-def _gguf_model(path: Path, *_identity: int) -> GgufModel:
+def _gguf_model(path: Path, overrides: str, *_identity: int) -> GgufModel:
     """The header, which lists the vocabulary, is read once for all who open the same file."""
-    return GgufModel(path)
+    return GgufModel(path, overrides)

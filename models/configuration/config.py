@@ -186,12 +186,12 @@ def read_dtype(fields: Fields) -> DType | None:
     return dtype
 
 
-def load_dtype(model: str | Path) -> DType | None:
-    """The type that a model's config says the weights were saved in. Wakes no kernels.
+def load_dtype(model: str | Path, overrides: str = "") -> DType | None:
+    """The type that a model's config, with its overrides, says the weights were saved in. Wakes no kernels.
 
     Raises `ModelLoadError`.
     """
-    return read_dtype(open_model(model).config())
+    return read_dtype(open_model(model, overrides).config())
 
 
 def read_layer_types(fields: Fields, num_layers: int) -> list[str] | None:

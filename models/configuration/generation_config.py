@@ -69,14 +69,14 @@ def load_generation_config(model: str | Path) -> GenerationConfig:
     )
 
 
-def load_end_ids(model: str | Path) -> tuple[int, ...]:
+def load_end_ids(model: str | Path, overrides: str = "") -> tuple[int, ...]:
     """The ids that end an answer: those that the generation config, `config.json`, its `text_config` and the tokenizer
     name, and the tokenizer's known ends of a turn.
 
     Where the generation config names some, `config.json` adds no id whose token is ordinary text: classes of configs
     have defaults that another vocabulary knows nothing of. Raises `ConfigError` for a `config.json` that is wrong.
     """
-    files = open_model(model)
+    files = open_model(model, overrides)
     generation, config = _generation_fields(files), files.config()
     named = _sensible(lambda: generation.token_ids("eos_token_id")) or ()
     others = config.token_ids("eos_token_id")

@@ -103,17 +103,6 @@ class Fields:
         """Fields that are absent have these values; nobody has to read them."""
         self._defaults = {**values, **self._defaults}
 
-    def override(self, values: Mapping[str, Any]) -> None:
-        """Replaces fields, and those of objects one by one; see `models.configuration.overrides`."""
-        self._values = dict(self._values)
-        for name, value in values.items():
-            inner = self._objects.get(name)
-            if inner is not None and isinstance(value, dict):  # from another file
-                inner.override(value)
-            else:
-                self._values[name] = value
-                self._objects.pop(name, None)
-
     def raw(self, name: str) -> Any:
         """The value as JSON has it; its default, or None, if absent."""
         self._read.add(name)

@@ -13,6 +13,7 @@ import numpy as np
 from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.stored_tensor import StoredTensor
 from models.configuration.json_fields import Fields
+from models.configuration.overrides import overridden
 from models.errors import ConfigError, WeightsError
 from models.gguf.architectures import GgufArchitecture
 from models.gguf.config import config_values, find_architecture, plain
@@ -41,15 +42,17 @@ class GgufModel:
     not supported.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, overrides: str = "") -> None:
         self.path = path
+        self._overrides = overrides
         self._shards = _open_shards(path)
         self._first = self._shards[0]
 
     def config(self) -> Fields:
         """The fields of a config.json that says the same."""
         factors = {name: plain(file.array(name)) for name in _FACTORS if (file := self._file_of.get(name))}
-        return Fields(config_values(self._first, self._tensors, factors), str(self.path))
+        values = config_values(self._first, self._tensors, factors)
+        return Fields(overridden(values, self._overrides), str(self.path))
 
     def generation_config(self) -> Fields:
         """The fields of a generation_config.json: what ends an answer, and the sampling that the file recommends."""

@@ -119,12 +119,13 @@ class Calibration:
 
 def quantize_folder(
     source: Path, target: Path, format: str, show: Callable[[int, int], None] = lambda done, total: None,
-    calibration: Calibration | None = None,
+    calibration: Calibration | None = None, overrides: str = "",
 ) -> Written:  # fmt: skip
     """Writes `source` to the new folder `target`: its linear maps in `format`, but the output head, all else as it is.
 
     Maps whose rows are not whole groups stay floats. `show` gets how many tensors are done, and how many there are;
-    with a calibration the maps that are searched for scales come first.
+    with a calibration the maps that are searched for scales come first. `overrides` are of the config's fields
+    (`models.configuration.overrides`), and are written so.
 
     Raises:
         ModelLoadError: naming file, tensor or field, for a model that cannot be read, is quantised already, or stores
@@ -142,12 +143,12 @@ def quantize_folder(
         )
     if not source.is_dir():
         raise ModelLoadError(f"{source} is no folder: a GGUF file is quantised by llama.cpp's tools")
-    files = ModelFolder(source)
+    files = ModelFolder(source, overrides)
     config = files.config()
     if config.has(FIELD):
         raise ModelLoadError(f"{config.where}: has a {FIELD}: give the model that it was made from")
     checkpoint = files.checkpoint()
-    model_config, matrices = quantisable_matrices(source, checkpoint)  # renames the checkpoint's tensors
+    model_config, matrices = quantisable_matrices(source, checkpoint, overrides)  # renames the checkpoint's tensors
     names = {name: checkpoint.tensors[name].name for name in checkpoint.names()}
     taken = {name for name in matrices if output.rounding(float32).takes(checkpoint.tensors[name].shape[1])}
     ignored = ["lm_head", *sorted(names[name].removesuffix(".weight") for name in matrices - taken)]

@@ -30,7 +30,8 @@ def info(
     from runtime.engine.make_engine import describe_engine
 
     settings = engine.arguments()
-    facts = describe_engine(settings.pop("model", None), EngineConfig(**settings))
+    model = settings.pop("model", None)
+    facts = describe_engine(model, config := EngineConfig(**settings))
     report: dict[str, Any] = {
         "devices": devices(facts.device),
         "model": {
@@ -48,7 +49,7 @@ def info(
         "ranks": [msgspec.structs.asdict(rank) for rank in facts.ranks],
     }
     if engine.load_format != "dummy":
-        report["stored_bytes"] = open_model(facts.model_path).checkpoint().bytes_by_format()
+        report["stored_bytes"] = open_model(facts.model_path, config.hf_overrides).checkpoint().bytes_by_format()
     print(json.dumps(report) if as_json else as_text(report))
 
 

@@ -74,6 +74,9 @@ class EngineOptions:
         str,
         typer.Option(help="Layers whose pages stay in the weights' type: numbers and sliding_window, by commas."),
     ] = _CONFIG.kv_cache_dtype_skip_layers
+    hf_overrides: Annotated[
+        str, typer.Option(metavar="JSON", help="Fields of the model's config.json to replace; null: pass one over.")
+    ] = _CONFIG.hf_overrides
     max_model_len: Annotated[
         int | None, typer.Option(help="Most tokens of prompt and answer together; default: the model's.")
     ] = None

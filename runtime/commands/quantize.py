@@ -20,9 +20,13 @@ def quantize(
         typer.Option(help="With int4, int4-g32 and mxfp4: a text whose activations choose scales of channels (AWQ)."),
     ] = None,
     calibration_tokens: Annotated[int, typer.Option(help="So much of it.", min=1)] = 4096,
+    hf_overrides: Annotated[
+        str, typer.Option(metavar="JSON", help="Fields of the model's config.json to replace; null: leave one out.")
+    ] = "",
 ) -> None:
     """Write a model with quantised matrices, as compressed-tensors: for xserv, vLLM, SGLang and transformers."""
     from models.checkpoints.hub import resolve_model
+    from models.configuration.overrides import as_text
     from models.quantized.write import Calibration, quantize_folder
     from runtime.commands.info import size
     from runtime.progress import ON_STDERR
@@ -36,7 +40,7 @@ def quantize(
             raise typer.BadParameter(f"{calibration} is no text in UTF-8: {error}") from None
         chosen = Calibration(read_tokenizer(folder).encode(text)[:calibration_tokens])
     with ON_STDERR.shown(f"quantising to {format}") as show:
-        written = quantize_folder(folder, out, format, show, chosen)
+        written = quantize_folder(folder, out, format, show, chosen, as_text(hf_overrides))
     kept = f", {written.num_kept} stay floats" if written.num_kept else ""
     lost = ""
     if written.gains:

@@ -12,8 +12,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
+from models.configuration.overrides import as_text
 from runtime.engine.checks import check_one_of, check_positive, check_seconds, is_integer
 from runtime.engine.errors import RequestError
+from runtime.errors import InvalidArgumentError
 from runtime.kv.groups import blocks_of_sequence
 
 DEFAULT_KV_CACHE_BYTES = 4 << 30
@@ -87,6 +89,7 @@ class EngineSettings(TypedDict, total=False):
     quantization: Quantization
     kv_cache_dtype: KVCacheDtype
     kv_cache_dtype_skip_layers: str
+    hf_overrides: str | dict[str, Any]
     speculation: str
     num_speculative_tokens: int
     speculation_acceptance: SpeculationAcceptance
@@ -156,6 +159,8 @@ class EngineConfig:
                             last two with a scale for each token and head
     kv_cache_dtype_skip_layers
                             layers whose pages stay in the weights' type: numbers and "sliding_window", by commas
+    hf_overrides            fields of the model's config.json that others replace: an object, or its JSON; objects in it
+                            are merged, and null makes a field absent, also one that is not known here
     speculation             who proposes tokens for decodes to try: "auto" (a request's prediction, where it has one),
                             "ngram" (beside it, what prompt and output said before), "suffix" (and the answers of others
                             of the same tenant), "draft:FOLDER" (a small model), "eagle3:FOLDER" (a drafter that reads
@@ -212,6 +217,7 @@ class EngineConfig:
     quantization: Quantization = "none"
     kv_cache_dtype: KVCacheDtype = "auto"
     kv_cache_dtype_skip_layers: str = ""
+    hf_overrides: Any = ""
     speculation: str = "auto"
     num_speculative_tokens: int = 7
     speculation_acceptance: SpeculationAcceptance = "exact"
@@ -224,6 +230,10 @@ class EngineConfig:
     gemm: str = "auto"
 
     def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "hf_overrides", as_text(self.hf_overrides))
+        except InvalidArgumentError as error:
+            raise RequestError(str(error), param="hf_overrides") from None
         for name in (
             "max_num_seqs", "block_size", "max_waiting", "max_waiting_tokens", "num_speculative_tokens",
             "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",

@@ -157,7 +157,7 @@ def load_settings(
         device=Device.parse(config.device), dtype=config.dtype, quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
         kv_cache_dtype_skip_layers=config.kv_cache_dtype_skip_layers, gemm=config.gemm, exact=config.exact,
-        communicator=communicator, pipeline=pipeline, stages=stages,
+        communicator=communicator, pipeline=pipeline, stages=stages, hf_overrides=config.hf_overrides,
     )  # fmt: skip
 
 
@@ -262,7 +262,7 @@ def drafter_of(config: EngineConfig, target: Model, folder: Path, *, declares: b
         return declared_draft(config, target, folder) if declares else loaded_draft(config, target, folder)
     if not config.reads_hidden_states:
         return None
-    settings = load_settings(config)
+    settings = _settings_of_another_model(config)
     settings["quantization"], settings["kv_cache_dtype"], settings["kv_cache_dtype_skip_layers"] = "none", "auto", ""
     how: dict[str, Any] = {
         "max_model_len": config.max_model_len, "load_format": config.load_format, "seed": config.seed or 0,
@@ -282,11 +282,18 @@ def drafter_of(config: EngineConfig, target: Model, folder: Path, *, declares: b
     return load_eagle3(drafter, target, **how)
 
 
+def _settings_of_another_model(config: EngineConfig) -> LoadSettings:
+    """`load_settings` of what proposes tokens: the overrides are of the model's own config."""
+    settings = load_settings(config)
+    del settings["hf_overrides"]
+    return settings
+
+
 def declared_draft(config: EngineConfig, target: Model, folder: Path) -> Model:
     """`loaded_draft` without its numbers."""
     draft_folder = resolve_model(config.draft_model)
     draft = declare_model(
-        draft_folder, load_format=config.load_format, max_model_len=None, **load_settings(config)
+        draft_folder, load_format=config.load_format, max_model_len=None, **_settings_of_another_model(config)
     )
     check_draft(draft, draft_folder, target, folder)
     return draft
@@ -296,7 +303,7 @@ def loaded_draft(config: EngineConfig, target: Model, folder: Path) -> Model:
     """The draft model that the config names, for a target of that folder. Raises as `load_model`, and ``RequestError``
     for another vocabulary."""
     draft_folder = resolve_model(config.draft_model)
-    settings = load_settings(config)
+    settings = _settings_of_another_model(config)
     declared = declare_model(draft_folder, load_format="dummy", max_model_len=None, **settings)
     check_draft(declared, draft_folder, target, folder)
     length = min(declared.max_positions, config.max_model_len or target.max_positions)
@@ -395,7 +402,7 @@ def _info(
         quantization=model.quantization,
         kv_cache_dtype=spec.dtype.name,
         vocab_size=model.config.vocab_size,
-        eos_token_ids=_eos_token_ids(folder, model.config.vocab_size),
+        eos_token_ids=_eos_token_ids(folder, config.hf_overrides, model.config.vocab_size),
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
@@ -492,9 +499,9 @@ def limits_of(
     )
 
 
-def _eos_token_ids(folder: Path, vocab_size: int) -> tuple[int, ...]:
+def _eos_token_ids(folder: Path, overrides: str, vocab_size: int) -> tuple[int, ...]:
     """The model's ids that end a choice, without those that its vocabulary lacks: no step ever draws them."""
-    given = load_end_ids(folder)
+    given = load_end_ids(folder, overrides)
     kept = tuple(token_id for token_id in given if token_id < vocab_size)
     if kept != given:
         outside = [token_id for token_id in given if token_id not in kept]

@@ -70,7 +70,8 @@ def kernels_of_model(folder: Path, arch: str, config: EngineConfig) -> list[Spec
         preemption="auto", pipeline_parallel_size=1, pipeline_layers="",
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
-        copy = shallow_copy(folder, Path(scratch))
+        copy = shallow_copy(folder, Path(scratch), config.hf_overrides)
+        config = replace(config, hf_overrides="")
         engine = engine_of(copy, config) if config.tensor_parallel_size == 1 else lone_rank(copy, config)
         client = ThreadEngineClient(engine)
         try:
@@ -80,10 +81,10 @@ def kernels_of_model(folder: Path, arch: str, config: EngineConfig) -> list[Spec
     return found.specialisations
 
 
-def shallow_copy(model: Path, folder: Path) -> Path:
+def shallow_copy(model: Path, folder: Path, overrides: str = "") -> Path:
     """The model's config with fewer layers, where its layers are all of one kind. Quantised weights are linked to, as
     their headers say which kernels read them."""
-    fields = open_model(model).config().values()
+    fields = open_model(model, overrides).config().values()
     if "quantization_config" in fields:
         for file in model.glob("*.safetensors*"):
             (folder / file.name).symlink_to(file.resolve())

@@ -32,6 +32,7 @@ class LoadSettings(TypedDict, total=False):
     communicator: Communicator | None
     pipeline: Pipeline | None
     stages: tuple[range, ...]
+    hf_overrides: str  # of the model's config, which is no matter of `LoadOptions`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

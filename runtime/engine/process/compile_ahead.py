@@ -61,13 +61,13 @@ def compile_ahead(model: str | Path | None, config: EngineConfig, reporter: Repo
         _compile_kernels(model, config, device, reporter)
         return
     path = resolve_model(None if model is None else str(model), reporter)
-    kept = load_dtype(path) or float32
+    kept = load_dtype(path, config.hf_overrides) or float32
     weights = kept if config.dtype == "auto" else DType.parse(config.dtype)
     if weights not in STORED:
         return
     pages = PAGES[KV_DTYPES.get(config.kv_cache_dtype, weights)]
     arguments = [STORED[weights].__name__, str(int(config.quantization == "int8")), str(config.block_size)]
-    arguments += [pages.__name__, str(int(isinstance(load_config(path), MoeConfig)))]
+    arguments += [pages.__name__, str(int(isinstance(load_config(path, config.hf_overrides), MoeConfig)))]
     arguments += sorted(_block_formats(path, config) & (GGML_FORMATS.keys() | GROUP_FORMATS.keys()))
     done = marker(*arguments)
     if done is None or done.exists():
@@ -85,7 +85,7 @@ def _block_formats(path: Path, config: EngineConfig) -> set[str]:
         return {ROUNDED_BLOCKS[config.quantization]}
     if config.dtype != "auto" or config.quantization != "none" or config.load_format == "dummy":
         return set()
-    checkpoint = open_model(path).checkpoint()
+    checkpoint = open_model(path, config.hf_overrides).checkpoint()
     if path.is_file():
         return set(checkpoint.bytes_by_format())
     layouts = [layout for name in checkpoint.names() if (layout := checkpoint.quantized(name))]
