@@ -51,9 +51,9 @@ def end_tokens(files: TokenizerFiles) -> EndTokens:
     for i, token in files.config_tokens:
         add(i, token)
     for token in [*files.named_tokens.values(), *files.extra_special_tokens]:
-        i = ids.get(token.content, None if vocab is None else vocab.get(token.content))
-        if isinstance(i, int):
-            add(i, token)
+        place = ids.get(token.content, None if vocab is None else vocab.get(token.content))
+        if isinstance(place, int):
+            add(place, token)
     eos = files.named_tokens.get("eos_token")
     named = {} if eos is None or eos.content not in ids else {ids[eos.content]: eos.content}
     return EndTokens(known_ends(named, special), frozenset(special))

@@ -1,9 +1,7 @@
-"""The stored tensors of a model, the strict check that they fit it, and a folder's safetensors, one file or several
-with an index.
+"""The stored tensors of a model, and the strict check that they fit it.
 
-Two steps, both before any weight is touched: `open_checkpoint` maps the files and checks them against the
-index; `Checkpoint.fit` checks names, shapes and types against what the config asks for. Each lists every
-offender.
+Two steps, both before any weight is touched: `weight_files.open_checkpoint` maps the files; `Checkpoint.fit` checks
+names, shapes and types against what the config asks for, and lists every offender.
 """
 
 from __future__ import annotations
@@ -18,17 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoints.other_formats import remedy
 from models.checkpoints.safetensors_file import SafetensorsFile
 from models.checkpoints.stacked import RowStack, Stack, take_apart
 from models.checkpoints.stored_tensor import StoredTensor
-from models.configuration.json_fields import read_json_object
-from models.errors import ConfigError, ModelLoadError, WeightsError
+from models.errors import WeightsError
 from runtime.dtype import DType, bfloat16, float16, float32
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 _DTYPES = {dtype.safetensors: dtype for dtype in (float32, float16, bfloat16)}
 _COMPARED_BYTES = 16 << 20
@@ -108,7 +101,7 @@ class Checkpoint:
         is_other = False
         for head, table in pairs:
             if head is not None and table is not None and head.shape == table.shape:
-                is_other |= not _are_equal(head.array(), table.array())
+                is_other |= not are_equal(head.array(), table.array())
                 head.release()
                 table.release()
         return is_other
@@ -202,7 +195,7 @@ class Checkpoint:
             kept = self.tensors.setdefault(original, stored)
             if kept is stored:
                 continue
-            if not _are_equal(stored.array(), kept.array()):
+            if not are_equal(stored.array(), kept.array()):
                 problems.append(
                     f"{stored.file}: tensor {stored.name!r} differs from {kept.name!r}, but the config ties them"
                     " (tie_word_embeddings)"
@@ -248,59 +241,6 @@ class SafetensorsTensor:
         self._file.release(self.name)
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """Map the safetensors of a model folder: `model.safetensors`, or the shards that the index names.
-
-    Raises `ModelLoadError` where there are none, and `WeightsError` or `ConfigError` for a malformed file
-    or index, a missing shard, a shard outside the folder, a tensor stored twice, and a tensor that is not
-    where the index places it.
-    """
-    single, index = folder / SINGLE_FILE, folder / INDEX_FILE
-    if single.is_file():
-        file = SafetensorsFile(single)
-        return Checkpoint(folder, SINGLE_FILE, {name: SafetensorsTensor(file, name) for name in file.tensors})
-    if index.is_file():
-        return _open_shards(folder, index)
-    raise ModelLoadError(f"{folder}: has neither {SINGLE_FILE} nor {INDEX_FILE}; {remedy(folder)}")
-
-
-def _open_shards(folder: Path, index: Path) -> Checkpoint:
-    placed = read_json_object(index).get("weight_map")
-    if not isinstance(placed, dict) or not placed:
-        raise ConfigError(f"{index}: weight_map must be an object of tensor names and file names")
-    for name, shard in placed.items():
-        if not isinstance(shard, str) or not _is_plain_name(shard):
-            raise ConfigError(
-                f"{index}: weight_map places {name!r} in {shard!r:.200}, which is no file name of this folder"
-            )
-    shards = sorted(set(placed.values()))
-    missing = [shard for shard in shards if not (folder / shard).is_file()]
-    if missing:
-        problems = [f"{shard}: the file is missing" for shard in missing]
-        raise WeightsError(f"{folder}: shards named in {INDEX_FILE} are missing:", problems)
-
-    files: dict[str, SafetensorsFile] = {}
-    problems = []
-    for shard in shards:
-        file = SafetensorsFile(folder / shard)
-        for name in file.tensors:
-            if name in files:
-                problems.append(f"{shard}: tensor {name!r} is stored in {files[name].path.name} already")
-            elif name not in placed:
-                problems.append(f"{shard}: tensor {name!r} is not in {INDEX_FILE}")
-            elif placed[name] != shard:
-                problems.append(f"{shard}: tensor {name!r} should be in {placed[name]}, says {INDEX_FILE}")
-            files.setdefault(name, file)
-    problems += [
-        f"{placed[name]}: tensor {name!r} is missing, {INDEX_FILE} places it here"
-        for name in placed
-        if name not in files
-    ]
-    if problems:
-        raise WeightsError(f"{folder}: {INDEX_FILE} and its shards contradict each other:", problems)
-    return Checkpoint(folder, INDEX_FILE, {name: SafetensorsTensor(file, name) for name, file in files.items()})
-
-
 def _is_bias_of_zeros(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
     """Whether a tensor is a bias that quantising tools add to every matrix, needed or not."""
     stem, _, part = name.rpartition(".")
@@ -311,11 +251,7 @@ def _is_bias_of_zeros(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
     return stored.dtype is not None and stored.shape == weight.shape[:1] and not stored.array().any()
 
 
-def _is_plain_name(name: str) -> bool:
-    return bool(name) and name not in (".", "..") and not set(name) & set("/\\:\0")
-
-
-def _are_equal(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bool:
+def are_equal(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bool:
     """Bit for bit, a piece at a time: both are mapped files."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False

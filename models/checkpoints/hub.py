@@ -21,7 +21,9 @@ BUNDLED_MODEL = Path(__file__).parents[1] / "demo"
 BUNDLED_MODEL_NAME = "xserv-demo"
 
 _WANTED_FILES = ["*.json", "model*.safetensors", "*.jinja", "merges.txt", "LICENSE*", "README.md"]
-_UNWANTED_FILES = ["*/*"]  # other copies of the weights lie in subfolders
+_UNWANTED_FILES = ["*/*.json", "*/*.safetensors", "*/merges.txt", "LICENSE*/*"]
+"""Other copies of the weights lie in subfolders; chat templates by name, which are wanted, too."""
+_GGUF = b"GGUF"  # whatever the file is called: Ollama's are blobs named by a checksum
 _REPOSITORY_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
 _TAG = re.compile(r"[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 _SHARD = re.compile(r"-(\d+)-of-\d+\.gguf")
@@ -56,8 +58,16 @@ def local_model(name_or_path: str | Path | None) -> Path | None:
     if name and path.is_dir():
         return path
     if path.is_file():
-        if path.suffix != ".gguf":
-            raise ModelNotFoundError(f"{name}: is a file; a model is a GGUF file, or the folder that holds config.json")
+        try:
+            with path.open("rb") as file:
+                begin = file.read(len(_GGUF))
+        except OSError as error:
+            raise ModelNotFoundError(f"{name}: cannot be read ({error.strerror})") from None
+        if begin != _GGUF and path.suffix != ".gguf":  # else the reader says what is wrong with it
+            raise ModelNotFoundError(
+                f"{name}: is a file that begins with {begin!r}; a model is a GGUF file, which begins with {_GGUF!r}, or"
+                " the folder that holds config.json"
+            )
         return path
     repository, colon, tag = name.partition(":")
     is_id = _REPOSITORY_ID.fullmatch(repository) and ".." not in repository and "--" not in repository

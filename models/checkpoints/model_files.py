@@ -9,7 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
-from models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.weight_files import open_checkpoint
 from models.configuration.json_fields import Fields, config_path, read_json_object
 from models.configuration.overrides import overridden
 from models.gguf.model_file import GgufModel

@@ -27,8 +27,11 @@ def remedy(folder: Path) -> str:
             f"{found(*_PICKLES)} cannot be used, since a pickle may run code: save the model as safetensors"
             " (transformers: `AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)`)"
         )
-    if found(".safetensors"):
-        return f"{found('.safetensors')} cannot be used without an index"
+    if found(".safetensors"):  # else they were taken
+        return (
+            f"{found('.safetensors')} has Mistral's own names of tensors: take the repository's model*.safetensors,"
+            " or convert it (transformers: `convert_mistral_weights_to_hf.py`)"
+        )
     return (
         "a model is a folder with config.json, model.safetensors (or shards and their index) and tokenizer.json, or a"
         " GGUF file (of a hub's repository: owner/name:Q4_K_M); pickles (.bin) are not read"

@@ -112,7 +112,7 @@ class Fields:
         """Read a field that is absent or one of `supported`: what holds for the architecture anyway."""
         value = self.raw(name)
         if value is not None and not any(type(value) is type(one) and value == one for one in supported):
-            known = ", ".join([*map(repr, dict.fromkeys(supported)), "null or absent"])
+            known = ", ".join([*dict.fromkeys(map(repr, supported)), "null or absent"])
             raise self._unsupported(name, f": it must be {known}")
 
     def refuse_unread(self, is_harmless: Callable[[str, Any], bool], advice: str = "") -> None:

@@ -1,7 +1,8 @@
 """`quant_method: gptq`: integers of 4 or 8 bits in groups, `bits` and 32 / `bits` to a word, K first.
 
     X.qweight  int32 [K * bits / 32, N], words along K
-    X.qzeros   int32 [groups, N * bits / 32], words along N: zeros less 1 in format "gptq", as they are in "gptq_v2"
+    X.qzeros   int32 [groups, N * bits / 32], words along N: zeros less 1 in format "gptq", as they are in
+               "gptq_v2"; with `sym` all are the middle by either, whatever the file says
     X.scales   [groups, N]
     X.g_idx    int32 [K]: the group of each column. With `desc_act` they are in any order, and the matrix is kept in
                the groups' order.
@@ -122,7 +123,8 @@ class GptqScheme:
 
         def check() -> None:
             if said.is_symmetric:
-                _check_middle(qzeros, zeros(qzeros.array()), 1 << (said.bits - 1))
+                stored = unpacked(qzeros.array().view(np.uint32), said.bits)[:, :width]
+                _check_middle(qzeros, stored, 1 << (said.bits - 1), self.has_plain_zeros)
             if g_idx is not None and not is_reordered:
                 _check_in_order(g_idx, size)
 
@@ -151,11 +153,15 @@ def unpacked(words: Array, bits: int) -> Array:
     return unpack_halves(numbers) if bits == 4 else numbers
 
 
-def _check_middle(stored: StoredTensor, zeros: Array, middle: int) -> None:
-    if (zeros != middle).any():
-        found = zeros[zeros != middle][0]
-        raise refusal(stored, f"has the zero {found}, but with sym all are {middle}: if the file is right, set sym to"
-                      " false in its quantization_config")  # fmt: skip
+def _check_middle(stored: StoredTensor, numbers: Array, middle: int, has_plain_zeros: bool) -> None:
+    """All zeros of a symmetric matrix are the middle, stored in one of the two ways, whichever the file names: tools
+    convert one and leave the other's name."""
+    if (numbers != middle).any() and (numbers != middle - 1).any():
+        usual = middle if has_plain_zeros else middle - 1
+        found = numbers[numbers != usual][0]
+        raise refusal(stored, f"stores the zero {found}, but with sym all are {middle - 1} (gptq) or {middle}"
+                      " (gptq_v2): if groups have zeros of their own, set sym to false in its quantization_config, and"
+                      " checkpoint_format to gptq_v2 if zeros are stored as they are, not less 1")  # fmt: skip
 
 
 def _check_in_order(part: Part, size: int) -> None:

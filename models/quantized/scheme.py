@@ -22,6 +22,7 @@ from models.quantized.parts import MatrixParts, ModuleTensors, QuantizedTensor
 from runtime.dtype import DType, bfloat16
 
 FIELD = "quantization_config"
+_OTHER_TOOLS = {"quant_method", "sym", "desc_act", "zero_point", "version", "checkpoint_format", "format"}
 
 
 class QuantizationScheme(Protocol):
@@ -49,7 +50,15 @@ _READERS: dict[str, Callable[[Fields], QuantizationScheme]] = {
 
 def add_quantization(fields: Fields, folder: Path) -> Fields:
     """The same fields; where they have no `quantization_config`, that of the folder's hf_quant_config.json, if there is
-    one. Raises `ConfigError`."""
+    one. Raises `ConfigError`, also for a folder of MLX."""
+    for name in ("quantization", FIELD):
+        said = fields.values().get(name)
+        if isinstance(said, dict) and {"bits", "group_size"} <= said.keys() and not _OTHER_TOOLS & said.keys():
+            raise fields.error(
+                name,
+                f"is MLX's ({said['bits']} bits, groups of {said['group_size']}): the folder is for Apple's mlx-lm"
+                " alone; take the model that it was made of, or its GGUF, GPTQ or AWQ files",
+            )
     path = folder / QUANT_CONFIG
     if not fields.has(FIELD) and path.is_file():
         fields.insert(FIELD, {**read_json_object(path), "quant_method": "modelopt"}, str(path))

@@ -13,9 +13,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from models.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint
+from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.model_files import ModelFolder
 from models.checkpoints.safetensors_file import write_tensors
+from models.checkpoints.weight_files import INDEX_FILE, SINGLE_FILE
 from models.errors import ModelLoadError, WeightsError
 from models.families import known_architectures
 from models.quantized.calibrate import Folded, calibrate

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from starlette.requests import Request
@@ -105,7 +106,7 @@ def _shown(service: Service, body: bytes) -> ShownModel:
 def _details(service: Service) -> ModelDetails:
     info = service.client.info
     return ModelDetails(
-        format="gguf" if info.model_path.endswith(".gguf") else "safetensors",
+        format="gguf" if Path(info.model_path).is_file() else "safetensors",
         family=info.architecture,
         families=[info.architecture],
         quantization_level=info.dtype if info.quantization == "none" else info.quantization,

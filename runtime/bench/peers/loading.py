@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from models.checkpoints.checkpoint import open_checkpoint
+from models.checkpoints.weight_files import open_checkpoint
 from runtime import ops
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.peers.goals import host_row

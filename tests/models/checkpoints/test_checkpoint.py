@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from models.checkpoints.checkpoint import Checkpoint
+from models.checkpoints.weight_files import open_checkpoint
 from models.errors import ConfigError, ModelLoadError, WeightsError
 from models.registry import load_config, tensor_layout
 from runtime.dtype import bfloat16, float32
@@ -254,30 +255,62 @@ def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
     shards = sharded(tmp_path)
     placed = {name: shard for shard, tensors in shards.items() for name in tensors}
     (first_file, first), (second_file, second) = shards.items()
-    second[EMBED] = first[EMBED]
+    second[EMBED] = first[EMBED] + 1
     write_shards(tmp_path, shards, placed)
     with pytest.raises(WeightsError) as caught:
         open_checkpoint(tmp_path)
-    assert caught.value.problems == (f"{second_file}: tensor '{EMBED}' is stored in {first_file} already",)
+    problem = f"{second_file}: tensor '{EMBED}' is stored in {first_file} already, with other numbers"
+    assert caught.value.problems == (problem,)
 
 
-def test_an_index_that_does_not_say_where_things_are(tmp_path: Path) -> None:
+def test_the_tensors_of_the_files_count_wherever_the_index_places_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     shards = sharded(tmp_path)
     (first, in_first), (second, in_second) = shards.items()
     placed = dict.fromkeys(in_first, first) | dict.fromkeys(in_second, second)
     placed[EMBED] = second  # elsewhere
     del placed["model.norm.weight"]  # stored, but not placed
-    placed["ghost"] = first  # placed, but not stored
+    placed["ghost"] = first  # placed, but not stored, and nobody asks for it
+    in_second[EMBED] = in_first[EMBED]  # twice, the same
     write_shards(tmp_path, shards, placed)
-    with pytest.raises(WeightsError) as caught:
+    checkpoint = fitted(tmp_path)
+    for name, array in golden_tensors(LLAMA).items():
+        np.testing.assert_array_equal(checkpoint.array(name), array)
+    assert "index.json does not name 1 tensors of its files, such as 'model.norm.weight'" in caplog.text
+
+
+def test_model_safetensors_beside_an_index(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """transformers takes the one file, which is what `save_pretrained` leaves of a folder that had shards."""
+    shards = sharded(tmp_path)
+    whole = {name: array + 1 for shard in shards.values() for name, array in shard.items()}
+    write_safetensors(tmp_path / "model.safetensors", whole)
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    np.testing.assert_array_equal(fitted(tmp_path).array(EMBED), whole[EMBED])
+    assert "model.safetensors is taken, as transformers does" in caplog.text
+    assert "which names model-00001-of-00002.safetensors, model-00002-of-00002.safetensors, is not read" in caplog.text
+
+
+def test_files_without_an_index(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shards = sharded(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    (tmp_path / "consolidated.safetensors").write_bytes(b"")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    checkpoint = fitted(tmp_path)
+    for name, array in golden_tensors(LLAMA).items():
+        np.testing.assert_array_equal(checkpoint.array(name), array)
+    assert "read from model-00001-of-00002.safetensors to model-00002-of-00002.safetensors, 2 files" in caplog.text
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    with pytest.raises(WeightsError, match=r"shards are missing:\n.*model-00001-of-00002.safetensors: the file is"):
         open_checkpoint(tmp_path)
-    assert sorted(caught.value.problems) == sorted(
-        [
-            f"{first}: tensor '{EMBED}' should be in {second}, says model.safetensors.index.json",
-            f"{second}: tensor 'model.norm.weight' is not in model.safetensors.index.json",
-            f"{first}: tensor 'ghost' is missing, model.safetensors.index.json places it here",
-        ]
-    )
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    write_safetensors(tmp_path / "my-model.fp32.safetensors", {**shards["model-00001-of-00002.safetensors"]})
+    write_safetensors(tmp_path / "rest.safetensors", {**shards["model-00002-of-00002.safetensors"]})
+    assert fitted(tmp_path).names() == checkpoint.names()
+    assert "the weights are read from my-model.fp32.safetensors to rest.safetensors, 2 files" in caplog.text
+    write_safetensors(tmp_path / "other.safetensors", {EMBED: np.zeros(3, np.float32)})
+    with pytest.raises(WeightsError, match=f"other.safetensors: tensor '{EMBED}' is stored in my-model.fp32"):
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,14 @@ import pytest
 import models
 from models.checkpoints import hub as hub_module
 from models.checkpoints.hub import resolve_model
-from models.errors import ModelLoadError, ModelNotFoundError
+from models.checkpoints.model_files import open_model
+from models.errors import ModelLoadError, ModelNotFoundError, WeightsError
 
 ROOT = Path(models.__file__).parent.parent
 COMMIT = "a" * 40
 WANTED = {
     "README.md": b"a model",
+    "additional_chat_templates/rag.jinja": b"{{ documents }}",
     "chat_template.jinja": b"{{ messages }}",
     "config.json": b"{}",
     "merges.txt": b"a b",
@@ -90,9 +92,14 @@ def test_a_path_is_never_a_hub_id(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="there is no such file or folder"):
         resolve_model(Path("owner/name"))
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ModelNotFoundError, match="is a file; a model is a GGUF file, or the folder"):
+    with pytest.raises(ModelNotFoundError, match=r"is a file that begins with b'x'; a model is a GGUF file, which"):
         resolve_model(tmp_path / "file")
     assert issubclass(ModelNotFoundError, ModelLoadError)
+    blob = tmp_path / "sha256-0f3c"  # as Ollama keeps its models
+    blob.write_bytes(b"GGUF\3\0\0\0")
+    assert resolve_model(blob) == blob
+    with pytest.raises(WeightsError, match="sha256-0f3c: "):
+        open_model(blob)
 
 
 @dataclass
@@ -125,7 +132,7 @@ class Hub:
 
 
 ASK = """
-import json, os, sys
+import json, sys
 from models.errors import ModelLoadError
 from models.checkpoints import hub as hub_module
 from models.checkpoints.hub import resolve_model
@@ -135,7 +142,8 @@ for name in sys.argv[1:]:
     try:
         found = resolve_model(name, Reporter(say_on_stderr, first_s=0.01, line_s=0.01))
         folder = found if found.is_dir() else found.parent
-        results.append(["folder" if found.is_dir() else "file", str(found), sorted(os.listdir(folder))])
+        names = sorted(str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file())
+        results.append(["folder" if found.is_dir() else "file", str(found), names])
     except ModelLoadError as error:
         results.append([type(error).__name__, str(error), []])
 print(json.dumps(results))

@@ -59,7 +59,7 @@ CASES: list[tuple[Callable[[Path], object], type[ModelLoadError], str]] = [
         "pytorch_model.bin cannot be used, since a pickle may run code: save the model as safetensors",
     ),
     (only("consolidated.00.pth", config=True), ModelLoadError, "consolidated.00.pth cannot be used, since a pickle"),
-    (only("consolidated.safetensors", config=True), ModelLoadError, "consolidated.safetensors cannot be used without"),
+    (only("consolidated.safetensors", config=True), ModelLoadError, "consolidated.safetensors has Mistral's own"),
     (only(config=False), ConfigError, "config.json: the file is missing; a model is a folder with config.json"),
     (only(config=True), ModelLoadError, "has neither model.safetensors nor .*; a model is a folder with config.json"),
 ]

@@ -15,8 +15,9 @@ import pytest
 
 import models.demo
 import models.demo_moe
-from models.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from models.checkpoints.checkpoint import Checkpoint
 from models.checkpoints.safetensors_file import SafetensorsFile
+from models.checkpoints.weight_files import open_checkpoint
 from models.errors import ModelLoadError
 from models.families import known_architectures
 from models.makers.declaring_maker import DeclaringMaker

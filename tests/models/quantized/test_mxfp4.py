@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.checkpoints.checkpoint import open_checkpoint
 from models.checkpoints.model_files import open_model
+from models.checkpoints.weight_files import open_checkpoint
 from models.errors import ConfigError, WeightsError
 from models.experts import Experts, MoeDecoder
 from models.registry import declare_model, load_config, load_model, tensor_layout

@@ -16,6 +16,7 @@ from models.checkpoints.model_files import open_model
 from models.checkpoints.safetensors_file import SafetensorsFile
 from models.errors import ConfigError, ModelLoadError, WeightsError
 from models.registry import declare_model, load_model
+from runtime.dtype import float32
 from runtime.errors import XservError
 from tests.models.driver import logits_of
 from tests.models.folders import change_config, write_safetensors
@@ -67,7 +68,7 @@ def no_groups(**changes: Any) -> dict[str, Any]:
 
 CONFIGS: list[tuple[str, dict[str, Any], str]] = [
     ("gptq_w4", {"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' is not supported; supported are fp8,"),
-    ("gptq_w4", {"quant_method": ...}, "quantization_config: quant_method is missing; supported are fp8, "),
+    ("ct_int8_channel", {"quant_method": ...}, "quantization_config: quant_method is missing; supported are fp8, "),
     ("gptq_w4", {"quant_method": 3}, "quant_method must be a string, not 3"),
     ("gptq_w4", {"bits": 3}, "quantization_config: bits is 3, must be 4 or 8"),
     ("gptq_w4", {"bits": ...}, "bits is missing"),
@@ -121,7 +122,8 @@ TENSORS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("gptq_w4", {f"{Q}.scales": lambda a: a[:1]}, {}, rf"tensor '{Q}.scales' is \[1, 32\], must be \[2, 32\]"),
     ("gptq_w4", {f"{Q}.qweight": lambda a: a[:-1]}, {}, rf"'{Q}.qweight' is \[7, 32\], must be \[8, any\] for 64"),
     ("gptq_w4", {f"{Q}.qweight": lambda a: a.view(np.float32)}, {}, f"'{Q}.qweight' is F32, must be I32"),
-    ("gptq_w4", {f"{Q}.qzeros": with_entry(0, 0)}, {}, f"'{Q}.qzeros' has the zero 1, but with sym all are 8"),
+    ("gptq_w4", {f"{Q}.qzeros": with_entry(0, 0)}, {}, rf"'{Q}.qzeros' stores the zero 0, but with sym all are 7 \("),
+    ("gptq_w4", {f"{Q}.qzeros": lambda a: a * 0 + 0x77777778}, {}, f"'{Q}.qzeros' stores the zero 8, but with sym"),
     ("gptq_w4", {f"{Q}.g_idx": with_entry(40, 0)}, {}, f"'{Q}.g_idx' has group 0 at 40, but without desc_act"),
     ("gptq_w4", {}, {"group_size": 16}, rf"'{Q}.scales' is \[2, 32\], must be \[4, 32\]"),
     ("gptq_w4", {f"{Q}.bad": np.zeros(1, np.float32)}, {}, f"tensor '{Q}.bad' is left over"),
@@ -311,3 +313,33 @@ def test_many_mutated_checkpoints(tmp_path: Path) -> None:
 def test_a_checkpoint_of_a_quantised_model_is_told_by_format(tmp_path: Path) -> None:
     stored = open_model(FIXTURES / "ct_mixed").checkpoint().bytes_by_format()
     assert stored.keys() == {"BF16", "fp8, a scale a row", "int8, groups of 32", "int4, groups of 32"}
+
+
+@pytest.mark.parametrize(
+    ("case", "is_reordered", "zeros"), [("gptq_w4", False, (0x77777777, 0x88888888)),
+                                        ("gptq_w8_reordered", True, (0x7F7F7F7F, 0x80808080))],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["gptq", "gptq_v2"])
+def test_symmetric_zeros_are_the_middle_in_either_format(
+    tmp_path: Path, case: str, is_reordered: bool, zeros: tuple[int, int], name: str
+) -> None:
+    """A file whose label and zeros are of two formats: the numbers are those of zeros that are stored as they are."""
+
+    def floats(stored: int, **said: Any) -> Array:
+        words = {tensor: np.full_like(array, np.uint32(stored).view(np.int32))
+                 for tensor, array in tensors_of(FIXTURES / case).items() if tensor.endswith("qzeros")}  # fmt: skip
+        folder = changed(tmp_path / f"{stored} {said['sym']}", case, words, desc_act=is_reordered, **said)
+        checkpoint = open_model(folder).checkpoint()
+        checkpoint.check_numbers()
+        return checkpoint.matrix(f"{Q}.weight").dequantise(float32)
+
+    right = floats(zeros[1], sym=False, format="gptq_v2", checkpoint_format="gptq_v2")
+    for stored in zeros:
+        np.testing.assert_array_equal(floats(stored, sym=True, format=name, checkpoint_format=name), right)
+
+
+def test_a_folder_of_mlx_is_told_to_be_one(tmp_path: Path) -> None:
+    said = {"group_size": 64, "bits": 4, "mode": "affine"}
+    folder = change_config(copied("gptq_w4", tmp_path), quantization=said, quantization_config=said)
+    with pytest.raises(ConfigError, match=r"config.json: quantization is MLX's \(4 bits, groups of 64\): .* take"):
+        load_model(folder)

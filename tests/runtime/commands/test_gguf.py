@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Ggml
 
-from models.checkpoints.checkpoint import open_checkpoint
 from models.checkpoints.hub import BUNDLED_MODEL
+from models.checkpoints.weight_files import open_checkpoint
 from runtime.llm import LLM
 from tests.models.gguf.files import write_gguf
 from tests.runtime.commands.running import STORIES, invoke, needs_stories
