@@ -13,7 +13,6 @@ from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Scope
@@ -56,10 +55,11 @@ from server.responses_api.endpoints import (
 from server.service import AppState, Service
 from server.static_page import get_about, get_page
 from server.transport.auth import ApiKeys, Authentication
+from server.transport.cors import Cors
 from server.transport.drain import Lifecycle
 from server.transport.exchange import Exchange
-from server.transport.gate import Gate, Observer
-from server.transport.origins import OriginRules, origins_pattern
+from server.transport.gate import Gate, Observer, Refusals
+from server.transport.origins import OriginRules
 from server.vllm_api.engines import list_engines, restart_engines
 from server.vllm_api.operating import get_load, get_server_info, get_tokenizer_info, reset_prefix_cache
 from server.vllm_api.scoring import create_pooling, create_ranking, create_scores
@@ -150,15 +150,9 @@ class Application(Starlette):
         app = super().build_middleware_stack()
         if self.keys.is_required:
             app = Authentication(app, self.keys)
+        app = Refusals(app)
         if config.allowed_origins:
-            app = CORSMiddleware(
-                app,
-                allow_origins=("*",) if "*" in config.allowed_origins else (),
-                allow_origin_regex=origins_pattern(config.allowed_origins),
-                allow_methods=("GET", "POST", "DELETE"),
-                allow_headers=("*",),
-                expose_headers=("X-Request-Id", "Request-Id", "Retry-After", "X-Xserv-Ignored"),
-            )
+            app = Cors(app, config.allowed_origins)
         rules = OriginRules(config.allowed_hosts, config.allowed_origins)
         routes = {route.endpoint: route.path for route in self.routes if isinstance(route, Route)}
         return Gate(app, self.lifecycle, rules, routes, self.observers)

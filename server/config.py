@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from runtime.errors import InvalidArgumentError
 from runtime.text.parser_names import REASONING_PARSERS, TOOL_CALL_PARSERS
 from server.pictures.addresses import Place
+from server.transport.allowed_origins import is_origin
 
 UNKNOWN_FIELDS = ("refuse", "warn")
 SPECIAL_TOKENS_IN_CONTENT = ("text", "parse")
@@ -193,5 +194,6 @@ class ServerConfig:
                 example = "images.example or 10.0.0.3:8080"
                 raise ServerConfigError(f"allow_image_hosts: {host!r} is no host, such as {example}") from None
         for origin in self.allowed_origins:
-            if origin != "*" and not origin.startswith(("http://", "https://")):
-                raise ServerConfigError(f"allowed_origins: {origin!r} is no origin, such as https://chat.example")
+            if not is_origin(origin):
+                examples = "https://chat.example, http://localhost:*, app://*, tauri://localhost, null or *"
+                raise ServerConfigError(f"--allowed-origin: {origin!r} is no origin such as {examples}; it has no path")

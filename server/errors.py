@@ -242,7 +242,8 @@ def from_engine(error: Exception, renamed: Mapping[str, str]) -> ApiError:
     if isinstance(error, QueueFullError):
         return ApiError(
             429,
-            f"The waiting queue is full ({error.limit} {error.unit}).",
+            f"The waiting queue is full: --{error.option.replace('_', '-')} is {error.limit} {error.unit}. "
+            "Ask again later.",
             type="rate_limit_error",
             code="queue_full",
             headers={"Retry-After": str(max(1, math.ceil(error.retry_after_s)))},

@@ -78,7 +78,7 @@ def serve(
 
     model              None: the bundled one; a folder; a GGUF file; a hub id
     port               0: any free one; the log and the line that is printed when all is ready name it
-    served_model_name  the name in the API, or several; None: the folder's or the hub id
+    served_model_name  the name in the API, or several, which commas may part; None: the folder's or the hub id
     config             limits, keys, log; where only this machine can connect, the Host header must name it, or be among
                        `allowed_hosts`, and pages that it serves itself may ask
     in_process         the engine in a thread of this process, not in one of its own; for debugging
@@ -94,6 +94,7 @@ def serve(
         allowed_hosts=hosts_for(host, config.allowed_hosts or ()),
         allowed_origins=origins_for(host, config.allowed_origins),
     )
+    names = served_names(served_model_name)
     with ExitStack() as stack:
         writer = open_log(config)
         stack.callback(close_log, writer)
@@ -107,7 +108,6 @@ def serve(
         if not in_process and not is_textless:  # while the engine's process starts, this one would wait
             device = engine_options.get("device", "auto")
             threading.Thread(target=_warm_up_tokenizer, args=(device,), name="tokenizer", daemon=True).start()
-        names = [served_model_name] if isinstance(served_model_name, str) else list(served_model_name or ())
         names = names or [model_name(model)]
         tracing = None
         if config.otlp_endpoint is not None:
@@ -115,6 +115,17 @@ def serve(
             stack.callback(tracing.close)
         app = Application(names, config, log_writer=writer, tracing=tracing)
         _Server(app, engine, template).run(sockets=[listener])
+
+
+def served_names(given: str | Sequence[str] | None) -> list[str]:
+    """The model's names in the API, each once. Raises `ServerConfigError` for one that could not be asked for."""
+    parts = [given] if isinstance(given, str) else list(given or ())
+    names = list(dict.fromkeys(name.strip() for part in parts for name in part.split(",")))
+    for name in names:
+        if not name or any(c.isspace() or not c.isprintable() for c in name):
+            how = "repeat the option, or part them by commas: --served-model-name a,b"
+            raise ServerConfigError(f"--served-model-name: {name!r} is no name. For several names, {how}")
+    return names
 
 
 def _warm_up_tokenizer(device: str) -> None:

@@ -69,11 +69,20 @@ class CommandGroup(TyperGroup):
         except Exception as error:
             if is_debug:
                 raise
-            print(f"xserv: error: {one_line(error)}", file=sys.stderr)
+            print(f"xserv: error: {one_line(error)}{_about_names(arguments)}", file=sys.stderr)
             status = exit_status(error)
         if not standalone_mode:
             return status
         sys.exit(status if isinstance(status, int) else 0)
+
+
+def _about_names(arguments: list[str]) -> str:
+    """vLLM's command takes names one after the other; here the second is an argument of the command's."""
+    option = "--served-model-name"
+    first, second = [*arguments, "", "", ""][arguments.index(option) + 1 :][:2] if option in arguments else ("", "")
+    if not second or second.startswith("-"):
+        return ""
+    return f" ({second!r} is no name here; several names have commas between them: {option} {first},{second})"
 
 
 def exit_status(error: Exception) -> int:

@@ -18,12 +18,17 @@ def serve(
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one.", min=0, max=65535)] = 8000,
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(help="Name in the API; default: the folder's (bundled: xserv-demo). May be repeated."),
+        typer.Option(
+            metavar="NAME[,NAME]", help="Name in the API; default: the folder's (bundled: xserv-demo). May be repeated."
+        ),
     ] = None,
     chat_template: Annotated[
         str | None, typer.Option(metavar="PATH", help="Jinja template, a file or itself; default: the model's.")
     ] = None,
-    max_waiting: Annotated[int, typer.Option(help="Longest queue; beyond it the answer is 429.", min=1)] = 1024,
+    max_waiting: Annotated[
+        int | None,
+        typer.Option(help="Longest queue; beyond it the answer is 429. Default: --max-connections.", min=1),
+    ] = None,
     max_waiting_tokens: Annotated[
         int, typer.Option(help="Most prompt tokens in the queue; beyond it the answer is 429.", min=1)
     ] = DEFAULT_MAX_WAITING_TOKENS,
@@ -50,7 +55,7 @@ def serve(
         served_model_name=served_model_name,
         config=server.config(),
         chat_template=chat_template,
-        max_waiting=max_waiting,
+        max_waiting=max_waiting or server.max_connections,
         max_waiting_tokens=max_waiting_tokens,
         in_process=in_process,
         hang_timeout_s=hang_timeout,

@@ -51,11 +51,13 @@ class InvariantError(XservError):
 
 
 class QueueFullError(XservError):
-    """The waiting queue holds as many requests, or as many of their tokens (`unit`), as it may: `limit`. Worth trying
-    again after `retry_after_s` seconds."""
+    """The waiting queue holds as many requests, or as many of their tokens (`unit`), as it may: `limit`, which `option`
+    says. Worth trying again after `retry_after_s` seconds."""
 
     def __init__(self, limit: int, retry_after_s: float, unit: str = "requests") -> None:
-        super().__init__(f"the waiting queue is full ({limit} {unit}); retry in {retry_after_s:.0f} s")
+        self.option = "max_waiting_tokens" if unit == "tokens" else "max_waiting"
+        why = f"{self.option} is {limit} {unit}"
+        super().__init__(f"the waiting queue is full ({why}); retry in {retry_after_s:.0f} s")
         self.limit = limit
         self.unit = unit
         self.retry_after_s = retry_after_s

@@ -20,6 +20,9 @@ from server.transport.drain import PROBES, WATCHERS, Lifecycle
 from server.transport.exchange import KEY, Exchange, new_request_id, request_id_of
 from server.transport.origins import OriginRules
 
+REFUSAL = "xserv.refusal"
+"""In the scope of a request that the gate refuses: the error."""
+
 SURPLUS = "xserv.is_surplus"
 """In the scope of a request on a connection beyond the limit."""
 
@@ -27,8 +30,19 @@ Observer = Callable[[Exchange, Scope, str, float], None]
 """Is told the exchange, its scope, its route and its duration in seconds, when the answer is over."""
 
 
+class Refusals:
+    """Answers what the gate refuses, in the place of the application within: CORS, around it, lets a page read why."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal: ApiError | None = scope.get(REFUSAL)
+        await (self.app if refusal is None else refusal.response(scope))(scope, receive, send)
+
+
 class Gate:
-    """An ASGI application around another.
+    """An ASGI application around another, within which stand `Refusals`.
 
     routes     the endpoints' paths, to name routes by; what is none of them is "none"
     observers  are called for every answer; they must not raise
@@ -70,11 +84,8 @@ class Gate:
         if is_awaited:
             self.lifecycle.enter()
         try:
-            refusal = self._refusal(scope, path)
-            if refusal is None:
-                await self.app(scope, receive, send_on)
-            else:
-                await refusal.response(scope)(scope, receive, send_on)
+            scope[REFUSAL] = self._refusal(scope, path)
+            await self.app(scope, receive, send_on)
         finally:
             if is_awaited:
                 self.lifecycle.leave()

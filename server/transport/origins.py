@@ -12,11 +12,9 @@ import re
 from collections.abc import Iterable, Sequence
 
 from server.errors import ApiError
+from server.transport.allowed_origins import ANY_PORT, origins_pattern
 
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "[::1]")
-
-ANY_PORT = ":*"
-"""The end of an origin that stands for those of every port."""
 
 LOCAL_ORIGINS = tuple(f"{scheme}://{name}{ANY_PORT}" for scheme in ("http", "https") for name in LOOPBACK_NAMES)
 """Pages that this machine itself serves."""
@@ -49,17 +47,20 @@ class OriginRules:
         if self._hosts is not None and _without_port(host) not in self._hosts:
             raise ApiError(
                 403,
-                "This server does not answer to the name in the Host header; --allowed-host names those it does.",
+                f"This server does not answer to the name {host[:100].decode('latin-1')!r} in the Host header; "
+                "--allowed-host names those it does.",
                 code="host_not_allowed",
             )
         if not origin or method in SAFE_METHODS or self._origins.fullmatch(origin):
             return
         if fetch_site != b"same-origin" and origin != b"%b://%b" % (scheme.encode(), host):
-            raise ApiError(
-                403,
-                "Pages of this origin may not use this server; --allowed-origin names those that may.",
-                code="origin_not_allowed",
-            )
+            raise foreign_origin(origin.decode("latin-1"))
+
+
+def foreign_origin(origin: str) -> ApiError:
+    """403: a page of another site."""
+    message = f"Pages of {origin[:100]!r} may not use this server; --allowed-origin names those that may."
+    return ApiError(403, message, code="origin_not_allowed")
 
 
 def _without_port(host: bytes) -> bytes:
@@ -81,20 +82,6 @@ def origins_for(host: str, further: Sequence[str]) -> tuple[str, ...]:
     """The origins that may use a server which listens on `host`: where that is this machine alone, its own, too."""
     is_local = host == "localhost" or _is_loopback(host)
     return (*dict.fromkeys((*further, *(LOCAL_ORIGINS if is_local else ()))),)
-
-
-def origins_pattern(origins: Sequence[str]) -> str:
-    """A regular expression of whole origins; of none if there are none."""
-    patterns = []
-    for origin in origins:
-        lowered = origin.lower().rstrip("/")
-        if lowered == "*":
-            patterns.append(".*")
-        elif lowered.endswith(ANY_PORT):
-            patterns.append(re.escape(lowered.removesuffix(ANY_PORT)) + "(:[0-9]{1,5})?")
-        else:
-            patterns.append(re.escape(lowered))
-    return "|".join(patterns) or "(?!)"
 
 
 def _is_loopback(host: str) -> bool:

@@ -338,6 +338,7 @@ def test_a_full_queue_asks_for_patience(tokenizer: Tokenizer) -> None:
                     served.openai.chat.completions.create(model=MODEL, messages=HELLO, stream=stream)
                 assert raised.value.response.headers["retry-after"] == "2"
                 assert raised.value.code == "queue_full"
+                assert "--max-waiting is 2 requests" in raised.value.message
             engine.step_gate.set()
             assert "".join(chunk.choices[0].delta.content or "" for chunk in other) == ANSWER
         with pytest.raises(openai.RateLimitError):  # of three prompts none is admitted

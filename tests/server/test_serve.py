@@ -14,7 +14,9 @@ import pytest
 
 import server.serve
 from models.errors import ModelLoadError
-from server.serve import ServerStartError, listen, serve, warm_up
+from runtime.cli import app
+from server.config import ServerConfigError
+from server.serve import ServerStartError, listen, serve, served_names, warm_up
 from tests.server.fake_engine import FakeEngineClient
 from tests.server.running import serving_process
 from tests.waiting import TIMEOUT_S, wait_until
@@ -105,3 +107,25 @@ def test_a_model_that_fails_on_its_first_request_is_not_served() -> None:
     with pytest.raises(ServerStartError, match="failed"):
         warm_up(engine)
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [(None, []), ("a", ["a"]), ("a,b", ["a", "b"]), (["a", "b, c", "a"], ["a", "b", "c"]), ("org/a:7b", ["org/a:7b"])],
+)
+def test_served_names(given: str | list[str] | None, names: list[str]) -> None:
+    assert served_names(given) == names
+
+
+@pytest.mark.parametrize("given", ["a b", "", ["a", ""], "a,,b"])
+def test_what_is_no_served_name(given: str | list[str]) -> None:
+    with pytest.raises(ServerConfigError, match="--served-model-name a,b"):
+        served_names(given)
+
+
+def test_a_second_name_after_a_blank_is_told_how_to_write_it(capsys: pytest.CaptureFixture[str]) -> None:
+    """As vLLM's command takes it: here it is an argument too many."""
+    with pytest.raises(SystemExit) as ended:
+        app(["serve", "demo", "--served-model-name", "a", "b"])
+    assert ended.value.code == 2
+    assert "--served-model-name a,b" in capsys.readouterr().err

@@ -21,9 +21,10 @@ from starlette.routing import Route
 from server.app import create_app
 from server.config import ServerConfig, ServerConfigError
 from server.dialect import dialect_of
+from server.errors import ApiError
 from server.transport import auth
 from server.transport.auth import ApiKeys, key_of
-from server.transport.origins import hosts_for
+from server.transport.origins import OriginRules, hosts_for
 from tests.server.conftest import Served, answer_of, serving
 from tests.server.fake_engine import FakeEngineClient
 from tests.waiting import TIMEOUT_S
@@ -321,3 +322,62 @@ def test_tls(tokenizer: Tokenizer, fake_engine: FakeEngineClient, tmp_path: Path
         ServerConfig(ssl_certfile=str(certificate))
 
 
+
+
+APPS = ("app://", "vscode-webview://*", "tauri://localhost", "chrome-extension://abcdefgh", "null", "http://localhost:*")
+
+
+@pytest.mark.parametrize(
+    ("origin", "is_let_in"),
+    [
+        ("app://anything", True),
+        ("app://.", True),
+        ("vscode-webview://0abc123def", True),
+        ("tauri://localhost", True),
+        ("tauri://evil", False),
+        ("chrome-extension://abcdefgh", True),
+        ("chrome-extension://abcdefghi", False),
+        ("null", True),
+        ("http://localhost:5173", True),
+        ("http://localhost.evil", False),
+        ("myapp://x", False),
+        ("https://app://", False),
+    ],
+)
+@pytest.mark.parametrize("allowed", [APPS, ()])
+def test_pages_of_applications(origin: str, is_let_in: bool, allowed: tuple[str, ...]) -> None:
+    ServerConfig(allowed_origins=allowed)
+    rules = OriginRules(None, allowed)
+    headers = [(b"host", b"a"), (b"origin", origin.encode())]
+    if is_let_in and allowed:
+        rules.check("POST", "http", headers)
+        return
+    with pytest.raises(ApiError, match=re.escape(origin)) as refused:
+        rules.check("POST", "http", headers)
+    assert (refused.value.status, refused.value.code) == (403, "origin_not_allowed")
+
+
+@pytest.mark.parametrize("text", ["chat.example", "https://", "https://a/b", "https://*.a", "http://a b", "app:", ""])
+def test_what_is_no_origin(text: str) -> None:
+    with pytest.raises(ServerConfigError, match=re.escape(repr(text))):
+        ServerConfig(allowed_origins=(text,))
+
+
+def test_preflights_of_a_private_network_are_for_allowed_origins(guarded: Served) -> None:
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Private-Network": "true"}
+    preflight = guarded.http.options(CHAT, headers={"Origin": "https://chat.example", **asked})
+    assert (preflight.status_code, preflight.headers["access-control-allow-private-network"]) == (200, "true")
+    refused = guarded.http.options(CHAT, headers={"Origin": "https://evil.example", **asked})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "origin_not_allowed")
+    assert "https://evil.example" in refused.json()["error"]["message"]
+    assert not [name for name in refused.headers if name.startswith("access-control")]
+    method = {**asked, "Access-Control-Request-Method": "PATCH"}
+    wrong = guarded.http.options(CHAT, headers={"Origin": "https://chat.example", **method})
+    assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+
+
+def test_a_page_can_read_the_gates_errors(guarded: Served) -> None:
+    headers = {"Origin": "https://chat.example", "Host": "rebound.example"}
+    refused = guarded.http.post(CHAT, json=HELLO, headers=headers)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "host_not_allowed")
+    assert refused.headers["access-control-allow-origin"] == "https://chat.example"

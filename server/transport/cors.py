@@ -1,0 +1,42 @@
+"""What browsers are told of the pages that may use the server, errors included, so that a page can read these."""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from server.errors import ApiError
+from server.transport.allowed_origins import origins_pattern
+from server.transport.origins import foreign_origin
+
+METHODS = ("GET", "POST", "DELETE")
+_EXPOSED = ("X-Request-Id", "Request-Id", "Retry-After", "X-Xserv-Ignored", "X-Xserv-Closed-Schemas")
+
+
+class Cors(CORSMiddleware):
+    """For pages of these origins, as `origins_pattern` reads them. They may ask from a public address for one in a
+    private network, too (`Access-Control-Request-Private-Network`). The preflight of any other page is a 403."""
+
+    def __init__(self, app: ASGIApp, allowed_origins: tuple[str, ...]) -> None:
+        super().__init__(
+            app,
+            allow_origins=("*",) if "*" in allowed_origins else (),
+            allow_origin_regex=origins_pattern(allowed_origins),
+            allow_methods=METHODS,
+            allow_headers=("*",),
+            allow_private_network=True,
+            expose_headers=_EXPOSED,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = None
+        headers = Headers(raw=scope.get("headers", []))
+        origin, method = headers.get("origin"), headers.get("access-control-request-method")
+        if scope.get("method") == "OPTIONS" and origin is not None and method is not None:
+            if not self.is_allowed_origin(origin):
+                error = foreign_origin(origin)
+            elif method not in self.allow_methods:
+                message = f"Pages of other sites may ask by {', '.join(METHODS)}, not by {method[:20]!r}."
+                error = ApiError(405, message, code="method_not_allowed")
+        await (super().__call__ if error is None else error.response(scope))(scope, receive, send)
