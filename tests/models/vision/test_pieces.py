@@ -11,19 +11,22 @@ import pytest
 
 from models.registry import load_model
 from tests.models.golden_weights import golden_tensor
-from tests.models.vision import cases, gemma3_cases
-from tests.models.vision.test_llava import write_llava
+from tests.models.vision import cases, gemma3_cases, llava_cases
 
 
 def _write_qwen(folder: Path, case: str) -> Path:
     return cases.write_model(folder, case, cases.load_golden(case).shapes)
 
 
+def _write_llava(folder: Path, case: str) -> Path:
+    return cases.write_golden(folder, case, llava_cases.CASES[case])
+
+
 FAMILIES: dict[str, Callable[[Path, str], Path]] = {
     "qwen3_vl": _write_qwen,
     "qwen2_5_vl": _write_qwen,
     "gemma3_rest": gemma3_cases.write_gemma3,
-    "llava_clip_mistral": write_llava,
+    "llava_clip_mistral": _write_llava,
 }
 
 
