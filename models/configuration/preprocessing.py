@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from models.configuration.json_fields import Fields, read_json_object
 from runtime.images.patches import FixedRule, Resample, Rule, SideRule
+from tokenizer.warn import warn_once
 
 IMAGES_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
 
@@ -61,9 +62,10 @@ def read_patch_rule(folder: str | Path, default: Rule) -> Rule:
     return rule
 
 
-def read_line_ends(folder: str | Path, default: tuple[int, int]) -> tuple[int, int]:
+def read_line_ends(folder: str | Path, default: tuple[int, int]) -> tuple[int, int] | None:
     """The ids of the tokens that end a line of a picture's tokens, and its last line: by the names that the folder's
-    processor has for them, or those of Pixtral's; `default` where the folder has no `tokenizer.json`.
+    processor has for them, or those of Pixtral's; `default` where the folder has no `tokenizer.json`. None, with a
+    warning, where the tokenizer has no such tokens: then the model can be given no pictures.
 
     Raises `ConfigError`.
     """
@@ -76,7 +78,9 @@ def read_line_ends(folder: str | Path, default: tuple[int, int]) -> tuple[int, i
     for field, usual in _LINE_END_TOKENS.items():
         name = usual if processor is None else processor.string(field, usual)
         if type(token := ids.get(name)) is not int:
-            raise tokenizer.error("added_tokens", f"has no {name!r:.80}, which ends lines of a picture ({field})")
+            why = f"which ends lines of a picture's tokens ({field} of {PROCESSOR_FILE}): the model reads no pictures"
+            warn_once(f"{tokenizer.where}: added_tokens has no {name!r:.80}, {why}")
+            return None
         found.append(token)
     return found[0], found[1]
 

@@ -446,18 +446,19 @@ def _bytes_of_ranks(model: Model, config: EngineConfig) -> list[int]:
     return [size for size in of_stages for _ in range(config.tensor_parallel_size)]
 
 
-def read_picture_files(model: PictureModel, folder: Path) -> None:
-    """What files beside the config say of a model's pictures. Raises `ConfigError`."""
+def read_picture_files(model: PictureModel, folder: Path) -> bool:
+    """What files beside the config say of a model's pictures; whether it can be given some. Raises `ConfigError`."""
     model.patch_rule = read_patch_rule(folder, model.patch_rule)
-    if model.line_ends is not None:
-        model.line_ends = read_line_ends(folder, model.line_ends)
+    if model.line_ends is None:
+        return True
+    model.line_ends = read_line_ends(folder, model.line_ends)
+    return model.line_ends is not None
 
 
 def _image_support(model: Model, folder: Path, limits: EngineLimits) -> ImageSupport | None:
     """How the model reads pictures, if it does."""
-    if not isinstance(model, PictureModel):
+    if not isinstance(model, PictureModel) or not read_picture_files(model, folder):
         return None
-    read_picture_files(model, folder)
     return ImageSupport(
         token_id=model.image_token_id,
         rule=model.patch_rule,

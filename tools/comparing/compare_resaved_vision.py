@@ -31,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     **cases.CASES, **llava_cases.CASES, **pixtral_cases.CASES, **gemma3_cases.CASES,
 }  # fmt: skip
 PROMPT = [3, cases.IMAGE, 17, 5, cases.IMAGE, 81, 44]
-SIZES = ((30, 21), (26, 40))
+SIZES = ((22, 13), (18, 30))
 MOST_DIFFERENCE = 2e-3
 """Of a log probability."""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from tools.comparing.fuzzing.draw import Draw, Fields
 from tools.comparing.fuzzing.later_families import LATER
+from tools.comparing.fuzzing.picture_families import PICTURES
 
 Case = dict[str, Any]
 
@@ -404,6 +405,7 @@ _FAMILIES: dict[str, tuple[str, str, Callable[[Draw], Fields]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", _qwen3_moe),
     "olmoe": ("OlmoeConfig", "OlmoeForCausalLM", _olmoe),
     **LATER,
+    **PICTURES,
     "llava": ("LlavaConfig", "LlavaForConditionalGeneration", _llava),
     "gemma3_vision": ("Gemma3Config", "Gemma3ForConditionalGeneration", _gemma3_vision),
 }
