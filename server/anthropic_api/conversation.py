@@ -19,9 +19,9 @@ from server.anthropic_api.schema import (
     ToolUseInput,
     Turn,
 )
-from server.errors import below, invalid
+from server.errors import invalid
 from server.openai_api.schema import FunctionCall, Message, ToolCall
-from server.transport.body import schema_error
+from server.transport.typed import converted
 
 T = TypeVar("T", bound=msgspec.Struct)
 Said = TextInput | ImageInput | DocumentInput | SearchResultInput
@@ -217,7 +217,4 @@ def _block(fields: dict[str, Any], kinds: dict[str, type[Block]], path: str) -> 
 
 
 def _converted(fields: dict[str, Any], schema: type[T], path: str) -> T:
-    try:
-        return msgspec.convert(fields, schema)
-    except msgspec.ValidationError as error:
-        raise below(path, schema_error(str(error))) from None
+    return converted(fields, schema, path)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from server.anthropic_api.conversation import Conversation
 from server.anthropic_api.schema import (
     SAME_AS_IN_A_CHAT,
@@ -15,7 +13,7 @@ from server.anthropic_api.schema import (
     MessageTool,
     ToolChoice,
 )
-from server.errors import below, invalid
+from server.errors import invalid
 from server.openai_api.schema import (
     MAX_TOOLS,
     ChatCompletionRequest,
@@ -26,7 +24,7 @@ from server.openai_api.schema import (
     ReasoningEffort,
 )
 from server.requests.thinking import has_variable, thinking_variables
-from server.transport.body import schema_error
+from server.transport.typed import converted
 from tokenizer import Tokenizer
 
 RENAMED = {
@@ -83,10 +81,7 @@ def _tool(fields: dict[str, Any], path: str) -> dict[str, Any]:
         name = f"{path}.type"
         message = f"Unsupported parameter: {name} (there are no tools of Anthropic's own)."
         raise invalid(name, message, "unsupported_parameter")
-    try:
-        tool = msgspec.convert(fields, MessageTool)
-    except msgspec.ValidationError as error:
-        raise below(path, schema_error(str(error))) from None
+    tool = converted(fields, MessageTool, path)
     function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
     function |= {name: value for name in ("description", "strict") if (value := getattr(tool, name)) is not None}
     return {"type": "function", "function": function}

@@ -32,9 +32,9 @@ from server.openai_api.schema import (
 )
 from server.requests.thinking import has_variable, thinking_variables
 from server.service import Service
-from server.transport.body import schema_error
 from server.transport.cleaning import Cleaner
 from server.transport.json_limits import check_limits
+from server.transport.typed import converted
 
 logger = logging.getLogger("xserv.server")
 
@@ -129,9 +129,7 @@ def _options(fields: dict[str, Any], config: ServerConfig, ignored: list[str]) -
         if unknown := without_effect[num_known:]:
             logger.warning("options without effect, known to nobody here: %s", repr(unknown[:20])[:400])
         check_limits(fields, config)
-        options = msgspec.convert(fields, OllamaOptions)
-    except msgspec.ValidationError as error:
-        raise below("options", schema_error(str(error))) from None
+        options = converted(fields, OllamaOptions)
     except ApiError as error:
         raise below("options", error) from None
     ignored += [f"options.{name}" for name in without_effect]
@@ -230,10 +228,7 @@ def _messages(asked: OllamaChatRequest, service: Service) -> list[Message]:
 
 def _message(fields: dict[str, Any], path: str, service: Service, num_images: int) -> Message:
     """`num_images`: of the messages before."""
-    try:
-        message = msgspec.convert(fields, OllamaMessage)
-    except msgspec.ValidationError as error:
-        raise below(path, schema_error(str(error))) from None
+    message = converted(fields, OllamaMessage, path)
     if message.role != "tool":  # of a tool's result, a model that reads text reads that there were images
         _check_images(message.images, f"{path}.images", service)
     calls = [

@@ -22,11 +22,19 @@ Prompt = str | list[str | Int | list[Int]]
 
 MAX_NAME_CHARACTERS = 128
 
-Name = Annotated[str, msgspec.Meta(pattern=rf"^[a-zA-Z0-9_.-]{{1,{MAX_NAME_CHARACTERS}}}$(?!\n)")]
+_NAME = rf"^[a-zA-Z0-9_.-]{{1,{MAX_NAME_CHARACTERS}}}$(?!\n)"
+_REQUEST_ID = r"^[a-zA-Z0-9_.:-]{1,128}$(?!\n)"
+PATTERNS_IN_WORDS = {
+    _NAME: f'1 to {MAX_NAME_CHARACTERS} letters of English, digits, "_", "-" and "."',
+    _REQUEST_ID: '1 to 128 letters of English, digits, "_", "-", "." and ":"',
+}
+"""What an error says in their place."""
+
+Name = Annotated[str, msgspec.Meta(pattern=_NAME)]
 """The name of a function or a format: as long as Anthropic's may be. (Python's `$` would pass a last newline, JSON
 Schema's does not.)"""
 
-RequestId = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$(?!\n)")]
+RequestId = Annotated[str, msgspec.Meta(pattern=_REQUEST_ID)]
 """What a client calls its request: safe in a header, a path and a log line."""
 
 MAX_TOOLS = 128

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.grammar import Grammar
 from runtime.engine.grammar.json_schema import TYPES
@@ -13,20 +11,17 @@ from runtime.text.formats import AnswerFormat
 from runtime.text.tools.grammar import marker_ids, tool_grammar
 from runtime.text.tools.notation import Notation
 from runtime.text.tools.schema_types import types_of
-from server.errors import below, invalid
+from server.errors import invalid
 from server.openai_api.schema import AllowedToolsChoice, ChatCompletionRequest, NamedToolChoice, Tool
 from server.requests.structured import RequestSchemas
-from server.transport.body import schema_error
+from server.transport.typed import converted
 from tokenizer import Tokenizer
 
 
 def callable_tools(request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
     """The tools that may be called, as they were sent, checked; None where there are none. Raises `ApiError` 400."""
     for i, tool in enumerate(request.tools or ()):
-        try:
-            msgspec.convert(tool, Tool)
-        except msgspec.ValidationError as error:
-            raise below(f"tools[{i}]", schema_error(str(error))) from None
+        converted(tool, Tool, f"tools[{i}]")
     choice = request.tool_choice
     tools = request.tools or []
     if isinstance(choice, AllowedToolsChoice):

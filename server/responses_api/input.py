@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
-from server.errors import below, invalid
+from server.errors import invalid
 from server.openai_api.schema import FunctionCall, Message, ToolCall
 from server.responses_api.namespaces import flat_name
 from server.responses_api.schema import (
@@ -17,7 +15,7 @@ from server.responses_api.schema import (
     InputMessage,
     InputReasoning,
 )
-from server.transport.body import schema_error
+from server.transport.typed import converted
 
 Item = InputMessage | InputFunctionCall | InputFunctionCallOutput | InputReasoning
 
@@ -79,10 +77,7 @@ def _item(fields: dict[str, Any], path: str) -> Item:
             raise invalid(f"{path}.type", f"Unsupported parameter: {path} (send the item itself).")
         got = f"got {str(kind)[:80]!r}"
         raise invalid(f"{path}.type", f"{path}.type must be one of {', '.join(_SCHEMAS)}, {got}.")
-    try:
-        return msgspec.convert(fields, schema)
-    except msgspec.ValidationError as error:
-        raise below(path, schema_error(str(error))) from None
+    return converted(fields, schema, path)
 
 
 def _append(found: ItemMessages, item: Item, path: str) -> None:

@@ -23,6 +23,7 @@ from server.openai_api.fields import take_table_fields
 from server.transport.cleaning import Cleaner
 from server.transport.exchange import KEY, Exchange
 from server.transport.json_limits import check_limits, is_deeper
+from server.transport.typed import converted
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -123,45 +124,7 @@ def decode_body(body: bytes, schema: type[T], config: ServerConfig) -> T:
     if takes_unknown and len(ignored) > num_known:
         logger.warning("fields without effect: %s", repr(ignored[num_known : num_known + 20])[:400])
     check_limits(value, config)
-    try:
-        return msgspec.convert(value, schema)
-    except msgspec.ValidationError as error:
-        raise schema_error(str(error)) from None
-
-
-MAX_SHOWN_NAME = 200
-"""Characters of an unknown field's name that an error repeats."""
-
-_PATH = re.compile(r" - at `(?:key in )?\$(.*?)`$")
-_WRONG_TYPE = re.compile(r"^Expected `(.+)`, got `(.+)`$")
-_OUT_OF_RANGE = re.compile(r"^Expected `(.+)` (<=|>=|<|>|of length|matching) ?(.+)$")
-_UNKNOWN = re.compile(r"^Object contains unknown field `(.*)`$", re.DOTALL)
-_MISSING = re.compile(r"^Object missing required field `(.*)`$", re.DOTALL)
-_JSON_NAMES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
-
-
-def schema_error(text: str) -> ApiError:
-    """The 400 for a msgspec validation error, with the field's path as `param` ("messages[0].role") and a
-    message in JSON's own words."""
-    found = _PATH.search(text)
-    path = found.group(1).removeprefix(".") if found else ""
-    problem = text[: found.start()] if found else text
-    if match := _UNKNOWN.match(problem):
-        name = match.group(1)[:MAX_SHOWN_NAME]
-        param = f"{path}.{name}" if path else name
-        return invalid(param, f"Unknown parameter: {param}.", "unknown_parameter")
-    if match := _MISSING.match(problem):
-        param = f"{path}.{match.group(1)}" if path else match.group(1)
-        return invalid(param, f"Missing required parameter: {param}.", "missing_required_parameter")
-    param = path.partition("[...]")[0] or None
-    where = param or "the body"
-    if match := _WRONG_TYPE.match(problem):
-        expected = " or ".join(_JSON_NAMES.get(name, name) for name in match.group(1).split(" | "))
-        got = _JSON_NAMES.get(match.group(2), match.group(2))
-        return invalid(param, f"Invalid type for {where}: expected {expected}, got {got}.", "invalid_type")
-    if match := _OUT_OF_RANGE.match(problem):
-        return invalid(param, f"Invalid value for {where}: expected {match.group(2)} {match.group(3)}.")
-    return invalid(param, f"Invalid value for {where}.")
+    return converted(value, schema)
 
 
 _POSITION = re.compile(r"\(byte (\d+)\)$")

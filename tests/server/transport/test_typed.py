@@ -1,0 +1,155 @@
+"""What is refused of a request's fields, over every type that a request can have: the error names the field, what it
+had, and what it may have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec.inspect as inspect
+import pytest
+
+from server.errors import ApiError
+from server.openai_api.fields import _TABLES
+from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, Tool
+from server.transport.cleaning import _HELD
+from server.transport.typed import converted
+
+ROOTS = (*_TABLES, CompletionRequest, Tool, *dict.fromkeys(each for held in _HELD.values() for each in held))
+
+
+def flat(kind: inspect.Type) -> list[inspect.Type]:
+    if isinstance(kind, inspect.Metadata):
+        return flat(kind.type)
+    return [each for inner in kind.types for each in flat(inner)] if isinstance(kind, inspect.UnionType) else [kind]
+
+
+def structs_of(root: Any) -> dict[type, inspect.StructType]:
+    found: dict[type, inspect.StructType] = {}
+    waiting = flat(inspect.type_info(root))
+    while waiting:
+        kind = waiting.pop()
+        if isinstance(kind, inspect.StructType) and kind.cls not in found:
+            found[kind.cls] = kind
+            waiting += [each for field in kind.fields for each in flat(field.type)]
+        inner = getattr(kind, "item_type", None)
+        waiting += flat(inner) if inner is not None else []
+    return found
+
+
+STRUCTS = {cls: kind for root in ROOTS for cls, kind in structs_of(root).items()}
+
+
+def least(kind: inspect.Type) -> Any:
+    """The smallest value of a type."""
+    if isinstance(kind, inspect.LiteralType):
+        return kind.values[0]
+    if isinstance(kind, inspect.StructType):
+        tag = {} if kind.tag_field is None else {kind.tag_field: kind.tag}
+        return tag | {field.encode_name: least(flat(field.type)[0]) for field in kind.fields if field.required}
+    if isinstance(kind, inspect.ListType):
+        return [least(flat(kind.item_type)[0])] * (kind.min_length or 0)
+    return {inspect.StrType: "a", inspect.IntType: 1, inspect.FloatType: 1.0, inspect.DictType: {}}.get(type(kind))
+
+
+def choices() -> Iterator[Any]:
+    """Each field of each struct that has literals or tagged structs, as it stands or in a list."""
+    for cls, struct in STRUCTS.items():
+        for field in struct.fields:
+            kinds = flat(field.type)
+            lists = [flat(kind.item_type) for kind in kinds if isinstance(kind, inspect.ListType)]
+            for is_list, inner in [(False, kinds), *((True, items) for items in lists)]:
+                literals = [v for k in inner if isinstance(k, inspect.LiteralType) for v in k.values if v is not None]
+                tagged = [k for k in inner if isinstance(k, inspect.StructType) and k.tag_field is not None]
+                takes_text = any(isinstance(k, inspect.StrType) for k in inner)
+                if (literals or tagged) and not takes_text:
+                    name = f"{cls.__name__}.{field.encode_name}{'[]' if is_list else ''}"
+                    yield pytest.param(struct, field.encode_name, is_list, literals, tagged, id=name)
+
+
+def refusal(value: Any, cls: Any) -> ApiError:
+    with pytest.raises(ApiError) as refused:
+        converted(value, cls)
+    assert refused.value.status == 400
+    assert not any(word in refused.value.message for word in ("`", "$", "^", "enum value", "Object ", "(?"))
+    return refused.value
+
+
+@pytest.mark.parametrize(("struct", "name", "is_list", "literals", "tagged"), [*choices()])
+def test_every_choice_is_told(struct: Any, name: str, is_list: bool, literals: list[Any], tagged: list[Any]) -> None:
+    def told(wrong: Any) -> ApiError:
+        return refusal({**least(struct), name: [wrong] if is_list else wrong}, struct.cls)
+
+    path = f"{name}[0]" if is_list else name
+    if literals:
+        error = told("wrong!")
+        assert error.param == path
+        assert '"wrong!"' in error.message or tagged
+        for literal in literals:
+            assert json.dumps(literal) in error.message
+    if tagged:
+        key = tagged[0].tag_field
+        for wrong, param in (({key: "wrong!"}, f"{path}.{key}"), ({}, f"{path}.{key}"), (3, path)):
+            if wrong == {} and len(tagged) == 1:  # then it may be left out
+                continue
+            error = told(wrong)
+            assert error.param == param, error.message
+            assert "wrong!" not in str(wrong) or '"wrong!"' in error.message
+            for kind in tagged:
+                assert json.dumps(kind.tag) in error.message, error.message
+
+
+def patterned() -> Iterator[Any]:
+    for cls, struct in STRUCTS.items():
+        for field in struct.fields:
+            if any(isinstance(kind, inspect.StrType) and kind.pattern for kind in flat(field.type)):
+                yield pytest.param(struct, field.encode_name, id=f"{cls.__name__}.{field.encode_name}")
+
+
+@pytest.mark.parametrize(("struct", "name"), [*patterned()])
+def test_a_pattern_is_told_in_words(struct: Any, name: str) -> None:
+    error = refusal({**least(struct), name: "not this\n"}, struct.cls)
+    assert error.param == name
+    assert '"not this\\n"' in error.message
+    assert "128 letters" in error.message
+
+
+def test_the_walk_finds_what_there_is() -> None:
+    assert len(STRUCTS) > 40
+    assert len(list(choices())) > 40
+    assert len(list(patterned())) > 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"messages": []}, "messages", "at least 1 entries, got 0"),
+        ({"tools": [{}] * 200}, "tools", "at most 128 entries, got 200"),
+        ({"cache_salt": ""}, "cache_salt", "at least 1 characters, got 0"),
+        ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "at least -1, got -2"),
+        ({"seed": 2**70}, "seed", "got 1180591620717411303424"),
+        ({"temprature": 1}, "temprature", "Is 'temperature' meant?"),
+        ({"stream_options": {"include_usge": True}}, "stream_options.include_usge", "Is 'include_usage' meant?"),
+        ({"top_k": "x"}, "top_k", "expected integer or null, got string"),
+        ({"logit_bias": {"a": "b"}}, "logit_bias", "expected number, got string"),
+        ({"messages": [{"role": "user"}, {"role": "usr"}]}, "messages[1].role", '"usr"; it must be one of "'),
+        ({"response_format": {"type": "json"}}, "response_format.type", 'got "json"; it must be one of "text", '),
+        ({"response_format": {"schema": {}}}, "response_format.type", '"json_schema"'),
+        ({"response_format": "json"}, "response_format", '"json_schema"'),
+        ({"tool_choice": "any"}, "tool_choice", 'got "any"; it must be one of "auto", "none", "required"'),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a b"}}},
+            "response_format.json_schema.name", "a b",
+        ),
+    ],
+)  # fmt: skip
+def test_messages(fields: dict[str, Any], param: str, words: str) -> None:
+    error = refusal({"messages": [{"role": "user", "content": "a"}], **fields}, ChatCompletionRequest)
+    assert (error.param, words in error.message) == (param, True), error.message
+
+
+def test_a_field_is_named_below_where_it_stands() -> None:
+    with pytest.raises(ApiError, match=r'tools\[3\]\.type: got "fn"; it must be "function"') as refused:
+        converted({"type": "fn", "function": {"name": "f"}}, Tool, "tools[3]")
+    assert refused.value.param == "tools[3].type"
