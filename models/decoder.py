@@ -301,11 +301,12 @@ class PreNormLayer:
     """`x = x + attention(norm(x));  x = x + mlp(norm(x))`, as Llama has it."""
 
     def __init__(
-        self, model: Decoder, index: int, maker: Maker, *, attention: Choices = NONE, mlp: Choices = NONE
-    ) -> None:
-        """`attention` and `mlp` are choices of these parts."""
-        self.attention = model.attention(index, maker, input_norm="input_layernorm", **attention)
-        self.mlp = model.feed_forward(index, maker, input_norm="post_attention_layernorm", **mlp)
+        self, model: Decoder, index: int, maker: Maker, *, attention: Choices = NONE, mlp: Choices = NONE,
+        norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
+    ) -> None:  # fmt: skip
+        """`attention` and `mlp` are choices of these parts, in front of which the `norms` stand."""
+        self.attention = model.attention(index, maker, input_norm=norms[0], **attention)
+        self.mlp = model.feed_forward(index, maker, input_norm=norms[1], **mlp)
 
     def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
         x = self.attention(x, batch, kv_cache, residual=x)

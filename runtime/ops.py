@@ -393,6 +393,8 @@ def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> Rout
     check(op, "logits", logits, logits.device, float32, (None, rule.num_experts))
     if bias is not None:
         check(op, "bias", bias, logits.device, float32, (rule.num_experts,))
+        if rule.scores == "sparsemixer":
+            raise fail(op, "bias", "is given, but scores are 'sparsemixer', which takes none")
     return backend.route(logits, rule, bias)  # type: ignore[no-any-return]
 
 

@@ -20,7 +20,9 @@ class RoutingRule:
 
     Attributes:
         num_experts, top_k: of so many experts a token goes to so many.
-        scores: what is made of all logits.
+        scores: what is made of all logits. With "sparsemixer" each expert's weight is that of a softmax over those
+            that are not chosen before it and not further below it than ``threshold`` times the larger of their
+            magnitude and its logit (SparseMixer, arXiv 2310.00811).
         normalises: weights are divided by their sum (and ``sum_eps``).
         scale: what weights are multiplied by.
         num_groups, top_groups: experts lie in so many equal groups, of which so many best ones are chosen from.
@@ -31,7 +33,8 @@ class RoutingRule:
 
     num_experts: int
     top_k: int
-    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    threshold: float = 0.0
     normalises: bool = False
     scale: float = 1.0
     sum_eps: float = 0.0
@@ -39,7 +42,17 @@ class RoutingRule:
     top_groups: int = 1
     group_score: Literal["best", "two"] = "best"
 
+    @property
+    def epsilon(self) -> float:
+        """The number that kernels take: the threshold, or what is added to the sum."""
+        return self.threshold if self.scores == "sparsemixer" else self.sum_eps
+
     def __post_init__(self) -> None:
+        if self.scores == "sparsemixer" and (self.normalises or self.num_groups > 1):
+            raise InvalidArgumentError(
+                "RoutingRule: scores are 'sparsemixer', whose weights are not normalised, of experts without groups",
+                param="scores",
+            )
         if not 1 <= self.top_k <= self.num_experts:
             raise InvalidArgumentError(
                 f"RoutingRule: top_k is {self.top_k}, must be 1 to num_experts = {self.num_experts}", param="top_k"

@@ -18,7 +18,7 @@ from models.configuration.json_fields import Fields
 _LEAST, _MOST = 1e-6, 1e12  # of any base or factor: far beyond all that is used, and far from float32's limits
 
 _NO_ALIASES: Mapping[str, str] = {}
-KINDS = ("default", "linear", "llama3", "yarn")  # those that any family may use
+KINDS = ("default", "linear", "llama3", "yarn", "dynamic")  # those that any family may use
 _NOTES = frozenset({"finetuned", "attn_factor", "mrope_section", "mrope_interleaved", "max_position_embeddings"})
 """Fields that rotate nothing: transformers reads none of them. Axes of positions (`mrope`) are one for text; a family
 whose tokens have several reads them itself."""
@@ -145,7 +145,11 @@ def parse_rope(
     kind = aliases.get(kind, kind)
     if kind not in kinds:
         raise rope.error("rope_type", f"{kind!r} is not supported; supported are {', '.join(kinds)}")
-    read = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}[kind]
+    read = {
+        "default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope,
+        "dynamic": _dynamic,
+    }[kind]  # fmt: skip
+    kind = "default" if kind == "dynamic" else kind
     original = partial(_original_context, rope, fields, default_original_context or max_position_embeddings)
     scaling = read(rope, theta, max_position_embeddings, original)
     if not scaling.get("truncate", True) and layer_type is not None and fields.object("rope_parameters").names():
@@ -189,6 +193,13 @@ def _rotary_dim(rope: Fields, fields: Fields, head_dim: int, default_factor: flo
 
 def _default(rope: Fields, theta: float, positions: int, original: Callable[[], int]) -> dict[str, Any]:
     rope.expect("factor", 1, 1.0)
+    rope.raw("original_max_position_embeddings")  # a note
+    return {}
+
+
+def _dynamic(rope: Fields, theta: float, positions: int, original: Callable[[], int]) -> dict[str, Any]:
+    """A base that grows with sequences of more than `max_position_embeddings`, which there are none of: the default."""
+    rope.number("factor", least=1.0, most=_MOST)
     rope.raw("original_max_position_embeddings")  # a note
     return {}
 

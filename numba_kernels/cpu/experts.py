@@ -5,6 +5,9 @@ sum of what a token's experts give.
     ids    = the top_k largest of scores + bias, largest first; of equals the lower one
     weights = scores[ids], over their sum if asked for, times a scale
 
+or, as SparseMixer (2310.00811) chooses: one expert after another, the largest logit l that is left, weighed by a softmax
+over those that are left and for which (l - logit) / max(|logit|, l) is not above a threshold.
+
 With groups, experts lie in ``num_groups`` equal parts, and only those of the ``top_groups`` best parts are chosen from:
 a part is as good as its best expert, or as its best two together. Sources: Mixtral (arXiv 2401.04088), DeepSeek-V2
 (2405.04434) and V3 (2412.19437).
@@ -20,7 +23,8 @@ from numba import carray, njit
 
 from numba_kernels.cpu.running.launch import Fields, Kernel, float32_at, int32_at
 
-SOFTMAX, SIGMOID = 0, 1
+KINDS = ("softmax", "sigmoid", "sparsemixer")  # the argument is the place of one
+SOFTMAX, SIGMOID, SPARSEMIXER = range(3)
 _LOWEST = np.float32(-np.inf)
 
 
@@ -51,6 +55,22 @@ def _best(values):
         if values[i] > values[best] or (values[i] != values[i] and values[best] == values[best]):
             best = i
     return best
+
+
+@njit(nogil=True)
+def _mix_sparsely(logits, left, ids, weights, threshold, scale):
+    """``left`` is a copy of the logits, in which what was chosen becomes -inf."""
+    for j in range(ids.size):
+        best = _best(left)
+        peak = left[best]
+        total = np.float32(0.0)
+        for i in range(left.size):
+            bound = max(abs(logits[i]), peak)
+            if left[i] > _LOWEST and not peak - logits[i] > threshold * bound:
+                total += np.float32(math.exp(logits[i] - peak))
+        left[best] = _LOWEST
+        ids[j] = best
+        weights[j] = scale / total
 
 
 @njit(nogil=True)
@@ -91,6 +111,17 @@ def route_kernel() -> Kernel:
         scores, choice = np.empty(count, np.float32), np.empty(count, np.float32)
         first = ticket * a.rows_a_ticket
         for row in range(first, min(a.num_rows, first + a.rows_a_ticket)):
+            if a.kind == SPARSEMIXER:
+                logits = float32_at(a.logits + row * count * 4, count)
+                own = int32_at(a.ids + row * top_k * 4, top_k), float32_at(a.weights + row * top_k * 4, top_k)
+                has_nan = (logits != logits).any()
+                choice[:] = logits
+                if has_nan:
+                    choice[:] = np.float32(0.0)
+                _mix_sparsely(logits, choice, own[0], own[1], np.float32(a.sum_eps), np.float32(a.scale))
+                if has_nan:
+                    own[1][:] = np.float32(np.nan)
+                continue
             _scores_of(float32_at(a.logits + row * count * 4, count), scores, a.kind)
             is_nan = False
             for i in range(count):

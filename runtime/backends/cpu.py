@@ -312,11 +312,11 @@ def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> Routing:
     rows, num_experts = logits.shape
     ids, weights = _new_int32((rows, rule.top_k)), _new((rows, rule.top_k))
     tickets, workers, rows_a_ticket = _share(rows, num_experts * 8)
-    kind = _experts.SIGMOID if rule.scores == "sigmoid" else _experts.SOFTMAX
+    kind = _experts.KINDS.index(rule.scores)
     _experts.route_kernel()(
         tickets, workers, logits.address, 0 if bias is None else bias.address, ids.address, weights.address, rows,
         num_experts, rule.top_k, kind, rule.num_groups, rule.top_groups, int(rule.group_score == "two"),
-        int(rule.normalises), rows_a_ticket, rule.scale, rule.sum_eps,
+        int(rule.normalises), rows_a_ticket, rule.scale, rule.epsilon,
     )  # fmt: skip
     return Routing(ids, weights, rule)
 

@@ -70,7 +70,7 @@ def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None) -> Routing:
             _plan_routing(rows, num_experts, rule.scores, rule.num_groups), logits.address,
             0 if bias is None else bias.address, ids.address, weights.address, rows, num_experts, rule.top_k,
             rule.num_groups, rule.top_groups, int(rule.group_score == "two"), int(rule.normalises), rule.scale,
-            rule.sum_eps,
+            rule.epsilon,
         )  # fmt: skip
     return Routing(ids, weights, rule)
 
@@ -96,7 +96,7 @@ def normed_route(
     gpu.launch(
         launch, x.address, norm.weight.address, normalised.address, weight.address, weight.bias_address,
         logits.address, 0 if bias is None else bias.address, ids.address, weights.address, hidden, rule.num_experts,
-        rule.top_k, int(rule.normalises), norm.eps, rule.scale, rule.sum_eps,
+        rule.top_k, int(rule.normalises), norm.eps, rule.scale, rule.epsilon,
     )  # fmt: skip
     return normalised, Routing(ids, weights, rule)
 

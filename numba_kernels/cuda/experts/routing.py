@@ -4,7 +4,7 @@
     ids     = the top_k largest of scores + bias, largest first; of equals the lower one
     weights = scores[ids], over their sum if asked for, times a scale
 
-With groups only the experts of the best ones are chosen from, as `numba_kernels.cpu.experts` says it. What is compared
+or one after another by their logits, as SparseMixer does; `numba_kernels.cpu.experts` says how. With groups only the experts of the best ones are chosen from, as it says, too. What is compared
 are whole numbers that rise with the float32 numbers, so that `redux` finds the largest of a warp in one instruction. A
 row with NaN gets experts that there are, and NaN as weights.
 """
@@ -20,7 +20,7 @@ from numba import cuda, types
 from numba_kernels.cuda.intrinsics.convert import bits_from_f32
 from numba_kernels.cuda.intrinsics.device import device_function
 from numba_kernels.cuda.intrinsics.integer import divide_u32
-from numba_kernels.cuda.intrinsics.math import divide, exp, sigmoid
+from numba_kernels.cuda.intrinsics.math import absolute, divide, exp, sigmoid
 from numba_kernels.cuda.intrinsics.memory import load_f32, store_b32, store_f32
 from numba_kernels.cuda.intrinsics.sync import launch_dependents, wait_for_previous_grid
 from numba_kernels.cuda.intrinsics.warp import (
@@ -59,8 +59,8 @@ def _lowest(number, is_candidate):
 def chooser(per_lane: int, scores: str, has_groups: bool) -> Any:
     """A device function ``(logits, bias, ids, weights, lane, num_experts, top_k, num_groups, top_groups, adds_two,
     normalises, scale, sum_eps)`` for a whole warp and a row: addresses of its logits, of what is added to scores (0:
-    nothing), and of what it writes."""
-    is_softmax = scores == "softmax"
+    nothing), and of what it writes. SparseMixer's threshold is in the place of `sum_eps`."""
+    is_softmax, is_sparse = scores == "softmax", scores == "sparsemixer"
 
     @device_function
     def leave_groups(choice, lane, num_experts, num_groups, top_groups, adds_two):
@@ -110,6 +110,7 @@ def chooser(per_lane: int, scores: str, has_groups: bool) -> Any:
         choice = cuda.local.array(per_lane, float32)
         keys = cuda.local.array(per_lane, uint32)
         ranks = cuda.local.array(per_lane, uint32)
+        mixed = cuda.local.array(per_lane, float32)  # weights of SparseMixer
         peak = float32(_MINUS_INFINITY)
         for i in range(per_lane):
             expert = uint32(lane + uint32(32 * i))
@@ -128,7 +129,7 @@ def chooser(per_lane: int, scores: str, has_groups: bool) -> Any:
             total = warp_sum(total)
             for i in range(per_lane):
                 found[i] = divide(found[i], total)
-        else:
+        elif not is_sparse:
             for i in range(per_lane):
                 found[i] = sigmoid(found[i])
         has_nan = uint32(0)
@@ -166,11 +167,27 @@ def chooser(per_lane: int, scores: str, has_groups: bool) -> Any:
                     keys[i] = uint32(0)
                     ranks[i] = rank
                     score = found[i]
-            total += shuffle_index_f32(score, uint32(best & uint32(31)))
+            score = shuffle_index_f32(score, uint32(best & uint32(31)))
+            total += score
+            if is_sparse:
+                others = float32(0.0)
+                for i in range(per_lane):
+                    bound = absolute(found[i])
+                    if bound < score:
+                        bound = score
+                    is_far = score - found[i] > sum_eps * bound
+                    if keys[i] != uint32(0) and not is_far:
+                        others += exp(found[i] - score)
+                weight = divide(float32(1.0), warp_sum(others) + float32(1.0))
+                for i in range(per_lane):
+                    if uint32(lane + uint32(32 * i)) == best:
+                        mixed[i] = weight
             rank = uint32(rank + uint32(1))
         for i in range(per_lane):
             if ranks[i] != uint32(_TOP):
                 value = found[i]
+                if is_sparse:
+                    value = mixed[i]
                 if normalises != uint32(0):
                     value = divide(value, total + sum_eps)
                 value = value * scale
@@ -237,3 +254,4 @@ def specialisations() -> Iterator[Specialisation]:
         for scores in ("softmax", "sigmoid"):
             for has_groups in (False, True):
                 yield _kernel(per_lane, scores, has_groups)
+        yield _kernel(per_lane, "sparsemixer", False)

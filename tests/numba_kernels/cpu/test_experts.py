@@ -31,6 +31,8 @@ RULES = [
 def routed(logits: np.ndarray, rule: RoutingRule, bias: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
     """Ids and weights of one row, in float64."""
     row = logits.astype(np.float64)
+    if rule.scores == "sparsemixer":
+        return sparsely_mixed(row, rule)
     powers = np.exp(row - row.max())
     scores = powers / powers.sum() if rule.scores == "softmax" else 1 / (1 + np.exp(-row))
     choice = scores + (0 if bias is None else bias)
@@ -43,6 +45,37 @@ def routed(logits: np.ndarray, rule: RoutingRule, bias: np.ndarray | None) -> tu
     if rule.normalises:
         weights = weights / (weights.sum() + rule.sum_eps)
     return ids, weights * rule.scale
+
+
+def sparsely_mixed(row: np.ndarray, rule: RoutingRule) -> tuple[np.ndarray, np.ndarray]:
+    """As transformers' `sparsemixer` has it."""
+    ids, weights, left = [], [], row.copy()
+    for _ in range(rule.top_k):
+        best, peak = int(left.argmax()), left.max()
+        is_near = (peak - row) / np.maximum(np.abs(row), peak) <= rule.threshold
+        powers = np.where(is_near, np.exp(left - peak), 0.0)
+        ids.append(best)
+        weights.append(powers[best] / powers.sum())
+        left[best] = -np.inf
+    return np.array(ids), np.array(weights) * rule.scale
+
+
+SPARSE = [
+    RoutingRule(num_experts=count, top_k=top_k, scores="sparsemixer", threshold=threshold, scale=scale)
+    for count, top_k, threshold, scale in ((16, 2, 0.02, 1.0), (16, 2, 0.8, 1.0), (40, 3, 0.3, 1.5))
+]
+
+
+@pytest.mark.parametrize("rule", SPARSE, ids=lambda rule: f"{rule.num_experts}-{rule.threshold}")
+def test_routes_of_sparsemixer(rule):
+    logits = normal(np.random.default_rng(3), (700, rule.num_experts)) * 2
+    logits[:50] -= 9  # all are negative
+    found = ops.route(tensor(logits), rule)
+    wanted = [routed(row, rule, None) for row in logits]
+    np.testing.assert_array_equal(found.ids.numpy(), [ids for ids, _ in wanted])
+    assert relative_error(found.weights.numpy(), np.array([weights for _, weights in wanted])) <= 1e-6
+    logits[0, 0] = np.nan
+    assert np.isnan(ops.route(tensor(logits[:2]), rule).weights.numpy()).all(1).tolist() == [True, False]
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

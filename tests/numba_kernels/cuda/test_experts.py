@@ -26,7 +26,7 @@ from runtime.linear.quantise import Rounding, quantise
 from runtime.routing import Routing, RoutingRule
 from runtime.tensor.tensor import Tensor
 from tests.models.driver import relative_error
-from tests.numba_kernels.cpu.test_experts import RULES, routed, routing_of
+from tests.numba_kernels.cpu.test_experts import RULES, SPARSE, routed, routing_of
 from tests.numba_kernels.cuda.harness import DEFAULT_DEVICE, both_archs, numpy_dtype
 
 Array = np.ndarray[Any, Any]
@@ -44,6 +44,19 @@ def floats(tensor: Tensor) -> Array:
 
 def moved(routing: Routing, device: Device) -> Routing:
     return Routing(routing.ids.to(device), routing.weights.to(device), routing.rule)
+
+
+@pytest.mark.exhaustive
+@both_archs
+def test_routes_of_sparsemixer(gpu: Gpu) -> None:
+    for rule in SPARSE:
+        logits = np.random.default_rng(4).standard_normal((41, rule.num_experts)).astype(np.float32) * 2
+        logits[:9] -= 9
+        found = ops.route(put(logits, gpu.device), rule)
+        wanted = [routed(row, rule, None) for row in logits]
+        np.testing.assert_array_equal(found.ids.to("cpu").numpy(), [ids for ids, _ in wanted])
+        weights = np.array([weights for _, weights in wanted])
+        assert relative_error(found.weights.to("cpu").numpy(), weights) <= 2e-6
 
 
 @both_archs
