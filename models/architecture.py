@@ -20,9 +20,11 @@ class Architecture:
         read_config: makes the config of the file's fields. It reads every field that the arithmetic depends on;
             what it leaves unread is refused by name, unless it is harmless (`models.configuration.harmless_fields`).
         model_class: is made from what `read_config` returns.
+        saved_as: the name that transformers gives it when it saves a model of this `model_type`, if another one.
     """
 
     name: str
     model_type: str
     read_config: Callable[[Fields], ModelConfig]
     model_class: type[Model]
+    saved_as: str = ""

@@ -31,11 +31,14 @@ class ExpertsForm:
         router, gate_up, down: the maps' names.
         has_bias: whether router and experts have biases.
         activation: between an expert's maps.
-        shared: where the expert of all tokens stands.
+        shared: where the expert of all tokens stands; shared_gate_up, shared_down: its maps' names;
+            shared_is_beside: not where the others stand, but in the layer.
         has_shared_gate: whether it is multiplied by a gate.
         correction: the vector that is added to scores for the choice alone; "": there is none.
+        correction_rows: it is stored as a matrix of so many rows; 0: it is not.
         stack_order: how all experts' maps share a tensor, where they are stored as one, as transformers 5 can save any
             family's.
+        stacks: what these tensors are called.
     """
 
     under: str = "mlp"
@@ -47,7 +50,12 @@ class ExpertsForm:
     shared: str = "shared_expert"
     has_shared_gate: bool = True
     correction: str = ""
+    correction_rows: int = 0
     stack_order: Order = "in_runs"
+    stacks: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
+    shared_gate_up: str | tuple[str, str] = ("gate_proj", "up_proj")
+    shared_down: str = "down_proj"
+    shared_is_beside: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +106,22 @@ class MoeDecoder(Decoder):
         if index in self.config.dense_layers:
             return self.mlp(maker, input_norm=input_norm, **choices)
         norm = self._input_norm(maker, input_norm)
-        return Experts(self.config, maker.under(self.form.under), self.form, norm)
+        beside = maker if self.form.shared_is_beside else None
+        return Experts(self.config, maker.under(self.form.under), self.form, norm, beside=beside)
+
+
+def _plain(order: Order) -> Order:
+    """That of a stack of one tensor an expert."""
+    return "outputs_first" if order == "outputs_first" else "in_runs"
 
 
 class Experts:
     """A router, its experts and perhaps a shared one, behind a norm if there is one."""
 
-    def __init__(self, config: MoeConfig, maker: Maker, form: ExpertsForm, norm: RmsNorm | None) -> None:
+    def __init__(
+        self, config: MoeConfig, maker: Maker, form: ExpertsForm, norm: RmsNorm | None, *, beside: Maker | None = None
+    ) -> None:
+        """`beside` makes the shared expert that does not stand under the others."""
         hidden, inner, count = config.hidden_size, config.share("expert_size"), config.rule.num_experts
         self.communicator, self.is_exact = maker.options.communicator, maker.options.exact
         num_ranks = maker.options.num_ranks
@@ -117,18 +134,22 @@ class Experts:
         self.router = maker.router(form.router, outputs=count, inputs=hidden, has_bias=form.has_bias)
         self.gate_up = maker.experts(
             form.gate_up, count=count, outputs=(inner, inner), inputs=hidden, has_bias=form.has_bias,
-            stack="gate_up_proj", stack_order=form.stack_order, split="outputs",
+            stack=form.stacks[0], stack_order=form.stack_order, split="outputs",
         )  # fmt: skip
         # Sums of experts have no segments: in exact mode a rank makes some columns of them whole.
         self.down = maker.experts(
             form.down, count=count, outputs=hidden // num_ranks if self.is_exact else hidden,
             inputs=inner.whole if self.is_exact else inner, has_bias=form.has_bias,
-            stack="down_proj", split="outputs" if self.is_exact else "inputs",
+            stack=form.stacks[1], stack_order=_plain(form.stack_order),
+            split="outputs" if self.is_exact else "inputs",
         )  # fmt: skip
         self.shared: SharedExpert | None = None
         if config.shared_size:
-            self.shared = SharedExpert(config, maker, form)
-        self.correction = maker.exact_vector(form.correction, count) if form.correction else None
+            self.shared = SharedExpert(config, beside or maker, form)
+        self.correction: Tensor | None = None
+        if form.correction:
+            stored = (form.correction_rows, count) if form.correction_rows else None
+            self.correction = maker.exact_vector(form.correction, count, stored=stored)
 
     def __call__(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
         if self.norm is not None:
@@ -161,9 +182,9 @@ class SharedExpert:
         under = maker.under(form.shared)
         has_bias, self.is_exact = config.mlp_bias, maker.options.exact
         self.gate_up = under.linear(
-            ("gate_proj", "up_proj"), outputs=(inner, inner), inputs=hidden, has_bias=has_bias, split="outputs"
+            form.shared_gate_up, outputs=(inner, inner), inputs=hidden, has_bias=has_bias, split="outputs"
         )
-        self.down = under.linear("down_proj", outputs=hidden, inputs=inner, has_bias=has_bias, split="inputs")
+        self.down = under.linear(form.shared_down, outputs=hidden, inputs=inner, has_bias=has_bias, split="inputs")
         self.gate: Linear | None = None
         if form.has_shared_gate:
             self.gate = maker.router(f"{form.shared}_gate", outputs=1, inputs=hidden)

@@ -86,6 +86,8 @@ def find_architecture(fields: Fields) -> Architecture:
         headless = [one for one in known.values() if not _names_without_head(one).isdisjoint(names or ())]
         architecture = of_type if of_type in headless else next(reversed(headless), None)
     if architecture is not None:
+        if of_type is not None and of_type.saved_as == architecture.name:
+            return of_type
         if of_type is not None and model_type != architecture.model_type:
             raise fields.error("model_type", f"{model_type!r:.80} contradicts the architecture {architecture.name}")
         return architecture

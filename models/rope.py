@@ -52,6 +52,10 @@ def make_rope_table(rope: RopeConfig, num_positions: int, device: Device = CPU) 
     if rope.attention_factor != 1.0:
         cos *= np.float32(rope.attention_factor)
         sin *= np.float32(rope.attention_factor)
+    if rope.long_attention_factor is not None and num_rows > num_positions:
+        relative = np.float32(rope.long_attention_factor / rope.attention_factor)
+        cos[num_rows - num_positions :] *= relative
+        sin[num_rows - num_positions :] *= relative
     q_scales = None
     if rope.q_scaling_beta:
         contexts = positions // np.float32(rope.original_max_position_embeddings)

@@ -21,8 +21,9 @@ import numpy as np
 from models.checkpoints.stored_tensor import Array, StoredTensor
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 
-Order = Literal["by_turns", "in_runs"]
-"""How a stack's columns belong to several tensors: each in its turn, or all of one before the next one's."""
+Order = Literal["by_turns", "in_runs", "outputs_first"]
+"""How a stack's columns belong to several tensors: each in its turn, or all of one before the next one's. The latter
+may be rows alone, "outputs_first", as in GraniteMoE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,7 @@ class Stack:
     """A tensor that holds a tensor of each expert, or several.
 
     Attributes:
-        shape: with the experts first, and last what the tensors share.
+        shape: with the experts first, and last what the tensors share; with "outputs_first" second.
         under: what the tensors' names begin with, before the expert's number.
         parts: how they go on, in their order.
         order: how they share.
@@ -44,17 +45,19 @@ class Stack:
     @property
     def turned_shape(self) -> tuple[int, ...]:
         """Where what they share stands second. Biases have one shape."""
+        if self.order == "outputs_first":
+            return self.shape
         experts, *inputs, outputs = self.shape
         return experts, outputs, *inputs
 
     def names(self) -> Iterator[tuple[str, int, slice]]:
         """Each tensor's name, expert, and columns, or rows where the stack is turned."""
-        count, width = len(self.parts), self.shape[-1]
+        count, width = len(self.parts), self.shape[1 if self.order == "outputs_first" else -1]
         for expert in range(self.shape[0]):
             for place, part in enumerate(self.parts):
-                columns = slice(place, width, count)
-                if self.order == "in_runs":
-                    columns = slice(place * width // count, (place + 1) * width // count)
+                columns = slice(place * width // count, (place + 1) * width // count)
+                if self.order == "by_turns":
+                    columns = slice(place, width, count)
                 yield f"{self.under}.{expert}.{part}", expert, columns
 
     @property
@@ -65,7 +68,8 @@ class Stack:
     def take(self, stored: StoredTensor, is_turned: bool) -> Iterator[tuple[str, StoredTensor]]:
         """The tensors that it holds, by name."""
         for name, expert, columns in self.names():
-            yield name, StackedTensor(stored, name, expert, columns, is_turned=is_turned)
+            turned = is_turned or self.order == "outputs_first"
+            yield name, StackedTensor(stored, name, expert, columns, is_turned=turned)
 
 
 @dataclass(frozen=True, slots=True)

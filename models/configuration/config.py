@@ -147,6 +147,14 @@ def read_common(
     }
 
 
+def refuse_tied_bias(fields: Fields, name: str, common: Mapping[str, Any], has_bias: bool) -> None:
+    """`ConfigError` for a head that has a bias and is the token table, too, which no published model has."""
+    if has_bias and common["tie_word_embeddings"]:
+        raise fields.error(
+            name, "is true, and tie_word_embeddings too: a head that is the token table cannot have a bias here"
+        )
+
+
 def read_vocab_size(fields: Fields) -> int:
     return int(fields.integer("vocab_size", most=1 << 24))
 

@@ -36,8 +36,8 @@ class RopeConfig:
     - "yarn": pairs that turn more than `beta_fast` times over the original context stay, those that turn less than
       `beta_slow` times are stretched; cosine and sine are multiplied by `attention_factor` (Peng et al. 2023).
     - "longrope": each pair's frequency divided by its own factor, of `short_factors` in sequences within the original
-      context, of `long_factors` in longer ones; cosine and sine are multiplied by `attention_factor` (Ding et al.
-      2024).
+      context, of `long_factors` in longer ones; cosine and sine are multiplied by `attention_factor`, in longer ones by
+      `long_attention_factor` if that is given (Ding et al. 2024).
 
     Factors that a kind does not use are 1; `original_max_position_embeddings`, in tokens, is 0 for default and linear.
     The first `rotary_dim` elements of each head are rotated, as pairs (i, i + rotary_dim / 2), or (2 i, 2 i + 1) if
@@ -58,6 +58,7 @@ class RopeConfig:
     truncate: bool = True
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    long_attention_factor: float | None = None
     interleaved: bool = False
     q_scaling_beta: float = 0.0
 

@@ -15,6 +15,7 @@ from runtime import ops
 from runtime.linear.norm import RmsNorm
 from runtime.tensor.tensor import Tensor
 
+
 class ApertusModel(Decoder):
     def make_layer(self, index: int, maker: Maker) -> Layer:
         norms = ("attention_layernorm", "feedforward_layernorm")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 
 from models.architecture import Architecture
-from models.configuration.config import read_common
+from models.configuration.config import read_common, refuse_tied_bias
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import parse_rope
 from models.experts import ExpertsForm, MoeConfig, MoeDecoder
@@ -64,12 +64,14 @@ def read_ernie_moe(fields: Fields) -> MoeConfig:
     # The sum of a softmax's best is above any floor that divides by no zero: at least 1 / count of it.
     fields.number("moe_norm_min", 1e-12, least=0.0, most=1e-6)
     has_bias = fields.boolean("use_bias", False)
+    refuse_tied_bias(fields, "use_bias", common, has_bias)
     return MoeConfig(
         **common,
         layer_ropes=(rope,) * num_layers,
         attention_bias=has_bias,
         attention_output_bias=has_bias,
         mlp_bias=has_bias,
+        head_bias=has_bias,
         expert_size=expert_size,
         rule=RoutingRule(num_experts=count, top_k=top_k, normalises=True),
         dense_layers=frozenset(index for index in range(num_layers) if index not in sparse or (index + 1) % step),

@@ -1,14 +1,18 @@
-"""Granite 3: Llama with four multipliers, of embeddings, of what each half of a layer adds, of scores and of logits."""
+"""Granite 3: Llama with four multipliers, of embeddings, of what each half of a layer adds, of scores and of logits.
+Its mixtures of experts may have one of all tokens besides.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from models.architecture import Architecture
 from models.configuration.config import read_common
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import parse_rope
 from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer
+from models.experts import ExpertsForm, MoeConfig, MoeDecoder, read_rule
 from models.makers.maker import Maker
 from runtime import ops
 from runtime.batch import Batch
@@ -23,6 +27,13 @@ class GraniteConfig(DecoderConfig):
     logits_scaling: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraniteMoeConfig(MoeConfig):
+    embedding_multiplier: float
+    residual_multiplier: float
+    logits_scaling: float
+
+
 class GraniteModel(Decoder):
     config: GraniteConfig
 
@@ -32,39 +43,80 @@ class GraniteModel(Decoder):
         self.logits_scale = 1.0 / config.logits_scaling
 
     def make_layer(self, index: int, maker: Maker) -> Layer:
-        if self.config.residual_multiplier == 1.0:
-            return PreNormLayer(self, index, maker)
-        return GraniteLayer(self, index, maker)
+        return _layer(self, index, maker, self.config.residual_multiplier)
+
+
+class GraniteMoeModel(MoeDecoder):
+    config: GraniteMoeConfig
+    form = ExpertsForm(
+        under="block_sparse_moe", router="router.layer", stack_order="outputs_first",
+        stacks=("input_linear.weight", "output_linear.weight"), shared="shared_mlp", shared_gate_up="input_linear",
+        shared_down="output_linear", shared_is_beside=True, has_shared_gate=False,
+    )  # fmt: skip
+
+    def __init__(self, config: GraniteMoeConfig, maker: Maker) -> None:
+        super().__init__(config, maker)
+        self.embedding_scale = config.embedding_multiplier
+        self.logits_scale = 1.0 / config.logits_scaling
+
+    def make_layer(self, index: int, maker: Maker) -> Layer:
+        return _layer(self, index, maker, self.config.residual_multiplier)
 
 
 class GraniteLayer(PreNormLayer):
     """`x = x + m attention(norm(x));  x = x + m mlp(norm(x))`."""
 
-    def __init__(self, model: GraniteModel, index: int, maker: Maker) -> None:
+    def __init__(self, model: Decoder, index: int, maker: Maker, multiplier: float) -> None:
         super().__init__(model, index, maker)
-        self.multiplier = model.config.residual_multiplier
+        self.multiplier = multiplier
 
     def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
         x = ops.add_scaled(x, self.attention(x, batch, kv_cache), self.multiplier)
         return ops.add_scaled(x, self.mlp(x), self.multiplier)
 
 
+def _layer(model: Decoder, index: int, maker: Maker, multiplier: float) -> Layer:
+    return PreNormLayer(model, index, maker) if multiplier == 1.0 else GraniteLayer(model, index, maker, multiplier)
+
+
 def read_granite(fields: Fields) -> GraniteConfig:
+    return GraniteConfig(**_read_common(fields), mlp_bias=fields.boolean("mlp_bias", False))
+
+
+def read_granite_moe(fields: Fields) -> GraniteMoeConfig:
+    common = _read_common(fields)
+    return GraniteMoeConfig(
+        **common,
+        expert_size=common["intermediate_size"],
+        rule=read_rule(fields, count=8, top_k=2, normalises=True),
+    )
+
+
+def read_granite_moe_shared(fields: Fields) -> GraniteMoeConfig:
+    common = _read_common(fields)
+    return GraniteMoeConfig(
+        **common,
+        expert_size=common["intermediate_size"],
+        rule=read_rule(fields, count=8, top_k=2, normalises=True),
+        shared_size=fields.integer("shared_intermediate_size", 0, least=0, most=1 << 24),
+    )
+
+
+def _read_common(fields: Fields) -> dict[str, Any]:
     common = read_common(fields, default_max_positions=2048)
     num_layers = common["num_layers"]
     rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"])
     common["attention_scales"] = (fields.number("attention_multiplier", 1.0, least=1e-6, most=1e6),) * num_layers
     has_bias = fields.boolean("attention_bias", False)
-    return GraniteConfig(
-        **common,
-        layer_ropes=(rope,) * num_layers,
-        attention_bias=has_bias,
-        attention_output_bias=has_bias,
-        mlp_bias=fields.boolean("mlp_bias", False),
-        embedding_multiplier=fields.number("embedding_multiplier", 1.0, least=1e-6, most=1e6),
-        residual_multiplier=fields.number("residual_multiplier", 1.0, least=1e-6, most=1e6),
-        logits_scaling=fields.number("logits_scaling", 1.0, least=1e-6, most=1e6),
-    )
+    factors = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+    return {
+        **common, "layer_ropes": (rope,) * num_layers, "attention_bias": has_bias, "attention_output_bias": has_bias,
+        **{name: fields.number(name, 1.0, least=1e-6, most=1e6) for name in factors},
+    }  # fmt: skip
 
 
-ARCHITECTURES = (Architecture("GraniteForCausalLM", "granite", read_granite, GraniteModel),)
+ARCHITECTURES = (
+    Architecture("GraniteForCausalLM", "granite", read_granite, GraniteModel),
+    Architecture("GraniteMoeForCausalLM", "granitemoe", read_granite_moe, GraniteMoeModel),
+    Architecture("GraniteMoeSharedForCausalLM", "granitemoeshared", read_granite_moe_shared, GraniteMoeModel),
+)

@@ -174,8 +174,8 @@ class Maker(ABC):
     ) -> ExpertsWeight:  # fmt: skip
         """The maps of so many experts, each as `linear` makes it of `experts.<number>.<name>`.
 
-        With a `stack` they may all be stored in `experts.<stack> [count, inputs, outputs]`, columns of several names in
-        that order, and their biases in `experts.<stack>_bias [count, outputs]`.
+        With a `stack` they may all be stored in `<stack> [count, inputs, outputs]`, columns of several names in that
+        order, and their biases in `<stack>_bias [count, outputs]`.
 
         With a `split` a rank has its share of every expert; who adds what ranks have made is the caller.
 
@@ -213,8 +213,8 @@ class Maker(ABC):
         """`shape` is that of the stack without its outputs."""
         total = sum(whole_width(each) for each in several(outputs))
         parts = tuple(f"{name}.{part}" for name in ((names,) if isinstance(names, str) else names))
-        under = f"{self._prefix}experts"
-        self._stacks[f"{under}.{stack}"] = Stack((*shape, total), under, parts, order)
+        whole = (shape[0], total, *shape[1:]) if order == "outputs_first" else (*shape, total)
+        self._stacks[f"{self._prefix}{stack}"] = Stack(whole, f"{self._prefix}experts", parts, order)
 
     def note_head_stack(
         self, stack: str, parts: Sequence[str], q_heads: Share, kv_heads: Share, head_dim: int, inputs: int, *,

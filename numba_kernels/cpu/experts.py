@@ -5,8 +5,8 @@ sum of what a token's experts give.
     ids    = the top_k largest of scores + bias, largest first; of equals the lower one
     weights = scores[ids], over their sum if asked for, times a scale
 
-or, as SparseMixer (2310.00811) chooses: one expert after another, the largest logit l that is left, weighed by a softmax
-over those that are left and for which (l - logit) / max(|logit|, l) is not above a threshold.
+or, as SparseMixer (2310.00811) chooses: one expert after another, the largest logit l that is left, weighed by a
+softmax over those that are left and for which (l - logit) / max(|logit|, l) is not above a threshold.
 
 With groups, experts lie in ``num_groups`` equal parts, and only those of the ``top_groups`` best parts are chosen from:
 a part is as good as its best expert, or as its best two together. Sources: Mixtral (arXiv 2401.04088), DeepSeek-V2

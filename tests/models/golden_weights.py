@@ -23,7 +23,8 @@ def golden_tensor(name: str, shape: tuple[int, ...], seed: int) -> Array:
     uniform = (raw >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-23) - np.float32(1.0)  # [-1, 1)
     uniform = uniform.reshape(shape)
     if not shape:  # xIELU's beta, and its eps, which is small and negative
-        return (np.float32(1.0) + uniform * np.float32(0.5)) * np.float32(-0.01 if name.endswith(".eps") else 0.5)
+        middle = np.float32(-0.01 if name.endswith(".eps") else 0.5)
+        return np.array(middle + middle * np.float32(0.5) * uniform, np.float32)
     if name.endswith((".bias", "_bias")):
         return uniform * np.float32(0.25)
     if len(shape) == 1:
@@ -54,6 +55,14 @@ def stored_tensors(name: str, parameter: Any, model_type: str) -> list[tuple[str
     if model_type == "mixtral":
         under = under.replace(".mlp", ".block_sparse_moe")
         names = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+    if model_type in ("granitemoe", "granitemoeshared"):
+        name = name.replace("experts.gate_up_proj", "input_linear.weight").replace(".router.", ".router.layer.")
+        return [(name.replace("experts.down_proj", "output_linear.weight"), parameter)]
+    if model_type == "phimoe":
+        under = under.replace(".mlp", ".block_sparse_moe").replace(".router", ".gate")
+        names = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
+    if model_type == "ernie4_5_moe":
+        under = under.replace(".gate.moe_statics", ".moe_statics")
     if not under.endswith(".experts") or model_type == "gpt_oss":  # which stores them so, too
         return [(f"{under}.{kind}" if under else kind, parameter)]
     parts, size = names[kind], parameter.shape[1] // len(names[kind])
@@ -68,4 +77,4 @@ def rounded_to_bfloat16(array: Array) -> Array:
     """float32 values rounded to the nearest bfloat16, ties to even; finite values only."""
     bits = array.view(np.uint32)
     rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    return (rounded & np.uint32(0xFFFF0000)).view(np.float32)
+    return np.asarray(rounded & np.uint32(0xFFFF0000)).view(np.float32)

@@ -19,6 +19,9 @@ FAMILIES = {
     "glm4_moe": "glm4_moe_groups", "deepseek_v2": "deepseek_v2_groups", "deepseek_v3": "deepseek_v3_odd",
     "gemma": "gemma_odd", "cohere": "cohere_norms", "cohere2": "cohere2_windows", "starcoder2": "starcoder2_odd",
     "gpt_neox": "gpt_neox_odd", "olmo": "olmo_clipped", "seed_oss": "seed_oss_odd", "exaone4": "exaone4_windows",
+    "internlm2": "internlm2_grouped", "internlm3": "internlm3_odd", "ernie": "ernie_odd", "ernie_moe": "ernie_moe_odd",
+    "hunyuan": "hunyuan_alpha", "apertus": "apertus_odd", "granite_moe": "granite_moe_square",
+    "granite_moe_shared": "granite_moe_shared", "phimoe": "phimoe_odd",
 }  # fmt: skip
 """Each family's golden."""
 
@@ -28,8 +31,8 @@ WITHOUT_EXACT_RANKS = ["olmo2", "olmo3", "olmoe"]
 NUM_LAYERS, NUM_HEADS = 4, 8
 _SIZES: dict[str, Any] = {
     "hidden_size": 128, "num_attention_heads": NUM_HEADS, "num_key_value_heads": 4, "intermediate_size": 128,
-    "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "num_hidden_layers": NUM_LAYERS,
-    "head_dim": 16, "n_embd": 128, "n_head": NUM_HEADS, "n_layer": NUM_LAYERS,
+    "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "shared_intermediate_size": 128,
+    "num_hidden_layers": NUM_LAYERS, "head_dim": 16, "n_embd": 128, "n_head": NUM_HEADS, "n_layer": NUM_LAYERS,
 }  # fmt: skip
 _LATENT = {"head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "qk_head_dim": 20, "v_head_dim": 16}
 

@@ -39,6 +39,7 @@ from tools.references.golden_cases import (  # noqa: E402
     llama,
     llama3_rope,
     sizes,
+    small,
     yarn_rope,
 )
 
@@ -129,12 +130,17 @@ def random_prompt(config: Any, num_tokens: int, seed: int) -> list[int]:
 
 
 def layers_with_experts(model: Any) -> list[Any]:
-    return [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+    parts = [getattr(layer, "block_sparse_moe", None) or layer.mlp for layer in model.model.layers]
+    return [part for part in parts if hasattr(part, "experts")]
 
 
 def choice_margin(config: Any, experts: Any, logits: torch.Tensor) -> float:
     """By how much the choice of a layer's router is clear, `logits [tokens, experts]`: in logits, or in four times
     sigmoids, of groups of experts and of those within the best ones."""
+    if config.model_type == "phimoe":
+        return sparsemixer_margin(config, logits)
+    if config.model_type == "ernie4_5_moe":
+        logits = 4 * (logits.softmax(-1) + experts.gate.moe_statics.e_score_correction_bias)
     correction = getattr(getattr(experts, "gate", None), "e_score_correction_bias", None)
     numbers, least, kept = logits, float("inf"), config.num_experts_per_tok
     if correction is not None:
@@ -147,6 +153,16 @@ def choice_margin(config: Any, experts: Any, logits: torch.Tensor) -> float:
         numbers = by_group.gather(1, chosen).flatten(1)
     top = numbers.sort(dim=-1, descending=True).values
     return min(least, float((top[:, kept - 1] - top[:, kept]).min())) if top.shape[-1] > kept else least
+
+
+def sparsemixer_margin(config: Any, logits: torch.Tensor) -> float:
+    """The same of one expert after another, and of what is near enough to count with each."""
+    best = logits.sort(dim=-1, descending=True).values
+    least = float((best[:, :2] - best[:, 1:3]).min())
+    for peak in (best[:, :1], best[:, 1:2]):
+        distance = (peak - logits) / logits.abs().clamp(min=peak) - 2 * config.router_jitter_noise
+        least = min(least, float(distance.abs().min()))
+    return least
 
 
 def least_router_margin(config: Any, prompt: list[int], seed: int) -> float:
@@ -222,6 +238,61 @@ def make_case(name: str, config: Any, num_prompt_tokens: int, seed: int) -> None
     )
 
 
+def make_internlm2() -> None:
+    """InternLM 2, which transformers has not: Llama's arithmetic with its names, queries, keys and values in one."""
+    name, seed, head_dim, q_heads, kv_heads = "internlm2_grouped", 1000, 8, 6, 2
+    config = small(
+        "Llama", q_heads * head_dim, 37, **heads(q_heads, kv_heads), attention_bias=True, rope_parameters={
+            "rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0,
+        },
+    )  # fmt: skip
+    folder, group = GOLDENS / name, q_heads // kv_heads + 2
+    folder.mkdir(parents=True, exist_ok=True)
+    fields = {
+        "architectures": ["InternLM2ForCausalLM"], "attn_implementation": "eager", "bias": True, "bos_token_id": None,
+        "eos_token_id": None, "hidden_act": "silu", "hidden_size": 48, "initializer_range": 0.02,
+        "intermediate_size": 37, "max_position_embeddings": 128, "model_type": "internlm2", "num_attention_heads": 6,
+        "num_hidden_layers": 2, "num_key_value_heads": 2, "pad_token_id": None, "pretraining_tp": 1,
+        "rms_norm_eps": config.rms_norm_eps, "rope_scaling": {"factor": 2.0, "type": "dynamic"}, "rope_theta": 1e4,
+        "tie_word_embeddings": False, "torch_dtype": "float32", "transformers_version": "4.41.0", "use_cache": True,
+        "vocab_size": 61,
+    }  # fmt: skip
+    for file in ("config.json", "config_older.json"):
+        (folder / file).write_text(json.dumps(fields, indent=1) + "\n")
+    parts = {
+        "model.embed_tokens": "model.tok_embeddings", "lm_head": "output", "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
+        "input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm",
+    }  # fmt: skip
+    places = {"q_proj": slice(0, group - 2), "k_proj": slice(group - 2, group - 1), "v_proj": slice(group - 1, group)}
+    shapes: dict[str, list[int]] = {}
+    logits, greedy, prompt = {}, {}, random_prompt(config, 19, seed)
+    for weights in ("float32", "bfloat16"):
+        model = load(config, seed, weights == "bfloat16")
+        with torch.no_grad():
+            for theirs, place in model.named_parameters():
+                stored, shape, rows = theirs, list(place.shape), slice(None)
+                for old, new in parts.items():
+                    stored = stored.replace(old, new)
+                for projection, some in places.items():
+                    if projection in theirs:
+                        stored, rows = theirs.replace(f"self_attn.{projection}", "attention.wqkv"), some
+                        shape[0] = kv_heads * group * head_dim
+                shapes[stored] = shape
+                array = golden_tensor(stored, tuple(shape), seed)
+                array = rounded_to_bfloat16(array) if weights == "bfloat16" else array
+                if "wqkv" in stored:
+                    array = array.reshape(kv_heads, group, head_dim, *shape[1:])[:, rows].reshape(tuple(place.shape))
+                place.copy_(torch.from_numpy(np.ascontiguousarray(array)))
+        logits[weights], greedy[weights] = run(model, prompt)
+    golden = {
+        "seed": seed, "made_with": f"transformers {transformers.__version__}, torch {torch.__version__}",
+        "prompt_ids": prompt, "greedy_ids": greedy, "tensors": shapes,
+    }  # fmt: skip
+    (folder / "golden.json").write_text(json.dumps(golden) + "\n")
+    np.savez(folder / "logits.npz", allow_pickle=False, **logits)
+
+
 def make_rope_references() -> None:
     """Frequencies, and cosines and sines far into the context, of real models' rotary positions."""
     shapes = {
@@ -289,6 +360,8 @@ def main() -> None:
     wanted = sys.argv[1:]
     if not wanted:
         make_rope_references()
+    if not wanted or "internlm2_grouped" in wanted:
+        make_internlm2()
     if not wanted or "beam_search" in wanted:
         make_beam_searches()
     for seed, (name, (config, num_prompt_tokens)) in enumerate(cases().items(), start=1):

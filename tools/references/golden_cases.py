@@ -365,4 +365,45 @@ def family_cases() -> dict[str, tuple[Any, int]]:
             ),
             17,
         ),
+        "ernie_odd": (small("Ernie4_5", 46, 37, **heads(6, 2), head_dim=14, use_bias=True), 19),
+        "hunyuan_alpha": (
+            small(
+                "HunYuanDenseV1", 42, 35, **heads(6, 2), head_dim=10,
+                rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0},
+            ),
+            20,
+        ),
+        "internlm3_odd": (
+            small(
+                "InternLM3", 48, 37, **heads(6, 2), head_dim=12, attention_bias=True, mlp_bias=True,
+                rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+            ),
+            18,
+        ),
+        "apertus_odd": (small("Apertus", 48, 37, **heads(6, 2)), 19),
+        "ernie_moe_odd": (
+            small(
+                "Ernie4_5_Moe", 56, 35, **heads(4, 2), num_hidden_layers=3, moe_num_experts=7, moe_k=3,
+                moe_intermediate_size=19, use_bias=True, **untied,
+            ),
+            20,
+        ),
+        "granite_moe_shared": (
+            small(
+                "GraniteMoeShared", 46, 33, num_attention_heads=1, num_key_value_heads=1, num_local_experts=5,
+                num_experts_per_tok=2, shared_intermediate_size=21, residual_multiplier=0.22, embedding_multiplier=12.0,
+                attention_multiplier=0.125, logits_scaling=8.0,
+            ),
+            19,
+        ),
+        "granite_moe_square": (
+            small("GraniteMoe", 40, 20, **heads(4, 2), num_local_experts=3, num_experts_per_tok=1), 17
+        ),
+        "phimoe_odd": (
+            small(
+                "Phimoe", 48, 25, **heads(4, 2), num_hidden_layers=1, num_local_experts=3, attention_bias=True,
+                lm_head_bias=True, router_jitter_noise=0.3,
+            ),
+            13,
+        ),
     }

@@ -4,9 +4,10 @@
     ids     = the top_k largest of scores + bias, largest first; of equals the lower one
     weights = scores[ids], over their sum if asked for, times a scale
 
-or one after another by their logits, as SparseMixer does; `numba_kernels.cpu.experts` says how. With groups only the experts of the best ones are chosen from, as it says, too. What is compared
-are whole numbers that rise with the float32 numbers, so that `redux` finds the largest of a warp in one instruction. A
-row with NaN gets experts that there are, and NaN as weights.
+or one after another by their logits, as SparseMixer does; `numba_kernels.cpu.experts` says how. With groups only the
+experts of the best ones are chosen from, as it says, too. What is compared are whole numbers that rise with the float32
+numbers, so that `redux` finds the largest of a warp in one instruction. A row with NaN gets experts that there are, and
+NaN as weights.
 """
 
 from __future__ import annotations
