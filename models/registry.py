@@ -19,6 +19,7 @@ from models.configuration.class_defaults import add_class_defaults
 from models.configuration.config import ModelConfig
 from models.configuration.harmless_fields import is_harmless
 from models.configuration.json_fields import Fields
+from models.configuration.missing_operations import missing_operations
 from models.configuration.overrides import changes
 from models.configuration.rope_config import RopeConfig
 from models.errors import ModelLoadError
@@ -93,7 +94,8 @@ def find_architecture(fields: Fields) -> Architecture:
         return architecture
     if of_type is not None and not names:
         return of_type
-    supported = f"is not supported; supported are {', '.join(known)}"
+    missing = missing_operations(fields.values())
+    supported = f"is not supported. {missing}. Supported are {', '.join(known)}"
     if names:
         raise fields.error("architectures", f"{', '.join(names)[:200]!r} {supported}")
     if model_type is None:

@@ -76,6 +76,7 @@ class ModelOptScheme:
         fields.raw("producer")
         if fields.has("quantization"):
             fields = fields.object("quantization")
+            fields.expect("quant_method", "modelopt")
         fields.raw("config_groups")  # says in other words what quant_algo says
         _read_pages(fields)
         excluded = [name for key in ("exclude_modules", "ignore") for name in fields.strings(key) or ()]
@@ -87,6 +88,7 @@ class ModelOptScheme:
             layers = {name: Algorithm.read(section.object(name)) for name in section.names()}
         usual = None
         if fields.raw("quant_algo") == _MIXED:
+            fields.raw("group_size")  # each layer says its own
             if not layers:
                 raise fields.error("quantized_layers", f"is missing or empty, which quant_algo {_MIXED} needs")
         elif fields.has("quant_algo"):
@@ -159,4 +161,4 @@ def _read_pages(fields: Fields) -> None:
         section.expect("dynamic", False, True)
         section.integer("group_size", 0, least=0)
     else:
-        fields.expect("kv_cache_scheme", "NVFP4")
+        fields.expect("kv_cache_scheme", "FP8", "NVFP4")

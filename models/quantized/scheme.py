@@ -73,6 +73,8 @@ def read_quantization(fields: Fields) -> QuantizationScheme | None:
     section = fields.object(FIELD)
     section.owner = "xserv"
     method = section.string("quant_method", None)
+    if method is None and section.has("quant_algo"):  # as Model Optimizer writes it into config.json
+        method = "modelopt"
     if method is None:
         raise section.error("quant_method", f"is missing; supported are {', '.join(_READERS)}")
     if method not in _READERS:

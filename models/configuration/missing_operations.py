@@ -1,0 +1,55 @@
+"""Which operation is missing for a model of an unknown architecture, by the fields of its config."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_BY_FIELDS = {
+    r"linear_(num|key|value|conv|attn)_.*": "hybrid state layers (gated DeltaNet, linear attention)",
+    r"mamba_(?!ssm_dtype).*|ssm_.*|hybrid_override_pattern": "state-space layers (Mamba)",
+    r"attention_hidden_size|rescale_every": "recurrent layers (RWKV)",
+    r"index_(topk|n_heads|head_dim)": "sparse attention to keys that an indexer chooses (DSA)",
+    r"sparse_attention_config": "block-sparse attention",
+    r"compress_ratios": "attention to compressed keys",
+    r"hc_mult": "several residual streams (hyper-connections)",
+    r"attn_res_block_size": "attention over the residuals of earlier layers",
+    r"attention_chunk_size": "attention within chunks",
+    r"swa_(head_dim|num_.*)|global_head_dim|num_global_key_value_heads": "layers whose heads differ in number or size",
+    r"num_kv_shared_layers": "layers that share keys and values",
+    r"hidden_size_per_layer_input": "an embedding for each layer",
+    r"enable_moe_block": "an MLP and experts side by side",
+    r"block_configs": "layers that differ in shape, or have no attention",
+    r"is_encoder_decoder": "attention of a decoder to an encoder",
+    r"alibi": "positions as a slope of scores (ALiBi)",
+    r"audio_config": "an encoder of sounds",
+}
+_BY_NAME = {
+    r".*For(Sequence|Token)Classification|.*ForQuestionAnswering|.*(Reward|Reranking).*": "a head that classifies",
+    r".*ForMaskedLM|.*(Bert|BERT).*": "attention in both directions",
+}
+
+
+def missing_operations(config: Mapping[str, Any]) -> str:
+    """What is not implemented: a sentence for a message, without its full stop."""
+    found = list(dict.fromkeys(_found(config)))
+    if found:
+        return f"Not implemented here: {'; '.join(found)}"
+    if config.get("vision_config"):
+        return "Not implemented here: a picture tower of its kind (vision_config)"
+    return (
+        "Not implemented here: its family, whose config names no operation that is missing. If it is one of the others"
+        ' under a name of its own, say which: --hf-overrides \'{"architectures": ["LlamaForCausalLM"]}\''
+    )
+
+
+def _found(config: Mapping[str, Any]) -> Iterator[str]:
+    inner = config.get("text_config")
+    for fields in (config, inner if isinstance(inner, dict) else {}):
+        for pattern, operation in _BY_FIELDS.items():
+            if any(value and re.fullmatch(pattern, name) for name, value in fields.items()):
+                yield operation
+    for pattern, operation in _BY_NAME.items():
+        if any(re.fullmatch(pattern, str(name)) for name in config.get("architectures") or ()):
+            yield operation
