@@ -1,7 +1,7 @@
 """Configurations of published models: each loads, or is refused for the operation that `archive.json` names.
 
-They are `config.json` and `hf_quant_config.json` of 121 models' folders, in an archive that lies beside the checkout and
-is no part of it (`../shared/data/configs.tar.gz`).
+They are 121 files `config.json` and `hf_quant_config.json`, in an archive that lies beside the checkout and is no part
+of it (`../shared/data/configs.tar.gz`).
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ def refusal(name: str, values: dict[str, Any]) -> str:
     try:
         read(name, values)
     except ConfigError as error:
-        _, said, rest = str(error).partition("Not implemented here: ")
-        assert said, error
-        return rest.partition(". Supported are ")[0].partition(", whose config names no")[0]
+        said = str(error).partition("Not implemented here: ")[2] or str(error)
+        return said.partition(". Supported are ")[0].partition(", whose config names no")[0]
     return ""
 
 
