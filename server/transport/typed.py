@@ -6,7 +6,7 @@ import difflib
 import functools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -112,11 +112,11 @@ def _tag_in(value: Any, kind: inspect.StructType) -> Any:
     return value.get(kind.tag_field) if isinstance(value, dict) else None
 
 
-def _kinds_of_field(kinds: list[inspect.Type], name: str) -> list[inspect.Type]:
+def _kinds_of_field(kinds: Sequence[inspect.Type], name: str) -> list[inspect.Type]:
     return [each for field in _fields(kinds) if field.encode_name == name for each in _flat(field.type)]
 
 
-def _fields(kinds: list[inspect.Type]) -> Iterator[inspect.Field]:
+def _fields(kinds: Sequence[inspect.Type]) -> Iterator[inspect.Field]:
     for kind in kinds:
         if isinstance(kind, inspect.StructType):
             yield from kind.fields

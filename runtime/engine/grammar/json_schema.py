@@ -212,7 +212,7 @@ class _Preparer:
         unevaluated = found.get("unevaluatedItems", True)
         if rest is None and unevaluated is not True and unevaluated != {}:
             if any(keyword in found for keyword in (*IN_PLACE, "contains")):
-                raise schema_error(place_in(place, "unevaluatedItems"), f"unevaluatedItems beside others: {NO_PROMISE}")
+                raise schema_error(place_in(place, "unevaluatedItems"), f"beside these keywords {NO_PROMISE}")
             rest = unevaluated
         if rest is not None and (items := self._schema(rest, place_in(place, names[1]), False)) is not True:
             result["items"] = items
@@ -220,7 +220,7 @@ class _Preparer:
         if not isinstance(is_unique, bool):
             raise schema_error(place_in(place, "uniqueItems"), f"it must be true or false, got {is_unique!r:.60}")
         if is_unique and result.get("maxItems", 2) > 1:
-            raise schema_error(place_in(place, "uniqueItems"), f"uniqueItems: {NO_PROMISE}")
+            raise schema_error(place_in(place, "uniqueItems"), NO_PROMISE)
         self._contains(found, result, place)
 
     def _contains(self, found: dict[str, Any], result: dict[str, Any], place: str) -> None:
@@ -233,7 +233,7 @@ class _Preparer:
             result |= {"minItems": 1, "maxItems": 0} if "minContains" in counts else {}
             return
         if wanted is not True:
-            raise schema_error(place_in(place, "contains"), f"contains: {NO_PROMISE}")
+            raise schema_error(place_in(place, "contains"), NO_PROMISE)
         for name, count, chosen in (
             ("minItems", counts.get("minContains"), max),
             ("maxItems", counts.get("maxContains"), min),
@@ -316,7 +316,7 @@ class _Preparer:
             return []
         condition = self._schema(found["if"], place_in(place, "if"), True)
         if not isinstance(condition, bool):
-            raise schema_error(place_in(place, "if"), f"if: {NO_PROMISE}")
+            raise schema_error(place_in(place, "if"), NO_PROMISE)
         return [chosen["then" if condition else "else"]]
 
     def _negation(self, found: dict[str, Any], result: dict[str, Any], place: str) -> bool:
@@ -328,7 +328,7 @@ class _Preparer:
         given = (unwanted.get("type", []), result.get("type", ALL_TYPES))
         kinds, had = ([each] if isinstance(each, str) else each for each in given)
         if unwanted.keys() != {"type"} or ("integer" in kinds and "number" in had):
-            raise schema_error(place_in(place, "not"), f"not: {NO_PROMISE}")
+            raise schema_error(place_in(place, "not"), NO_PROMISE)
         result["type"] = [kind for kind in had if kind not in kinds and not (kind == "integer" and "number" in kinds)]
         return bool(result["type"])
 

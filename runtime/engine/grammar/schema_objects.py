@@ -94,7 +94,7 @@ class ObjectKeywords:
                     required += further
                     parts += [] if schema is True else [schema]
                 elif schema is not True or not set(further) <= set(required):
-                    raise schema_error(where, f"{name}, where {key!r:.60} is not required: {NO_PROMISE}")
+                    raise schema_error(where, f"as {key!r:.60} is not required, {NO_PROMISE}")
         return parts
 
     def _further(
@@ -108,7 +108,7 @@ class ObjectKeywords:
             where = place_in(place, "unevaluatedProperties")
             names = self._names_of_parts(node)
             if names is None:
-                raise schema_error(where, f"unevaluatedProperties beside these keywords: {NO_PROMISE}")
+                raise schema_error(where, f"beside these keywords {NO_PROMISE}")
             if names:
                 declared = result.setdefault("properties", {})
                 declared.update({name: True for name in names if name not in declared})
@@ -127,7 +127,7 @@ class ObjectKeywords:
         except LookupError as error:
             raise schema_error(where, str(error.args[0])) from None
         if id(names) in self._names_under_way:
-            raise schema_error(where, f"propertyNames within what they refer to: {NO_PROMISE}")
+            raise schema_error(where, f"they stand within what they refer to, and {NO_PROMISE}")
         self._names_under_way.add(id(names))
         wanted = self._prepare(names, where, True)
         self._names_under_way.discard(id(names))
@@ -155,7 +155,7 @@ class ObjectKeywords:
             result["patternProperties"] = {pattern: further}
             result["additionalProperties"] = False
         else:
-            raise schema_error(where, f"propertyNames with these keywords: {NO_PROMISE}")
+            raise schema_error(where, f"with these keywords {NO_PROMISE}")
 
     def _check_numbers(self, result: dict[str, Any], place: str) -> None:
         """Bounds that hold anyway are left out, and one that keys which come twice could break is refused."""
