@@ -44,6 +44,7 @@ class Qwen25VLModel(AxesDecoder, LlamaModel):
     root = _ROOT
     renames = MappingProxyType({
         "visual.": "model.visual.",
+        "language_model.": f"{_ROOT}.",
         **{f"model.{each}.": f"{_ROOT}.{each}." for each in ("layers", "embed_tokens", "norm")},
     })  # fmt: skip
 

@@ -27,6 +27,7 @@ from runtime.errors import DeviceError, InvalidArgumentError
 from runtime.ops import LinearWeight
 from tests.models.driver import logits_of, relative_error
 from tests.models.folders import (
+    Golden,
     change_config,
     golden_tensors,
     load_golden,
@@ -100,6 +101,21 @@ def test_the_files_head_counts_where_the_config_says_otherwise(
         assert [said in message for message in caplog.messages] == [True]
         assert model.weight_bytes == same.weight_bytes
         np.testing.assert_array_equal(logits_of(model, IDS), logits_of(same, IDS))
+
+
+@pytest.mark.parametrize(("golden", "name"), [(LLAMA, "LlamaModel"), (GPT2, "GPT2Model")], ids=["llama", "gpt2"])
+def test_a_model_that_was_saved_without_its_head(tmp_path: Path, golden: Golden, name: str) -> None:
+    """As `LlamaModel.save_pretrained` writes it: no head, names without their beginning. The embedding is the head."""
+    folder = write_model(tmp_path / "bare", golden)
+    head = "lm_head.weight"
+    whole = {key: array for key, array in golden_tensors(golden).items() if key != head}
+    bare = {key.removeprefix("model.").removeprefix("transformer."): array for key, array in whole.items()}
+    write_safetensors(folder / "model.safetensors", bare)
+    change_config(folder, architectures=[name])
+    tied = write_model(tmp_path / "tied", golden)
+    write_safetensors(tied / "model.safetensors", whole)
+    change_config(tied, tie_word_embeddings=True)
+    np.testing.assert_array_equal(logits_of(load_model(folder), IDS), logits_of(load_model(tied), IDS))
 
 
 def test_each_dtype_halves_or_doubles_the_bytes(tmp_path: Path) -> None:
