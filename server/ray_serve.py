@@ -173,7 +173,7 @@ def import_serve() -> Any:
     try:
         from ray import serve
     except ImportError as error:
-        raise RayError(f"Ray Serve is not installed: pip install 'xserv[ray]' ({error})") from None
+        raise RayError(f"Ray Serve is not installed: pip install '.[ray]' in xserv's checkout ({error})") from None
     return serve
 
 

@@ -3,7 +3,7 @@
 `serve` is what `xserv serve` calls. The port is open while the model is loaded: probes and the page answer, and
 requests get 503 with Retry-After until all is ready. SIGINT and SIGTERM drain: `/ready` says no, new requests are
 answered with 503, the open ones may finish within `drain_timeout_s`; only then the port is given back. A second signal
-ends the open ones at once. SIGHUP reads the files of API keys again."""
+ends the open ones at once. SIGHUP reads the files of API keys again; without any, it ends no request."""
 
 from __future__ import annotations
 
@@ -170,8 +170,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         assert sockets is not None
         self.loop = asyncio.get_running_loop()
-        if self.app.config.api_key_files:
-            self.loop.add_signal_handler(signal.SIGHUP, self.app.keys.reload)
+        self.loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         host, port = sockets[0].getsockname()[:2]
         shown_host = f"[{host}]" if ":" in host else host
         scheme = "https" if self.app.config.ssl_certfile else "http"
@@ -228,6 +227,16 @@ class _Server(uvicorn.Server):
             await asyncio.to_thread(self.engine.close)
             with suppress(TimeoutError):
                 await asyncio.wait_for(lifecycle.wait_idle(), GRACE_S)
+
+    def _hang_up(self) -> None:
+        """At a SIGHUP: the files of keys are read again. Without any, it is the end of the terminal that the server was
+        started from, and ends it as SIGTERM does; or somebody asks for nothing, as `systemctl reload` may."""
+        if self.app.config.api_key_files:
+            self.app.keys.reload()
+        elif sys.stdin is not None and sys.stdin.isatty():
+            self.handle_exit(signal.SIGTERM, None)
+        else:
+            logger.info("SIGHUP: there are no files of API keys to read again")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called at each SIGINT and SIGTERM. (uvicorn's own raises them again at the end.)"""

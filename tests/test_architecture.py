@@ -26,6 +26,7 @@ FLOORS = {
     "runtime.errors": 1,
     "runtime.own_packages": 1,
     "runtime.progress": 1,
+    "runtime.text_files": 1,
     "runtime.collector": 1,
     "runtime.images": 1,
     "runtime.version": 1,

@@ -107,7 +107,7 @@ def collect(
                 running[name] = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT), part
         for name in [name for name, (process, _) in running.items() if process.poll() is not None]:
             process, part = running.pop(name)
-            said = part.with_suffix(".log").read_text(errors="replace").strip()
+            said = part.with_suffix(".log").read_text(errors="replace", encoding="utf-8").strip()
             if process.returncode:
                 problems.append(f"{name}: status {process.returncode}: {said[-2000:]}")
                 continue
@@ -137,7 +137,7 @@ def write_packages(folder: Path, python: str) -> None:
         wanted = needs(name)
         known.append({"name": name, "version": version(name), "file": wheel.name, "needs": wanted})
         print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB, unless {wanted or 'any version'} is there")
-    (folder / PACKAGES).write_text(json.dumps(known, indent=1) + "\n")
+    (folder / PACKAGES).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 
 def needs(name: str) -> str:

@@ -38,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     measured: list[dict[str, Any]] = []
     for file in asked.measured:
         try:
-            rows = [row for row in rows_of(json.loads(file.read_text())) if row.get("value") is not None]
+            rows = [
+                row for row in rows_of(json.loads(file.read_text(encoding="utf-8"))) if row.get("value") is not None
+            ]
         except ValueError as error:
             parser.error(f"{file}: {error}")
         anew = {row["goal"] for row in rows}
@@ -46,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     section = as_markdown(model, modelled(model), forecasts(), measured)
     print(section)
     if asked.into is not None:
-        asked.into.write_text(filled(asked.into.read_text(), section))
+        asked.into.write_text(filled(asked.into.read_text(encoding="utf-8"), section), encoding="utf-8")
     return 0
 
 

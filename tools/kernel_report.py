@@ -168,16 +168,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(as_markdown(facts, measured))
     for file, write in ((asked.json, as_json), (asked.markdown, as_markdown)):
         if file is not None:
-            before = file.read_text() if file.exists() else ""
+            before = file.read_text(encoding="utf-8") if file.exists() else ""
             after = write(facts, measured)
             if file is asked.markdown and (asked.kernels or asked.cases or asked.only):
                 known = [*(case.name for case in cases()), *(each.name for each in specialisations())]
                 after = renewed(before, after, known)
-            file.write_text(carried(before, after))
+            file.write_text(carried(before, after), encoding="utf-8")
     if asked.plots is not None:
-        asked.plots.write_text(page.svg(measured))
+        asked.plots.write_text(page.svg(measured), encoding="utf-8")
     if asked.ladders is not None:
-        asked.ladders.write_text(page.fill(asked.ladders.read_text(), measured))
+        asked.ladders.write_text(page.fill(asked.ladders.read_text(encoding="utf-8"), measured), encoding="utf-8")
     if not asked.check:
         return 0
     found = offenders(facts, measured)

@@ -151,7 +151,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--end", type=float, help="milliseconds; default: the end")
     options = parser.parse_args(arguments)
     try:
-        options.output.write_text(svg(read_timeline(json.loads(options.trace.read_text())), options.start, options.end))
+        options.output.write_text(
+            svg(read_timeline(json.loads(options.trace.read_text(encoding="utf-8"))), options.start, options.end),
+            encoding="utf-8",
+        )
     except (OSError, ValueError) as error:
         print(f"plot_timeline: {options.trace}: {error}", file=sys.stderr)
         return 2

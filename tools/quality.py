@@ -115,7 +115,7 @@ def main() -> None:
     args = parser.parse_args()
     report: dict[str, Any] = {"rows": {}}
     if args.output_json.exists():
-        report = json.loads(args.output_json.read_text())
+        report = json.loads(args.output_json.read_text(encoding="utf-8"))
     for name, folder, options, has_twin in rows(args):
         if name in report["rows"] or (args.only and name not in args.only):
             continue
@@ -126,7 +126,7 @@ def main() -> None:
         base = report["rows"].get("bfloat16", found)["perplexity"]
         print(f"{name}: {found['perplexity']:.5f} ({found['perplexity'] / base - 1:+.3%})", flush=True)
         about = {"model": args.model.name, "text": args.text.name if args.text else "answers", **describe_machine()}
-        args.output_json.write_text(json.dumps({**about, **report}, indent=1) + "\n")
+        args.output_json.write_text(json.dumps({**about, **report}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"simulate: {error}", file=sys.stderr)
         return 2
     if options.output_json is not None:
-        options.output_json.write_text(json.dumps(report, indent=1) + "\n")
+        options.output_json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(report) if options.json else _as_text(report))
     return 0
 
@@ -124,7 +124,7 @@ def _step_model(options: argparse.Namespace) -> tuple[StepModel | Pipeline, tupl
     if options.step_model is not None:
         if (num_ranks, num_stages) != (1, 1):
             raise BenchmarkError("--step-model knows neither ranks nor stages: give --config for a roofline")
-        values = json.loads(options.step_model.read_text())
+        values = json.loads(options.step_model.read_text(encoding="utf-8"))
         if "step_model" not in values:  # the terms alone
             return LinearStepModel.from_json(values), (None,), None
         return LinearStepModel.from_json(values["step_model"]), _layer_windows(values), None

@@ -147,8 +147,8 @@ def save(model: DemoModel, tokenizer: Tokenizer, out: Path) -> None:
         ("generation_config.json", generation),
         ("tokenizer_config.json", tokenizer_config),
     ):
-        (out / name).write_text(json.dumps(content, indent=2) + "\n")
-    (out / "chat_template.jinja").write_text(demo_tokenizer.CHAT_TEMPLATE)
+        (out / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (out / "chat_template.jinja").write_text(demo_tokenizer.CHAT_TEMPLATE, encoding="utf-8")
     tokenizer.save(str(out / "tokenizer.json"))
     save_file(model.checkpoint(), out / "model.safetensors", metadata={"format": "pt"})
 

@@ -145,7 +145,7 @@ def save(drafter: Drafter, out: Path) -> None:
         "eagle_aux_hidden_state_layer_ids": list(shape.layers),
     }
     out.mkdir(parents=True, exist_ok=True)
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file(drafter.checkpoint(), out / "model.safetensors", metadata={"format": "pt"})
 
 

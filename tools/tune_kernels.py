@@ -67,7 +67,7 @@ def merged(path: Path, found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     products = {}
     if path.exists():
         read(path)  # raises for what plans could not read
-        for each in json.loads(path.read_text())["products"]:
+        for each in json.loads(path.read_text(encoding="utf-8"))["products"]:
             products[each["dtype"], each["n"], each["k"], each["m"]] = each
     for each in found:
         products[each["dtype"], each["n"], each["k"], each["m"]] = each
@@ -79,7 +79,7 @@ def write(path: Path, device: str, found: Sequence[dict[str, Any]]) -> None:
     lines = ",\n".join(f" {json.dumps(each)}" for each in merged(path, found))
     head = json.dumps({"device": device, "date": date.today().isoformat()})[:-1]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(f'{head}, "products": [\n{lines}\n]}}\n')
+    path.write_text(f'{head}, "products": [\n{lines}\n]}}\n', encoding="utf-8")
     read(path)
 
 

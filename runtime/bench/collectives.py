@@ -64,7 +64,11 @@ def bench_collectives(
             given = json.dumps({**task, "rank": rank, "device": own})
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-P", *_COMMAND, given], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+                    [sys.executable, "-P", *_COMMAND, given],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    encoding="utf-8",
                 )
             )
         said = [process.communicate(timeout=timeout_s) for process in processes]

@@ -38,5 +38,7 @@ def _busy_s() -> float | None:
     """Seconds that all cores together have worked since the machine started."""
     if not _STAT.exists():
         return None
-    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, _STAT.read_text().split("\n", 1)[0].split()[1:9])
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(
+        int, _STAT.read_text(encoding="utf-8").split("\n", 1)[0].split()[1:9]
+    )
     return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")

@@ -73,7 +73,7 @@ class Layout:
 def small_model() -> Iterator[dict[str, Any]]:
     """The arguments of an engine over random weights."""
     with tempfile.TemporaryDirectory(prefix="parallel-shapes-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(SMALL))
+        (Path(folder) / "config.json").write_text(json.dumps(SMALL), encoding="utf-8")
         yield {"model": folder, "load_format": "dummy", "dtype": "float32"}
 
 

@@ -25,7 +25,7 @@ def descendants(pid: int) -> list[int]:
         if entry.name.isdigit():
             with contextlib.suppress(OSError):  # it has ended meanwhile
                 # "pid (name) state ppid ...": a name may hold spaces and brackets
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                parent = int((entry / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
                 children.setdefault(parent, []).append(int(entry.name))
     found = [pid]
     for each in found:
@@ -37,7 +37,7 @@ def resident_bytes(pid: int) -> dict[str, int]:
     """`total` (the proportional set size), and of it `anonymous` memory and `file` pages; empty for a process that has
     ended."""
     try:
-        lines = (_PROC / str(pid) / "smaps_rollup").read_text().splitlines()[1:]
+        lines = (_PROC / str(pid) / "smaps_rollup").read_text(encoding="utf-8").splitlines()[1:]
     except OSError:
         return {}
     fields = {name: int(value.split()[0]) * 1024 for name, _, value in (line.partition(":") for line in lines)}

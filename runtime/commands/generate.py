@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from runtime.commands.options import LlmOptions, SamplingOptions
+from runtime.text_files import read_text_file
 
 if TYPE_CHECKING:
     from runtime.llm import Logprob, RequestOutput
@@ -101,9 +102,10 @@ def _logprobs(token_id: int, entry: dict[int, Logprob]) -> dict[str, Any]:
 
 
 def read_prompts(path: Path) -> list[str | list[int]]:
-    """The prompts of a file; `OSError` when it cannot be read, a usage error for a malformed line."""
+    """The prompts of a file; `OSError` when it cannot be read, a usage error for a malformed line or another encoding
+    than UTF-8."""
     name = str(path)
-    text = sys.stdin.read() if name == "-" else path.read_text(encoding="utf-8")
+    text = read_text_file(path, "prompt_file")
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
     if path.suffix != ".jsonl":
         return [line for _, line in lines]

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from runtime.commands import streams
 
 MOST_CHARACTERS = 1000
 
@@ -57,6 +60,7 @@ class CommandGroup(TyperGroup):
         **extra: Any,
     ) -> Any:
         arguments, is_debug = _without_debug(list(sys.argv[1:] if args is None else args))
+        streams.prepare()
         try:
             status = super().main(
                 arguments or ["--help"],
@@ -66,10 +70,13 @@ class CommandGroup(TyperGroup):
                 windows_expand_args,
                 **extra,
             )
+            streams.flush()
         except Exception as error:
             if is_debug:
                 raise
-            print(f"xserv: error: {one_line(error)}{_about_names(arguments)}", file=sys.stderr)
+            streams.give_up_output()
+            with suppress(OSError):  # nobody reads stderr, either
+                print(f"xserv: error: {one_line(error)}{_about_names(arguments)}", file=sys.stderr, flush=True)
             status = exit_status(error)
         if not standalone_mode:
             return status
@@ -108,7 +115,11 @@ def one_line(error: Exception) -> str:
         text = error.format_message()
     elif isinstance(error, (XservError, TokenizerError)):
         text = str(error)
-    elif isinstance(error, OSError) and error.strerror:
+    elif isinstance(error, BrokenPipeError):
+        text = "nobody reads the output any more"
+    elif isinstance(error, OSError) and error.strerror is None:
+        text = str(error)
+    elif isinstance(error, OSError):
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:
         text = f"internal error: {type(error).__name__}: {error} (--debug shows where)"

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from runtime.commands.options import EngineOptions
+from runtime.text_files import read_text_file
 
 
 def perplexity(
@@ -24,10 +25,7 @@ def perplexity(
     as_json: Annotated[bool, typer.Option("--json", help="The whole report as one JSON object.")] = False,
 ) -> None:
     """Measure a model on a text: the perplexity over windows that overlap, every token but the first scored once."""
-    try:
-        content = text.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise typer.BadParameter(f"{text} is no text in UTF-8: {error}") from None
+    content = read_text_file(text)
     from runtime.bench.environment import describe_engine
     from runtime.bench.perplexity import measure
     from runtime.llm import LLM

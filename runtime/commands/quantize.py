@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from runtime.text_files import read_text_file
+
 
 def quantize(
     model: Annotated[str, typer.Argument(metavar="PATH|HUB_ID", help="A folder in 16 or 32 bits, or a hub id.")],
@@ -34,10 +36,7 @@ def quantize(
 
     folder, chosen = resolve_model(model), None
     if calibration is not None:
-        try:
-            text = calibration.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise typer.BadParameter(f"{calibration} is no text in UTF-8: {error}") from None
+        text = read_text_file(calibration)
         chosen = Calibration(read_tokenizer(folder).encode(text)[:calibration_tokens])
     with ON_STDERR.shown(f"quantising to {format}") as show:
         written = quantize_folder(folder, out, format, show, chosen, as_text(hf_overrides))

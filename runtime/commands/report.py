@@ -20,7 +20,7 @@ class ReportOptions:
     def deliver(self, report: dict[str, Any], text: str) -> None:
         """Print the report as JSON, or `text` for a person; and write it to a file when one is named."""
         if self.output_json is not None:
-            self.output_json.write_text(json.dumps(report, indent=1) + "\n")
+            self.output_json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(json.dumps(report) if self.as_json else text)
 
 

@@ -61,7 +61,7 @@ def toolkit_version() -> str:
     if home is None:
         return "-"
     try:
-        return f"{home} {(home / 'version.json').read_text()}"
+        return f"{home} {(home / 'version.json').read_text(encoding='utf-8')}"
     except OSError:
         return str(home)
 

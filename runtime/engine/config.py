@@ -554,15 +554,15 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     group = root / "sys/fs/cgroup"
     limit, used, parts = group / "memory.max", group / "memory.current", group / "memory.stat"
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+    if limit.exists() and used.exists() and (text := limit.read_text(encoding="utf-8").strip()) != "max":
         reclaimable = _field(parts, "inactive_file") if parts.exists() else 0
-        available = min(available, max(0, int(text) - int(used.read_text()) + reclaimable))
+        available = min(available, max(0, int(text) - int(used.read_text(encoding="utf-8")) + reclaimable))
     return available
 
 
 def _field(file: Path, name: str) -> int:
     """The number behind `name` in a file of lines of names and numbers; 0 without such a line."""
-    for line in file.read_text().splitlines():
+    for line in file.read_text(encoding="utf-8").splitlines():
         if line.split(maxsplit=1)[:1] == [name]:
             return int(line.split()[1])
     return 0

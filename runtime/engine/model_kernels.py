@@ -94,7 +94,7 @@ def shallow_copy(model: Path, folder: Path, overrides: str = "") -> Path:
         for name in ("num_hidden_layers", "n_layer"):
             if name in inner:
                 inner[name] = min(inner[name], MOST_LAYERS)
-    (folder / "config.json").write_text(json.dumps(fields))
+    (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     return folder
 
 

@@ -221,5 +221,5 @@ def _pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ImageError("images need Pillow: install xserv[vision]") from error
+        raise ImageError("images need Pillow: pip install '.[vision]' in xserv's checkout") from error
     return Image

@@ -128,7 +128,7 @@ class RayEngines:
         try:
             import ray
         except ImportError:
-            raise RayError("Ray is not installed: pip install 'xserv[ray]'") from None
+            raise RayError("Ray is not installed: pip install '.[ray]' in xserv's checkout") from None
         if not ray.is_initialized():
             try:
                 ray.init(address=self._address, log_to_driver=False, logging_level=logging.WARNING)

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from models.checkpoints.model_files import open_model
+from runtime.errors import InvalidArgumentError
+from runtime.text_files import read_text_file
 from tokenizer.errors import TokenizerFileError
 
 if TYPE_CHECKING:
@@ -45,6 +47,6 @@ def read_chat_template(option: str | None) -> str | None:
     if option is None or any(mark in option for mark in "{\n"):
         return option
     try:
-        return Path(option).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text_file(option)
+    except (OSError, InvalidArgumentError) as error:
         raise TokenizerFileError(option, "", f"cannot be read as a chat template: {error}") from error

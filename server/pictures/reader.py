@@ -93,7 +93,7 @@ class PictureReader:
         self._fetcher: PictureFetcher | None = None
         if config.allow_image_urls:
             if find_spec("httpcore") is None:
-                raise ServerConfigError("allow_image_urls needs httpcore: install xserv[vision]")
+                raise ServerConfigError("allow_image_urls needs httpcore: pip install '.[vision]' in xserv's checkout")
             from server.pictures.fetching import PictureFetcher
 
             places = [Place.of(each) for each in config.allow_image_hosts]

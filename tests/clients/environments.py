@@ -59,7 +59,7 @@ def _made(name: str) -> Iterator[tuple[Path, bool]]:
     root = cache_root("clients")
     root.mkdir(parents=True, exist_ok=True)
     folder, whole = root / name, root / f"{name}.made"
-    with (root / f"{name}.lock").open("w") as lock:
+    with (root / f"{name}.lock").open("w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if whole.exists():
             yield folder, True
@@ -79,6 +79,12 @@ def _run(command: list[str]) -> None:
     if found := os.environ.get("PIP_FIND_LINKS"):
         environment.setdefault("UV_FIND_LINKS", found)
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, env=environment, check=False
+        command,
+        capture_output=True,
+        text=True,
+        timeout=INSTALL_TIMEOUT_S,
+        env=environment,
+        check=False,
+        encoding="utf-8",
     )
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr[-3000:]}"

@@ -45,7 +45,7 @@ class Golden:
 
 
 def load_golden(name: str) -> Golden:
-    fields = json.loads((GOLDENS / name / "golden.json").read_text())
+    fields = json.loads((GOLDENS / name / "golden.json").read_text(encoding="utf-8"))
     with np.load(GOLDENS / name / "logits.npz") as stored:
         logits = dict(stored)
     shapes = {tensor: tuple(shape) for tensor, shape in fields["tensors"].items()}
@@ -80,7 +80,7 @@ def write_tiny_qwen3(folder: Path, *, vocab_size: int, eos_token_id: int, max_po
         "torch_dtype": "float32",
         "eos_token_id": eos_token_id,
     }
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def write_safetensors(
@@ -111,7 +111,7 @@ def write_shards(
         write_safetensors(folder / file, tensors)
     weight_map = {name: file for file, tensors in shards.items() for name in tensors}
     index = {"metadata": {}, "weight_map": weight_map if placed is None else placed}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
 def write_model(folder: Path, golden: Golden, stored_as: str = "F32", config: str = "config.json") -> Path:
@@ -125,6 +125,6 @@ def write_model(folder: Path, golden: Golden, stored_as: str = "F32", config: st
 def change_config(folder: Path, **changes: Any) -> Path:
     """Replace fields of a folder's config.json; `...` removes one. Returns the folder."""
     path = folder / "config.json"
-    fields = {**json.loads(path.read_text()), **changes}
-    path.write_text(json.dumps({key: value for key, value in fields.items() if value is not ...}))
+    fields = {**json.loads(path.read_text(encoding="utf-8")), **changes}
+    path.write_text(json.dumps({key: value for key, value in fields.items() if value is not ...}), encoding="utf-8")
     return folder

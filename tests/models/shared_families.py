@@ -39,7 +39,9 @@ _LATENT = {"head_dim": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "qk_hea
 
 def write_shared(folder: Path, family: str) -> Path:
     """A folder with the config alone: `load_format` is to be "dummy"."""
-    fields: dict[str, Any] = json.loads((load_golden(FAMILIES[family]).folder / "config.json").read_text())
+    fields: dict[str, Any] = json.loads(
+        (load_golden(FAMILIES[family]).folder / "config.json").read_text(encoding="utf-8")
+    )
     fields |= {name: value for name, value in _SIZES.items() if name in fields}
     if family.startswith("deepseek"):
         fields |= _LATENT | {"num_key_value_heads": NUM_HEADS}
@@ -48,5 +50,5 @@ def write_shared(folder: Path, family: str) -> Path:
     if "no_rope_layers" in fields:
         fields["no_rope_layers"] = (fields["no_rope_layers"] * NUM_LAYERS)[:NUM_LAYERS]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(fields))
+    (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     return folder

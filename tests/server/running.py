@@ -37,7 +37,9 @@ def serving_process(
     and a `ServerConfig` of `settings`, and its URL; killed if it has not ended by itself."""
     arguments = [sys.executable, "-c", _SERVE, str(folder), json.dumps([options, settings])]
     root = Path(__file__).parents[2]
-    with subprocess.Popen(arguments, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        arguments, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
+    ) as child:
         try:
             assert child.stdout is not None
             line = child.stdout.readline()

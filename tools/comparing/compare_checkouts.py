@@ -136,7 +136,9 @@ def compare_overhead(pythons: dict[str, Path], num_rounds: int, num_steps: int =
         print(f"bench overhead: {side}", file=sys.stderr, flush=True)
         # From a checkout's own folder, lest this one's modules stand before its own.
         root = pythons[side].parents[2]
-        done = subprocess.run([str(pythons[side]), *command], cwd=root, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [str(pythons[side]), *command], cwd=root, capture_output=True, text=True, check=False, encoding="utf-8"
+        )
         if done.returncode:
             raise BenchmarkError(f"bench overhead of {side}: status {done.returncode}: {done.stderr[-500:]}")
         for result in json.loads(done.stdout)["results"]:
@@ -197,7 +199,12 @@ def main() -> None:
     pythons = {side: root / ".venv" / "bin" / "python" for side, root in (("before", before), ("after", after))}
     commits = {
         side: subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, check=True
+            ["git", "describe", "--always", "--dirty"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+            encoding="utf-8",
         ).stdout.strip()
         for side, root in (("before", before), ("after", after))
     }
@@ -210,7 +217,7 @@ def main() -> None:
         "environment": describe_machine(),
     }
     if arguments.output_json is not None:
-        arguments.output_json.write_text(json.dumps(report, indent=1) + "\n")
+        arguments.output_json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(table(rows))
 
 

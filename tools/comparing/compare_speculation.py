@@ -324,7 +324,7 @@ def _run(
 
 def _model(name: str | None, settings: dict[str, Any], scratch: Path) -> tuple[Model, Path]:
     if name == "babyllama":
-        (scratch / "config.json").write_text(json.dumps(BABYLLAMA))
+        (scratch / "config.json").write_text(json.dumps(BABYLLAMA), encoding="utf-8")
         return loaded_model(scratch, EngineConfig(**settings, max_model_len=96, load_format="dummy")), scratch
     if name == PREDICTION_LAYER:
         folder = write_bigrams(scratch / "model", "glm4_moe_groups", share=0.3)
@@ -359,7 +359,7 @@ def write_untrained(folder: Path, model: Model) -> Path:
         "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 96, "rms_norm_eps": 1e-6,
         "draft_vocab_size": config.vocab_size // 2, "eagle_aux_hidden_state_layer_ids": [0, config.num_layers],
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(values))
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
     return folder
 
 
@@ -373,7 +373,7 @@ def write_untrained_dspark(folder: Path, model: Model) -> Path:
         "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
         "block_size": 5, "mask_token_id": 0, "target_layer_ids": [-1, config.num_layers - 2], "markov_rank": 8,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(values))
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
     return folder
 
 

@@ -114,7 +114,7 @@ def main() -> None:
     report = compare(args.reference, side=args.side, num_layers=args.num_layers, num_rounds=args.num_rounds)
     print(json.dumps(report, indent=2))
     if args.output_json:
-        args.output_json.write_text(json.dumps(report, indent=2) + "\n")
+        args.output_json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(as_markdown(rows))
     for file, write in ((asked.json, as_json), (asked.markdown, as_markdown)):
         if file is not None:
-            file.write_text(write(rows))
+            file.write_text(write(rows), encoding="utf-8")
     return int(asked.check and any(row.worse for row in rows))
 
 

@@ -65,7 +65,7 @@ class Oracle:
     def __init__(self, python: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="fuzz-models-")
         self._process = subprocess.Popen(
-            [python, str(ORACLE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [python, str(ORACLE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
         )
 
     def make(self, case: Case) -> tuple[Path, dict[str, Any]]:
@@ -136,10 +136,10 @@ class Checker:
 
 def add_notes(path: Path, notes: dict[str, Any]) -> None:
     """Puts fields that change nothing into a config.json, and into the configs that lie in it."""
-    config = json.loads(path.read_text())
+    config = json.loads(path.read_text(encoding="utf-8"))
     for inner in (config, *(value for name, value in config.items() if name.endswith("_config"))):
         inner.update({name: value for name, value in notes.items() if name not in inner})
-    path.write_text(json.dumps(config))
+    path.write_text(json.dumps(config), encoding="utf-8")
 
 
 def quiet() -> None:
@@ -212,12 +212,12 @@ def write_goldens(oracle: Oracle, folder: Path, seed: int, num: int, families: l
         made, answer = oracle.make(case)
         if "refused" in answer:
             continue
-        config = json.loads((made / "config.json").read_text())
+        config = json.loads((made / "config.json").read_text(encoding="utf-8"))
         with np.load(made / "oracle.npz") as stored:
             arrays |= {f"{len(kept)}_{name}": array for name, array in stored.items()}
         kept.append({"case": {name: case[name] for name in case if name not in NOT_KEPT}, "config": config, **answer})
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "cases.json").write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n")
+    (folder / "cases.json").write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n", encoding="utf-8")
     np.savez_compressed(folder / "oracle.npz", **arrays)
 
 
@@ -245,7 +245,7 @@ def main() -> int:
     try:
         for index in range(options.first, options.first + (1 if options.case else options.num)):
             if options.case:
-                case = json.loads(options.case.read_text())
+                case = json.loads(options.case.read_text(encoding="utf-8"))
             else:
                 rng = random.Random(f"{options.seed}:{index}")
                 devices = options.device if rng.random() < options.emulated_share else []

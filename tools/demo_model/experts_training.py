@@ -177,8 +177,8 @@ def save(model: ExpertsModel, tokenizer: Tokenizer, out: Path) -> None:
     for name, content in (
         ("config.json", config), ("generation_config.json", generation), ("tokenizer_config.json", tokenizer_config),
     ):  # fmt: skip
-        (out / name).write_text(json.dumps(content, indent=2) + "\n")
-    (out / "chat_template.jinja").write_text(harmony_tokenizer.CHAT_TEMPLATE)
+        (out / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (out / "chat_template.jinja").write_text(harmony_tokenizer.CHAT_TEMPLATE, encoding="utf-8")
     tokenizer.save(str(out / "tokenizer.json"))
     save_file(checkpoint(model), out / "model.safetensors", metadata={"format": "pt"})
 

@@ -355,8 +355,8 @@ def save(model: VisionModel, tokenizer: Tokenizer, out: Path) -> None:
         ("config.json", config), ("generation_config.json", generation), ("tokenizer_config.json", tokenizer_config),
         ("preprocessor_config.json", preprocessor),
     ):  # fmt: skip
-        (out / name).write_text(json.dumps(content, indent=2) + "\n")
-    (out / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+        (out / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (out / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     tokenizer.save(str(out / "tokenizer.json"))
     state = model.text.checkpoint("model.language_model") | model.tower.checkpoint("model.visual")
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})

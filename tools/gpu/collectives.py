@@ -239,13 +239,13 @@ def _two_ranks(options: Options, sizes: tuple[int, ...]) -> tuple[list[dict[str,
     command = [sys.executable, "-P", *python_module("runtime.bench.collective_rank")]
     processes: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryDirectory() as folder:
-        logs = [(Path(folder) / f"{rank}").open("w+") for rank in range(2)]
+        logs = [(Path(folder) / f"{rank}").open("w+", encoding="utf-8") for rank in range(2)]
         try:
             for rank in range(2):
                 processes.append(
                     subprocess.Popen(
                         [*command, json.dumps(task | {"rank": rank})], cwd=ROOT, env=environment, text=True,
-                        stdout=logs[rank], stderr=subprocess.STDOUT,
+                        stdout=logs[rank], stderr=subprocess.STDOUT, encoding="utf-8",
                     )
                 )  # fmt: skip
             why = _ended(processes, time.monotonic() + limit_s)

@@ -46,7 +46,7 @@ def _version(name: str) -> str | None:
 def _output(*command: str) -> str | None:
     """What a command says, or None where it is missing or fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, encoding="utf-8")
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -28,7 +28,7 @@ def session(options: Options, file: str, known: Collection[str], report: Callabl
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         settings = Path(folder) / "pytest.ini"
-        settings.write_text(_settings())
+        settings.write_text(_settings(), encoding="utf-8")
         path = ROOT / "tests" / file
         plugins: list[object] = [_Reporter(known, report)]
         marks = "gpu"  # of those of emulated devices, all: a GPU has time for what is exhaustive elsewhere
@@ -80,5 +80,5 @@ def _case_of(nodeid: str) -> str:
 
 def _settings() -> str:
     """pyproject's markers alone: its filters make errors of warnings."""
-    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
     return "\n".join(["[pytest]", "markers =", *(f"    {line}" for line in options["markers"])]) + "\n"

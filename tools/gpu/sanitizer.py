@@ -34,8 +34,10 @@ def _watch(options: Options, tool: str, section: str) -> Result:
             program, "--tool", tool, "--error-exitcode", "99", "--print-limit", "20", sys.executable, "-m",
             "tools.gpu.checking.worker", section, "--device", options.device, "--quick", "--results", str(results),
         ]  # fmt: skip
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
-        lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ, encoding="utf-8")
+        lines = (
+            [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()] if results.exists() else []
+        )
     said = [line for line in done.stdout.splitlines() if line.startswith("=========")]
     errors = [line["error"] for line in lines if "error" in line]
     if done.returncode or errors or not any("over" in line for line in lines):

@@ -181,7 +181,7 @@ def decode_step(
         shallow = {**config, "num_hidden_layers": min(NUM_LAYERS, num_layers)}
         if "layer_types" in config:
             shallow["layer_types"] = config["layer_types"][: shallow["num_hidden_layers"]]
-        (Path(folder) / "config.json").write_text(json.dumps(shallow))
+        (Path(folder) / "config.json").write_text(json.dumps(shallow), encoding="utf-8")
         engine = build_engine(
             folder, device=gpu.device.type, dtype="bfloat16", load_format="dummy", max_model_len=max_model_len,
             max_num_seqs=num_seqs, kv_cache_bytes=8 << 30,

@@ -76,7 +76,7 @@ def disassemble(cubin: bytes, nvdisasm: str) -> list[MachineInstruction]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
-        done = subprocess.run([nvdisasm, "-c", str(file)], capture_output=True, text=True)
+        done = subprocess.run([nvdisasm, "-c", str(file)], capture_output=True, text=True, encoding="utf-8")
     if done.returncode:
         raise RuntimeError(f"nvdisasm: {done.stderr.strip()}")
     return parse(done.stdout)

@@ -67,7 +67,7 @@ class Band:
 
 def per_operation(work: str, tier: str, tile: str, arch: str) -> float:
     """Machine instructions of a main loop for each product of 16 x 8 x 16. Raises KeyError where it was not counted."""
-    for row in json.loads(COMPARISON.read_text())["rows"]:
+    for row in json.loads(COMPARISON.read_text(encoding="utf-8"))["rows"]:
         ours = row["ours"]
         if (row["work"], row["arch"], ours["name"]) == (work, arch, tier) and tile in (ours["tile"], row["shape"]):
             return float(ours["machine_per_operation"])
@@ -76,7 +76,7 @@ def per_operation(work: str, tier: str, tile: str, arch: str) -> float:
 
 def peers_per_operation(work: str, tile: str, arch: str) -> float:
     """The same of Triton's kernel of that tile ("128x256x64"). Raises KeyError where it was not counted."""
-    for key, found in json.loads(COMPARISON.read_text())["triton_configurations"].items():
+    for key, found in json.loads(COMPARISON.read_text(encoding="utf-8"))["triton_configurations"].items():
         for each in found:
             if key.startswith(f"{work} {arch} ") and each["tile"].startswith(f"{tile},"):
                 return float(each["machine_per_operation"])

@@ -77,7 +77,7 @@ def main() -> None:
     results |= steps(matchers, vocabulary, arguments.num_seqs, arguments.num_steps, rng)
     print(json.dumps(results, indent=2))
     if arguments.output_json is not None:
-        arguments.output_json.write_text(json.dumps(results, indent=2) + "\n")
+        arguments.output_json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
 def steps(

@@ -88,7 +88,7 @@ def main() -> None:
     for threads, rates in result["million_lane_instructions_per_s"].items():
         print(threads, " ".join(f"checks {name}: {rate:.0f} M/s" for name, rate in rates.items()))
     if options.json:
-        with open(options.json, "w") as file:
+        with open(options.json, "w", encoding="utf-8") as file:
             json.dump(result, file, indent=2)
             file.write("\n")
 

@@ -40,7 +40,7 @@ def measure(name: str, num_tokens: int, chunk: int) -> dict[str, Any]:
         "max_position_embeddings": num_tokens,
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
+        (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
         engine = build_engine(
             folder, device="cpu", load_format="dummy", max_model_len=num_tokens, max_num_seqs=1,
             max_num_batched_tokens=chunk, enable_prefix_caching=False,
@@ -98,7 +98,7 @@ def main() -> None:
             f"{row['prompt_share']:.1%} | {row['decode_share']:.1%} |"
         )
     if options.output_json is not None:
-        options.output_json.write_text(json.dumps(rows, indent=1) + "\n")
+        options.output_json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def edits(files: Iterable[Path]) -> list[Task]:
     """The name that stands most often is replaced; every third definition gets a comment."""
     tasks = []
     for file in files:
-        code = file.read_text()[:8000]
+        code = file.read_text(encoding="utf-8")[:8000]
         names = Counter(re.findall(r"\b[a-z_]{8,}\b", code))
         if not names:
             continue
@@ -134,7 +134,7 @@ def main() -> None:
     files = sorted(Path(__file__).parents[2].glob("runtime/engine/*/*.py"))
     chosen = {
         "code, edited": edits([file for file in files if file.stat().st_size > 3000][: options.num]),
-        "texts, summarised": summaries((file.read_text() for file in options.texts), options.num),
+        "texts, summarised": summaries((file.read_text(encoding="utf-8") for file in options.texts), options.num),
     }
     for kind, tasks in chosen.items():
         if options.tokenizer is not None:

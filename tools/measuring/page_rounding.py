@@ -33,7 +33,7 @@ def write(path: str) -> None:
     pairs = [
         (encode(f"<|user|>{turn.question}<|end|><|assistant|>"), encode(f"{turn.answer}<|end|>")) for turn in turns
     ]
-    with open(path, "w") as file:
+    with open(path, "w", encoding="utf-8") as file:
         json.dump({"model": str(BUNDLED_MODEL), "pairs": sorted(pairs, key=lambda pair: len(pair[0] + pair[1]))}, file)
 
 
@@ -43,7 +43,7 @@ def measure(path: str) -> None:
     import transformers
     from transformers.models.qwen3 import modeling_qwen3
 
-    with open(path) as file:
+    with open(path, encoding="utf-8") as file:
         content = json.load(file)
     model = transformers.AutoModelForCausalLM.from_pretrained(content["model"], dtype=torch.float32).eval()
     pairs, head_dim = content["pairs"], model.config.head_dim

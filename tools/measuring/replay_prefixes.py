@@ -53,7 +53,7 @@ class Row:
 
 def read_prompts(path: Path, most: int | None = None) -> list[list[int]]:
     """The ``hash_ids`` of the first ``most`` requests of a Mooncake trace."""
-    with path.open() as lines:
+    with path.open(encoding="utf-8") as lines:
         return [json.loads(line)["hash_ids"] for line, _ in zip(lines, range(most if most is not None else NEVER))]
 
 

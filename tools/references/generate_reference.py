@@ -195,12 +195,12 @@ def make_case(name: str, config: Any, num_prompt_tokens: int, seed: int) -> None
     config.architectures = ["GPT2LMHeadModel" if family == "GPT2" else f"{family}ForCausalLM"]
     config.dtype = "float32"
     config.to_json_file(folder / "config.json", use_diff=False)
-    fields = json.loads((folder / "config.json").read_text())
+    fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for key in _SAYS_NOTHING:
         fields.pop(key, None)
     fields = {key: value for key, value in fields.items() if not key.startswith("summary_")}
-    (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n")
-    (folder / "config_older.json").write_text(json.dumps(older_spelling(fields), indent=1) + "\n")
+    (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+    (folder / "config_older.json").write_text(json.dumps(older_spelling(fields), indent=1) + "\n", encoding="utf-8")
 
     prompt = random_prompt(config, num_prompt_tokens, seed)
     for attempt in range(1, 3000):
@@ -230,7 +230,7 @@ def make_case(name: str, config: Any, num_prompt_tokens: int, seed: int) -> None
             for key, place in stored_tensors(name, parameter, config.model_type)
         },
     }
-    (folder / "golden.json").write_text(json.dumps(golden) + "\n")
+    (folder / "golden.json").write_text(json.dumps(golden) + "\n", encoding="utf-8")
     np.savez(folder / "logits.npz", allow_pickle=False, **logits)
     top = np.sort(logits["float32"], axis=1)
     print(
@@ -324,7 +324,7 @@ def make_rope_references() -> None:
             "cos": cos[0, :, : head_dim // 2].tolist(),
             "sin": sin[0, :, : head_dim // 2].tolist(),
         }
-    (GOLDENS / "rope.json").write_text(json.dumps(references) + "\n")
+    (GOLDENS / "rope.json").write_text(json.dumps(references) + "\n", encoding="utf-8")
 
 
 def make_beam_searches() -> None:
@@ -352,7 +352,9 @@ def make_beam_searches() -> None:
             asked = {"eos_token_ids": eos_token_ids, "beam_width": beam_width, "length_penalty": length_penalty}
             scores = output.sequences_scores.tolist() if beam_width > 1 else None
             searches.append({**asked, "max_tokens": max_tokens, "prompt": prompt, "beams": beams, "scores": scores})
-    (GOLDENS / "beam_search.json").write_text(json.dumps({"model": BEAM_MODEL, "searches": searches}) + "\n")
+    (GOLDENS / "beam_search.json").write_text(
+        json.dumps({"model": BEAM_MODEL, "searches": searches}) + "\n", encoding="utf-8"
+    )
 
 
 def main() -> None:

@@ -22,7 +22,8 @@ from models.configuration.class_defaults import model_types
 def main() -> None:
     found = {name: CONFIG_MAPPING[name]().to_dict() for name in model_types()}
     Path(sys.argv[1]).write_text(
-        "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(found[name])}" for name in found) + "\n}\n"
+        "{\n" + ",\n".join(f"{json.dumps(name)}: {json.dumps(found[name])}" for name in found) + "\n}\n",
+        encoding="utf-8",
     )
 
 

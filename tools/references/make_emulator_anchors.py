@@ -117,8 +117,8 @@ def compile_triton(name: str) -> tuple[str, dict[str, Any]]:
 def compile_nvcc(name: str) -> tuple[str, dict[str, Any]]:
     source, kernel, arch, threads, cluster = NVCC[name]
     command = ["nvcc", "-ptx", f"-arch={arch}", "-std=c++17", "-o", "-", str(SOURCES / source)]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    version = subprocess.run(["nvcc", "--version"], check=True, capture_output=True, text=True).stdout
+    text = subprocess.run(command, check=True, capture_output=True, text=True, encoding="utf-8").stdout
+    version = subprocess.run(["nvcc", "--version"], check=True, capture_output=True, text=True, encoding="utf-8").stdout
     facts: dict[str, Any] = {
         "compiler": "nvcc " + re.search(r"release ([\d.]+)", version)[1],  # type: ignore[index]
         "kernel": kernel, "arch": arch, "threads": threads, "shared_bytes": 0, "scratch_bytes": 0, "cluster": cluster,
@@ -133,14 +133,14 @@ def main() -> None:
     names = parser.parse_args().names or [*TRITON, *NVCC]
     TARGET.mkdir(exist_ok=True)
     index_file = TARGET / "anchors.json"
-    index = json.loads(index_file.read_text()) if index_file.exists() else {}
+    index = json.loads(index_file.read_text(encoding="utf-8")) if index_file.exists() else {}
     for name in names:
         text, facts = compile_triton(name) if name in TRITON else compile_nvcc(name)
-        (TARGET / f"{name}.ptx").write_text(trimmed(text))
+        (TARGET / f"{name}.ptx").write_text(trimmed(text), encoding="utf-8")
         index[name] = facts
         print(f"{name}: {len(trimmed(text)) / 1024:.0f} KiB, {facts['compiler']}")
     index = {name: index[name] for name in [*TRITON, *NVCC] if name in index}
-    index_file.write_text(json.dumps(index, indent=1) + "\n")
+    index_file.write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def make_case(module: ModuleType, case: str) -> None:
                 logits = logits_of(model, [*ids, *found["greedy"]], pixels)
             ids, logits = [*ids, *found["greedy"][:-1]], logits[:-1]
         rough = logits_of(model.bfloat16(), ids, pixels.bfloat16(), **sizes)
-    (FOLDER / f"{case}.json").write_text(json.dumps(shapes, separators=(",", ":")))
+    (FOLDER / f"{case}.json").write_text(json.dumps(shapes, separators=(",", ":")), encoding="utf-8")
     put = torch.cat if module is pixtral_cases else torch.stack
     embeddings = put(list(made.pooler_output)).numpy()
     error = np.float64(relative_error(rough, logits))

@@ -26,7 +26,7 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     for case in CASES:
         golden = load_golden(case)
-        given = json.loads((golden.folder / "config.json").read_text())
+        given = json.loads((golden.folder / "config.json").read_text(encoding="utf-8"))
         number, eps = given["num_hidden_layers"], given["rms_norm_eps"]
         config = AutoConfig.for_model(**{**given, "num_hidden_layers": number + 1})
         model: Any = AutoModelForCausalLM.from_config(

@@ -89,10 +89,10 @@ class Case:
         folder = FIXTURES / self.name
         folder.mkdir(parents=True, exist_ok=True)
         config = {**self.config, **({"quantization_config": quantization_config} if quantization_config else {})}
-        (folder / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n")
+        (folder / "config.json").write_text(json.dumps(config, indent=1, default=str) + "\n", encoding="utf-8")
         tensors = {name: tensor.clone().contiguous() for name, tensor in self.tensors.items()}
         save_file(tensors, folder / "model.safetensors")
-        (folder / "dequantised.json").write_text(json.dumps(self.dequantised, indent=1) + "\n")
+        (folder / "dequantised.json").write_text(json.dumps(self.dequantised, indent=1) + "\n", encoding="utf-8")
         print(self.name, sum(tensor.nbytes for tensor in self.tensors.values()), "bytes")
 
 
@@ -390,7 +390,7 @@ def mxfp4_case() -> None:
         ],
     }  # fmt: skip
     fields = {**json.loads(config.to_json_string(use_diff=False)), "quantization_config": quantization}
-    (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n")
+    (folder / "config.json").write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
     asked = transformers.Mxfp4Config(dequantize=True)
     read = transformers.GptOssForCausalLM.from_pretrained(
         folder, quantization_config=asked, dtype=torch.bfloat16, attn_implementation="eager"
@@ -398,7 +398,9 @@ def mxfp4_case() -> None:
     with torch.no_grad():
         logits = read(torch.tensor([prompt])).logits[0]
     assert torch.isfinite(logits).all()
-    (folder / "said.json").write_text(json.dumps({"floats": said, "prompt": prompt, "logits": logits.tolist()}) + "\n")
+    (folder / "said.json").write_text(
+        json.dumps({"floats": said, "prompt": prompt, "logits": logits.tolist()}) + "\n", encoding="utf-8"
+    )
     print(folder.name, sum(tensor.nbytes for tensor in tensors.values()), "bytes")
 
 
@@ -444,7 +446,7 @@ def modelopt_cases() -> None:
         model = mtq.quantize(model, settings, lambda model: model(torch.arange(11)[None]))
         folder = FIXTURES / name
         export_hf_checkpoint(model, export_dir=folder)
-        said = json.loads((folder / "config.json").read_text())["quantization_config"]
+        said = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
         tensors = load_file(folder / "model.safetensors")
         for module in case.matrices:
             if f"{module}.weight_scale" in tensors:
@@ -464,7 +466,7 @@ def read_folders(*folders: str) -> None:
 
     found: dict[str, dict[str, dict[str, str]]] = {}
     for folder in map(Path, folders):
-        config = json.loads((folder / "config.json").read_text())["quantization_config"]
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))["quantization_config"]
         parsed = QuantizationConfig.model_validate(config)
         scheme = parsed.config_groups["group_0"]
         compressor = BaseCompressor.get_value_from_registry(parsed.format)

@@ -63,7 +63,7 @@ def main() -> None:
         tensors = [f"tensordesc<bf16[{size}, {HEAD_DIM}]>" if has_maps else "*bf16" for size in heights]
         types = ["fp32", "*fp32", *tensors, "i32", "i32:16"]
         index[name] = _make(name, "attention", arch, types, numbers, stages, warps)
-    (TARGET / "peers.json").write_text(json.dumps(index, indent=1) + "\n")
+    (TARGET / "peers.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
 
 
 def _make(
@@ -90,7 +90,7 @@ def _make(
         options = {"num_warps": warps, "num_stages": stages}
         made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     text = trimmed(made.asm["ptx"])
-    (TARGET / f"{name}.ptx").write_text(text)
+    (TARGET / f"{name}.ptx").write_text(text, encoding="utf-8")
     maps = [
         {"box": list(each["block_size"]), "swizzle": int(each["swizzle"])}
         for each in getattr(made.metadata, "tensordesc_meta", None) or []

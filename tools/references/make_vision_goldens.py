@@ -66,7 +66,7 @@ def make_case(case: str) -> None:
         found["logits"] = logits
         found["greedy"] = ids[0, len(PROMPT) :].numpy().astype(np.int32)
     check_stored(model, shapes)
-    (FOLDER / f"{case}.json").write_text(json.dumps(shapes, separators=(",", ":")))
+    (FOLDER / f"{case}.json").write_text(json.dumps(shapes, separators=(",", ":")), encoding="utf-8")
     np.savez_compressed(FOLDER / f"{case}.npz", **found)
     print(case, {name: array.shape for name, array in found.items()}, found["delta"], found["greedy"])
 

@@ -220,7 +220,7 @@ def main() -> None:
         )
         print(json.dumps(results[-1]), flush=True)
     if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

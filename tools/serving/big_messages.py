@@ -74,7 +74,7 @@ def run_time_s(pid: int) -> float:
     total = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):  # the thread has ended
-            total += int((task / "schedstat").read_text().split()[0])
+            total += int((task / "schedstat").read_text(encoding="utf-8").split()[0])
     return total / 1e9
 
 
@@ -180,7 +180,7 @@ def main() -> int:
         result[name] = asyncio.run(measure(address.hostname, address.port, options.pid, CASES[name]))
         print(name, json.dumps(result[name]), flush=True)
     if options.output_json is not None:
-        options.output_json.write_text(json.dumps(result, indent=2) + "\n")
+        options.output_json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0
 
 

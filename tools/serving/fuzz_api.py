@@ -326,7 +326,7 @@ def served() -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """`xserv serve` with the bundled model and a short context, so that no answer is long."""
     command = [sys.executable, "-m", "runtime.cli", "serve", "--port", "0", "--max-model-len", "128"]
     command += ["--log-level", "error"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, encoding="utf-8")
     assert process.stdout is not None
     try:
         for line in process.stdout:

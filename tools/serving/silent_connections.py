@@ -106,7 +106,7 @@ def main() -> int:
     result = {"connections": options.num, "beginning": options.beginning, **found}
     print(json.dumps(result, indent=2))
     if options.output_json is not None:
-        options.output_json.write_text(json.dumps(result, indent=2) + "\n")
+        options.output_json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return int(any(each["unanswered"] for each in found.values()))
 
 

@@ -130,7 +130,9 @@ def soak(minutes: float, clients: int = 8, seed: int = 0, report: Callable[[str]
 
 
 def commit() -> str | None:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False, encoding="utf-8"
+    )
     return done.stdout.strip() or None
 
 
@@ -143,7 +145,7 @@ def main() -> None:
     options = parser.parse_args()
     record = soak(options.minutes, options.clients, options.seed)
     if options.json is not None:
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({name: value for name, value in record.items() if name != "pauses"}, indent=1))
     sys.exit(1 if record["failures"] else 0)
 

@@ -25,7 +25,7 @@ EVENT = re.compile(rb'"choices":\[\{"index":(\d+),"delta":\{"content":')
 
 def resident_bytes(pid: int) -> int:
     """What the process holds in memory now."""
-    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"))
     assert found is not None
     return 1024 * int(found.group(1))
 
@@ -69,7 +69,7 @@ def main() -> int:
     }
     print(json.dumps(result, indent=2))
     if options.output_json is not None:
-        options.output_json.write_text(json.dumps(result, indent=2) + "\n")
+        options.output_json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return int(not result["is_whole"])
 
 

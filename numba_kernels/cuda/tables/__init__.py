@@ -40,7 +40,7 @@ def read(path: Path) -> Table:
     """A table's file. Raises ValueError naming the file and what is wrong with it."""
     found: Table = {}
     try:
-        products = json.loads(path.read_text())["products"]
+        products = json.loads(path.read_text(encoding="utf-8"))["products"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: no table of products: {error!r}") from None
     for number, each in enumerate(products):

@@ -176,7 +176,11 @@ def _measure_group(
     from runtime.llm import LLM
 
     model = group.gguf or folder
-    size = ModelSize.of_gguf(model) if group.gguf else ModelSize.of(json.loads((folder / "config.json").read_text()))
+    size = (
+        ModelSize.of_gguf(model)
+        if group.gguf
+        else ModelSize.of(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    )
     wanted = [engine for engine in PEER_ENGINES if group.dtype in engine.dtypes]
     missing = [engine.name for engine in wanted if engine.name not in pythons]
     longest = max(workload.longest for workload in group.workloads)

@@ -94,7 +94,7 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
     save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
     last_id = config["vocab_size"] - 1
     (folder / "config.json").write_text(
-        json.dumps({"bos_token_id": last_id, "eos_token_id": last_id, **config}, indent=1) + "\n"
+        json.dumps({"bos_token_id": last_id, "eos_token_id": last_id, **config}, indent=1) + "\n", encoding="utf-8"
     )
     generation = {"bos_token_id": last_id, "eos_token_id": last_id}
-    (folder / "generation_config.json").write_text(json.dumps(generation) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps(generation) + "\n", encoding="utf-8")

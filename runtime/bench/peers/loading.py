@@ -88,7 +88,7 @@ def mapped_bytes(path: Path) -> int | None:
     if not smaps.exists():
         return None
     resident, is_within = 0, False
-    for line in smaps.read_text().splitlines():
+    for line in smaps.read_text(encoding="utf-8").splitlines():
         words = line.split()
         if "-" in words[0] and not words[0].endswith(":"):
             is_within = line.endswith(str(path.resolve()))

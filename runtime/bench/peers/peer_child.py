@@ -27,7 +27,7 @@ from typing import Any
 def answer(peer: Any) -> None:
     """Answers requests with the methods of `peer` until `quit`, or until stdin ends: when the parent dies."""
     del sys.path[0]  # the script's folder, whose names must not hide anybody's modules
-    replies = os.fdopen(os.dup(1), "w")
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints is no answer
     answers: dict[str, Callable[..., dict[str, Any]]] = {
         "clock": dict,

@@ -95,7 +95,7 @@ def write_gguf(folder: Path, path: Path, dtype: str) -> None:
     import gguf
     import numpy as np
 
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     kind = config["model_type"]
     writer = gguf.GGUFWriter(path, kind)
     if kind == "gpt2":

@@ -39,5 +39,5 @@ def write_qwen3_vl(folder: Path, *, tower_layers: int, text_layers: int) -> Path
         },
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder

@@ -36,7 +36,7 @@ def model_arguments(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield dict(arguments)
         return
     with tempfile.TemporaryDirectory(prefix="qwen3-0.6b-shapes-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(QWEN3_0_6B))
+        (Path(folder) / "config.json").write_text(json.dumps(QWEN3_0_6B), encoding="utf-8")
         yield {**arguments, "model": folder, "load_format": "dummy"}
 
 

@@ -63,7 +63,7 @@ class MeasuredLink:
     def read(cls, path: Path) -> MeasuredLink:
         """From a report. Raises ``BenchmarkError`` for what is none, and for one of emulated GPUs."""
         try:
-            report: dict[str, Any] = json.loads(path.read_text())
+            report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             if report["is_emulated"]:
                 raise BenchmarkError(f"{path}: its times are of emulated GPUs, which say nothing of a link")
             best: dict[str, dict[int, float]] = {}

@@ -47,7 +47,7 @@ HOT_SHARE = 0.9
 def small_model() -> Iterator[dict[str, Any]]:
     """Arguments for engines with random weights of these shapes."""
     with tempfile.TemporaryDirectory(prefix="prefill-bound-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(PREFILL_BOUND))
+        (Path(folder) / "config.json").write_text(json.dumps(PREFILL_BOUND), encoding="utf-8")
         yield {"model": folder, "load_format": "dummy", "seed": 0}
 
 
@@ -194,7 +194,7 @@ def _processor_seconds(fleet: Fleet) -> list[float]:
     """Of each engine's process so far."""
     found = []
     for client in fleet.engines:
-        fields = Path(f"/proc/{client.pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{client.pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         found.append((int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
     return found
 

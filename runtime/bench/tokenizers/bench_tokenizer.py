@@ -259,7 +259,7 @@ def _loading_row(file: Path, loads: int) -> dict[str, Any]:
         for _ in range(loads):
             command = [sys.executable, "-m", "runtime.bench.tokenizers.load", name, str(file.resolve())]
             root = Path(__file__).resolve().parents[3]
-            done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False)
+            done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False, encoding="utf-8")
             if done.returncode:
                 raise BenchmarkError(f"loading with {name} failed: {done.stderr.strip().splitlines()[-1:]}")
             reports.append(json.loads(done.stdout))

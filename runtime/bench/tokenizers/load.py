@@ -16,7 +16,7 @@ def _resident_bytes() -> int:
     smaps = Path("/proc/self/smaps_rollup")
     if not smaps.exists():
         return 0
-    fields = dict(line.split(":", 1) for line in smaps.read_text().splitlines()[1:])
+    fields = dict(line.split(":", 1) for line in smaps.read_text(encoding="utf-8").splitlines()[1:])
     return sum(int(fields[name].split()[0]) for name in ("Private_Clean", "Private_Dirty")) * 1024
 
 

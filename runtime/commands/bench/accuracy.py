@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from runtime.commands.report import ReportOptions, listing
+from runtime.text_files import read_text_file
 
 
 def accuracy(
@@ -51,10 +52,7 @@ def accuracy(
 
     text = ""
     if perplexity is not None:
-        try:
-            text = perplexity.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise typer.BadParameter(f"{perplexity} is no text in UTF-8: {error}") from None
+        text = read_text_file(perplexity)
         if not text.strip():
             raise typer.BadParameter(f"{perplexity} has no text")
     asks = gsm8k is not None or perplexity is None

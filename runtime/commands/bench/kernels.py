@@ -32,7 +32,7 @@ def kernels(
         report_progress=lambda line: print(line, file=sys.stderr),
     )
     if plot is not None:
-        plot.write_text(roofline_svg(report, *roofs(report)))
+        plot.write_text(roofline_svg(report, *roofs(report)), encoding="utf-8")
     output.deliver(report, "\n".join(as_lines(report)))
 
 
@@ -54,7 +54,7 @@ def profile(
         build_engine(**arguments), batch=batch_size, prompt_len=input_len, num_steps=num_steps, seed=engine.seed or 0
     )
     if plot is not None:
-        plot.write_text(profile_svg(report))
+        plot.write_text(profile_svg(report), encoding="utf-8")
     output.deliver(report, "\n".join(as_lines(report)))
 
 

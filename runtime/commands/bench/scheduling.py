@@ -60,11 +60,11 @@ def schedule(
     chosen = styles_named(styles, budget=built.limits.max_num_batched_tokens, longest_prompt=longest_prompt)
     report, timelines = bench_schedule(built, requests, chosen, num_rounds=num_rounds, seed=engine.seed or 0)
     if plot is not None:
-        plot.write_text(svg(report))
+        plot.write_text(svg(report), encoding="utf-8")
     if trace is not None:
         for name, events in timelines.items():
             path = trace if len(timelines) == 1 else trace.with_name(f"{trace.stem}.{name}{trace.suffix}")
-            path.write_text(json.dumps(events) + "\n")
+            path.write_text(json.dumps(events) + "\n", encoding="utf-8")
     columns = ("p50_ttft_ms", "p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms", "worst_stall_ms", "output_throughput")
     titles = ("TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "worst stall", "tokens/s")
     lines = [f"{'':<15}" + "".join(f"{title:>13}" for title in titles)]

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from runtime.commands.report import ReportOptions
+from runtime.text_files import read_text_file
 
 
 def tokenizer(
@@ -45,7 +46,7 @@ def _named_text(argument: str) -> tuple[str, str]:
     name, separator, file = argument.partition("=")
     if not separator or not Path(file).is_file():
         raise typer.BadParameter(f"--text must be NAME=FILE of a file that is there, got {argument!r}")
-    return name, Path(file).read_text(encoding="utf-8")
+    return name, read_text_file(file)
 
 
 COMMANDS = (tokenizer,)

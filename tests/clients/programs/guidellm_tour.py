@@ -26,9 +26,9 @@ def benchmark(name, request_format, *profile):
         "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8",
         "--output", f"kind=json,path={report}",
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, encoding="utf-8")
     assert done.returncode == 0, done.stdout[-700:] + done.stderr[-700:]
-    (found,) = json.loads(report.read_text())["benchmarks"]
+    (found,) = json.loads(report.read_text(encoding="utf-8"))["benchmarks"]
     metrics = found["metrics"]
     assert (metrics["request_totals"]["successful"], metrics["request_totals"]["errored"]) == (8, 0), metrics
     assert metrics["output_token_count"]["successful"]["mean"] == 8, metrics["output_token_count"]

@@ -19,8 +19,8 @@ os.environ["LLM_USER_PATH"] = str(home)
   api_key_name: ours
   supports_schema: true
   supports_tools: true
-""")
-(home / "keys.json").write_text(json.dumps({"ours": "none"}))
+""", encoding="utf-8")
+(home / "keys.json").write_text(json.dumps({"ours": "none"}), encoding="utf-8")
 
 import llm  # noqa: E402 - it reads LLM_USER_PATH
 
@@ -33,7 +33,9 @@ def weather(city: Literal["Paris", "Rome"]) -> str:
 
 
 def command(*arguments):
-    done = subprocess.run([sys.executable, "-m", "llm", *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "llm", *arguments], capture_output=True, text=True, check=False, encoding="utf-8"
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -13,7 +13,8 @@ os.environ["OPENAI_API_KEY"] = "none"
 SUMS = [(17, 25), (3, 4), (61, 22), (120, 30), (8, 9), (45, 45)]
 home = Path(os.environ["HOME"])
 (home / "sums.jsonl").write_text(
-    "".join(json.dumps({"a": a, "b": b, "right": str(a + b), "wrong": str(a + b + 1)}) + "\n" for a, b in SUMS)
+    "".join(json.dumps({"a": a, "b": b, "right": str(a + b), "wrong": str(a + b + 1)}) + "\n" for a, b in SUMS),
+    encoding="utf-8",
 )
 ABOUT = {
     "dataset_path": "json",

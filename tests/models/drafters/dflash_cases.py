@@ -88,7 +88,7 @@ def draft_tensors(config: dict[str, Any]) -> dict[str, Array]:
 def write(folder: Path, config: dict[str, Any], tensors: dict[str, Array]) -> Path:
     """A folder of both."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     write_safetensors(folder / "model.safetensors", tensors)
     return folder
 

@@ -37,7 +37,7 @@ def write_with_prediction(folder: Path, case: str, **changes: Array) -> Path:
         (name,) = (name for name in tensors if name.endswith(f".{end.replace('__', '.')}.weight"))
         tensors[name] = array
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text((golden.folder / "config.json").read_text())
+    (folder / "config.json").write_text((golden.folder / "config.json").read_text(encoding="utf-8"), encoding="utf-8")
     write_safetensors(folder / "model.safetensors", {**golden_tensors(golden), **tensors})
     return folder
 
@@ -59,6 +59,6 @@ def write_bigrams(folder: Path, case: str, *, share: float = 0.0) -> Path:
         elif name.endswith("shared_head.norm.weight"):
             array[:] = tensors["model.norm.weight"]
     folder.mkdir()
-    (folder / "config.json").write_text((golden.folder / "config.json").read_text())
+    (folder / "config.json").write_text((golden.folder / "config.json").read_text(encoding="utf-8"), encoding="utf-8")
     write_safetensors(folder / "model.safetensors", {**tensors, **own})
     return folder

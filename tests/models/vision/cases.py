@@ -108,7 +108,9 @@ class Golden:
 
 
 def load_golden(case: str) -> Golden:
-    shapes = {name: tuple(shape) for name, shape in json.loads((FOLDER / f"{case}.json").read_text()).items()}
+    shapes = {
+        name: tuple(shape) for name, shape in json.loads((FOLDER / f"{case}.json").read_text(encoding="utf-8")).items()
+    }
     with np.load(FOLDER / f"{case}.npz") as stored:
         return Golden(shapes, dict(stored))
 
@@ -141,7 +143,7 @@ def write_model(
     import ml_dtypes
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config or CASES[case]))
+    (folder / "config.json").write_text(json.dumps(config or CASES[case]), encoding="utf-8")
     tensors = stored_tensors(shapes, inputs_first=inputs_first)
     if stored_as == "BF16":
         tensors = {name: rounded_to_bfloat16(each).astype(ml_dtypes.bfloat16) for name, each in tensors.items()}
@@ -152,7 +154,7 @@ def write_model(
 def write_golden(folder: Path, case: str, config: dict[str, Any], names: dict[str, str] | None = None) -> Path:
     """A folder with the weights of a golden, under other names where `names` says so by their beginnings."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     tensors = {}
     for name, shape in load_golden(case).shapes.items():
         begin = next((each for each in names or {} if name.startswith(each)), None)

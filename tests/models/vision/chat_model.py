@@ -35,11 +35,11 @@ def write_chat_model(folder: Path, case: str = "qwen3_vl") -> Path:
         write_golden(folder, case, PIXTRAL_CASES[case])
         added, template = {"[IMG]": IMAGE, "[IMG_END]": 91, "[IMG_BREAK]": 92}, TEMPLATE.replace(PAD, "[IMG]")
         processor = {"patch_size": PATCH, "spatial_merge_size": merge_size_of(case)}
-        (folder / "processor_config.json").write_text(json.dumps(processor))
+        (folder / "processor_config.json").write_text(json.dumps(processor), encoding="utf-8")
     else:
         write_model(folder, case, load_golden(case).shapes)
         size = {"shortest_edge": 64, "longest_edge": 4096}
-        (folder / "preprocessor_config.json").write_text(json.dumps({"patch_size": 4, "size": size}))
+        (folder / "preprocessor_config.json").write_text(json.dumps({"patch_size": 4, "size": size}), encoding="utf-8")
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     letters = [chr(code) for code in range(33, 33 + IMAGE)]
     letters[1] = "|"  # for a quotation mark
@@ -52,6 +52,6 @@ def write_chat_model(folder: Path, case: str = "qwen3_vl") -> Path:
         "decoder": {"type": "ByteLevel"},
         "model": {"type": "BPE", "vocab": vocab, "merges": ["Ċ Ċ", "ĊĊ Ċ"]},
     }
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}), encoding="utf-8")
     return folder

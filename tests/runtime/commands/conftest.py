@@ -18,5 +18,5 @@ def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stories") / "stories260K"
     shutil.copytree(STORIES, folder, ignore=shutil.ignore_patterns("bytelevel", "golden*"))
     folder.chmod(0o755)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     return folder

@@ -99,5 +99,5 @@ def write(folder: Path, content: dict[str, Any]) -> Path:
     """`tokenizer.json` in `folder`."""
     empty = dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor"))
     file = folder / "tokenizer.json"
-    file.write_text(json.dumps({"version": "1.0", **empty, **content}))
+    file.write_text(json.dumps({"version": "1.0", **empty, **content}), encoding="utf-8")
     return file

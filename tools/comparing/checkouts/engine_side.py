@@ -50,7 +50,7 @@ class Side:
 
 def main() -> None:
     side = Side()
-    replies = os.fdopen(os.dup(1), "w")
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints is no answer
     for line in sys.stdin:
         request = json.loads(line)

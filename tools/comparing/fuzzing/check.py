@@ -92,7 +92,7 @@ def _run(
 ) -> Iterator[str]:
     prompts, device, dtype = case["prompts"], run["device"], case["dtype"]
     greedy, drawn = _params(case)
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config = config.get("text_config", config)
     may_part = dtype != "float32" and has_choice(config)  # a token that goes to another expert differs as it likes
     if may_part:

@@ -20,12 +20,12 @@ _SWIZZLES = {0: 0, 1: 32, 2: 64, 3: 128}  # Triton's code of a tensor map's swiz
 
 def peers(work: str, arch: str) -> dict[str, dict[str, Any]]:
     """The recorded kernels for a kind of work ("matmul", "experts", "attention") on an architecture, by name."""
-    index = json.loads((PTX / "peers.json").read_text())
+    index = json.loads((PTX / "peers.json").read_text(encoding="utf-8"))
     return {name: facts for name, facts in index.items() if (facts["work"], facts["arch"]) == (work, arch)}
 
 
 def text_of(name: str) -> str:
-    return (PTX / f"{name}.ptx").read_text()
+    return (PTX / f"{name}.ptx").read_text(encoding="utf-8")
 
 
 def tile_of(facts: dict[str, Any]) -> tuple[int, ...]:

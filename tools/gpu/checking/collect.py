@@ -112,7 +112,7 @@ def served(section: Section, options: Options, arch: str) -> list[Specialisation
     found = []
     for name in section.models:
         with tempfile.TemporaryDirectory() as folder, quick_weights_of(name):
-            (Path(folder) / "config.json").write_text(json.dumps(config_of(options, name)))
+            (Path(folder) / "config.json").write_text(json.dumps(config_of(options, name)), encoding="utf-8")
             found += kernels_of_model(Path(folder), arch, EngineConfig(dtype="bfloat16"))
     return found
 

@@ -38,7 +38,7 @@ class Report:
         self._lock = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
         if earlier is not None and (earlier / "report.json").is_file():
-            known = json.loads((earlier / "report.json").read_text())
+            known = json.loads((earlier / "report.json").read_text(encoding="utf-8"))
             other = {name: known.get(name) for name, value in self._head.items() if known.get(name) != value}
             if other:
                 raise ValueError(f"{earlier}: its report has {other}, this check {self._head}")
@@ -91,5 +91,5 @@ class Report:
 
     def _write(self, name: str, text: str) -> None:
         new = self.folder / f"{name}.new"
-        new.write_text(text)
+        new.write_text(text, encoding="utf-8")
         new.replace(self.folder / name)

@@ -82,12 +82,12 @@ def _run_process(
     with tempfile.TemporaryDirectory() as folder:
         results, known, log = (Path(folder) / name for name in ("results", "known.json", "log"))
         results.touch()
-        known.write_text(json.dumps(list(cases)))
+        known.write_text(json.dumps(list(cases)), encoding="utf-8")
         command = [
             *launcher.command, section.name, "--device", options.device, *["--quick"] * options.is_quick,
             "--results", str(results), "--known", str(known),
         ]  # fmt: skip
-        with log.open("wb") as output, results.open() as lines:
+        with log.open("wb") as output, results.open(encoding="utf-8") as lines:
             process = subprocess.Popen(
                 command, cwd=ROOT, env=launcher.environment, stdout=output, stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -108,7 +108,7 @@ def _run_process(
                 "seconds": round(time.monotonic() - reader.begun, 2),
                 "error": why or f"the process ended with status {status}",
             }
-        said = log.read_text(errors="replace")
+        said = log.read_text(errors="replace", encoding="utf-8")
     if reader.is_over and status == 0:
         return True, "" if all("error" not in case for case in cases.values()) else said
     return False, f"{said.strip()}\n[{why or f'status {status}'}]\n"

@@ -45,7 +45,7 @@ def prepare(bundle: Path | None, scratch: Path) -> dict[str, str]:
         for wheel in wheels:
             with zipfile.ZipFile(wheel) as files:
                 files.extractall(site)
-        (site / "sitecustomize.py").write_text(_SITE.format(folder=str(site)))
+        (site / "sitecustomize.py").write_text(_SITE.format(folder=str(site)), encoding="utf-8")
         folders.insert(0, str(site))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
@@ -65,7 +65,7 @@ def wanted_wheels(bundle: Path) -> list[Path]:
     """The wheels whose packages this Python lacks, or has in a version that will not do."""
     if not (bundle / PACKAGES).is_file():
         return []
-    known: list[dict[str, str]] = json.loads((bundle / PACKAGES).read_text())
+    known: list[dict[str, str]] = json.loads((bundle / PACKAGES).read_text(encoding="utf-8"))
     for each in known:
         if each["name"] == "packaging":
             sys.path.append(str(bundle / each["file"]))  # a wheel is a zip, which Python imports from

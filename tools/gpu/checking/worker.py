@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--known", type=Path, help="JSON: names of cases that are not to be run again")
     asked = parser.parse_args(arguments)
-    known = json.loads(asked.known.read_text()) if asked.known is not None else []
+    known = json.loads(asked.known.read_text(encoding="utf-8")) if asked.known is not None else []
     return run(find(asked.section), Options(asked.device, asked.quick), asked.results, known)
 
 
@@ -43,7 +43,7 @@ class Lines:
     """The file of results, each line there at once."""
 
     def __init__(self, path: Path, options: Options) -> None:
-        self._file = path.open("a")
+        self._file = path.open("a", encoding="utf-8")
         self._options = options
 
     def write(self, **line: Any) -> None:

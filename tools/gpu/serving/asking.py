@@ -23,7 +23,7 @@ LIMIT_S = 60.0
 def ids_of(folder: Path, text: str) -> list[int]:
     """Tokens of a byte-level vocabulary that spell an ASCII text, each the longest that fits. Its tokenizer may cut it
     otherwise."""
-    stored: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text())
+    stored: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     known: dict[str, int] = {word.replace("\u0120", " "): number for word, number in stored["model"]["vocab"].items()}
     known |= {each["content"]: each["id"] for each in stored["added_tokens"]}
     found, longest = [], max(map(len, known))

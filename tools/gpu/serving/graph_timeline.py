@@ -45,7 +45,7 @@ def node_timeline(options: Options, name: str, run: Callable[[], Any], graphs: I
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        steps = steps_of(json.loads(path.read_text()))
+        steps = steps_of(json.loads(path.read_text(encoding="utf-8")))
     if not steps:
         return {"skipped": "torch's profiler saw no graph of so many kernels", "recorded": recorded}
     step = median_step(steps)

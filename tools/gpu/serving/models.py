@@ -127,7 +127,9 @@ class Model:
     def engine(self) -> Engine:
         from runtime.engine.make_engine import build_engine
 
-        (Path(self._folder.name) / "config.json").write_text(json.dumps(config_of(self.options, self.name)))
+        (Path(self._folder.name) / "config.json").write_text(
+            json.dumps(config_of(self.options, self.name)), encoding="utf-8"
+        )
         sizes: dict[str, Any] = {"kv_cache_bytes": 1 << 22} if self.options.is_quick else {}
         if self.options.is_dry and not self.options.is_quick:
             sizes = {"kv_cache_bytes": 48 << 30}

@@ -102,7 +102,7 @@ def correctness(options: Options) -> Iterator[Case]:
 
 def _compare(options: Options, dtype: str) -> Result:
     """In float32 they must be the same; in bfloat16, which rounds, how many are is told."""
-    stored: dict[str, list[int]] = json.loads(ANSWERS.read_text())
+    stored: dict[str, list[int]] = json.loads(ANSWERS.read_text(encoding="utf-8"))
     found = answers(options, dtype)
     expected = {name: stored[name][: len(answer)] for name, answer in found.items()}
     if dtype == "float32" and (difference := first_difference([*found.values()], [*expected.values()])) is not None:
@@ -115,4 +115,4 @@ if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     said = answers(Options("cpu"), "float32")
     lines = [f"{json.dumps(name)}: {json.dumps(answer)}" for name, answer in said.items()]
-    ANSWERS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    ANSWERS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

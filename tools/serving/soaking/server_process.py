@@ -53,7 +53,9 @@ class ServerProcess:
         self.baseline: Holdings | None = None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
         command = [sys.executable, "-m", module, "serve", "--port", "0", *arguments]
-        self.child = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=self._log, text=True)
+        self.child = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=self._log, text=True, encoding="utf-8"
+        )
         self.process = psutil.Process(self.child.pid)
         assert self.child.stdout is not None
         line = self.child.stdout.readline()

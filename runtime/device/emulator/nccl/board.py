@@ -247,6 +247,6 @@ class Board:
 def _started(pid: int) -> int:
     """When a process began, in the kernel's ticks; 0 where it has ended."""
     with contextlib.suppress(OSError):
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        state, *fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return 0 if state in "ZX" else int(fields[18])
     return 0

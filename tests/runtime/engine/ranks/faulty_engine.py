@@ -14,7 +14,7 @@ from runtime.own_packages import python_module
 
 if __name__ == "__main__":
     file = Path(os.environ["XSERV_TEST_FAULT_FILE"])
-    os.environ["XSERV_TEST_FAULT"] = file.read_text() if file.exists() else ""
+    os.environ["XSERV_TEST_FAULT"] = file.read_text(encoding="utf-8") if file.exists() else ""
     file.unlink(missing_ok=True)
     group.COMMAND = python_module("tests.runtime.engine.ranks.faulty_rank")
     main()
