@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import llvmlite
 import numba
 
-from numba_kernels.cache_files import cache_root, mark_used, open_generation, refuse_foreign
+from numba_kernels.cache_files import (
+    cache_root,
+    check_writable,
+    mark_used,
+    open_generation,
+    refuse_foreign,
+    temporary_folder,
+)
 from numba_kernels.closure_cache import CFunction, kept_njit
 from numba_kernels.source_digests import sources_digest
 
@@ -25,23 +32,24 @@ from numba_kernels.source_digests import sources_digest
 def folder_for(what: str) -> Path:
     """The folder for code that ``what`` (sources, settings) and the compiler's versions determine, made now.
 
-    Where the home cannot be written it is one of this process alone. Raises DeviceError where others could have written
-    into it.
+    Where the home cannot be written it is one of this process and those that it starts. Raises DeviceError where others
+    could have written into it.
     """
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {what}".encode())
     folder = cache_root("numba") / digest.hexdigest()[:16]
+    is_new = not folder.is_dir()
     try:
         open_generation(folder)
-    except OSError:
-        return Path(tempfile.mkdtemp(prefix="xserv-numba-"))
+        if is_new:
+            check_writable(folder)
+    except OSError as error:
+        if is_new:
+            with suppress(OSError):
+                folder.rmdir()  # so that the next process does not take it for one that can be written
+        return temporary_folder(folder, error)
     refuse_foreign(folder.parent)
     mark_used(folder)
     return folder
-
-
-def is_kept(folder: Path) -> bool:
-    """Whether other processes find what is in a folder of `folder_for`'s."""
-    return folder.parent == cache_root("numba")
 
 
 @functools.cache

@@ -4,15 +4,18 @@
 
 A file is one line of JSON, which holds a digest of what follows, and bytes. Folders are the user's alone (0700), files
 too (0600). A file is written beside and renamed, so that any number of processes may do so at once; one that does not
-agree with itself counts as absent. Where the disk cannot be written nothing is kept, and only time is lost.
+agree with itself counts as absent. Where the disk cannot be written, a warning says so, and code lies in a folder of
+this process and those that it starts, which goes with it.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -25,6 +28,12 @@ from typing import Any
 
 from runtime.errors import DeviceError
 
+logger = logging.getLogger("xserv.cache")
+
+TEMPORARY = "XSERV_TEMPORARY_CACHE"
+"""The environment's name of the folder in the place of one that cannot be written."""
+
+PROBE_BYTES = 1 << 20
 PARTIAL = ".partial"
 LOCK = ".lock"
 UNUSED_DAYS = 30
@@ -72,9 +81,49 @@ def write_entry(path: Path, facts: dict[str, Any], content: bytes) -> None:
         with os.fdopen(number, "wb") as file:
             file.write(line + b"\n" + content)
         os.replace(partial, path)
-    except OSError:
+    except OSError as error:
         if partial is not None:
             Path(partial).unlink(missing_ok=True)
+        warn_of_no_cache(path.parent, error)
+
+
+def warn_of_no_cache(folder: Path, error: OSError) -> None:
+    """Once in a process, and not in those that it starts."""
+    if not _warned and TEMPORARY not in os.environ:
+        _warned.append(folder)
+        logger.warning(
+            "the cache %s cannot be written (%s): what is compiled now is compiled again at the next start; "
+            "XDG_CACHE_HOME names another folder",
+            folder,
+            error.strerror or error,
+        )
+
+
+_warned: list[Path] = []
+
+
+def temporary_folder(folder: Path, error: OSError) -> Path:
+    """In the place of one that cannot be made or written: below a folder that this process and those that it starts
+    have, so that they share what they compile. It goes when the first of them ends."""
+    if TEMPORARY not in os.environ:
+        warn_of_no_cache(folder, error)
+        root = tempfile.mkdtemp(prefix="xserv-cache-")
+        os.environ[TEMPORARY] = root
+        atexit.register(_remove, root, os.getpid())
+    there = Path(os.environ[TEMPORARY], folder.parent.name, folder.name)
+    there.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return there
+
+
+def _remove(root: str, process_id: int) -> None:
+    if os.getpid() == process_id:  # no forked child
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def check_writable(folder: Path) -> None:
+    """Raises OSError where a new folder takes no files: its disk is full, its quota used up."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(PROBE_BYTES))
 
 
 def open_generation(folder: Path) -> None:

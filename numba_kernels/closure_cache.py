@@ -16,7 +16,6 @@ of their own for each content (`cache`).
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
 from collections.abc import Callable
@@ -35,7 +34,7 @@ from numba.core.registry import cpu_target
 from numba.core.runtime.nrt import rtsys
 from numba.core.types import Type
 
-from numba_kernels.cache_files import read_entry, write_entry
+from numba_kernels.cache_files import read_entry, warn_of_no_cache, write_entry
 from numba_kernels.linked_parts import is_part, known_parts, linked_parts
 from numba_kernels.quick_host_passes import quick_host_passes
 
@@ -136,7 +135,7 @@ class _DispatcherCache(NullCache):
     """Where a dispatcher looks for code before it compiles."""
 
     def __init__(self, function: Callable[..., Any], folder: Path) -> None:
-        self._function = function
+        self._function, self._folder = function, folder
         self._files = IndexDataCacheFile(str(folder), "", None)  # of which only how data is written and read
 
     def load_overload(self, signature: Any, context: Any) -> Any:
@@ -151,9 +150,11 @@ class _DispatcherCache(NullCache):
         if is_part(result):
             return
         _symbols(result.library)
-        with contextlib.suppress(OSError):
+        try:
             name = _file_name(self._function, signature, result.codegen, "nbc")
             self._files._save_data(name, result._reduce())
+        except OSError as error:
+            warn_of_no_cache(self._folder, error)
 
 
 def kept_njit(function: Callable[..., Any], folder: Path, **options: Any) -> Any:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from numba_kernels import cache, cache_files
 from numba_kernels.cache_files import cache_root, locked, read_entry, write_entry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,3 +76,48 @@ def test_the_root_is_the_users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/somebody")
     assert cache_root("emulator") == Path("/home/somebody/.cache/xserv/emulator")
+
+
+@pytest.mark.parametrize("reason", ["no folder", "full disk"])
+def test_a_cache_that_cannot_be_written_is_said_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: str
+) -> None:
+    """By one folder of this process and those that it starts, which goes with it."""
+    home, temporary = tmp_path / "home", tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.setenv(cache_files.TEMPORARY, "")  # so that it is taken away again
+    monkeypatch.delenv(cache_files.TEMPORARY)
+    monkeypatch.setattr(cache_files, "_warned", [])
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    if reason == "no folder":
+        home.write_text("a file in its place", encoding="utf-8")
+    else:
+        home.mkdir()
+
+        def refuse(folder: Path) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(cache, "check_writable", refuse)
+    first, second = cache.folder_for("a"), cache.folder_for("b")
+    assert first != second
+    assert {first.parent, second.parent} == {Path(os.environ[cache_files.TEMPORARY], "numba")}
+    assert cache.folder_for("a") == first
+    cache_files.write_entry(first / "code", {"a": 1}, b"code")
+    assert cache_files.read_entry(first / "code") == ({"a": 1}, b"code")
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert str(home) in said
+    assert "XDG_CACHE_HOME" in said
+    cache_files._remove(os.environ[cache_files.TEMPORARY], os.getpid())
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_disk_that_gets_full_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(cache_files.TEMPORARY, raising=False)
+    monkeypatch.setattr(cache_files, "_warned", [])
+    (tmp_path / "file").touch()
+    for name in ("a", "b"):
+        cache_files.write_entry(tmp_path / "file" / name, {}, b"code")
+    assert len(caplog.records) == 1

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
+import pytest
+
+from server import serve
+from server.config import ServerConfig
 
 from tests.server.running import serving_process
 from tests.waiting import TIMEOUT_S, wait_until
@@ -64,6 +70,23 @@ def test_a_drain_under_load(tiny_folder: Path) -> None:
     assert not [line for line in logged if "exception" in line or line["level"] in ("error", "critical")]
     statuses = [line["status"] for line in logged if line.get("path") == "/v1/completions"]
     assert sorted(statuses) == [200, 200, 503]
+
+
+def test_a_hang_up_without_files_of_keys_ends_nothing_but_a_terminals_server(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = object.__new__(serve._Server)
+    server.app = SimpleNamespace(config=ServerConfig())  # type: ignore[assignment]
+    ended: list[int] = []
+    monkeypatch.setattr(serve._Server, "handle_exit", lambda self, sig, frame: ended.append(sig))
+    monkeypatch.setattr(serve, "sys", SimpleNamespace(stdin=None))
+    with caplog.at_level(logging.INFO):
+        server._hang_up()
+    assert "no files of API keys" in caplog.text
+    assert ended == []
+    monkeypatch.setattr(serve, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
+    server._hang_up()
+    assert ended == [signal.SIGTERM]
 
 
 def test_keys_are_read_again_and_an_idle_server_ends_at_once(tiny_folder: Path, tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def compile_ahead(model: str | Path | None, config: EngineConfig, reporter: Repo
     arguments += [pages.__name__, str(int(isinstance(load_config(path, config.hf_overrides), MoeConfig)))]
     arguments += sorted(_block_formats(path, config) & (GGML_FORMATS.keys() | GROUP_FORMATS.keys()))
     done = marker(*arguments)
-    if done is None or done.exists():
+    if done.exists():
         return
     logger.info("compiling for this processor, once")
     with reporter.shown("compiling for this processor, once") as show, locked(done):
@@ -117,16 +117,13 @@ def _compile_kernels(model: str | Path | None, config: EngineConfig, device: Dev
     logger.info("%d kernels for %s: %d were compiled", found.num_done, arch, found.num_new)
 
 
-def marker(*arguments: str) -> Path | None:
-    """The file that says that it is done, by these sources and for this processor; None where code is not kept."""
+def marker(*arguments: str) -> Path:
+    """The file that says that it is done, by these sources and for this processor."""
     import llvmlite.binding as llvm
 
-    from numba_kernels.cache import is_kept
     from numba_kernels.cpu import CODE_FOLDER
     from numba_kernels.source_digests import sources_digest
 
-    if not is_kept(CODE_FOLDER):
-        return None
     loops = sources_digest(*Path(tokenizer.__file__).parent.rglob("*.py"))
     words = f"{arguments} {loops} {llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
     return CODE_FOLDER / f"ahead-{hashlib.sha256(words.encode()).hexdigest()[:16]}"
