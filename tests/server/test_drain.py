@@ -14,7 +14,6 @@ import pytest
 
 from server import serve
 from server.config import ServerConfig
-
 from tests.server.running import serving_process
 from tests.waiting import TIMEOUT_S, wait_until
 

@@ -258,7 +258,7 @@ def make_internlm2() -> None:
         "vocab_size": 61,
     }  # fmt: skip
     for file in ("config.json", "config_older.json"):
-        (folder / file).write_text(json.dumps(fields, indent=1) + "\n")
+        (folder / file).write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
     parts = {
         "model.embed_tokens": "model.tok_embeddings", "lm_head": "output", "self_attn.o_proj": "attention.wo",
         "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3", "mlp.down_proj": "feed_forward.w2",
@@ -289,7 +289,7 @@ def make_internlm2() -> None:
         "seed": seed, "made_with": f"transformers {transformers.__version__}, torch {torch.__version__}",
         "prompt_ids": prompt, "greedy_ids": greedy, "tensors": shapes,
     }  # fmt: skip
-    (folder / "golden.json").write_text(json.dumps(golden) + "\n")
+    (folder / "golden.json").write_text(json.dumps(golden) + "\n", encoding="utf-8")
     np.savez(folder / "logits.npz", allow_pickle=False, **logits)
 
 

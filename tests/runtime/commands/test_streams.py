@@ -13,6 +13,7 @@ from runtime.commands.generate import read_prompts
 from runtime.errors import InvalidArgumentError
 from tests.runtime.commands.running import ROOT
 
+
 def shell(command: str, **environment: str) -> tuple[int, bytes, bytes]:
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command],
