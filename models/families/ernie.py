@@ -5,6 +5,7 @@ go to some besides. The others are chosen by a softmax and a correction that is 
 from __future__ import annotations
 
 import re
+from types import MappingProxyType
 
 from models.architecture import Architecture
 from models.configuration.config import read_common, refuse_tied_bias
@@ -38,6 +39,7 @@ class ErnieMoeModel(MoeDecoder):
         shared="shared_experts", has_shared_gate=False, correction="moe_statics.e_score_correction_bias",
         correction_rows=1,
     )  # fmt: skip
+    renames = MappingProxyType({".mlp.gate.moe_statics.": ".mlp.moe_statics."})  # as transformers 5 has it
     harmless = re.compile(rf"{MoeDecoder.harmless.pattern}|model\.mtp_.*")  # of layers that predict further tokens
 
 

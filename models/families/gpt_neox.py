@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from models.architecture import Architecture
 from models.configuration.config import GELU_NAMES, read_common
@@ -29,6 +30,7 @@ class GptNeoxModel(LayerNormDecoder):
     prefix = "gpt_neox."
     root = "gpt_neox"
     table_name, norm_name, head_name = "embed_in", "final_layer_norm", "embed_out"
+    renames = MappingProxyType({"lm_head.": "embed_out."})  # as transformers 5 has it
     harmless = re.compile(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)")  # masks
 
     def make_layer(self, index: int, maker: Maker) -> Layer:

@@ -5,6 +5,7 @@ Its mixtures of experts may have one of all tokens besides.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from models.architecture import Architecture
@@ -53,6 +54,12 @@ class GraniteMoeModel(MoeDecoder):
         stacks=("input_linear.weight", "output_linear.weight"), shared="shared_mlp", shared_gate_up="input_linear",
         shared_down="output_linear", shared_is_beside=True, has_shared_gate=False,
     )  # fmt: skip
+
+    renames = MappingProxyType({  # names of transformers 5
+        ".block_sparse_moe.experts.gate_up_proj": ".block_sparse_moe.input_linear.weight",
+        ".block_sparse_moe.experts.down_proj": ".block_sparse_moe.output_linear.weight",
+        ".block_sparse_moe.router.weight": ".block_sparse_moe.router.layer.weight",
+    })  # fmt: skip
 
     def __init__(self, config: GraniteMoeConfig, maker: Maker) -> None:
         super().__init__(config, maker)

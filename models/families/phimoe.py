@@ -4,6 +4,7 @@ experts (2409.12136)."""
 from __future__ import annotations
 
 from dataclasses import replace
+from types import MappingProxyType
 
 from models.architecture import Architecture
 from models.configuration.config import read_common, refuse_tied_bias
@@ -20,6 +21,9 @@ _FORM = ExpertsForm(under="block_sparse_moe", gate_up=("w1", "w3"), down="w2")
 
 class PhimoeModel(LayerNormDecoder):
     config: MoeConfig
+    renames = MappingProxyType({  # names of transformers 5
+        ".mlp.router.": ".block_sparse_moe.gate.", ".mlp.experts.": ".block_sparse_moe.experts.",
+    })  # fmt: skip
 
     def make_layer(self, index: int, maker: Maker) -> Layer:
         experts = Experts(self.config, maker.under(_FORM.under), _FORM, None)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from models.checkpoints.checkpoint import open_checkpoint
+from models.checkpoints.weight_files import open_checkpoint
 from models.errors import ConfigError, WeightsError
 from models.registry import declare_model, fit_model, load_config, load_model, parse_config
 from tests.models.driver import logits_of, relative_error

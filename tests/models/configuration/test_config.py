@@ -296,8 +296,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "beta_fast 1 must not be less than beta_slow, 2",
     ),
     (
-        variant(LLAMA, rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
-        "rope_type 'dynamic' is not supported",
+        variant(LLAMA, rope_scaling={"rope_type": "ntk", "factor": 2.0}),
+        "rope_type 'ntk' is not supported",
     ),
     (
         variant(LLAMA, rope_parameters={"rope_type": "longrope"}),

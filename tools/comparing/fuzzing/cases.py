@@ -77,8 +77,9 @@ def classes_of(family: str) -> tuple[str, str]:
 def has_choice(fields: Fields) -> bool:
     """Whether, by a model's config, a token's experts are chosen from more: in 16 bits rounding may choose another one,
     whatever comes of it."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return any(fields.get("num_experts_per_tok", 0) < fields[name] for name in names if name in fields)
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    chosen = fields.get("num_experts_per_tok", fields.get("moe_k", 0))
+    return any(chosen < fields[name] for name in names if name in fields)
 
 
 def families() -> list[str]:

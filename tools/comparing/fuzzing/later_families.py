@@ -75,6 +75,66 @@ def _exaone4(draw: Draw) -> Fields:
     return {**fields, "sliding_window": draw.window(), "sliding_window_pattern": draw.choice((2, 4))}
 
 
+def _ernie(draw: Draw) -> Fields:
+    fields = {**draw.decoder(has_head_dim=True), "use_bias": draw.flip(0.3)}
+    return {**fields, "rope_parameters": draw.rope(has_scaling=False)}
+
+
+def _ernie_moe(draw: Draw) -> Fields:
+    """A head with a bias cannot be the token table, too."""
+    fields, count = draw.decoder(has_head_dim=False), draw.integer(2, 20)
+    fields["use_bias"] = not fields["tie_word_embeddings"] and draw.flip(0.3)
+    return {
+        **fields, "moe_num_experts": count, "moe_k": draw.integer(1, count),
+        "moe_num_shared_experts": draw.integer(0, 2), "moe_intermediate_size": draw.integer(1, 60), "moe_layer_start_index": draw.integer(0, 2),
+        "moe_layer_interval": draw.choice((1, 1, 2)), "rope_parameters": draw.rope(has_scaling=False),
+    }  # fmt: skip
+
+
+def _hunyuan(draw: Draw) -> Fields:
+    fields = {**draw.decoder(has_head_dim=True, step=4), "attention_bias": draw.flip(0.3)}
+    rope = draw.rope(has_scaling=False)
+    if draw.flip():
+        rope |= {"rope_type": "dynamic", "factor": 1.0, "alpha": draw.choice((50.0, 1000.0))}
+    return {**fields, "rope_parameters": rope}
+
+
+def _internlm3(draw: Draw) -> Fields:
+    fields = draw.decoder(has_head_dim=True, is_divided=True)
+    rope, has_bias = draw.rope(has_scaling=False), draw.flip(0.3)
+    if draw.flip():
+        rope |= {"rope_type": "dynamic", "factor": 6.0}
+    return {**fields, "attention_bias": has_bias, "mlp_bias": has_bias, "rope_parameters": rope}
+
+
+def _apertus(draw: Draw) -> Fields:
+    fields = {**draw.decoder(has_head_dim=False), "attention_bias": draw.flip(0.3)}
+    return {**fields, "rope_parameters": draw.rope()}
+
+
+def _granite_moe(draw: Draw) -> Fields:
+    count = draw.integer(1, 9)
+    return {
+        **draw.decoder(has_head_dim=False), "attention_bias": draw.flip(0.3), "rope_parameters": draw.rope(),
+        "embedding_multiplier": draw.choice((1.0, 12.0)), "residual_multiplier": draw.choice((1.0, 0.22)),
+        "attention_multiplier": draw.choice((1.0, 0.125)), "logits_scaling": draw.choice((1.0, 8.0)),
+        "num_local_experts": count, "num_experts_per_tok": draw.integer(1, count),
+    }  # fmt: skip
+
+
+def _granite_moe_shared(draw: Draw) -> Fields:
+    return {**_granite_moe(draw), "shared_intermediate_size": draw.choice((0, draw.integer(1, 90)))}
+
+
+def _phimoe(draw: Draw) -> Fields:
+    fields = draw.decoder(has_head_dim=False)
+    return {
+        **fields, "attention_bias": draw.flip(), "sliding_window": draw.choice((None, draw.window())),
+        "lm_head_bias": not fields["tie_word_embeddings"] and draw.flip(), "num_local_experts": draw.integer(3, 12),
+        "router_jitter_noise": draw.choice((0.01, 0.3)), "rope_parameters": draw.rope(has_scaling=False),
+    }  # fmt: skip
+
+
 LATER: dict[str, tuple[str, str, Callable[[Draw], Fields]]] = {
     "gemma": ("GemmaConfig", "GemmaForCausalLM", _gemma),
     "cohere": ("CohereConfig", "CohereForCausalLM", _cohere),
@@ -84,4 +144,12 @@ LATER: dict[str, tuple[str, str, Callable[[Draw], Fields]]] = {
     "olmo": ("OlmoConfig", "OlmoForCausalLM", _olmo),
     "seed_oss": ("SeedOssConfig", "SeedOssForCausalLM", _seed_oss),
     "exaone4": ("Exaone4Config", "Exaone4ForCausalLM", _exaone4),
+    "ernie": ("Ernie4_5Config", "Ernie4_5ForCausalLM", _ernie),
+    "ernie_moe": ("Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM", _ernie_moe),
+    "hunyuan": ("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM", _hunyuan),
+    "internlm3": ("InternLM3Config", "LlamaForCausalLM", _internlm3),
+    "apertus": ("ApertusConfig", "ApertusForCausalLM", _apertus),
+    "granite_moe": ("GraniteMoeConfig", "GraniteMoeForCausalLM", _granite_moe),
+    "granite_moe_shared": ("GraniteMoeSharedConfig", "GraniteMoeSharedForCausalLM", _granite_moe_shared),
+    "phimoe": ("PhimoeConfig", "PhimoeForCausalLM", _phimoe),
 }
