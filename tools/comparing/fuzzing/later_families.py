@@ -86,7 +86,8 @@ def _ernie_moe(draw: Draw) -> Fields:
     fields["use_bias"] = not fields["tie_word_embeddings"] and draw.flip(0.3)
     return {
         **fields, "moe_num_experts": count, "moe_k": draw.integer(1, count),
-        "moe_num_shared_experts": draw.integer(0, 2), "moe_intermediate_size": draw.integer(1, 60), "moe_layer_start_index": draw.integer(0, 2),
+        "moe_num_shared_experts": draw.integer(0, 2), "moe_intermediate_size": draw.integer(1, 60),
+        "moe_layer_start_index": draw.integer(0, 2),
         "moe_layer_interval": draw.choice((1, 1, 2)), "rope_parameters": draw.rope(has_scaling=False),
     }  # fmt: skip
 
