@@ -134,7 +134,8 @@ class LoadingMaker(Maker):
             self._source.release(name)
 
     def _vector(self, name: str, size: Share, add: float, stored: tuple[int, ...]) -> Tensor:
-        mine = self._rounded(name).reshape(-1)[size.first : size.first + size.count]
+        part = slice(size.first, size.first + size.count)
+        mine = self._rounded(name, (part,)) if len(stored) == 1 else self._rounded(name).reshape(-1)[part]
         return self._keep(mine + np.float32(add), name)
 
     def _number(self, name: str, shape: tuple[int, ...]) -> float:
