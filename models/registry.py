@@ -65,6 +65,8 @@ def _parse(fields: Fields) -> ModelConfig:
     add_class_defaults(fields, architecture.model_type)
     config = architecture.read_config(fields)
     read_quantization(fields)
+    if fields.has("vision_config"):  # a tower has no words to tie, whatever older classes wrote of all configs
+        fields.object("vision_config").notes = frozenset({"tie_word_embeddings"})
     fields.refuse_unread(is_harmless, _ADVICE)
     positions = config.max_position_embeddings
     ropes: set[RopeConfig] = set(getattr(config, "layer_ropes", ())) - {None}
