@@ -1,6 +1,6 @@
 """Writes what transformers makes of the tiny models of `tests/models/vision/cases.py`.
 
-    python -m tools.references.make_vision_goldens [CASE ...]          # needs transformers and torch
+    python -m tools.references.make_vision_goldens [CASE ... | configs]          # needs transformers and torch
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tests.models.golden_weights import golden_tensor
+from tests.models.vision import gemma3_cases, llava_cases, pixtral_cases
 from tests.models.vision.cases import CASES, FOLDER, GRIDS, IMAGE, PROMPT, SEED, patches_of, stored_tensors
 
 NUM_NEW = 6
@@ -21,8 +22,29 @@ NUM_NEW = 6
 
 
 def main() -> None:
-    for case in sys.argv[1:] or CASES:
-        make_case(case)
+    for case in sys.argv[1:] or (*CASES, "configs"):
+        if case == "configs":
+            make_configs()
+        else:
+            make_case(case)
+
+
+def make_configs() -> None:
+    """`resaved_configs.json`: the configs of all families' cases as `save_pretrained` writes them with a model that
+    `from_pretrained(dtype=...)` has loaded."""
+    import torch
+    import transformers
+
+    found = {}
+    for case, config in (CASES | llava_cases.CASES | pixtral_cases.CASES | gemma3_cases.CASES).items():
+        made = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
+        with TemporaryDirectory() as folder:
+            model: Any = transformers.AutoModelForImageTextToText.from_config(made)
+            model.save_pretrained(folder)
+            type(model).from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+            found[case] = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    text = json.dumps(found, separators=(",", ":"))
+    (FOLDER / "resaved_configs.json").write_text(text, encoding="utf-8")
 
 
 def make_case(case: str) -> None:

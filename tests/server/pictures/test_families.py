@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,12 @@ pytest.importorskip("PIL", reason="needs Pillow (extra vision)")
 
 from PIL import Image
 
+from runtime.engine.messages import ImageSupport
 from runtime.engine.sampling_params import SamplingParams
+from runtime.images.patches import FixedRule, Rule, SideRule
 from runtime.llm import LLM
+from server.errors import ApiError
+from server.pictures.reader import PictureReader
 from tests.models.vision.cases import IMAGE
 from tests.models.vision.chat_model import BEGIN, write_chat_model
 from tests.server.real_server import serving_real
@@ -66,3 +71,19 @@ def test_a_chat_over_http_is_that_of_the_library(tmp_path: Path, case: str) -> N
     assert answer["prompt_token_ids"] == output.prompt_token_ids
     assert answer["choices"][0]["token_ids"] == output.outputs[0].token_ids
     assert answer["usage"]["prompt_tokens"] == len(output.prompt_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("rule", "sides"),
+    [
+        (SideRule(most_height=1540, most_width=1024, patch_size=14), "at most 1540 x 1024"),
+        (FixedRule(height=336, width=280, patch_size=14, num_tokens=480), "336 x 280"),
+    ],
+)
+def test_limits_of_pixels_are_refused_with_the_sides(rule: Rule, sides: str) -> None:
+    reader = object.__new__(PictureReader)
+    reader.support = ImageSupport(token_id=IMAGE, rule=rule, max_tokens=99, has_axes=False)
+    assert reader.rule(None) == rule
+    why = f"mm_processor_kwargs.max_pixels (the model's images have {sides} pixels)"
+    with pytest.raises(ApiError, match=re.escape(why)):
+        reader.rule({"max_pixels": 50_000})
