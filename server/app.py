@@ -1,6 +1,6 @@
 """The Starlette application: routes, error handlers, the layers around them, and the service's start and stop.
 
-    app = create_app(client, tokenizer, model_name="xserv-demo", default_sampling={"temperature": 0.7})
+    app = create_app(client, tokenizer, model_name="xserv-demo")
 
 From the outside in: the gate (ids, Host and Origin, draining, log, metrics), CORS where origins are allowed, API keys
 where there are any, Starlette. No CORS headers are sent by default and only JSON bodies are read, so a page of another
@@ -18,6 +18,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Scope
 
 from runtime.engine.process.client import EngineClient
+from runtime.engine.recommended_sampling import recommended_sampling
 from server.anthropic_api.endpoints import count_tokens, create_message
 from server.config import ServerConfig
 from server.description.docs_page import get_docs
@@ -173,13 +174,16 @@ def create_app(
     client            stays the caller's, who closes it after the application has stopped
     tokenizer         None: prompts and answers are token ids
     model_name        the name, or names, under which the model is asked for. None: the engine's
-    default_sampling  what a silent request means, by `SamplingParams`' names: the model's generation config
+    default_sampling  what a silent request means, by `SamplingParams`' names. None: what the model's files recommend
 
     The others are `Application`'s, as is what is raised.
     """
     names = (model_name,) if isinstance(model_name, str) else tuple(model_name or ())
     app = Application(names or (client.info.model_name,), config, log_writer=log_writer, tracing=tracing)
-    app.take_up(client, tokenizer, default_sampling or {})
+    if default_sampling is None:
+        folder = client.info.model_path
+        default_sampling = recommended_sampling(folder) if folder else {}
+    app.take_up(client, tokenizer, default_sampling)
     return app
 
 

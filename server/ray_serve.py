@@ -16,7 +16,6 @@ from runtime.device.device import Device
 from runtime.engine.config import EngineConfig
 from runtime.engine.errors import EngineDeadError
 from runtime.engine.make_client import start_client
-from runtime.engine.recommended_sampling import recommended_sampling
 from runtime.parallel.ray_engines import RayError
 from runtime.text.load import load_tokenizer
 from server.app import Application, create_app
@@ -74,7 +73,6 @@ class Replica:
             self._client,
             load_tokenizer(folder, None),
             model_name=model_name(self._deployment.model),
-            default_sampling=recommended_sampling(folder),
             config=self._deployment.config,
         )
 

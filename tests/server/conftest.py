@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +15,15 @@ import pytest
 from runtime.engine.messages import EngineRequest
 from server.app import create_app
 from server.config import ServerConfig
+from tests.server.arrivals import arrived, shown, watch
 from tests.server.byte_tokenizer import END_OF_TURN, TEMPLATE, make_byte_tokenizer, write_byte_tokenizer
 from tests.server.fake_engine import FakeEngineClient
 from tests.server.real_server import write_tiny_model
 from tests.server.running import running
 from tests.waiting import TIMEOUT_S, wait_until
 from tokenizer import Tokenizer
+
+watch()
 
 THINKING_TEMPLATE = (
     "{%- if enable_thinking is defined %}[thinking {{ enable_thinking }}]{% endif %}"
@@ -52,6 +55,28 @@ class Served:
 def answer_of(request: EngineRequest, index: int) -> list[int]:
     """Choice 0 says ANSWER, choice i the same with its number."""
     return say(ANSWER if index == 0 else f"{ANSWER} {index}")
+
+
+@pytest.fixture(autouse=True)
+def requests_have_seeds(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that asks a real engine for draws of which nobody knows the seed."""
+    arrived.clear()
+    yield
+    unknown = [params for params, is_known in arrived if not is_known]
+    if unknown and request.node.get_closest_marker("unseeded") is None:
+        pytest.fail(
+            f"{len(unknown)} requests drew with a seed from the system, the first with {shown(unknown[0])}: send "
+            "temperature 0 or a seed, or mark the test with pytest.mark.unseeded"
+        )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failing test shows what the real engines were asked, as it came to them."""
+    report = yield
+    if report.when == "call" and report.failed and arrived:
+        report.sections.append(("requests that arrived", "\n".join(shown(params) for params, _ in arrived[-20:])))
+    return report
 
 
 @pytest.fixture(scope="session")

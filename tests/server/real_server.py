@@ -46,7 +46,7 @@ def write_tiny_model(folder: Path) -> None:
 
 @contextmanager
 def serving_real(folder: Path, *, config: ServerConfig | None = None, **options: Any) -> Iterator[Real]:
-    client = ThreadEngineClient(build_engine(folder, **options))
+    client = ThreadEngineClient(build_engine(folder, **{"seed": 0, **options}))
     try:
         name = client.info.model_name
         with (

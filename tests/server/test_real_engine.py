@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from tests.server.arrivals import arrived, shown
 from tests.server.openapi import check_answer
 from tests.server.real_server import Real, serving_real
 from tests.waiting import TIMEOUT_S, wait_until
@@ -243,6 +244,16 @@ def test_bad_requests_change_nothing(tiny: Real) -> None:
         body = {"model": tiny.model, "prompt": "x", **fields}
         assert tiny.http.post("/v1/completions", json=body).status_code == 400
     assert tiny.client.stats().num_running == 0
+
+
+@pytest.mark.unseeded
+def test_a_draw_that_nobody_can_repeat_is_noticed(tiny_folder: Path) -> None:
+    """What fails a test that does not say that it wants one: `requests_have_seeds`."""
+    with serving_real(tiny_folder, load_format="dummy", seed=None, num_blocks=64, max_num_seqs=2) as real:
+        for fields in ({"temperature": 0}, {"seed": 5}, {}):
+            real.openai.completions.create(model=real.model, prompt="a", max_tokens=1, extra_body=fields)
+    assert [is_known for _, is_known in arrived] == [True, True, False]
+    assert shown(arrived[-1][0]) == "temperature=1.0, seed=None, max_tokens=1"
 
 
 async def test_a_full_queue(tiny_folder: Path) -> None:
