@@ -68,6 +68,7 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
     min_tokens, max_tokens  output tokens; ``max_tokens=None``, or -1: up to the context's end
     logprobs                None, or alternatives beside each token, 0 … 20; of the raw logits
     prompt_logprobs         the same for the prompt's tokens
+    truncate_prompt_tokens  ``LLM`` reads so many of the prompt's last tokens; -1: as many as leave the answer room
     detokenize              False: no text is made (stop strings are then refused)
     skip_special_tokens     special tokens leave no text
     include_stop_str_in_output  the matched stop string (or stop token's text) stays in the text
@@ -93,6 +94,7 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -116,6 +118,8 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
         self._integer("min_tokens", 0, 2**31 - 1)
         self._integer("logprobs", 0, MAX_LOGPROBS, optional=True)
         self._integer("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        self._integer("truncate_prompt_tokens", -1, 2**31 - 1, optional=True)
+        check_truncation(self.truncate_prompt_tokens)
         for name in ("ignore_eos", "detokenize", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be a bool, got {getattr(self, name)!r}", param=name)
@@ -161,6 +165,8 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
         """
         if self.bad_words is not None:
             raise RequestError("bad_words are texts, and the engine knows ids: bad_words_token_ids", param="bad_words")
+        if self.truncate_prompt_tokens is not None:
+            raise RequestError("the engine takes a prompt as it is: cut it before", param="truncate_prompt_tokens")
         check_token_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
         check_token_ids("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
         check_token_ids("logit_bias", self.logit_bias or (), vocab_size)
@@ -290,6 +296,21 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
                     f"{name}: an entry must have 1 to {MAX_BAD_WORD_TOKENS} ids, got {len(word)}", param=name
                 )
         self._set(name, [[int(i) for i in word] for word in words])
+
+
+def check_truncation(most: int | None) -> None:
+    """Raises ``RequestError`` for what ``truncate_prompt_tokens`` cannot mean."""
+    if most is not None and most < 1 and most != -1:
+        raise RequestError(
+            f"truncate_prompt_tokens must be at least 1, or -1 for as many as leave room for the answer, got {most}",
+            param="truncate_prompt_tokens",
+        )
+
+
+def last_tokens(ids: list[int], most: int | None, room: int) -> list[int]:
+    """The end of a prompt, as ``truncate_prompt_tokens`` cuts it; ``room`` tokens fit. Raises ``RequestError``."""
+    check_truncation(most)
+    return ids if most is None else ids[-(most if most > 0 else max(1, room)) :]
 
 
 def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:

@@ -21,7 +21,7 @@ from runtime.engine.messages import EngineRequest, ImageItem
 from runtime.engine.option_names import known_options
 from runtime.engine.process.client import EngineClient, ThreadEngineClient
 from runtime.engine.process.compile_ahead import compile_ahead as compile_kernels_ahead
-from runtime.engine.sampling_params import SamplingParams
+from runtime.engine.sampling_params import SamplingParams, last_tokens
 from runtime.llm.images import with_images
 from runtime.llm.job import Job
 from runtime.llm.outputs import EmbeddingOutput, EmbeddingRequestOutput
@@ -61,6 +61,7 @@ class LoadedModel:
     skip_tokenizer_init  no tokenizer is loaded: token ids in, token ids out
     compile_ahead     compile all kernels that the model needs before it is loaded, once, in processes side by side;
                       False: each as it is met
+    kv_cache_memory_bytes  vLLM's name of the setting ``kv_cache_bytes``
     use_tqdm_on_load  show on stderr how far downloads, compiling and loading are, where that takes over a second
 
     settings   ``runtime.engine.config.EngineConfig``'s, device and dtype among them; its seed is 0 here unless given
@@ -79,9 +80,15 @@ class LoadedModel:
         skip_tokenizer_init: bool = False,
         compile_ahead: bool = True,
         use_tqdm_on_load: bool = True,
+        kv_cache_memory_bytes: int | None = None,
         **settings: Unpack[EngineSettings],
     ) -> None:
         settings.setdefault("seed", 0)
+        if kv_cache_memory_bytes is not None:
+            if settings.get("kv_cache_bytes", kv_cache_memory_bytes) != kv_cache_memory_bytes:
+                problem = "kv_cache_memory_bytes and kv_cache_bytes contradict each other: give one"
+                raise RequestError(problem, param="kv_cache_memory_bytes")
+            settings["kv_cache_bytes"] = kv_cache_memory_bytes
         config = EngineConfig(**settings)
         reporter = ON_STDERR if use_tqdm_on_load else SILENT
         template = read_chat_template(chat_template)
@@ -206,6 +213,12 @@ class LoadedModel:
             params = msgspec.structs.replace(params, bad_words=None, bad_words_token_ids=ids)
         self._grammars.check(params.grammar)
         token_ids, images = self._with_images(prompt, token_ids)
+        if (most := params.truncate_prompt_tokens) is not None:
+            if images:
+                problem = "truncate_prompt_tokens: a prompt with images is never cut"
+                raise RequestError(problem, param="truncate_prompt_tokens")
+            token_ids = last_tokens(token_ids, most, self.client.info.max_model_len - max(1, params.max_tokens or 1))
+            params = msgspec.structs.replace(params, truncate_prompt_tokens=None)
         request = EngineRequest(
             request_id=request_id or self._new_id(),
             prompt_token_ids=token_ids,

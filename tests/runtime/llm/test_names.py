@@ -19,7 +19,7 @@ from runtime import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from runtime.engine.errors import RequestError, UnknownOptionError
+from runtime.engine.errors import ContextLengthExceededError, RequestError, UnknownOptionError
 from tests.runtime.llm.test_llm import write_folder
 from tests.runtime.text.tokenizers import SPECIAL
 
@@ -39,6 +39,39 @@ def test_sampling_params_by_name(llm: LLM) -> None:
     messages = [{"role": "user", "content": "abc"}]
     (answer,) = llm.chat(messages, sampling_params=params, chat_template_kwargs={"unused": 1})
     assert len(answer.outputs[0].token_ids) == 4
+
+
+def test_truncate_prompt_tokens(llm: LLM) -> None:
+    """As vLLM's: the last tokens, cut before lengths are checked; what was computed is what is told."""
+    room = llm.client.info.max_model_len
+    ids = [5 + i % 90 for i in range(room + 50)]
+    for most, max_tokens, kept in ((3, 2, 3), (room + 9, 2, None), (-1, 2, room - 2), (-1, None, room - 1)):
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, truncate_prompt_tokens=most, prompt_logprobs=0)
+        if kept is None:
+            with pytest.raises(ContextLengthExceededError):
+                llm.generate([ids], params, use_tqdm=False)
+            continue
+        (output,) = llm.generate([ids], params, use_tqdm=False)
+        assert output.prompt_token_ids == ids[-kept:]
+        assert output.prompt_logprobs is not None
+        assert len(output.prompt_logprobs) == kept
+    short = SamplingParams(temperature=0.0, max_tokens=1, truncate_prompt_tokens=99)
+    assert llm.generate([[5, 6]], short)[0].prompt_token_ids == [5, 6]
+    for wrong in (0, -2, 1.5, True):
+        with pytest.raises(RequestError, match="truncate_prompt_tokens must be"):
+            SamplingParams(truncate_prompt_tokens=wrong)  # type: ignore[arg-type]
+
+
+def test_kv_cache_memory_bytes(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "tiny")
+    sizes = []
+    for name in ("kv_cache_memory_bytes", "kv_cache_bytes"):
+        options: dict[str, Any] = {name: 1 << 20, "load_format": "dummy", "device": "cpu", "compile_ahead": False}
+        with LLM(folder, **options) as made:
+            sizes.append(made.client.info.kv_cache_bytes)
+    assert sizes[0] == sizes[1] <= 1 << 20
+    with pytest.raises(RequestError, match="contradict"):
+        LLM(folder, kv_cache_memory_bytes=1 << 20, kv_cache_bytes=1 << 21)
 
 
 def test_engine_args(tmp_path: Path) -> None:
