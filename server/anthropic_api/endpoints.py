@@ -114,7 +114,7 @@ def _prepare(service: Service, tenant: str | None, body: Body, arrival_time_s: f
     conversation = Conversation(asked, body.ignored)
     answer_id = f"msg_{uuid4().hex}"
     try:
-        request = chat_request(asked, conversation, service.tokenizer, body.ignored)
+        request = chat_request(asked, conversation, service.tokenizer, service.answer_format, body.ignored)
         chat = prepare_chat(service, tenant, request, answer_id, arrival_time_s)
     except ApiError as error:
         raise renamed(error, {**RENAMED, **NAMES_OF_TOOLS, **conversation.names()}) from None
@@ -163,7 +163,7 @@ def _count(service: Service, tenant: str | None, body: Body) -> TokensCount:
     service.check_model(asked.model)
     conversation = Conversation(asked, body.ignored)
     try:
-        chat = chat_request(asked, conversation, service.tokenizer, body.ignored)
+        chat = chat_request(asked, conversation, service.tokenizer, service.answer_format, body.ignored)
         prompt = whole_conversation(
             chat, service.tokenizer, service.config, service.answer_format, service.pictures, tenant
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from runtime.text.formats import AnswerFormat
 from server.anthropic_api.conversation import Conversation
 from server.anthropic_api.schema import (
     SAME_AS_IN_A_CHAT,
@@ -23,7 +24,7 @@ from server.openai_api.schema import (
     NamedToolChoice,
     ReasoningEffort,
 )
-from server.requests.thinking import has_variable, thinking_variables
+from server.requests.thinking import has_variable, nearest_effort, thinking_variables
 from server.transport.typed import converted
 from tokenizer import Tokenizer
 
@@ -37,27 +38,41 @@ RENAMED = {
 
 NAMES_OF_TOOLS = {f"tools[{i}].function.parameters": f"tools[{i}].input_schema" for i in range(MAX_TOOLS)}
 
+LEAST_BUDGETS: dict[ReasoningEffort, int] = {"high": 4096, "medium": 2048, "low": 1024, "minimal": 1}
+"""The least `thinking.budget_tokens` that a level of effort stands for, as LiteLLM has them."""
+
 
 def chat_request(
     asked: MessagesRequest | CountTokensRequest,
     conversation: Conversation,
     tokenizer: Tokenizer | None,
+    answer_format: AnswerFormat,
     ignored: list[str],
 ) -> ChatCompletionRequest:
-    """The chat's request. `ignored` gets the names of fields that mean nothing to the model's chat template. Raises
-    `ApiError` 400."""
+    """The chat's request. `ignored` gets the names of fields that the model's chat template takes otherwise, or not at
+    all. Raises `ApiError` 400."""
     tools = [_tool(fields, f"tools[{i}]") for i, fields in enumerate(asked.tools)] if asked.tools else None
     choice = asked.tool_choice
     has_tools = tools is not None and not (choice is not None and choice.type == "none")
     thinking = None if asked.thinking is None else asked.thinking.type != "disabled"
     variables = thinking_variables(tokenizer, thinking, has_tools=has_tools)
-    if thinking is not None and not variables:
-        ignored.append("thinking")
-    elif asked.thinking is not None and asked.thinking.budget_tokens is not None:
-        ignored.append("thinking.budget_tokens")
-    effort = _effort(asked, tokenizer, has_tools=has_tools)
-    if asked.output_config is not None and asked.output_config.effort != effort:
-        ignored.append("output_config.effort")
+    effort, name = (None if asked.output_config is None else asked.output_config.effort), "output_config.effort"
+    if asked.thinking is not None:
+        budget = asked.thinking.budget_tokens
+        takes_level = effort is None and has_variable(tokenizer, "reasoning_effort", has_tools=has_tools)
+        if takes_level and thinking and budget is not None:
+            name = "thinking.budget_tokens"
+            effort = next(level for level, least in LEAST_BUDGETS.items() if budget >= least)
+        elif takes_level and not thinking and not variables:
+            effort, name = "none", "thinking"
+        elif not variables:
+            ignored.append("thinking")
+        elif budget is not None:
+            ignored.append("thinking.budget_tokens")
+    num_ignored = len(ignored)
+    effort = nearest_effort(effort, name, tokenizer, answer_format, ignored, has_tools=has_tools)
+    if name == "thinking.budget_tokens" and len(ignored) == num_ignored:  # a budget is never meant as a level
+        ignored.append(f"{name}={effort}")
     own: dict[str, Any] = {}
     if isinstance(asked, MessagesRequest):
         own = {name: getattr(asked, name) for name in SAME_AS_IN_A_CHAT} | {"stop": asked.stop_sequences}
@@ -100,8 +115,3 @@ def _tool_choice(choice: ToolChoice | None) -> Any:
 def _response_format(asked: ConversationFields) -> JsonSchemaFormat | None:
     form = None if asked.output_config is None else asked.output_config.format
     return None if form is None else JsonSchemaFormat(JsonSchema("output", schema=form.schema))
-
-
-def _effort(asked: ConversationFields, tokenizer: Tokenizer | None, *, has_tools: bool) -> ReasoningEffort | None:
-    effort = None if asked.output_config is None else asked.output_config.effort
-    return effort if effort is not None and has_variable(tokenizer, "reasoning_effort", has_tools=has_tools) else None

@@ -18,7 +18,8 @@ CacheControl = dict[str, Any]
 class ThinkingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether the model may think: the chat template's variable `enable_thinking`.
 
-    budget_tokens  taken without effect: `max_tokens` bounds thinking and answer together
+    budget_tokens  the level of effort that it stands for, where the template knows levels; no limit of its own:
+                   `max_tokens` bounds thinking and answer together
     display        "omitted": the thinking blocks of the answer are empty
     """
 

@@ -18,6 +18,7 @@ from server.ollama_api.schema import (
     OllamaGenerateRequest,
     OllamaMessage,
     OllamaOptions,
+    Think,
 )
 from server.openai_api.fields import take_table_fields
 from server.openai_api.schema import (
@@ -30,7 +31,7 @@ from server.openai_api.schema import (
     Message,
     ToolCall,
 )
-from server.requests.thinking import has_variable, thinking_variables
+from server.requests.thinking import nearest_effort, thinking_variables
 from server.service import Service
 from server.transport.cleaning import Cleaner
 from server.transport.json_limits import check_limits
@@ -69,7 +70,7 @@ def chat_of_messages(service: Service, asked: OllamaChatRequest, ignored: list[s
         messages=_messages(asked, service),
         tools=asked.tools,
         **_fields(service, asked, ignored),
-        **_thinking(service, asked.think, has_tools=bool(asked.tools)),
+        **_thinking(service, asked.think, ignored, has_tools=bool(asked.tools)),
         logprobs=asked.logprobs,
         top_logprobs=asked.top_logprobs,
     )
@@ -83,7 +84,7 @@ def chat_of_prompt(service: Service, asked: OllamaGenerateRequest, ignored: list
     return ChatCompletionRequest(
         messages=[*system, Message(role="user", content=content)],
         **_fields(service, asked, ignored),
-        **_thinking(service, asked.think, has_tools=False),
+        **_thinking(service, asked.think, ignored, has_tools=False),
         logprobs=asked.logprobs,
         top_logprobs=asked.top_logprobs,
     )
@@ -144,20 +145,23 @@ def _response_format(form: str | dict[str, Any] | None) -> JsonObjectFormat | Js
     return JsonObjectFormat() if form else None
 
 
-def _thinking(service: Service, think: bool | str | None, *, has_tools: bool) -> dict[str, Any]:
-    """A chat's fields for what `think` asks for. Without it, the model does as it does."""
+def _thinking(service: Service, think: Think | None, ignored: list[str], *, has_tools: bool) -> dict[str, Any]:
+    """A chat's fields for what `think` asks for. Without it, the model does as it does. `ignored`: `nearest_effort`'s.
+    """
     if think is None:
         return {}
     if not service.answer_format.reasoning:
         if think is False:
             return {}
         raise invalid("think", f"think: {service.model_name!r} does not think.", "unsupported_parameter")
-    if think is False:
-        return {"reasoning_effort": "none"}
-    tokenizer = service.tokenizer
-    variables = thinking_variables(tokenizer, True, has_tools=has_tools)
-    has_effort = isinstance(think, str) and has_variable(tokenizer, "reasoning_effort", has_tools=has_tools)
-    return {"chat_template_kwargs": variables or None, "reasoning_effort": think if has_effort else None}
+    variables = {}
+    if think is not False and think != "none":
+        variables = thinking_variables(service.tokenizer, True, has_tools=has_tools)
+    effort = None if think is True else think or "none"
+    effort = nearest_effort(
+        effort, "think", service.tokenizer, service.answer_format, ignored, has_tools=has_tools
+    )
+    return {"chat_template_kwargs": variables or None, "reasoning_effort": effort}
 
 
 _MARK = re.compile(r"\[img(?:-(\d+))?\]")

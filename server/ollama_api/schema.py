@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from server.openai_api.schema import Int
+from server.openai_api.schema import Int, ReasoningEffort
 
-Think = bool | Literal["low", "medium", "high", "max"]
+Think = bool | ReasoningEffort
 
 
 class OllamaOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

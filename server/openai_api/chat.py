@@ -42,9 +42,10 @@ from server.requests.generation import Generation, GenerationError, Scheduling
 from server.requests.prompt import conversation_prompt
 from server.requests.sampling import chat_params, stream_flags
 from server.requests.structured import RequestSchemas, answer_grammar, contradiction, refused
+from server.requests.thinking import settle_thinking
 from server.requests.tool_choice import callable_tools, forced_calls, forces_call, free_calls_text
 from server.service import Service, new_id
-from server.transport.body import decode_body, read_body
+from server.transport.body import Body, decode_body, read_body
 from server.transport.exchange import Exchange
 from server.transport.json_answer import EncodedList, JsonAnswer
 from server.transport.sse import DONE, EventStreamResponse, frame
@@ -103,9 +104,10 @@ async def create_chat_completion(request: Request) -> Response:
     return JsonAnswer(answer, headers)
 
 
-def _prepare(service: Service, tenant: str | None, body: bytes, arrival_time_s: float) -> Chat:
+def _prepare(service: Service, tenant: str | None, body: Body, arrival_time_s: float) -> Chat:
     """All that a request costs before the engine has it. Raises `ApiError`."""
     asked = decode_body(body, ChatCompletionRequest, service.config)
+    settle_thinking(asked, service.tokenizer, service.answer_format, body.ignored)
     return prepare_chat(service, tenant, asked, new_id("chatcmpl"), arrival_time_s)
 
 

@@ -11,7 +11,7 @@ import jinja2
 from runtime.engine.errors import ContextLengthExceededError, RequestError
 from runtime.engine.messages import EngineInfo, ImageItem
 from runtime.engine.prompt_images import image_places, place_images
-from runtime.engine.sampling_params import check_token_ids
+from runtime.engine.sampling_params import check_token_ids, last_tokens
 from runtime.text.chat import chat_prompt
 from runtime.text.formats import AnswerFormat
 from runtime.text.picture_text import PictureText, picture_text
@@ -20,6 +20,7 @@ from server.errors import from_engine, invalid
 from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, Prompt
 from server.pictures.reader import PictureReader
 from server.requests.conversation import check_ending, echoed_text, template_messages
+from server.requests.thinking import effort_variables
 from server.requests.tool_choice import callable_tools
 from server.transport.json_limits import kinds_of
 from tokenizer import Tokenizer
@@ -172,7 +173,7 @@ def _rendered(
     if request.documents is not None:
         variables["documents"] = request.documents
     if tokenizer is not None:
-        variables |= _effort(request, template, answer_format)
+        variables |= effort_variables(request, tokenizer, template, answer_format)
     try:
         return chat_prompt(
             tokenizer,
@@ -194,26 +195,6 @@ def _rendered(
         raise invalid("messages", "The chat template cannot render this conversation.") from None
 
 
-def _effort(request: ChatCompletionRequest, template: str, answer_format: AnswerFormat) -> dict[str, Any]:
-    """`reasoning_effort` as the template's variable; "none" turns thinking off where the template can only do that.
-    Raises `ApiError` 400 where the template knows neither."""
-    effort = request.reasoning_effort
-    if effort is None:
-        return {}
-    if (request.chat_template_kwargs or {}).get("reasoning_effort", effort) != effort:
-        other = "chat_template_kwargs.reasoning_effort"
-        raise invalid("reasoning_effort", f"reasoning_effort and {other} contradict each other; send one.")
-    if answer_format.renders_harmony or "reasoning_effort" in template:
-        return {"reasoning_effort": effort}
-    if effort == "none" and "enable_thinking" in template:
-        return {"enable_thinking": False}
-    raise invalid(
-        "reasoning_effort",
-        f"Unsupported parameter: reasoning_effort ({effort!r} means nothing to this model's chat template).",
-        "unsupported_parameter",
-    )
-
-
 _RESERVED = frozenset(
     {
         "self",
@@ -232,12 +213,11 @@ _RESERVED = frozenset(
 
 
 def _cut(ids: list[int], most: int | None, room: int) -> list[int]:
-    """The end of a prompt, the `most` last tokens of it; -1: as many as there is `room` for."""
-    if most is None:
-        return ids
-    if most == 0:
-        raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens must be at least 1, or -1, got 0.")
-    return ids[-(most if most > 0 else max(1, room)) :]
+    """`last_tokens`. Raises `ApiError` 400."""
+    try:
+        return last_tokens(ids, most, room)
+    except RequestError as error:
+        raise from_engine(error, {}) from None
 
 
 def _checked(ids: list[int], field: str, info: EngineInfo, most: int) -> list[int]:

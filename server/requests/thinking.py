@@ -1,10 +1,22 @@
-"""What other APIs say of thinking, as variables of the model's chat template."""
+"""What requests say of thinking, as variables of the model's chat template.
+
+Templates know other levels of effort than clients: the nearest one is taken, and the answer's header says so.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, get_args
 
+from runtime.text.formats import AnswerFormat
+from runtime.text.harmony.system_text import EFFORTS
+from server.errors import invalid
+from server.openai_api.schema import ChatCompletionRequest, ReasoningEffort
 from tokenizer import Tokenizer
+
+LEVELS: tuple[ReasoningEffort, ...] = get_args(ReasoningEffort)
+"""From the least to the most."""
 
 
 def thinking_variables(tokenizer: Tokenizer | None, is_enabled: bool | None, *, has_tools: bool) -> dict[str, Any]:
@@ -19,3 +31,106 @@ def has_variable(tokenizer: Tokenizer | None, name: str, *, has_tools: bool) -> 
     if tokenizer is None or not tokenizer.has_chat_template:
         return False
     return name in tokenizer.chat_template(has_tools=has_tools)
+
+
+def nearest_effort(
+    effort: ReasoningEffort | None,
+    name: str,
+    tokenizer: Tokenizer | None,
+    answer_format: AnswerFormat,
+    ignored: list[str],
+    *,
+    has_tools: bool,
+) -> ReasoningEffort | None:
+    """The level that the template knows; None: it knows of no effort. Where that is not the level that was asked for,
+    `ignored` gets the field's `name` and what it is taken for: "reasoning_effort=high"."""
+    if effort is None or tokenizer is None or not tokenizer.has_chat_template:
+        return effort
+    template = tokenizer.chat_template(has_tools=has_tools)
+    has_switch = "enable_thinking" in template
+    if answer_format.renders_harmony or "reasoning_effort" in template:
+        known = _known_levels(tokenizer, template, answer_format)
+        if effort in known or (effort == "none" and has_switch):
+            return effort
+        nearest = min(
+            [level for level in known if level != "none"] or known,
+            key=lambda level: abs(LEVELS.index(level) - LEVELS.index(effort)),
+        )
+        ignored.append(f"{name}={nearest}")
+        return nearest
+    if has_switch:
+        if effort != "none":
+            ignored.append(f"{name}=on")
+        return effort
+    ignored.append(name)
+    return None
+
+
+def settle_thinking(
+    asked: ChatCompletionRequest, tokenizer: Tokenizer | None, answer_format: AnswerFormat, ignored: list[str]
+) -> None:
+    """A chat's effort becomes one that the template knows. The switch `enable_thinking`, where the template has none,
+    becomes the least effort if it is off, and is named if that is no way either."""
+    has_tools = bool(asked.tools) and asked.tool_choice != "none"
+    name, given = "reasoning_effort", dict(asked.chat_template_kwargs or {})
+    if (
+        "enable_thinking" in given
+        and tokenizer is not None
+        and tokenizer.has_chat_template
+        and not has_variable(tokenizer, "enable_thinking", has_tools=has_tools)
+    ):
+        is_enabled = given.pop("enable_thinking")
+        asked.chat_template_kwargs = given or None
+        if is_enabled is False and asked.reasoning_effort is None:
+            name, asked.reasoning_effort = "enable_thinking", "none"
+        elif not (is_enabled and answer_format.reasoning):
+            ignored.append("enable_thinking")
+    asked.reasoning_effort = nearest_effort(
+        asked.reasoning_effort, name, tokenizer, answer_format, ignored, has_tools=has_tools
+    )
+
+
+def effort_variables(
+    request: ChatCompletionRequest, tokenizer: Tokenizer, template: str, answer_format: AnswerFormat
+) -> dict[str, Any]:
+    """`reasoning_effort` as the template's variable, or as the switch of thinking where it knows only that. Raises
+    `ApiError` 400 for two that contradict each other."""
+    effort, given = request.reasoning_effort, request.chat_template_kwargs or {}
+    if effort is None:
+        return {}
+    if given.get("reasoning_effort", effort) != effort:
+        other = "chat_template_kwargs.reasoning_effort"
+        raise invalid("reasoning_effort", f"reasoning_effort and {other} contradict each other; send one.")
+    has_effort = answer_format.renders_harmony or "reasoning_effort" in template
+    if has_effort and effort in _known_levels(tokenizer, template, answer_format):
+        return {"reasoning_effort": effort}
+    if "enable_thinking" not in template:
+        return {}
+    return {"enable_thinking": False} if effort == "none" else {"enable_thinking": given.get("enable_thinking", True)}
+
+
+def _known_levels(tokenizer: Tokenizer, template: str, answer_format: AnswerFormat) -> tuple[ReasoningEffort, ...]:
+    if answer_format.harmony:
+        return tuple(level for level in LEVELS if level in EFFORTS)
+    return _rendered_levels(tokenizer, template)
+
+
+@lru_cache(maxsize=16)
+def _rendered_levels(tokenizer: Tokenizer, template: str) -> tuple[ReasoningEffort, ...]:
+    """The levels with which a conversation is written otherwise than with a word that is none. What such a word gives
+    is a medium effort. A template that tells none apart here may do so elsewhere: all."""
+    from tokenizer import ChatTemplateError
+
+    def written(level: str) -> str | None:
+        try:
+            return tokenizer.apply_chat_template(
+                [{"role": "user", "content": "Hi"}], None, True, tokenize=False, chat_template=template,
+                now=datetime(2026, 1, 2), reasoning_effort=level,
+            )  # fmt: skip
+        except ChatTemplateError:
+            return None
+
+    texts = {level: text for level in LEVELS if (text := written(level)) is not None}
+    other = written("no level")
+    known = tuple(level for level, text in texts.items() if text != other or level == "medium")
+    return known if set(known) - {"medium"} else LEVELS

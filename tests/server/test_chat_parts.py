@@ -361,20 +361,35 @@ def test_reasoning_effort_is_the_template_s_to_know(engine: FakeEngineClient, tm
     tokenizer = make_byte_tokenizer(tmp_path)
     asked = {**ASKED, "reasoning_effort": "low"}
 
-    def ask(template: str, **fields: Any) -> Any:
+    def ask(template: str, taken: str | None = None, **fields: Any) -> Any:
         tokenizer.chat_templates = {"default": template}
         response = served.http.post("/v1/chat/completions", json={**asked, **fields})
+        assert response.headers.get("x-xserv-ignored") == taken
         if response.status_code != 200:
             return response.status_code, response.json()["error"]["param"]
         return bytes(i for i in engine.requests[-1].prompt_token_ids if i < 256).decode()
 
     with serving(engine, tokenizer) as served:
-        assert ask(TEMPLATE) == (400, "reasoning_effort")
+        assert ask(TEMPLATE, "reasoning_effort").endswith("assistant:")
         assert ask(TEMPLATE, reasoning_effort=None).endswith("assistant:")
         assert ask("{{ reasoning_effort }}!") == "low!"
         thinker = "{{ 'no' if enable_thinking is false else 'yes' }}"
-        assert ask(thinker) == (400, "reasoning_effort")
+        assert ask(thinker, "reasoning_effort=on") == "yes"
+        assert ask(thinker, "reasoning_effort=on", chat_template_kwargs={"enable_thinking": False}) == "no"
         assert ask(thinker, reasoning_effort="none") == "no"
+        # A template that has names for some: what it does not know becomes the nearest one.
+        two = "{% if reasoning_effort == 'high' %}HIGH{% elif reasoning_effort == 'none' %}NONE{% else %}SO{% endif %}"
+        for level, text, taken in (
+            ("none", "NONE", None), ("minimal", "SO", "medium"), ("low", "SO", "medium"), ("medium", "SO", None),
+            ("high", "HIGH", None), ("xhigh", "HIGH", "high"), ("max", "HIGH", "high"),
+        ):  # fmt: skip
+            assert ask(two, taken and f"reasoning_effort={taken}", reasoning_effort=level) == text
+        strict = "{{ reasoning_effort if reasoning_effort in ['low', 'max'] else raise_exception('no') }}"
+        for level, taken in (("none", "low"), ("medium", "low"), ("high", "low"), ("xhigh", "max")):
+            assert ask(strict, f"reasoning_effort={taken}", reasoning_effort=level) == taken
+        both = thinker + "{{ reasoning_effort if reasoning_effort in ['low', 'high'] }}"
+        assert ask(both, reasoning_effort="none") == "no"
+        assert ask(both, "reasoning_effort=high", reasoning_effort="max") == "yeshigh"
         contradiction = {"chat_template_kwargs": {"reasoning_effort": "high"}}
         assert ask("{{ reasoning_effort }}!", **contradiction) == (400, "reasoning_effort")
 

@@ -193,9 +193,44 @@ def test_a_malformed_answer_is_content_and_is_counted(served: Served) -> None:
     assert metric(served) == before + 1
 
 
-def test_an_effort_that_harmony_has_not(served: Served) -> None:
-    answer = served.http.post(
-        "/v1/chat/completions", json={"model": "fake-model", "messages": QUESTION, "reasoning_effort": "none"}
-    )
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "reasoning_effort")
-    assert "low, medium or high" in answer.json()["error"]["message"]
+EFFORTS: list[tuple[str, str, Any, str, str | None]] = [
+    ("/v1/chat/completions", "reasoning_effort", "none", "low", ""),
+    ("/v1/chat/completions", "reasoning_effort", "minimal", "low", ""),
+    ("/v1/chat/completions", "reasoning_effort", "low", "low", None),
+    ("/v1/chat/completions", "reasoning_effort", "xhigh", "high", ""),
+    ("/v1/chat/completions", "reasoning_effort", "max", "high", ""),
+    ("/v1/chat/completions", "think", "max", "high", "reasoning_effort=high"),
+    ("/v1/chat/completions", "think", False, "low", "enable_thinking=low"),
+    ("/v1/chat/completions", "thinking", {"type": "disabled"}, "low", "enable_thinking=low"),
+    ("/v1/chat/completions", "thinking", {"type": "enabled"}, "medium", None),
+    ("/v1/chat/completions", "chat_template_kwargs.enable_thinking", False, "low", "enable_thinking=low"),
+    ("/v1/responses", "reasoning.effort", "xhigh", "high", ""),
+    ("/v1/responses", "reasoning.effort", "none", "low", ""),
+    ("/v1/messages", "output_config.effort", "max", "high", ""),
+    ("/v1/messages", "thinking", {"type": "disabled"}, "low", ""),
+    ("/v1/messages", "thinking", {"type": "enabled", "budget_tokens": 1024}, "low", "thinking.budget_tokens=low"),
+    ("/v1/messages", "thinking", {"type": "enabled", "budget_tokens": 512}, "low", "thinking.budget_tokens=low"),
+    ("/v1/messages", "thinking", {"type": "enabled", "budget_tokens": 9000}, "high", "thinking.budget_tokens=high"),
+    ("/api/chat", "think", False, "low", ""),
+    ("/api/chat", "think", "none", "low", ""),
+    ("/api/chat", "think", "max", "high", ""),
+    ("/api/chat", "think", "high", "high", None),
+    ("/api/chat", "think", True, "medium", None),
+    ("/api/generate", "think", False, "low", ""),
+]
+
+
+@pytest.mark.parametrize(("path", "name", "value", "level", "told"), EFFORTS)
+def test_an_effort_that_harmony_has_not(
+    served: Served, path: str, name: str, value: Any, level: str, told: str | None
+) -> None:
+    """It becomes the nearest level, which the answer names."""
+    outer, _, inner = name.partition(".")
+    body = {
+        "/v1/responses": {"input": "Hi"}, "/v1/messages": {"messages": QUESTION, "max_tokens": 99},
+        "/api/generate": {"prompt": "Hi"},
+    }.get(path, {"messages": QUESTION})  # fmt: skip
+    answer = served.http.post(path, json={"model": "fake-model", **body, outer: {inner: value} if inner else value})
+    assert answer.status_code == 200, answer.text
+    assert f"Reasoning: {level}\n" in prompt_of(served)
+    assert answer.headers.get("x-xserv-ignored") == (f"{name}={level}" if told == "" else told)

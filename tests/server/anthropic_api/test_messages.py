@@ -216,7 +216,8 @@ def test_structured_output(served: Served, client: anthropic.Anthropic) -> None:
 def test_thinking(served: Served, client: anthropic.Anthropic) -> None:
     saying(served, THOUGHT + "Yes.")
     for thinking, seen in (
-        ({"type": "enabled", "budget_tokens": 2000}, "[thinking True]"),
+        ({"type": "enabled", "budget_tokens": 2000}, "[thinking True][effort low]"),
+        ({"type": "enabled", "budget_tokens": 31999}, "[thinking True][effort high]"),
         ({"type": "adaptive"}, "[thinking True]"),
         ({"type": "disabled"}, "[thinking False]"),
     ):
@@ -240,7 +241,7 @@ def test_what_has_no_effect_is_named(served: Served, tokenizer: Tokenizer) -> No
 
     enabled = {"type": "enabled", "budget_tokens": 2000}
     assert ignored(served, thinking={"type": "adaptive"}, output_config={"effort": "low"}) is None
-    assert ignored(served, thinking=enabled, metadata={"user_id": "me"}) == "metadata, thinking.budget_tokens"
+    assert ignored(served, thinking=enabled, metadata={"user_id": "me"}) == "metadata, thinking.budget_tokens=low"
     whole = {"id": "msg_1", "type": "message", "role": "assistant", "content": "x", "usage": {}, "stop_sequence": None}
     assert ignored(served, messages=[*HELLO, whole]) == "messages[1].id, messages[1].type, messages[1].usage"
     assert ignored(served, tools=[{**TOOLS[0], "defer_loading": True}]) == "tools[0].defer_loading"
