@@ -36,6 +36,7 @@ class Model(ABC):
         device: where weights and activations lie.
         weight_bytes: bytes of all weights as they are kept; set by whoever made the model.
         layer_bytes: those of each layer.
+        rounded_activations: of a declared model, how products round rows of x to bytes, by how weights are stored.
         least_first_layers: layers that the first of several stages has to have.
         logits_scale, logits_softcap: what `compute_logits` multiplies logits by and bounds them with, by a tanh.
         pipeline: the stage of the model that this is; None: it is whole.
@@ -52,6 +53,7 @@ class Model(ABC):
     lm_head: Linear  # [vocab_size, hidden_size]
     weight_bytes: int
     layer_bytes: list[int]
+    rounded_activations: Mapping[str, str] = MappingProxyType({})
     least_first_layers = 1
     logits_scale: float = 1.0
     logits_softcap: float | None = None

@@ -174,7 +174,10 @@ def declare_model(
     config, positions = _config_and_positions(folder, load_format, max_model_len, overrides)
     source, config = _source(folder, config, options, load_format, 0, overrides)
     source = _rounded(source, config, options)
-    return _built(config, DeclaringMaker(options, positions, source))
+    maker = DeclaringMaker(options, positions, source)
+    model = _built(config, maker)
+    model.rounded_activations = maker.rounded_activations
+    return model
 
 
 def stages_of(
@@ -283,7 +286,8 @@ def _rounded(source: TensorSource, config: ModelConfig, options: LoadOptions) ->
     shapes = maker.layout("", re.compile("")).shapes
 
     def can_keep(layout: QuantizedLayout) -> bool:
-        return kept_format(layout, options) is not None if options.device.kind == "cpu" else bool(packing_for(layout))
+        kept = kept_format(layout, replace(options, activations="auto"))  # else numbers are rounded, then floats again
+        return kept is not None if options.device.kind == "cpu" else bool(packing_for(layout))
 
     return RoundedSource(
         source, options.rounding, matrices - maker.tables, maker.heads,

@@ -15,8 +15,9 @@ from models.makers.maker import Maker
 from models.makers.shares import Share
 from models.rope import num_table_rows
 from runtime.dtype import DType, float32
-from runtime.linear.format import packed_format
+from runtime.linear.format import WeightFormat, packed_format
 from runtime.linear.options import LoadOptions
+from runtime.linear.quantized import QuantizedLayout
 from runtime.linear.weight import (
     KeptRows,
     LinearWeight,
@@ -32,6 +33,7 @@ class DeclaringMaker(Maker):
     Attributes:
         matrices, transposed: names of the tensors of linear maps that may be quantised, and of those among them that
             are stored inputs first.
+        rounded_activations: how products round rows of x, by how the weights are stored; none: x stays floats.
 
     Types and `size_bytes` are those of a checkpoint that has been fitted to the layout; without one, as if all were
     float32.
@@ -43,6 +45,7 @@ class DeclaringMaker(Maker):
         self._shapes: dict[str, tuple[int, ...]] = {}
         self.matrices: set[str] = set()
         self.transposed: set[str] = set()
+        self.rounded_activations: dict[str, str] = {}
 
     def layout(self, prefix: str, harmless: Any, renames: Mapping[str, str] = MappingProxyType({})) -> TensorLayout:
         """What a checkpoint must store; `prefix`, `harmless` and `renames` as there."""
@@ -68,6 +71,7 @@ class DeclaringMaker(Maker):
             format = self._formats.kept(f"{name}.weight", declaration.columns, declaration)
             layout = None if self._source is None else self._source.quantized(f"{name}.weight")
             has_order = format is not None and layout is not None and layout.has_order
+            self._note_rounding(f"{name}.weight", format or self.options.format, layout)
             kept.append(KeptRows(count, format or self.options.format_of(stored[f"{name}.weight"]), has_order))
         if (packing := self._formats.packing(declaration)) is not None:
             layout = None if self._source is None else self._source.quantized(f"{declaration.names[0]}.weight")
@@ -78,6 +82,14 @@ class DeclaringMaker(Maker):
             kept, declaration.inputs, device, has_bias=declaration.adds_bias, activations=self.dtype
         )
         return LinearWeight(declaration.shape, kept[0].format, device, size_bytes)
+
+    def _note_rounding(self, name: str, format: WeightFormat | None, layout: QuantizedLayout | None) -> None:
+        stored = None if self._source is None else layout.name if layout else self._source.block_format(name)
+        if format is not None and self.options.rounds_x(format) and format.activation is not None:
+            how = f"{format.activation.name}, {format.activation_block} of a row by one scale"
+            self.rounded_activations[stored or format.name] = how
+        elif layout is not None and layout.activation is not None and self.options.rounds_long_steps:
+            self.rounded_activations[layout.name] = f"{layout.activation.kind} in steps of many rows, else 16 bits"
 
     def _derived(
         self, name: str, rows: Share, columns: int, shapes: Sequence[tuple[int, int]],

@@ -55,7 +55,7 @@ class KeptFormats:
             return None
         else:
             format = GGML_FORMATS.get(self.source.block_format(name) or "")
-            if format is not None and columns.whole % format.split:
+            if format is not None and (columns.whole % format.split or options.has_float_activations):
                 return None
         if format is None:
             return None

@@ -26,12 +26,14 @@ def info(
     import msgspec
 
     from models.checkpoints.model_files import open_model
+    from models.registry import declare_model
     from runtime.engine.config import EngineConfig
-    from runtime.engine.make_engine import describe_engine
+    from runtime.engine.make_engine import describe_engine, load_settings
 
     settings = engine.arguments()
     model = settings.pop("model", None)
     facts = describe_engine(model, config := EngineConfig(**settings))
+    declared = declare_model(facts.model_path, load_format=engine.load_format, **load_settings(config))
     report: dict[str, Any] = {
         "devices": devices(facts.device),
         "model": {
@@ -45,6 +47,7 @@ def info(
             "vocab_size": facts.vocab_size,
             "max_model_len": facts.max_model_len,
         },
+        "rounded_activations": dict(declared.rounded_activations),
         "memory": memory(facts),
         "ranks": [msgspec.structs.asdict(rank) for rank in facts.ranks],
     }
@@ -159,6 +162,12 @@ def as_text(report: dict[str, Any]) -> str:
     if "stored_bytes" in report:
         lines += ["", "stored tensors"]
         lines += [f"  {name:<16}{size(num_bytes):>12}" for name, num_bytes in report["stored_bytes"].items()]
+    if "rounded_activations" in report:
+        lines += ["", "activations"]
+        lines += [
+            f"  {name}: rows of x are rounded to {how}; with --activations float they are not"
+            for name, how in report["rounded_activations"].items()
+        ] or ["  products take rows of x in floats"]
     sequences = f"{memory['num_full_length_sequences']} sequences of {model['max_model_len']:,} tokens at once"
     lines += [
         "",

@@ -141,6 +141,10 @@ class EngineOptions:
     exact: Annotated[bool, typer.Option("--exact", help="The same tokens and log probabilities in any batch.")] = (
         _CONFIG.exact
     )
+    activations: Annotated[
+        Literal["auto", "float"],
+        typer.Option(help="float: products never round x to bytes; on a CPU integer weights then become floats."),
+    ] = "auto"
     overlap: Annotated[
         bool | None,
         typer.Option("--overlap/--no-overlap", help="Plan a step while one runs; default: on a GPU."),

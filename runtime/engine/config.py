@@ -42,6 +42,7 @@ DecodeGraphsMode = Literal["auto", "on", "off"]
 DecodeKernels = Literal["layers", "megakernel"]
 SpeculationAcceptance = Literal["exact", "rejection"]
 Quantization = Literal["none", "int8", "int4", "mxfp4", "fp8"]
+Activations = Literal["auto", "float"]
 KVCacheDtype = Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"]
 SPECULATIONS = ("auto", "off", "ngram", "suffix", "eagle3", "mtp")
 DRAFT_PREFIX, EAGLE3_PREFIX, DFLASH_PREFIX = "draft:", "eagle3:", "dflash:"
@@ -80,6 +81,7 @@ class EngineSettings(TypedDict, total=False):
     ttft_target_s: float
     tpot_target_s: float
     exact: bool
+    activations: Activations
     overlap: Overlap
     decode_graphs: DecodeGraphsMode
     decode: DecodeKernels
@@ -145,7 +147,10 @@ class EngineConfig:
     swap_space_bytes        host memory for swapped sequences and for prefixes that the device had no room for
     ageing_s                seconds of waiting that one unit of priority is worth
     ttft_target_s, tpot_target_s  when tokens are due under "deadline", for requests that do not say
-    exact                   the same tokens and log probabilities in any batch
+    exact                   the same tokens and log probabilities in any batch; rounding is a matter of ``activations``
+    activations             "auto": on a cpu integers are multiplied with rows of x that are rounded to int8, on a GPU
+                            long steps may be so where the checkpoint asks for it; "float": x is never rounded to bytes,
+                            and weights that have no other product become floats while they are loaded
     overlap                 plan the next step while one runs: "on", "off", "auto" (on a GPU)
     decode_graphs           record decode steps as graphs and replay them: "on", "off", "auto" (on)
     decode                  what a graph of one sequence launches: kernels layer by layer ("layers"), or one for all of
@@ -208,6 +213,7 @@ class EngineConfig:
     ttft_target_s: float = 1.0
     tpot_target_s: float = 0.1
     exact: bool = False
+    activations: Activations = "auto"
     overlap: Overlap = "auto"
     decode_graphs: DecodeGraphsMode = "auto"
     decode: DecodeKernels = "layers"
@@ -326,6 +332,7 @@ class EngineConfig:
                 param="decode",
             )
         check_one_of("quantization", self.quantization, get_args(Quantization))
+        check_one_of("activations", self.activations, get_args(Activations))
         check_one_of("kv_cache_dtype", self.kv_cache_dtype, get_args(KVCacheDtype))
         if self.decode == "megakernel" and self.kv_cache_dtype in ("int8", "fp8"):
             raise RequestError(

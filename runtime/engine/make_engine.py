@@ -157,7 +157,8 @@ def load_settings(
         device=Device.parse(config.device), dtype=config.dtype, quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
         kv_cache_dtype_skip_layers=config.kv_cache_dtype_skip_layers, gemm=config.gemm, exact=config.exact,
-        communicator=communicator, pipeline=pipeline, stages=stages, hf_overrides=config.hf_overrides,
+        activations=config.activations, communicator=communicator, pipeline=pipeline, stages=stages,
+        hf_overrides=config.hf_overrides,
     )  # fmt: skip
 
 

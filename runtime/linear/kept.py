@@ -35,10 +35,15 @@ _ROWS_AT_ONCE = 256
 
 def kept_format(layout: QuantizedLayout, options: LoadOptions) -> WeightFormat | None:
     """The format of the cpu in which a matrix is kept; None: it becomes floats, as all do if only a type is asked
-    for."""
+    for, and those whose products round x if none may."""
     is_of_type = options.dtype is not None and not options.rounding
     if options.device.kind != "cpu" or is_of_type or options.format:
         return None
+    format = _stored_format(layout)
+    return None if format is None or (options.has_float_activations and options.rounds_x(format)) else format
+
+
+def _stored_format(layout: QuantizedLayout) -> WeightFormat | None:
     if layout.kind == "int8" and layout.block in ((1, 0), (0, 0)) and not layout.has_zeros:
         return None if layout.shape[1] % _INTEGERS_A_WORD else INT8
     if layout.kind == "fp8":

@@ -16,6 +16,7 @@ Split = Literal["outputs", "inputs"]
 """Which side of a matrix is cut between ranks: each has some of the outputs, or some of the inputs; then their results
 are added."""
 
+ACTIVATIONS = ("auto", "float")
 GEMM_TIERS = ("auto", "naive", "tiled", "register", "tensor_core", "hopper", "cublas")
 
 
@@ -29,6 +30,7 @@ class LoadSettings(TypedDict, total=False):
     kv_cache_dtype_skip_layers: str
     gemm: str
     exact: bool
+    activations: str
     communicator: Communicator | None
     pipeline: Pipeline | None
     stages: tuple[range, ...]
@@ -49,14 +51,16 @@ class LoadOptions:
         gemm: the kernel of matrix products on a GPU, one of `GEMM_TIERS`; the cpu has one, "auto".
         exact: whether a row of a product has the same bits alone and among others, and on 1, 2, 4 and 8 ranks. On the
             cpu the former always holds.
+        activations: "auto": products round rows of x to bytes where the device's product for the weight does; "float":
+            none does, and weights that have no other product become floats.
         communicator: the rank that this is, of several that the model is split over; None: there is one alone.
         pipeline: the stage that this is, of several that have its layers; None: one has all.
         stages: the layers that each stage has; where there are no stages, nothing.
 
     Raises:
         InvalidArgumentError: for a dtype that is none of the three float types, a format, kernel or type of pages that
-            the device has not, for cublas in the exact mode, and in that mode for another number of ranks than 1, 2,
-            4 or 8.
+            the device has not, for int8 on the cpu with float activations, for cublas in the exact mode, and in that
+            mode for another number of ranks than 1, 2, 4 or 8.
     """
 
     device: Device = CPU
@@ -67,6 +71,7 @@ class LoadOptions:
     kv_skip_layers: tuple[str, ...] = ()
     gemm: str = "auto"
     exact: bool = False
+    activations: str = "auto"
     communicator: Communicator | None = None
     pipeline: Pipeline | None = None
     stages: tuple[range, ...] = ()
@@ -82,6 +87,16 @@ class LoadOptions:
                 raise InvalidArgumentError(
                     f"gemm is 'cublas', which reads no weights in {self.format.name}", param="gemm"
                 )
+        if self.activations not in ACTIVATIONS:
+            raise InvalidArgumentError(
+                f"activations is {self.activations!r}, must be one of {', '.join(ACTIVATIONS)}", param="activations"
+            )
+        if self.format is not None and self.rounds_x(self.format) and self.has_float_activations:
+            raise InvalidArgumentError(
+                f"activations is 'float', but quantization is {self.format.name!r}, whose products on the cpu round"
+                " rows of x to int8: take quantization 'fp8' or 'none', or activations 'auto'",
+                param="activations",
+            )
         if self.rounding:
             _check_rounding(self.rounding, self.gemm)
         if self.exact and SEGMENTS % self.num_ranks:
@@ -109,10 +124,25 @@ class LoadOptions:
             kv_skip_layers=_skip_layers(settings.get("kv_cache_dtype_skip_layers", ""), kv_dtype),
             gemm=settings.get("gemm", "auto"),
             exact=settings.get("exact", False),
+            activations=settings.get("activations", "auto"),
             communicator=settings.get("communicator"),
             pipeline=settings.get("pipeline"),
             stages=settings.get("stages", ()),
         )
+
+    @property
+    def has_float_activations(self) -> bool:
+        """Whether no product may round x to bytes."""
+        return self.activations == "float"
+
+    def rounds_x(self, format: WeightFormat) -> bool:
+        """Whether the device's product for weights of this format rounds rows of x to bytes."""
+        return self.device.kind == "cpu" and format.activation is not None
+
+    @property
+    def rounds_long_steps(self) -> bool:
+        """Whether a GPU's products of many rows may round x to bytes, where a checkpoint asks for it."""
+        return self.device.kind != "cpu" and not self.exact and not self.has_float_activations
 
     @property
     def rank(self) -> int:

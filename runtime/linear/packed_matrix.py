@@ -113,6 +113,8 @@ def prepare_packed(
             assert np.array_equal(part.matrix.order, order), "parts of a map have orders of their own"
         assert shape[1] == len(order), "columns in another order are not cut"
         rounded, input_scale = "", 0.0
+    if options.has_float_activations:
+        rounded, input_scale = "", 0.0
     if rounded == "rows" and split == "inputs" and options.num_ranks > 1:
         rounded = ""  # nobody here has a whole row of x
     settings = GpuSettings(

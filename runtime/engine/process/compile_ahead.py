@@ -85,11 +85,12 @@ def _block_formats(path: Path, config: EngineConfig) -> set[str]:
         return {ROUNDED_BLOCKS[config.quantization]}
     if config.dtype != "auto" or config.quantization != "none" or config.load_format == "dummy":
         return set()
+    options = LoadOptions(activations=config.activations)
     checkpoint = open_model(path, config.hf_overrides).checkpoint()
     if path.is_file():
-        return set(checkpoint.bytes_by_format())
+        return set() if options.has_float_activations else set(checkpoint.bytes_by_format())
     layouts = [layout for name in checkpoint.names() if (layout := checkpoint.quantized(name))]
-    return {format.name for layout in layouts if (format := kept_format(layout, LoadOptions()))}
+    return {format.name for layout in layouts if (format := kept_format(layout, options))}
 
 
 def _compile_kernels(model: str | Path | None, config: EngineConfig, device: Device, reporter: Reporter) -> None:

@@ -119,6 +119,20 @@ def test_logits_of_the_dequantised_twin(tmp_path: Path, case: str) -> None:
     assert declare_model(folder).weight_bytes == kept.weight_bytes
 
 
+@pytest.mark.parametrize("case", ["gptq_w4", "awq_w4", "ct_int8_channel", "ct_nvfp4", "ct_fp8_channel"])
+def test_float_activations_are_those_of_the_dequantised_twin(tmp_path: Path, case: str) -> None:
+    """Bit for bit those of the same numbers in floats; FP8 has a product that leaves x alone, and stays as it is."""
+    model = load_model(FIXTURES / case, activations="float")
+    is_fp8 = "fp8" in case
+    usual = FIXTURES / case if is_fp8 else twin(case, tmp_path / "own", model.dtype)
+    np.testing.assert_array_equal(logits_of(model, IDS), logits_of(load_model(usual), IDS))
+    declared = declare_model(FIXTURES / case, activations="float")
+    assert (declared.weight_bytes, declared.rounded_activations) == (model.weight_bytes, {})
+    said = {} if is_fp8 else {KINDS[case]: f"int8, {64 if 'channel' in case else 32} of a row by one scale"}
+    assert declare_model(FIXTURES / case).rounded_activations.items() >= said.items()
+    assert bool(declare_model(FIXTURES / case).rounded_activations) == bool(said)
+
+
 KEPT = {
     "awq_w4": "int4_half_zeros", "awq_w4_channel": "int4_half_zeros", "ct_fp8_channel": "fp8", "ct_fp8_tensor": "fp8",
     "ct_int8_asymmetric": "int8_bfloat_zeros", "ct_int8_channel": "int8", "ct_mixed": "fp8", "ct_mxfp4": "MXFP4",

@@ -95,3 +95,15 @@ def test_what_is_refused(tmp_path: Path) -> None:
     write_safetensors(source / "model.safetensors", tensors)
     with pytest.raises(WeightsError, match=r"up_proj.weight' has a number that is not finite, which cannot be rounded"):
         load_model(change_config(source), quantization="int4")
+
+
+def test_float_activations_keep_what_was_rounded(tmp_path: Path) -> None:
+    """--quantization says what becomes of weights, --activations of x."""
+    source = twin("ct_w4_group", tmp_path / "source", bfloat16)
+    model = load_model(source, quantization="int4", dtype="float32", activations="float")
+    expected = load_model(rounded_twin(source, tmp_path / "twin", "int4"), dtype="float32")
+    np.testing.assert_array_equal(logits_of(model, IDS), logits_of(expected, IDS))
+    with pytest.raises(InvalidArgumentError, match="quantization is 'int8', whose products on the cpu round rows of x"):
+        load_model(source, quantization="int8", activations="float")
+    with pytest.raises(InvalidArgumentError, match="activations is 'exact', must be one of auto, float"):
+        load_model(source, activations="exact")
