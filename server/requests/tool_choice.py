@@ -31,10 +31,15 @@ def callable_tools(request: ChatCompletionRequest) -> list[dict[str, Any]] | Non
             if name not in known:
                 raise invalid(
                     f"tool_choice.allowed_tools.tools[{i}].function.name",
-                    f"tool_choice.allowed_tools names {name!r}, which is not among the tools.",
+                    f"tool_choice.allowed_tools names {name!r}, which is not among the tools{_names(tools)}.",
                 )
         tools = [tool for tool in tools if tool["function"]["name"] in names]
     return tools if tools and choice != "none" else None
+
+
+def _names(tools: list[dict[str, Any]]) -> str:
+    shown = ", ".join(tool["function"]["name"] for tool in tools[:20])
+    return f" ({shown}{', …' if len(tools) > 20 else ''})" if shown else ""
 
 
 def forces_call(request: ChatCompletionRequest) -> bool:
@@ -59,7 +64,7 @@ def forced_calls(
     choice = request.tool_choice
     named = choice.function.name if isinstance(choice, NamedToolChoice) else None
     if named is not None and not any(tool["function"]["name"] == named for tool in tools):
-        raise invalid("tool_choice", f"tool_choice names {named!r}, which is not among the tools.")
+        raise invalid("tool_choice", f"tool_choice names {named!r}, which is not among the tools{_names(tools)}.")
     notation = answer_format.forced_tools
     if notation is None:
         raise invalid(

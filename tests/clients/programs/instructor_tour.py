@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import instructor
 from instructor import Mode
 from openai import AsyncOpenAI, OpenAI
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from steps import BASE, KEY, KIND, LONG, MODEL, REAL, SUM, raises, run, step
 
 MESSAGES = [{"role": "user", "content": SUM}]
@@ -13,7 +13,6 @@ client = OpenAI(base_url=BASE, api_key=KEY, max_retries=0)
 
 
 class Verdict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
     is_right: bool
 
 
