@@ -7,7 +7,7 @@ from __future__ import annotations
 from models.architecture import Architecture
 from models.configuration.config import read_common, read_layer_types
 from models.configuration.json_fields import Fields
-from models.configuration.rope_config import parse_rope
+from models.configuration.rope_config import KINDS, parse_rope
 from models.decoder import Decoder, DecoderConfig, Layer
 from models.families.olmo2 import PostNormLayer
 from models.makers.maker import Maker
@@ -20,7 +20,8 @@ class Exaone4Model(Decoder):
 
 def read_exaone4(fields: Fields) -> DecoderConfig:
     common = read_common(fields, default_max_positions=2048, default_norm_eps=1e-5)
-    rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"])
+    kinds = (*KINDS, "longrope")  # which a GGUF file has where it stores a factor for each pair
+    rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"], kinds=kinds)
     window = fields.integer("sliding_window", None if "sliding_window" in fields else 4096)
     is_sliding = _sliding_layers(fields, common["num_layers"], has_windows=window is not None)
     common["layer_windows"] = tuple(window if sliding else None for sliding in is_sliding)

@@ -62,6 +62,11 @@ _DEEPSEEK2 = {
     **{f"nextn.{name}": name for name in ("eh_proj", "embed_tokens", "enorm", "hnorm")},
     **{f"nextn.shared_head_{name}": f"shared_head.{name}" for name in ("head", "norm")},
 }  # fmt: skip
+_STARCODER2 = {**_LLAMA, "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
+_SEED_OSS = {
+    **{name: ours for name, ours in _LLAMA.items() if name != "ffn_norm"},
+    "post_attention_norm": "post_attention_layernorm",
+}  # fmt: skip
 _SOFTMAX, _SIGMOID = 1, 2  # values of `expert_gating_func`
 
 
@@ -101,6 +106,7 @@ class GgufArchitecture:
             halves.
         norm_offset: is stored added to the weights of norms.
         is_latent: heads' sizes are those of latent attention, which `read` reads; `head_dim` is what is rotated.
+        epsilon: the key of the norms' epsilon, under `attention`, and its field in config.json.
         read: further fields of config.json, out of the keys and those that are read already.
     """
 
@@ -109,6 +115,7 @@ class GgufArchitecture:
     has_permuted_heads: bool = False
     norm_offset: float = 0.0
     is_latent: bool = False
+    epsilon: tuple[str, str] = ("layer_norm_rms_epsilon", "rms_norm_eps")
     read: Callable[[Keys, dict[str, Any]], dict[str, Any]] = lambda keys, common: {}
 
 
@@ -305,6 +312,37 @@ def _read_granite(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     return {ours: keys.number(name, 1.0) for name, ours in names.items()}
 
 
+def _read_seed_oss(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    return {"attention_out_bias": "blk.0.attn_output.bias" in keys.tensors}
+
+
+def _read_exaone4(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    return {"sliding_window": keys.integer("attention.sliding_window", least=0) or None, **_read_pattern(keys, common)}
+
+
+def _read_use_bias(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """Of families with one field for all biases."""
+    return {"use_bias": common["attention_bias"], "attention_bias": None, "mlp_bias": None}
+
+
+def _read_starcoder2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """Without a window, which the file does not tell."""
+    return {**_read_use_bias(keys, common), "sliding_window": None}
+
+
+def _read_command_r(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    has_norms = "blk.0.attn_q_norm.weight" in keys.tensors
+    return {"logit_scale": keys.number("logit_scale", 0.0625), "use_qk_norm": has_norms}
+
+
+def _read_cohere2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    window = keys.integer("attention.sliding_window", REQUIRED)
+    logit_scale = keys.number("logit_scale", 0.0625)
+    return {"logit_scale": logit_scale, "sliding_window": window, **_read_pattern(keys, common)}
+
+
+_LAYER_NORM = "layer_norm_epsilon"
+
 ARCHITECTURES: dict[str, GgufArchitecture] = {
     "llama": GgufArchitecture("LlamaForCausalLM", {**_LLAMA, **_MIXTRAL}, has_permuted_heads=True, read=_read_llama),
     "qwen2": GgufArchitecture("Qwen2ForCausalLM", _LLAMA),
@@ -319,6 +357,7 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
         "OlmoeForCausalLM", {**_LLAMA, **_HEAD_NORMS, **_ROUTER, **_EXPERTS}, read=_read_olmoe
     ),
     "gpt-oss": GgufArchitecture("GptOssForCausalLM", _GPT_OSS, read=_read_gpt_oss),
+    "gemma": GgufArchitecture("GemmaForCausalLM", _LLAMA, norm_offset=1.0),
     "gemma2": GgufArchitecture("Gemma2ForCausalLM", _GEMMA, norm_offset=1.0, read=_read_gemma2),
     "gemma3": GgufArchitecture(
         "Gemma3ForCausalLM", {**_GEMMA, **_HEAD_NORMS}, norm_offset=1.0, read=_read_gemma3
@@ -329,6 +368,19 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
     "olmo2": GgufArchitecture("Olmo2ForCausalLM", {**_OLMO2, **_BEHIND}, read=_read_olmo2),
     "glm4": GgufArchitecture("Glm4ForCausalLM", _GLM4),
     "glm4moe": GgufArchitecture("Glm4MoeForCausalLM", _GLM4_MOE, read=_read_glm4_moe),
+    "seed_oss": GgufArchitecture("SeedOssForCausalLM", _SEED_OSS, read=_read_seed_oss),
+    "exaone4": GgufArchitecture("Exaone4ForCausalLM", {**_OLMO2, **_BEHIND}, read=_read_exaone4),
+    "ernie4_5": GgufArchitecture("Ernie4_5ForCausalLM", _LLAMA, read=_read_use_bias),
+    "starcoder2": GgufArchitecture(
+        "Starcoder2ForCausalLM", _STARCODER2, epsilon=(_LAYER_NORM, "norm_epsilon"), read=_read_starcoder2
+    ),
+    "command-r": GgufArchitecture(
+        "CohereForCausalLM", {**_LLAMA, **_HEAD_NORMS}, epsilon=(_LAYER_NORM, "layer_norm_eps"), read=_read_command_r
+    ),
+    "cohere2": GgufArchitecture(
+        "Cohere2ForCausalLM", _LLAMA, epsilon=(_LAYER_NORM, "layer_norm_eps"), read=_read_cohere2
+    ),
+    "internlm2": GgufArchitecture("LlamaForCausalLM", _LLAMA, has_permuted_heads=True),
     "deepseek2": GgufArchitecture("DeepseekV2ForCausalLM", _DEEPSEEK2, is_latent=True, read=_read_deepseek2),
 }
 """By `general.architecture`."""

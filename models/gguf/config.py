@@ -67,7 +67,7 @@ def config_values(
         "intermediate_size": _inner_size(keys),
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "max_position_embeddings": keys.integer("context_length", REQUIRED),
-        "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon", REQUIRED),
+        rules.epsilon[1]: keys.number(f"attention.{rules.epsilon[0]}", REQUIRED),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
         "dtype": _main_dtype(tensors).name,

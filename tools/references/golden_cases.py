@@ -331,7 +331,7 @@ def family_cases() -> dict[str, tuple[Any, int]]:
             small("Cohere", 60, 37, **heads(6, 2), use_qk_norm=True, logit_scale=0.25, attention_bias=True), 20
         ),
         "cohere2_windows": (
-            small("Cohere2", 48, 41, **heads(4, 2), num_hidden_layers=4, sliding_window=5, logit_scale=0.5, **untied),
+            small("Cohere2", 48, 41, **heads(4, 2), num_hidden_layers=4, sliding_window=5, logit_scale=0.5),
             22,
         ),
         "starcoder2_odd": (small("Starcoder2", 42, 51, **heads(3, 1), sliding_window=7), 19),

@@ -19,11 +19,13 @@ ARCHITECTURES = {
     "gemma3_text": "gemma3", "phi3": "phi3", "granite": "granite", "smollm3": "smollm3", "olmo2": "olmo2",
     "olmo3": "olmo2", "glm4": "glm4", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe",
     "olmoe": "olmoe", "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe",
-    "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
+    "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "gemma": "gemma", "seed_oss": "seed_oss",
+    "exaone4": "exaone4", "ernie4_5": "ernie4_5", "starcoder2": "starcoder2", "cohere": "command-r",
+    "cohere2": "cohere2", "internlm2": "internlm2",
 }  # fmt: skip
 WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3")
 LATENT = ("deepseek_v2", "deepseek_v3")
-PERMUTED = ("llama", "mistral", "granite", "smollm3", "mixtral")
+PERMUTED = ("llama", "mistral", "granite", "smollm3", "mixtral", "internlm2")
 
 
 def write_gguf(
@@ -138,7 +140,12 @@ def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any], has_whole_maps: b
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(1 if kind in LATENT and not has_whole_maps else config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if "rms_norm_eps" in config:
+        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    else:
+        writer.add_layer_norm_eps(config["norm_epsilon" if kind == "starcoder2" else "layer_norm_eps"])
+    if kind in ("cohere", "cohere2"):
+        writer.add_logit_scale(config["logit_scale"])
     writer.add_rope_freq_base(rope["rope_theta"])
     if kind not in ("phi3", "gemma2", "gemma3_text"):
         writer.add_vocab_size(config["vocab_size"])
@@ -187,7 +194,7 @@ def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any], has_whole_maps: b
         writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
     if kind == "gpt_oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
-    if kind in ("gemma2", "gemma3_text", "phi3", "mistral", "olmo3", "gpt_oss", "mixtral"):
+    if kind in ("gemma2", "gemma3_text", "phi3", "mistral", "olmo3", "gpt_oss", "mixtral", "cohere2"):
         writer.add_sliding_window(config["sliding_window"] or 0)
     if kind == "olmo3":
         writer.add_sliding_window_pattern([layer == "sliding_attention" for layer in config["layer_types"]])

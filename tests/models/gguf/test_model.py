@@ -53,6 +53,13 @@ CASES: dict[str, dict[str, Any]] = {
     "olmoe_odd": {},
     "gpt_oss_odd": {},
     "glm4_moe_groups": {},
+    "gemma_odd": {},
+    "seed_oss_odd": {},
+    "exaone4_full": {},
+    "ernie_odd": {},
+    "starcoder2_odd": {"sliding_window": None},
+    "cohere_norms": {},
+    "cohere2_windows": {},
 }
 
 
@@ -96,6 +103,13 @@ def comparable(config: Any, has_factors: bool) -> Any:
     ropes = [dataclasses.replace(rope, attention_factor=np.float32(rope.attention_factor)) for rope in ropes]
     told = {"dtype": None, "bos_token_id": None, "eos_token_ids": (), "pad_token_id": None}
     return dataclasses.replace(config, **told, layer_ropes=tuple(ropes))
+
+
+def test_internlm2_is_llama_there(tmp_path: Path) -> None:
+    """Its converter takes queries, keys and values apart, and rotates neighbours."""
+    config, tensors, ids = twin_of(tmp_path / "twin", "llama_linear_gqa2")
+    path = write_gguf(tmp_path / "model.gguf", {**config, "model_type": "internlm2"}, tensors)
+    np.testing.assert_array_equal(logits_of(load_model(path), ids), logits_of(load_model(tmp_path / "twin"), ids))
 
 
 QUANTISED = [Ggml.Q8_0, Ggml.Q4_0, Ggml.Q4_1, Ggml.Q5_0, Ggml.Q5_1, Ggml.Q2_K, Ggml.Q3_K, Ggml.Q4_K, Ggml.Q5_K]
