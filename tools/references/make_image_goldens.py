@@ -28,7 +28,6 @@ RULES: dict[str, dict[str, Any]] = {
 
 def main() -> None:
     import transformers
-    from PIL import Image, ImageOps
     from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as oracle
 
     grids = {
@@ -42,7 +41,7 @@ def main() -> None:
     }
     pictures = {}
     for name in PICTURES:
-        image = ImageOps.exif_transpose(Image.open(io.BytesIO(picture_bytes(name))))
+        image = opened(name)
         for rule in ("qwen2.5", "small"):
             raw = oracle.Qwen2VLImageProcessorPil(**RULES[rule], do_rescale=False, do_normalize=False)
             pixels = raw([image], return_tensors="np")["pixel_values"]
@@ -60,11 +59,20 @@ def main() -> None:
     make_sides()
 
 
+def opened(name: str) -> Any:
+    """A picture, upright. Greys of 16 bits are scaled to 8 beforehand: transformers clips them."""
+    from PIL import Image, ImageOps
+
+    image = ImageOps.exif_transpose(Image.open(io.BytesIO(picture_bytes(name))))
+    if image.mode == "I;16":
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image
+
+
 def make_sides() -> None:
     """Of Pixtral's processor: each picture's height and width, and the digest of its pixels, channels first; None of
     one that it cannot resize, since a side would have no pixels."""
     import transformers
-    from PIL import Image, ImageOps
 
     found: dict[str, Any] = {}
     for name, settings in SIDES.items():
@@ -78,7 +86,7 @@ def make_sides() -> None:
                 return None
             return [*pixels.shape[1:], hashlib.sha256(pixels.tobytes()).hexdigest()[:16]]
 
-        files = {one: ImageOps.exif_transpose(Image.open(io.BytesIO(picture_bytes(one)))) for one in PICTURES}
+        files = {one: opened(one) for one in PICTURES}
         values = np.asarray(whole([files["rgb"]], return_tensors="np")["pixel_values"][0]).ravel()
         found[name] = {
             "files": {one: made(image) for one, image in files.items()},
@@ -90,7 +98,6 @@ def make_sides() -> None:
 
 def make_fixed() -> None:
     import transformers
-    from PIL import Image, ImageOps
 
     found: dict[str, Any] = {}
     for name, case in FIXED.items():
@@ -102,7 +109,7 @@ def make_fixed() -> None:
             pixels = np.asarray(raw([image], return_tensors="np")["pixel_values"][0])
             return hashlib.sha256(pixels.astype(np.uint8).tobytes()).hexdigest()[:16]
 
-        files = {one: ImageOps.exif_transpose(Image.open(io.BytesIO(picture_bytes(one)))) for one in PICTURES}
+        files = {one: opened(one) for one in PICTURES}
         values = np.asarray(whole([files["rgb"]], return_tensors="np")["pixel_values"][0]).ravel()
         found[name] = {
             "files": {one: made(image) for one, image in files.items()},
