@@ -71,7 +71,7 @@ def test_what_a_script_may_hold(tmp_path: Path) -> None:
     [
         (b"", "is empty"),
         (b"no picture", "cannot be read"),
-        (picture_bytes("rgb")[:200], "cannot be read"),
+        (picture_bytes("rgb")[:200], "cut off: its 200 bytes end before the picture does"),
         (picture_bytes("large"), "1200 x 900 pixels, limit 100,000"),
         (picture_bytes("rgb") + bytes(200_000), "bytes, limit 200,000"),
         (np.zeros((4, 4, 3), np.float32), "must be uint8"),
