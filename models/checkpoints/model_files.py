@@ -17,6 +17,7 @@ from models.gguf.model_file import GgufModel
 from models.quantized.scheme import add_quantization, read_quantization, with_quantized
 from tokenizer.ends import EndTokens, end_tokens
 from tokenizer.loading import TokenizerFiles, read_folder
+from tokenizer.warn import warn_once
 
 
 class ModelFiles(Protocol):
@@ -78,7 +79,15 @@ class ModelFolder:
 
     def tokenizer_files(self) -> TokenizerFiles | None:
         """See `ModelFiles`."""
-        return read_folder(self.path) if self.has_tokenizer() else None
+        if self.has_tokenizer():
+            return read_folder(self.path)
+        for name in ("tokenizer.model", "tekken.json", "tiktoken.model"):
+            if (self.path / name).is_file():
+                warn_once(
+                    f"{self.path}: {name} is not read, and there is no tokenizer.json: the model serves ids alone;"
+                    " transformers makes one: `AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`"
+                )
+        return None
 
 
 def open_model(path: str | Path, overrides: str = "") -> ModelFiles:
