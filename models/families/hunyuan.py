@@ -27,8 +27,8 @@ def read_hunyuan(fields: Fields) -> DecoderConfig:
         ("norm_type", "rms"), ("mlp_bias", False),
     ):  # fmt: skip
         fields.expect(name, value)
-    for name in ("cla_share_factor", "org_vocab_size", "position_embedding_xdrope"):
-        fields.raw(name)
+    for name in ("cla_share_factor", "class_num", "dense_list", "org_vocab_size", "pool_type"):
+        fields.raw(name)  # of other heads, and of what is switched off
     has_bias = fields.boolean("attention_bias", False)
     rope = _read_rope(fields, common["head_dim"], common["max_position_embeddings"])
     return DecoderConfig(

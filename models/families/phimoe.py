@@ -41,6 +41,7 @@ def read_phimoe(fields: Fields) -> MoeConfig:
     refuse_tied_bias(fields, "lm_head_bias", common, head_bias)
     rule = read_rule(fields, count=16, top_k=2, normalises=False)
     fields.expect("num_experts_per_tok", 2)  # SparseMixer chooses two, whatever the file says
+    fields.raw("input_jitter_noise")  # of training
     jitter = fields.number("router_jitter_noise", 0.01, least=0.0, most=1.0)
     return MoeConfig(
         **common,
