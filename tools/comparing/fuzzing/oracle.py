@@ -89,7 +89,9 @@ def _tokenized(texts: list[str], folder: Path) -> list[list[int]]:
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>")
     tokenizer(texts, truncation=True, max_length=3, padding="max_length")
     tokenizer.save_pretrained(folder)
-    return [transformers.AutoTokenizer.from_pretrained(folder)(text)["input_ids"] for text in texts]
+    # Not AutoTokenizer, which makes a model type's own steps around the model whatever the file says (Qwen2's digits).
+    again = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    return [again(text)["input_ids"] for text in texts]
 
 
 def _continued(
