@@ -27,8 +27,11 @@ def read_hunyuan(fields: Fields) -> DecoderConfig:
         ("norm_type", "rms"), ("mlp_bias", False),
     ):  # fmt: skip
         fields.expect(name, value)
-    for name in ("cla_share_factor", "class_num", "dense_list", "org_vocab_size", "pool_type"):
-        fields.raw(name)  # of other heads, and of what is switched off
+    tokens = [f"{name}_id" for name in ("eod", "im_end", "im_newline", "im_start", "mask_init", "pad", "text_end")]
+    for name in (
+        *tokens, "text_start_id", "cla_share_factor", "class_num", "dense_list", "org_vocab_size", "pool_type"
+    ):
+        fields.raw(name)  # the template's tokens, other heads, and what is switched off
     has_bias = fields.boolean("attention_bias", False)
     rope = _read_rope(fields, common["head_dim"], common["max_position_embeddings"])
     return DecoderConfig(
