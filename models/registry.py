@@ -92,7 +92,11 @@ def find_architecture(fields: Fields) -> Architecture:
         if of_type is not None and of_type.saved_as == architecture.name:
             return of_type
         if of_type is not None and model_type != architecture.model_type:
-            raise fields.error("model_type", f"{model_type!r:.80} contradicts the architecture {architecture.name}")
+            raise fields.error(
+                "model_type",
+                f"{model_type!r:.80} contradicts the architecture {architecture.name}: if that is right, pass over"
+                ' the type with --hf-overrides \'{"model_type": null}\'',
+            )
         return architecture
     if of_type is not None and not names:
         return of_type

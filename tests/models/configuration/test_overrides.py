@@ -13,7 +13,7 @@ import pytest
 from models.configuration.overrides import as_text, changes, overridden
 from models.errors import ConfigError
 from models.quantized.write import quantize_folder
-from models.registry import load_config, load_model
+from models.registry import load_config, load_model, parse_config
 from runtime.engine.config import EngineConfig
 from runtime.engine.errors import RequestError
 from runtime.engine.make_engine import describe_engine
@@ -81,3 +81,11 @@ def test_an_engine_takes_them(tmp_path: Path) -> None:
     info = describe_engine(folder, config)
     assert info.max_model_len == 256
     assert describe_engine(folder, EngineConfig(device="cpu", kv_cache_bytes=1 << 20)).max_model_len == 128
+
+
+def test_a_type_that_contradicts_the_architecture_can_be_passed_over() -> None:
+    values = {"architectures": ["LlamaForCausalLM"], "model_type": "qwen2"}
+    with pytest.raises(ConfigError, match="contradicts the architecture LlamaForCausalLM") as error:
+        parse_config(values)
+    text = str(error.value).partition("--hf-overrides '")[2].rstrip("'")
+    assert parse_config(overridden(values, as_text(text))).architecture == "LlamaForCausalLM"
