@@ -117,9 +117,9 @@ def one_line(error: Exception) -> str:
         text = str(error)
     elif isinstance(error, BrokenPipeError):
         text = "nobody reads the output any more"
-    elif isinstance(error, OSError) and error.strerror is None:
+    elif isinstance(error, OSError) and not error.strerror:
         text = str(error)
-    elif isinstance(error, OSError):
+    elif isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     else:
         text = f"internal error: {type(error).__name__}: {error} (--debug shows where)"

@@ -25,9 +25,9 @@ def prepare() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
     if sys.stdout is None:
-        sys.stdout = ClosedOutput()  # type: ignore[unreachable]
+        sys.stdout = ClosedOutput()
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # type: ignore[unreachable]
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if type(stream) is not io.TextIOWrapper or stream.encoding is None:
             continue

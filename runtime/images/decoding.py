@@ -166,6 +166,7 @@ def _scaled(image: Image, *, is_unsigned: bool) -> Image:
     values = np.asarray(image)
     if is_unsigned:
         values = values.view(np.uint32)
+    grey: NDArray[Any]
     if image.mode.startswith("I;16"):
         grey = values >> 8
     else:

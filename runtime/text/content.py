@@ -77,8 +77,8 @@ def plain_content(
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
-        kind = type(content).__name__
-        raise RequestError(f"{path} must be a string or a list of parts, not {kind}.", param=path, code="invalid_type")
+        problem = f"{path} must be a string or a list of parts, not {type(content).__name__}."
+        raise RequestError(problem, param=path, code="invalid_type")
     parts: list[dict[str, Any]] = []
     for i, part in enumerate(content):
         where = f"{path}[{i}]"
