@@ -92,6 +92,8 @@ def test_an_element_is_what_the_definition_says(case: dict[str, Any]) -> None:
     for some in (slice(1, 3), slice(rows - 1, None), slice(2, 2), slice(3, rows)):
         np.testing.assert_array_equal(matrix.dequantise(float32, some), whole[some])
         np.testing.assert_array_equal(matrix.cut(some).dequantise(float32), whole[some])
+    picked = np.array([rows - 1, 0, 2])
+    np.testing.assert_array_equal(matrix.pick(picked).dequantise(float32), whole[picked])
 
 
 def test_halves() -> None:
