@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,3 +69,13 @@ def test_every_text_file_has_an_encoding(room: str) -> None:
         for line in places_without_encoding(path.read_text(encoding="utf-8"))
     ]
     assert not found, 'give encoding="utf-8"'
+
+
+def test_nothing_says_to_install_a_name_that_no_registry_has_of_ours() -> None:
+    wrong = [
+        str(path.relative_to(ROOT))
+        for pattern in ("*.md", "docs/*.md", "server/deploy/*", "server/**/*.py", "runtime/**/*.py")
+        for path in ROOT.glob(pattern)
+        if path.is_file() and re.search(r"pip install [\"']?xserv", path.read_text(encoding="utf-8", errors="replace"))
+    ]
+    assert wrong == []
