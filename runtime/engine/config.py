@@ -12,7 +12,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
-from models.configuration.overrides import as_text
 from runtime.engine.checks import check_one_of, check_positive, check_seconds, is_integer
 from runtime.engine.errors import RequestError
 from runtime.errors import InvalidArgumentError
@@ -237,6 +236,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         try:
+            from models.configuration.overrides import as_text  # the help does without models
+
             object.__setattr__(self, "hf_overrides", as_text(self.hf_overrides))
         except InvalidArgumentError as error:
             raise RequestError(str(error), param="hf_overrides") from None
