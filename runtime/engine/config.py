@@ -235,12 +235,13 @@ class EngineConfig:
     gemm: str = "auto"
 
     def __post_init__(self) -> None:
-        try:
+        if self.hf_overrides != "":
             from models.configuration.overrides import as_text  # the help does without models
 
-            object.__setattr__(self, "hf_overrides", as_text(self.hf_overrides))
-        except InvalidArgumentError as error:
-            raise RequestError(str(error), param="hf_overrides") from None
+            try:
+                object.__setattr__(self, "hf_overrides", as_text(self.hf_overrides))
+            except InvalidArgumentError as error:
+                raise RequestError(str(error), param="hf_overrides") from None
         for name in (
             "max_num_seqs", "block_size", "max_waiting", "max_waiting_tokens", "num_speculative_tokens",
             "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size",
