@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 
+from models.configuration.harmless_fields import is_harmless
 from models.configuration.json_fields import Fields
 from models.configuration.rope_config import RopeConfig, parse_rope
 from models.errors import ConfigError
@@ -101,9 +102,9 @@ def test_an_entry_for_each_layer_type() -> None:
         ({"rope_parameters": {"full_attention": "gelu"}}, "rope_parameters: full_attention must be an object"),
         ({"rope_parameters": {"full_attention": [], "sliding_attention": {}}}, "full_attention must be an object"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "rope_parameters: rope_type = 'linear' is not"),
-        ({"rope_parameters": {"full_attention": {}, "dropout": 1}}, "rope_parameters: dropout = 1 is not supported"),
+        ({"rope_parameters": {"full_attention": {}, "stretch": 2}}, "rope_parameters: stretch = 2 is not supported"),
         ({"rope_parameters": {"full_attention": {"type": "su", "rope_type": "default"}}}, "'default', but type says"),
-        ({"rope_parameters": {"full_attention": {"dropout": 1}}}, "full_attention: dropout = 1 is not supported"),
+        ({"rope_parameters": {"full_attention": {"stretch": 2}}}, "full_attention: stretch = 2 is not supported"),
         (
             {"rope_parameters": {"full_attention": {}}, "rope_scaling": {"type": "linear", "factor": 2}},
             "rope_scaling is given beside rope_parameters with an entry",
@@ -115,7 +116,7 @@ def test_what_is_no_entry_for_each_layer_type(values: dict[str, object], message
         fields = Fields(values, "x")
         for kind in LAYERS:
             parse_rope(fields, 8, 256, layer_type=kind)
-        fields.refuse_unread(lambda name, value: True)  # nothing is harmless in a rope object
+        fields.refuse_unread(is_harmless)
 
     with pytest.raises(ConfigError, match=message):
         parse_both()
