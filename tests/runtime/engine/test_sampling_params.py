@@ -28,6 +28,7 @@ def test_defaults_are_vllms() -> None:
         "ignore_eos": False,
         "max_tokens": 16,
         "min_tokens": 0,
+        "truncate_prompt_tokens": None,
         "logprobs": None,
         "prompt_logprobs": None,
         "detokenize": True,
