@@ -45,6 +45,10 @@ def draw_case(rng: random.Random, family: str, emulated: list[str], is_small: bo
     runs = [_draw_run(rng, "cpu", max_model_len, groups, is_tight) for is_tight in (False, True)]
     if device is not None:
         runs.append(_draw_run(rng, device, max_model_len, groups, rng.random() < 0.6))
+    if "mm_tokens_per_image" in fields:  # a step has room for a picture that may not be cut, beside all decodes
+        for run in runs:
+            if "max_num_batched_tokens" in run:
+                run["max_num_batched_tokens"] = max(run["max_num_batched_tokens"], 17)
     return {
         "family": family, "fields": fields, "dtype": dtype, "weights": rng.randrange(1 << 16), "prompts": prompts,
         "num_new": num_new, "max_model_len": max_model_len, "runs": runs, "fuses_experts": rng.random() < 0.5,
