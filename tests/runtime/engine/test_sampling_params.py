@@ -64,6 +64,7 @@ FIELDS_AND_BAD_VALUES = {
     "detokenize": [0, None],
     "skip_special_tokens": [1, None],
     "include_stop_str_in_output": [1, None],
+    "truncate_prompt_tokens": [0, -2, 1.5, True, "1"],
     "bad_words_token_ids": ["a", [1], [[]], [["a"]], [[True]], [[1] * 65], [[1]] * 257],
     "bad_words": ["a", [1], 5, [None], ["a"] * 257],
     "grammar": ["a", {"kind": "regex", "text": "a"}, 1],
