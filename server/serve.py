@@ -170,7 +170,8 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         assert sockets is not None
         self.loop = asyncio.get_running_loop()
-        self.loop.add_signal_handler(signal.SIGHUP, self._hang_up)
+        if threading.current_thread() is threading.main_thread():  # as uvicorn has it for its own signals
+            self.loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         host, port = sockets[0].getsockname()[:2]
         shown_host = f"[{host}]" if ":" in host else host
         scheme = "https" if self.app.config.ssl_certfile else "http"
