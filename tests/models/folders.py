@@ -128,3 +128,9 @@ def change_config(folder: Path, **changes: Any) -> Path:
     fields = {**json.loads(path.read_text(encoding="utf-8")), **changes}
     path.write_text(json.dumps({key: value for key, value in fields.items() if value is not ...}), encoding="utf-8")
     return folder
+
+
+def arrays_of(path: Path) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file, which is closed again."""
+    with np.load(path) as stored:
+        return dict(stored)

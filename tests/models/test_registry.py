@@ -322,7 +322,7 @@ BAD_FOLDERS: list[tuple[str, Callable[[Path], Any], type[ModelLoadError], str]] 
         "unknown_architecture",
         lambda f: change_config(f, architectures=["BloomForCausalLM"], model_type="bloom"),
         ConfigError,
-        "config.json: architectures 'BloomForCausalLM' is not supported; supported are .*LlamaForCausalLM, ",
+        r"config.json: architectures 'BloomForCausalLM' is not supported\. .* Supported are .*LlamaForCausalLM, ",
     ),
     ("truncated", truncate, WeightsError, "model.safetensors: tensor .* the file is truncated"),
     (

@@ -32,7 +32,8 @@ def test_a_server_outlives_its_engine(tmp_path: Path) -> None:
 
 
 def check(engine: ProcessEngineClient, obstacle: Path) -> None:
-    with running(create_app(engine, None)) as url, httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
+    app = create_app(engine, None, default_sampling={})
+    with running(app) as url, httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
         assert http.get("/ready").status_code == 200
         with http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as response:
             lines = (line for line in response.iter_lines() if line)

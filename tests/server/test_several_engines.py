@@ -26,7 +26,8 @@ from tests.waiting import TIMEOUT_S, wait_until
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[Fleet, httpx.Client]]:
     fleet = light_fleet()
-    app = create_app(fleet, None, model_name="light", config=ServerConfig(drain_timeout_s=TIMEOUT_S))
+    config = ServerConfig(drain_timeout_s=TIMEOUT_S)
+    app = create_app(fleet, None, model_name="light", default_sampling={}, config=config)
     with running(app) as url, httpx.Client(base_url=url, timeout=TIMEOUT_S) as http:
         yield fleet, http
     fleet.close()

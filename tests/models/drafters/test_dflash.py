@@ -28,7 +28,7 @@ from tests.models.drafters.dflash_cases import (
     write_target,
 )
 from tests.models.drafters.one_drafter import BlocksAlone
-from tests.models.folders import load_golden, write_model
+from tests.models.folders import arrays_of, load_golden, write_model
 
 DEVICES = ["cpu", pytest.param("emulated:sm_80", marks=[pytest.mark.emulator, pytest.mark.exhaustive])]
 
@@ -45,7 +45,7 @@ def parts_of(case: str) -> tuple[list[NDArray[np.float32]], NDArray[np.int32]]:
 def check(drafter: DFlashDrafter, case: str, steps: list[int]) -> None:
     """Blocks behind steps of so many hidden states, each written over the one before."""
     states, token_ids = parts_of(case)
-    expected, alone = np.load(FOLDER / f"{case}.npz"), BlocksAlone(drafter)
+    expected, alone = arrays_of(FOLDER / f"{case}.npz"), BlocksAlone(drafter)
     for count in steps:
         alone.absorb(states, count)
         column = alone.length - 1
@@ -120,7 +120,7 @@ def test_a_head_of_fewer_tokens(tmp_path: Path) -> None:
     alone = BlocksAlone(load_dflash(folder, target, device="cpu", dtype="float32"))
     states, token_ids = parts_of("dspark")
     alone.absorb(states, 4)
-    expected = np.load(FOLDER / "dspark.npz")
+    expected = arrays_of(FOLDER / "dspark.npz")
     before = np.array([token_ids[3], *expected["token_ids"][3][:-1]], np.int32)
     found, wanted = alone.block(int(token_ids[3]), before), expected["logits"][3]
     assert np.isneginf(np.delete(found, ids, 1)).all()

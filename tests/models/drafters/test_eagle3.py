@@ -19,7 +19,7 @@ from models.errors import ModelLoadError
 from models.registry import load_model
 from tests.models.drafters.eagle3_cases import CASES, FOLDER, NUM_STEPS, NUM_TOKENS, TARGET_LAYERS
 from tests.models.drafters.one_drafter import Alone
-from tests.models.folders import load_golden, write_model
+from tests.models.folders import arrays_of, load_golden, write_model
 
 TARGET: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 40, "hidden_size": 16,
@@ -62,7 +62,7 @@ def test_logits_are_those_of_speculators(case: str, device: str, tmp_path: Path)
     folders = [FOLDER / case]
     if device == "cpu" and case == "llama":
         folders.append(plain(FOLDER / case, tmp_path / "plain"))
-    expected = np.load(FOLDER / case / "expected.npz")
+    expected = arrays_of(FOLDER / case / "expected.npz")
     vocab, known = TARGET["vocab_size"], CASES[case][1]["draft_vocab_size"]
     columns = range(NUM_TOKENS) if device == "cpu" else (0, 7)
     for folder in folders:
@@ -88,7 +88,7 @@ def test_the_models_table_and_head_are_shared(tmp_path: Path) -> None:
     folder = plain(case, tmp_path / "plain", ("embed_tokens.weight", "lm_head.weight"))
     shared = load_eagle3(folder, target, device="cpu", dtype="float32")
     assert whole.weight_bytes - shared.weight_bytes >= 2 * 40 * 16 * 4
-    expected = np.load(case / "expected.npz")
+    expected = arrays_of(case / "expected.npz")
     logits = Alone(shared).chain(expected["token_ids"], parts_of(expected["states"]), 4, NUM_STEPS)
     assert all(np.isfinite(each).all() for each in logits)
     declared = load_eagle3(folder, target, device="cpu", dtype="float32", declares=True)

@@ -13,7 +13,7 @@ from models.errors import ModelLoadError
 from models.registry import load_model
 from tests.models.drafters.mtp_cases import CASES, FOLDER, NUM_STEPS, NUM_TOKENS, write_with_prediction
 from tests.models.drafters.one_drafter import Alone
-from tests.models.folders import change_config, load_golden, write_model
+from tests.models.folders import arrays_of, change_config, load_golden, write_model
 
 DEVICES = ["cpu", pytest.param("emulated:sm_80", marks=[pytest.mark.emulator, pytest.mark.exhaustive])]
 
@@ -30,7 +30,7 @@ def test_logits_are_those_of_transformers_layers(case: str, device: str, tmp_pat
     drafter = load_mtp(folder, target, device=device, dtype="float32")
     declared = load_mtp(folder, target, device=device, dtype="float32", declares=True)
     assert declared.weight_bytes == drafter.weight_bytes
-    expected = np.load(FOLDER / f"{case}.npz")
+    expected = arrays_of(FOLDER / f"{case}.npz")
     for column in range(NUM_TOKENS) if device == "cpu" else (0, 5):
         found = Alone(drafter).chain(expected["token_ids"], [expected["states"]], column, NUM_STEPS)
         assert len(found) == min(NUM_STEPS, NUM_TOKENS - column)

@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     [
         ({"swiglu_limit": 10.0}, "swiglu_limit = 10.0"),
         ({"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0"),
-        ({"rope_parameters": ...}, "rope_parameters is missing"),
+        ({"rope_parameters": None}, "rope_parameters is missing"),  # absent, it is its class's
         ({"experts_per_token": 4}, "experts_per_token = 4"),
         ({"num_experts_per_tok": 4}, "num_experts_per_tok = 4 must be at most num_local_experts = 3"),
         ({"quantization_config": {"quant_method": "mxfp4", "bits": 4}}, "bits = 4 is not supported for quant"),

@@ -102,7 +102,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert invoke("perplexity", str(text), "--device", "cpu", "--stride", "9000")[0] == 2
     text.write_bytes(b"\xff\xfe")
     status, _, err = invoke("perplexity", str(text))
-    assert (status, "no text in UTF-8" in err, err.count("\n")) == (2, True, 1)
+    assert (status, "UTF-16" in err, err.count("\n")) == (2, True, 1)
 
 
 def test_the_tool_needs_nothing_of_ours_but_the_standard_library() -> None:

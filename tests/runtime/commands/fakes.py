@@ -11,6 +11,7 @@ from typing import Any
 from runtime.engine.sampling_params import SamplingParams
 from runtime.text.formats import AnswerFormat
 from runtime.text.pipeline import TextDelta
+from tokenizer.templates.template_forms import TemplateForms, forms_of
 
 
 class FakeTokenizer:
@@ -18,6 +19,9 @@ class FakeTokenizer:
 
     has_chat_template = True
     chat_templates = {"default": "<think>"}  # noqa: RUF012
+
+    def template_forms(self, chat_template: str | None = None, *, has_tools: bool = False) -> TemplateForms:
+        return forms_of("{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}assistant:", (), has_tools)
 
     def token_to_id(self, token: str) -> int | None:
         return None
