@@ -129,13 +129,13 @@ class Decoder(Model):
     def attention(
         self, index: int, maker: Maker, *, under: str = "self_attn", input_norm: str = "", **choices: Any
     ) -> Attention:
-        """The attention of a layer, from what stands under that name, behind the norm of that name; `choices` are
+        """The attention of a layer, from what stands under that name, after the norm of that name; `choices` are
         `Attention`'s."""
         norm = self._input_norm(maker, input_norm)
         return Attention(self.config, index, maker.under(under), self.rope_of(index), input_norm=norm, **choices)
 
     def mlp(self, maker: Maker, *, under: str = "mlp", input_norm: str = "", **choices: Any) -> GatedMlp:
-        """The MLP of a layer, from what stands under that name, behind the norm of that name; `choices` are
+        """The MLP of a layer, from what stands under that name, after the norm of that name; `choices` are
         `GatedMlp`'s."""
         norm = self._input_norm(maker, input_norm)
         return GatedMlp(self.config, maker.under(under), input_norm=norm, **choices)

@@ -74,7 +74,7 @@ def _parse(fields: Fields) -> ModelConfig:
     return replace(config, architecture=architecture.name, max_position_embeddings=reach)
 
 
-_ADVICE = ": nothing here reads it. If the model is the same without it, pass over it with --hf-overrides '{null}'"
+_ADVICE = ": no code reads it. If the model computes the same without it, ignore it with --hf-overrides '{null}'"
 
 
 def find_architecture(fields: Fields) -> Architecture:
@@ -143,7 +143,7 @@ def load_model(
     options, overrides = LoadOptions.parse(**settings), settings.get("hf_overrides", "")
     said, positions = _config_and_positions(folder, load_format, max_model_len, overrides)
     for change in changes(open_model(folder).config().values(), overrides) if overrides and not options.rank else ():
-        logger.warning("%s: by hf_overrides %s", folder, change)
+        logger.warning("%s: with hf_overrides %s", folder, change)
     source, config = _source(folder, said, options, load_format, seed, overrides)
     if isinstance(source, Checkpoint):
         source.check_numbers()

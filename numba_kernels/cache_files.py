@@ -93,7 +93,7 @@ def warn_of_no_cache(folder: Path, error: OSError) -> None:
         _warned.append(folder)
         logger.warning(
             "the cache %s cannot be written (%s): what is compiled now is compiled again at the next start; "
-            "XDG_CACHE_HOME names another folder",
+            "set XDG_CACHE_HOME to another folder",
             folder,
             error.strerror or error,
         )

@@ -169,8 +169,8 @@ def kept_njit(function: Callable[..., Any], folder: Path, **options: Any) -> Any
 
 
 def _compile_quickly(compile_: Callable[..., Any]) -> Callable[..., Any]:
-    """A dispatcher's way to compile a signature, which numba calls with its global compiler lock held. What another
-    one's code calls becomes a part of that."""
+    """A dispatcher's way to compile a signature, which numba calls with its global compiler lock held. Functions that
+    another dispatcher's code calls become parts of that code."""
 
     def compile_quickly(arguments: Any, return_type: Any) -> Any:
         with quick_host_passes(), known_parts() as is_first, nullcontext() if is_first else linked_parts():

@@ -50,7 +50,7 @@ class RoutingRule:
     def __post_init__(self) -> None:
         if self.scores == "sparsemixer" and (self.normalises or self.num_groups > 1):
             raise InvalidArgumentError(
-                "RoutingRule: scores are 'sparsemixer', whose weights are not normalised, of experts without groups",
+                "RoutingRule: with scores 'sparsemixer' normalises must be False and num_groups 1",
                 param="scores",
             )
         if not 1 <= self.top_k <= self.num_experts:

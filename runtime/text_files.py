@@ -28,10 +28,10 @@ def read_text_file(path: Path | str, param: str | None = None) -> str:
         content = content[len(codecs.BOM_UTF8) :]
     for mark, encoding in _MARKS:
         if content.startswith(mark):
-            raise InvalidArgumentError(f"{name} is text in {encoding}: save it as UTF-8", param=param)
+            raise InvalidArgumentError(f"{name} is {encoding}, must be UTF-8: save it as UTF-8", param=param)
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        problem = f"{name} is no text in UTF-8: line {line} has the byte 0x{content[error.start]:02x}: save it as UTF-8"
+        problem = f"{name} is not UTF-8: line {line} has the byte 0x{content[error.start]:02x}; save it as UTF-8"
         raise InvalidArgumentError(problem, param=param) from None

@@ -65,7 +65,7 @@ class ServerConfig:
                              template shows
     reasoning_parser         how reasoning is read: "think", "none", or "auto", the same
 
-    close_schemas            objects of JSON schemas that name their properties have no others, unless `strict` is false
+    close_schemas            objects of JSON schemas allow only the properties that they list, unless `strict` is false
     Pictures, of models that read them:
     limit_images             most pictures in one request; beyond it the answer is 400
     max_image_bytes          of a picture's file
@@ -196,4 +196,5 @@ class ServerConfig:
         for origin in self.allowed_origins:
             if not is_origin(origin):
                 examples = "https://chat.example, http://localhost:*, app://*, tauri://localhost, null or *"
-                raise ServerConfigError(f"--allowed-origin: {origin!r} is no origin such as {examples}; it has no path")
+                what = f"an origin without a path, such as {examples}"
+                raise ServerConfigError(f"--allowed-origin is {origin!r}, must be {what}")

@@ -78,7 +78,7 @@ def serve(
 
     model              None: the bundled one; a folder; a GGUF file; a hub id
     port               0: any free one; the log and the line that is printed when all is ready name it
-    served_model_name  the name in the API, or several, which commas may part; None: the folder's or the hub id
+    served_model_name  the name in the API, or several, in a list or between commas; None: the folder's or the hub id
     config             limits, keys, log; where only this machine can connect, the Host header must name it, or be among
                        `allowed_hosts`, and pages that it serves itself may ask
     in_process         the engine in a thread of this process, not in one of its own; for debugging
@@ -123,8 +123,8 @@ def served_names(given: str | Sequence[str] | None) -> list[str]:
     names = list(dict.fromkeys(name.strip() for part in parts for name in part.split(",")))
     for name in names:
         if not name or any(c.isspace() or not c.isprintable() for c in name):
-            how = "repeat the option, or part them by commas: --served-model-name a,b"
-            raise ServerConfigError(f"--served-model-name: {name!r} is no name. For several names, {how}")
+            how = "for several names repeat the option, or separate them by commas: --served-model-name a,b"
+            raise ServerConfigError(f"--served-model-name has {name!r}, must be a name without white space; {how}")
     return names
 
 
@@ -230,14 +230,14 @@ class _Server(uvicorn.Server):
                 await asyncio.wait_for(lifecycle.wait_idle(), GRACE_S)
 
     def _hang_up(self) -> None:
-        """At a SIGHUP: the files of keys are read again. Without any, it is the end of the terminal that the server was
-        started from, and ends it as SIGTERM does; or somebody asks for nothing, as `systemctl reload` may."""
+        """On SIGHUP, reads the files of API keys again. A server without such files stops as on SIGTERM if its stdin is
+        a terminal, which was closed; elsewhere (`systemctl reload`) it only logs the signal."""
         if self.app.config.api_key_files:
             self.app.keys.reload()
         elif sys.stdin is not None and sys.stdin.isatty():
             self.handle_exit(signal.SIGTERM, None)
         else:
-            logger.info("SIGHUP: there are no files of API keys to read again")
+            logger.info("SIGHUP changes nothing: there are no files of API keys to read again (--api-key-file)")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called at each SIGINT and SIGTERM. (uvicorn's own raises them again at the end.)"""

@@ -109,7 +109,7 @@ else
         echo "xserv: making $venv with $("$python" --version)"
         bring_uv || :
     fi
-    # uv knows nothing of what pip.conf says of mirrors: pip may find what it does not.
+    # uv does not read pip.conf: pip may reach a mirror that uv does not.
     if [ ! -x "$uv" ] || ! with_uv; then
         echo "xserv: pip installs instead of uv, which takes longer"
         with_pip

@@ -85,7 +85,7 @@ class ModelFolder:
             if (self.path / name).is_file():
                 warn_once(
                     f"{self.path}: {name} is not read, and there is no tokenizer.json: the model serves ids alone;"
-                    " transformers makes one: `AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`"
+                    " make one with transformers: `AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`"
                 )
         return None
 

@@ -29,7 +29,7 @@ def remedy(folder: Path) -> str:
         )
     if found(".safetensors"):  # else they were taken
         return (
-            f"{found('.safetensors')} has Mistral's own names of tensors: take the repository's model*.safetensors,"
+            f"{found('.safetensors')} has Mistral's own tensor names: take the repository's model*.safetensors,"
             " or convert it (transformers: `convert_mistral_weights_to_hf.py`)"
         )
     return (

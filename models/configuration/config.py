@@ -151,7 +151,7 @@ def refuse_tied_bias(fields: Fields, name: str, common: Mapping[str, Any], has_b
     """`ConfigError` for a head that has a bias and is the token table, too, which no published model has."""
     if has_bias and common["tie_word_embeddings"]:
         raise fields.error(
-            name, "is true, and tie_word_embeddings too: a head that is the token table cannot have a bias here"
+            name, "is true beside tie_word_embeddings true: a head that is the token table cannot have a bias here"
         )
 
 

@@ -85,7 +85,7 @@ def load_end_ids(model: str | Path, overrides: str = "") -> tuple[int, ...]:
     try:
         tokens = files.end_tokens()
     except TokenizerFileError as error:  # told to whoever loads the tokenizer
-        warn_once(f"{error}: whether the tokenizer has further ends of an answer is not known")
+        warn_once(f"{error}: answers end at the ids of the configs alone, not at those that the tokenizer names")
         tokens = None
     if tokens is not None and named:
         if plain := [i for i in dict.fromkeys(others) if i not in named and i not in tokens.special]:
@@ -102,11 +102,11 @@ def _generation_fields(files: ModelFiles) -> Fields:
 
 
 def _sensible(read: Callable[[], Any]) -> Any:
-    """What is read; None, with a warning, where it makes no sense."""
+    """The result of `read`; None, with a warning, if the file makes no sense."""
     try:
         return read()
     except ConfigError as error:
-        warn_once(f"{error}; it is passed over")
+        warn_once(f"{error}; it is ignored")
         return None
 
 

@@ -66,9 +66,10 @@ _PATTERNS = re.compile(
         r"(.*_)?(dtype|in_fp32)|.*(attn|attention|experts)_implementation.*|.*flash_?(attn|attention).*",
         r"(use_|enable_)?(fused?|triton|cuda|deepspeed|xformers|torch_compile|liger|kernels?)(_.*|$)",
         r"(base_model_)?(ep|tp|pp|dp|fsdp)_(size|plan|rank|degree)",
-        r"(transformers|torch|unsloth|peft|diffusers|model|sentence_transformers)_version|(unsloth|sentence_transformers).*",
+        r"(transformers|torch|unsloth|trl|axolotl|accelerate|peft|diffusers|model|sentence_transformers)_version",
+        r"(unsloth|sentence_transformers).*",
         r"(license|language|base_model|model_card|author|description|homepage|created|dataset|tags|finetun|task)(_.*|$)",
-        r"(tokenizer|summary|classifier|num_labels)(_.*|$)|.*_token_(id|ids|index)",
+        r"(tokenizer|summary|classifier|num_labels)(_.*|$)|.*_token_(id|ids|index)|(bos|eos|pad|unk)_token",
     ))
 )  # fmt: skip
 
@@ -79,6 +80,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "norm_after": (False,),
     "partial_rotary_factor": (1,),
+    "position_embedding_xdrope": (False,),
     "qk_layernorm": (False,),
     "rope_interleaved": (False,),
     "rotary_pct": (1,),

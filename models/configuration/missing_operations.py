@@ -32,15 +32,15 @@ _BY_NAME = {
 
 
 def missing_operations(config: Mapping[str, Any]) -> str:
-    """What is not implemented: a sentence for a message, without its full stop."""
+    """A sentence that names what is not implemented, for a message, without its full stop."""
     found = list(dict.fromkeys(_found(config)))
     if found:
         return f"Not implemented here: {'; '.join(found)}"
     if config.get("vision_config"):
         return "Not implemented here: a picture tower of its kind (vision_config)"
     return (
-        "Not implemented here: its family, whose config names no operation that is missing. If it is one of the others"
-        ' under a name of its own, say which: --hf-overrides \'{"architectures": ["LlamaForCausalLM"]}\''
+        "Not implemented here: its family, though its config names no missing operation. If it is a supported model"
+        ' under another name, name that: --hf-overrides \'{"architectures": ["LlamaForCausalLM"]}\''
     )
 
 

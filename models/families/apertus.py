@@ -26,7 +26,7 @@ class ApertusModel(Decoder):
 
 
 class XieluMlp:
-    """`down(xielu(up(x)))`, behind a norm if it has one."""
+    """`down(xielu(up(x)))`, after a norm if it has one."""
 
     def __init__(self, config: DecoderConfig, maker: Maker, norm: RmsNorm | None) -> None:
         hidden, inner = config.hidden_size, config.share("intermediate_size")

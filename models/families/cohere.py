@@ -51,22 +51,25 @@ def read_cohere(fields: Fields) -> CohereConfig:
 def read_cohere2(fields: Fields) -> CohereConfig:
     common, rope = _read_common(fields, default_theta=10_000.0)
     num_layers = common["num_layers"]
-    pattern = fields.integer("sliding_window_pattern", 4)
+    names = ("sliding_window_pattern", "_sliding_window_pattern")  # transformers writes it as its own, too
+    pattern = next((fields.integer(name) for name in names if fields.has(name)), 4)
+    fields.expect("_sliding_window_pattern", pattern)
     fields.expect("layer_switch", pattern)  # notes of Cohere's own that say what is so anyway
     fields.expect("order_of_interleaved_layers", "local_attn_first")
     fields.expect("position_embedding_type", "rope_gptj")
     fields.expect("rotary_pct", 1, 1.0)
     for name, value in (
         ("use_embedding_sharing", True), ("use_gated_activation", True), ("use_parallel_block", True),
-        ("use_parallel_embedding", False), ("use_qk_norm", False),
+        ("use_qk_norm", False),
     ):  # fmt: skip
         fields.expect(name, value)
+    fields.raw("use_parallel_embedding")  # how its makers split the table over devices
     kinds = read_layer_types(fields, num_layers) or [
         "sliding_attention" if (index + 1) % pattern else "full_attention" for index in range(num_layers)
     ]
     window = fields.integer("sliding_window", None if "sliding_window" in fields else 4096)
     if window is None and "sliding_attention" in kinds:
-        raise fields.error("sliding_window", "is null, but layers have sliding_attention")
+        raise fields.error("sliding_window", "is null, must be a number: layers have sliding_attention")
     is_sliding = [kind == "sliding_attention" for kind in kinds]
     common["layer_windows"] = tuple(window if sliding else None for sliding in is_sliding)
     return CohereConfig(**common, layer_ropes=tuple(rope if sliding else None for sliding in is_sliding))

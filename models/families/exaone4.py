@@ -1,4 +1,4 @@
-"""EXAONE 4 (arXiv 2507.11407): OLMo 2's norms behind attention and MLP, and norms over each head of queries and keys.
+"""EXAONE 4 (arXiv 2507.11407): OLMo 2's norms after attention and MLP, and norms over each head of queries and keys.
 Larger ones have a sliding window in three of four layers, and no rotary positions in the others.
 """
 
@@ -36,7 +36,7 @@ def _sliding_layers(fields: Fields, num_layers: int, *, has_windows: bool) -> li
     pattern, kinds = fields.raw("sliding_window_pattern"), read_layer_types(fields, num_layers)
     if not has_windows:
         if kinds is not None and "sliding_attention" in kinds:
-            raise fields.error("sliding_window", "is null, but layer_types has sliding_attention")
+            raise fields.error("sliding_window", "is null, must be a number: layer_types has sliding_attention")
         return [False] * num_layers
     if kinds is not None:
         return [kind == "sliding_attention" for kind in kinds]

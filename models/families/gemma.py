@@ -1,7 +1,7 @@
 """Gemma (arXiv 2403.08295), Gemma 2 (2408.00118) and Gemma 3's text model (2503.19786).
 
 The weights of norms are stored less 1, and the MLP's gate is a GELU. Embeddings are multiplied by sqrt(hidden_size),
-rounded to the weights' type as in training. Gemma is Llama otherwise. Later ones have norms behind attention and MLP,
+rounded to the weights' type as in training. Gemma is Llama otherwise. Later ones have norms after attention and MLP,
 too. Gemma 2 caps scores and logits, and every other layer has a sliding window. Gemma 3 normalises each head of queries
 and keys instead, five of six layers have a window, and those rotate by another base.
 """
@@ -142,6 +142,7 @@ def _read_common(fields: Fields, *, default_max_positions: int, pattern: int) ->
     window = fields.integer("sliding_window", None if "sliding_window" in fields else 4096)
     if window is None and "sliding_attention" in kinds:
         raise fields.error("sliding_window", "is null, but layers have sliding_attention")
+    fields.expect("sliding_window_size", window)  # Gemma 2 says it twice
     common["layer_windows"] = tuple(window if kind == "sliding_attention" else None for kind in kinds)
     return common
 

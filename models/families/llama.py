@@ -16,7 +16,7 @@ Sources: Touvron et al. 2023 (arXiv 2302.13971), Jiang et al. 2023 (2310.06825),
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from models.architecture import Architecture
@@ -25,6 +25,7 @@ from models.configuration.json_fields import Fields
 from models.configuration.rope_config import KINDS, parse_rope
 from models.decoder import Decoder, DecoderConfig, Layer, PreNormLayer
 from models.makers.maker import Maker
+from tokenizer.warn import warn_once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,8 @@ def read_qwen2(fields: Fields) -> LlamaConfig:
     """Its query, key and value always have biases, its output never."""
     fields.expect("attention_bias", True)
     _expect_no_bias(fields, "mlp_bias")
-    return _config(fields, attention_bias=True, windows=windows_of_qwen(fields))
+    config = _config(fields, attention_bias=True, windows=windows_of_qwen(fields))
+    return replace(config, max_position_embeddings=_within_a_chunk(fields, config.max_position_embeddings))
 
 
 def read_qwen3(fields: Fields) -> LlamaConfig:
@@ -123,6 +125,21 @@ def windows_of_qwen(fields: Fields) -> Callable[[int], int | None]:
         kinds = read_layer_types(fields, fields.integer("num_hidden_layers")) or []
         return lambda layer: window if kinds[layer] == "sliding_attention" else None
     return lambda layer: window if layer >= first else None
+
+
+def _within_a_chunk(fields: Fields, positions: int) -> int:
+    """The longest sequence, in tokens, whose attention is the usual one by `dual_chunk_attention_config` (Qwen2.5-1M):
+    positions are counted anew beyond a chunk, which is not implemented."""
+    chunks = fields.object("dual_chunk_attention_config")
+    for name in chunks.names():  # sparse attention, where it is named, is of longer sequences, too
+        chunks.raw(name)
+    chunk = int(chunks.integer("chunk_size", positions))
+    if chunk < positions:
+        warn_once(
+            f"{chunks.where}: sequences have at most {chunk} tokens here, a chunk. For plain attention over up to"
+            f" {positions}, as transformers has it: --hf-overrides '{{\"dual_chunk_attention_config\": null}}'"
+        )
+    return min(chunk, positions)
 
 
 ARCHITECTURES = (

@@ -53,7 +53,7 @@ _LINE_ENDS = (12, 13)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlavaConfig(LlamaConfig):
-    """`kept`: the numbers of layers behind which the tower is read. `skips_first`: its first row is left out.
+    """`kept`: the numbers of layers after which the tower is read. `skips_first`: its first row is left out.
     `merge_size`: patches of a token's side."""
 
     tower: PlainVitConfig | PixtralConfig
@@ -102,7 +102,7 @@ class LlavaModel(PictureDecoder, LlamaModel):
 
 
 class LlavaTower(PictureTower):
-    """See `PictureTower`: the layers, and the projector behind them. The embeddings are `[num_tokens, hidden_size]`;
+    """See `PictureTower`: the layers, and the projector after them. The embeddings are `[num_tokens, hidden_size]`;
     those of tokens that end lines are the text's."""
 
     def __init__(self, config: LlavaConfig, maker: Maker, model: PictureDecoder) -> None:
@@ -138,7 +138,7 @@ class LlavaTower(PictureTower):
         return x
 
     def _with_line_ends(self, made: Tensor, across: int) -> Tensor:
-        """A picture's rows, so many a line, and behind each line that of the token that ends it."""
+        """A picture's rows, `across` a line, and after each line the row of the token that ends it."""
         ends, table, count = self.model.line_ends, self.model.embed_tokens, made.shape[0]
         places = np.full((count // across, across + 1), count, np.int32)
         places[:, :-1] = np.arange(count).reshape(-1, across)
@@ -184,7 +184,7 @@ def read_text(
     text = fields.object("text_config")
     kind = text.string("model_type", default)
     if kind not in kinds:
-        raise text.error("model_type", f"{kind!r:.80} must be one of {', '.join(kinds)}")
+        raise text.error("model_type", f"= {kind!r:.80} must be one of {', '.join(kinds)}")
     add_class_defaults(text, kind)
     decoder = kinds[kind](text)
     values = {each.name: getattr(decoder, each.name) for each in dataclass_fields(decoder)}

@@ -64,7 +64,7 @@ def read_mistral3(fields: Fields) -> LlavaConfig:
     merge_size = fields.integer("spatial_merge_size", 2, most=16)
     kept = kept_layers(fields, tower.num_layers, -1)
     if len(kept) != 1:
-        raise fields.error("vision_feature_layer", f"names {len(kept)} layers, but the projector's norm is of one")
+        raise fields.error("vision_feature_layer", f"names {len(kept)} layers, must name one, for the projector's norm")
     # Older files say it of the text alone; transformers 5 writes it here, and reads it here alone.
     is_tied = fields.boolean("tie_word_embeddings", text.boolean("tie_word_embeddings", False))
     return LlavaConfig(

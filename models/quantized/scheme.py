@@ -57,7 +57,7 @@ def add_quantization(fields: Fields, folder: Path) -> Fields:
             raise fields.error(
                 name,
                 f"is MLX's ({said['bits']} bits, groups of {said['group_size']}): the folder is for Apple's mlx-lm"
-                " alone; take the model that it was made of, or its GGUF, GPTQ or AWQ files",
+                " alone; take the model that it was made from, or its GGUF, GPTQ or AWQ files",
             )
     path = folder / QUANT_CONFIG
     if not fields.has(FIELD) and path.is_file():

@@ -4,7 +4,7 @@
     for each layer:   x = x + attention(rms_norm(x));   x = x + mlp(rms_norm(x))      a gated MLP
 
 Queries and keys are rotated by a patch's line and column: of the frequencies that a head's pairs would have in a text,
-every second one, from the first on, belongs to the line, and the others to the column. Nothing is normalised behind the
+every second one, from the first on, belongs to the line, and the others to the column. Nothing is normalised after the
 last layer.
 """
 

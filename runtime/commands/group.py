@@ -89,7 +89,7 @@ def _about_names(arguments: list[str]) -> str:
     first, second = [*arguments, "", "", ""][arguments.index(option) + 1 :][:2] if option in arguments else ("", "")
     if not second or second.startswith("-"):
         return ""
-    return f" ({second!r} is no name here; several names have commas between them: {option} {first},{second})"
+    return f" ({second!r} is no part of {option}; separate several names by commas: {option} {first},{second})"
 
 
 def exit_status(error: Exception) -> int:

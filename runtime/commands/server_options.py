@@ -110,7 +110,7 @@ class ServerOptions:
         typer.Option(help="How reasoning is read in answers; auto: as the chat template shows."),
     ] = "auto"
     close_schemas: Annotated[
-        bool, typer.Option(help="Objects of schemas have no keys but those that they name, unless strict is false.")
+        bool, typer.Option(help="Objects of schemas allow only the properties that they list, unless strict is false.")
     ] = _CONFIG.close_schemas
     limit_images: Annotated[int, typer.Option(help="Most pictures in one request.", min=1)] = _CONFIG.limit_images
     max_image_bytes: Annotated[int, typer.Option(help="Largest file of a picture.", min=1)] = _CONFIG.max_image_bytes

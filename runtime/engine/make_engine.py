@@ -448,7 +448,7 @@ def _bytes_of_ranks(model: Model, config: EngineConfig) -> list[int]:
 
 
 def read_picture_files(model: PictureModel, folder: Path) -> bool:
-    """What files beside the config say of a model's pictures; whether it can be given some. Raises `ConfigError`."""
+    """Reads the files on a model's pictures; returns whether it can be given pictures. Raises `ConfigError`."""
     model.patch_rule = read_patch_rule(folder, model.patch_rule)
     if model.line_ends is None:
         return True

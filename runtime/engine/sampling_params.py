@@ -166,7 +166,8 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
         if self.bad_words is not None:
             raise RequestError("bad_words are texts, and the engine knows ids: bad_words_token_ids", param="bad_words")
         if self.truncate_prompt_tokens is not None:
-            raise RequestError("the engine takes a prompt as it is: cut it before", param="truncate_prompt_tokens")
+            problem = "truncate_prompt_tokens must be None: the engine cuts no prompt; cut it before, as LLM does"
+            raise RequestError(problem, param="truncate_prompt_tokens")
         check_token_ids("stop_token_ids", self.stop_token_ids or (), vocab_size)
         check_token_ids("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
         check_token_ids("logit_bias", self.logit_bias or (), vocab_size)

@@ -72,10 +72,10 @@ def _given(part: ImagePart) -> Any:
         try:
             return base64.b64decode(value.partition(",")[2], validate=True)
         except ValueError:
-            raise RequestError(f"{part.where}: the data: URI is no base64", param=part.where) from None
+            raise RequestError(f"{part.where}: the data: URI is not base64", param=part.where) from None
     if value.startswith(("http://", "https://")):
         raise RequestError(
-            f"{part.where}: nothing is fetched here, got {value[:80]!r}: give the picture, its bytes, a path or a "
+            f"{part.where} is {value[:80]!r}, but no URL is fetched here: give the picture, its bytes, a path or a "
             "data: URI",
             param=part.where,
         )

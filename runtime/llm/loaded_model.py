@@ -86,7 +86,8 @@ class LoadedModel:
         settings.setdefault("seed", 0)
         if kv_cache_memory_bytes is not None:
             if settings.get("kv_cache_bytes", kv_cache_memory_bytes) != kv_cache_memory_bytes:
-                problem = "kv_cache_memory_bytes and kv_cache_bytes contradict each other: give one"
+                other = settings["kv_cache_bytes"]
+                problem = f"kv_cache_memory_bytes is {kv_cache_memory_bytes}, but kv_cache_bytes is {other}: give one"
                 raise RequestError(problem, param="kv_cache_memory_bytes")
             settings["kv_cache_bytes"] = kv_cache_memory_bytes
         config = EngineConfig(**settings)
@@ -215,7 +216,7 @@ class LoadedModel:
         token_ids, images = self._with_images(prompt, token_ids)
         if (most := params.truncate_prompt_tokens) is not None:
             if images:
-                problem = "truncate_prompt_tokens: a prompt with images is never cut"
+                problem = f"truncate_prompt_tokens is {most}, must be None for a prompt with images: it is never cut"
                 raise RequestError(problem, param="truncate_prompt_tokens")
             token_ids = last_tokens(token_ids, most, self.client.info.max_model_len - max(1, params.max_tokens or 1))
             params = msgspec.structs.replace(params, truncate_prompt_tokens=None)

@@ -86,7 +86,8 @@ def plain_content(
             parts.append(text_part(part))
             continue
         if not isinstance(part, Mapping):
-            raise RequestError(f"{where} must be an object.", param=where, code="invalid_type")
+            problem = f"{where} must be an object or a string, not {type(part).__name__}."
+            raise RequestError(problem, param=where, code="invalid_type")
         kind = None if part.get("type") is None else str(part["type"])
         if kind in _IMAGES and take_image is not None:
             take_image(image_part(part, where))
@@ -130,12 +131,13 @@ def _text(part: Mapping[str, Any], field: str, path: str) -> str:
     text = part.get(field)
     if not isinstance(text, str):
         name = f"{path}.{field}"
-        raise RequestError(f"{name} must be a string.", param=name, code="invalid_type")
+        got = "it is missing" if text is None else f"not {type(text).__name__}"
+        raise RequestError(f"{name} must be a string, {got}.", param=name, code="invalid_type")
     return text
 
 
 def _unread(kind: str | None, path: str, *, is_result: bool, reads_images: bool) -> str:
-    """What stands for a part that the model does not read, in a tool's result. Raises ``RequestError`` elsewhere."""
+    """The text in place of a part of a tool result that the model does not read. Raises ``RequestError`` elsewhere."""
     name = f"{path}.type"
     what = "images" if kind in _IMAGES else _MEDIA.get(kind or "")
     if what is not None and is_result:

@@ -44,7 +44,7 @@ _TEXT: dict[str, type[Block]] = {"text": TextInput}
 _BLOCKS = {"user": _USER, "assistant": _ASSISTANT, "system": _TEXT}
 """The kinds of blocks that a message of each role may have."""
 
-_NOT_READ = {"image": "images: only in the user's own blocks and in a tool's result"}
+_NOT_READ = {"image": "images are read in user messages and tool results only"}
 _OF_SERVERS = ("server_tool_use", "mcp_tool_use", "container_upload", "compaction")
 """Blocks of another server's own tools in an assistant's turn, beside those that end in "_tool_result". They are taken
 and not read: what they hold is encrypted, or was read by the server that made them."""
@@ -97,7 +97,7 @@ class Conversation:
         self.paths.append(path)
 
     def _add_turn(self, role: Any, blocks: list[tuple[Block, str]], path: str) -> None:
-        """Each tool's result is a message of its own; what stands beside each other of the rest is one."""
+        """Each tool's result becomes a message of its own; other neighbouring blocks become one message."""
         parts: list[dict[str, Any]] = []
         for block, where in blocks:
             if isinstance(block, ToolResultInput):
@@ -112,7 +112,7 @@ class Conversation:
             self._add(Message(role=role, content=""), path)
 
     def _add_parts(self, parts: list[dict[str, Any]], block: Block, path: str, *, is_result: bool) -> None:
-        """A block's parts behind these, of the last message."""
+        """Adds a block's parts to those of the last message."""
         assert isinstance(block, Said)
         for part, where in _parts(block, path, is_result=is_result):
             self.parts[f"messages[{len(self.messages) - 1}].content[{len(parts)}]"] = where
@@ -158,7 +158,7 @@ def _parts(block: Said, path: str, *, is_result: bool) -> list[tuple[dict[str, A
     if is_result:
         return [*parts, (text_part(omitted("documents")), where)]
     name, got = f"{where}.type", f"got {str(kind)[:40]!r}"
-    message = f"{name}: of documents the model reads those of the types text and content, {got}."
+    message = f"{name} must be text or content, {got}: the model reads no other documents."
     raise invalid(name, message, "unsupported_parameter")
 
 
@@ -193,7 +193,7 @@ def _assistant(blocks: list[Block]) -> Message:
 
 
 def _marked(block: ToolResultInput, text: str) -> str:
-    """A result's text, by which the model knows an error."""
+    """A result's text. An error's begins with "Error", so that the model knows it."""
     return f"Error: {text}" if block.is_error and not text.startswith("Error") else text
 
 

@@ -156,7 +156,7 @@ class ImageInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DocumentInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """source: a text, or blocks; of a PDF, a URL or a file a tool's result keeps a note in its place."""
+    """source: a text, or blocks. A PDF, a URL or a file is refused; in a tool's result a note replaces it."""
 
     type: Literal["document"]
     source: dict[str, Any]
@@ -167,7 +167,7 @@ class DocumentInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SearchResultInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a search found: the model reads its title, its source and its texts."""
+    """A result of a search. The model reads its title, its source and its texts."""
 
     type: Literal["search_result"]
     source: str

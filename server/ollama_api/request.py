@@ -121,14 +121,14 @@ def _fields(service: Service, asked: AnswerFields, ignored: list[str]) -> dict[s
 
 
 def _options(fields: dict[str, Any], config: ServerConfig, ignored: list[str]) -> OllamaOptions:
-    """Options that nobody knows are taken, as Ollama takes them: `ignored` and the log name them."""
+    """Unknown options have no effect, as in Ollama; `ignored` and the log name them."""
     without_effect: list[str] = []
     try:
         fields = take_table_fields(fields, OllamaOptions, without_effect)
         num_known = len(without_effect)
         fields = Cleaner(without_effect, takes_unknown=True).request(fields, OllamaOptions)
         if unknown := without_effect[num_known:]:
-            logger.warning("options without effect, known to nobody here: %s", repr(unknown[:20])[:400])
+            logger.warning("unknown options are ignored: %s", repr(unknown[:20])[:400])
         check_limits(fields, config)
         options = converted(fields, OllamaOptions)
     except ApiError as error:

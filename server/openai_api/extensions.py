@@ -130,8 +130,9 @@ def _output_limit(name: str, value: Any, *, is_chat: bool) -> Any:
         return value
     if value == -2 and name in ("n_predict", "num_predict"):
         return -1
-    if value < (1 if is_chat else 0) and value != -1:
-        raise invalid(name, f"{name} must be at least 1, or -1 for no limit but the context's end, got {value}.")
+    least = 1 if is_chat else 0
+    if value < least and value != -1:
+        raise invalid(name, f"{name} must be at least {least}, or -1 for no limit but the context's end, got {value}.")
     return value
 
 

@@ -25,10 +25,10 @@ MAX_NAME_CHARACTERS = 128
 _NAME = rf"^[a-zA-Z0-9_.-]{{1,{MAX_NAME_CHARACTERS}}}$(?!\n)"
 _REQUEST_ID = r"^[a-zA-Z0-9_.:-]{1,128}$(?!\n)"
 PATTERNS_IN_WORDS = {
-    _NAME: f'1 to {MAX_NAME_CHARACTERS} letters of English, digits, "_", "-" and "."',
-    _REQUEST_ID: '1 to 128 letters of English, digits, "_", "-", "." and ":"',
+    _NAME: f'1 to {MAX_NAME_CHARACTERS} ASCII letters, digits, "_", "-" and "."',
+    _REQUEST_ID: '1 to 128 ASCII letters, digits, "_", "-", "." and ":"',
 }
-"""What an error says in their place."""
+"""The patterns in words, for errors."""
 
 Name = Annotated[str, msgspec.Meta(pattern=_NAME)]
 """The name of a function or a format: as long as Anthropic's may be. (Python's `$` would pass a last newline, JSON
@@ -79,8 +79,8 @@ class JsonObjectFormat(
 
 
 class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """schema: absent, any JSON object. strict: whether objects that name their properties have no others; an answer
-    follows the schema in any case. name: OpenAI asks for one; it says nothing here."""
+    """schema: if absent, any JSON object is an answer. strict: whether objects allow only the properties that they
+    list; an answer follows the schema in any case. name: OpenAI requires one; it has no effect here."""
 
     name: Name | None = None
     description: str | None = None

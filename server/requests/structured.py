@@ -26,7 +26,7 @@ class RequestSchemas:
     field    of the request that asks for a grammar; None: none does
     closes   objects that declare properties and do not say whether they may have further ones have none
     ignored  formats to which no answer is held, as `X-Xserv-Ignored` names them
-    closed   where schemas stand of which objects were closed
+    closed   places of the schemas in which objects were closed
     """
 
     def __init__(self, *, closes: bool) -> None:
@@ -43,7 +43,7 @@ class RequestSchemas:
         except RequestError as error:
             raise _placed(error, place) from None
         if ready.schema is False:
-            raise invalid(place, f"{place}: no value is of this schema", "invalid_grammar")
+            raise invalid(place, f"{place}: no value matches this schema; change it", "invalid_grammar")
         self.ignored += [f"{place}.{name}" for name in ready.ignored]
         self.closed += [place] if ready.num_closed else []
         taken = {} if ready.schema is True else ready.schema
@@ -53,7 +53,7 @@ class RequestSchemas:
         return taken
 
     def at_fault(self, checker: GrammarChecker) -> ApiError | None:
-        """Of a grammar that is refused, the schema that is refused by itself."""
+        """After a grammar was refused: the error of the first schema that is refused by itself, None if none is."""
         for place, schema in self._taken.items():
             try:
                 checker.check(schema_grammar(schema))

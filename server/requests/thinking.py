@@ -117,8 +117,8 @@ def _known_levels(tokenizer: Tokenizer, template: str, answer_format: AnswerForm
 
 @lru_cache(maxsize=16)
 def _rendered_levels(tokenizer: Tokenizer, template: str) -> tuple[ReasoningEffort, ...]:
-    """The levels with which a conversation is written otherwise than with a word that is none. What such a word gives
-    is a medium effort. A template that tells none apart here may do so elsewhere: all."""
+    """The levels that change the text of a conversation, compared with a word that is no level; such a word gives the
+    medium effort. If no level changes the text here, it may change another one: then all levels are returned."""
     from tokenizer import ChatTemplateError
 
     def written(level: str) -> str | None:

@@ -34,7 +34,7 @@ class Exchange:
     send          the server's own `send`: what lies between looks only at how an answer begins, so a stream may send
                   its body past it
     ignored       fields of the request that have no effect
-    closed        its schemas of which objects were closed
+    closed        places of its schemas in which objects were closed
     generation, meter  what it asked the engine for, and what came
     """
 

@@ -80,7 +80,7 @@ def _told(text: str, value: Any, schema: Any) -> ApiError:
 
 
 def _at(path: str, value: Any, schema: Any) -> tuple[Any, list[inspect.Type]]:
-    """What stands at a path, and which types it may have; at the name of a tagged type, those that it may name."""
+    """The value at a path, and the types that it may have; for the field of a tag, the tags that it may have."""
     kinds = _flat(_info(schema))
     for name, index in _STEP.findall(path):
         structs = [kind for kind in kinds if isinstance(kind, inspect.StructType)]

@@ -74,6 +74,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         num_key_value_heads=2, rope_theta=1000000.0, sliding_window=32768, tie_word_embeddings=True, use_mrope=False,
         use_sliding_window=False,
     ),
+    "Qwen2.5-7B-Instruct-1M": _config(
+        "Qwen2ForCausalLM", "qwen2", attention_dropout=0.0, hidden_act="silu", max_window_layers=28,
+        num_key_value_heads=2, rope_theta=10000000.0, sliding_window=1010000, use_sliding_window=False,
+        dual_chunk_attention_config={"chunk_size": 4096, "local_size": 128, "original_max_position_embeddings": 4096},
+    ),
     "Qwen3-0.6B": _config(
         "Qwen3ForCausalLM", "qwen3", attention_bias=False, attention_dropout=0.0, head_dim=32, hidden_act="silu",
         max_window_layers=28, num_key_value_heads=2, rope_scaling=None, rope_theta=1000000, sliding_window=None,
@@ -124,7 +129,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "Gemma2ForCausalLM", "gemma2", attn_logit_softcapping=50.0, cache_implementation="hybrid",
         final_logit_softcapping=30.0, head_dim=32, hidden_act="gelu_pytorch_tanh",
         hidden_activation="gelu_pytorch_tanh", num_key_value_heads=2, query_pre_attn_scalar=256, rope_theta=10000.0,
-        sliding_window=4096,
+        sliding_window=4096, sliding_window_size=4096,
     ),
     "gemma-3-1b": _config(
         "Gemma3ForCausalLM", "gemma3_text", attention_bias=False, attn_logit_softcapping=None,
@@ -295,7 +300,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "order_of_interleaved_layers": "local_attn_first", "pad_token_id": 0, "position_embedding_type": "rope_gptj",
         "rope_scaling": None, "rope_theta": 50000, "rotary_pct": 1.0, "sliding_window": 4096,
         "sliding_window_pattern": 4, "torch_dtype": "bfloat16", "use_embedding_sharing": True,
-        "use_gated_activation": True, "use_parallel_block": True, "use_parallel_embedding": False, "use_qk_norm": False,
+        "use_gated_activation": True, "use_parallel_block": True, "use_parallel_embedding": True, "use_qk_norm": False,
         **_SIZES,
     },
     "starcoder2-3b": {

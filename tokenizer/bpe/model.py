@@ -57,7 +57,7 @@ class BpeModel:
     def _read_unk(self, fields: Fields) -> str | None:
         token = fields.optional_string("unk_token")
         if token is not None and token not in self.vocab:
-            warn_once(f"{fields.file}: unk_token {token!r} is not in the vocabulary: what no token covers is left out")
+            warn_once(f"{fields.file}: unk_token {token!r} is not in the vocabulary: text without a token is left out")
             return None
         return token
 

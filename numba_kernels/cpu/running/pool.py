@@ -278,7 +278,7 @@ def run_program(program: np.ndarray, most_helpers: int) -> tuple[int, int]:
 
 
 def _after_fork() -> None:
-    """A child process has none of its parent's threads, and who held the lock is gone."""
+    """A forked child has none of its parent's threads; the lock may have been held by one of them."""
     global _helpers, lock
     _helpers, lock = _Helpers(), threading.Lock()
     _words[:] = 0

@@ -144,8 +144,8 @@ def readable(message: str) -> str:
     lines = message.removeprefix("at 1(8): ").split("\n")
     kept = [line.strip() for line in lines if not _OF_PLACES.match(line)]
     text = " ".join(kept).removeprefix("failed to compile JSON schema: ").strip()
-    return _UNTOLD.get(text, text)[:MAX_MESSAGE_LENGTH] or "no text can be of it"
+    return _UNTOLD.get(text, text)[:MAX_MESSAGE_LENGTH] or "no text matches it"
 
 
 _OF_PLACES = re.compile(r"\s*(\d+ \||\^+\s*$)")
-_UNTOLD = {"NoExtensionBias": "no text can be of it"}
+_UNTOLD = {"NoExtensionBias": "no text matches it"}

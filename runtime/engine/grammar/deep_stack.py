@@ -17,7 +17,7 @@ _starting = threading.Lock()
 
 def _after_fork() -> None:
     global _starting
-    _starting = threading.Lock()  # who held it is no thread of the child
+    _starting = threading.Lock()  # no thread of the child could release it
 
 
 os.register_at_fork(after_in_child=_after_fork)

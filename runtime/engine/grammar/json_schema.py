@@ -141,7 +141,8 @@ class _Preparer:
         """Raises where an answer could not have the value as it is."""
         if isinstance(value, int) and not isinstance(value, bool):
             if abs(value) > 2**53 and (abs(value) > 10**300 or int(Decimal(repr(float(value)))) != value):
-                raise schema_error(place, f"{value!r:.40} has more digits than the grammar of a number keeps (2**53)")
+                reason = "has more digits than a grammar of numbers keeps; it must be at most 2**53 or end in zeros"
+                raise schema_error(place, f"{value!r:.40} {reason}")
         elif isinstance(value, str):
             self._notes.note_characters(value)
         elif isinstance(value, list):
@@ -172,7 +173,8 @@ class _Preparer:
             elif abs(value) <= _WIDEST:
                 result[name] = value
             elif value < 0 if name.lower().endswith("maximum") else value > 0:
-                raise schema_error(place_in(place, name), f"{name} may be at most {_WIDEST} from 0, got {value!r:.60}")
+                reason = f"{name} must be from -{_WIDEST} to {_WIDEST}, got {value!r:.60}"
+                raise schema_error(place_in(place, name), reason)
             elif abs(value) < sys.float_info.max:  # a narrower bound, which the grammar can keep
                 result[name] = _WIDEST if value > 0 else -_WIDEST
 

@@ -79,7 +79,7 @@ def _embedded(schema: Any) -> str:
     """A schema as a part of a grammar: no white space but for one blank behind a comma or a colon."""
     ready = prepared(schema)
     if ready.schema is False:
-        raise grammar_error("no value is of this schema")
+        raise grammar_error("no value matches this schema; change it")
     options = _JSON_OPTIONS
     if ready.has_control_characters:
         options = options | {"json_allowed_escapes": f"u{options['json_allowed_escapes']}"}

@@ -94,7 +94,7 @@ class ObjectKeywords:
                     required += further
                     parts += [] if schema is True else [schema]
                 elif schema is not True or not set(further) <= set(required):
-                    raise schema_error(where, f"as {key!r:.60} is not required, {NO_PROMISE}")
+                    raise schema_error(where, f"{key!r:.60} is not required: {NO_PROMISE}, or make it required")
         return parts
 
     def _further(
@@ -127,7 +127,7 @@ class ObjectKeywords:
         except LookupError as error:
             raise schema_error(where, str(error.args[0])) from None
         if id(names) in self._names_under_way:
-            raise schema_error(where, f"they stand within what they refer to, and {NO_PROMISE}")
+            raise schema_error(where, f"the schema of the names refers to itself: {NO_PROMISE}")
         self._names_under_way.add(id(names))
         wanted = self._prepare(names, where, True)
         self._names_under_way.discard(id(names))
@@ -218,7 +218,7 @@ def _key_pattern(pattern: str, place: str) -> str:
     except ValueError as error:
         raise schema_error(where, str(error)) from None
     if len(patterns) != 1:
-        raise schema_error(where, f"{pattern!r:.200} has look-around, to which a key cannot be held")
+        raise schema_error(where, f"{pattern!r:.200} has look-around, which no grammar enforces; write it without")
     return patterns[0]
 
 

@@ -55,7 +55,7 @@ def _translated(pattern: str) -> str:
         piece = pattern[i : i + 2] if pattern[i] == "\\" else pattern[i]
         if not is_class and (wrong := _NOT_BUILT.match(pattern, i)):
             what = "a back-reference" if wrong[0][-1:].isdigit() or "k" in wrong[0] else "look-around"
-            raise ValueError(f"{pattern!r:.200} has {what} ({wrong[0]}), to which an answer cannot be held")
+            raise ValueError(f"{pattern!r:.200} has {what} ({wrong[0]}), which no grammar enforces; write it without")
         if is_class:
             is_class = piece != "]"
             piece = f"\\{piece}" if piece in "[&~" or (piece == "-" and pattern.startswith("--", i)) else piece

@@ -12,7 +12,7 @@ from runtime.engine.grammar.grammar import MAX_MAXIMUM, MAX_REPEATS, grammar_err
 
 Schema: TypeAlias = dict[str, Any] | bool
 
-NO_PROMISE = "an answer cannot be held to it; leave it out, and ask for it in words"
+NO_PROMISE = "no grammar can enforce this; leave it out, and ask for it in the prompt"
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Prepared:
 
 
 def schema_error(place: str, reason: str) -> RequestError:
-    """What is wrong with the schema at `place`."""
+    """The error for what is wrong with the schema at `place`."""
     error = grammar_error(reason)
     if not place:
         return error

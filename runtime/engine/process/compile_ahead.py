@@ -147,7 +147,7 @@ def _compile_elsewhere(arguments: Sequence[str], show: Show) -> bool:
                     total = int(line)
                 show(num_done, total)
     except CompileError as error:
-        logger.warning("not all could be compiled ahead: %s", error)
+        logger.warning("not all kernels could be compiled ahead; the others are compiled at first use: %s", error)
         return False
     finally:
         os.close(tickets)

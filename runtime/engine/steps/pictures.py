@@ -35,7 +35,7 @@ class Tower(Protocol):
 class PictureModel(Protocol):
     """A model that reads pictures; ``models.picture_decoder.PictureDecoder`` is one.
 
-    ``frame``: tokens before and behind a picture's. ``line_ends``: those behind each line of a picture's and behind the
+    ``frame``: tokens before and after a picture's. ``line_ends``: those after each line of a picture's and after the
     last. ``whole_picture_tokens``: a picture's, where they see each other, so that one step computes them; None: it may
     be cut.
     """

@@ -28,7 +28,7 @@ def json_objects(openings: tuple[str, ...], closings: tuple[str, ...] = ()) -> R
 
 
 def bare_json_objects(openings: tuple[str, ...] = (), *, has_methods: bool = False) -> Reader:
-    """The same where no tag needs to stand in front: an answer that begins with such an object is one. Behind a tag,
+    """The same where no tag needs to stand in front: an answer that begins with such an object is one. After a tag,
     `has_methods`, "name.call(key=value)" may stand, too."""
 
     def read(answer: AnswerReader) -> Reading[None]:

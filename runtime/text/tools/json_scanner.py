@@ -137,7 +137,7 @@ class JsonScanner:
             self._write(json.dumps(character)[1:-1])
 
     def _escape(self, character: str) -> int:
-        """Reads a character behind a backslash; how many of it are read. One that no escape begins with, or goes on
+        """Reads a character after a backslash; returns how many are read. One that no escape begins with, or goes on
         with, stays what it is."""
         escape = self.waiting[1:]
         if escape:

@@ -39,7 +39,7 @@ def refusal(name: str, values: dict[str, Any]) -> str:
         read(name, values)
     except ConfigError as error:
         said = str(error).partition("Not implemented here: ")[2] or str(error)
-        return said.partition(". Supported are ")[0].partition(", whose config names no")[0]
+        return said.partition(". Supported are ")[0].partition(", though its config names no")[0]
     return ""
 
 

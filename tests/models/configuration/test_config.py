@@ -19,6 +19,7 @@ from models.registry import load_config, parse_config
 from runtime.dtype import bfloat16, float16, float32
 from tests.models.folders import CASES, GOLDENS
 from tests.models.published_configs import PUBLISHED
+from tokenizer.warn import warn_once
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -370,6 +371,21 @@ def test_the_sliding_layers_of_olmo3_have_a_base_of_their_own() -> None:
         assert (sliding.theta, full.theta) == bases
 
 
+def test_attention_over_one_chunk_is_the_usual_one(caplog: pytest.LogCaptureFixture) -> None:
+    warn_once.cache_clear()
+    qwen = PUBLISHED["Qwen2.5-7B-Instruct-1M"]
+    assert parse_config(qwen).max_position_embeddings == 4096  # by vLLM's rule positions differ from there on
+    assert "dual_chunk_attention_config: sequences have at most 4096 tokens" in caplog.text
+    plain = parse_config({**qwen, "dual_chunk_attention_config": None})
+    assert plain.max_position_embeddings == qwen["max_position_embeddings"]
+
+
+def test_the_pattern_of_command_models_as_transformers_saves_it() -> None:
+    command = {**PUBLISHED["c4ai-command-r7b-12-2024"], "num_hidden_layers": 4, "layer_switch": None}
+    command["_sliding_window_pattern"] = command.pop("sliding_window_pattern") // 2
+    assert parse_config(command).layer_windows == (4096, None, 4096, None)
+
+
 def test_the_base_of_ministral3_that_its_rope_object_leaves_out() -> None:
     values = read_json_object(GOLDENS / "ministral3_positions" / "config.json")
     del values["rope_parameters"]["rope_theta"]
@@ -386,6 +402,7 @@ def test_harmless_fields_load_and_a_feature_that_is_switched_off() -> None:
         for value in values:
             assert parse_config({**LLAMA, name: value}) == plain
     assert parse_config({**LLAMA, "logit_softcapping": None, "a_field_of_tomorrow": None}) == plain
+    assert parse_config({**LLAMA, "trl_version": "0.12", "pad_token": "<pad>"}) == plain
 
 
 @pytest.mark.parametrize(
@@ -497,7 +514,7 @@ def test_what_ends_an_answer_is_what_any_file_says(tmp_path: Path, caplog: pytes
     assert load_end_ids(tmp_path) == (2, 12, 11, 13)
     (tmp_path / "tokenizer.json").write_text("{")
     assert load_end_ids(tmp_path) == (2,)
-    assert "whether the tokenizer has further ends of an answer is not known" in caplog.text
+    assert "answers end at the ids of the configs alone" in caplog.text
 
 
 def test_harmonys_end_of_a_message_ends_no_answer(tmp_path: Path) -> None:

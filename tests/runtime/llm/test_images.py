@@ -66,7 +66,7 @@ def test_a_picture_in_a_conversation(llm: LLM, tmp_path: Path) -> None:
 
 
 def test_a_part_that_is_not_read_here_is_named(llm: LLM) -> None:
-    with pytest.raises(RequestError, match=r"content\[0\]\.image_url: nothing is fetched here, got 'http://x'"):
+    with pytest.raises(RequestError, match=r"content\[0\]\.image_url is 'http://x', but no URL is fetched here"):
         llm.chat(messages({"type": "image_url", "image_url": "http://x"}), PARAMS)
     with pytest.raises(RequestError, match=r"content\[0\]\.type must be one of text, .*, got 'poem'"):
         llm.chat(messages({"type": "poem"}), PARAMS)

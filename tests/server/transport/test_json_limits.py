@@ -463,7 +463,7 @@ def test_every_setting_has_an_option_with_its_default() -> None:
         ({"header_timeout_s": float("nan")}, "header_timeout_s must be above 0"),
         ({"log_format": "xml"}, "log_format must be one of"),
         ({"log_level": "loud"}, "log_level must be one of"),
-        ({"allowed_origins": ("chat.example",)}, "is no origin"),
+        ({"allowed_origins": ("chat.example",)}, "must be an origin"),
     ],
 )
 def test_settings_that_mean_nothing(setting: dict[str, Any], message: str) -> None:
