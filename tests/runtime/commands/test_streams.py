@@ -55,8 +55,8 @@ def test_a_locale_that_knows_ascii_alone_is_taken_for_utf_8() -> None:
 def test_a_file_of_prompts_in_another_encoding_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "prompts.txt"
     for content, problem in (
-        ("hé".encode("utf-16"), "text in UTF-16: save it as UTF-8"),
-        ("hé".encode("utf-32"), "text in UTF-32: save it as UTF-8"),
+        ("hé".encode("utf-16"), "is UTF-16, must be UTF-8: save it as UTF-8"),
+        ("hé".encode("utf-32"), "is UTF-32, must be UTF-8: save it as UTF-8"),
         ("a\nhé".encode("latin-1"), "line 2 has the byte 0xe9"),
     ):
         file.write_bytes(content)

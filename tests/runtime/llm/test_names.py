@@ -70,7 +70,7 @@ def test_kv_cache_memory_bytes(tmp_path: Path) -> None:
         with LLM(folder, **options) as made:
             sizes.append(made.client.info.kv_cache_bytes)
     assert sizes[0] == sizes[1] <= 1 << 20
-    with pytest.raises(RequestError, match="contradict"):
+    with pytest.raises(RequestError, match="but kv_cache_bytes is"):
         LLM(folder, kv_cache_memory_bytes=1 << 20, kv_cache_bytes=1 << 21)
 
 
