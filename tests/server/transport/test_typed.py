@@ -112,7 +112,7 @@ def test_a_pattern_is_told_in_words(struct: Any, name: str) -> None:
     error = refusal({**least(struct), name: "not this\n"}, struct.cls)
     assert error.param == name
     assert '"not this\\n"' in error.message
-    assert "128 letters" in error.message
+    assert "128 ASCII letters" in error.message
 
 
 def test_the_walk_finds_what_there_is() -> None:
