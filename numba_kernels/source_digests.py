@@ -42,7 +42,7 @@ def _file_of(module: str) -> str | None:
 
 
 class _Notes:
-    """What is known of this checkout's files."""
+    """Digests and imports of this checkout's files, kept on disk."""
 
     def __init__(self) -> None:
         words = hashlib.sha256(f"{_ROOT} {Path(__file__).read_text(encoding='utf-8')}".encode()).hexdigest()
@@ -52,7 +52,7 @@ class _Notes:
         self._is_new = False
 
     def of(self, path: str) -> tuple[str, list[str]] | None:
-        """What `_read` says; None for what is no file."""
+        """The result of `_read`; None if there is no such file."""
         try:
             status = os.stat(path)
         except OSError:
@@ -77,7 +77,7 @@ _notes: _Notes | None = None
 
 
 def sources_digest(*sources: Path) -> str:
-    """Of source files and of every file of this project that they import, directly or not: names and contents."""
+    """Digest of source files and of this project's files that they import, directly or not: names and contents."""
     global _notes
     if _notes is None:
         _notes = _Notes()

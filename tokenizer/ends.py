@@ -1,4 +1,4 @@
-"""Which tokens end an answer, by a tokenizer's files: the one that they name, and special ones known to end a turn."""
+"""Tokens that end an answer, by a tokenizer's files: the one that they name, and special ones known to end a turn."""
 
 from __future__ import annotations
 

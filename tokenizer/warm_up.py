@@ -27,7 +27,7 @@ def _byte_level() -> None:
 
 
 def _merges() -> None:
-    """Of what is not byte-level."""
+    """Runs the loops of tokenizers that are not byte-level."""
     MergeTable({"a": 0, "b": 1, "ab": 2}, ["a b"], " ", "").encode(["a", "b"])
 
 

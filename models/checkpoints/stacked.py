@@ -44,7 +44,7 @@ class Stack:
 
     @property
     def turned_shape(self) -> tuple[int, ...]:
-        """Where what they share stands second. Biases have one shape."""
+        """The shape if the shared dimension stands second. Biases have one shape."""
         if self.order == "outputs_first":
             return self.shape
         experts, *inputs, outputs = self.shape
@@ -62,7 +62,7 @@ class Stack:
 
     @property
     def part_names(self) -> list[str]:
-        """Of the tensors that it holds."""
+        """Names of the tensors that it holds."""
         return [name for name, _, _ in self.names()]
 
     def take(self, stored: StoredTensor, is_turned: bool) -> Iterator[tuple[str, StoredTensor]]:
@@ -190,7 +190,7 @@ class StackedTensor:
             self._stack.check()
 
     def release(self) -> None:
-        """Of the whole stack."""
+        """Releases the whole stack."""
         self._stack.release()
 
 
@@ -232,5 +232,5 @@ class RowsOfStack:
             self._stack.check()
 
     def release(self) -> None:
-        """Of the whole stack."""
+        """Releases the whole stack."""
         self._stack.release()

@@ -1,4 +1,4 @@
-"""Which safetensors files of a folder have its weights: one file, the shards that an index names, or, without an index,
+"""Finds the safetensors files with a folder's weights: one file, the shards that an index names, or, without an index,
 all that are there.
 
 `model.safetensors` counts before an index, as in transformers; files without an index are read as vLLM reads them. The

@@ -1,4 +1,4 @@
-"""What transformers' configuration classes (5.24) have where a file is silent, by `model_type`.
+"""Defaults of transformers' configuration classes (5.24) for fields that a file leaves out, by `model_type`.
 
 A config inside another, such as `text_config`, is written without the fields that have its class's values, and
 `from_pretrained` takes these for any absent field. Other values, such as the epsilon of norms, stand where a family

@@ -44,7 +44,7 @@ def overridden(values: Mapping[str, Any], overrides: str) -> dict[str, Any]:
 
 
 def changes(values: Mapping[str, Any], overrides: str) -> list[str]:
-    """What `overridden` changes, a line for each field that the file has."""
+    """A line for each field of the file that `overridden` changes."""
     return list(_changes(values, json.loads(overrides) if overrides else {}, ""))
 
 

@@ -15,7 +15,7 @@ from tokenizer.warn import warn_once
 IMAGES_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
 
 _LINE_END_TOKENS = {"image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
-"""What the tokens that end a line, and the last line, are called by default."""
+"""Default names of the tokens that end a line, and the last line."""
 
 _NOTES = (
     "auto_map", "crop_size", "data_format", "device", "disable_grouping", "image_processor_type", "input_data_format",

@@ -42,7 +42,7 @@ _TOWER = {
     "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
     "image_size": 336, "patch_size": 14,
 }  # fmt: skip
-"""Of a file that has no `vision_config` at all."""
+"""The `vision_config` of a file that has none at all."""
 
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 _HALVES = (0.5, 0.5, 0.5)
@@ -134,7 +134,7 @@ class LlavaTower(PictureTower):
         return (made if self.model.line_ends is None else self._with_line_ends(made, grid[1] // self.merge_size),)
 
     def merged(self, x: Tensor) -> Tensor:
-        """What the projector takes, of what the tower leaves of whole tokens, `[n * merge_size**2, width]`."""
+        """The projector's input: the tower's rows of whole tokens, `[n * merge_size**2, width]`."""
         return x
 
     def _with_line_ends(self, made: Tensor, across: int) -> Tensor:

@@ -32,7 +32,7 @@ _ABSENT = {
     },
     "vision_config": {"patch_size": 14, "image_size": 1540},
 }  # fmt: skip
-"""What transformers' class has for an object that a file leaves out."""
+"""Defaults of transformers' class for an object that a file leaves out."""
 
 
 class Mistral3Model(LlavaModel):

@@ -321,7 +321,7 @@ def _read_exaone4(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_use_bias(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    """Of families with one field for all biases."""
+    """Reads the biases of families with one field for all of them."""
     return {"use_bias": common["attention_bias"], "attention_bias": None, "mlp_bias": None}
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from models.configuration.config import SILU_NAMES, read_choice
+from models.configuration.config import SILU_NAMES, read_choice, read_width_and_heads
 from models.configuration.json_fields import Fields
 from models.makers.maker import Maker
 from models.towers.encoding import Pace, PatchRows, PictureTower, through
@@ -59,10 +59,7 @@ def read_pixtral(fields: Fields) -> PixtralConfig:
     fields.expect("model_type", KIND)
     fields.expect("num_channels", 3)
     fields.raw("vocab_size")  # of no meaning
-    width = fields.integer("hidden_size", 1024, most=1 << 16)
-    heads = fields.integer("num_attention_heads", 16, most=1 << 10)
-    if width % heads or width // heads % 4:
-        raise fields.error("num_attention_heads", f"= {heads} must divide hidden_size = {width} into multiples of 4")
+    width, heads = read_width_and_heads(fields, (1024, 16))
     fields.expect("head_dim", width // heads)
     rope = fields.object("rope_parameters")
     rope.expect("rope_type", "axial", "default")
@@ -98,7 +95,7 @@ class PixtralVit:
     def kept_rows(
         self, tower: PictureTower, patches: PatchRows, grid: tuple[int, int], pace: Pace
     ) -> Generator[int, None, list[Tensor]]:
-        """What the kept layers leave of a picture, each `[num_patches, hidden_size]`; yields the rows of each piece."""
+        """A picture's rows after each kept layer, each `[num_patches, hidden_size]`; yields each piece's rows."""
         config = self.config
         rows, columns = patch_places(grid, self.merge_size)
         count = len(rows)

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from models.configuration.config import GELU_NAMES, read_choice
+from models.configuration.config import GELU_NAMES, read_choice, read_width_and_heads
 from models.configuration.json_fields import Fields
 from models.makers.maker import Maker
 from models.towers.encoding import Pace, PatchRows, PictureTower, through
@@ -62,10 +62,7 @@ def read_plain_vit(fields: Fields) -> PlainVitConfig:
     fields.expect("num_channels", 3)
     for name in ("projection_dim", "vision_use_head", "vocab_size", "initializer_factor"):
         fields.raw(name)  # of heads that are not used
-    width = fields.integer("hidden_size", 768, most=1 << 16)
-    heads = fields.integer("num_attention_heads", 12, most=1 << 10)
-    if width % heads or width // heads % 4:
-        raise fields.error("num_attention_heads", f"= {heads} must divide hidden_size = {width} into multiples of 4")
+    width, heads = read_width_and_heads(fields, (768, 12))
     patch = fields.integer("patch_size", 32 if is_clip else 16, most=256)
     size = fields.integer("image_size", 224, most=4096)
     if size < patch:

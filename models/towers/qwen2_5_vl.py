@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from models.configuration.config import SILU_NAMES, read_choice
+from models.configuration.config import SILU_NAMES, read_choice, read_width_and_heads
 from models.configuration.json_fields import Fields
 from models.makers.maker import Maker
 from models.towers.encoding import Pace, PatchRows, PictureTower, Pieces, through
@@ -56,9 +56,7 @@ def read_windowed_tower(fields: Fields, hidden_size: int) -> WindowedTowerConfig
     fields.expect("in_channels", 3)
     fields.expect("in_chans", 3)
     fields.raw("tokens_per_second")  # of films
-    width, heads = fields.integer("hidden_size", 3584, most=1 << 16), fields.integer("num_heads", 16, most=1 << 10)
-    if width % heads or width // heads % 4:
-        raise fields.error("num_heads", f"= {heads} must divide hidden_size = {width} into multiples of 4")
+    width, heads = read_width_and_heads(fields, (3584, 16), ("hidden_size", "num_heads"))
     out_size = fields.integer("out_hidden_size", 3584)
     if out_size != hidden_size:
         raise fields.error("out_hidden_size", f"= {out_size} must be the language model's hidden_size = {hidden_size}")

@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from models.configuration.config import GELU_NAMES, read_choice
+from models.configuration.config import GELU_NAMES, read_choice, read_width_and_heads
 from models.configuration.json_fields import Fields
 from models.makers.maker import Maker
 from models.towers.encoding import Pace, PatchRows, PictureTower, Pieces, through
@@ -63,9 +63,7 @@ class TowerConfig:
 def read_tower(fields: Fields, hidden_size: int) -> TowerConfig:
     """`vision_config`, of a language model of this width."""
     fields.expect("in_channels", 3)
-    width, heads = fields.integer("hidden_size", 1152, most=1 << 16), fields.integer("num_heads", 16, most=1 << 10)
-    if width % heads or width // heads % 4:
-        raise fields.error("num_heads", f"= {heads} must divide hidden_size = {width} into multiples of 4")
+    width, heads = read_width_and_heads(fields, (1152, 16), ("hidden_size", "num_heads"))
     out_size = fields.integer("out_hidden_size", 3584)
     if out_size != hidden_size:
         raise fields.error("out_hidden_size", f"= {out_size} must be the language model's hidden_size = {hidden_size}")
@@ -99,9 +97,7 @@ def read_second_tower(fields: Fields, hidden_size: int) -> TowerConfig:
     """Qwen2-VL's: its `hidden_size` is the language model's width. The defaults are transformers'."""
     fields.expect("in_channels", 3)
     fields.expect("in_chans", 3)
-    width, heads = fields.integer("embed_dim", 1280, most=1 << 16), fields.integer("num_heads", 16, most=1 << 10)
-    if width % heads or width // heads % 4:
-        raise fields.error("num_heads", f"= {heads} must divide embed_dim = {width} into multiples of 4")
+    width, heads = read_width_and_heads(fields, (1280, 16), ("embed_dim", "num_heads"))
     out_size = fields.integer("hidden_size", 3584)
     if out_size != hidden_size:
         raise fields.error("hidden_size", f"= {out_size} must be the language model's hidden_size = {hidden_size}")

@@ -21,7 +21,7 @@ from numba_kernels.cpu.target import EMULATED_BF16, LANES, available_tiles, layo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Of one kind of tile.
+    """Sizes and order of one kind of tile's panels.
 
     rows             of a product's tile, at most
     attention_rows   of attention's tile, at most: a power of two

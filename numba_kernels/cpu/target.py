@@ -45,7 +45,7 @@ _EMULATED = "emulated_"
 EMULATED_BF16 = "emulated_bf16"
 """The layout of the best kind that the processor runs, with the rounding of ``avx512_bf16``."""
 EMULATED_TILES = (*(_EMULATED + tiles for tiles in _NEEDS), EMULATED_BF16)
-"""What is only forced, and runs on every processor."""
+"""Kinds that are used only if they are forced, and run on every processor."""
 
 
 def compiled_for(feature: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a command is given as stdin, stdout and stderr: closed, in another encoding than UTF-8, or closed meanwhile."""
+"""A command's stdin, stdout and stderr: closed, in another encoding than UTF-8, or closed meanwhile."""
 
 from __future__ import annotations
 

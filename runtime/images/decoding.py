@@ -91,7 +91,7 @@ def is_cut(data: bytes) -> bool:
 
 
 def _boxes_end(data: bytes) -> int:
-    """Where the outer boxes of an AVIF file say that it ends."""
+    """The length of an AVIF file in bytes, by its outer boxes."""
     end = 0
     while end + 8 <= len(data):
         box = int.from_bytes(data[end : end + 4])
@@ -108,7 +108,7 @@ _TIFF_SIZES = {3: 2, 4: 4, 5: 8, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8}
 
 
 def _directory_end(data: bytes) -> int:
-    """Where a TIFF file says that its first directory and the strips of its picture end."""
+    """The end of a TIFF file's first directory and of its picture's strips, in bytes."""
     order: Literal["little", "big"] = "little" if data[:1] == b"I" else "big"
 
     def number(at: int, size: int) -> int:

@@ -79,7 +79,7 @@ class PatchRule(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def most_pixels(self) -> int:
-        """Of a resized picture."""
+        """Pixels of a resized picture, at most."""
         return max(self.min_pixels, self.max_pixels)
 
     def fitted(self, image: Image) -> tuple[Image, tuple[int, int]]:
@@ -126,7 +126,7 @@ class SideRule(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     @property
     def most_pixels(self) -> int:
-        """Of a resized picture."""
+        """Pixels of a resized picture, at most."""
         return -(-self.most_height // self.factor) * -(-self.most_width // self.factor) * self.factor**2
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
@@ -193,7 +193,7 @@ class FixedRule(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     @property
     def most_pixels(self) -> int:
-        """Of a resized picture."""
+        """Pixels of a resized picture, at most."""
         return self.height * self.width
 
     def fitted(self, image: Image) -> tuple[Image, tuple[int, int]]:

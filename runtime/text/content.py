@@ -40,7 +40,7 @@ TakeImage = Callable[["ImagePart"], None]
 
 
 class ImagePart(NamedTuple):
-    """What a part says of its picture.
+    """A part's picture, and how it is given.
 
     path    of the part
     where   the path of the field that has the picture

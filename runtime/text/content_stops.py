@@ -76,7 +76,7 @@ class ContentStops:
             self._matcher = None
 
     def _pass_on(self, end: int) -> None:
-        """What is held of the text up to there."""
+        """The held text up to there."""
         length = end - self._end + len(self._held)
         if length > 0 and self._held:
             self._passed.append(Part("content", self._held[:length], lead=self._lead))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class PictureText(NamedTuple):
-    """What a picture is in the text of a prompt.
+    """The text of a picture in a prompt.
 
     token     what a template would write for it; None: the model reads none
     replaced  texts that templates write, and what stands for them: for Gemma 3, the picture's token between those that
@@ -28,7 +28,7 @@ NO_PICTURES = PictureText()
 
 
 def picture_text(tokenizer: Tokenizer | None, support: ImageSupport | None) -> PictureText:
-    """Of a model; ``support``: how it reads pictures, None: it reads none."""
+    """The marks of a model's pictures. ``support`` says how it reads pictures; it is None if it reads none."""
     if tokenizer is None or support is None:
         return NO_PICTURES
     token = tokenizer.id_to_token(support.token_id)

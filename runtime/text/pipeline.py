@@ -264,7 +264,7 @@ class _Sorter:
         return end
 
     def _drop_tokens_behind(self, end: int) -> None:
-        """Of the tokens that are still here the first that reaches so far is the last that counts."""
+        """Drops the tokens after the first one that reaches so far."""
         last = next((i for i, token in enumerate(self._tokens) if token.end >= end), len(self._tokens))
         self._tokens = deque(list(self._tokens)[: last + 1])
 

@@ -173,8 +173,8 @@ def _prediction(asked: ChatCompletionRequest, tokenizer: Tokenizer | None) -> tu
 def chat_grammar(
     service: Service, asked: ChatCompletionRequest, tools: list[dict[str, Any]] | None, schemas: RequestSchemas
 ) -> Grammar | None:
-    """What the answer has to be; `schemas` gets what says so. A call that is forced is all that there will be; where
-    calls may be made, an answer of some format is that, or calls. Raises `ApiError` 400."""
+    """The grammar of the answer; `schemas` gets its schemas. A forced call is the whole answer; if calls are allowed,
+    an answer of some format is that, or calls. Raises `ApiError` 400."""
     harmony = _harmony_ids(service, asked)
     if forces_call(asked):
         if asked.structured_outputs is not None:

@@ -53,7 +53,7 @@ class PictureSource:
 
 
 def picture_source(image: ImagePart) -> PictureSource:
-    """What a request may say of a picture: a URL or a `data:` URI, a `detail`, a `uuid`. Raises `ApiError` 400."""
+    """Reads a request's picture: a URL or a `data:` URI, a `detail`, a `uuid`. Raises `ApiError` 400."""
     uuid, value = image.uuid, image.value
     if uuid is not None:
         _check_uuid(uuid, f"{image.path}.uuid")

@@ -68,7 +68,7 @@ def schema_grammar(schema: dict[str, Any]) -> Grammar:
 
 
 def answer_grammar(request: GenerationRequest, schemas: RequestSchemas) -> Grammar | None:
-    """What the answer's content has to look like; None: nothing in particular. `schemas` gets its schema.
+    """The grammar of the answer's content; None if it is free. `schemas` gets its schema.
 
     Raises `ApiError` 400 where two fields ask for different things, and for a schema that cannot be promised; whether
     the grammar can be compiled is `check_grammar`'s to say.

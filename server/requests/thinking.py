@@ -1,4 +1,4 @@
-"""What requests say of thinking, as variables of the model's chat template.
+"""A request's wishes about thinking, as variables of the model's chat template.
 
 Templates know other levels of effort than clients: the nearest one is taken, and the answer's header says so.
 """

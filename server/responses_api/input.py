@@ -47,13 +47,13 @@ class ItemMessages:
         return message
 
     def name(self, own: str, path: str) -> None:
-        """Of a field of the last message."""
+        """The place of a field of the last message."""
         self.names[f"[{len(self.messages) - 1}].{own}"] = path
 
 
 def input_messages(given: str | Sequence[dict[str, Any]]) -> ItemMessages:
-    """What an assistant's turn consists of, reasoning, text and function calls in this order, becomes one message, as
-    it was answered. Raises `ApiError` 400 naming the item's field."""
+    """Reasoning, text and function calls of an assistant's turn, in this order, become one message, as it was
+    answered. Raises `ApiError` 400 naming the item's field."""
     found = ItemMessages()
     if isinstance(given, str):
         found.add(Message(role="user", content=given), "input")

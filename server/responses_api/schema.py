@@ -203,8 +203,8 @@ class InputReasoningPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class InputReasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an assistant thought before the next item of its turn. The summary is not read where there is content, and
-    never what another server has encrypted."""
+    """An assistant's reasoning before the next item of its turn. The summary is not read if there is content;
+    reasoning that another server has encrypted is never read."""
 
     type: Literal["reasoning"]
     summary: list[InputReasoningPart]

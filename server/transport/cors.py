@@ -1,4 +1,4 @@
-"""What browsers are told of the pages that may use the server, errors included, so that a page can read these."""
+"""CORS: headers that tell browsers which pages may use the server. Errors have them, for a page to read."""
 
 from __future__ import annotations
 

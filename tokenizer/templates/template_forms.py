@@ -22,7 +22,7 @@ _PICTURES: tuple[dict[str, Any], ...] = ({"type": "image"}, {"type": "image_url"
 
 
 class ContentForm(NamedTuple):
-    """What a template takes as the content of one role.
+    """The form in which a template takes the content of one role.
 
     text      a string
     parts     texts in a list of parts; "one": a single one of them
@@ -47,7 +47,7 @@ class ContentForm(NamedTuple):
 
 
 class TemplateForms:
-    """Of one template; each thing is found when it is first asked for. `variables` are the special tokens' names."""
+    """The forms of one template, each found when it is first asked for. `variables` are the special tokens' names."""
 
     def __init__(self, template: str, variables: Mapping[str, str], *, has_tools: bool) -> None:
         self.template, self._variables = template, variables
@@ -78,7 +78,7 @@ class TemplateForms:
 
     @functools.cached_property
     def picture_text(self) -> str | None:
-        """What the template writes for a picture in a user's message; None: it writes none."""
+        """The text that the template writes for a picture in a user's message; None if it writes none."""
         form = self.content("user")
         if form.picture is None:
             return None

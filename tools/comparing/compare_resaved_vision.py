@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
 PROMPT = [3, cases.IMAGE, 17, 5, cases.IMAGE, 81, 44]
 SIZES = ((22, 13), (18, 30))
 MOST_DIFFERENCE = 2e-3
-"""Of a log probability."""
+"""Largest difference of a log probability."""
 
 PEER = answering_program(
     """

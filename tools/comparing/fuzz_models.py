@@ -56,7 +56,7 @@ HANG_S = 600
 """A case that takes longer has failed."""
 MAX_SHRINKS = 40
 NOT_KEPT = ("fields", "notes", "texts", "fuses_experts")
-"""Of goldens: their weights are written as they are named here."""
+"""Names of goldens' weights, as they are written."""
 
 
 class Oracle:

@@ -1,4 +1,4 @@
-"""Which models `generate_reference.py` makes goldens of: configurations of transformers, and lengths of prompts."""
+"""Models that `generate_reference.py` makes goldens of: configurations of transformers, and lengths of prompts."""
 
 from __future__ import annotations
 

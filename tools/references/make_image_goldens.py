@@ -70,8 +70,8 @@ def opened(name: str) -> Any:
 
 
 def make_sides() -> None:
-    """Of Pixtral's processor: each picture's height and width, and the digest of its pixels, channels first; None of
-    one that it cannot resize, since a side would have no pixels."""
+    """Pixtral's processor: each picture's height and width, and the digest of its pixels, channels first. A picture is
+    None if it cannot be resized, since a side would have no pixels."""
     import transformers
 
     found: dict[str, Any] = {}

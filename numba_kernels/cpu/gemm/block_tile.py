@@ -261,7 +261,7 @@ class BlockSums:
         return add_bytes(builder, sums, magnitudes, value)
 
     def _operand(self, builder, word):
-        """What a word of weights is multiplied as: its bytes, or its magnitudes and signs."""
+        """The factors that a word of weights becomes: its bytes, or its magnitudes and signs."""
         if DOT == "bytes":
             return dots.bytes_of_weights(builder, word)
         bytes_ = builder.bitcast(word, simd.vector(I8, 4 * PART))

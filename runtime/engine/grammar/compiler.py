@@ -140,7 +140,7 @@ def _limits(margin: int) -> LLParserLimits:
 
 
 def readable(message: str) -> str:
-    """What llguidance says, in one line: with its reason, without the place in a text that is not the user's."""
+    """llguidance's error in one line: with its reason, without the place in a text that is not the user's."""
     lines = message.removeprefix("at 1(8): ").split("\n")
     kept = [line.strip() for line in lines if not _OF_PLACES.match(line)]
     text = " ".join(kept).removeprefix("failed to compile JSON schema: ").strip()

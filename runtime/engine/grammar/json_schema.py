@@ -144,6 +144,8 @@ class _Preparer:
                 reason = "has more digits than a grammar of numbers keeps; it must be at most 2**53 or end in zeros"
                 raise schema_error(place, f"{value!r:.40} {reason}")
         elif isinstance(value, str):
+            if any("\ud800" <= character <= "\udfff" for character in value):
+                raise schema_error(place, f"{value!r:.60} has half of a surrogate pair: write the whole character")
             self._notes.note_characters(value)
         elif isinstance(value, list):
             for i, each in enumerate(value):

@@ -90,7 +90,7 @@ def _embedded(schema: Any) -> str:
 
 
 def _hold_spelling(node: dict[str, Any]) -> None:
-    """Where \\uXXXX is allowed, llguidance lets every character of a further key be written so, and a declared key come
+    """If \\uXXXX is allowed, llguidance lets every character of a further key be written so, and a declared key come
     again in that way. Under `patternProperties` it does not."""
     further = node.get("additionalProperties", True)
     if further is False or not node.keys() & {"properties", "required"}:

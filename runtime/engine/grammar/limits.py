@@ -1,4 +1,4 @@
-"""What a grammar may hold before llguidance reads it. Its size was checked when it was made, its JSON schemas are where
+"""Checks a grammar before llguidance reads it. Its size was checked when it was made; JSON schemas are checked where
 they are prepared. Pure checks, in time proportional to the text."""
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ _NAMES = {bool: "boolean", int: "number", float: "number", str: "string", list: 
 
 
 class Disjointness:
-    """Of the schemas within one, whose references they follow."""
+    """Prepares the schemas within one, and follows its references."""
 
     def __init__(self, references: References) -> None:
         self._references = references
@@ -113,7 +113,7 @@ def _is_below(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _property(schema: dict[str, Any], key: str) -> Any:
-    """What a value under the key has to be."""
+    """The schema of a value under the key."""
     properties = schema.get("properties")
     if isinstance(properties, dict) and key in properties:
         return properties[key]

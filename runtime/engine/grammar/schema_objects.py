@@ -1,4 +1,4 @@
-"""Which keys an object of a JSON schema may have, and what stands under them."""
+"""Keys that an object of a JSON schema may have, and the schemas of their values."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class ObjectKeywords:
     def _further(
         self, node: dict[str, Any], found: dict[str, Any], result: dict[str, Any], place: str, is_part: bool
     ) -> Schema:
-        """What `additionalProperties` says, or what stands for it."""
+        """The schema of further properties: `additionalProperties`, or what other keywords and `closes` imply."""
         if "additionalProperties" in found:
             return self._prepare(found["additionalProperties"], place_in(place, "additionalProperties"), False)
         unevaluated = found.get("unevaluatedProperties", True)
@@ -114,7 +114,8 @@ class ObjectKeywords:
                 declared.update({name: True for name in names if name not in declared})
             return self._prepare(unevaluated, where, False)
         is_open = is_part or any(found.get(name) for name in _SAYS_WHICH_KEYS) or _has_declaring_parts(found)
-        if self._closes and isinstance(found.get("properties"), dict) and not is_open:
+        declared = found.get("properties")
+        if self._closes and isinstance(declared, dict) and not is_open and declared.keys() >= _wanted(found, result):
             self._notes.num_closed += 1
             return False
         return True
@@ -205,6 +206,13 @@ def _has_declaring_parts(found: Mapping[str, Any]) -> bool:
         or any(_may_declare(each) for name in IN_PLACE[:3] for each in as_list(found.get(name)))
         or (isinstance(dependencies, dict) and any(map(_may_declare, dependencies.values())))
     )
+
+
+def _wanted(found: Mapping[str, Any], result: Mapping[str, Any]) -> set[str]:
+    """Properties that a value must have: an object that does not declare them cannot be closed."""
+    parts = [each for each in as_list(found.get("allOf")) if isinstance(each, dict)]
+    lists = [result.get("required"), *(each.get("required") for each in parts)]
+    return {name for names in lists for name in as_list(names) if isinstance(name, str)}
 
 
 def _may_declare(schema: Any) -> bool:

@@ -1,4 +1,4 @@
-"""What a prepared JSON schema is, and how a place in a schema is written."""
+"""The form of a prepared JSON schema, and of a place in a schema."""
 
 from __future__ import annotations
 

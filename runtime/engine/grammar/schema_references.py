@@ -1,4 +1,4 @@
-"""What the references of a JSON schema point to: by JSON pointer, by anchor, by `$id`; within the schema alone.
+"""Resolves the references of a JSON schema: by JSON pointer, by anchor, by `$id`; within the schema alone.
 
 Nothing is fetched. A reference to another document is an error that says so.
 """
@@ -43,7 +43,7 @@ class References:
         self._index(root, ("",))
 
     def target(self, node: dict[str, Any], reference: Any) -> Any:
-        """What `reference` means in `node`. Raises `LookupError` with the reason."""
+        """The schema that `reference` means in `node`. Raises `LookupError` with the reason."""
         if not isinstance(reference, str):
             raise LookupError(f"$ref must be a string, got {reference!r:.60}")
         first: LookupError | None = None
@@ -66,7 +66,7 @@ class References:
         return schema
 
     def dynamic_target(self, node: dict[str, Any], reference: str) -> Any:
-        """What a `$dynamicRef` or `$recursiveRef` means, where the schema has but one place for it."""
+        """The schema that a `$dynamicRef` or `$recursiveRef` means, if only one place can be meant."""
         candidates = self._dynamic.get(reference.partition("#")[2], [])
         if len(candidates) > 1:
             raise LookupError(f"{len(candidates)} schemas have the dynamic anchor {reference!r:.80}")

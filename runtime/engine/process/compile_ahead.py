@@ -180,8 +180,8 @@ def main(*arguments: str) -> None:
 def _tasks(
     stored: str, is_int8: str, block_size: str, pages: str, has_experts: str, *formats: str
 ) -> Iterator[Callable[[], object]]:
-    """What is to be compiled, in the order of `kernels_of`, which begins with what takes longest; before that the
-    tokenizer's loops, so that a process may begin with these ahead of importing all kernels."""
+    """The tasks: the tokenizer's loops, so that a process may begin with these ahead of importing all kernels; then the
+    kernels in the order of `kernels_of`, the slowest first."""
     from tokenizer.warm_up import LOOPS
 
     yield from LOOPS

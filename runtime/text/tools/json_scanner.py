@@ -1,4 +1,4 @@
-"""Where a JSON value ends, in a text that comes in pieces (RFC 8259), and what it is as JSON where a model wrote it
+"""Finds the end of a JSON value in a text that comes in pieces (RFC 8259), and writes as JSON what a model wrote
 otherwise: control characters and unknown escapes within strings, Python's single quotes, words and last commas."""
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class JsonScanner:
         return self._state is _State.BROKEN
 
     def take(self) -> str:
-        """What was read since the last call, but for what waits, as JSON. JSON stays as it is."""
+        """The text read since the last call, except what waits, as JSON. Valid JSON keeps its bytes."""
         written, self._written = "".join(self._written), []
         return written
 
@@ -173,7 +173,7 @@ class JsonScanner:
         self._state = _State.COMMA_OR_END if self._closers else _State.COMPLETE
 
     def _write(self, text: str) -> None:
-        """What waited was a part of it."""
+        """The waiting text was a part of it."""
         self._written.append(text)
         self.waiting = ""
 

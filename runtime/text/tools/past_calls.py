@@ -1,4 +1,4 @@
-"""What a conversation's past calls become where a chat template does not take them as they are."""
+"""Rewrites a conversation's past calls for a chat template that does not take them as they are."""
 
 from __future__ import annotations
 

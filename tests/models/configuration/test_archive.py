@@ -63,6 +63,8 @@ def test_each_configuration_is_as_the_table_says(archive: dict[str, dict[str, An
         ({"text_config": {"linear_num_key_heads": 16, "mamba_ssm_dtype": "float32"}}, "gated DeltaNet"),
         ({"hybrid_override_pattern": "M-M*-"}, "Mamba"),
         ({"mamba_d_state": 128}, "Mamba"),
+        ({"mamba_d_state": 128, "layer_types": ["mamba", "attention"]}, "Mamba"),
+        ({"mamba_d_state": 128, "layer_types": ["attention"]}, "its family, "),
         ({"index_topk": 2048}, "indexer"),
         ({"is_encoder_decoder": True}, "encoder"),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "a head that classifies"),

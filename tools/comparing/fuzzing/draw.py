@@ -1,4 +1,4 @@
-"""What random configurations are drawn with."""
+"""Parts that random configurations are drawn from."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ Fields = dict[str, Any]
 
 
 class Draw:
-    """What the families' fields are drawn with. On an emulated device head_dims are few, since a kernel is compiled for
-    each, and layers too."""
+    """Draws the families' fields. On an emulated device head_dims are few, since a kernel is compiled for each, and
+    layers too."""
 
     def __init__(self, rng: random.Random, is_emulated: bool) -> None:
         self.rng = rng
@@ -30,7 +30,7 @@ class Draw:
         return {"num_attention_heads": kv_heads * self.choice((1, 2, 3, 4, 7)), "num_key_value_heads": kv_heads}
 
     def decoder(self, *, has_head_dim: bool, is_divided: bool = False, step: int = 2) -> Fields:
-        """What every decoder has; with `has_head_dim` a width of its own."""
+        """Fields of every decoder; with `has_head_dim` its heads have a width of their own."""
         fields = {
             "vocab_size": self.integer(30, 420),
             "num_hidden_layers": self.integer(1, 2 if self.is_emulated else 4),

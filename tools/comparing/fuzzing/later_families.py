@@ -8,7 +8,7 @@ from tools.comparing.fuzzing.draw import Draw, Fields
 
 
 def _gemma(draw: Draw) -> Fields:
-    """Of a `hidden_size` whose root every type has."""
+    """A `hidden_size` whose root every type can hold."""
     fields = {**draw.decoder(has_head_dim=True), "attention_bias": draw.flip(0.3), "rope_parameters": draw.rope()}
     return {**fields, "hidden_size": draw.choice((16, 36, 64, 100, 144))}
 

@@ -154,6 +154,9 @@ FURTHER = {"a": 1, "b": 1, "z": 1}
         ({"allOf": [A, B]}, 0),
         ({**A, "allOf": [B]}, 0),
         ({**A, "$ref": "#/$defs/x", "$defs": {"x": B}}, 0),
+        ({**A, "required": ["a"]}, 1),
+        ({**A, "required": ["a", "z"]}, 0),  # closed, no object could have it
+        ({**A, "allOf": [{"required": ["z"]}]}, 0),
         ({"allOf": [{"$ref": "#/$defs/x"}, A], "$defs": {"x": B}}, 0),
         ({**A, "if": True, "then": B}, 0),
         ({"not": {"not": A}}, None),
@@ -183,6 +186,7 @@ def test_which_objects_are_closed(schema: Any, num_closed: int | None) -> None:
         ({"$ref": "#/$defs/a", "$defs": {"a": {"items": {"type": "any"}}}}, r"\.\$defs\.a\.items\.type: .*'any'"),
         ({"properties": {"a": {"propertyNames": {"$ref": "#/properties/a"}}}}, "names refers to itself"),
         ({"enum": [1, {"id": 12345678901234567890}]}, r"grammar\.enum\[1\]\.id: 12345678901234567890 has more digits"),
+        ({"enum": ["a", "\ud800"]}, r"grammar\.enum\[1\]: .* half of a surrogate pair"),
         ({"anyOf": [{}, {"minItems": -1}]}, r"grammar\.anyOf\[1\]\.minItems: .* from 0, got -1"),
         ({"properties": {"a": {"required": True}}}, r"grammar\.properties\.a\.required: .*, got True"),
         ({"items": [{"type": ["string", "int"]}]}, r"grammar\.items\[0\]\.type: there is no type 'int'; .*integer"),
