@@ -1,6 +1,6 @@
 """Reads the files of a tokenizer folder.
 
-`tokenizer.json` is read first; without it, `vocab.json` and `merges.txt` in GPT-2's form.
+`tokenizer.json` is read first; without it, `vocab.json` and `merges.txt` in GPT-2's form, or `tokenizer.model`.
 `tokenizer_config.json`,
 `special_tokens_map.json`, `added_tokens.json`, `chat_template.jinja` and `chat_template.json` are read where
 they are.
@@ -19,12 +19,14 @@ from tokenizer.classes import GPT2, QWEN2, as_class_has_it, class_of
 from tokenizer.components.added_tokens import AddedToken
 from tokenizer.errors import TokenizerFileError
 from tokenizer.json_fields import Fields, shown
+from tokenizer.sentencepiece import added_tokens, content_of, read_pieces
 from tokenizer.warn import warn_once
 
 _QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+PIECES_FILE = "tokenizer.model"
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -42,6 +44,10 @@ class TokenizerFiles:
     add_bos_token: bool = False
     add_eos_token: bool = False
     """Beside what the post-processor adds; where a tokenizer.json exists, that alone decides."""
+    splits_special_tokens: bool = False
+    """Special tokens are ordinary text in whatever is encoded."""
+    num_embeddings: int = 0
+    """Ids that the model has, by its config; named tokens that no file lists are added below it."""
     chat_templates: dict[str, str] = field(default_factory=dict)
     """By name; the usual one is "default"."""
     passes_over_merges: bool = False
@@ -53,17 +59,31 @@ def read_folder(folder: Path) -> TokenizerFiles:
     if not folder.is_dir():
         raise TokenizerFileError(str(folder), "", "is not a folder")
     config = _read_optional(folder / "tokenizer_config.json")
-    name = class_of(config, _read_optional(folder / "config.json"))
+    model_config = _read_optional(folder / "config.json")
+    name = class_of(config, model_config)
     has_json = (folder / "tokenizer.json").is_file()
     if has_json:
         files = TokenizerFiles(as_class_has_it(Fields.read(folder / "tokenizer.json"), name, config))
     else:  # tokenizer.json says itself what is added to a text
-        files = TokenizerFiles(_read_vocabulary(folder, config, name or GPT2))
-        files.add_bos_token = config.boolean("add_bos_token", False)
+        is_sentencepiece = (folder / PIECES_FILE).is_file() and not (folder / "vocab.json").is_file()
+        if is_sentencepiece:
+            files = _read_sentencepiece(folder, config, name)
+        else:
+            files = TokenizerFiles(_read_vocabulary(folder, config, name or GPT2))
+        files.add_bos_token = config.boolean("add_bos_token", is_sentencepiece)
         files.add_eos_token = config.boolean("add_eos_token", False)
+    files.num_embeddings = _num_embeddings(model_config)
     _read_special_tokens(folder, config, files)
     _read_chat_templates(folder, config, files)
     return files
+
+
+def _num_embeddings(model_config: Fields) -> int:
+    inner = model_config.get("text_config")
+    for values in (model_config.values, inner if isinstance(inner, dict) else {}):
+        if type(size := values.get("vocab_size")) is int:
+            return size
+    return 0
 
 
 def _read_optional(file: Path) -> Fields:
@@ -106,7 +126,31 @@ def _read_vocabulary(folder: Path, config: Fields, kind: str) -> Fields:
     return Fields(content, f"{vocab.name} + {merges.name}")
 
 
+def _read_sentencepiece(folder: Path, config: Fields, name: str) -> TokenizerFiles:
+    """Of a `tokenizer.model` alone. Tokens that tokenizer_config.json lists take the places of those of their ids."""
+    pieces = read_pieces(folder / PIECES_FILE)
+    listed = config.get("added_tokens_decoder")
+    for key, entry in listed.items() if isinstance(listed, dict) else ():
+        if key.isascii() and key.isdigit() and isinstance(entry, dict) and isinstance(entry.get("content"), str):
+            pieces.replace(int(key), entry["content"])
+    tokens, types = pieces.tokens, pieces.types
+    unknown = pieces.special_ids.get("unk_token")
+    content = content_of(tokens, pieces.scores, types, unknown=unknown, has_prefix=pieces.has_prefix)
+    content["added_tokens"] = list(added_tokens(tokens, types))
+    files = TokenizerFiles(as_class_has_it(Fields(content, PIECES_FILE), name, config))
+    for role, i in pieces.special_ids.items():
+        if config.get(role) is None:
+            files.named_tokens[role] = AddedToken(tokens[i], is_special=True)
+    return files
+
+
 def _read_special_tokens(folder: Path, config: Fields, files: TokenizerFiles) -> None:
+    files.splits_special_tokens = config.boolean("split_special_tokens", False)
+    if files.splits_special_tokens:
+        warn_once(
+            f"{folder}: tokenizer_config.json: split_special_tokens is true: special tokens are ordinary text in all"
+            " prompts, those of the chat template too, as in transformers; set it to false if chats go wrong"
+        )
     sources = [config]
     if config.get("added_tokens_decoder") is not None:
         decoder = config.object("added_tokens_decoder")

@@ -63,6 +63,7 @@ class Tokenizer:
         self._add_tokens(fields, files)
         self._named_tokens = {name: token.content for name, token in files.named_tokens.items()}
         self._marks: dict[str, ContentMarks] = {}
+        self._splits_special_tokens = files.splits_special_tokens
         self._special_texts = {token.content for token in self._id_to_added.values() if token.is_special}
         self._set_added_bos_eos(files)
         self._index_tokens()
@@ -147,15 +148,16 @@ class Tokenizer:
     # Encoding
 
     def encode(
-        self, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False
+        self, text: str, add_special_tokens: bool = True, split_special_tokens: bool | None = None
     ) -> list[int]:
         """The ids of `text`.
 
-        With `split_special_tokens` the text of a special token ("<|im_end|>" typed by a user) is ordinary
-        text; added tokens that are not special ("<think>") are still found, as in transformers. Lone
-        surrogates are encoded as U+FFFD.
+        With `split_special_tokens` (None: as tokenizer_config.json says, usually false) the text of a special token
+        ("<|im_end|>" typed by a user) is ordinary text; added tokens that are not special ("<think>") are still found,
+        as in transformers. Lone surrogates are encoded as U+FFFD.
         """
-        return self._post_processor.process(self._encode(text, split_special_tokens), add_special_tokens)
+        is_split = self._splits_special_tokens if split_special_tokens is None else split_special_tokens
+        return self._post_processor.process(self._encode(text, is_split), add_special_tokens)
 
     def encode_ordinary(self, text: str) -> list[int]:
         """The ids of `text`, in which no added token is found, special or not, and to which none is added."""
@@ -338,7 +340,7 @@ class Tokenizer:
             return rendered
 
         content = (list(messages), tools, documents, template_kwargs)
-        if special_tokens_in_content == "text":
+        if special_tokens_in_content == "text" and not self._splits_special_tokens:
             marks = self._content_marks(template)
             if marks.concerns(content):
                 text, mark = self._render_marked(render, content, marks, free_mark(content, template))
@@ -407,19 +409,22 @@ class Tokenizer:
         for token_id, token in files.config_tokens:
             self._add_token(token, token_id, Fields({}, "tokenizer_config.json"))
         for token in [*files.named_tokens.values(), *files.extra_special_tokens]:
-            # A named token that no vocabulary holds stays a mere name: its id would lie outside the model's
-            # embedding.
-            if token.content not in self._added_ids and token.content in self._model.vocab:
-                self._add_token(token, self._model.vocab[token.content], fields)
+            if token.content in self._added_ids:
+                continue
+            place = self._model.vocab.get(token.content, self._next_id())
+            if token.content in self._model.vocab or place < files.num_embeddings:
+                self._add_token(token, place, fields)  # else it stays a mere name: the model knows no such id
+
+    def _next_id(self) -> int:
+        """The id of a token that is added after all."""
+        return max(len(self._model.vocab), max(self._id_to_added, default=-1) + 1)
 
     def _add_token(self, token: AddedToken, declared_id: int, source: Fields) -> None:
         if not token.content:
             return
         known_id = self.token_to_id(token.content)
         if known_id is None:
-            size = len(self._model.vocab)
-            last = max(self._id_to_added, default=-1)
-            known_id = last + 1 if last >= size else size
+            known_id = self._next_id()
         if known_id != declared_id:  # the library warns of it, too, and goes by the vocabulary
             warn_once(
                 f"{source.file}: added_tokens: {shown(token.content)} is declared with id {declared_id}, but has id"

@@ -16,7 +16,9 @@ from models.configuration.overrides import overridden
 from models.gguf.model_file import GgufModel
 from models.quantized.scheme import add_quantization, read_quantization, with_quantized
 from tokenizer.ends import EndTokens, end_tokens
-from tokenizer.loading import TokenizerFiles, read_folder
+from tokenizer.errors import TokenizerFileError
+from tokenizer.loading import PIECES_FILE, TokenizerFiles, read_folder
+from tokenizer.sentencepiece import read_pieces
 from tokenizer.warn import warn_once
 
 
@@ -75,19 +77,28 @@ class ModelFolder:
     def has_tokenizer(self) -> bool:
         """See `ModelFiles`."""
         has_pair = (self.path / "vocab.json").is_file() and (self.path / "merges.txt").is_file()
-        return has_pair or (self.path / "tokenizer.json").is_file()
+        return has_pair or (self.path / "tokenizer.json").is_file() or self._pieces_problem() == ""
 
     def tokenizer_files(self) -> TokenizerFiles | None:
         """See `ModelFiles`."""
         if self.has_tokenizer():
             return read_folder(self.path)
-        for name in ("tokenizer.model", "tekken.json", "tiktoken.model"):
+        for name in (PIECES_FILE, "tekken.json", "tiktoken.model"):
             if (self.path / name).is_file():
+                problem = self._pieces_problem() if name == PIECES_FILE else f"{name} is not read"
                 warn_once(
-                    f"{self.path}: {name} is not read, and there is no tokenizer.json: the model serves ids alone;"
+                    f"{self.path}: {problem}, and there is no tokenizer.json: the model serves ids alone;"
                     " make one with transformers: `AutoTokenizer.from_pretrained(folder).save_pretrained(folder)`"
                 )
         return None
+
+    def _pieces_problem(self) -> str | None:
+        """Why `tokenizer.model` cannot be read; "" if it can, None if there is none."""
+        path = self.path / PIECES_FILE
+        try:
+            return "" if path.is_file() and read_pieces(path) else None
+        except TokenizerFileError as error:
+            return str(error)
 
 
 def open_model(path: str | Path, overrides: str = "") -> ModelFiles:

@@ -15,6 +15,22 @@ from runtime.sampling_table import COLUMNS, Column
 from tokenizer.errors import TokenizerFileError
 from tokenizer.warn import warn_once
 
+_ONE = "num_beams num_beam_groups typical_p guidance_scale encoder_repetition_penalty"
+_ZERO = (
+    "epsilon_cutoff eta_cutoff diversity_penalty penalty_alpha top_h no_repeat_ngram_size encoder_no_repeat_ngram_size"
+    " min_length min_new_tokens"
+)
+_EMPTY = (
+    "bad_words_ids force_words_ids constraints forced_bos_token_id forced_eos_token_id forced_decoder_ids"
+    " suppress_tokens begin_suppress_tokens sequence_bias exponential_decay_length_penalty stop_strings"
+    " watermarking_config dola_layers"
+)
+_ONLY_TRANSFORMERS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_ONE.split(), (1,)), **dict.fromkeys(_ZERO.split(), (0,)),
+    **dict.fromkeys(_EMPTY.split(), ([], {}, "")),
+}  # fmt: skip
+"""What else transformers 5.24 generates by, with the values that switch it off."""
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
@@ -57,6 +73,7 @@ def load_generation_config(model: str | Path) -> GenerationConfig:
             value = _sensible(partial(_number, fields, name, column))
             if value is not None:
                 sampling[name] = value
+    _tell_unused(fields)
     if does_sample and sampling.get("temperature") == 0:
         warn_once(f"{fields.where}: temperature is 0 beside do_sample true: the most probable token is always taken")
     return GenerationConfig(
@@ -99,6 +116,16 @@ def load_end_ids(model: str | Path, overrides: str = "") -> tuple[int, ...]:
 
 def _generation_fields(files: ModelFiles) -> Fields:
     return _sensible(files.generation_config) or Fields({}, "generation_config.json")
+
+
+def _tell_unused(fields: Fields) -> None:
+    found = [(name, fields.raw(name)) for name in _ONLY_TRANSFORMERS if fields.has(name)]
+    unused = [f"{name} = {value!r:.40}" for name, value in found if value not in _ONLY_TRANSFORMERS[name]]
+    if unused:
+        warn_once(
+            f"{fields.where}: transformers generates by {', '.join(unused)}, too, which is not used here: answers may"
+            " differ from its own (requests may give stop, min_tokens, bad_words and logit_bias themselves)"
+        )
 
 
 def _sensible(read: Callable[[], Any]) -> Any:

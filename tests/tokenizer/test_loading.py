@@ -225,6 +225,33 @@ def test_an_unknown_token_that_is_not_there(tmp_path: Path, caplog: pytest.LogCa
     assert "unk_token '<none>' is not in the vocabulary" in caplog.text
 
 
+def test_dropout_is_of_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    content = _content(model={"dropout": 1.0})
+    assert Tokenizer.from_pretrained(_folder(tmp_path, content)).encode("ab") == [5]
+    assert "model.dropout is 1.0, which is of training" in caplog.text
+
+
+def test_special_tokens_that_a_config_has_split(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = {"split_special_tokens": True, "eos_token": "</s>", "chat_template": "{{ messages[0].content }}</s>"}
+    tokenizer = Tokenizer.from_pretrained(_folder(tmp_path, _content(), tokenizer_config__json=config))
+    assert tokenizer.encode("a</s>b") == [5]  # as in transformers; "<", "/", "s" and ">" are no tokens
+    assert tokenizer.encode("a</s>b", split_special_tokens=False) == [0, 3, 1]
+    for how in ("parse", "text"):
+        messages = [{"role": "user", "content": "a"}]
+        assert tokenizer.apply_chat_template(messages, special_tokens_in_content=how) == [0]  # type: ignore[call-overload]
+    assert "split_special_tokens is true" in caplog.text
+
+
+def test_named_tokens_that_no_file_lists(tmp_path: Path) -> None:
+    """transformers adds them after all others, in this order; here as far as the model has rows for them."""
+    config = {"pad_token": "[PAD]", "bos_token": "[BOS]", "additional_special_tokens": ["<zz>"]}
+    folder = _folder(tmp_path, _content(), tokenizer_config__json=config, config__json={"vocab_size": 8})
+    tokenizer = Tokenizer.from_pretrained(folder)
+    assert tokenizer.encode("a[BOS]b[PAD]<zz>") == [0, 6, 1, 7]
+    assert (tokenizer.bos_token_id, tokenizer.pad_token_id) == (6, 7)
+    assert Tokenizer.from_pretrained(_folder(tmp_path, _content(), config__json={})).pad_token_id is None
+
+
 _ADDED = added_token("<x>", 6)
 _REFUSED: list[tuple[dict[str, Any], str]] = [
     (
@@ -233,7 +260,8 @@ _REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({**_content(), "model": {"type": "WordPiece", "vocab": {}}}, "model.type: model 'WordPiece'"),
     ({**_content(), "model": {"type": "WordLevel", "vocab": {}}}, "model.type: model 'WordLevel'"),
-    (_content(model={"dropout": 0.1}), "model.dropout: only null is supported, found 0.1"),
+    (_content(model={"dropout": 1.5}), "model.dropout: must be null or a number from 0 to 1, found 1.5"),
+    (_content(model={"dropout": True}), "model.dropout: must be null or a number from 0 to 1, found True"),
     (_content(model={"novel": 1}), r"model.novel: is not supported \(value 1\)"),
     (_content(model={"merges": ["a  b"]}), r"model.merges\[0\]: expected a pair"),
     (_content(model={"merges": ["a c"]}), r"model.merges\[0\]: the token 'ac' is not in the vocabulary"),

@@ -42,8 +42,7 @@ class BpeModel:
         if fields.get("type") is not None:
             fields.one_of("model", ["BPE"])
         fields.known(_KNOWN)
-        if fields.get("dropout") not in (None, 0, 0.0):
-            fields.fail("dropout", f"only null is supported, found {shown(fields.get('dropout'))}")
+        _pass_over_dropout(fields)
         self.vocab = _read_vocab(fields)
         self._prefix = fields.optional_string("continuing_subword_prefix") or ""
         self._suffix = fields.optional_string("end_of_word_suffix") or ""
@@ -159,6 +158,17 @@ class WordCache(dict[str, tuple[int, ...]]):
                 self.clear()
             self[word] = ids
         return ids
+
+
+def _pass_over_dropout(fields: Fields) -> None:
+    """Merges left out at random are of training: with them a text has other ids each time."""
+    share = fields.get("dropout")
+    if share is None:
+        return
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        fields.fail("dropout", f"must be null or a number from 0 to 1, found {shown(share)}")
+    if share:
+        warn_once(f"{fields.file}: {fields.field('dropout')} is {share}, which is of training: no merge is left out")
 
 
 def _read_vocab(fields: Fields) -> dict[str, int]:

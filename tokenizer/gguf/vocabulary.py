@@ -1,8 +1,7 @@
 """From GGUF's metadata to what `tokenizer.loading` reads out of a folder: tokens, merges, special tokens, templates.
 
-Two kinds of vocabulary become one: byte-level BPE has its merges in the file; SentencePiece's has scores, of which
-merges are made as transformers makes them. A token's type says what it is: control tokens are special, user-defined
-ones are found in a text first, bytes stand for what no other token covers.
+Two kinds of vocabulary become one: byte-level BPE has its merges in the file; SentencePiece's has scores
+(`tokenizer.sentencepiece`).
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ from tokenizer.errors import TokenizerFileError
 from tokenizer.gguf.pre_tokenizers import PRE_TOKENIZERS, byte_level
 from tokenizer.json_fields import Fields, shown
 from tokenizer.loading import TokenizerFiles, refusing_template
+from tokenizer.sentencepiece import CONTROL, NORMAL, added_tokens, content_of
 from tokenizer.warn import warn_once
 
 _PREFIX = "tokenizer.ggml."
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
-_SPACE = "▁"
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
 _BEGINS_WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "tekken")  # where the file does not say
 
@@ -48,14 +46,14 @@ class GgufVocabulary:
         if len(self._vocab) != len(self.tokens):
             i = next(i for i, token in enumerate(self.tokens) if self._vocab[token] != i)
             self._fail("tokens", f"{shown(self.tokens[i])} has the ids {i} and {self._vocab[self.tokens[i]]}")
-        self.types: list[int] = [_NORMAL] * len(self.tokens)
+        self.types: list[int] = [NORMAL] * len(self.tokens)
         if _PREFIX + "token_type" in metadata:
             self.types = self._numbers("token_type", (int,))
 
     def end_ids(self) -> tuple[int, ...]:
         """The ids that end an answer: those that the file names, and control tokens that are known to."""
         named = (self._id(f"{name}_token_id") for name in ("eos", "eot", "eom"))
-        control = {i: token for i, token in enumerate(self.tokens) if self.types[i] == _CONTROL}
+        control = {i: token for i, token in enumerate(self.tokens) if self.types[i] == CONTROL}
         return known_ends({i: self.tokens[i] for i in named if i is not None}, control)
 
     def bos_id(self) -> int | None:
@@ -86,13 +84,8 @@ class GgufVocabulary:
     def _added_tokens(self) -> Iterable[dict[str, Any]]:
         # Phi-3's special tokens swallow the blanks behind them, which the file does not say.
         strips = self._is_sentencepiece and self._metadata.get("general.architecture") == "phi3"
-        for i, (token, kind) in enumerate(zip(self.tokens, self.types)):
-            if kind in (_CONTROL, _USER_DEFINED):
-                strips_right = strips and token not in ("<unk>", "<s>", "<|endoftext|>")
-                yield {
-                    "id": i, "content": token, "special": kind == _CONTROL, "normalized": False, "single_word": False,
-                    "lstrip": False, "rstrip": strips_right,
-                }  # fmt: skip
+        strips_right = frozenset(self.tokens) - {"<unk>", "<s>", "<|endoftext|>"} if strips else frozenset()
+        return added_tokens(self.tokens, self.types, strips_right)
 
     def _byte_level(self) -> dict[str, Any]:
         name = self._get("pre", str, "")
@@ -111,47 +104,10 @@ class GgufVocabulary:
         }
 
     def _sentencepiece(self) -> dict[str, Any]:
-        unknown = self._id("unknown_token_id", 0)
-        has_prefix = self._get("add_space_prefix", bool, True)
-        prefix, strip = [], []
-        if has_prefix:
-            prefix = [{"type": "Prepend", "prepend": _SPACE}]
-            strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}]
-        spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
-        back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
-        model = {
-            "type": "BPE",
-            "vocab": self._vocab,
-            "merges": self._merges_by_score(),
-            "unk_token": None if unknown is None else self.tokens[unknown],
-            "fuse_unk": True,
-            "byte_fallback": _BYTE in self.types,
-        }
-        return {
-            "normalizer": {"type": "Sequence", "normalizers": [*prefix, spaces]},
-            "decoder": {"type": "Sequence", "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
-            "model": model,
-        }
-
-    def _merges_by_score(self) -> list[list[str]]:
-        """Every way to put a normal token together of two others, the highest score first.
-
-        As transformers' `generate_merges`: ways of one score by the lengths of the parts, then by the token's id, then
-        by the parts' ids. Where llama.cpp's converter had a tokenizer.json alone it gives every token the same score;
-        then the lowest id comes first, as the scores of a SentencePiece model fall from id to id.
-        """
         scores = self._numbers("scores", (int, float))
-        normal = {token: i for i, token in enumerate(self.tokens) if self.types[i] == _NORMAL}
-        if len({scores[i] for i in normal.values()}) == 1:
-            scores = [-i for i in range(len(scores))]
-        merges: list[tuple[float, int, int, str, str]] = []
-        for token, i in normal.items():
-            ways = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-            known = [way for way in ways if way[0] in normal and way[1] in normal]
-            known.sort(key=lambda way: (normal[way[0]], normal[way[1]]))
-            merges += [(scores[i], len(left), len(right), left, right) for left, right in known]
-        merges.sort(key=lambda merge: merge[:3], reverse=True)
-        return [[left, right] for *_, left, right in merges]
+        has_prefix = self._get("add_space_prefix", bool, True)
+        unknown = self._id("unknown_token_id", 0)
+        return content_of(self.tokens, scores, self.types, unknown=unknown, has_prefix=has_prefix)
 
     def _add_templates(self, files: TokenizerFiles) -> None:
         metadata, key = self._metadata, "tokenizer.chat_template"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from models.checkpoints.model_files import open_model
 from models.errors import ConfigError, ModelLoadError, WeightsError
 from models.registry import load_model
 from tests.models.folders import load_golden, write_model
@@ -81,9 +80,3 @@ def test_a_tokenizer_that_is_a_pointer(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_bytes(POINTER)
     with pytest.raises(TokenizerFileError, match=r"tokenizer.json: is a Git LFS pointer, .* run `git lfs pull`"):
         Tokenizer.from_pretrained(folder)
-
-
-def test_a_sentencepiece_model_alone_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "tokenizer.model").write_bytes(b"")
-    assert open_model(tmp_path).tokenizer_files() is None
-    assert "tokenizer.model is not read, and there is no tokenizer.json: the model serves ids alone" in caplog.text

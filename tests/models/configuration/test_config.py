@@ -451,6 +451,16 @@ def test_generation_config(tmp_path: Path) -> None:
     assert config.sampling == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
 
+def test_what_transformers_alone_generates_by_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    neutral = {"num_beams": 1, "no_repeat_ngram_size": 0, "bad_words_ids": None, "suppress_tokens": [], "top_h": 0.0}
+    write(tmp_path, LLAMA, neutral | {"cache_implementation": "hybrid", "chat_format": "chatml"})
+    load_generation_config(tmp_path)
+    assert not caplog.records
+    write(tmp_path, LLAMA, {"num_beams": 4, "bad_words_ids": [[3]], "stop_strings": ["</x>"]})
+    load_generation_config(tmp_path)
+    assert "by num_beams = 4, bad_words_ids = [[3]], stop_strings = ['</x>'], too" in caplog.text
+
+
 def test_without_generation_config_the_ids_are_the_models(tmp_path: Path) -> None:
     write(tmp_path, {**LLAMA, "eos_token_id": 9, "bos_token_id": 1})
     config = load_generation_config(tmp_path)
