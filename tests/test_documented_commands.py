@@ -50,19 +50,14 @@ SLOW = {
     "make chat DEVICE=emulated": "42",
     "xserv bench overhead": "host (ms a step)",
     "xserv bench nccl --device emulated:sm_90a --sizes 1024,65536": "reduce_scatter",
-    "xserv bench parallel --device cpu": "idle, by rank",
     "xserv info --device cpu --pipeline-parallel-size 2": "stage 1",
     "xserv bench latency": "",
-    "xserv bench routing": "",
-    "xserv bench routing --device cpu --num-requests 480 --cached-prefixes 6 --num-rounds 1 "
-    "--policies round-robin,prefix-aware": "lost",
     "python -m tools.simulate --shared-prefixes 1000,64,2000,100,16,0 --config qwen3-8b --gpu h200 --num-blocks 2500 "
     "--max-concurrency 64 --replicas 4": "hit_rate",
     "xserv bench throughput": "",
+    "xserv bench throughput --device cpu --pipeline-parallel-size 2": "tokens per second",
     "xserv bench streaming": "",
     "xserv bench memory": "",
-    "xserv bench chunked": "",
-    "xserv bench chunked --num-rounds 4 --output-json chunked.json": "",
     "python tools/serving/bench_events.py --streams 200 --tokens 400": "",
     "python -m tools.eval_demo_model --num 200 --check": "",
     "python -m tools.eval_demo_model --vision --num 200 --check": "",
@@ -73,7 +68,7 @@ SLOW = {
 ELSEWHERE = {
     "a GPU": (
         "make chat DEVICE=cuda", "xserv bench nccl --num-ranks 4",
-        "xserv bench allocator", "xserv bench kernels", "xserv bench loading",
+        "xserv bench kernels",
         "xserv bench profile", "python -m tools.gpu_check", "python -m tools.tune_kernels",
     ),
     "a server that runs until it is stopped": (
@@ -107,15 +102,14 @@ ELSEWHERE = {
         "--output-len 100 --device cpu --goodput ttft:2000",
     ),
     "other engines beside this one": (
-        "xserv bench peers", "xserv bench tokenizer", "python -m runtime.cli bench peers --num-rounds 5 --json",
+        "xserv bench peers", "xserv bench peers --workloads tokenizer --tokenizer tokenizer.json",
+        "python -m runtime.cli bench peers --num-rounds 5 --json",
         "python -m runtime.cli bench peers --output-json docs/measurements/DATE-cpu-table.json > table.md",
         "xserv bench peers --workloads concurrent-8 --num-rounds 5 --output-json concurrent.json",
         "python -m runtime.cli bench peers --gguf FILE --peers llama.cpp --llama-python PYTHON --num-rounds 2",
         "python -m runtime.cli bench peers --gguf FILE --peers llama.cpp --llama-python PYTHON "
         "--workloads WORKLOAD --num-rounds N",
         "python -m tools.write_moe_gguf qwen3moe FILE --layers 8",
-        "xserv bench tokenizer FOLDER... --text prose=pride_and_prejudice.txt "
-        "--text code=code.txt --num-rounds 3 --loads 1",
         "python3 -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python gguf numpy",
         "python3 -m venv .venv-reference && .venv-reference/bin/pip install torch transformers numpy",
         "python -m tools.comparing.compare_towers --reference .venv-reference/bin/python --side 24 --num-layers 4 "
@@ -138,17 +132,15 @@ ELSEWHERE = {
         "python -m tools.plot_attention MODEL PROMPT", "python -m tools.plot_timeline",
         "python -m tools.simulate", "xserv perplexity TEXT --model FOLDER [--quantization int8]",
         "python -m tools.simulate AzureLLMInferenceTrace_conv.csv --config qwen3-8b --gpu h200",
-        "xserv bench parallel --device cpu --replay mooncake_conversation.jsonl --length 0.02 --rate 20",
         "python -m tools.simulate AzureLLMInferenceTrace_conv.csv --config qwen3-8b --output-json azure.json",
     ),
     "many minutes of a quiet machine": (
-        "xserv bench products", "python -m runtime.cli bench products", "xserv bench pictures",
-        "xserv bench pictures --parts decoding,tower,gaps,reuse --side 384 --num-rounds 3",
+        "xserv bench products", "python -m runtime.cli bench products",
         "python -m runtime.cli bench speculation --model FOLDER --batches 1,4,8 --rates 0.3,0.5,0.7,0.8,0.9 "
         "--output-len 100",
-        "xserv bench budget", "xserv bench schedule", "xserv bench stalls", "xserv bench simulation",
+        "xserv bench schedule", "xserv bench stalls", "xserv bench simulation",
         "xserv bench speculation",
-        "xserv bench budget --tpot-target-ms 50 --num-decodes 8 --context-len 256 --prompt-len 4096",
+        "xserv bench stalls --tpot-ratio 1.7 --num-decodes 8 --prompt-len 4096",
         "xserv bench simulation --output-json simulation.json",
         "xserv bench stalls --num-rounds 3 --output-json stalls.json",
         "python -m runtime.cli bench memory --output-json docs/measurements/DATE-cpu-memory.json",

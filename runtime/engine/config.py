@@ -179,8 +179,7 @@ class EngineConfig:
                             processors; which numbers a model can be split by, docs/parallel.md tells
     pipeline_parallel_size  stages that have the model's layers one after another, each of ``tensor_parallel_size``
                             ranks; as many steps are under way at once (docs/parallel.md)
-    pipeline_layers         how many layers each stage has, by commas; "": so that all read as many bytes. What takes as
-                            long in each, `bench parallel` says
+    pipeline_layers         how many layers each stage has, by commas; "": so that all read as many bytes
     data_parallel_size      engines that share the requests, each a process with the whole model; those of a machine
                             share its processors and its memory
     routing_policy          which of them gets a request: the next one ("round-robin"), the one with the least to do

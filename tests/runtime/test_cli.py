@@ -59,7 +59,7 @@ def test_help_names_every_command() -> None:
     for command in ("chat", "generate", "serve", "tokenize", "info", "perplexity", "kernels", "bench"):
         assert re.search(rf"^  {command}\b", out, re.MULTILINE)
         assert invoke(command, "--help")[0] == 0
-    for benchmark in ("latency", "throughput", "serve", "streaming", "peers", "allocator", "overhead", "products"):
+    for benchmark in ("latency", "throughput", "serve", "streaming", "peers", "nccl", "overhead", "products"):
         assert invoke("bench", benchmark, "--help")[0] == 0
 
 
@@ -182,6 +182,8 @@ def test_engine_options_in_their_units() -> None:
         (["info", "--prefill-chunk", "64", "--batching", "orca"], 2, "computes whole"),
         (["info", "--preemption", "swap"], 2, "needs swap_space_bytes"),
         (["tokenize", "--decode", "one"], 2, "'one' is no token id"),
+        (["bench", "tokenizer", "--num-rounds", "1"], 2, "bench tokenizer was removed: `xserv bench peers --workloads"),
+        (["bench", "budget", "--help"], 2, "bench budget was removed: `xserv bench stalls --tpot-ratio R` measures"),
         (["bench", "peers", "--peer-python", "/nowhere/python"], 1, "pip install torch transformers"),
         (["bench", "peers", "--workloads", "burst,prefil"], 1, "'prefil' is none of decode-1, prefill, decode-8"),
         (["bench", "serve", "--request-rate", "0"], 1, "--request-rate"),

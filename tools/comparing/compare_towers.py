@@ -3,7 +3,7 @@
     python -m tools.comparing.compare_towers --reference .venv-reference/bin/python
 
 The peer runs in a process of the Python that `--reference` names, which needs torch and transformers; each side waits
-while the other computes. `bench pictures` compares the tower with its own products.
+while the other computes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,9 +24,8 @@ from numba_kernels.cpu.running.pool import NUM_THREADS
 from runtime.bench.environment import describe_machine
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.peers.child_process import ChildProcess, answering_program
-from runtime.bench.pictures.shapes import write_qwen3_vl
-from runtime.bench.pictures.tower import seconds
 from runtime.dtype import bfloat16
+from tools.comparing.qwen3_vl_shapes import write_qwen3_vl
 
 MOST_ERROR = 1e-3
 """Of the largest embedding: weights are seeded and stored in bfloat16, and both sides compute in float32."""
@@ -84,7 +84,9 @@ def compare(reference: str, *, side: int, num_layers: int, num_rounds: int) -> d
                 raise BenchmarkError(f"the embeddings differ by {error:.1e} of the largest, limit {MOST_ERROR}")
             times: list[tuple[float, float]] = []
             for _ in range(num_rounds):
-                mine = seconds(lambda: model.tower(patches, (side, side)))
+                start = time.perf_counter()
+                model.tower(patches, (side, side))
+                mine = time.perf_counter() - start
                 times.append((mine, peer.ask("run")["seconds"]))
     return {
         "environment": {**describe_machine(), **versions, "num_threads": NUM_THREADS},

@@ -32,9 +32,8 @@ from runtime.bench.peers.gpt2_folder import Gpt2Shape
 from runtime.bench.peers.loading import bench_load, bench_pack
 from runtime.bench.peers.rounds import compare_logits, measure_workload
 from runtime.bench.peers.sides import OURS, PEER_ENGINES, OurSide, PeerEngine, PeerSide
+from runtime.bench.peers.tokenizers import NAMES, tokenizer_rows
 from runtime.bench.peers.workloads import GPT2, Group, Workload
-from runtime.bench.tokenizers.bench_tokenizer import tokenizer_rows
-from runtime.bench.tokenizers.sides import NAMES
 
 KV_CACHE_BYTES = 512 << 20
 
@@ -126,11 +125,11 @@ def _host_rows(key: str, folder: Path, tokenizer: Path | None, num_rounds: int) 
     if key == "pack":
         return [bench_pack(folder, num_rounds)]
     file = tokenizer or Path(resolve_model(None)) / "tokenizer.json"
-    return [tokenizer_row(row) for row in tokenizer_rows([file], num_rounds=num_rounds)]
+    return [tokenizer_row(row) for row in tokenizer_rows(file, num_rounds=num_rounds)]
 
 
 def tokenizer_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of `bench tokenizer` beside its goal: the prompt's is a time, the others' a ratio to tiktoken."""
+    """A row of `tokenizer_rows` beside its goal: the prompt's is a time, the others' a ratio to tiktoken."""
     medians = {name: row[name]["median"] for name in NAMES if name in row}
     said = ", ".join(f"{name} {median:.3g}" for name, median in medians.items()) + f" {row['unit']}"
     details = {"what": row["work"], "said": f"{row['work']}: {said}", "medians": medians, "unit": row["unit"]}

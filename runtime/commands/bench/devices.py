@@ -1,4 +1,4 @@
-"""`xserv bench allocator | loading | products | nccl`: what a device does, without an engine."""
+"""`xserv bench products | nccl`: what a device does, without an engine."""
 
 from __future__ import annotations
 
@@ -8,55 +8,7 @@ from typing import Annotated
 import typer
 
 from runtime.commands.options import integers
-from runtime.commands.report import ReportOptions, listing
-
-
-def allocator(
-    output: ReportOptions,
-    device: Annotated[str, typer.Option(help="cuda[:N] or emulated[:ARCH].")] = "cuda",
-    num_operations: Annotated[int, typer.Option(help="Allocations and frees of a round.")] = 200_000,
-    num_driver_operations: Annotated[int, typer.Option(help="Of them, those that the driver gets.")] = 2_000,
-    max_bytes: Annotated[int, typer.Option(help="Most bytes in use at once.")] = 256 << 20,
-    num_rounds: Annotated[int, typer.Option(help="Rounds of each, in turns.")] = 5,
-) -> None:
-    """The caching allocator against the driver's own, on random sizes."""
-    from runtime.bench.kernels.allocator import bench_allocator
-
-    report = bench_allocator(
-        device,
-        num_operations=num_operations,
-        num_driver_operations=num_driver_operations,
-        max_bytes=max_bytes,
-        num_rounds=num_rounds,
-    )
-    names = {
-        "allocator_us": "caching allocator (us an operation)",
-        "driver_us": "cuMemAlloc and cuMemFree (us)",
-        "ratio": "times faster",
-        "driver_calls_in_timed_rounds": "driver calls in the timed rounds",
-        "peak_allocated_bytes": "most bytes in use",
-        "reserved_bytes": "bytes reserved",
-        "reserved_per_allocated": "reserved per byte in use",
-    }
-    output.deliver(report, listing(report, {title: report[name] for name, title in names.items()}))
-
-
-def loading(
-    output: ReportOptions,
-    model: Annotated[
-        str | None, typer.Option("--model", "-m", metavar="PATH|HUB_ID", help="Whose files; the bundled model's.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="cuda[:N] or emulated[:ARCH].")] = "cuda",
-    num_readers: Annotated[str, typer.Option(help="Threads that read, comma-separated.")] = "1,2,4,8",
-    num_rounds: Annotated[int, typer.Option(help="Rounds of each, in turns.")] = 3,
-) -> None:
-    """How fast weights come from their files to a GPU, out of the disk and out of the page cache."""
-    from runtime.bench.loading import bench_loading
-
-    counts = integers("num_readers", num_readers)
-    report = bench_loading(model, device, num_readers=counts, num_rounds=num_rounds)
-    lines = {f"{row['source']}: {row['way']} (GB/s)": row["gb_per_s"] for row in report["results"]}
-    output.deliver(report, listing(report, lines))
+from runtime.commands.report import ReportOptions
 
 
 def products(
@@ -102,4 +54,4 @@ def nccl(
     output.deliver(report, "\n".join(as_lines(report)))
 
 
-COMMANDS = (allocator, loading, products, nccl)
+COMMANDS = (products, nccl)

@@ -3,25 +3,50 @@ theirs."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
+from typer.core import TyperGroup
 
 from runtime.commands.bench.accuracy import COMMANDS as ACCURACY_COMMANDS
 from runtime.commands.bench.devices import COMMANDS as DEVICE_COMMANDS
 from runtime.commands.bench.engine import COMMANDS as ENGINE_COMMANDS
 from runtime.commands.bench.kernels import COMMANDS as KERNEL_COMMANDS
-from runtime.commands.bench.parallel import COMMANDS as PARALLEL_COMMANDS
 from runtime.commands.bench.peers import COMMANDS as PEER_COMMANDS
-from runtime.commands.bench.pictures import COMMANDS as PICTURE_COMMANDS
-from runtime.commands.bench.routing import COMMANDS as ROUTING_COMMANDS
 from runtime.commands.bench.scheduling import COMMANDS as SCHEDULING_COMMANDS
 from runtime.commands.bench.serve import COMMANDS as SERVE_COMMANDS
-from runtime.commands.bench.tokenizer import COMMANDS as TOKENIZER_COMMANDS
 from runtime.commands.group import Command
 from runtime.commands.options import with_options
+from runtime.errors import UnsupportedError
+
+GONE = {
+    "allocator": "`xserv bench profile` shows the host's part of a step, allocation included",
+    "budget": "`xserv bench stalls --tpot-ratio R` measures the budget, and what prompts beside decodes then cost",
+    "chunked": "`xserv bench stalls` and `xserv bench schedule` compare chunks with whole prompts",
+    "loading": "`xserv bench peers --workloads load` times how soon the tensors of a file are there",
+    "parallel": "`xserv bench latency`, `throughput` and `serve` take --tensor-parallel-size, --pipeline-parallel-size "
+    "and --data-parallel-size",
+    "pictures": "`xserv bench serve` measures a server that is busy; `python -m tools.comparing.compare_towers` in the "
+    "repository times a tower",
+    "routing": "`xserv bench serve --data-parallel-size N --routing-policy P --num-prefixes M` measures one policy",
+    "tokenizer": "`xserv bench peers --workloads tokenizer --tokenizer FILE` compares encoding",
+}
+"""Commands of earlier versions, each with what measures the same or the nearest."""
+
+
+class BenchGroup(TyperGroup):
+    """The benchmarks; one of an earlier version says what took its place."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in GONE:
+            raise UnsupportedError(f"xserv bench {cmd_name} was removed: {GONE[cmd_name]}")
+        return super().get_command(ctx, cmd_name)
+
 
 bench = typer.Typer(
     name="bench",
-    help="Measure: latency, throughput, serve, streaming, accuracy, peers, exact, overhead, products, pictures, …",
+    cls=BenchGroup,
+    help="Measure: latency, throughput, serve, streaming, accuracy, peers, exact, overhead, products, …",
     rich_markup_mode=None,
     add_completion=False,
 )
@@ -33,7 +58,7 @@ def _bench() -> None:
 
 
 for _command in (
-    *ENGINE_COMMANDS, *DEVICE_COMMANDS, *PICTURE_COMMANDS, *PEER_COMMANDS, *TOKENIZER_COMMANDS, *SERVE_COMMANDS,
-    *ACCURACY_COMMANDS, *SCHEDULING_COMMANDS, *ROUTING_COMMANDS, *PARALLEL_COMMANDS, *KERNEL_COMMANDS,
+    *ENGINE_COMMANDS, *DEVICE_COMMANDS, *PEER_COMMANDS, *SERVE_COMMANDS, *ACCURACY_COMMANDS, *SCHEDULING_COMMANDS,
+    *KERNEL_COMMANDS,
 ):  # fmt: skip
     bench.command(cls=Command)(with_options(_command))

@@ -1,4 +1,4 @@
-"""`xserv bench schedule|budget|chunked|stalls|simulation|speculation`: what scheduling does to latency, measured."""
+"""`xserv bench schedule|stalls|simulation|speculation`: what scheduling does to latency, measured."""
 
 from __future__ import annotations
 
@@ -74,69 +74,6 @@ def schedule(
         f"milliseconds; medians of {num_rounds} rounds of {report['num_requests']} requests ({report['trace']})"
     )
     output.deliver(report, "\n".join(lines))
-
-
-def budget(
-    engine: EngineOptions,
-    output: ReportOptions,
-    tpot_target_ms: Annotated[
-        float | None, typer.Option("--tpot-target-ms", help="Milliseconds a step may take, the decodes' TPOT.")
-    ] = None,
-    tpot_ratio: Annotated[
-        float | None, typer.Option(help="Instead: this many times a step of the decodes alone.")
-    ] = None,
-    num_decodes: Annotated[int, typer.Option(help="Sequences that decode.")] = 8,
-    context_len: Annotated[int, typer.Option(help="Tokens before each of them.")] = 256,
-    prompt_len: Annotated[int, typer.Option(help="Tokens of the prompt whose chunks come beside them.")] = 1024,
-    num_rounds: Annotated[int, typer.Option(help="Steps timed for each size.")] = 5,
-) -> None:
-    """A TPOT target in, `max_num_batched_tokens` out, from measured step times."""
-    from runtime.bench.scheduling.budget import bench_budget
-    from runtime.engine.make_engine import build_engine
-
-    arguments = engine.arguments()
-    arguments.setdefault("max_num_batched_tokens", prompt_len + num_decodes)
-    report = bench_budget(
-        build_engine(**arguments),
-        tpot_target_s=None if tpot_target_ms is None else tpot_target_ms / 1e3,
-        tpot_ratio=tpot_ratio,
-        num_decodes=num_decodes,
-        context_len=context_len,
-        prompt_len=prompt_len,
-        num_rounds=num_rounds,
-        seed=engine.seed or 0,
-    )
-    lines: dict[str, Any] = {"decodes alone (ms)": report["bare_decode_ms"]}
-    for size in report["sizes"]:
-        lines[f"with {size['chunk']} prompt tokens (ms)"] = size["step_ms"]
-    lines |= {"TPOT target (ms)": report["tpot_target_ms"], "max_num_batched_tokens": report["max_num_batched_tokens"]}
-    output.deliver(report, listing(report, lines))
-
-
-def chunked(
-    engine: EngineOptions,
-    output: ReportOptions,
-    prompt_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 2048,
-    chunk: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 512,
-    num_rounds: Annotated[int, typer.Option(help="Prompts, each whole and in chunks, in turns.")] = 5,
-) -> None:
-    """What computing a prompt in chunks costs; without --model, on Qwen3-0.6B's shapes."""
-    from runtime.bench.scheduling.chunked import bench_chunked
-    from runtime.bench.scheduling.engines import model_arguments
-    from runtime.engine.make_engine import build_engine
-
-    with model_arguments(engine.arguments()) as arguments:
-        arguments["max_num_batched_tokens"] = max(engine.max_num_batched_tokens or 0, prompt_len)
-        arguments.setdefault("max_model_len", prompt_len + 1)
-        report = bench_chunked(
-            build_engine(**arguments),
-            prompt_len=prompt_len,
-            chunk=chunk,
-            num_rounds=num_rounds,
-            seed=engine.seed or 0,
-        )
-    lines = {"whole (s)": report["whole_s"], f"in chunks of {chunk} (s)": report["chunked_s"]}
-    output.deliver(report, listing(report, {**lines, "overhead (times)": report["overhead"]}))
 
 
 def stalls(
@@ -275,4 +212,4 @@ def speculation(
     output.deliver(report, "\n".join(lines))
 
 
-COMMANDS = (schedule, budget, chunked, stalls, simulation, speculation)
+COMMANDS = (schedule, stalls, simulation, speculation)

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from models.registry import load_model
-from runtime.bench.pictures.shapes import write_qwen3_vl
-from runtime.bench.pictures.tower import flops_of, products_of
 from runtime.device.gpu import Gpu
+from tools.comparing.qwen3_vl_shapes import write_qwen3_vl
 from tools.gpu.sections import Case, Options, Result
 from tools.gpu.serving.models import quick_weights_of
 
@@ -62,7 +61,7 @@ def _picture(options: Options, side: int) -> Result:
         on_device.append(end.elapsed_ms(start))
         del made
     device_ms = statistics.median(on_device)
-    flops = flops_of(products_of(tower, side * side)) + 4 * side**4 * config.hidden_size * config.num_layers
+    flops = product_flops(tower, side * side) + 4 * side**4 * config.hidden_size * config.num_layers
     return {
         "patches": side * side, "layers": config.num_layers, "gflop": round(flops / 1e9, 1),
         "tflop_per_s": round(flops / device_ms / 1e9, 1) if device_ms else None,
@@ -70,3 +69,11 @@ def _picture(options: Options, side: int) -> Result:
         "host_ms": round(statistics.median(each for _, each in whole), 3),
         "device_ms": round(device_ms, 3),
     }  # fmt: skip
+
+
+def product_flops(tower: Any, num_patches: int) -> int:
+    """Operations of every matrix of a tower, for a picture of so many patches."""
+    linears = [(each, num_patches) for layer in tower.layers for each in (layer.qkv, layer.proj, layer.up, layer.down)]
+    num_tokens = num_patches // tower.config.merge_size**2
+    linears += [(each, num_tokens) for merger in (tower.merger, *tower.deepstack) for each in (merger.up, merger.down)]
+    return sum(2 * rows * linear.weight.shape[0] * linear.weight.shape[1] for linear, rows in linears)

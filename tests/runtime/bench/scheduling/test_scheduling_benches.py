@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.peers.gpt2_folder import Gpt2Shape, write_gpt2_folder
-from runtime.bench.scheduling import budget as budget_module
-from runtime.bench.scheduling.budget import bench_budget
+from runtime.bench.scheduling import stalls as stalls_module
 from runtime.bench.scheduling.prediction import poisson_trace, step_times
 from runtime.bench.scheduling.schedule import styles_named
+from runtime.bench.scheduling.stalls import measure_budget
 from runtime.bench.scheduling.step_model import TERMS, StepFeatures
 from runtime.cli import app
 from runtime.engine.engine import Engine
@@ -57,18 +57,20 @@ class MadeUpSteps:
     def close(self) -> None: ...
 
 
-def budget(engine: Engine, **target: float) -> dict[str, Any]:
-    return bench_budget(engine, num_decodes=4, context_len=8, prompt_len=250, num_rounds=3, **target)  # type: ignore[arg-type]
+def budget(engine: Engine, tpot_ratio: float) -> dict[str, Any]:
+    return measure_budget(
+        engine, tpot_ratio=tpot_ratio, num_decodes=4, context_len=8, prompt_len=250, num_rounds=3
+    )
 
 
 @pytest.mark.parametrize(
-    ("target", "chunk"), [(0.0203, 96), (0.0204, 104), (0.0109, 9), (0.5, 250)]
+    ("ratio", "chunk"), [(2.03, 96), (2.04, 104), (2.05, 104), (1.09, 9), (50.0, 250)]
 )  # up to 103, 104, 9 and any number of tokens, found to an eighth; and the prompt has 250
 def test_budget_is_the_largest_that_keeps_the_target(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, target: float, chunk: int
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, ratio: float, chunk: int
 ) -> None:
-    monkeypatch.setattr(budget_module, "_Measurement", MadeUpSteps)
-    report = budget(engine, tpot_target_s=target)
+    monkeypatch.setattr(stalls_module, "_Measurement", MadeUpSteps)
+    report = budget(engine, ratio)
     assert report["max_num_batched_tokens"] == 4 + chunk
     sizes = [size["chunk"] for size in report["sizes"]]
     assert sizes == sorted(sizes)
@@ -78,29 +80,27 @@ def test_budget_is_the_largest_that_keeps_the_target(
         assert size["keeps_target"] == (size["chunk"] <= chunk)
 
 
-def test_budget_by_ratio_and_what_cannot_be_kept(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget_module, "_Measurement", MadeUpSteps)
-    assert budget(engine, tpot_ratio=2.05)["max_num_batched_tokens"] == 4 + 104
+def test_a_budget_that_cannot_be_kept(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stalls_module, "_Measurement", MadeUpSteps)
     with pytest.raises(BenchmarkError, match=r"9\.000 ms cannot be kept: 4 decodes at context 8 alone take 10\.000"):
-        budget(engine, tpot_target_s=0.009)
+        budget(engine, 0.9)
     with pytest.raises(BenchmarkError, match=r"no room for a prompt: one of its tokens .* takes 10\.100 ms"):
-        budget(engine, tpot_target_s=0.01005)
+        budget(engine, 1.005)
     with pytest.raises(BenchmarkError, match="cannot be kept"):
-        budget(engine, tpot_target_s=math.nan)
-    with pytest.raises(BenchmarkError, match="either"):
-        budget(engine)
+        budget(engine, math.nan)
     with pytest.raises(BenchmarkError, match="do not fit"):
-        bench_budget(engine, tpot_ratio=2.0, num_decodes=4, context_len=8, prompt_len=9999, num_rounds=1)
+        measure_budget(engine, tpot_ratio=2.0, num_decodes=4, context_len=8, prompt_len=9999, num_rounds=1)
 
 
 def test_budget_measured(folder: Path) -> None:
     report = bench(
-        folder, *("budget", "--tpot-target-ms", "60000", "--num-decodes", "2", "--context-len", "9"),
-        *("--prompt-len", "40", "--num-rounds", "2", "--max-num-batched-tokens", "34"),
+        folder, *("stalls", "--tpot-ratio", "60000", "--num-decodes", "2", "--context-len", "9", "--prompt-len", "40"),
+        *("--num-usual-steps", "2", "--num-rounds", "2", "--max-num-batched-tokens", "34", "--max-model-len", "100"),
     )  # fmt: skip
-    assert report["max_num_batched_tokens"] == 34
-    assert [size["chunk"] for size in report["sizes"]] == [1, 2, 4, 8, 16, 32]
-    assert report["bare_decode_ms"] > 0.0
+    measured = report["budget_measurement"]
+    assert report["budget"] == measured["max_num_batched_tokens"] == 34
+    assert [size["chunk"] for size in measured["sizes"]] == [1, 2, 4, 8, 16, 32]
+    assert measured["bare_decode_ms"] > 0.0
 
 
 def test_schedule(folder: Path, tmp_path: Path) -> None:
@@ -161,14 +161,6 @@ def test_stalls(folder: Path) -> None:
     for result in (free, first):
         assert result["p99_ratio"] == pytest.approx(result["p99_gap_ms"] / result["usual_tpot_ms"])
         assert result["p50_gap_ms"] <= result["p99_gap_ms"] <= result["max_gap_ms"] <= 1e3 * result["ttft_s"]
-
-
-def test_chunked(folder: Path) -> None:
-    report = bench(
-        folder, "chunked", "--prompt-len", "64", "--chunk", "16", "--num-rounds", "2", "--max-model-len", "100"
-    )
-    assert report["overhead"] == pytest.approx(report["chunked_s"] / report["whole_s"])
-    assert len(report["overheads"]) == 2
 
 
 def test_speculation(folder: Path) -> None:

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-IMAGE_TOKEN = 1000
-VOCAB_SIZE = 4096
+_IMAGE_TOKEN = 1000
+_VOCAB_SIZE = 4096
 
 
 def write_qwen3_vl(folder: Path, *, tower_layers: int, text_layers: int) -> Path:
@@ -17,13 +17,13 @@ def write_qwen3_vl(folder: Path, *, tower_layers: int, text_layers: int) -> Path
     config: dict[str, Any] = {
         "architectures": ["Qwen3VLForConditionalGeneration"],
         "model_type": "qwen3_vl",
-        "image_token_id": IMAGE_TOKEN,
-        "video_token_id": IMAGE_TOKEN + 1,
-        "vision_start_token_id": IMAGE_TOKEN + 2,
-        "vision_end_token_id": IMAGE_TOKEN + 3,
+        "image_token_id": _IMAGE_TOKEN,
+        "video_token_id": _IMAGE_TOKEN + 1,
+        "vision_start_token_id": _IMAGE_TOKEN + 2,
+        "vision_end_token_id": _IMAGE_TOKEN + 3,
         "tie_word_embeddings": True,
         "text_config": {
-            "model_type": "qwen3_vl_text", "vocab_size": VOCAB_SIZE, "hidden_size": 2048, "intermediate_size": 6144,
+            "model_type": "qwen3_vl_text", "vocab_size": _VOCAB_SIZE, "hidden_size": 2048, "intermediate_size": 6144,
             "num_hidden_layers": text_layers, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
             "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False,
             "dtype": "bfloat16",

@@ -1,0 +1,212 @@
+"""The tokenizer's rows of `bench peers`: encoding in one thread, beside `tokenizers` and `tiktoken` where installed.
+
+Everything runs in one process, the sides in turns, all made of one `tokenizer.json`. tiktoken takes ids for ranks, so
+that its ids are right only where the order of the vocabulary is that of the merges. Each side's ids for a text are
+compared with ours right before it is timed: ids that differ stop the run, but for tiktoken, which is left out for that
+tokenizer and says so.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sysconfig
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from runtime.bench.metrics import BenchmarkError
+from tokenizer import Tokenizer
+from tokenizer.byte_level import from_byte_level
+from tokenizer.components.pre_tokenizers import GPT2_PATTERN
+
+PROMPT_CHARACTERS = 400
+_PROMPT_REPEATS = 200  # a prompt is timed so many times in a row, for the clock's sake
+_MOST_CHARACTERS = 1_000_000  # of a text
+NAMES = ("ours", "tokenizers", "tiktoken")
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One implementation, loaded.
+
+    encode   a text in which no special token is sought → ids
+    prompt   a text in which special tokens are sought, to which none is added → ids
+    """
+
+    name: str
+    encode: Callable[[str], Sequence[int]]
+    prompt: Callable[[str], Sequence[int]]
+
+
+def load_ours(file: Path) -> Side:
+    """This project's."""
+    tokenizer = Tokenizer.from_file(file)
+    prompt = partial(tokenizer.encode, add_special_tokens=False)
+    return Side("ours", tokenizer.encode_ordinary, prompt)
+
+
+def load_tokenizers(file: Path) -> Side:
+    """Hugging Face's."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(file))
+
+    def encode(text: str) -> Sequence[int]:
+        ids: Sequence[int] = tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    return Side("tokenizers", encode, encode)
+
+
+def load_tiktoken(file: Path) -> Side | None:
+    """OpenAI's; None for a tokenizer that it cannot express: more than one pattern, or no byte-level words."""
+    import tiktoken
+
+    content = json.loads(file.read_bytes())
+    pattern = _one_pattern(content["pre_tokenizer"])
+    if pattern is None:
+        return None
+    added = {token["content"]: token["id"] for token in content["added_tokens"]}
+    vocab = content["model"]["vocab"]
+    ranks = {from_byte_level(token): token_id for token, token_id in vocab.items() if token not in added}
+    encoding = tiktoken.Encoding(file.parent.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=added)
+    return Side("tiktoken", encoding.encode_ordinary, lambda text: encoding.encode(text, allowed_special="all"))
+
+
+LOADERS: dict[str, Callable[[Path], Side | None]] = {
+    "ours": load_ours,
+    "tokenizers": load_tokenizers,
+    "tiktoken": load_tiktoken,
+}
+
+
+def installed() -> list[str]:
+    """The names of the sides that can be loaded here."""
+    return [name for name in NAMES if name == "ours" or find_spec(name) is not None]
+
+
+def _one_pattern(fields: Any) -> str | None:
+    """The pattern whose matches are the words, in the syntax that tokenizer.json and tiktoken share."""
+    steps = fields["pretokenizers"] if fields and fields["type"] == "Sequence" else [fields]
+    if steps[0] and steps[0]["type"] == "ByteLevel" and len(steps) == 1:
+        is_plain = steps[0].get("use_regex", True) and not steps[0]["add_prefix_space"]
+        return GPT2_PATTERN if is_plain else None
+    if len(steps) == 2 and steps[0]["type"] == "Split" and steps[1]["type"] == "ByteLevel":
+        regex = steps[0]["pattern"].get("Regex")
+        return str(regex) if regex and not steps[1].get("use_regex", True) else None
+    return None
+
+
+def default_texts() -> dict[str, str]:
+    """English prose and code, of the Python that runs this: its language reference and its standard library."""
+    from pydoc_data.topics import topics
+
+    sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    code = "".join(source.read_text(encoding="utf-8", errors="replace") for source in sources)
+    return {"prose": "\n".join(topics.values()), "code": code}
+
+
+def tokenizer_rows(
+    file: Path, texts: Mapping[str, str] | None = None, num_rounds: int = 7
+) -> list[dict[str, Any]]:
+    """One row for each text that a tokenizer.json encodes, and one for a short prompt.
+
+    A row: "tokenizer", "work", "unit" ("MB/s", or "us" for the prompt, where less is better), for each side that is
+    there "median", "min" and "max" under its name, and "ratio", ours against the better of the others, above 1 where
+    ours is faster. Raises `BenchmarkError` where ids differ.
+    """
+    if not file.is_file():
+        raise BenchmarkError(f"there is no {file}")
+    sides, left_out = _load(file)
+    chosen = texts or default_texts()
+    rows = [_encode_row(sides, work, text[:_MOST_CHARACTERS], num_rounds, left_out) for work, text in chosen.items()]
+    rows.append(_prompt_row(sides, file, next(iter(chosen.values())), num_rounds, left_out))
+    rows[-1]["left_out"] = dict(left_out)
+    return [{**row, "tokenizer": file.parent.name} for row in rows]
+
+
+def _load(file: Path) -> tuple[list[Side], dict[str, str]]:
+    """The sides that can read the file, ours first, and why others are left out."""
+    sides, left_out = [], {}
+    for name in NAMES:
+        side = LOADERS[name](file) if name in installed() else None
+        if side is None:
+            left_out[name] = "is not installed" if name not in installed() else "cannot express this tokenizer"
+        else:
+            sides.append(side)
+    return sides, left_out
+
+
+def _verified(
+    sides: list[Side], what: str, run: Callable[[Side], Sequence[int]], left_out: dict[str, str]
+) -> dict[str, Callable[[], object]]:
+    """What each side does, after it has given our ids."""
+    expected = list(run(sides[0]))
+    works: dict[str, Callable[[], object]] = {}
+    for side in sides:
+        if side.name in left_out:
+            continue
+        if list(run(side)) == expected:
+            works[side.name] = partial(run, side)
+        elif side.name == "tiktoken":
+            left_out[side.name] = f"gives other ids for {what}"
+        else:
+            raise BenchmarkError(f"{what}: {side.name} gives other ids than ours")
+    return works
+
+
+def _in_turns(works: Mapping[str, Callable[[], object]], num_rounds: int, repeats: int = 1) -> dict[str, list[float]]:
+    """Seconds of each work, one a round; who begins changes from round to round."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    names = list(works)
+    for number in range(num_rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            work = works[name]
+            start = time.perf_counter()
+            for _ in range(repeats):
+                work()
+            seconds[name].append((time.perf_counter() - start) / repeats)
+    return seconds
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def _encode_row(
+    sides: list[Side], work: str, text: str, num_rounds: int, left_out: dict[str, str]
+) -> dict[str, Any]:
+    works = _verified(sides, work, lambda side: side.encode(text), left_out)
+    megabytes = len(text.encode()) / 1e6
+    seconds = _in_turns(works, num_rounds)
+    rates = {name: _spread([megabytes / each for each in seconds[name]]) for name in works}
+    best = max((rates[name]["median"] for name in rates if name != "ours"), default=None)
+    ratio = {} if best is None else {"ratio": rates["ours"]["median"] / best}
+    return {"work": f"encode, {work}", "unit": "MB/s", "bytes": len(text.encode()), **rates, **ratio}
+
+
+def _prompt_row(
+    sides: list[Side], file: Path, prose: str, num_rounds: int, left_out: dict[str, str]
+) -> dict[str, Any]:
+    text = chat_like_prompt(file, prose)
+    works = _verified(sides, "the prompt", lambda side: side.prompt(text), left_out)
+    seconds = _in_turns(works, num_rounds, _PROMPT_REPEATS)
+    times = {name: _spread([1e6 * each for each in seconds[name]]) for name in works}
+    best = min((times[name]["median"] for name in times if name != "ours"), default=None)
+    ratio = {} if best is None else {"ratio": best / times["ours"]["median"]}
+    return {"work": f"encode, a prompt of {len(text)} characters", "unit": "us", **times, **ratio}
+
+
+def chat_like_prompt(file: Path, prose: str) -> str:
+    """400 characters: prose between two of the tokenizer's special tokens, where it has some."""
+    added = [token["content"] for token in json.loads(file.read_bytes())["added_tokens"] if token["special"]]
+    opening, closing = (added[1], added[2]) if len(added) > 2 else ("", "")
+    before, after = f"{opening}user\n", f"{closing}\n{opening}assistant\n"
+    size = PROMPT_CHARACTERS - len(before) - len(after)
+    return before + prose[size : 2 * size] + after
