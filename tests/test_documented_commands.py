@@ -49,7 +49,6 @@ SLOW = {
     'xserv generate --device emulated:sm_80 --gemm naive --chat --prompt "What is 17 plus 25?"': "42",
     "make chat DEVICE=emulated": "42",
     "xserv bench overhead": "host (ms a step)",
-    "xserv bench nccl --device emulated:sm_90a --sizes 1024,65536": "reduce_scatter",
     "xserv info --device cpu --pipeline-parallel-size 2": "stage 1",
     "xserv bench latency": "",
     "python -m tools.simulate --shared-prefixes 1000,64,2000,100,16,0 --config qwen3-8b --gpu h200 --num-blocks 2500 "
@@ -67,9 +66,8 @@ SLOW = {
 
 ELSEWHERE = {
     "a GPU": (
-        "make chat DEVICE=cuda", "xserv bench nccl --num-ranks 4",
-        "xserv bench kernels",
-        "xserv bench profile", "python -m tools.gpu_check", "python -m tools.tune_kernels",
+        "make chat DEVICE=cuda", "xserv bench kernels", "xserv bench profile",
+        "python -m tools.gpu_check", "python -m tools.tune_kernels",
     ),
     "a server that runs until it is stopped": (
         "make serve", "xserv serve", "xserv serve MODEL", "xserv serve MODEL --device cpu --tensor-parallel-size 2",

@@ -22,9 +22,8 @@ from typing import Any, get_args
 
 from runtime.bench.load.traces import Trace, read_trace, shared_prefixes
 from runtime.bench.metrics import BenchmarkError
-from runtime.bench.scheduling.links import LINKS, link_of
 from runtime.bench.scheduling.presets import PRESETS, find_config
-from runtime.bench.scheduling.roofline import GPUS, RooflineStepModel, pipeline_of, rooflines
+from runtime.bench.scheduling.roofline import GPUS, LINKS, RooflineStepModel, link_of, pipeline_of, rooflines
 from runtime.bench.scheduling.simulation import simulate
 from runtime.bench.scheduling.step_model import LinearStepModel, Pipeline, StepModel, window_shares
 from runtime.engine.config import (
@@ -247,7 +246,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks of each stage, with --config")
     parser.add_argument("--pipeline-parallel-size", type=int, default=1, help="stages of each replica, with --config")
-    link = f"{', '.join(LINKS)}, MICROSECONDS,GB_PER_S, or a report of `xserv bench nccl`"
+    link = f"{', '.join(LINKS)} or MICROSECONDS,GB_PER_S"
     parser.add_argument("--link", default="nvlink4", help=f"between the ranks of a stage: {link}")
     parser.add_argument("--stage-link", help="between stages; default: that of ranks")
     parser.add_argument("--routing-policy", choices=get_args(RoutingPolicy), default=_CONFIG.routing_policy)

@@ -59,7 +59,7 @@ def test_help_names_every_command() -> None:
     for command in ("chat", "generate", "serve", "tokenize", "info", "perplexity", "kernels", "bench"):
         assert re.search(rf"^  {command}\b", out, re.MULTILINE)
         assert invoke(command, "--help")[0] == 0
-    for benchmark in ("latency", "throughput", "serve", "streaming", "peers", "nccl", "overhead", "products"):
+    for benchmark in ("latency", "throughput", "serve", "streaming", "peers", "memory", "overhead", "products"):
         assert invoke("bench", benchmark, "--help")[0] == 0
 
 

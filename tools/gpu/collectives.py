@@ -25,7 +25,6 @@ from runtime.device.gpu import Gpu
 from runtime.device.graph import Graph
 from runtime.device.nccl import NcclComm, NcclError, candidates, open_nccl
 from runtime.dtype import DType, float32
-from runtime.own_packages import python_module
 from runtime.rank_notices import Notices, notices_bytes, shared_memory
 from tools.gpu.sections import ROOT, Case, Options, Result
 from tools.gpu.serving.asking import DEMO, ask, first_difference, ids_of
@@ -226,8 +225,8 @@ def _refuses(comm: NcclComm) -> None:
 
 
 def _two_ranks(options: Options, sizes: tuple[int, ...]) -> tuple[list[dict[str, Any]], str, str]:
-    """Rows of `bench nccl` by two processes on the same device, each verified before it was timed; or with which words
-    NCCL has refused; or what else went wrong."""
+    """Rows of `collective_rank` by two processes on the same device, each verified before it was timed; or with which
+    words NCCL has refused; or what else went wrong."""
     nccl = open_nccl(Gpu.of(options.device).driver)
     task = {
         "num_ranks": 2, "sizes": sizes, "num_calls": 2 if options.is_quick else 10, "device": options.device,
@@ -236,7 +235,7 @@ def _two_ranks(options: Options, sizes: tuple[int, ...]) -> tuple[list[dict[str,
     }  # fmt: skip
     environment = {**os.environ, **SHARED_GPU}
     limit_s = TWO_RANKS_S * (1 if options.is_real else 12)
-    command = [sys.executable, "-P", *python_module("runtime.bench.collective_rank")]
+    command = [sys.executable, "-m", "tools.gpu.collective_rank"]
     processes: list[subprocess.Popen[str]] = []
     with tempfile.TemporaryDirectory() as folder:
         logs = [(Path(folder) / f"{rank}").open("w+", encoding="utf-8") for rank in range(2)]

@@ -15,11 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from runtime.bench.disturbance import Disturbance
+from runtime.bench.environment import Disturbance
 from runtime.bench.load.prompts import random_prompts
-from runtime.bench.metrics import BenchmarkError, check_outputs
+from runtime.bench.metrics import TIE_TOLERANCE, BenchmarkError, check_outputs, check_same_greedy
 from runtime.bench.peers.cpu_limits import LimitMeter
-from runtime.bench.peers.greedy import TIE_TOLERANCE, check_same_greedy
 from runtime.bench.peers.sides import OURS, OurSide, PeerSide, Sample, Side
 from runtime.bench.peers.workloads import GGUF, Workload
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from runtime.bench.metrics import BenchmarkError
-from runtime.bench.peers.gpt2_folder import Gpt2Shape, write_gpt2_folder
-from runtime.bench.peers.qwen3_folder import write_qwen3_folder
+from runtime.bench.peers.model_folders import Gpt2Shape, write_gpt2_folder, write_qwen3_folder
 
 GPT2, QWEN3 = "gpt2-124m", "qwen3-0.6b"
 DTYPES = ("float32", "bfloat16", "int8")

@@ -3,21 +3,74 @@
 A rank reads and multiplies its part of the weights, of the keys and of the queries; where there are fewer KV heads than
 ranks, several have the same ones. Two sums over a stage's ranks end each layer's halves, and the ranks gather the
 logits. Stages have neighbouring layers, balanced as the engine does it, and hand hidden states on.
+
+A link has a latency and a bandwidth. A ring of n ranks sends `2 (n - 1) / n` of what they reduce over each link, and
+`(n - 1) / n` of what they gather, as NCCL's own tests count; so a link's bandwidth is what these call the bus
+bandwidth. A collective's latency is taken to be the same for 2 ranks and for 8.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from models.stages import balanced
 from runtime.bench.metrics import BenchmarkError
-from runtime.bench.scheduling.links import Link
 from runtime.bench.scheduling.step_model import Pipeline, StepFeatures
 from runtime.kv.groups import cut_layers, of_layers
 
 if TYPE_CHECKING:
     from models.configuration.config import ModelConfig
+
+
+class Link(Protocol):
+    """Seconds of a collective of so many bytes on each rank (``all_gather``: in all), and of sending them on."""
+
+    def all_reduce_s(self, num_bytes: float, num_ranks: int) -> float: ...
+
+    def all_gather_s(self, num_bytes: float, num_ranks: int) -> float: ...
+
+    def send_s(self, num_bytes: float) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLink:
+    """A latency, and bytes a second in one direction."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def all_reduce_s(self, num_bytes: float, num_ranks: int) -> float:
+        return self.latency_s + 2 * (num_ranks - 1) / num_ranks * num_bytes / self.bytes_per_s
+
+    def all_gather_s(self, num_bytes: float, num_ranks: int) -> float:
+        return self.latency_s + (num_ranks - 1) / num_ranks * num_bytes / self.bytes_per_s
+
+    def send_s(self, num_bytes: float) -> float:
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
+LINKS = {"nvlink4": PlainLink(10e-6, 370e9), "infiniband400": PlainLink(26e-6, 48e9)}
+"""NVLink 4 in a machine of H100s or H200s: NCCL's bandwidth in a ring (NVIDIA/nccl-tests, issue 212), and a latency
+between 7 µs (one shot, two H100s) and 17 µs (fused, of 10 KB). A port of 400 Gbit/s between machines: what NCCL itself
+takes a sum of 4 KB on H100s to need (NVIDIA/nccl, issue 1453), and 96 % of the line's rate."""
+
+
+def link_of(text: str) -> Link:
+    """One of ``LINKS`` by its name, or `MICROSECONDS,GB_PER_S`. Raises ``BenchmarkError``."""
+    if text in LINKS:
+        return LINKS[text]
+    latency, comma, rate = text.partition(",")
+    if comma:
+        try:
+            link = PlainLink(1e-6 * float(latency), 1e9 * float(rate))
+        except ValueError:
+            raise BenchmarkError(f"a link is {text!r}: its latency and bandwidth must be numbers") from None
+        if not (0.0 <= link.latency_s < math.inf and 0.0 < link.bytes_per_s < math.inf):
+            raise BenchmarkError(f"a link is {text!r}: its bandwidth must be positive, its latency not negative")
+        return link
+    raise BenchmarkError(f"a link is {text!r}, must be {', '.join(LINKS)} or MICROSECONDS,GB_PER_S")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""`xserv bench latency | throughput | streaming | exact | overhead`: an engine, and what its steps cost the host."""
+"""`xserv bench latency | throughput | streaming | exact | overhead | products`: an engine, and what its steps cost."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def latency(
     num_iters: Annotated[int, typer.Option(help="Timed runs.")] = 10,
 ) -> None:
     """How long one batch takes."""
-    from runtime.bench.scheduling.latency import bench_latency
+    from runtime.bench.load.batches import bench_latency
     from runtime.llm import LLM
 
     with LLM(**engine.arguments()) as llm:
@@ -46,7 +46,7 @@ def throughput(
     num_prompts: Annotated[int, typer.Option(help="How many prompts.")] = 64,
 ) -> None:
     """How much comes out when all requests are there from the start."""
-    from runtime.bench.scheduling.throughput import bench_throughput
+    from runtime.bench.load.batches import bench_throughput
     from runtime.llm import LLM
 
     with LLM(**engine.arguments()) as llm:
@@ -72,7 +72,7 @@ def streaming(
     num_rounds: Annotated[int, typer.Option(help="Timed bursts; the median one is reported.")] = 5,
 ) -> None:
     """A burst: many short requests in the same moment."""
-    from runtime.bench.load.streaming import bench_streaming
+    from runtime.bench.load.batches import bench_streaming
     from runtime.llm import LLM
 
     with LLM(**engine.arguments()) as llm:
@@ -145,4 +145,26 @@ def overhead(
     output.deliver(report, listing(report, lines))
 
 
-COMMANDS = (latency, throughput, streaming, exact, overhead)
+def products(
+    output: ReportOptions,
+    formats: Annotated[str, typer.Option(help="Of weights, comma-separated.")] = (
+        "float32,bfloat16,int8,fp8,Q8_0,Q4_0,MXFP4"
+    ),
+    rows: Annotated[str, typer.Option(help="Rows of x, comma-separated.")] = "1,8,32,512",
+    shape: Annotated[str, typer.Option(help="N and K of the matrix.")] = "3072,1024",
+    num_rounds: Annotated[int, typer.Option(help="Rounds of each, in turns.")] = 7,
+) -> None:
+    """Matrix products on the cpu by the format of their weights, beside what the processor reads."""
+    from runtime.bench.cpu_products import as_lines, bench_products
+
+    sizes = integers("shape", shape)
+    if len(sizes) != 2:
+        raise typer.BadParameter(f"{shape!r} must be two numbers, N and K", param_hint="--shape")
+    report = bench_products(
+        tuple(formats.split(",")), rows=integers("rows", rows), width=sizes[0], depth=sizes[1], num_rounds=num_rounds,
+        report_progress=lambda line: print(line, file=sys.stderr),
+    )  # fmt: skip
+    output.deliver(report, "\n".join(as_lines(report)))
+
+
+COMMANDS = (latency, throughput, streaming, exact, overhead, products)

@@ -9,7 +9,6 @@ import typer
 from typer.core import TyperGroup
 
 from runtime.commands.bench.accuracy import COMMANDS as ACCURACY_COMMANDS
-from runtime.commands.bench.devices import COMMANDS as DEVICE_COMMANDS
 from runtime.commands.bench.engine import COMMANDS as ENGINE_COMMANDS
 from runtime.commands.bench.kernels import COMMANDS as KERNEL_COMMANDS
 from runtime.commands.bench.peers import COMMANDS as PEER_COMMANDS
@@ -24,6 +23,7 @@ GONE = {
     "budget": "`xserv bench stalls --tpot-ratio R` measures the budget, and what prompts beside decodes then cost",
     "chunked": "`xserv bench stalls` and `xserv bench schedule` compare chunks with whole prompts",
     "loading": "`xserv bench peers --workloads load` times how soon the tensors of a file are there",
+    "nccl": "NVIDIA's nccl-tests measure the same; `tools/simulate.py --link` takes their MICROSECONDS,GB_PER_S",
     "parallel": "`xserv bench latency`, `throughput` and `serve` take --tensor-parallel-size, --pipeline-parallel-size "
     "and --data-parallel-size",
     "pictures": "`xserv bench serve` measures a server that is busy; `python -m tools.comparing.compare_towers` in the "
@@ -58,7 +58,7 @@ def _bench() -> None:
 
 
 for _command in (
-    *ENGINE_COMMANDS, *DEVICE_COMMANDS, *PEER_COMMANDS, *SERVE_COMMANDS, *ACCURACY_COMMANDS, *SCHEDULING_COMMANDS,
+    *ENGINE_COMMANDS, *PEER_COMMANDS, *SERVE_COMMANDS, *ACCURACY_COMMANDS, *SCHEDULING_COMMANDS,
     *KERNEL_COMMANDS,
 ):  # fmt: skip
     bench.command(cls=Command)(with_options(_command))

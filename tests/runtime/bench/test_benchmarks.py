@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from runtime.bench.load.streaming import bench_streaming
+from runtime.bench.load.batches import bench_streaming
 from runtime.bench.metrics import BenchmarkError
-from runtime.bench.peers.gpt2_folder import Gpt2Shape, write_gpt2_folder
+from runtime.bench.peers.model_folders import Gpt2Shape, write_gpt2_folder
 from runtime.cli import app
 from runtime.llm import LLM
 from tests.runtime.bench.running import bench
@@ -131,7 +131,7 @@ def test_what_is_not_whole_is_not_timed(folder: Path, arguments: list[str], word
 
 
 def test_wrong_tokens_are_not_timed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from runtime.bench.load import streaming
+    from runtime.bench.load import batches
     from runtime.bench.load.burst import run_burst
 
     bursts = []
@@ -144,7 +144,7 @@ def test_wrong_tokens_are_not_timed(folder: Path, monkeypatch: pytest.MonkeyPatc
             burst.records[1].token_ids[2] = (burst.records[1].token_ids[2] + 1) % SHAPE.vocab_size
         return burst
 
-    monkeypatch.setattr(streaming, "run_burst", faulty_burst)
+    monkeypatch.setattr(batches, "run_burst", faulty_burst)
     with LLM(folder) as llm, pytest.raises(BenchmarkError, match=r"request 1 gave token .* at position 2"):
         bench_streaming(llm, num_requests=3, prompt_len=4, max_tokens=4, num_rounds=2)
 

@@ -12,11 +12,11 @@ from runtime.bench.metrics import (
     BenchmarkError,
     check_finite,
     check_outputs,
+    check_same_greedy,
     percentiles_of,
     summarize,
     time_per_output_token_s,
 )
-from runtime.bench.peers.greedy import check_same_greedy
 
 
 def test_percentiles_interpolate() -> None:

@@ -25,10 +25,9 @@ from runtime.bench.peers import rounds as peer_rounds
 from runtime.bench.peers.bench_peers import bench_peers, failures, tokenizer_row
 from runtime.bench.peers.cpu_limits import CpuLimits, LimitMeter, ModelSize, limit_rate, open_meter
 from runtime.bench.peers.goals import PEER_GOALS, host_row
-from runtime.bench.peers.gpt2_folder import Gpt2Shape, write_gpt2_folder
 from runtime.bench.peers.loading import bench_load, bench_pack
+from runtime.bench.peers.model_folders import Gpt2Shape, write_gpt2_folder, write_qwen3_folder
 from runtime.bench.peers.peer_llama import write_gguf
-from runtime.bench.peers.qwen3_folder import write_qwen3_folder
 from runtime.bench.peers.report import markdown
 from runtime.bench.peers.sides import LLAMA, PEER_ENGINES, TRANSFORMERS
 from runtime.bench.peers.workloads import (

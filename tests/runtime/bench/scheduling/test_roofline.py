@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +10,8 @@ from models.errors import ConfigError
 from models.registry import parse_config
 from runtime.bench.load.traces import Trace, TraceRequest
 from runtime.bench.metrics import BenchmarkError
-from runtime.bench.scheduling.links import MeasuredLink, PlainLink, link_of
 from runtime.bench.scheduling.presets import find_config
-from runtime.bench.scheduling.roofline import GPUS, GpuRates, pipeline_of, roofline, rooflines
+from runtime.bench.scheduling.roofline import GPUS, GpuRates, PlainLink, link_of, pipeline_of, roofline, rooflines
 from runtime.bench.scheduling.simulation import simulate
 from runtime.bench.scheduling.step_model import Pipeline, StepFeatures, features_of, window_shares
 from tests.runtime.bench.scheduling.test_simulation import TenthOfASecondPerToken, limits, trace
@@ -124,36 +121,11 @@ def test_a_large_model_fits_where_its_ranks_or_stages_have_room() -> None:
     assert blocks[4, 2] == pytest.approx(blocks[8, 1], rel=0.05)
 
 
-def report_of(tmp_path: Path, **changes: Any) -> Path:
-    rows = [
-        {"collective": name, "bytes": size, "way": way, "us": us * factor}
-        for name in ("all_reduce", "all_gather", "broadcast", "reduce_scatter")
-        for way, factor in (("call", 3.0), ("graph", 1.0))
-        for size, us in ((1024, 8.0), (4096, 8.0), (65536, 32.0), (1048576, 512.0))
-    ]
-    path = tmp_path / f"nccl-{len(list(tmp_path.iterdir()))}.json"
-    path.write_text(json.dumps({"num_ranks": 4, "is_emulated": False, "results": rows} | changes))
-    return path
-
-
-def test_measured_links(tmp_path: Path) -> None:
-    """The best way; on a line in both logarithms between two sizes; at the largest one's bandwidth beyond."""
-    link = link_of(str(report_of(tmp_path)))
-    assert isinstance(link, MeasuredLink)
-    assert [link.all_reduce_s(size, 4) for size in (1, 1024, 2048, 65536)] == pytest.approx([8e-6, 8e-6, 8e-6, 32e-6])
-    assert link.all_gather_s(16384, 4) == pytest.approx(16e-6)
-    assert link.send_s(4 << 20) == pytest.approx(2048e-6)
-    with pytest.raises(BenchmarkError, match="among 4 ranks, not 2"):
-        link.all_reduce_s(1024, 2)
-
-
-def test_links_that_are_none(tmp_path: Path) -> None:
+def test_links_that_are_none() -> None:
     assert link_of("3,100") == PlainLink(3e-6, 100e9)
     for text, words in (
         ("3,", "must be numbers"), ("-1,5", "bandwidth must be positive"), ("nan,5", "not negative"),
         ("1,inf", "positive"), ("ethernet", "must be nvlink4, infiniband400"),
-        (str(report_of(tmp_path, is_emulated=True)), "emulated"), (str(report_of(tmp_path, results=[])), "no report"),
-        (str(report_of(tmp_path, results=[{"collective": "all_reduce", "bytes": 0, "us": 1}])), "no report"),
     ):  # fmt: skip
         with pytest.raises(BenchmarkError, match=words):
             link_of(text)

@@ -1,4 +1,11 @@
-"""One rank of `runtime.bench.collectives`: `python -m runtime.bench.collective_rank TASK`; rank 0 prints the rows."""
+"""One of several ranks that time NCCL's collectives: `python -m tools.gpu.collective_rank TASK`.
+
+Rank 0 prints a row for each collective, size and way (called, in a registered window, as a graph), after
+numpy's numbers were compared.
+
+A bus bandwidth is what a link carries: `2 (n - 1) / n` bytes for each that n ranks reduce, `(n - 1) / n` for each that
+they gather or scatter, all of them for what one sends to all, as NCCL's own tests count.
+"""
 
 from __future__ import annotations
 
