@@ -62,6 +62,13 @@ def parse_config(values: dict[str, Any], where: str = "config.json") -> ModelCon
 def _parse(fields: Fields) -> ModelConfig:
     architecture = find_architecture(fields)
     fields.owner = architecture.name
+    if fields.has("peft_type"):
+        raise fields.error(
+            "peft_type",
+            f"= {fields.raw('peft_type')!r:.80}: an adapter beside the weights is not implemented here: merge it (peft:"
+            " `merge_and_unload`, then `save_pretrained`). If the weights are whole, pass over it with --hf-overrides"
+            " '{\"peft_type\": null}'",
+        )
     add_class_defaults(fields, architecture.model_type)
     config = architecture.read_config(fields)
     read_quantization(fields)

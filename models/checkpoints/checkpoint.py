@@ -22,9 +22,22 @@ from models.checkpoints.stored_tensor import StoredTensor
 from models.errors import WeightsError
 from runtime.dtype import DType, bfloat16, float16, float32
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
+from tokenizer.warn import warn_once
 
-_DTYPES = {dtype.safetensors: dtype for dtype in (float32, float16, bfloat16)}
+_DTYPES = {dtype.safetensors: dtype for dtype in (float32, float16, bfloat16)} | {"F64": float32}
 _COMPARED_BYTES = 16 << 20
+
+_WRAPPERS = re.compile(
+    r"^(module\.|base_model\.model\.|_orig_mod\.|_fsdp_wrapped_module\.)+"
+    r"|(?<=\.)(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer)\."
+)
+"""Parts of names that wrappers of a model leave in files."""
+
+_OTHER_MODULES = re.compile(r"(model\.)?(v_head|value_head|visual|vision_tower|vision_model|multi_modal_projector)\.")
+_OF_TEXT_MODELS = {
+    "language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model.",
+}  # fmt: skip
+"""Beginnings of names where a text model's weights are stored as a part of a model of pictures and text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +84,9 @@ class Checkpoint:
             if name not in shapes and _is_bias_of_zeros(name, found):
                 del found[name]
             elif name not in shapes:
-                problems.append(f"{stored.file}: tensor {stored.name!r} is left over")
+                is_adapter = ".lora_" in name
+                why = " of an adapter that is not merged (peft: `merge_and_unload`)" if is_adapter else ""
+                problems.append(f"{stored.file}: tensor {stored.name!r}{why} is left over")
         for name, shape in shapes.items():
             if name not in found:
                 if not any(original == name and copy in found for copy, original in layout.copies.items()):
@@ -170,20 +185,52 @@ class Checkpoint:
         return max(counts, key=lambda dtype: counts[dtype])
 
     def _names_of(self, layout: TensorLayout) -> dict[str, StoredTensor]:
-        """The stored tensors by the layout's names, less harmless buffers."""
+        """The stored tensors by the layout's names, less harmless buffers and modules of other models."""
         beginnings = {old: new for old, new in layout.renames.items() if not old.startswith(".")}
         parts = {old: new for old, new in layout.renames.items() if old not in beginnings}
-        is_prefixed = bool(beginnings) or any(stored.startswith(layout.prefix) for stored in self.tensors)
+        has_own_beginnings = bool(beginnings)
+        if not has_own_beginnings and layout.prefix == "model.":
+            beginnings = _OF_TEXT_MODELS
+        bare_names = self._bare_names(layout, beginnings)
+        is_prefixed = has_own_beginnings or any(stored.startswith(layout.prefix) for stored in bare_names)
         found = {}
-        for in_file, tensor in self.tensors.items():
-            old = next((old for old in beginnings if in_file.startswith(old)), None)
-            stored = in_file if old is None else beginnings[old] + in_file[len(old) :]
+        for stored, tensor in bare_names.items():
             for part, now in parts.items():
                 stored = stored.replace(part, now, 1)
             has_own_name = is_prefixed or stored in layout.shapes or stored in layout.copies
             name = stored if has_own_name else layout.prefix + stored
             if name in layout.shapes or not layout.harmless.fullmatch(name):
                 found[name] = tensor
+        return found
+
+    def _bare_names(self, layout: TensorLayout, beginnings: Mapping[str, str]) -> dict[str, StoredTensor]:
+        """The stored tensors as a plain model of this layout calls them. Warns of what is unusual."""
+        found: dict[str, StoredTensor] = {}
+        wrapped: dict[str, str] = {}
+        passed_over: list[str] = []
+        has_adapter = any(".lora_" in name for name in self.tensors)
+        for in_file, tensor in self.tensors.items():
+            name = in_file if has_adapter else _WRAPPERS.sub("", in_file)
+            if name in self.tensors:
+                name = in_file
+            elif name != in_file:
+                wrapped[in_file] = name
+            old = next((old for old in beginnings if name.startswith(old)), None)
+            name = name if old is None else beginnings[old] + name[len(old) :]
+            if (other := _OTHER_MODULES.match(name)) and not any(one.startswith(other[0]) for one in layout.shapes):
+                passed_over.append(in_file)
+            else:
+                found[name] = tensor
+        for in_file, name in [*wrapped.items()][:1]:
+            warn_once(
+                f"{self.place}: {len(wrapped)} names of tensors have parts of a wrapper (torch.compile, FSDP, PEFT"
+                f" ...): {in_file!r} is read as {name!r}, others likewise"
+            )
+        for in_file in passed_over[:1]:
+            warn_once(
+                f"{self.place}: {len(passed_over)} tensors, such as {in_file!r}, are of a module that this architecture"
+                " does not have (a picture tower, a value head ...); they are not read, as in transformers"
+            )
         return found
 
     def _settle_copies(self, layout: TensorLayout) -> list[str]:
@@ -214,12 +261,13 @@ class SafetensorsTensor:
     def __init__(self, file: SafetensorsFile, name: str) -> None:
         entry = file.tensors[name]
         self.file, self.name, self.shape, self.type_name = file.path.name, name, entry.shape, entry.dtype
-        self.dtype, self.size_bytes = _DTYPES.get(entry.dtype), entry.end - entry.begin
+        self.dtype, self.size_bytes = _DTYPES.get(entry.dtype), entry.end - entry.begin  # F64 is rounded when read
         self._file = file
 
     def array(self) -> np.ndarray[Any, Any]:
         """A read-only view of the mapped file."""
-        return self._file.array(self.name)
+        array = self._file.array(self.name)
+        return array.astype(np.float32) if self.type_name == "F64" else array
 
     def blocks(self) -> np.ndarray[Any, Any]:
         """There are none."""
@@ -242,10 +290,10 @@ class SafetensorsTensor:
 
 
 def _is_bias_of_zeros(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether a tensor is a bias that quantising tools add to every matrix, needed or not."""
+    """Whether a tensor is a bias that tools add to every matrix, needed or not."""
     stem, _, part = name.rpartition(".")
     weight = tensors.get(f"{stem}.weight")
-    if part != "bias" or weight is None or weight.quantized is None:
+    if part != "bias" or weight is None:
         return False
     stored = tensors[name]
     return stored.dtype is not None and stored.shape == weight.shape[:1] and not stored.array().any()

@@ -6,11 +6,16 @@ import json
 from pathlib import Path
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_STATES = ("optimizer.", "scheduler.", "rng_state", "training_args.", "scaler.")  # what trainers keep beside weights
+_FOREIGN = {
+    ".onnx": "ONNX", ".h5": "TensorFlow", ".msgpack": "Flax", ".npz": "MLX", ".engine": "TensorRT-LLM",
+    ".tflite": "LiteRT", ".nemo": "NeMo", ".mlmodel": "Core ML",
+}  # fmt: skip
 
 
 def remedy(folder: Path) -> str:
     """How to come by a folder that can be loaded, by the files that lie in this one."""
-    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    names = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith(_STATES))
 
     def found(*suffixes: str) -> str:
         return ", ".join([name for name in names if name.endswith(suffixes)][:5])
@@ -22,6 +27,11 @@ def remedy(folder: Path) -> str:
         )
     if found(".gguf"):
         return f"the folder holds {found('.gguf')}: give that file"
+    if "params.json" in names and found(".pth"):
+        return (
+            f"{found('.pth')} are Meta's own files: take the repository's model*.safetensors, or convert them"
+            " (transformers: `convert_llama_weights_to_hf.py`)"
+        )
     if found(*_PICKLES):
         return (
             f"{found(*_PICKLES)} cannot be used, since a pickle may run code: save the model as safetensors"
@@ -32,6 +42,9 @@ def remedy(folder: Path) -> str:
             f"{found('.safetensors')} has Mistral's own tensor names: take the repository's model*.safetensors,"
             " or convert it (transformers: `convert_mistral_weights_to_hf.py`)"
         )
+    if found(*_FOREIGN):
+        kinds = ", ".join(kind for suffix, kind in _FOREIGN.items() if found(suffix))
+        return f"{found(*_FOREIGN)} ({kinds}) cannot be used: take the model's safetensors, or a GGUF file"
     return (
         "a model is a folder with config.json, model.safetensors (or shards and their index) and tokenizer.json, or a"
         " GGUF file (of a hub's repository: owner/name:Q4_K_M); pickles (.bin) are not read"

@@ -33,7 +33,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     missing shard, a shard outside the folder, and tensors of one name that differ.
     """
     single, index = folder / SINGLE_FILE, folder / INDEX_FILE
-    if single.is_file():
+    if single.is_symlink() or single.exists():
         if index.is_file() and (others := sorted(set(_shards_of(index).values()) - {SINGLE_FILE})):
             some = ", ".join(others[:3]) + (" and others" if len(others) > 3 else "")
             warn_once(
@@ -78,8 +78,8 @@ def _shards_of(index: Path) -> dict[str, str]:
 
 def _of_files(folder: Path, label: str, names: list[str], index: str = "") -> Checkpoint:
     """The tensors of these files; `label` names a tensor that is missing, `index` says where the names are from."""
-    if missing := [f"{name}: the file is missing" for name in names if not (folder / name).is_file()]:
-        whose = f"shards named in {index}" if index else "shards"
+    if missing := [f"{name}: {_absence(folder / name)}" for name in names if not (folder / name).is_file()]:
+        whose = f"shards named in {index}" if index else "shards" if len(names) > 1 else "weights"
         raise WeightsError(f"{folder}: {whose} are missing:", missing)
     tensors: dict[str, SafetensorsTensor] = {}
     problems = []
@@ -94,7 +94,18 @@ def _of_files(folder: Path, label: str, names: list[str], index: str = "") -> Ch
         raise WeightsError(
             f"{folder}: files contradict each other: leave only those of one model in the folder:", problems
         )
+    if (folder / "adapter_config.json").is_file():
+        warn_once(
+            f"{folder}: adapter_config.json is not read: the answers are those of the weights alone, without the LoRA"
+            " adapter; merge it (peft: `merge_and_unload`, then `save_pretrained`) to have both"
+        )
     return Checkpoint(folder, label, tensors)
+
+
+def _absence(path: Path) -> str:
+    if path.is_dir():
+        return "is a folder, not a file"
+    return f"is a link to {path.readlink()}, which is not there" if path.is_symlink() else "the file is missing"
 
 
 def _is_plain_name(name: str) -> bool:

@@ -133,7 +133,8 @@ def _within_a_chunk(fields: Fields, positions: int) -> int:
     chunks = fields.object("dual_chunk_attention_config")
     for name in chunks.names():  # sparse attention, where it is named, is of longer sequences, too
         chunks.raw(name)
-    chunk = int(chunks.integer("chunk_size", positions))
+    # Within a chunk distances are the usual ones; beyond the original context scores are scaled, too.
+    chunk = int(min(chunks.integer(name, positions) for name in ("chunk_size", "original_max_position_embeddings")))
     if chunk < positions:
         warn_once(
             f"{chunks.where}: sequences have at most {chunk} tokens here, a chunk. For plain attention over up to"

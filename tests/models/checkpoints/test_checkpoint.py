@@ -351,3 +351,77 @@ def test_a_folder_without_safetensors(tmp_path: Path) -> None:
         ModelLoadError, match=r"has neither model.safetensors nor .*pytorch_model.bin cannot be used"
     ):
         open_checkpoint(tmp_path)
+
+
+def renamed(tensors: dict[str, Array], change: Callable[[str], str]) -> None:
+    for name in list(tensors):
+        tensors[change(name)] = tensors.pop(name)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda name: f"module.{name}",
+        lambda name: f"_orig_mod.module.{name}",
+        lambda name: f"base_model.model.{name}",
+        lambda name: name.replace("model.layers.", "model._orig_mod.layers."),
+        lambda name: name.replace(".self_attn.", "._checkpoint_wrapped_module.self_attn."),
+        lambda name: name.replace("q_proj.", "q_proj.base_layer."),
+    ],
+)
+def test_names_that_wrappers_leave(
+    change: Callable[[str], str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = fitted(rewrite(tmp_path, lambda tensors: renamed(tensors, change)))
+    assert set(checkpoint.names()) == set(golden_tensors(LLAMA))
+    assert caplog.text.count("parts of a wrapper") == 1
+
+
+def test_an_adapter_that_is_not_merged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    name = "model.layers.0.self_attn.q_proj.lora_A.weight"
+    folder = rewrite(tmp_path / "a", lambda tensors: tensors.update({name: np.ones((4, 48), np.float32)}))
+    assert problems_of(folder) == (
+        f"model.safetensors: tensor '{name}' of an adapter that is not merged (peft: `merge_and_unload`) is left over",
+    )
+    write_model(tmp_path, LLAMA)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    fitted(tmp_path)
+    assert "adapter_config.json is not read: the answers are those of the weights alone" in caplog.text
+    change_config(tmp_path, peft_type="LORA")
+    with pytest.raises(ConfigError, match=r"peft_type = 'LORA': an adapter beside the weights is not implemented"):
+        load_config(tmp_path)
+
+
+def test_modules_of_another_model_are_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As transformers does with a value head, and a text model's class with the files of one that reads pictures."""
+
+    def add(tensors: dict[str, Array]) -> None:
+        renamed(tensors, lambda name: name.replace("model.", "model.language_model.", 1))
+        tensors["model.visual.blocks.0.weight"] = tensors["v_head.summary.weight"] = np.ones((1, 48), np.float32)
+
+    assert set(fitted(rewrite(tmp_path, add)).names()) == set(golden_tensors(LLAMA))
+    assert "2 tensors, such as 'model.visual.blocks.0.weight', are of a module" in caplog.text
+
+
+def test_float64_is_read_as_float32(tmp_path: Path) -> None:
+    def widen(tensors: dict[str, Array]) -> None:
+        tensors[DOWN] = tensors[DOWN].astype(np.float64) * (1 + 1e-12)
+
+    checkpoint = fitted(rewrite(tmp_path, widen))
+    assert checkpoint.dtype(DOWN) is float32
+    np.testing.assert_array_equal(checkpoint.array(DOWN), golden_tensors(LLAMA)[DOWN])
+
+
+def test_a_bias_of_zeros_that_no_map_has(tmp_path: Path) -> None:
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    fitted(rewrite(tmp_path / "zeros", lambda tensors: tensors.update({bias: np.zeros(48, np.float32)})))
+    ones = rewrite(tmp_path / "ones", lambda tensors: tensors.update({bias: np.ones(48, np.float32)}))
+    assert problems_of(ones) == (f"model.safetensors: tensor '{bias}' is left over",)
+
+
+def test_weights_that_are_a_dangling_link(tmp_path: Path) -> None:
+    write_model(tmp_path, LLAMA)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors").symlink_to("blobs/4d7a")
+    with pytest.raises(WeightsError, match="model.safetensors: is a link to blobs/4d7a, which is not there"):
+        open_checkpoint(tmp_path)

@@ -190,7 +190,7 @@ def test_what_tools_add_is_passed_over(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=rf"tensor '{Q}.bias' is left over"):
         load_model(changed(tmp_path / "ones", "gptq_w4", {f"{Q}.bias": np.ones(32, np.float16)}))
     with pytest.raises(WeightsError, match=r"tensor .lm_head.bias. is left over"):
-        load_model(changed(tmp_path / "floats", "gptq_w4", {"lm_head.bias": np.zeros(16, np.float16)}))
+        load_model(changed(tmp_path / "floats", "gptq_w4", {"lm_head.bias": np.ones(16, np.float16)}))
     pages = {f"{LAYER}self_attn.{name}_proj.output_scale": np.ones(1, np.float32) for name in "kv"}
     load_model(changed(tmp_path / "pages", "fp8_block", pages, kv_cache_scheme="static"))
 
