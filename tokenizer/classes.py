@@ -39,6 +39,23 @@ _OF_MODEL_TYPE = {  # where no class is named
 }  # fmt: skip
 
 
+_END = "<|endoftext|>"
+_NAMED: dict[str, dict[str, str]] = {
+    GPT2: {"bos_token": _END, "eos_token": _END, "unk_token": _END},
+    **{name: {"eos_token": _END, "unk_token": _END, "pad_token": _END} for name in (QWEN2, _QWEN3_5)},
+    GPT_NEOX: {"bos_token": _END, "eos_token": _END, "unk_token": _END, "pad_token": "<|padding|>"},
+    _COHERE: {
+        "bos_token": "<BOS_TOKEN>", "eos_token": "<|END_OF_TURN_TOKEN|>", "unk_token": "<UNK>", "sep_token": "<SEP>",
+        "pad_token": "<PAD>", "cls_token": "<CLS>", "mask_token": "<MASK_TOKEN>",
+    },
+}  # fmt: skip
+
+
+def tokens_of_class(name: str) -> dict[str, str]:
+    """The special tokens that a class has where a folder does not name them."""
+    return _NAMED.get(name, {})
+
+
 def class_of(config: Fields, model_config: Fields) -> str:
     """The class that transformers takes, by tokenizer_config.json and config.json; "" for one that takes tokenizer.json
     as it is stored."""

@@ -9,13 +9,13 @@ they are.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tokenizer.classes import GPT2, QWEN2, as_class_has_it, class_of
+from tokenizer.classes import GPT2, QWEN2, as_class_has_it, class_of, tokens_of_class
 from tokenizer.components.added_tokens import AddedToken
 from tokenizer.errors import TokenizerFileError
 from tokenizer.json_fields import Fields, shown
@@ -26,6 +26,7 @@ _QWEN2_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_ID_LIMIT = 1 << 32
 PIECES_FILE = "tokenizer.model"
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -46,7 +47,7 @@ class TokenizerFiles:
     """Beside what the post-processor adds; where a tokenizer.json exists, that alone decides."""
     splits_special_tokens: bool = False
     """Special tokens are ordinary text in whatever is encoded."""
-    num_embeddings: int = 0
+    num_embeddings: int = _ID_LIMIT
     """Ids that the model has, by its config; named tokens that no file lists are added below it."""
     chat_templates: dict[str, str] = field(default_factory=dict)
     """By name; the usual one is "default"."""
@@ -73,7 +74,7 @@ def read_folder(folder: Path) -> TokenizerFiles:
         files.add_bos_token = config.boolean("add_bos_token", is_sentencepiece)
         files.add_eos_token = config.boolean("add_eos_token", False)
     files.num_embeddings = _num_embeddings(model_config)
-    _read_special_tokens(folder, config, files)
+    _read_special_tokens(folder, config, files, tokens_of_class(name or ("" if has_json else GPT2)))
     _read_chat_templates(folder, config, files)
     return files
 
@@ -83,7 +84,7 @@ def _num_embeddings(model_config: Fields) -> int:
     for values in (model_config.values, inner if isinstance(inner, dict) else {}):
         if type(size := values.get("vocab_size")) is int:
             return size
-    return 0
+    return _ID_LIMIT
 
 
 def _read_optional(file: Path) -> Fields:
@@ -144,7 +145,7 @@ def _read_sentencepiece(folder: Path, config: Fields, name: str) -> TokenizerFil
     return files
 
 
-def _read_special_tokens(folder: Path, config: Fields, files: TokenizerFiles) -> None:
+def _read_special_tokens(folder: Path, config: Fields, files: TokenizerFiles, of_class: Mapping[str, str]) -> None:
     files.splits_special_tokens = config.boolean("split_special_tokens", False)
     if files.splits_special_tokens:
         warn_once(
@@ -165,11 +166,19 @@ def _read_special_tokens(folder: Path, config: Fields, files: TokenizerFiles) ->
         for name in NAMED_TOKENS:
             if name not in files.named_tokens and source.get(name) is not None:
                 files.named_tokens[name] = _read_token(source, name, source.get(name))
+    for name, text in of_class.items():
+        if name not in files.named_tokens and name not in config.values:
+            files.named_tokens[name] = AddedToken(text, is_special=True)
+    files.named_tokens = {name: files.named_tokens[name] for name in NAMED_TOKENS if name in files.named_tokens}
     for source in sources:
         for name in ("additional_special_tokens", "extra_special_tokens"):
             listed = source.get(name)
             values = listed.values() if isinstance(listed, dict) else listed or []
             files.extra_special_tokens += [_read_token(source, name, value) for value in values]
+        own = source.get("model_specific_special_tokens")
+        for name, value in {**source.values, **(own if isinstance(own, dict) else {})}.items():
+            if name.endswith("_token") and name not in NAMED_TOKENS and isinstance(value, str):  # such as image_token
+                files.extra_special_tokens.append(_read_token(source, name, value))
     if config.get("added_tokens_decoder") is None:
         _read_added_tokens(folder, files)
 

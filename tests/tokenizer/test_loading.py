@@ -138,7 +138,8 @@ def test_truncation_and_padding_are_not_the_files_to_say(tmp_path: Path) -> None
 
 def test_a_named_token_outside_the_vocabulary_is_a_mere_name(tmp_path: Path) -> None:
     config = {"pad_token": "<pad>", "chat_template": "{{ pad_token }}"}
-    tokenizer = Tokenizer.from_pretrained(_folder(tmp_path, _content(), tokenizer_config__json=config))
+    folder = _folder(tmp_path, _content(), tokenizer_config__json=config, config__json={"vocab_size": 6})
+    tokenizer = Tokenizer.from_pretrained(folder)
     assert tokenizer.pad_token_id is None
     assert tokenizer.vocab_size == 6
     assert tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False) == "<pad>"
@@ -249,7 +250,8 @@ def test_named_tokens_that_no_file_lists(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_pretrained(folder)
     assert tokenizer.encode("a[BOS]b[PAD]<zz>") == [0, 6, 1, 7]
     assert (tokenizer.bos_token_id, tokenizer.pad_token_id) == (6, 7)
-    assert Tokenizer.from_pretrained(_folder(tmp_path, _content(), config__json={})).pad_token_id is None
+    without_room = _folder(tmp_path, _content(), config__json={"text_config": {"vocab_size": 7}})
+    assert Tokenizer.from_pretrained(without_room).pad_token_id is None
 
 
 _ADDED = added_token("<x>", 6)

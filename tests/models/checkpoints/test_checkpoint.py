@@ -423,5 +423,5 @@ def test_weights_that_are_a_dangling_link(tmp_path: Path) -> None:
     write_model(tmp_path, LLAMA)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors").symlink_to("blobs/4d7a")
-    with pytest.raises(WeightsError, match="model.safetensors: is a link to blobs/4d7a, which is not there"):
+    with pytest.raises(WeightsError, match=r"model.safetensors: is a link to blobs/4d7a, which is not there"):
         open_checkpoint(tmp_path)
