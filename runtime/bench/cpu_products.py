@@ -24,7 +24,7 @@ from numba_kernels.cpu.running.arena import Arena
 from numba_kernels.cpu.running.pool import NUM_THREADS
 from numba_kernels.cpu.running.recording import Recording, record
 from runtime import ops
-from runtime.bench.environment import describe_machine
+from runtime.bench.environment import finished
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.peers.cpu_limits import open_meter
 from runtime.dtype import bfloat16, float32
@@ -96,10 +96,7 @@ def bench_products(
         limits = meter.report()
     report_progress("arranging rows as when a model is loaded")
     arranging = _arranging(matrix, [name for name in formats if name in ROUNDINGS], num_rounds, working_set_bytes)
-    return {
-        "shape": [width, depth], "limits": limits, "results": results, "arranging": arranging,
-        "environment": describe_machine(),
-    }  # fmt: skip
+    return finished({"shape": [width, depth], "limits": limits, "results": results, "arranging": arranging})
 
 
 def as_lines(report: dict[str, Any]) -> list[str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import platform
 import time
+from collections.abc import Mapping
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from runtime.engine.messages import EngineInfo
+from runtime.bench.metrics import check_finite
+from runtime.engine.messages import EngineInfo
 
 _STAT = Path("/proc/stat")
 
@@ -46,6 +47,14 @@ def describe_engine(info: EngineInfo) -> dict[str, Any]:
         "num_blocks": info.num_blocks,
         **describe_machine(),
     }
+
+
+def finished(report: Mapping[str, Any], info: EngineInfo | None = None) -> dict[str, Any]:
+    """The report with its environment, the engine's or the machine's alone. Raises `BenchmarkError` where a number is
+    not finite."""
+    whole = {**report, "environment": describe_machine() if info is None else describe_engine(info)}
+    check_finite(whole)
+    return whole
 
 
 def usable_cores() -> int:

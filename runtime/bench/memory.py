@@ -24,10 +24,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from runtime.bench.environment import describe_machine
+from runtime.bench.environment import finished
 from runtime.bench.load.samples import random_samples
 from runtime.bench.load.serving import Load, bench_serve
-from runtime.bench.metrics import BenchmarkError, check_finite
+from runtime.bench.metrics import BenchmarkError
 from runtime.bench.peers.child_process import ChildProcess
 from runtime.bench.peers.model_folders import Gpt2Shape
 from runtime.bench.peers.workloads import GPT2, Group
@@ -76,9 +76,7 @@ def bench_memory(
                 num_prompts, input_len=input_len, output_len=output_len, vocab_size=97, seed=seed
             )
             report["results"].append({"dtype": dtype, **_serve_once(arguments, environment, samples, seed)})
-    report["environment"] = describe_machine()
-    check_finite(report)
-    return report
+    return finished(report)
 
 
 def _serve_once(

@@ -56,13 +56,17 @@ def check_finite(report: Mapping[str, Any], path: str = "") -> None:
     `request_rate` may be infinite: it is a setting (all requests at once), written as the string "inf".
     """
     for key, value in report.items():
-        where = f"{path}{key}"
-        if isinstance(value, Mapping):
-            check_finite(value, f"{where}.")
-        else:
-            for number in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(number, float) and not math.isfinite(number):
-                    raise BenchmarkError(f"{where} is {number}: the measurement is broken")
+        _check_value(value, f"{path}{key}")
+
+
+def _check_value(value: Any, where: str) -> None:
+    if isinstance(value, Mapping):
+        check_finite(value, f"{where}.")
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            _check_value(each, where)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise BenchmarkError(f"{where} is {value}: the measurement is broken")
 
 
 def check_outputs(token_ids: Sequence[Sequence[int]], expected_len: int, vocab_size: int, what: str) -> None:

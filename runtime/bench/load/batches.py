@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from runtime.bench.environment import describe_engine
+from runtime.bench.environment import finished
 from runtime.bench.load.burst import Burst, run_burst
 from runtime.bench.load.prompts import random_prompts
 from runtime.bench.metrics import (
     BenchmarkError,
-    check_finite,
     check_outputs,
     check_same_greedy,
     percentiles_of,
     summarize,
 )
-
-if TYPE_CHECKING:
-    from runtime.llm import LLM
+from runtime.engine.sampling_params import SamplingParams
+from runtime.llm import LLM
 
 
 def bench_latency(
@@ -69,10 +67,8 @@ def bench_latency(
         "batch_size": batch_size,
         "num_iters_warmup": max(1, num_iters_warmup),
         "num_iters": num_iters,
-        "environment": describe_engine(info),
     }
-    check_finite(report)
-    return report
+    return finished(report, info)
 
 
 def bench_throughput(llm: LLM, *, input_len: int, output_len: int, num_prompts: int, seed: int = 0) -> dict[str, Any]:
@@ -83,8 +79,6 @@ def bench_throughput(llm: LLM, *, input_len: int, output_len: int, num_prompts: 
     The warm-up, of other prompts, is as wide as the engine's batch; its outputs are verified before the run,
     the run's own after it.
     """
-    from runtime.engine.sampling_params import SamplingParams
-
     info = llm.client.info
     num_warmup = min(num_prompts, info.max_num_seqs)
     prompts = random_prompts(num_warmup + num_prompts, input_len, info.vocab_size, seed)
@@ -113,10 +107,8 @@ def bench_throughput(llm: LLM, *, input_len: int, output_len: int, num_prompts: 
         "output_tokens_per_second": total_output / elapsed,
         "input_len": input_len,
         "output_len": output_len,
-        "environment": describe_engine(info),
     }
-    check_finite(report)
-    return report
+    return finished(report, info)
 
 
 def bench_streaming(
@@ -190,7 +182,5 @@ def bench_streaming(
         "total_output_tokens": num_requests * max_tokens,
         "completion_throughput": num_requests * max_tokens / median.wall_s,
         "request_throughput": num_requests / median.wall_s,
-        "environment": describe_engine(info),
     }
-    check_finite(report)
-    return report
+    return finished(report, info)

@@ -8,13 +8,11 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from runtime.bench.metrics import BenchmarkError, time_per_output_token_s
-
-if TYPE_CHECKING:
-    from runtime.engine.messages import EngineOutput
-    from runtime.engine.process.client import EngineClient
+from runtime.engine.messages import EngineOutput, EngineRequest
+from runtime.engine.process.client import EngineClient
+from runtime.engine.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)
@@ -95,9 +93,6 @@ def run_burst(
 
     Raises `BenchmarkError` when a request ends otherwise than by its length, or `timeout_s` after the last submission.
     """
-    from runtime.engine.messages import EngineRequest
-    from runtime.engine.sampling_params import SamplingParams
-
     lengths = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
     params = {
         length: SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False)

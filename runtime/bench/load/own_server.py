@@ -19,18 +19,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import uvicorn
+
+from runtime.bench.environment import describe_engine
+from runtime.engine.make_client import start_client
 from runtime.errors import XservError
+from runtime.text.load import load_tokenizer
+from server.app import create_app
+from server.transport.protocol import uvicorn_config
 
 
 def _serve(arguments: dict[str, Any], reply: Callable[[dict[str, Any]], None]) -> None:
-    import uvicorn
-
-    from runtime.bench.environment import describe_engine
-    from runtime.engine.make_client import start_client
-    from runtime.text.load import load_tokenizer
-    from server.app import create_app
-    from server.transport.protocol import uvicorn_config
-
     client = start_client(**arguments)
     info = client.info
     app = create_app(client, load_tokenizer(Path(info.model_path)), model_name=info.model_name)

@@ -16,11 +16,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runtime.bench.environment import describe_machine
+from runtime.bench.environment import finished
 from runtime.bench.load.http_client import Event, Origin, Usage, first_model, stream_events
 from runtime.bench.load.report import GOALS, METRICS, Answer, details, summary
 from runtime.bench.load.samples import Sample
-from runtime.bench.metrics import BenchmarkError, check_finite
+from runtime.bench.metrics import BenchmarkError
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
@@ -150,9 +150,7 @@ async def bench_serve(
     }
     if save_detailed:
         report |= details(answers)
-    report["environment"] = describe_machine()
-    check_finite(report)
-    return report
+    return finished(report)
 
 
 async def _ask(

@@ -34,6 +34,7 @@ from runtime.bench.peers.rounds import compare_logits, measure_workload
 from runtime.bench.peers.sides import OURS, PEER_ENGINES, OurSide, PeerEngine, PeerSide
 from runtime.bench.peers.tokenizers import NAMES, tokenizer_rows
 from runtime.bench.peers.workloads import GPT2, Group, Workload
+from runtime.llm import LLM
 
 KV_CACHE_BYTES = 512 << 20
 
@@ -172,8 +173,6 @@ def _measure_group(
     say: Say,
 ) -> None:
     """Loads the folder on every side and adds the workloads' results to those measured."""
-    from runtime.llm import LLM
-
     model = group.gguf or folder
     size = (
         ModelSize.of_gguf(model)

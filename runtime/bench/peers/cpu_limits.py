@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from models.gguf.reader import GgufFile
+from numba_kernels.cpu import peaks
 from runtime.bench.environment import usable_cores
 from runtime.bench.peers.workloads import GGUF, Workload
 
@@ -91,8 +92,6 @@ class LimitMeter:
 @contextlib.contextmanager
 def open_meter(read_buffer_bytes: int = READ_BUFFER_BYTES, loop_s: float = LOOP_S) -> Iterator[LimitMeter]:
     """A meter of this processor, whose loops run on every usable core at once, warmed up."""
-    from numba_kernels.cpu import peaks
-
     count = usable_cores()
     memory = mmap.mmap(-1, read_buffer_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,9 +16,7 @@ from runtime.bench.load.burst import run_burst
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.peers.child_process import ChildProcess
 from runtime.bench.peers.workloads import GGUF, Workload
-
-if TYPE_CHECKING:
-    from runtime.llm import LLM
+from runtime.llm import LLM
 
 OURS = "xserv"
 

@@ -9,17 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from runtime.bench.metrics import BenchmarkError
-
-if TYPE_CHECKING:
-    from runtime.engine.engine import Engine
-    from runtime.engine.messages import EngineOutput
-    from runtime.engine.process.client import EngineClient
-    from runtime.engine.steps.local_executor import LocalExecutor
+from runtime.engine.engine import Engine
+from runtime.engine.messages import EngineOutput, EngineRequest
+from runtime.engine.process.client import EngineClient, ThreadEngineClient
+from runtime.engine.sampling_params import SamplingParams
+from runtime.engine.steps.local_executor import LocalExecutor
 
 QWEN3_0_6B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rope_theta": 1e6,
@@ -43,9 +42,6 @@ def model_arguments(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 def like(engine: Engine, **settings: Any) -> Engine:
     """An engine on the same model and the same KV pages, with other settings: fields of `EngineLimits` or of its
     `scheduling`. The given engine must be idle, and stay so while this one works."""
-    from runtime.engine.engine import Engine
-    from runtime.engine.steps.local_executor import LocalExecutor
-
     if engine.has_work:
         raise BenchmarkError("the engine has work: another on its KV pages would overwrite them")
     old, names = engine.limits, {field.name for field in fields(engine.limits.scheduling)}
@@ -60,8 +56,6 @@ def like(engine: Engine, **settings: Any) -> Engine:
 
 def local(engine: Engine) -> LocalExecutor:
     """The engine's executor. Raises BenchmarkError where it is not of this process."""
-    from runtime.engine.steps.local_executor import LocalExecutor
-
     if not isinstance(engine.executor, LocalExecutor):
         raise BenchmarkError(f"the engine's steps run in {type(engine.executor).__name__}, must run in LocalExecutor")
     return engine.executor
@@ -70,8 +64,6 @@ def local(engine: Engine) -> LocalExecutor:
 @contextmanager
 def served(engine: Engine) -> Iterator[EngineClient]:
     """A client to the engine in a thread of its own, closed at the end."""
-    from runtime.engine.process.client import ThreadEngineClient
-
     client = ThreadEngineClient(engine)
     try:
         yield client
@@ -88,9 +80,6 @@ class Stepper:
 
     def add(self, prompt: Sequence[int], max_tokens: int) -> str:
         """Queue a prompt; returns the request's id."""
-        from runtime.engine.messages import EngineRequest
-        from runtime.engine.sampling_params import SamplingParams
-
         request_id = f"bench-{self._count}"
         self._count += 1
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)

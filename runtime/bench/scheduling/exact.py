@@ -13,21 +13,24 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from runtime.bench.environment import describe_engine
-from runtime.bench.metrics import BenchmarkError, check_finite
-from runtime.engine.messages import EngineOutput, EngineRequest, TokenLogprobs
+from models.checkpoints.hub import model_name, resolve_model
+from runtime.backends import cpu
+from runtime.bench.environment import finished
+from runtime.bench.metrics import BenchmarkError
+from runtime.engine.config import EngineConfig
+from runtime.engine.engine import Engine
+from runtime.engine.make_engine import engine_over, loaded_model
+from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, TokenLogprobs
 from runtime.engine.sampling_params import SamplingParams
 
-if TYPE_CHECKING:
-    from runtime.engine.engine import Engine
-
-MakeEngine = Callable[[Mapping[str, Any]], "Engine"]
+MakeEngine = Callable[[Mapping[str, Any]], Engine]
 """An engine with these settings (`EngineSettings`), always over the same weights."""
 
 _Key = tuple[str, int]  # a request and its choice
@@ -180,10 +183,6 @@ def _bits_of(entry: TokenLogprobs) -> tuple[int, int, bytes, tuple[int, ...]]:
 
 def engine_maker(arguments: Mapping[str, Any], *, exact: bool) -> MakeEngine:
     """Engines over one loading of the model; `arguments` are `build_engine`'s. Raises as it does."""
-    from models.checkpoints.hub import model_name, resolve_model
-    from runtime.engine.config import EngineConfig
-    from runtime.engine.make_engine import engine_over, loaded_model
-
     given = {name: value for name, value in arguments.items() if name in EngineConfig.__dataclass_fields__}
     folder = resolve_model(arguments.get("model"))
     loaded = loaded_model(folder, EngineConfig(**{**given, "exact": exact}))
@@ -221,12 +220,12 @@ def bench_exact(
     rows: list[dict[str, Any]] = []
     expected: dict[_Key, Answer] = {}
     requests: list[EngineRequest] = []
-    environment: dict[str, Any] = {}
+    info: EngineInfo | None = None
     for schedule in SCHEDULES[:num_schedules]:
         engine = _engine_for(make_engine, schedule, max_model_len)
         if not requests:
             requests = make_requests(num_requests, max_model_len, engine.info.vocab_size, seed)
-            environment = describe_engine(engine.info)
+            info = engine.info
         start = time.perf_counter()
         with _workers(schedule.num_workers):
             answers = serve(engine, requests, schedule.arrivals, seed)
@@ -258,10 +257,8 @@ def bench_exact(
         "exact_seconds": seconds_of["exact"],
         "default_seconds": seconds_of["default"],
         "cost": medians["exact"] / medians["default"] if medians else 1.0,
-        "environment": environment,
     }
-    check_finite({key: value for key, value in report.items() if key != "schedules"})
-    return report
+    return finished(report, info)
 
 
 def _engine_for(make_engine: MakeEngine, schedule: Schedule, max_model_len: int) -> Engine:
@@ -271,19 +268,12 @@ def _engine_for(make_engine: MakeEngine, schedule: Schedule, max_model_len: int)
     return make_engine(settings)
 
 
-class _workers:
+@contextmanager
+def _workers(count: int | None) -> Iterator[None]:
     """The cpu's operations on so many threads, for the time of a with statement; None changes nothing."""
-
-    def __init__(self, count: int | None) -> None:
-        self._count = count
-
-    def __enter__(self) -> None:
-        from runtime.backends import cpu
-
-        if self._count is not None:
-            cpu.set_num_workers(self._count)
-
-    def __exit__(self, *exception: object) -> None:
-        from runtime.backends import cpu
-
+    if count is not None:
+        cpu.set_num_workers(count)
+    try:
+        yield
+    finally:
         cpu.set_num_workers(cpu.MAX_WORKERS)

@@ -14,21 +14,25 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from runtime.bench.environment import describe_machine
-from runtime.bench.metrics import BenchmarkError, check_finite
-
-if TYPE_CHECKING:
-    from runtime.batch import Batch
-    from runtime.device.device import Device
-    from runtime.engine.config import EngineLimits
-    from runtime.engine.engine import Engine
-    from runtime.engine.steps.executor import Executor
-    from runtime.kv.cache import KVCache, KVCacheSpec
-    from runtime.tensor.tensor import Tensor
+from runtime import ops
+from runtime.batch import Batch
+from runtime.bench.environment import finished
+from runtime.bench.metrics import BenchmarkError
+from runtime.device.device import Device
+from runtime.dtype import float32
+from runtime.engine.config import EngineConfig, EngineLimits, resolve
+from runtime.engine.engine import Engine
+from runtime.engine.make_engine import free_memory_bytes
+from runtime.engine.messages import EngineInfo, EngineRequest
+from runtime.engine.sampling_params import SamplingParams
+from runtime.engine.steps.executor import Executor
+from runtime.engine.steps.local_executor import LocalExecutor
+from runtime.kv.cache import KVCache, KVCacheSpec
+from runtime.tensor.tensor import Tensor
 
 BLOCK_SIZE = 16
 STEP_TOKENS = 1 << 16
@@ -42,9 +46,6 @@ class HollowModel:
     token 1. On a GPU, which should do nothing, not even that."""
 
     def __init__(self, device: Device) -> None:
-        from runtime import ops
-        from runtime.tensor.tensor import Tensor
-
         self.device = device
         if device.kind == "cpu":
             favoured = np.zeros(VOCAB_SIZE, np.float32)
@@ -54,27 +55,18 @@ class HollowModel:
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         """One number a token."""
-        from runtime.dtype import float32
-        from runtime.kv.cache import KVCacheSpec
-
         return KVCacheSpec(
             num_layers=1, num_kv_heads=1, head_dim=1, block_size=block_size, dtype=float32, device=self.device
         )
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
         """``[num_tokens, 1]`` zeros."""
-        from runtime import ops
-        from runtime.tensor.tensor import Tensor
-
         if self.device.kind == "cpu":
             return ops.embedding(batch.token_ids, self._table)
         return Tensor.empty((batch.num_tokens, 1), device=self.device)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """``[n, VOCAB_SIZE]``."""
-        from runtime import ops
-        from runtime.tensor.tensor import Tensor
-
         if self.device.kind == "cpu":
             return ops.logits_linear(hidden, self._head)
         return Tensor.empty((hidden.shape[0], VOCAB_SIZE), device=self.device)
@@ -86,14 +78,6 @@ def hollow_engine(
 ) -> Engine:  # fmt: skip
     """An engine around a hollow model with room for `num_seqs` whole contexts: with the plain loop on the cpu, with the
     overlapped loop and decode graphs on a GPU. `executor_of` makes what runs its steps; None: this process does."""
-    from runtime.device.device import Device
-    from runtime.engine.config import EngineConfig, resolve
-    from runtime.engine.engine import Engine
-    from runtime.engine.make_engine import free_memory_bytes
-    from runtime.engine.messages import EngineInfo
-    from runtime.engine.steps.local_executor import LocalExecutor
-    from runtime.kv.cache import KVCache
-
     model = HollowModel(Device.parse(device))
     spec = model.kv_cache_spec(BLOCK_SIZE)
     config = EngineConfig(
@@ -141,9 +125,6 @@ def loaded_engine(
     executor_of: Callable[[HollowModel, KVCache, EngineLimits], Executor] | None = None,
 ) -> Engine:  # fmt: skip
     """A hollow engine with as many requests, which decode together for more than `num_steps` steps."""
-    from runtime.engine.messages import EngineRequest
-    from runtime.engine.sampling_params import SamplingParams
-
     longest = context_len + BLOCK_SIZE
     output_len = num_steps + 2 + -(-num_seqs * longest // STEP_TOKENS)  # some decode while others prefill
     engine = hollow_engine(num_seqs, longest + output_len, device, executor_of)
@@ -192,9 +173,8 @@ def measure_graphs(num_seqs: int, context_len: int, num_steps: int, seed: int = 
 
 def _dry_device() -> str:
     """A GPU that does nothing."""
-    from cuda.bindings import driver as bindings
+    from cuda.bindings import driver as bindings  # with what follows, of the libraries of GPUs, which may be missing
 
-    from runtime.device.device import Device
     from runtime.device.driver import Driver
     from runtime.device.emulator.driver.dry_driver import DryDriver
     from runtime.device.gpu import Gpu
@@ -222,11 +202,4 @@ def bench_overhead(
             if has_gpu_libraries:
                 result |= measure_graphs(num_seqs, context_len, num_steps)
             results.append({"num_seqs": num_seqs, "context_len": context_len, **result})
-    for result in results:
-        check_finite(result)
-    return {
-        "num_steps": num_steps,
-        "block_size": BLOCK_SIZE,
-        "results": results,
-        "environment": describe_machine(),
-    }
+    return finished({"num_steps": num_steps, "block_size": BLOCK_SIZE, "results": results})

@@ -9,22 +9,21 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from runtime.bench.environment import describe_engine
+from runtime.bench.environment import finished
 from runtime.bench.load.burst import Burst, run_burst
 from runtime.bench.load.traces import Trace, TraceRequest
-from runtime.bench.metrics import BenchmarkError, check_finite
+from runtime.bench.metrics import BenchmarkError
 from runtime.bench.scheduling.engines import like, local, served
 from runtime.bench.scheduling.schedule import prompts_of
 from runtime.bench.scheduling.simulation import Simulation, simulate
 from runtime.bench.scheduling.step_model import Fit, StepFeatures, WindowShares, features_of, fit, window_shares
-
-if TYPE_CHECKING:
-    from runtime.engine.engine import Engine
-    from runtime.engine.timeline import StepRecord
+from runtime.engine.engine import Engine
+from runtime.engine.process.client import BURST_PAUSE_S
+from runtime.engine.timeline import StepRecord
 
 BUSY_SHARE = 0.7
 """Share of the time in which the engine steps, at the rate that is chosen when none is named."""
@@ -85,16 +84,16 @@ def bench_simulation(
     first = stretches[0]
     at_once = first.scaled(rate=AT_ONCE)
     _run(engine, at_once, seed)  # warms up
-    records = list(_run(engine, at_once, seed).timeline)
+    _, records = _run(engine, at_once, seed)
     for index in range(min(NUM_ALONE, num_requests)):
-        records += _run(engine, _stretch(first, index, 1), seed + index).timeline
+        records += _run(engine, _stretch(first, index, 1), seed + index)[1]
     chosen = rate if rate is not None else _rate_for(BUSY_SHARE, engine, first, _fit(engine, records))
-    fitted = _fit(engine, [*records, *_run(engine, first.scaled(rate=chosen), seed).timeline])
+    fitted = _fit(engine, [*records, *_run(engine, first.scaled(rate=chosen), seed)[1]])
     pairs: list[dict[str, Any]] = []
     for index, stretch in enumerate(stretches[1:]):
         scaled = stretch.scaled(rate=chosen)
         predicted = _figures_of(_simulate(engine, scaled, fitted))
-        measured = _run(engine, scaled, seed + index).figures()
+        measured = _figures_of_run(_run(engine, scaled, seed + index)[0])
         errors = {f"{name}_error": predicted[name] / measured[name] - 1.0 for name in measured}
         pairs.append({"predicted": predicted, "measured": measured, **errors})
     report: dict[str, Any] = {
@@ -113,43 +112,21 @@ def bench_simulation(
         "step_model": fitted.model.as_json(),
         "layer_windows": list(_layer_windows(engine)),
         "pairs": pairs,
-        "environment": describe_engine(engine.info),
     }
-    check_finite(report)
-    for pair in pairs:
-        check_finite(pair)
-    return report
+    return finished(report, engine.info)
 
 
-class _Measured:
-    """A real run: its requests and its steps."""
-
-    def __init__(self, burst: Burst, timeline: list[StepRecord]) -> None:
-        self.burst = burst
-        self.timeline = timeline
-
-    def figures(self) -> dict[str, float]:
-        records = self.burst.records
-        return _figures(
-            [record.ttft_s for record in records],
-            [tpot for tpot in (record.tpot_s for record in records) if tpot is not None],
-            sum(len(record.token_ids) for record in records) / self.burst.wall_s,
-        )
-
-
-def _run(engine: Engine, trace: Trace, seed: int) -> _Measured:
-    """Serve the trace with an empty prefix cache."""
+def _run(engine: Engine, trace: Trace, seed: int) -> tuple[Burst, list[StepRecord]]:
+    """Serve the trace with an empty prefix cache: its requests, and its steps."""
     other = like(engine)
     prompts = prompts_of(trace, engine.info.vocab_size, seed)
     lengths = [request.output_len for request in trace.requests]
     with served(other) as client:
         burst = run_burst(client, prompts, lengths, arrivals_s=[request.arrival_s for request in trace.requests])
-    return _Measured(burst, list(other.timeline))
+    return burst, list(other.timeline)
 
 
 def _simulate(engine: Engine, trace: Trace, fitted: Fit) -> Simulation:
-    from runtime.engine.process.client import BURST_PAUSE_S
-
     return simulate(
         trace, engine.limits, fitted.model, windows=window_shares(_layer_windows(engine)), wake_s=BURST_PAUSE_S
     )
@@ -162,6 +139,14 @@ def _fit(engine: Engine, records: Sequence[StepRecord]) -> Fit:
 def _layer_windows(engine: Engine) -> tuple[int | None, ...]:
     spec = local(engine).kv_cache.spec
     return spec.layer_windows or (None,) * spec.num_layers
+
+
+def _figures_of_run(burst: Burst) -> dict[str, float]:
+    return _figures(
+        [record.ttft_s for record in burst.records],
+        [record.tpot_s for record in burst.records if record.tpot_s is not None],
+        sum(len(record.token_ids) for record in burst.records) / burst.wall_s,
+    )
 
 
 def _figures_of(simulation: Simulation) -> dict[str, float]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from models.configuration.config import ModelConfig
+from models.registry import load_config, parse_config
 from runtime.errors import InvalidArgumentError
-
-if TYPE_CHECKING:
-    from models.configuration.config import ModelConfig
 
 
 def _shape(architecture: str, model_type: str, sizes: tuple[int, ...], **fields: Any) -> dict[str, Any]:
@@ -53,8 +52,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 def find_config(name: str) -> ModelConfig:
     """The configuration of a preset, in any case of letters, or of a folder. Raises ``InvalidArgumentError`` with the
     names of the presets for what is neither, and what ``load_config`` raises."""
-    from models.registry import load_config, parse_config
-
     if name.lower() in PRESETS and not Path(name).is_dir():
         return parse_config(PRESETS[name.lower()], name)
     if not Path(name).exists():

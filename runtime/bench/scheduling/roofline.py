@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
+from models.configuration.config import ModelConfig
 from models.stages import balanced
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.scheduling.step_model import Pipeline, StepFeatures
 from runtime.kv.groups import cut_layers, of_layers
-
-if TYPE_CHECKING:
-    from models.configuration.config import ModelConfig
 
 
 class Link(Protocol):

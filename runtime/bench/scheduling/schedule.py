@@ -9,17 +9,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from runtime.bench.environment import describe_engine
+from runtime.bench.environment import finished
 from runtime.bench.load.burst import Burst, run_burst
 from runtime.bench.load.traces import Trace, random_tokens
-from runtime.bench.metrics import BenchmarkError, check_finite, check_outputs, percentiles_of
+from runtime.bench.metrics import BenchmarkError, check_outputs, percentiles_of
 from runtime.bench.scheduling.engines import like, served
 from runtime.bench.scheduling.timeline_view import chrome_trace
-
-if TYPE_CHECKING:
-    from runtime.engine.engine import Engine
+from runtime.engine.engine import Engine
 
 STAGE_LENGTH_SHARE = 2  # staged chunks reach their smallest after the longest prompt divided by this
 
@@ -121,11 +119,8 @@ def bench_schedule(
         "last_arrival_s": trace.requests[-1].arrival_s,
         "num_rounds": num_rounds,
         "results": results,
-        "environment": describe_engine(engine.info),
     }
-    for result in results:
-        check_finite(result)
-    return report, {name: replays[-1].events for name, replays in rounds.items()}
+    return finished(report, engine.info), {name: replays[-1].events for name, replays in rounds.items()}
 
 
 def prompts_of(trace: Trace, vocab_size: int, seed: int) -> list[list[int]]:

@@ -11,19 +11,20 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from runtime.bench.environment import describe_engine
+from runtime.bench.environment import finished
 from runtime.bench.load.prompts import random_prompts
-from runtime.bench.metrics import BenchmarkError, check_finite
+from runtime.bench.metrics import BenchmarkError
 from runtime.bench.scheduling.engines import like
-
-if TYPE_CHECKING:
-    from runtime.engine.engine import Engine
-    from runtime.engine.scheduling.sequence import Sequence as Choice
-    from runtime.engine.speculation.drafter import Ids
+from runtime.engine.engine import Engine
+from runtime.engine.messages import EngineRequest
+from runtime.engine.sampling_params import SamplingParams
+from runtime.engine.scheduling.sequence import Sequence as Choice
+from runtime.engine.speculation.drafter import Ids
+from runtime.engine.speculation.speculator import Speculator
 
 FIXED = (1, 3, 7)
 """Proposals a sequence and step that the engine's own choice is held against."""
@@ -92,8 +93,6 @@ def bench_speculation(
 
     On a cpu, and with `exact`, all have to give the same tokens. Raises `BenchmarkError`.
     """
-    from runtime.engine.speculation.speculator import Speculator
-
     limits, vocab_size = engine.limits, engine.info.vocab_size
     if not batches or min(batches) < 1 or max(batches) > limits.max_num_seqs:
         raise BenchmarkError(f"--batches {list(batches)} must be 1 to {limits.max_num_seqs} sequences (max_num_seqs)")
@@ -157,10 +156,8 @@ def bench_speculation(
         "output_len": output_len,
         "num_rounds": num_rounds,
         "num_warm_rounds": num_warm_rounds,
-        "environment": describe_engine(engine.info),
     }
-    check_finite(report)
-    return report
+    return finished(report, engine.info)
 
 
 def _median_ratio(speeds: list[float], others: list[float]) -> float:
@@ -174,8 +171,6 @@ def _step_times(
     before it to its own; and seconds of one without. Medians of answers taken in turns, each a median over the answer's
     steps, but for its first `COLD_STEPS` and for its end, where fewer proposals are possible. The first answers of each
     number record their shapes, and are not timed. Numbers that answers are too short for are left out."""
-    from runtime.engine.speculation.speculator import Speculator
-
     found: dict[int, list[float]] = {}
     drafter = Scripted(answers, rate, engine.info.vocab_size)
     for is_timed in (False, *[True] * CURVE_ROUNDS):
@@ -199,9 +194,6 @@ def _run(
     """The answers, and how many tokens came in which time from when all had their first to when one had its last: with
     proposals some end sooner than others, and then fewer decode. ``times`` takes the seconds of each step from the
     same time on, to the end."""
-    from runtime.engine.messages import EngineRequest
-    from runtime.engine.sampling_params import SamplingParams
-
     params = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True)
     answers: dict[str, list[int]] = {}
     for number, prompt in enumerate(prompts):

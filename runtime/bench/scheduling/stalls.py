@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from runtime.bench.environment import describe_engine
+from runtime.bench.environment import finished
 from runtime.bench.load.prompts import random_prompts
-from runtime.bench.metrics import BenchmarkError, check_finite, percentiles_of
+from runtime.bench.metrics import BenchmarkError, percentiles_of
 from runtime.bench.scheduling.engines import Stepper, like
-
-if TYPE_CHECKING:
-    from runtime.engine.engine import Engine
+from runtime.engine.engine import Engine
 
 FINEST = 8  # the budget is found to an eighth of itself
 NUM_WARMUP_STEPS = 3
@@ -82,13 +80,10 @@ def bench_stalls(
         "context_len": context_len,
         "prompt_len": prompt_len,
         "results": results,
-        "environment": describe_engine(engine.info),
     }
-    for result in results.values():
-        check_finite(result)
     if measured is not None:
         report["budget_measurement"] = measured
-    return report
+    return finished(report, engine.info)
 
 
 def _gaps(engine: Engine, contexts: list[list[int]], prompt: list[int], num_usual_steps: int) -> dict[str, Any]:
@@ -211,10 +206,8 @@ def measure_budget(
             }
             for chunk, times in sorted(sizes.items())
         ],
-        "environment": describe_engine(engine.info),
     }
-    check_finite(report)
-    return report
+    return finished(report, engine.info)
 
 
 class _Measurement:

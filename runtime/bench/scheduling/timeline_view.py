@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from runtime.engine.timeline import StepRecord
+from runtime.engine.timeline import StepRecord
 
 SpanKind = Literal["queued", "prefill", "decode", "preempted"]
 
