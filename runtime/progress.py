@@ -3,7 +3,8 @@
     with reporter.shown("loading weights", is_bytes=True) as show:
         show(done, total)
 
-What takes less than a second is not shown. Nothing goes to stdout.
+What takes less than a second is not shown. Nothing goes to stdout. Where the log has a form of its own (JSON),
+`redirect` makes log records of the lines.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Reporter:
         if self.say is None:
             yield _nothing
             return
-        is_terminal = sys.stderr is not None and sys.stderr.isatty()
+        is_terminal = sys.stderr is not None and sys.stderr.isatty() and not is_redirected()
         view = _View(self, label, is_bytes, is_kept, is_terminal)
         ticker = threading.Thread(target=view.run, name="xserv-progress", daemon=True)
         ticker.start()
@@ -56,8 +57,24 @@ class Reporter:
             view.end()
 
 
+_taker: Callable[[str], None] | None = None
+
+
+def redirect(taker: Callable[[str], None] | None) -> None:
+    """In this process, give lines that would go to stderr to `taker`, and draw no bars; None: as ever."""
+    global _taker
+    _taker = taker
+
+
+def is_redirected() -> bool:
+    return _taker is not None
+
+
 def say_on_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    if _taker is not None:
+        _taker(line)
+    else:
+        print(line, file=sys.stderr, flush=True)
 
 
 ON_STDERR = Reporter(say_on_stderr)

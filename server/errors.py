@@ -23,6 +23,7 @@ value and limit). The text of any other exception stays in the server's log."""
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -36,6 +37,7 @@ from starlette.types import Scope
 
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
 from server.dialect import Dialect, dialect_of
+from server.transport.exchange import KEY
 
 ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -87,6 +89,13 @@ NOT_BUILT = {
 instead; and so all below them."""
 
 
+THE_BODY = "the body"
+"""The name of what has no other, in messages."""
+
+MAX_SHOWN_VALUE = 80
+"""Characters of a value that an error repeats."""
+
+
 def _not_built(path: str) -> str | None:
     return next((reason for route, reason in NOT_BUILT.items() if path == route or path.startswith(f"{route}/")), None)
 
@@ -131,6 +140,12 @@ class ApiError(Exception):
         )
 
 
+def json_text(value: Any) -> str:
+    """A value as it was sent, in few characters."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= MAX_SHOWN_VALUE else f"{text[:MAX_SHOWN_VALUE]}…"
+
+
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
     """400: the field `param` has a value that cannot be honoured."""
     return ApiError(400, message, param=param, code=code)
@@ -162,7 +177,8 @@ def below(path: str, error: ApiError) -> ApiError:
     """400: the same error, of a field below `path`."""
     code = error.code or "invalid_value"
     if error.param is None:
-        return invalid(path, f"{path}: {error.message}", code)
+        is_named = THE_BODY in error.message
+        return invalid(path, error.message.replace(THE_BODY, path) if is_named else f"{path}: {error.message}", code)
     param = f"{path}.{error.param}"
     return invalid(param, error.message.replace(error.param, param, 1), code)
 
@@ -255,7 +271,8 @@ def from_engine(error: Exception, renamed: Mapping[str, str]) -> ApiError:
 
 async def handle_api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error.response(request.scope)
+    exchange = request.scope.get(KEY)
+    return (error if exchange is None else renamed(error, exchange.sent)).response(request.scope)
 
 
 async def handle_http_exception(request: Request, error: Exception) -> Response:

@@ -202,16 +202,17 @@ class Service:
         thread, since it may take a second. The answer's headers will say what became of its schemas. `names` are those
         that a chat's fields have in the request. Raises `ApiError`."""
         exchange = Exchange.of(request)
+        names = {**exchange.sent, **names}
         exchange.ignored += [own_name(name, names) for name in schemas.ignored]
         exchange.closed += [own_name(name, names) for name in schemas.closed]
         grammar = generation.params.grammar
-        if self.grammars.is_known(grammar):
+        if grammar is None or self.grammars.is_known(grammar):
             return
         loop = asyncio.get_running_loop()
         try:
             await loop.run_in_executor(self.executor, self.grammars.check, grammar)
         except RequestError as error:
-            at_fault = await loop.run_in_executor(self.executor, schemas.at_fault, self.grammars)
+            at_fault = await loop.run_in_executor(self.executor, schemas.at_fault, self.grammars, grammar, error)
             told = at_fault or from_engine(error, {"grammar": schemas.field or "grammar"})
             raise renamed(told, names) from None
 

@@ -27,7 +27,8 @@ def prepare(request: EngineRequest, info: EngineInfo) -> Request:
     Raises ``ContextLengthExceededError``, ``RequestError``.
     """
     if not isinstance(request.request_id, str) or not request.request_id:
-        raise RequestError("request_id must be a string, not empty", param="request_id")
+        given = request.request_id
+        raise RequestError(f"request_id must be a string, not empty, got {given!r:.80}", param="request_id")
     if not isinstance(request.params, SamplingParams):
         raise RequestError(f"params must be SamplingParams, got {type(request.params)}", param="params")
     _check_scheduling(request, info.scheduling_policy)
@@ -84,13 +85,19 @@ def pictures_of(
             raise RequestError(f"{name}: digest has {len(image.digest)} bytes, must have 16 to 64", param=name)
         item = Picture(image.digest, image.first_token, lines, across)
         if item.first_token < end or item.end > len(prompt_ids):
-            raise RequestError(f"{name}: first_token={item.first_token} is not within the prompt's rest", param=name)
-        if prompt_ids[item.first_token : item.end].tolist() != support.picture_ids(lines, across):
+            raise RequestError(
+                f"{name}: its {item.num_tokens} tokens from {item.first_token} on are not within the prompt's rest, "
+                f"which is from {end} to {len(prompt_ids)}",
+                param=name,
+            )
+        wanted_ids, ids = support.picture_ids(lines, across), prompt_ids[item.first_token : item.end].tolist()
+        if ids != wanted_ids:
+            place, got = next((i, a) for i, (a, b) in enumerate(zip(ids, wanted_ids), item.first_token) if a != b)
             where = f"the {item.num_tokens} tokens from {item.first_token} on"
             ends = "" if support.line_ends is None else ", lines ending with {} and the last with {}".format(
                 *support.line_ends
             )  # fmt: skip
-            raise RequestError(f"{name}: {where} must be {support.token_id}{ends}", param=name)
+            raise RequestError(f"{name}: {where} must be {support.token_id}{ends}; got {got} at {place}", param=name)
         items.append(item)
         end = item.end
     total = sum(item.num_tokens for item in items)
@@ -125,7 +132,8 @@ def _check_scheduling(request: EngineRequest, policy: str) -> None:
             if policy != "deadline":
                 raise RequestError(f"the {policy} policy takes no {name}, got {target}", param=name)
     if request.cache_salt is not None and (not isinstance(request.cache_salt, str) or not request.cache_salt):
-        raise RequestError("cache_salt must be a string, not empty", param="cache_salt")
+        salt = request.cache_salt
+        raise RequestError(f"cache_salt must be a string, not empty, got {salt!r:.80}", param="cache_salt")
 
 
 def as_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:

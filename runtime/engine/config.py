@@ -272,11 +272,11 @@ class EngineConfig:
         check_one_of("distributed_executor_backend", self.distributed_executor_backend, get_args(ExecutorBackend))
         for name in ("max_num_batched_tokens", "max_model_len", "num_blocks", "kv_cache_bytes", "prefill_chunk"):
             if getattr(self, name) is not None:
-                check_positive(name, getattr(self, name))
+                check_positive("kv_cache_memory_bytes" if name == "kv_cache_bytes" else name, getattr(self, name))
         if self.seed is not None and not is_integer(self.seed):
             raise RequestError(f"seed must be an integer or None, got {self.seed!r}", param="seed")
         if self.num_blocks is not None and self.kv_cache_bytes is not None:
-            raise RequestError("give num_blocks or kv_cache_bytes, not both", param="num_blocks")
+            raise RequestError("give num_blocks or kv_cache_memory_bytes, not both", param="num_blocks")
         check_one_of("scheduling_policy", self.scheduling_policy, POLICIES)
         check_one_of("batching", self.batching, BATCHING)
         check_one_of("preemption", self.preemption, PREEMPTIONS)
@@ -508,8 +508,8 @@ def resolve(
     if num_blocks * bytes_per_block > available_bytes:
         raise RequestError(
             f"a KV cache of {num_blocks} blocks takes {num_blocks * bytes_per_block:,} bytes, but only "
-            f"{available_bytes:,} are free on the device: lower kv_cache_bytes or num_blocks",
-            param="num_blocks" if config.num_blocks is not None else "kv_cache_bytes",
+            f"{available_bytes:,} are free on the device: lower kv_cache_memory_bytes or num_blocks",
+            param="num_blocks" if config.num_blocks is not None else "kv_cache_memory_bytes",
         )
     max_model_len = wanted_len
     if num_blocks < blocks_for(wanted_len):
@@ -521,8 +521,8 @@ def resolve(
             raise RequestError(
                 f"a request of {length} tokens needs {needed} KV blocks of {block_size} tokens "
                 f"({needed * bytes_per_block:,} bytes), but the KV cache has {num_blocks}: lower "
-                "max_model_len or raise kv_cache_bytes",
-                param="kv_cache_bytes",
+                "max_model_len or raise kv_cache_memory_bytes",
+                param="kv_cache_memory_bytes",
             )
     if whole_tokens is not None and chunk is not None:
         most_whole = bisect_right(

@@ -16,12 +16,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+def nearest_name(name: str, names: Iterable[str]) -> str | None:
+    """The one of ``names`` that was probably meant; None if none is like it."""
+    return next(iter(difflib.get_close_matches(name, sorted(names), n=1)), None)
+
+
 def unknown_option(
     owner: str, name: str, names: Iterable[str], param: str | None = None
 ) -> UnknownOptionError:
     """The error for ``owner(name=…)``, which takes ``names``; ``param`` is what a server would name, else ``name``."""
-    near = difflib.get_close_matches(name, sorted(names), n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    near = nearest_name(name, names)
+    hint = f"; did you mean {near!r}?" if near else ""
     return UnknownOptionError(f"{owner} has no option {name!r}{hint}", param=param or name)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from runtime.engine.errors import RequestError
+from runtime.engine.option_names import nearest_name
 
 if TYPE_CHECKING:
     from tokenizer import ContentForm, TemplateForms
@@ -35,6 +36,16 @@ _SOURCES = ("image_url", "image", "image_pil", "source", "url", "base64", "data"
 """The fields of a part that have its picture."""
 
 _OF_MEDIA_TYPE = ("media_type", "mime_type", "mimeType")
+
+_JSON_TYPES: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    (type(None), "null"),
+    (bool, "boolean"),
+    (int, "integer"),
+    (float, "number"),
+    (str, "string"),
+    ((list, tuple), "array"),
+    (Mapping, "object"),
+)
 
 TakeImage = Callable[["ImagePart"], None]
 
@@ -77,7 +88,7 @@ def plain_content(
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)):
-        problem = f"{path} must be a string or a list of parts, not {type(content).__name__}."
+        problem = f"{path} must be a string or an array of parts, got {json_type(content)}."
         raise RequestError(problem, param=path, code="invalid_type")
     parts: list[dict[str, Any]] = []
     for i, part in enumerate(content):
@@ -86,7 +97,7 @@ def plain_content(
             parts.append(text_part(part))
             continue
         if not isinstance(part, Mapping):
-            problem = f"{where} must be an object or a string, not {type(part).__name__}."
+            problem = f"{where} must be an object or a string, got {json_type(part)}."
             raise RequestError(problem, param=where, code="invalid_type")
         kind = None if part.get("type") is None else str(part["type"])
         if kind in _IMAGES and take_image is not None:
@@ -131,7 +142,7 @@ def _text(part: Mapping[str, Any], field: str, path: str) -> str:
     text = part.get(field)
     if not isinstance(text, str):
         name = f"{path}.{field}"
-        got = "it is missing" if text is None else f"not {type(text).__name__}"
+        got = "it is missing" if field not in part else f"got {json_type(text)}"
         raise RequestError(f"{name} must be a string, {got}.", param=name, code="invalid_type")
     return text
 
@@ -197,15 +208,23 @@ def _source(source: Mapping[str, Any], path: str) -> tuple[str, Any]:
     value = source.get(field)
     if not isinstance(value, str) or not value:
         name = f"{path}.{field}"
-        raise RequestError(f"{name} must be a string: the source's type is {kind!r}.", param=name, code="invalid_type")
+        got = "it is missing" if field not in source else f"got {json_type(value) if value != '' else 'an empty one'}"
+        problem = f"{name} must be a string, {got}: the source's type is {kind!r}."
+        raise RequestError(problem, param=name, code="invalid_type")
     return f"{path}.{field}", value if kind == "url" else f"data:{source.get('media_type') or ''};base64,{value}"
 
 
 def check_known(fields: Mapping[str, Any], known: set[str], path: str) -> None:
     """Raises ``RequestError`` for a field that is none of the known ones and not null."""
     if unknown := sorted(str(name) for name in fields if name not in known and fields[name] is not None):
-        name = f"{path}.{unknown[0]}"
-        raise RequestError(f"Unknown parameter: {name}.", param=name, code="unknown_parameter")
+        name, near = f"{path}.{unknown[0]}", nearest_name(unknown[0], known)
+        hint = f" Is {near!r} meant?" if near else ""
+        raise RequestError(f"Unknown parameter: {name}.{hint}", param=name, code="unknown_parameter")
+
+
+def json_type(value: Any) -> str:
+    """What JSON calls a value's type; Python's own name of a type that JSON has not."""
+    return next((name for kind, name in _JSON_TYPES if isinstance(value, kind)), type(value).__name__)
 
 
 def shaped(messages: Sequence[Mapping[str, Any]], forms: TemplateForms, place: str) -> list[Mapping[str, Any]]:

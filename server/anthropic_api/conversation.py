@@ -19,7 +19,7 @@ from server.anthropic_api.schema import (
     ToolUseInput,
     Turn,
 )
-from server.errors import invalid
+from server.errors import invalid, json_text
 from server.openai_api.schema import FunctionCall, Message, ToolCall
 from server.transport.typed import converted
 
@@ -157,7 +157,7 @@ def _parts(block: Said, path: str, *, is_result: bool) -> list[tuple[dict[str, A
         return [*parts, *_inner(content, f"{where}.content", is_result=is_result)]
     if is_result:
         return [*parts, (text_part(omitted("documents")), where)]
-    name, got = f"{where}.type", f"got {str(kind)[:40]!r}"
+    name, got = f"{where}.type", f"got {json_text(kind)}"
     message = f"{name} must be text or content, {got}: the model reads no other documents."
     raise invalid(name, message, "unsupported_parameter")
 
@@ -211,7 +211,7 @@ def _block(fields: dict[str, Any], kinds: dict[str, type[Block]], path: str) -> 
         name = f"{path}.type"
         if isinstance(kind, str) and kind in _NOT_READ:
             raise invalid(name, f"Unsupported parameter: {name} ({_NOT_READ[kind]}).", "unsupported_parameter")
-        got = "it is missing" if kind is None else f"got {str(kind)[:80]!r}"
+        got = "it is missing" if kind is None else f"got {json_text(kind)}"
         raise invalid(name, f"{name} must be one of {', '.join(kinds)}, {got}.")
     return _converted(fields, kinds[kind], path)
 

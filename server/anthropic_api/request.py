@@ -24,7 +24,7 @@ from server.openai_api.schema import (
     NamedToolChoice,
     ReasoningEffort,
 )
-from server.requests.thinking import has_variable, nearest_effort, thinking_variables
+from server.requests.thinking import check_agreement, has_variable, nearest_effort, thinking_variables
 from server.transport.typed import converted
 from tokenizer import Tokenizer
 
@@ -57,6 +57,7 @@ def chat_request(
     thinking = None if asked.thinking is None else asked.thinking.type != "disabled"
     variables = thinking_variables(tokenizer, thinking, has_tools=has_tools)
     effort, name = (None if asked.output_config is None else asked.output_config.effort), "output_config.effort"
+    check_agreement(effort, asked.chat_template_kwargs or {})
     if asked.thinking is not None:
         budget = asked.thinking.budget_tokens
         takes_level = effort is None and has_variable(tokenizer, "reasoning_effort", has_tools=has_tools)

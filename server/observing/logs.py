@@ -16,6 +16,7 @@ from typing import Any, TextIO
 import msgspec
 from starlette.types import Scope
 
+from runtime.progress import redirect
 from server.config import ServerConfig, ServerConfigError
 from server.transport.drain import PROBES
 from server.transport.exchange import Exchange
@@ -115,6 +116,8 @@ def open_log(config: ServerConfig) -> LogWriter:
     writer = LogWriter(stream, JsonFormatter() if config.log_format == "json" else TextFormatter())
     root = logging.getLogger()
     root.addHandler(writer)
+    if config.log_format == "json":
+        redirect(logging.getLogger("xserv.server").info)
     logging.getLogger("xserv").setLevel(config.log_level.upper())
     logging.getLogger("uvicorn").setLevel("DEBUG" if config.log_level == "debug" else "ERROR")
     return writer
@@ -123,6 +126,7 @@ def open_log(config: ServerConfig) -> LogWriter:
 def close_log(writer: LogWriter) -> None:
     """Write what is left, and take the writer away."""
     logging.getLogger().removeHandler(writer)
+    redirect(None)
     writer.close()
     if writer._stream is not sys.stderr:
         try:

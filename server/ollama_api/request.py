@@ -20,6 +20,7 @@ from server.ollama_api.schema import (
     OllamaOptions,
     Think,
 )
+from server.openai_api.extensions import FILL_CONTEXT
 from server.openai_api.fields import take_table_fields
 from server.openai_api.schema import (
     ChatCompletionRequest,
@@ -38,9 +39,6 @@ from server.transport.json_limits import check_limits
 from server.transport.typed import converted
 
 logger = logging.getLogger("xserv.server")
-
-FILL_CONTEXT = -2
-"""`num_predict`: to the end of the context, which is no other limit than -1 here."""
 
 RENAMED = {
     **{name: f"options.{option}" for option, name in CHAT_NAMES.items()},
@@ -108,7 +106,7 @@ def _fields(service: Service, asked: AnswerFields, ignored: list[str]) -> dict[s
     given: dict[str, Any] = {
         CHAT_NAMES[name]: value for name in CHAT_NAMES if (value := getattr(options, name)) is not None
     }
-    if given.get("max_tokens") == FILL_CONTEXT:
+    if given.get("max_tokens") in (0, FILL_CONTEXT):  # Ollama takes for limits what is above 0
         given["max_tokens"] = -1
     if given.get("seed") == -1:
         del given["seed"]

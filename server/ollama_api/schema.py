@@ -12,7 +12,7 @@ Think = bool | ReasoningEffort
 
 
 class OllamaOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Sampling parameters by Ollama's names; -1 and -2 are no limit as `num_predict`, and -1 no seed."""
+    """Sampling parameters by Ollama's names; 0, -1 and -2 are no limit as `num_predict`, and -1 no seed."""
 
     temperature: float | None = None
     top_k: Int | None = None

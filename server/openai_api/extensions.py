@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from server.errors import ApiError, invalid
+from server.errors import ApiError, invalid, json_text
 
 SAME_AS: dict[str, str] = {
     "repeat_penalty": "repetition_penalty",
@@ -33,6 +33,9 @@ SAME_AS: dict[str, str] = {
     "enable_thinking": "chat_template_kwargs.enable_thinking",
 }
 """Other names of fields, or of fields of objects, that there are."""
+
+FILL_CONTEXT = -2
+"""llama.cpp's and Ollama's limit of an answer that goes on to the context's end, which is no other than -1 here."""
 
 _AT_START = "decided when the server starts"
 _SAMPLER = "a sampler that is not built"
@@ -105,59 +108,52 @@ WITHIN: dict[str, frozenset[str]] = {kind: frozenset(names.split()) for kind, na
 message, and hints of other APIs about tools."""
 
 
-def rewrite(request: dict[str, Any], fields: Iterable[str]) -> dict[str, Any]:
+def rewrite(request: dict[str, Any], fields: Iterable[str], sent: dict[str, str]) -> dict[str, Any]:
     """The request with other servers' fields under the names that they have here, as far as `fields`, the schema's,
-    hold these. Raises `ApiError` 400 where both names are sent and contradict each other."""
+    hold these; `sent` gets these names with those under which they came. Raises `ApiError` 400 where both names are
+    sent and contradict each other."""
     known = frozenset(fields)
     result = dict(request)
     for name, meaning in SAME_AS.items():
         if name in result and name not in known and meaning.partition(".")[0] in known:
             value = result.pop(name)
-            if meaning == "max_tokens":
-                value = _output_limit(name, value, is_chat="messages" in known)
+            if value == FILL_CONTEXT and name in ("n_predict", "num_predict"):
+                value = -1
             if value is not None:
-                _put(result, name, meaning, value)
+                _put(result, name, meaning, value, sent)
     if "reasoning_effort" in known:
-        _rewrite_thinking(result)
+        _rewrite_thinking(result, sent)
     if "continue_final_message" in known:
         _rewrite_prefix(result)
     return result
 
 
-def _output_limit(name: str, value: Any, *, is_chat: bool) -> Any:
-    """-2 fills the context for llama.cpp and Ollama, which is no other limit than -1 here."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return value
-    if value == -2 and name in ("n_predict", "num_predict"):
-        return -1
-    least = 1 if is_chat else 0
-    if value < least and value != -1:
-        raise invalid(name, f"{name} must be at least {least}, or -1 for no limit but the context's end, got {value}.")
-    return value
-
-
-def _rewrite_thinking(request: dict[str, Any]) -> None:
+def _rewrite_thinking(request: dict[str, Any], sent: dict[str, str]) -> None:
     """`think`, Ollama's; `reasoning`, OpenRouter's; `thinking`, Anthropic's and others'."""
     think = request.pop("think", None)
     if isinstance(think, bool):
-        _put(request, "think", "chat_template_kwargs.enable_thinking", think)
+        _put(request, "think", "chat_template_kwargs.enable_thinking", think, sent)
     elif think is not None:
-        _put(request, "think", "reasoning_effort", think)
+        _put(request, "think", "reasoning_effort", think, sent)
     thinking = request.pop("thinking", None)
     if isinstance(thinking, dict) and thinking.get("type") in ("enabled", "disabled", "adaptive", "auto"):
-        _put(request, "thinking", "chat_template_kwargs.enable_thinking", thinking["type"] != "disabled")
+        is_enabled = thinking["type"] != "disabled"
+        _put(request, "thinking", "chat_template_kwargs.enable_thinking", is_enabled, sent)
     elif isinstance(thinking, bool):
-        _put(request, "thinking", "chat_template_kwargs.enable_thinking", thinking)
+        _put(request, "thinking", "chat_template_kwargs.enable_thinking", thinking, sent)
     elif thinking is not None:
-        raise invalid("thinking", 'thinking must be an object with the type "enabled" or "disabled".', "invalid_type")
+        given = thinking.get("type") if isinstance(thinking, dict) else thinking
+        what = 'true, false or an object with the type "enabled", "disabled", "adaptive" or "auto"'
+        raise invalid("thinking", f"thinking must be {what}, got {json_text(given)}.", "invalid_type")
     reasoning = request.pop("reasoning", None)
     if isinstance(reasoning, dict):
         if reasoning.get("effort") is not None:
-            _put(request, "reasoning.effort", "reasoning_effort", reasoning["effort"])
+            _put(request, "reasoning.effort", "reasoning_effort", reasoning["effort"], sent)
         if isinstance(reasoning.get("enabled"), bool):
-            _put(request, "reasoning.enabled", "chat_template_kwargs.enable_thinking", reasoning["enabled"])
+            _put(request, "reasoning.enabled", "chat_template_kwargs.enable_thinking", reasoning["enabled"], sent)
     elif reasoning is not None:
-        raise invalid("reasoning", "reasoning must be an object.", "invalid_type")
+        what = 'an object with "effort" or "enabled"'
+        raise invalid("reasoning", f"reasoning must be {what}, got {json_text(reasoning)}.", "invalid_type")
 
 
 def _rewrite_prefix(request: dict[str, Any]) -> None:
@@ -174,13 +170,14 @@ def _rewrite_prefix(request: dict[str, Any]) -> None:
         request.setdefault("add_generation_prompt", False)
 
 
-def _put(request: dict[str, Any], name: str, meaning: str, value: Any) -> None:
+def _put(request: dict[str, Any], name: str, meaning: str, value: Any, sent: dict[str, str]) -> None:
     """Set the field that is meant."""
     outer, _, inner = meaning.partition(".")
     if not inner:
         if request.get(outer) is not None and request[outer] != value:
-            raise _contradiction(name, meaning)
+            raise _contradiction(name, sent.get(meaning, meaning))
         request[outer] = value
+        sent[meaning] = name
         return
     there = request.get(outer)
     if there is None:
@@ -188,8 +185,9 @@ def _put(request: dict[str, Any], name: str, meaning: str, value: Any) -> None:
     if not isinstance(there, dict):
         return  # the schema refuses it
     if there.get(inner) is not None and there[inner] != value:
-        raise _contradiction(name, meaning)
+        raise _contradiction(name, sent.get(meaning, meaning))
     request[outer] = {**there, inner: value}
+    sent[meaning] = name
 
 
 def _contradiction(name: str, meaning: str) -> ApiError:

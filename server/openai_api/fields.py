@@ -25,6 +25,7 @@ from server.ollama_api.schema import (
 from server.openai_api.extensions import EXTENSIONS, rewrite
 from server.openai_api.schema import ChatCompletionRequest, DetokenizeRequest, EmbeddingRequest, TokenizeRequest
 from server.responses_api.schema import ResponsesRequest
+from server.transport.typed import converted
 from server.vllm_api.schema import PoolingRequest, RerankRequest, ScoreRequest
 
 
@@ -188,10 +189,13 @@ def tables_of(schema: type[msgspec.Struct]) -> Tables:
 
 
 def take_table_fields(
-    request: dict[str, Any], schema: type[msgspec.Struct], ignored: list[str] | None = None
+    request: dict[str, Any],
+    schema: type[msgspec.Struct],
+    ignored: list[str] | None = None,
+    sent: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """The request without the fields of its tables, which are checked here, and of `EXTENSIONS`; `ignored` gets the
-    names of what had no effect. Other servers' names of what there is are replaced.
+    names of what had no effect. Other servers' names of what there is are replaced; `sent` gets them, by the new ones.
 
     A field that is in the second table and in the schema, too, is checked and stays. Raises `ApiError` 400: a
     wrong type, or a field of the second table that asks for something."""
@@ -199,17 +203,14 @@ def take_table_fields(
     fields = schema.__struct_fields__
     ignored = [] if ignored is None else ignored
     kept = {}
-    for name, value in rewrite(request, fields).items():
+    for name, value in rewrite(request, fields, {} if sent is None else sent).items():
         if (not_built := refused_fields.get(name)) is not None:
             if value is not None and not _is_among(value, not_built.harmless):
                 raise invalid(name, f"Unsupported parameter: {name} ({not_built.reason}).", not_built.code)
             if name in fields:
                 kept[name] = value
         elif (accepted := accepted_fields.get(name)) is not None:
-            try:
-                msgspec.convert(value, accepted.type | None)
-            except msgspec.ValidationError:
-                raise invalid(name, f"Invalid type for {name}.", "invalid_type") from None
+            converted(value, accepted.type | None, name)
             if value is not None:
                 ignored.append(name)
         elif name in EXTENSIONS and name not in fields:

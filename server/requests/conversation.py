@@ -61,7 +61,8 @@ def _message(
         content = message.refusal
     reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
     if content is None and not (is_assistant and (message.tool_calls or reasoning)):
-        raise invalid(f"{path}.content", f"{path}.content must be a string or a list of text parts.", "invalid_type")
+        problem = f"{path}.content must be a string or an array of parts; it is missing, or null."
+        raise invalid(f"{path}.content", problem, "invalid_type")
     # No content at all stays null, by which some templates know an answer of tool calls alone.
     plain = _content(content, message.role, path, pictures, sources)
     result: dict[str, Any] = {"role": message.role, "content": plain}

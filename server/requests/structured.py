@@ -52,13 +52,17 @@ class RequestSchemas:
         self._taken[place] = taken
         return taken
 
-    def at_fault(self, checker: GrammarChecker) -> ApiError | None:
-        """After a grammar was refused: the error of the first schema that is refused by itself, None if none is."""
+    def at_fault(self, checker: GrammarChecker, grammar: Grammar, error: RequestError) -> ApiError | None:
+        """After `grammar` was refused with `error`: that of the schema that it is, or of the first that is refused by
+        itself of those that it is made of; None if none is."""
         for place, schema in self._taken.items():
-            try:
-                checker.check(schema_grammar(schema))
-            except RequestError as error:
+            alone = schema_grammar(schema)
+            if alone == grammar:
                 return _placed(error, place)
+            try:
+                checker.check(alone)
+            except RequestError as own:
+                return _placed(own, place)
         return None
 
 

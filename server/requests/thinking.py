@@ -5,13 +5,14 @@ Templates know other levels of effort than clients: the nearest one is taken, an
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, get_args
 
 from runtime.text.formats import AnswerFormat
 from runtime.text.harmony.system_text import EFFORTS
-from server.errors import invalid
+from server.errors import invalid, json_text
 from server.openai_api.schema import ChatCompletionRequest, ReasoningEffort
 from tokenizer import Tokenizer
 
@@ -66,13 +67,31 @@ def nearest_effort(
     return None
 
 
+def check_agreement(effort: ReasoningEffort | None, variables: Mapping[str, Any]) -> None:
+    """Raises `ApiError` 400 where a request's `chat_template_kwargs` say otherwise than its effort."""
+    for name, is_contrary in (
+        ("reasoning_effort", variables.get("reasoning_effort", effort) not in (None, effort)),
+        ("enable_thinking", effort == "none" and variables.get("enable_thinking") is True),
+    ):
+        if effort is not None and is_contrary:
+            other = f"chat_template_kwargs.{name} ({json_text(variables[name])})"
+            both = f"reasoning_effort ({json_text(effort)}) and {other}"
+            raise invalid("reasoning_effort", f"{both} contradict each other; send one.")
+
+
 def settle_thinking(
-    asked: ChatCompletionRequest, tokenizer: Tokenizer | None, answer_format: AnswerFormat, ignored: list[str]
+    asked: ChatCompletionRequest,
+    tokenizer: Tokenizer | None,
+    answer_format: AnswerFormat,
+    ignored: list[str],
+    name: str = "reasoning_effort",
 ) -> None:
-    """A chat's effort becomes one that the template knows. The switch `enable_thinking`, where the template has none,
-    becomes the least effort if it is off, and is named if that is no way either."""
+    """A chat's effort becomes one that the template knows; `name` is its field's, as headers have it. The switch
+    `enable_thinking`, where the template has none, becomes the least effort if it is off, and is named if that is no
+    way either. Raises `ApiError` 400 for an effort and a variable that contradict each other."""
     has_tools = bool(asked.tools) and asked.tool_choice != "none"
-    name, given = "reasoning_effort", dict(asked.chat_template_kwargs or {})
+    given = dict(asked.chat_template_kwargs or {})
+    check_agreement(asked.reasoning_effort, given)
     if (
         "enable_thinking" in given
         and tokenizer is not None
@@ -93,14 +112,10 @@ def settle_thinking(
 def effort_variables(
     request: ChatCompletionRequest, tokenizer: Tokenizer, template: str, answer_format: AnswerFormat
 ) -> dict[str, Any]:
-    """`reasoning_effort` as the template's variable, or as the switch of thinking where it knows only that. Raises
-    `ApiError` 400 for two that contradict each other."""
+    """`reasoning_effort` as the template's variable, or as the switch of thinking where it knows only that."""
     effort, given = request.reasoning_effort, request.chat_template_kwargs or {}
     if effort is None:
         return {}
-    if given.get("reasoning_effort", effort) != effort:
-        other = "chat_template_kwargs.reasoning_effort"
-        raise invalid("reasoning_effort", f"reasoning_effort and {other} contradict each other; send one.")
     has_effort = answer_format.renders_harmony or "reasoning_effort" in template
     if has_effort and effort in _known_levels(tokenizer, template, answer_format):
         return {"reasoning_effort": effort}

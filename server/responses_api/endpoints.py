@@ -22,7 +22,7 @@ from server.openai_api.chat import prepare_chat
 from server.openai_api.schema import Message
 from server.requests.collect import take_whole
 from server.requests.generation import GenerationError, Piece
-from server.requests.thinking import nearest_effort
+from server.requests.thinking import settle_thinking
 from server.responses_api.input import input_messages
 from server.responses_api.namespaces import flat_tools, names_of_tools
 from server.responses_api.objects import (
@@ -168,10 +168,7 @@ def _prepare(
     try:
         tools, namespaced = flat_tools(asked.tools or ())
         request = chat_request(asked, conversation, tools)
-        request.reasoning_effort = nearest_effort(
-            request.reasoning_effort, "reasoning.effort", service.tokenizer, service.answer_format, ignored,
-            has_tools=bool(tools) and request.tool_choice != "none",
-        )  # fmt: skip
+        settle_thinking(request, service.tokenizer, service.answer_format, ignored, "reasoning.effort")
         names |= names_of_items(items, len(request.messages))
         chat = prepare_chat(service, tenant, request, response_id, arrival_time_s)
     except ApiError as error:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from server.errors import invalid
+from server.errors import invalid, json_text
 from server.openai_api.schema import FunctionCall, Message, ToolCall
 from server.responses_api.namespaces import flat_name
 from server.responses_api.schema import (
@@ -75,7 +75,7 @@ def _item(fields: dict[str, Any], path: str) -> Item:
     if schema is None:
         if kind == "item_reference":
             raise invalid(f"{path}.type", f"Unsupported parameter: {path} (send the item itself).")
-        got = f"got {str(kind)[:80]!r}"
+        got = f"got {json_text(kind)}"
         raise invalid(f"{path}.type", f"{path}.type must be one of {', '.join(_SCHEMAS)}, {got}.")
     return converted(fields, schema, path)
 

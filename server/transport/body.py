@@ -36,15 +36,15 @@ too; their Origin is refused before."""
 
 
 class Body(bytes):
-    """A request's body, and the names of its fields that have no effect, once it is decoded: the exchange's, so that
-    the answer names them."""
+    """A request's body, and what the exchange is told of its fields' names once it is decoded."""
 
     ignored: list[str]
+    sent: dict[str, str]
 
     @classmethod
     def of(cls, data: bytes | bytearray, exchange: Exchange | None) -> Body:
         body = cls(data)
-        body.ignored = [] if exchange is None else exchange.ignored
+        body.ignored, body.sent = ([], {}) if exchange is None else (exchange.ignored, exchange.sent)
         return body
 
 
@@ -112,13 +112,13 @@ def decode_body(body: bytes, schema: type[T], config: ServerConfig) -> T:
         raise invalid(None, "The body holds a number that is out of range.", "invalid_json") from None
     except msgspec.DecodeError as error:
         raise _not_json(body, str(error)) from None
-    ignored = body.ignored if isinstance(body, Body) else []
+    ignored, sent = (body.ignored, body.sent) if isinstance(body, Body) else ([], {})
     if not isinstance(value, dict):
         raise invalid(None, "The body must be a JSON object.", "invalid_json")
     if is_deeper(value, config.max_json_depth):
         raise _too_deep(config)
     takes_unknown = config.unknown_fields == "warn"
-    value = take_table_fields(value, schema, ignored)
+    value = take_table_fields(value, schema, ignored, sent)
     num_known = len(ignored)
     value = Cleaner(ignored, takes_unknown=takes_unknown).request(value, schema)
     if takes_unknown and len(ignored) > num_known:

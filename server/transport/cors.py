@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -28,6 +28,15 @@ class Cors(CORSMiddleware):
             allow_private_network=True,
             expose_headers=_EXPOSED,
         )
+
+    def answer_headers(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+        """Those of an answer that is given before the application has the request, whose headers came so far."""
+        if (origin := headers.get("origin")) is None:
+            return []
+        answered = MutableHeaders(self.simple_headers)
+        if not self.allow_all_origins and self.is_allowed_origin(origin):
+            self.allow_explicit_origin(answered, origin)
+        return answered.raw
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = None

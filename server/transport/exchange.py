@@ -34,6 +34,7 @@ class Exchange:
     send          the server's own `send`: what lies between looks only at how an answer begins, so a stream may send
                   its body past it
     ignored       fields of the request that have no effect
+    sent          fields that came under another server's name: the name here, and that one
     closed        places of its schemas in which objects were closed
     generation, meter  what it asked the engine for, and what came
     """
@@ -45,6 +46,7 @@ class Exchange:
     tenant: str | None = None
     status: int = 0
     ignored: list[str] = field(default_factory=list)
+    sent: dict[str, str] = field(default_factory=dict)
     closed: list[str] = field(default_factory=list)
     generation: Generation | None = None
     meter: RequestMeter | None = None

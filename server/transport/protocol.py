@@ -22,11 +22,13 @@ from typing import Any
 import httptools
 import msgspec
 import uvicorn
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from server.config import ServerConfig
 from server.errors import ApiError
+from server.transport.cors import Cors
 from server.transport.crowd import Crowd, Wait
 from server.transport.exchange import new_request_id
 from server.transport.gate import SURPLUS
@@ -57,7 +59,7 @@ class _Unbounded(int):
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """One connection. `limits`, `crowd` and `turns` belong to the class that `limited` makes.
+    """One connection. `limits`, `crowd`, `turns` and `cors` belong to the class that `limited` makes.
 
     A head is a request's line and headers. It is being read from the connection's beginning or the end of the request
     before, until the headers are complete."""
@@ -65,6 +67,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     limits: ServerConfig
     crowd: Crowd
     turns: Turns[LimitedHttpProtocol]
+    cors: Cors | None
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -245,9 +248,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             return
         request_id = new_request_id()
         body = msgspec.json.encode(error.body())
+        asked = Headers(raw=self.headers or [])
         lines = [
             STATUS_LINE[error.status],
             *(b"%b: %b\r\n" % header for header in self.server_state.default_headers),
+            *(b"%b: %b\r\n" % header for header in (() if self.cors is None else self.cors.answer_headers(asked))),
             b"content-type: application/json\r\ncontent-length: %d\r\n" % len(body),
             b"x-request-id: %b\r\nconnection: close\r\n\r\n" % request_id.encode(),
             body,
@@ -297,13 +302,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.transport.abort()
 
 
-def limited(config: ServerConfig) -> type[LimitedHttpProtocol]:
+def limited(app: ASGIApp, config: ServerConfig) -> type[LimitedHttpProtocol]:
     """The protocol with these limits."""
 
     class Protocol(LimitedHttpProtocol):
         limits = config
         crowd = Crowd()
         turns = Turns(LimitedHttpProtocol._may_begin)
+        cors = Cors(app, config.allowed_origins) if config.allowed_origins else None
 
     return Protocol
 
@@ -313,7 +319,7 @@ def uvicorn_config(app: ASGIApp, config: ServerConfig, *, graceful_timeout_s: in
     left out."""
     return uvicorn.Config(
         app,
-        http=limited(config),
+        http=limited(app, config),
         ws="none",
         lifespan="on",
         interface="asgi3",

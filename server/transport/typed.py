@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
 import re
@@ -12,14 +11,14 @@ from typing import Any, TypeVar
 import msgspec
 import msgspec.inspect as inspect
 
-from server.errors import ApiError, below, invalid
+from runtime.engine.option_names import nearest_name
+from server.errors import THE_BODY, ApiError, below, invalid, json_text
 from server.openai_api.schema import PATTERNS_IN_WORDS
 
 T = TypeVar("T")
 
 MAX_SHOWN_NAME = 200
 """Characters of an unknown field's name that an error repeats."""
-_MAX_SHOWN_VALUE = 80
 
 _PATH = re.compile(r" - at `(?:key in )?\$(.*?)`$")
 _STEP = re.compile(r"\.([^.\[]+)|\[(\d+|\.\.\.)\]")
@@ -49,8 +48,8 @@ def _told(text: str, value: Any, schema: Any) -> ApiError:
     if match := _UNKNOWN.match(problem):
         name = match.group(1)[:MAX_SHOWN_NAME]
         param = f"{path}.{name}" if path else name
-        near = difflib.get_close_matches(name, [field.encode_name for field in _fields(kinds)], 1)
-        hint = f" Is {near[0]!r} meant?" if near else ""
+        near = nearest_name(name, [field.encode_name for field in _fields(kinds)])
+        hint = f" Is {near!r} meant?" if near else ""
         return invalid(param, f"Unknown parameter: {param}.{hint}", "unknown_parameter")
     if match := _MISSING.match(problem):
         name = match.group(1)
@@ -58,13 +57,13 @@ def _told(text: str, value: Any, schema: Any) -> ApiError:
         values = _words([_tags(kinds, name), *_kinds_of_field(kinds, name)])
         return invalid(param, f"Missing required parameter: {param}{values}.", "missing_required_parameter")
     param = path.partition("[...]")[0] or None
-    where = param or "the body"
+    where = param or THE_BODY
     allowed = _words(kinds)
     if match := _WRONG_TYPE.match(problem):
         expected = " or ".join(_JSON_NAMES.get(name, name) for name in match.group(1).split(" | "))
         kind = _JSON_NAMES.get(match.group(2), match.group(2))
         return invalid(param, f"Invalid type for {where}: expected {expected}, got {kind}{allowed}.", "invalid_type")
-    shown = _shown(got)
+    shown = json_text(got)
     if match := _OUT_OF_RANGE.match(problem):
         kind, relation, of_length, bound = match.groups()
         if relation == "matching":
@@ -133,13 +132,8 @@ def _words(kinds: list[inspect.Type]) -> str:
     return f"; it must be {'one of ' if len(listed) > 1 else ''}{', '.join(listed)}" if listed else ""
 
 
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= _MAX_SHOWN_VALUE else f"{text[:_MAX_SHOWN_VALUE]}…"
-
-
 def _length(value: Any) -> str:
-    return str(len(value)) if isinstance(value, (str, list, dict)) else _shown(value)
+    return str(len(value)) if isinstance(value, (str, list, dict)) else json_text(value)
 
 
 def _flat(kind: inspect.Type) -> list[inspect.Type]:

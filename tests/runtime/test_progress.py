@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from runtime import progress
 from runtime.progress import SILENT, Reporter
 from tests.waiting import wait_until
 
@@ -62,6 +63,18 @@ def test_lines(monkeypatch: pytest.MonkeyPatch) -> None:
         show(4, 4)
     assert re.fullmatch(r"compiling: 4 of 4, \d+ s", said[-1])
     assert stream.getvalue() == ""
+
+
+def test_lines_that_are_redirected(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, said = on_a_terminal(monkeypatch), list[str]()
+    progress.redirect(said.append)
+    try:
+        with Reporter(progress.say_on_stderr, first_s=0.01, line_s=0.01).shown("compiling"):
+            wait_until(lambda: said != [])
+    finally:
+        progress.redirect(None)
+    assert re.fullmatch(r"compiling, \d+ s", said[0])
+    assert terminal.getvalue() == ""
 
 
 def test_the_end_is_told_of_what_was_begun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -392,6 +392,13 @@ def test_reasoning_effort_is_the_template_s_to_know(engine: FakeEngineClient, tm
         assert ask(both, "reasoning_effort=high", reasoning_effort="max") == "yeshigh"
         contradiction = {"chat_template_kwargs": {"reasoning_effort": "high"}}
         assert ask("{{ reasoning_effort }}!", **contradiction) == (400, "reasoning_effort")
+        # what was sent counts, not what it is taken for
+        for template in (two, strict, "no variable"):
+            assert ask(template, reasoning_effort="xhigh", **contradiction) == (400, "reasoning_effort")
+        switched = {"chat_template_kwargs": {"enable_thinking": True}}
+        assert ask(thinker, reasoning_effort="none", **switched) == (400, "reasoning_effort")
+        same = {"chat_template_kwargs": {"reasoning_effort": "max"}}
+        assert ask(strict, reasoning_effort="max", **same) == "max"
 
 
 def test_reasoning_of_the_history_reaches_the_template(engine: FakeEngineClient, tmp_path: Path) -> None:

@@ -155,6 +155,8 @@ LIMITS = [
     ("/v1/messages", "max_tokens", -1),
     ("/api/chat", "options.num_predict", -1),
     ("/api/chat", "options.num_predict", -2),
+    ("/api/chat", "options.num_predict", 0),
+    ("/api/generate", "options.num_predict", 0),
     ("/api/generate", "options.num_predict", -2),
 ]
 MESSAGES = [{"role": "user", "content": "Hello"}]
@@ -181,7 +183,7 @@ def test_the_least_limits_of_an_answer(served: Served, path: str, name: str, end
     assert answer.status_code == 200, answer.text
     assert served.engine.requests[-1].params.max_tokens is None
     for value in (-3, 0):
-        if value or path != "/v1/completions":  # which takes 0 for the prompt alone
+        if value or path not in ("/v1/completions", "/api/chat", "/api/generate"):  # 0: the prompt alone, no limit
             refused = post(value)
             assert refused.status_code == 400
             message = message_of(refused.json())

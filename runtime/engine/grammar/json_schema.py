@@ -2,7 +2,8 @@
 
 Schemas come from many generators, of every draft. Values decide here, not keywords: what constrains nothing is left
 out, what other keywords can say is said by these, and what cannot be promised is refused, with its place. References
-are left that point to `#/$defs/…`. A format to which no answer is held is an annotation, as the specification has it.
+are left that point to `#/$defs/…`. A format to which no answer is held is an annotation, as the specification has it,
+and so is OpenAPI's `nullable`.
 """
 
 from __future__ import annotations
@@ -102,6 +103,8 @@ class _Preparer:
             raise schema_error(place, f"a schema must be an object, true or false, got {node!r:.60}")
         found = {k: v for k, v in node.items() if k in _KNOWN and (v is not None or k == "const")}
         types = _types(found, place)
+        if node.get("nullable") is True and "null" not in types:  # OpenAPI 3.0's; JSON Schema has no such keyword
+            self._notes.ignored.append(place_in(place, "nullable"))
         kinds = {"number" if name == "integer" else name for name in types}
         dropped = {name for kind, names in _BY_TYPE.items() if kind not in kinds for name in names}
         found = {k: v for k, v in found.items() if k not in dropped}

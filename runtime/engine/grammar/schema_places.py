@@ -19,7 +19,7 @@ NO_PROMISE = "no grammar can enforce this; leave it out, and ask for it in the p
 class Prepared:
     """
     schema          for llguidance, with all that it refers to under "$defs"
-    ignored         where formats stand to which an answer is not held: "properties.path.format=file-path"
+    ignored         where keywords stand to which an answer is not held: "properties.path.format=file-path"
     nodes           the schemas within `schema`, inner ones first, and where they stood
     num_closed      objects that got `additionalProperties: false`
     has_control_characters  texts are in it that only `\\uXXXX` can write

@@ -56,7 +56,7 @@ from runtime.engine.process.wire import (
 )
 from runtime.engine.process.wire_errors import problem_of
 from runtime.errors import XservError
-from runtime.progress import SILENT, Reporter
+from runtime.progress import SILENT, Reporter, redirect
 
 if TYPE_CHECKING:  # so that a process whose server is gone ends before it has loaded them
     import numpy as np
@@ -103,6 +103,8 @@ class ProcessServer:
         """Serve until one of the ends that the file names. To be called on the main thread."""
         start = self._read_start()
         _send_log(self, start.log_level)
+        if not start.draws_bars:
+            redirect(logger.info)
         threading.Thread(target=self._listen, name="xserv-engine-reader", daemon=True).start()
         try:
             engine = self.make_engine(start)

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime import progress
 from runtime.engine.admission import as_token_ids, prepare
 from runtime.engine.config import EngineConfig, EngineSettings
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
@@ -118,6 +119,7 @@ class ProcessEngineClient:
             hang_timeout_s=self._supervision.hang_timeout_s,
             cores=list(self._membership.cores),
             routing_secret=self._membership.routing_secret,
+            draws_bars=not progress.is_redirected(),
         )
         self._lock = threading.Lock()
         self._closing = threading.Event()

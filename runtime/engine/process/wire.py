@@ -53,7 +53,8 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The first message: ``engine_of``'s arguments. ``log_level``: log lines from it on are sent back;
     ``hang_timeout_s``: an engine that has work and gets nowhere for so long gives up; ``cores``: the processors that it
     keeps to, all if there are none; ``routing_secret``: what its blocks hold is told, by digests that this keys;
-    ``remote_ranks``: those from 1 on, where the engine does not start them itself."""
+    ``remote_ranks``: those from 1 on, where the engine does not start them itself; ``draws_bars``: bars on a terminal
+    show its progress, else log lines."""
 
     model: str | None
     config: EngineConfig
@@ -62,6 +63,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cores: list[int] = []
     routing_secret: bytes | None = None
     remote_ranks: list[RemoteRank] = []
+    draws_bars: bool = True
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):

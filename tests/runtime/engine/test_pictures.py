@@ -406,9 +406,9 @@ def changed(item: ImageItem, **changes: Any) -> ImageItem:
         ([changed(item(1, 1), rows=3)], [1, 90, 90, 90, 90], "3 x 4 patches are no multiples of 2"),
         ([changed(item(1, 1), patches=b"abc")], [1, 90, 90, 90, 90], "patches have 3 bytes, must have 768"),
         ([changed(item(1, 1), digest=b"abc")], [1, 90, 90, 90, 90], "digest has 3 bytes"),
-        ([item(1, 1)], [1, 90, 90, 90, 5], "the 4 tokens from 1 on must be 90"),
-        ([item(1, 2)], [1, 90, 90, 90, 90], "first_token=2 is not within"),
-        ([item(1, 0), item(2, 3)], [90] * 8, "first_token=3 is not within"),
+        ([item(1, 1)], [1, 90, 90, 90, 5], "the 4 tokens from 1 on must be 90; got 5 at 4"),
+        ([item(1, 2)], [1, 90, 90, 90, 90], "its 4 tokens from 2 on are not within .*, which is from 0 to 5"),
+        ([item(1, 0), item(2, 3)], [90] * 8, "its 4 tokens from 3 on are not within .*, which is from 4 to 8"),
     ],
 )
 def test_bad_pictures_are_refused(engine: Any, items: list[ImageItem], ids: list[int], message: str) -> None:

@@ -179,7 +179,11 @@ def test_every_text_is_in_the_prompt_of_published_templates(tokenizer: Tokenizer
         ({"text": "a"}, False, r"c\[0\]\.type must be one of text, .*, it is missing"),
         ({"type": "text"}, False, r"c\[0\]\.text must be a string"),
         ({"type": "text", "text": "a", "size": 1}, False, r"Unknown parameter: c\[0\]\.size"),
-        (3, False, r"c\[0\] must be an object or a string, not int"),
+        ({"type": "text", "text": ["a"]}, False, r"c\[0\]\.text must be a string, got array"),
+        ({"type": "text", "txet": "a"}, False, r"Unknown parameter: c\[0\]\.txet\. Is 'text' meant\?"),
+        (3, False, r"c\[0\] must be an object or a string, got integer"),
+        (True, False, r"c\[0\] must be an object or a string, got boolean"),
+        (None, False, r"c\[0\] must be an object or a string, got null"),
     ],
 )
 def test_a_part_that_is_not_read_is_named(part: Any, is_result: bool, message: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from runtime.engine.messages import ProposalCounts
+from runtime.progress import is_redirected, say_on_stderr
 from server.config import ServerConfig, ServerConfigError
 from server.observing import logs
 from server.observing.logs import FIELDS, JsonFormatter, LogWriter, TextFormatter, close_log, open_log
@@ -52,6 +53,16 @@ def served_with_log(
     config = ServerConfig(log_format="json", log_file=str(file), **settings)
     with logging_to(config) as writer, serving(engine, tokenizer, config=config, log_writer=writer) as served:
         yield served, writer
+
+
+def test_progress_is_a_record_where_lines_are_json(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    with logging_to(ServerConfig(log_format="json", log_file=str(file))):
+        say_on_stderr("loading weights, 3 s")
+        assert is_redirected(), "of which the engine's process is told"
+    assert [line["message"] for line in lines_of(file)] == ["loading weights, 3 s"]
+    with logging_to(ServerConfig(log_file=str(file))):
+        assert not is_redirected()
 
 
 def test_an_answer_is_one_line(tokenizer: Tokenizer, fake_engine: FakeEngineClient, tmp_path: Path) -> None:

@@ -120,6 +120,8 @@ def test_generate(served: Served, client: ollama.Client) -> None:
     assert raw.response == ANSWER
     assert served.engine.requests[-1].params.max_tokens is None
     assert client.generate(MODEL, "Hello", raw=True, options={"num_predict": 2}).eval_count == 2
+    client.generate(MODEL, "Hello", raw=True, options={"num_predict": 0})
+    assert served.engine.requests[-1].params.max_tokens is None
 
 
 def test_a_model_without_a_template_continues(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -307,7 +309,7 @@ def test_async(served: Served) -> None:
         ("/api/chat", {"messages": HELLO, "top_logprobs": 3}, "top_logprobs"),
         ("/api/chat", {"messages": HELLO, "options": {"temperature": "hot"}}, "options.temperature"),
         ("/api/chat", {"messages": HELLO, "options": {"temperature": -1}}, "options.temperature"),
-        ("/api/chat", {"messages": HELLO, "options": {"num_predict": 0}}, "options.num_predict"),
+        ("/api/chat", {"messages": HELLO, "options": {"num_predict": -3}}, "options.num_predict"),
         ("/api/chat", {"messages": HELLO, "options": {"repeat_penalty": 0}}, "options.repeat_penalty"),
         ("/api/chat", {"messages": HELLO, "options": {"stop": ["x"] * 65}}, "options.stop"),
         ("/api/chat", {"messages": HELLO, "options": {"stop": ""}}, "options.stop"),

@@ -118,6 +118,33 @@ def test_structure_and_thinking_under_other_names(served: Served) -> None:
         assert "contradict" in served.http.post("/v1/chat/completions", json=contrary).json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"num_predict": -0.5}, "num_predict", "expected integer or null, got number"),
+        ({"num_predict": 0.5}, "num_predict", "expected integer or null, got number"),
+        ({"n_predict": "5"}, "n_predict", "expected integer or null, got string"),
+        ({"max_new_tokens": -2}, "max_new_tokens", "max_new_tokens must be between 1 and"),
+        ({"repeat_penalty": "x"}, "repeat_penalty", "repeat_penalty: expected number or null, got string"),
+        ({"repeat_penalty": -5}, "repeat_penalty", "repeat_penalty must be"),
+        ({"n_cmpl": 0}, "n_cmpl", "n_cmpl must be"),
+        ({"guided_json": {"type": "int"}}, "guided_json.type", "guided_json.type: there is no type 'int'"),
+        ({"think": "deeply"}, "think", 'think: got "deeply"; it must be one of "high", "low"'),
+        ({"reasoning": {"effort": 3}}, "reasoning.effort", "reasoning.effort: expected string or null, got integer"),
+        ({"reasoning": "low"}, "reasoning", 'an object with "effort" or "enabled", got "low"'),
+        ({"thinking": {"type": "on"}}, "thinking", 'got "on"'),
+        ({"user": 3}, "user", "expected string or null, got integer"),
+        ({"metadata": {"a": 1}}, "metadata", "expected string, got integer"),
+    ],
+)
+def test_an_error_names_the_field_that_was_sent(
+    served: Served, fields: dict[str, Any], param: str, words: str
+) -> None:
+    error = served.http.post("/v1/chat/completions", json={**CHAT, **fields}).json()["error"]
+    assert error["param"] == param
+    assert words in error["message"]
+
+
 @pytest.mark.parametrize("mark", ["prefix", "partial"])
 def test_a_marked_last_message_is_continued(served: Served, mark: str) -> None:
     messages = [*CHAT["messages"], {"role": "assistant", "content": "Once", mark: True}]

@@ -14,11 +14,16 @@ import jsonschema
 import openai
 import pytest
 
+from runtime.engine.errors import RequestError
+from runtime.engine.grammar.compiler import GrammarChecker
+from runtime.engine.grammar.grammar import Grammar
+from runtime.engine.grammar.vocabulary import LazyVocabulary
 from runtime.engine.make_engine import build_engine
 from runtime.engine.process.client import ThreadEngineClient
 from runtime.text.load import load_tokenizer
 from server.app import create_app
 from server.config import ServerConfig
+from server.requests.structured import RequestSchemas, schema_grammar
 from tests.server.running import running
 from tests.waiting import TIMEOUT_S
 
@@ -181,7 +186,7 @@ PLACE = "response_format.json_schema.schema"
         ({"structured_outputs": {"json": {"type": "banana"}}}, "structured_outputs.json.type", "array, object"),
         (
             {"guided_json": {"properties": {"a": {"anyOf": [{"type": "null"}, {"pattern": "(a"}]}}}},
-            "structured_outputs.json.properties.a.anyOf[1].pattern", "unclosed group",
+            "guided_json.properties.a.anyOf[1].pattern", "unclosed group",
         ),
         ({"response_format": {"type": "json_object", "schema": {"type": 3}}}, "response_format.schema.type", "3"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "regex"),
@@ -239,7 +244,7 @@ def test_headers_name_what_became_of_a_schema(http: httpx.Client) -> None:
     fields: Any
     for path, fields, place in (
         ("/v1/chat/completions", {"response_format": json_schema(schema), "stream": True}, PLACE),
-        ("/v1/chat/completions", {"guided_json": schema}, "structured_outputs.json"),
+        ("/v1/chat/completions", {"guided_json": schema}, "guided_json"),
         (
             "/v1/chat/completions",
             {"response_format": {"type": "json_object", "schema": schema}},
@@ -289,3 +294,16 @@ def test_a_tools_schema_is_no_grammar_where_nobody_forces_a_call(http: httpx.Cli
     error = refusal(chat(http, tools=tools, tool_choice="required"))
     assert error["param"] == "tools[2].function.parameters.properties.a.type"
     assert re.search("'banana'.*integer", error["message"])
+
+
+def test_a_schema_that_is_the_whole_grammar_is_not_compiled_again_for_its_place() -> None:
+    class Compiled(GrammarChecker):
+        def check(self, grammar: Grammar | None) -> None:
+            raise AssertionError("it was refused already")
+
+    schemas = RequestSchemas(closes=False)
+    grammar = schema_grammar(schemas.take("format", {"type": "string", "pattern": "a"}))
+    error = RequestError("grammar.pattern: too much", param="grammar.pattern")
+    told = schemas.at_fault(Compiled(LazyVocabulary(lambda: None, 1, ())), grammar, error)
+    assert told is not None
+    assert (told.param, told.message) == ("format.pattern", "format.pattern: too much")

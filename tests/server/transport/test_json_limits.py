@@ -38,6 +38,7 @@ def narrow(tokenizer: Tokenizer) -> Iterator[Served]:
     engine = FakeEngineClient(answer_of)
     config = ServerConfig(
         max_header_bytes=2000,
+        allowed_origins=("https://chat.example",),
         max_headers=20,
         max_messages=3,
         max_tools=2,
@@ -135,6 +136,20 @@ def test_many_small_headers(narrow: Served) -> None:
 
     assert ask(20).startswith(b"HTTP/1.1 200 ")
     check_refusal(ask(21), 431, "headers_too_large")
+
+
+def test_a_page_may_read_why_its_request_was_refused(narrow: Served) -> None:
+    """As far as the Origin header had come."""
+    begin = b"GET / HTTP/1.1\r\nHost: x\r\nOrigin: %s\r\nAccept: */*\r\n"
+    endings = {431: b"a: b\r\n" * 21, 400: b"no header\r\n\r\n"}
+    for status, ending in endings.items():
+        head = exchange(narrow.url, begin % b"https://chat.example" + ending).partition(b"\r\n\r\n")[0].lower()
+        assert head.startswith(b"http/1.1 %d " % status)
+        assert b"\r\naccess-control-allow-origin: https://chat.example\r\n" in head
+        assert b"\r\naccess-control-expose-headers: x-request-id" in head
+        head = exchange(narrow.url, begin % b"https://other.example" + ending).partition(b"\r\n\r\n")[0].lower()
+        assert head.startswith(b"http/1.1 %d " % status)
+        assert b"access-control-allow-origin" not in head
 
 
 def test_headers_that_do_not_end(hurried: Served) -> None:

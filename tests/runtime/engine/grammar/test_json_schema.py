@@ -230,3 +230,13 @@ def test_formats_that_no_answer_is_held_to_are_named() -> None:
     }
     assert prepared(schema).ignored == ["properties.p.format=file-path", "$defs.x.format=uuid4"]
     assert prepared({"type": "integer", "format": "uuid4"}).ignored == []
+
+
+def test_openapis_nullable_has_no_effect_and_is_named_where_it_would_have_one() -> None:
+    note = {"type": "string", "nullable": True}
+    found = prepared({"properties": {"note": note, "other": {"$ref": "#/$defs/n"}}, "$defs": {"n": note}})
+    assert found.ignored == ["properties.note.nullable", "$defs.n.nullable"]
+    assert isinstance(found.schema, dict)
+    assert found.schema["properties"]["note"] == {"type": "string"}
+    for harmless in ({"type": ["string", "null"], "nullable": True}, {"nullable": True}, note | {"nullable": False}):
+        assert prepared(harmless).ignored == []
