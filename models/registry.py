@@ -38,6 +38,7 @@ from runtime.linear.options import LoadOptions, LoadSettings
 from runtime.linear.packed_matrix import packing_for
 from runtime.linear.quantized import QuantizedLayout
 from runtime.progress import SILENT, Reporter
+from tokenizer.warn import warn_once
 
 logger = logging.getLogger("xserv.models")
 
@@ -85,7 +86,8 @@ _ADVICE = ": no code reads it. If the model computes the same without it, ignore
 
 
 def find_architecture(fields: Fields) -> Architecture:
-    """By `architectures`; by `model_type` where the file names none, or a model without its head, such as Qwen3Model.
+    """By `architectures`; by `model_type` where the file names none, a model without its head, such as Qwen3Model, or
+    one with the same head under a name that nobody knows, such as LLaMAForCausalLM.
 
     A `model_type` that no family here has, such as kimi_k2, says nothing beside an architecture that one has."""
     known = known_architectures()
@@ -107,6 +109,12 @@ def find_architecture(fields: Fields) -> Architecture:
         return architecture
     if of_type is not None and not names:
         return of_type
+    if of_type is not None and (kind := _HEADS.search(of_type.name)) and any(n.endswith(kind[0]) for n in names or ()):
+        warn_once(
+            f"{fields.where}: architectures {', '.join(names or ())[:200]!r} is read as {of_type.name}, by model_type"
+            f" {model_type!r}, as in transformers"
+        )
+        return of_type
     missing = missing_operations(fields.values())
     supported = f"is not supported. {missing}. Supported are {', '.join(known)}"
     if names:
@@ -116,9 +124,12 @@ def find_architecture(fields: Fields) -> Architecture:
     raise fields.error("model_type", f"{model_type!r:.80} {supported}")
 
 
+_HEADS = re.compile(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel)$")
+
+
 def _names_without_head(architecture: Architecture) -> set[str]:
     """transformers' classes of a model without its output head."""
-    stem = re.sub(r"(ForCausalLM|ForConditionalGeneration|LMHeadModel)$", "", architecture.name)
+    stem = _HEADS.sub("", architecture.name)
     return {f"{stem}Model", f"{stem}TextModel"}
 
 

@@ -18,8 +18,12 @@ from models.configuration.json_fields import REQUIRED, Fields
 from models.errors import ConfigError
 from models.makers.shares import Share, equal_share, share_of_heads, share_of_width
 from runtime.dtype import DType, bfloat16, float16, float32
+from tokenizer.warn import warn_once
 
 FLOAT_DTYPES = (float32, float16, bfloat16)  # the types a weight may be stored in
+
+_OTHER_NAMES = {"float": "float32", "float64": "float32", "double": "float32", "half": "float16"}
+"""torch's; numbers of 64 bits are read as float32."""
 
 # transformers' names for the activations; the three GELUs differ by erf, tanh or sigmoid.
 SILU_NAMES = {"silu": "silu", "swish": "silu"}
@@ -199,9 +203,13 @@ def read_dtype(fields: Fields) -> DType | None:
     name = name if name is not None else older
     if name in (None, "auto"):
         return None
-    dtype = next((one for one in FLOAT_DTYPES if name in (one.name, f"torch.{one.name}")), None)
+    plain = name.removeprefix("torch.")
+    dtype = next((one for one in FLOAT_DTYPES if one.name == _OTHER_NAMES.get(plain, plain)), None)
     if dtype is None:
-        raise fields.error("dtype", f"{name!r:.80} is not one of float32, float16 and bfloat16")
+        warn_once(
+            f"{fields.where}: dtype {name!r:.80} is not one of float32, float16 and bfloat16: the types of the stored"
+            " tensors count"
+        )
     return dtype
 
 

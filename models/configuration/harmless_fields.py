@@ -63,7 +63,7 @@ _PATTERNS = re.compile(
         r"_(?!sliding).*",  # what transformers and tools write for themselves
         r".*(dropout|pdrop|drop_path|drop_rate|layerdrop).*|.*(^|_)(initializer|init)(_.*|$)|.*(^|_)loss(_.*|$)",
         r"(aux|router_aux|router_z|z)_.*coef.*|label_smoothing.*|gradient_checkpointing.*|(train|training|freeze|tune)_.*",
-        r"(.*_)?(dtype|in_fp32)|.*(attn|attention|experts)_implementation.*|.*flash_?(attn|attention).*",
+        r"(.*_)?(dtype|in_fp32)|(bf|fp|tf)(16|32)|.*(attn|attention|experts)_implementation.*|.*flash_?(attn|attention).*",
         r"(use_|enable_)?(fused?|triton|cuda|deepspeed|xformers|torch_compile|liger|kernels?)(_.*|$)",
         r"(base_model_)?(ep|tp|pp|dp|fsdp)_(size|plan|rank|degree)",
         r"(transformers|torch|unsloth|trl|axolotl|accelerate|peft|diffusers|model|sentence_transformers)_version",

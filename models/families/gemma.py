@@ -93,7 +93,8 @@ def read_gemma2(fields: Fields) -> GemmaConfig:
 
 def read_gemma3(fields: Fields) -> GemmaConfig:
     names = ("sliding_window_pattern", "_sliding_window_pattern")
-    pattern = next((fields.integer(name) for name in names if fields.has(name)), 6)
+    pattern = next((value for name in names if (value := fields.integer(name, None)) is not None), 6)
+    fields.raw(names[1])  # files have both, beside `layer_types`, which count
     common = _read_common(fields, default_max_positions=131_072, pattern=pattern)
     head_dim, positions = common["head_dim"], common["max_position_embeddings"]
     full = parse_rope(fields, head_dim, positions, layer_type="full_attention", default_theta=1e6)

@@ -44,7 +44,9 @@ class AwqScheme:
         fields.expect("bits", 4)
         fields.expect("pack_dtype", "int32", "torch.int32")
         fields.expect("method", "awq")
-        group_size = fields.integer("group_size", 128, least=-1, most=1 << 20)
+        fields.expect("w_bit", 4)  # as AWQ's first tools call them
+        older = fields.integer("q_group_size", 128, least=-1, most=1 << 20)
+        group_size = fields.integer("group_size", older, least=-1, most=1 << 20)
         if group_size == 0:
             raise fields.error("group_size", "is 0, must be -1 (all of a row) or more than 0")
         return cls(max(0, group_size), tuple(fields.strings("modules_to_not_convert") or ()))

@@ -81,7 +81,8 @@ def read_quantization(fields: Fields) -> QuantizationScheme | None:
         raise section.error(
             "quant_method",
             f"{method!r:.80} is not supported; supported are {', '.join(_READERS)}, and GGUF files: take the model in"
-            " one of these, or in 16 bits",
+            " one of these, or in 16 bits. If its weights are in 16 bits all the same, as tools leave this behind, pass"
+            " over it with --hf-overrides '{\"quantization_config\": null}'",
         )
     section.owner = f"quant_method {method}"
     return _READERS[method](section)

@@ -15,6 +15,8 @@ from models.configuration.json_fields import Fields, read_json_object
 from models.configuration.rope_config import RopeConfig
 from models.decoder import DecoderConfig
 from models.errors import ConfigError
+from models.quantized.awq import AwqScheme
+from models.quantized.scheme import read_quantization
 from models.registry import load_config, parse_config
 from runtime.dtype import bfloat16, float16, float32
 from tests.models.folders import CASES, GOLDENS
@@ -125,6 +127,10 @@ def test_attention_scales_of_gpt2() -> None:
         ({"torch_dtype": "torch.float32"}, float32),
         ({"dtype": "auto"}, None),
         ({"dtype": "bfloat16", "torch_dtype": "float16"}, bfloat16),
+        ({"torch_dtype": "float"}, float32),
+        ({"torch_dtype": "half"}, float16),
+        ({"dtype": "float64"}, float32),
+        ({"dtype": "uint8"}, None),  # of a quantised file: those of the tensors count
     ],
 )
 def test_dtype_in_either_spelling(fields: dict[str, Any], dtype: Any) -> None:
@@ -205,7 +211,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (variant(LLAMA, head_dim=15), "head_dim must be even for rotary positions, not 15"),
     (variant(GPT2, n_head=5), "n_head = 5 must divide n_embd = 48"),
     (variant(GPT2, hidden_size=64), "n_embd is 48, but hidden_size is 64"),
-    (variant(LLAMA, dtype="float64"), "dtype 'float64' is not one of"),
     # architectures
     (
         variant(LLAMA, architectures=["BloomForCausalLM"], model_type="bloom"),
@@ -538,3 +543,28 @@ def test_harmonys_end_of_a_message_ends_no_answer(tmp_path: Path) -> None:
 def test_a_name_that_cannot_be_printed_stays_in_one_line() -> None:
     with pytest.raises(ConfigError, match=r"config.json: a\\nb = 1 is not supported"):
         Fields({"a\nb": 1}, "config.json").refuse_unread(lambda name, value: False)
+
+
+@pytest.mark.parametrize("name", ["LLaMAForCausalLM", "PeftModelForCausalLM", "FSDPLlamaForCausalLM"])
+def test_an_unknown_name_of_a_known_type(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """transformers goes by `model_type`; a name with another head is still refused."""
+    assert parse_config({**LLAMA, "architectures": [name]}).architecture == "LlamaForCausalLM"
+    assert f"architectures '{name}' is read as LlamaForCausalLM, by model_type 'llama'" in caplog.text
+    for other in ("LlamaForSequenceClassification", "LlamaForCausalLMEagle3", "LlamaForRewardModel"):
+        with pytest.raises(ConfigError, match=f"architectures '{other}' is not supported"):
+            parse_config({**LLAMA, "architectures": [other]})
+
+
+def test_what_gemma_3_and_trainers_say_twice() -> None:
+    gemma = {**PUBLISHED["gemma-3-1b"], "bf16": True, "fp16": False}
+    kinds = parse_config(gemma).layer_windows
+    assert parse_config({**gemma, "_sliding_window_pattern": 6}).layer_windows == kinds
+
+
+def test_what_tools_name_otherwise_or_leave_behind() -> None:
+    awq = {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "GEMM", "zero_point": True}
+    scheme = read_quantization(Fields({"quantization_config": awq}, "config.json"))
+    assert isinstance(scheme, AwqScheme)
+    assert scheme.group_size == 64
+    with pytest.raises(ConfigError, match=r"16 bits all the same, .* '\{\"quantization_config\": null\}'"):
+        parse_config({**LLAMA, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}})
