@@ -32,6 +32,7 @@ from runtime.text.chat import chat_prompt
 from runtime.text.formats import AnswerFormat, end_ids
 from runtime.text.load import load_tokenizer, read_chat_template, read_tokenizer
 from runtime.text.picture_text import PictureText, picture_text, with_picture_texts
+from tokenizer.warn import warn_once
 
 if TYPE_CHECKING:
     import numpy as np
@@ -164,7 +165,8 @@ class LoadedModel:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         special_tokens_in_content: Literal["parse", "text"] = "text",
     ) -> list[int]:
-        """The token ids of a conversation, by the model's chat template. Raises ``RequestError``.
+        """The token ids of a conversation, by the model's chat template, which may not read all of it: a warning in
+        the log names what it leaves out. Raises ``RequestError``.
 
         tools                   functions that the model may call, in OpenAI's form; where the model's template leaves
                                 them out, a system message of our own tells them
@@ -176,7 +178,8 @@ class LoadedModel:
                                 cannot write turns of others; "parse": it becomes the token
         """
         answer_format = AnswerFormat() if chat_template is not None else self._answer_format
-        return chat_prompt(
+        notes = list[str]()
+        ids = chat_prompt(
             self.tokenizer,
             messages,
             tools=tools,
@@ -187,8 +190,12 @@ class LoadedModel:
             told_tools=answer_format.tools if answer_format.tells_tools and tools is not None else None,
             harmony=answer_format.renders_harmony,
             picture_text=self._picture_text,
+            notes=notes,
             **(chat_template_kwargs or {}),
         )
+        if notes:
+            warn_once(f"the chat template does not read {', '.join(notes)}")
+        return ids
 
     @functools.cached_property
     def _picture_text(self) -> PictureText:

@@ -2,10 +2,12 @@
 
 Templates know less than OpenAI's and Anthropic's APIs allow. Content, pictures and the arguments of calls get the form
 that the template takes (`runtime.text.content`, `tokenizer.templates.template_forms`). Where one refuses a
-conversation, or leaves out a system's message, such messages become the user's, and messages of one role in a row
-become one. Where one refuses system messages altogether, as Gemma 2's does, they go in front of the user's first text.
-Where one leaves out a tool's answer, the conversation is refused, since the model would never see it. Calls get short
-ids, or messages of their own where a template refuses them otherwise, or leaves out the text beside them.
+conversation, or leaves out a system's message, messages of one role in a row become one, and system messages that it
+still does not write become the user's. Where one refuses them altogether, as Gemma 2's does, they go in front of the
+user's first text. Calls get short ids, or messages of their own, where a template refuses them otherwise, or leaves out
+some of them or the text beside them; where it leaves out all, they become text as the model wrote it. Where one leaves
+out a tool's answer, the conversation is refused, since the model would never see it. What else is left out is told by
+name (`chat_prompt`'s ``notes``).
 """
 
 from __future__ import annotations
@@ -18,21 +20,25 @@ from typing import TYPE_CHECKING, Any, Literal
 from runtime.engine.errors import RequestError
 from runtime.text.content import beside, has_pictures, plain_content, shaped
 from runtime.text.harmony.prompt import VARIABLES, harmony_prompt
+from runtime.text.left_out import Messages, Place, call_places, left_out
 from runtime.text.picture_text import NO_PICTURES, PictureText
 from runtime.text.tools.notation import Notation
 from runtime.text.tools.past_calls import (
     has_calls,
     with_arguments,
     with_calls_alone,
+    with_names,
     with_short_ids,
     with_single_calls,
 )
-from runtime.text.tools.told import told
+from runtime.text.tools.table import HERMES, notation_in
+from runtime.text.tools.told import told, with_calls_as_text
 
 if TYPE_CHECKING:
-    from tokenizer import Tokenizer
+    from tokenizer import TemplateForms, Tokenizer
 
-Messages = Sequence[Mapping[str, Any]]
+_SYSTEM = ("system", "developer")
+"""The role of instructions, by its older and its newer name."""
 
 
 def chat_prompt(
@@ -47,6 +53,7 @@ def chat_prompt(
     told_tools: Notation | None = None,
     harmony: bool = False,
     picture_text: PictureText = NO_PICTURES,
+    notes: list[str] | None = None,
     **template_kwargs: Any,
 ) -> list[int]:
     """The prompt's token ids. ``template_kwargs`` are names that the template may read (``enable_thinking``).
@@ -54,7 +61,8 @@ def chat_prompt(
     writes a message could write turns of others, or stays text. ``told_tools``: the
     template knows no tools; a message of our own tells them, and that calls are written so. ``harmony``: messages are
     rendered as harmony's, unless a template is given, or a variable that only a template reads. ``picture_text``: what
-    a picture is in the prompt's text. The parts that mean pictures stand in the prompt in their order.
+    a picture is in the prompt's text. The parts that mean pictures stand in the prompt in their order. ``notes`` gets
+    the names of what the template leaves out: a message's name, a text beside calls, a variable that it does not read.
 
     Raises ``RequestError`` when the model has no tokenizer or no chat template, or when the template refuses
     the conversation or leaves out a tool's answer.
@@ -82,7 +90,9 @@ def chat_prompt(
         forms = tokenizer.template_forms(chat_template, has_tools=tools is not None and told_tools is None)
     except ChatTemplateError as error:
         raise RequestError(str(error), param="messages") from error
-    if "developer" not in forms.template:  # the newer name of the same role
+    if any(each.get("role") == "developer" for each in messages) and not (
+        "developer" in forms.template and forms.content("developer").is_known
+    ):
         messages = [{**each, "role": "system"} if each.get("role") == "developer" else each for each in messages]
     if told_tools is not None:
         messages = with_arguments(messages, takes_objects=True, takes_text=told_tools.form.arguments == "json")
@@ -111,12 +121,19 @@ def chat_prompt(
     refused: ChatTemplateError | None = None
     for attempt in _attempts(messages):
         try:
-            taken, ids = _completed(render, attempt, render(attempt), writes_system=forms.content("system").is_known)
+            taken, ids, lost = _completed(render, attempt, render(attempt), forms)
         except ChatTemplateError as error:
             refused = refused or error
         else:
             _check_tool_answers(render, taken, messages)
             _check_order_of_pictures(taken, messages)
+            if notes is not None:
+                beside_calls = _beside_calls(messages)
+                notes += [beside_calls[number].path for number in lost]
+                named = [Place(i, "name") for i, each in enumerate(taken) if each.get("name") and not _is_result(each)]
+                notes += [place.path for place in left_out(render, taken, named)]
+                unread = [name for name in template_kwargs if name != "now" and name not in forms.template]
+                notes += [f"chat_template_kwargs.{name}" for name in unread]
             return ids
     assert refused is not None
     raise RequestError(str(refused), param="messages") from refused
@@ -139,35 +156,76 @@ def _plain(messages: Messages, *, reads_images: bool) -> list[Mapping[str, Any]]
 
 
 def _completed(
-    render: Callable[..., Any], messages: Messages, ids: list[int], *, writes_system: bool
-) -> tuple[Messages, list[int]]:
-    """The conversation and its prompt, or what they become where the template has left out a system's message, or a
-    text beside calls. Raises ``ChatTemplateError``."""
+    render: Callable[..., Any], messages: Messages, ids: list[int], forms: TemplateForms
+) -> tuple[Messages, list[int], list[int]]:
+    """The conversation and its prompt, or what they become where the template has left out a system's message, calls,
+    or a text beside them; and which of these texts, counted, stay out. Raises ``ChatTemplateError``."""
     from tokenizer import ChatTemplateError
 
-    systems = [i for i, message in enumerate(messages) if message.get("role") == "system"]
-    if systems == [0] and writes_system and messages[-1].get("role") == "user":
-        systems = []  # the most frequent case: such a message is known to be written
-    with_text = [i for i, message in enumerate(messages) if has_calls(message) and message.get("content")]
-    dropped = _left_out(render, messages, [*systems, *with_text])
-    if dropped_texts := set(dropped).intersection(with_text):
+    systems, texts, calls = _systems(messages), _beside_calls(messages), call_places(messages)
+    is_usual = [place.message for place in systems] == [0] and messages[-1].get("role") == "user"
+    if is_usual and forms.content(str(messages[0]["role"])).is_known:
+        systems = []  # such a message is known to be written
+    dropped = set(left_out(render, messages, [*systems, *texts, *calls]))
+    if dropped.intersection(calls):
+        messages, ids = _with_all_calls(render, messages, forms)
+        texts = _beside_calls(messages)
+        dropped = {*dropped.intersection(systems), *left_out(render, messages, texts)}
+    lost: list[int] = []
+    if dropped_texts := [place for place in texts if place in dropped]:
         try:
-            alone = with_calls_alone(messages, dropped_texts)
+            alone = with_calls_alone(messages, {place.message for place in dropped_texts})
             messages, ids = alone, render(alone)
+        except ChatTemplateError:  # it takes no two messages of the assistant's, and so no text beside calls
+            lost = [texts.index(place) for place in dropped_texts]
+    if dropped.intersection(systems):
+        plainer = _plainer(messages)
+        ids = render(plainer)
+        if left_out(render, plainer, _systems(plainer)):
+            plainer = _with_systems_as_users(messages)
+            ids = render(plainer)
+        messages = plainer
+    return messages, ids, lost
+
+
+def _with_all_calls(
+    render: Callable[..., Any], messages: Messages, forms: TemplateForms
+) -> tuple[Messages, list[int]]:
+    """The conversation, of whose calls the template leaves out some: each in a message of its own, or as text. Raises
+    ``ChatTemplateError``."""
+    from tokenizer import ChatTemplateError
+
+    single = with_single_calls(with_short_ids(messages))
+    if len(single) > len(messages):
+        try:
+            ids = render(single)
         except ChatTemplateError:
-            pass  # it takes no two messages of the assistant's, and so no text beside calls
-    if any(i in systems for i in dropped):
-        is_late = all(i in _late_systems(messages) for i in dropped if i in systems)
-        messages = _plainer(messages) if is_late else _with_systems_as_users(messages)
-        ids = render(messages)
-    return messages, ids
+            pass
+        else:
+            if not left_out(render, single, call_places(single)):
+                return single, ids
+    written = with_calls_as_text(messages, notation_in([forms.template]) or HERMES)
+    return written, render(written)
+
+
+def _systems(messages: Messages) -> list[Place]:
+    return [Place(i, "content") for i, message in enumerate(messages) if message.get("role") in _SYSTEM]
+
+
+def _beside_calls(messages: Messages) -> list[Place]:
+    """The texts beside calls."""
+    return [Place(i, "content") for i, each in enumerate(messages) if has_calls(each) and each.get("content")]
+
+
+def _is_result(message: Mapping[str, Any]) -> bool:
+    return message.get("role") == "tool"
 
 
 def _attempts(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
     """The conversation, and what it may become where the template refuses it: with its system messages kept, then as
     the user's."""
     yield from _attempts_as_sent(messages)
-    if any(message.get("role") == "system" for message in messages):
+    if any(message.get("role") in _SYSTEM for message in messages):
         yield from _attempts_as_sent(_with_systems_as_users(messages))
 
 
@@ -178,22 +236,22 @@ def _attempts_as_sent(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequenc
         yield _plainer(messages)
     if any(map(has_calls, messages)):
         short = with_short_ids(messages)
-        for attempt in (short, with_single_calls(short)):
+        for attempt in (with_names(messages), short, with_single_calls(short)):
             yield attempt
             if not is_plain:
                 yield _plainer(attempt)
 
 
 def _plainer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Without system messages behind others, and without messages of one role in a row."""
+    """Without system messages after others, and without messages of one role in a row."""
     return _joined(_with_late_systems_as_users(messages))
 
 
 def _late_systems(messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The places of system messages behind any other."""
+    """The places of system messages after any other."""
     roles = [message.get("role") for message in messages]
-    begin = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
-    return [i for i in range(begin, len(roles)) if roles[i] == "system"]
+    begin = next((i for i, role in enumerate(roles) if role not in _SYSTEM), len(roles))
+    return [i for i in range(begin, len(roles)) if roles[i] in _SYSTEM]
 
 
 def _with_late_systems_as_users(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -202,16 +260,17 @@ def _with_late_systems_as_users(messages: Sequence[Mapping[str, Any]]) -> list[M
 
 
 def _with_systems_as_users(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return _joined([{**each, "role": "user"} if each.get("role") == "system" else each for each in messages])
+    return _joined([{**each, "role": "user"} if each.get("role") in _SYSTEM else each for each in messages])
 
 
 def _joined(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Messages of the user, or of the assistant, that follow each other become one, with a blank line between. Only
-    those that have content and nothing else."""
+    """Messages of one role that follow each other become one, with a blank line between. Only those that have content
+    and nothing else, and no tool's."""
     joined: list[Mapping[str, Any]] = []
     for message in messages:
         last = joined[-1] if joined else {}
-        if _is_plain(message) and _is_plain(last) and message["role"] == last["role"]:
+        roles = {"system" if each.get("role") in _SYSTEM else each.get("role") for each in (last, message)}
+        if _is_plain(message) and _is_plain(last) and len(roles) == 1:
             joined[-1] = {**last, "content": beside(last["content"], message["content"])}
         else:
             joined.append(message)
@@ -221,7 +280,7 @@ def _joined(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def _is_plain(message: Any) -> bool:
     return (
         isinstance(message, Mapping)
-        and message.get("role") in ("user", "assistant")
+        and message.get("role") in (*_SYSTEM, "user", "assistant")
         and isinstance(message.get("content"), (str, list))
         and all(name in ("role", "content") or value is None for name, value in message.items())
     )
@@ -249,24 +308,11 @@ def _check_tool_answers(
     """Raises ``RequestError`` where the template leaves out a message of the role "tool"; ``sent`` gives its index."""
     taken = [i for i, message in enumerate(messages) if message.get("role") == "tool"]
     places = dict(zip(taken, (i for i, message in enumerate(sent) if message.get("role") == "tool"), strict=True))
-    for i in _left_out(render, messages, taken):
+    for place in left_out(render, messages, [Place(i, "content") for i in taken]):
+        where = f"messages[{places[place.message]}]"
         raise RequestError(
-            f"messages[{places[i]}]: the model's chat template leaves out messages of the role \"tool\"; "
+            f"{where}: the model's chat template leaves out messages of the role \"tool\"; "
             "send the result in a message of the user",
-            param=f"messages[{places[i]}]",
+            param=where,
         )
 
-
-def _left_out(render: Callable[..., Any], messages: Sequence[Mapping[str, Any]], places: Sequence[int]) -> list[int]:
-    """Those of the places whose messages the template does not write; none where it cannot be told."""
-    from tokenizer import ChatTemplateError
-
-    if not places:
-        return []
-    chosen = set(places)
-    marked = [{**message, "content": f"mark{i}end"} if i in chosen else message for i, message in enumerate(messages)]
-    try:
-        text = render(marked, tokenize=False)
-    except ChatTemplateError:
-        return []  # it asks more of the content than that it is text
-    return [i for i in places if f"mark{i}end" not in text]

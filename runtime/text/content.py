@@ -126,6 +126,12 @@ def around(before: str, content: Any, after: str = "") -> Any:
     """Content in the one form, between two texts."""
     if content is None or isinstance(content, str):
         return f"{before}{content or ''}{after}"
+    first = content[0] if content else text_part("")
+    if before and first["type"] == "text":  # not a part of its own, which may come into a line of its own
+        before, content = "", [text_part(before + first["text"]), *content[1:]]
+    last = content[-1] if content else text_part("")
+    if after and last["type"] == "text":
+        after, content = "", [*content[:-1], text_part(last["text"] + after)]
     return [*([text_part(before)] if before else ()), *content, *([text_part(after)] if after else ())]
 
 
@@ -133,7 +139,10 @@ def beside(first: Any, second: Any, between: str = "\n\n") -> Any:
     """Two contents in the one form as one."""
     if isinstance(first, str):
         return around(f"{first}{between}", second)
-    return around("", first, f"{between}{second}") if isinstance(second, str) else [*first, text_part(between), *second]
+    if isinstance(second, str):
+        return around("", first, f"{between}{second}")
+    begin, rest = (second[0]["text"], second[1:]) if second and second[0]["type"] == "text" else ("", second)
+    return [*around("", first, f"{between}{begin}"), *rest]
 
 
 def _text(part: Mapping[str, Any], field: str, path: str) -> str:
@@ -230,9 +239,9 @@ def json_type(value: Any) -> str:
 def shaped(messages: Sequence[Mapping[str, Any]], forms: TemplateForms, place: str) -> list[Mapping[str, Any]]:
     """The messages in the template's form. Where it writes no picture in a role, the text `place` stands for it."""
     return [
-        {**message, "content": _shaped(message["content"], forms.content(str(message.get("role"))), place)}
-        if message.get("content")
-        else message
+        message
+        if message.get("content") is None
+        else {**message, "content": _shaped(message["content"], forms.content_of(message), place)}
         for message in messages
     ]
 
@@ -241,7 +250,7 @@ def _shaped(content: Any, form: ContentForm, place: str) -> Any:
     if isinstance(content, list):
         has_pictures = any(part["type"] == "image" for part in content)
         takes = form.picture is not None if has_pictures else form.parts
-        if takes or (has_pictures and not form.is_known):
+        if content and (takes or (has_pictures and not form.is_known)):
             return [form.part(part["text"]) if part["type"] == "text" else form.picture or part for part in content]
         content = _in_one_text(content, place)
     return content if form.text or not form.one_part else [form.part(content)]

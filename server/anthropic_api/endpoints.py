@@ -29,7 +29,7 @@ from server.anthropic_api.objects import (
 from server.anthropic_api.output import MessageContent
 from server.anthropic_api.request import NAMES_OF_TOOLS, RENAMED, chat_request
 from server.anthropic_api.schema import CountTokensRequest, MessagesRequest
-from server.errors import ApiError, renamed
+from server.errors import ApiError, own_name, renamed
 from server.openai_api.admitted_chat import Chat
 from server.openai_api.chat import prepare_chat
 from server.requests.collect import take_whole
@@ -118,6 +118,7 @@ def _prepare(service: Service, tenant: str | None, body: Body, arrival_time_s: f
         chat = prepare_chat(service, tenant, request, answer_id, arrival_time_s)
     except ApiError as error:
         raise renamed(error, {**RENAMED, **NAMES_OF_TOOLS, **conversation.names()}) from None
+    body.ignored += [own_name(name, conversation.names()) for name in chat.left_out]
     usage = MessageUsage(input_tokens=chat.generation.num_prompt_tokens, output_tokens=0)
     return RunningMessage(
         chat=chat,

@@ -86,6 +86,7 @@ def _prepare_chat(service: Service, tenant: str | None, body: Body, arrival_time
     try:
         messages = chat_of_messages(service, asked, body.ignored)
         prepared = prepare_chat(service, tenant, messages, new_id("chat"), arrival_time_s)
+        body.ignored += prepared.left_out
     except ApiError as error:
         raise renamed(error, {**RENAMED, **names_of_images(asked)}) from None
     return OllamaAnswer(

@@ -19,6 +19,7 @@ class Chat:
 
     schemas  those of its grammar, and the request's field that this comes from
     echo     what the answer begins with
+    left_out  names of fields that the chat template leaves out
     """
 
     service: Service
@@ -29,6 +30,7 @@ class Chat:
     schemas: RequestSchemas
     prompt_token_ids: list[int]
     echo: str
+    left_out: list[str]
     is_streamed: bool
     has_usage: bool
     has_running_usage: bool

@@ -108,7 +108,9 @@ def _prepare(service: Service, tenant: str | None, body: Body, arrival_time_s: f
     """All that a request costs before the engine has it. Raises `ApiError`."""
     asked = decode_body(body, ChatCompletionRequest, service.config)
     settle_thinking(asked, service.tokenizer, service.answer_format, body.ignored)
-    return prepare_chat(service, tenant, asked, new_id("chatcmpl"), arrival_time_s)
+    chat = prepare_chat(service, tenant, asked, new_id("chatcmpl"), arrival_time_s)
+    body.ignored += chat.left_out
+    return chat
 
 
 def prepare_chat(
@@ -156,6 +158,7 @@ def prepare_chat(
         schemas=schemas,
         prompt_token_ids=token_ids,
         echo=prompt.echo,
+        left_out=prompt.left_out,
         is_streamed=bool(asked.stream),
         has_usage=has_usage,
         has_running_usage=has_running_usage,

@@ -14,7 +14,7 @@ from server.openai_api.answers import Detokenized, Tokenized
 from server.openai_api.schema import ChatCompletionRequest, DetokenizeRequest, TokenizeRequest
 from server.requests.prompt import whole_conversation
 from server.service import Service
-from server.transport.body import decode_body, read_body
+from server.transport.body import Body, decode_body, read_body
 from server.transport.exchange import Exchange
 from server.transport.json_answer import JsonAnswer
 from tokenizer import Tokenizer
@@ -37,7 +37,7 @@ async def detokenize(request: Request) -> Response:
     return JsonAnswer(answer)
 
 
-def _tokenize(service: Service, tenant: str | None, body: bytes) -> Tokenized:
+def _tokenize(service: Service, tenant: str | None, body: Body) -> Tokenized:
     asked = decode_body(body, TokenizeRequest, service.config)
     tokenizer = _tokenizer(service, asked.model)
     if (asked.prompt is None) == (asked.messages is None):
@@ -59,9 +59,11 @@ def _tokenize(service: Service, tenant: str | None, body: bytes) -> Tokenized:
             continue_final_message=asked.continue_final_message,
             chat_template_kwargs=asked.chat_template_kwargs,
         )
-        ids = whole_conversation(
+        prompt = whole_conversation(
             chat, tokenizer, service.config, service.answer_format, service.pictures, tenant
-        ).token_ids
+        )
+        ids = prompt.token_ids
+        body.ignored += prompt.left_out
     texts = [tokenizer.id_to_token(i) or "" for i in ids] if asked.return_token_strs else None
     return Tokenized(len(ids), service.client.info.max_model_len, ids, texts)
 

@@ -16,7 +16,7 @@ from runtime.text.chat import chat_prompt
 from runtime.text.formats import AnswerFormat
 from runtime.text.picture_text import PictureText, picture_text
 from server.config import ServerConfig
-from server.errors import from_engine, invalid
+from server.errors import from_engine, invalid, own_name
 from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, Prompt
 from server.pictures.reader import PictureReader
 from server.requests.conversation import check_ending, echoed_text, template_messages
@@ -98,11 +98,13 @@ def _given_ids(
 
 @dataclass(frozen=True, slots=True)
 class ConversationPrompt:
-    """A conversation as the engine has it, and the text that `echo` puts before the answer."""
+    """A conversation as the engine has it, the text that `echo` puts before the answer, and the names of the fields
+    that the chat template leaves out."""
 
     token_ids: list[int]
     images: tuple[ImageItem, ...]
     echo: str
+    left_out: list[str]
 
 
 def conversation_prompt(
@@ -119,7 +121,7 @@ def conversation_prompt(
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     room = info.max_model_len - max(1, max_tokens or 1)
     ids = _cut(prompt.token_ids, request.truncate_prompt_tokens, room)
-    return ConversationPrompt(_checked(ids, "messages", info, info.max_model_len - 1), prompt.images, prompt.echo)
+    return replace(prompt, token_ids=_checked(ids, "messages", info, info.max_model_len - 1))
 
 
 def whole_conversation(
@@ -138,7 +140,8 @@ def whole_conversation(
         why = "mm_processor_kwargs (the model reads text only)"
         raise invalid("mm_processor_kwargs", f"Unsupported parameter: {why}.", "unsupported_parameter")
     text = picture_text(tokenizer, None if pictures is None else pictures.support)
-    ids = _rendered(request, messages, tokenizer, config, answer_format, text)
+    left_out = list[str]()
+    ids = _rendered(request, messages, tokenizer, config, answer_format, text, left_out)
     images: tuple[ImageItem, ...] = ()
     if pictures is not None:
         rule = pictures.rule(request.mm_processor_kwargs)
@@ -149,7 +152,10 @@ def whole_conversation(
             ids, images = place_images(ids, read, pictures.support)
         except RequestError as error:
             raise from_engine(error, {"images": "messages"}) from None
-    return ConversationPrompt(ids, images, echoed_text(request, messages))
+    own_names = {"chat_template_kwargs.documents": "documents"}
+    return ConversationPrompt(
+        ids, images, echoed_text(request, messages), [own_name(name, own_names) for name in left_out]
+    )
 
 
 def _rendered(
@@ -159,6 +165,7 @@ def _rendered(
     config: ServerConfig,
     answer_format: AnswerFormat,
     text: PictureText,
+    left_out: list[str],
 ) -> list[int]:
     tools = callable_tools(request)
     adds_generation_prompt, continues_final_message = check_ending(request)
@@ -185,6 +192,7 @@ def _rendered(
             told_tools=answer_format.tools if answer_format.tells_tools else None,
             harmony=answer_format.renders_harmony,
             picture_text=text,
+            notes=left_out,
             **variables,
         )
     except RequestError as error:

@@ -16,7 +16,7 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
-from server.errors import ApiError, invalid
+from server.errors import ApiError, invalid, own_name
 from server.openai_api.admitted_chat import Chat
 from server.openai_api.chat import prepare_chat
 from server.openai_api.schema import Message
@@ -173,6 +173,8 @@ def _prepare(
         chat = prepare_chat(service, tenant, request, response_id, arrival_time_s)
     except ApiError as error:
         raise in_own_names(error, names) from None
+    told = (own_name(name, names) for name in chat.left_out)
+    ignored += [name for name in told if not name.startswith("messages")]  # those of stored responses were told then
     params = chat.generation.params
     return RunningResponse(
         service=service,

@@ -425,11 +425,11 @@ def test_a_history_of_tool_calls_reaches_the_template(engine: FakeEngineClient, 
             {"role": "tool", "tool_call_id": "1", "content": "hot"},
         ],
     }
-    one = "{% if m.content is none %}{{ m.tool_calls[0].function.name }}{% else %}{{ m.content }}{% endif %}|"
+    one = "{% if m.content is none %}{{ m.tool_calls[0].function | tojson }}{% else %}{{ m.content }}{% endif %}|"
     with serving(engine, tokenizer) as served:
         tokenizer.chat_templates = {"default": "{% for m in messages %}" + one + "{% endfor %}"}
         served.http.post("/v1/chat/completions", json=history).raise_for_status()
-        assert bytes(engine.requests[-1].prompt_token_ids).decode() == "Hello|f|hot|"
+        assert bytes(engine.requests[-1].prompt_token_ids).decode() == "Hello|" + '{"name": "f", "arguments": {}}|hot|'
         tokenizer.chat_templates = {"default": "{% for m in messages if m.role != 'tool' %}" + one + "{% endfor %}"}
         refused = served.http.post("/v1/chat/completions", json=history)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[2]")

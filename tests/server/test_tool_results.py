@@ -3,11 +3,15 @@ server has encrypted is taken and not read."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.server.conftest import Served
+from tests.runtime.text.test_left_out import ALTERNATING_CALLS
+from tests.server.byte_tokenizer import make_byte_tokenizer
+from tests.server.conftest import Served, answer_of, serving
+from tests.server.fake_engine import FakeEngineClient
 
 HEADER = "X-Xserv-Ignored"
 NOTE = "[image omitted: this model reads no pictures]"
@@ -119,3 +123,56 @@ def test_a_document_of_text_is_read_and_another_is_refused_by_name(served: Serve
     error = ask({"type": "base64", "media_type": "application/pdf", "data": "AAAA"}).json()["error"]
     assert error["details"]["param"] == "messages[0].content[0].source.type"
     assert "got 'base64'" in error["message"]
+
+
+def test_what_the_template_leaves_out_is_named_in_each_apis_words(tmp_path: Path) -> None:
+    engine, tokenizer = FakeEngineClient(answer_of, max_model_len=4096), make_byte_tokenizer(tmp_path)
+    tokenizer.chat_templates = {"default": "{{ tools | tojson if tools }}" + ALTERNATING_CALLS}
+    called = {"role": "assistant", "content": "c", "tool_calls": [CALL]}
+    use = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "b"}
+    spoken: list[Any] = [{"type": "text", "text": "c"}, use]
+    function: list[Any] = [
+        {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1", "output": "b"},
+    ]
+    answers: list[tuple[str, dict[str, Any], str]] = [
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [{**USER, "name": "Ann"}, called, {"role": "tool", "content": "b", "tool_call_id": "1"}],
+                "chat_template_kwargs": {"tone": "dry"},
+                "documents": [{"text": "b"}],
+            },
+            "messages[1].content, messages[0].name, chat_template_kwargs.tone, documents",
+        ),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 3,
+                "system": "s",
+                "messages": [USER, {"role": "assistant", "content": spoken}, {"role": "user", "content": [result]}],
+            },
+            "messages[1].content",
+        ),
+        ("/v1/responses", {"input": [USER, {"role": "assistant", "content": "c"}, *function]}, "input[1].content"),
+        (
+            "/api/chat",
+            {
+                "messages": [
+                    USER,
+                    {**called, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+                    {"role": "tool", "content": "b"},
+                ]
+            },
+            "messages[1].content",
+        ),
+    ]
+    with serving(engine, tokenizer) as served:
+        for path, body, expected in answers:
+            response = served.http.post(path, json={"model": "fake-model", **body})
+            assert response.status_code == 200, response.text
+            assert response.headers[HEADER] == expected
+            plain = bytes(i for i in engine.requests[-1].prompt_token_ids if i < 256).decode()
+            assert "<assistant><call>{}<tool>b" in plain
+    engine.close()

@@ -38,7 +38,7 @@ def render_chat(
     """Render `messages` with `template`.
 
     Message fields that are None count as missing, but for "content": some templates tell an answer of tool calls
-    alone by `content is none`. Where a template fails on it, or would print the word None, it gets "".
+    alone by `content is none`. Where a template fails on it, or would print the word None or null, it gets "".
     `continue_final_message` leaves the last message open for
     the model to go on with: True means its "content", a string names another field. `variables` are further
     names that the template may read. `now` stands for the current
@@ -86,9 +86,8 @@ def _render(compiled: Any, names: dict[str, Any]) -> str:
         if with_none is None:
             raise
         return with_none
-    if with_none is None or with_none.count("None") > with_empty.count("None"):
-        return with_empty
-    return with_none
+    is_written = with_none is None or any(with_none.count(word) > with_empty.count(word) for word in ("None", "null"))
+    return with_empty if is_written or with_none is None else with_none
 
 
 def _render_once(compiled: Any, names: dict[str, Any]) -> str:

@@ -16,6 +16,8 @@ from tokenizer.errors import ChatTemplateError
 from tokenizer.templates.chat_template import render_chat
 
 _ONE, _TWO = "xservmarkone", "xservmarktwo"
+_WITH_CALLS = "assistant with calls"
+_EMPTY: tuple[Any, Any] = ({}, "{}")
 _PARAMETERS = {"type": "object", "properties": {"a": {"type": "string", "description": "b"}}, "required": ["a"]}
 _TOOL = {"type": "function", "function": {"name": "f", "description": "c", "parameters": _PARAMETERS}}
 _PICTURES: tuple[dict[str, Any], ...] = ({"type": "image"}, {"type": "image_url", "image_url": {"url": ""}})
@@ -59,6 +61,11 @@ class TemplateForms:
         if (found := self._contents.get(role)) is None:
             found = self._contents[role] = self._found(role)
         return found
+
+    def content_of(self, message: Mapping[str, Any]) -> ContentForm:
+        """How it takes the content of such a message: that beside calls may differ from the role's other."""
+        role = str(message.get("role"))
+        return self.content(_WITH_CALLS if role == "assistant" and message.get("tool_calls") else role)
 
     def _found(self, role: str) -> ContentForm:
         text = _ONE in (self._rendered(role, _ONE) or "")
@@ -141,9 +148,13 @@ def _conversations(role: str, content: Any) -> Iterator[list[dict[str, Any]]]:
         elif role == "assistant":
             yield [user, message, user]
             yield [user, message]
+        elif role == _WITH_CALLS:
+            for arguments in _EMPTY:
+                call = {**_call(arguments), "content": content}
+                yield [user, call, {"role": "tool", "content": filler, "name": "f", "tool_call_id": "callnine1"}]
+                yield [user, call]
         elif role == "tool":
-            empty: tuple[Any, Any] = ({}, "{}")
-            for arguments in empty:
+            for arguments in _EMPTY:
                 yield [user, _call(arguments), {**message, "name": "f", "tool_call_id": "callnine1"}]
         else:
             yield [message, user]

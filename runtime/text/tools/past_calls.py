@@ -45,6 +45,18 @@ def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[st
     return changed
 
 
+def with_names(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Tools' answers with the names of the functions that were called, which some templates ask for."""
+    calls = [call for message in messages if has_calls(message) for call in message["tool_calls"]]
+    names = {call["id"]: call["function"].get("name") for call in calls if call.get("id")}
+    return [
+        {**message, "name": names[message["tool_call_id"]]}
+        if message.get("role") == "tool" and not message.get("name") and message.get("tool_call_id") in names
+        else message
+        for message in messages
+    ]
+
+
 def _short_id(given: str) -> str:
     if re.fullmatch("[a-zA-Z0-9]{9}", given):
         return given

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.text.content import around, beside
 from runtime.text.tools.notation import Notation
+from runtime.text.tools.past_calls import with_arguments
 from runtime.text.tools.writing import written
 
 if TYPE_CHECKING:
@@ -50,15 +51,26 @@ def told(
                 plain[-1] = {**plain[-1], "content": beside(plain[-1]["content"], result, "\n")}
             else:
                 plain.append({"role": "user", "content": result, "is_result": True})
-        elif message.get("tool_calls"):
-            calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
-            text = written(notation, calls)
-            content = around("", message["content"], f"\n{text}") if message.get("content") else text
-            plain.append({**_without(message, "tool_calls"), "content": content})
         else:
-            plain.append(message)
+            plain.append(_as_text(message, notation))
     plain = [_without(message, "is_result") for message in plain]
     return _with_tools(forms, plain, _told_text(notation, tools)) if tools else plain
+
+
+def with_calls_as_text(messages: Sequence[Mapping[str, Any]], notation: Notation) -> list[Mapping[str, Any]]:
+    """The calls of messages in their content, as a model writes them. Raises ``RequestError`` for arguments that are no
+    object where the notation writes them one by one."""
+    messages = with_arguments(messages, takes_objects=True, takes_text=notation.form.arguments == "json")
+    return [_as_text(message, notation) for message in messages]
+
+
+def _as_text(message: Mapping[str, Any], notation: Notation) -> Mapping[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
+    text = written(notation, calls)
+    content = around("", message["content"], f"\n{text}") if message.get("content") else text
+    return {**_without(message, "tool_calls"), "content": content}
 
 
 def _told_text(notation: Notation, tools: Sequence[Mapping[str, Any]]) -> str:

@@ -88,11 +88,14 @@ def test_what_the_template_refuses_all_the_same_is_refused_in_its_own_words(
 
 def test_a_tools_answer_that_the_template_leaves_out_is_refused(rendered: Any) -> None:
     chat = [said("user", "a"), said("assistant", None, tool_calls=CALL), said("tool", "hot", tool_call_id="1")]
-    assert rendered(LENIENT, *chat) == "<user>a<assistant><tool>hot"
+    called = '<user>a<assistant><tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><tool>hot'
+    assert rendered(LENIENT, *chat) == called  # it writes no calls, so they become text
     with pytest.raises(RequestError, match=r'messages\[2\]: .* leaves out messages of the role "tool"') as caught:
         rendered(NO_TOOLS, *chat)
     assert caught.value.param == "messages[2]"
-    assert rendered("{% for m in messages %}{{ m.content | tojson }}{% endfor %}", *chat) == '"a"null"hot"'
+    as_json = "{% for m in messages %}{{ m.content | tojson }}{{ m.tool_calls | tojson if m.tool_calls }}{% endfor %}"
+    plain = rendered(as_json, *chat)
+    assert plain == '"a"""[{"type": "function", "function": {"name": "f", "arguments": {}}}]"hot"'
 
 
 def calling(*names: str) -> dict[str, Any]:
@@ -102,7 +105,8 @@ def calling(*names: str) -> dict[str, Any]:
 
 MISTRAL = (  # as Mistral's templates: ids of nine characters, and no messages of one role in a row
     "{% for m in messages %}{% for c in m.tool_calls %}"
-    "{% if c.id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}[{{ c.id }}]{% endfor %}"
+    "{% if c.id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}"
+    "[{{ c.id }}]{{ c.function.arguments | tojson }}{% endfor %}"
     "{% if m.role == 'tool' %}{{ m.tool_call_id }}={{ m.content }};{% endif %}{% endfor %}"
 )
 TEXTUAL = (  # as DeepSeek V3.1's: arguments are put into a text as they are
@@ -111,7 +115,8 @@ TEXTUAL = (  # as DeepSeek V3.1's: arguments are put into a text as they are
 )
 SINGLE = (  # as Llama 3's
     "{% for m in messages %}{% if m.tool_calls and m.tool_calls | length > 1 %}{{ raise_exception('one call') }}"
-    "{% endif %}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}{{ m.content or '' }};{% endfor %}"
+    "{% endif %}{% for c in m.tool_calls %}{{ c.function | tojson }}{% endfor %}"
+    "{{ m.content or '' }};{% endfor %}"
 )
 
 
@@ -123,10 +128,11 @@ def test_calls_become_what_the_template_takes(rendered: Any) -> None:
         said("tool", "G", tool_call_id="call_g"),
     ]
     short = rendered(MISTRAL, *history)
-    first, second = short[1:10], short[12:21]
-    assert short == f"[{first}][{second}]{first}=F;{second}=G;"
+    first, second = short[1:10], short[20:29]
+    assert short == f'[{first}]{{"a": 1}}[{second}]{{"a": 1}}{first}=F;{second}=G;'
     assert first != second
     assert rendered(TEXTUAL, *history).startswith('Hi<{"a": 1}><{"a": 1}>')
-    assert rendered(SINGLE, *history) == "Hi;f;F;g;G;"
+    f, g = ('{"name": "' + name + '", "arguments": {"a": 1}}' for name in "fg")
+    assert rendered(SINGLE, *history) == f"Hi;{f};F;{g};G;"
     with pytest.raises(RequestError, match="one call"):  # what it says of the conversation as it was sent
         rendered(SINGLE.replace("> 1", "> 0"), *history)

@@ -82,15 +82,16 @@ def test_pictures_and_what_is_said_beside_and_after_them(tokenizer: Tokenizer, t
     assert rendered(tokenizer, template, *messages, token="<pic>") == expected
 
 
+CALLED = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 NO_PICTURE_IN_TOOLS = EITHER.replace("{% if m.content is string", "{% if m.role == 'tool' or m.content is string")
 
 
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        (EITHER, "<user>a<assistant>None<tool>b<|v|><|pad|><|/v|>c"),
-        (NO_PICTURE_IN_TOOLS, "<user>a<assistant>None<tool>b<|v|><|pad|><|/v|>c"),
-        (STRINGS, "<user>a<assistant>None<tool>b<pic>\nc"),
+        (EITHER, f"<user>a<assistant>{CALLED}<tool>b<|v|><|pad|><|/v|>c"),
+        (NO_PICTURE_IN_TOOLS, f"<user>a<assistant>{CALLED}<tool>b<|v|><|pad|><|/v|>c"),
+        (STRINGS, f"<user>a<assistant>{CALLED}<tool>b<pic>\nc"),
     ],
 )
 def test_pictures_in_a_tools_result(tokenizer: Tokenizer, template: str, expected: str) -> None:
@@ -100,7 +101,7 @@ def test_pictures_in_a_tools_result(tokenizer: Tokenizer, template: str, expecte
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "content": [text("b"), PICTURE, text("c")], "tool_call_id": "1"},
     ]
-    found = rendered(tokenizer, template, *messages, token="<pic>").replace("<assistant><", "<assistant>None<")
+    found = rendered(tokenizer, template, *messages, token="<pic>")
     assert found == expected
     placeholder = "b\n[image omitted: this model reads no pictures]\nc"
     assert placeholder.replace("\n", "" if template == EITHER else "\n") in rendered(tokenizer, template, *messages)
@@ -120,7 +121,7 @@ def test_messages_that_become_one_keep_their_pictures(tokenizer: Tokenizer) -> N
 
 
 DROPS_TEXT = (  # Llama 3's: the text beside a call is left out
-    "{% for m in messages %}{% if m.tool_calls %}<call>{{ m.tool_calls[0].function.name }}"
+    "{% for m in messages %}{% if m.tool_calls %}<call>{{ m.tool_calls[0].function.arguments | tojson }}"
     "{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
 )
 SYSTEM_BEFORE_THE_LAST = (  # Mistral's: the system's text stands in the last message, if that is the user's
@@ -138,9 +139,11 @@ def test_nothing_vanishes(tokenizer: Tokenizer) -> None:
         {"role": "assistant", "content": "Look.", "tool_calls": [call]},
         {"role": "tool", "content": "b", "tool_call_id": "1"},
     ]
-    assert rendered(tokenizer, DROPS_TEXT, *messages) == "<system>s<user>a<assistant>Look.<call>f<tool>b"
+    assert rendered(tokenizer, DROPS_TEXT, *messages) == "<system>s<user>a<assistant>Look.<call>{}<tool>b"
     assert rendered(tokenizer, SYSTEM_BEFORE_THE_LAST, *messages[:2]) == "s;<user>a"
-    assert rendered(tokenizer, SYSTEM_BEFORE_THE_LAST, *messages) == "<user>s\n\na<assistant>Look.<tool>b"
+    assert rendered(tokenizer, SYSTEM_BEFORE_THE_LAST, *messages) == (
+        '<user>s\n\na<assistant>Look.\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call><tool>b'
+    )
 
 
 @pytest.mark.parametrize("as_parts", [False, True])
