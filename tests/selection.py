@@ -127,7 +127,6 @@ LONG: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     # tested by runtime/device/emulator/nccl and linear/test_segments.
     ("tests/runtime/engine/ranks/test_gpu_ranks.py", "test_families_on_emulated_ranks", ()),
     ("tests/runtime/engine/steps/test_decode_graphs.py", "test_steps_that_lead_equal_steps_that_wait", ()),
-    ("tests/runtime/engine/steps/test_megakernel.py", "test_gives_the_golden_tokens", ()),
     ("tests/runtime/engine/test_fuzz.py", "test_steps_on_the_emulated_gpu", ()),
     ("tests/runtime/engine/grammar/test_grammar_engine.py", "test_on_an_emulated_gpu_as_on_the_cpu", ()),
     ("tests/runtime/engine/steps/test_decode_graphs.py", "test_a_model_that_cannot_be_recorded_runs_eagerly", ()),

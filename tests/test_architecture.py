@@ -93,7 +93,7 @@ PEERS = {f"runtime.bench.peers.peer_{name}" for name in ("child", "transformers"
 
 EXECUTING = {f"runtime.engine.steps.{name}" for name in (
     "step_input", "executor", "local_executor", "draw_results", "rows", "sampler", "ragged", "side_pass",
-    "recorded_forwards", "forward_graphs", "megakernel", "decode_arrays", "decode_graphs", "decode_device",
+    "recorded_forwards", "forward_graphs", "decode_arrays", "decode_graphs", "decode_device",
     "decode_cpu", "decode_gpu",
 )}  # fmt: skip
 PLANNING = ("runtime.engine.scheduling", "runtime.engine.steps.assemble", "runtime.engine.open_requests")

@@ -68,7 +68,6 @@ class Launch:
             then the kernel executes ``griddepcontrol.wait`` before it touches memory.
         starts_late: not before the kernel in front of it has ended, though it waits for that by itself: where its
             blocks would crowd on the multiprocessors that are free first.
-        is_cooperative: whether all blocks run at once, so that they may wait for each other.
         maps: (number of an argument of type `TENSOR_MAP`, layout): `Gpu.launch` takes the tensor's address there and
             makes the map. Arguments of that type which are not named here are given as maps.
     """
@@ -80,7 +79,6 @@ class Launch:
     cluster: Dim3 = (1, 1, 1)
     is_dependent: bool = False
     starts_late: bool = False
-    is_cooperative: bool = False
     maps: tuple[tuple[int, TensorMapLayout], ...] = ()
 
 

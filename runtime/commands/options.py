@@ -155,7 +155,7 @@ class EngineOptions:
     ] = _CONFIG.decode_graphs
     decode: Annotated[
         DecodeKernels,
-        typer.Option(help="Decode one sequence layer by layer, or a dense model by one kernel (an experiment)."),
+        typer.Option(help="Decode layer by layer; megakernel, which was slower, is refused."),
     ] = _CONFIG.decode
     speculation: Annotated[
         str,

@@ -257,11 +257,6 @@ def launch_config(types: Any, launch: Launch) -> Any:
         attribute.id = types.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1
         attributes.append(attribute)
-    if launch.is_cooperative:
-        attribute = types.CUlaunchAttribute()
-        attribute.id = types.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-        attribute.value.cooperative = 1
-        attributes.append(attribute)
     config.attrs = attributes
     config.numAttrs = len(attributes)
     return config

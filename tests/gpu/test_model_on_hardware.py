@@ -38,11 +38,6 @@ def test_bfloat16_answers_42(hardware: str, gemm: str) -> None:
     assert answers(hardware, "bfloat16", gemm)[0][0].strip() == "42"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_one_launch_a_step_gives_the_tokens_of_layers(hardware: str, dtype: str) -> None:
-    assert answers(hardware, dtype, decode="megakernel") == answers(hardware, dtype)
-
-
 def test_logits_equal_the_cpus(hardware: str) -> None:
     logits = {}
     for device in ("cpu", hardware):

@@ -32,7 +32,7 @@ EMULATED_TESTS = (
         "engine/test_pictures", "engine/test_whole_pictures", "engine/test_window_groups", "engine/test_fuzz",
         "engine/speculation/test_dflash", "engine/speculation/test_same_answers",
         "engine/steps/test_decode_arrays", "engine/steps/test_decode_graphs", "engine/steps/test_forward_graphs",
-        "engine/steps/test_kept_layers", "engine/steps/test_megakernel", "engine/steps/test_sampler",
+        "engine/steps/test_kept_layers", "engine/steps/test_sampler",
     )),
     *(f"models/{name}.py" for name in (
         "drafters/test_dflash", "drafters/test_eagle3", "test_experts", "test_fuzzed", "test_goldens_gpu",
@@ -125,7 +125,6 @@ def sections() -> Iterator[Section]:
     yield Section(
         "qwen3-0.6b", "serving.models:batch_1", 40, 35, models=("qwen3-0.6b",), argument="qwen3-0.6b", is_timed=True
     )
-    yield Section("megakernel", "serving.models:megakernel", 35, 30, argument="qwen3-0.6b", is_timed=True)
     yield Section("goals", "kernels.speed:goals", 70, 60, is_timed=True)
     yield Section("kernels", "kernels.speed:kernels", 65, 30, is_timed=True)
     yield Section("quantized speed", "kernels.quantized_speed:linear", 40, 20, is_timed=True)

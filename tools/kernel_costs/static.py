@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from numba_kernels.cache_files import cache_root, locked, read_entry, write_entry
-from numba_kernels.cuda import experts, logprobs, megakernel, sampling
+from numba_kernels.cuda import experts, logprobs, sampling
 from numba_kernels.cuda.attention import decode_tensor_core, flash_float32, flash_hopper, flash_tensor_core
 from numba_kernels.cuda.gemm import (
     byte_tiles,
@@ -221,8 +221,6 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
     """Bytes of dynamic shared memory that a kernel's plan asks for; 0 for a kernel without."""
     name, constants = specialisation.name, specialisation.constants
     packing: Any = packing_of(str(constants.get("weight", "")))
-    if name.startswith("megakernel"):  # of a model of 8,192 inner columns
-        return megakernel.shared_bytes(constants["head_dim"], 8192)
     if name.startswith(("gemm_tensor_core", "experts_tensor_core")):
         return {str(tile): tile for tile in tensor_core.TILES}[constants["tile"]].shared_bytes
     if name.startswith("gemm_few_rows"):

@@ -15,7 +15,6 @@ import logging
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -38,9 +37,6 @@ from runtime.errors import DeviceError, OutOfMemoryError
 from runtime.kv.cache import KVCache
 from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor.tensor import Tensor
-
-if TYPE_CHECKING:
-    from runtime.engine.steps.megakernel import Megakernel
 
 logger = logging.getLogger("xserv.engine")
 
@@ -162,11 +158,6 @@ class DecodeGraphs:
         self._has_given_up = False  # of graphs of decodes
         self._cannot_record = False  # anything
         self._arrays: DecodeArrays | None = None  # with the first graph
-        self._megakernel: Megakernel | None = None
-        if limits.decode == "megakernel":
-            from runtime.engine.steps.megakernel import Megakernel  # brings the kernels of GPUs
-
-            self._megakernel = Megakernel(model, kv_cache, limits)
         self._drawn_at = np.full(limits.max_num_seqs, -1, np.intp)  # by row: the place in the step that drew it last
         self._drawn_by = np.full(limits.max_num_seqs, -1, np.int64)  # by row: that step
         self._running: DecodeRun | None = None
@@ -179,9 +170,7 @@ class DecodeGraphs:
     @property
     def reserved_bytes(self) -> int:
         """Bytes on the device, for all that is recorded and its arrays."""
-        arrays, whole = self._arrays, self._megakernel
-        shared = (0 if arrays is None else arrays.size_bytes) + (0 if whole is None else whole.size_bytes)
-        return self._runs_on.graph_bytes + shared
+        return self._runs_on.graph_bytes + (0 if self._arrays is None else self._arrays.size_bytes)
 
     def keep(self, layers: tuple[int, ...], width: int, dtype: DType) -> None:
         """From now on each step's hidden states ``[num_places, width]`` behind these layers are kept."""
@@ -390,10 +379,7 @@ class DecodeGraphs:
         batch.kept_layers = self._kept_layers
         if not self.draws:
             return self._model.forward(batch, self._kv_cache)
-        if self._megakernel is not None and key.num_places == 1:
-            logits = self._megakernel.logits(batch)
-        else:
-            logits = self._model.compute_logits(self._model.forward(batch, self._kv_cache))
+        logits = self._model.compute_logits(self._model.forward(batch, self._kv_cache))
         arrays.draw(logits, has_penalties=key.has_penalties)
         if self._kept_layers:
             self._kept[key] = self._runs_on.hold([batch.kept[layer] for layer in self._kept_layers])

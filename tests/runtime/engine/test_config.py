@@ -142,6 +142,7 @@ def test_bad_seconds_are_refused_by_name(name: str, value: object) -> None:
         ({"swap_space_bytes": 1.5}, "swap_space_bytes must be an integer, at least 0, got 1.5"),
         ({"preemption": "swap"}, "preemption='swap' needs swap_space_bytes"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching must be True or False, got 1"),
+        ({"decode": "megakernel"}, "decode is 'megakernel', which was removed: it took 1.42 ms"),
         ({"exact": "yes"}, "exact must be True or False, got 'yes'"),
         ({"prefill_chunk": 8, "prefill_chunk_stages": (64, 32, 2, 99)}, "not both"),
         ({"prefill_chunk": 8, "batching": "static"}, "prefill_chunk cuts prompts, which batching='static'"),

@@ -141,7 +141,5 @@ def test_refusals() -> None:
     with pytest.raises(RequestError, match="kv_cache_dtype") as caught:
         EngineConfig(kv_cache_dtype="int4")  # type: ignore[arg-type]
     assert caught.value.param == "kv_cache_dtype"
-    with pytest.raises(RequestError, match="megakernel', which reads no KV cache in fp8"):
-        EngineConfig(decode="megakernel", kv_cache_dtype="fp8")
     with pytest.raises(InvalidArgumentError, match="must be auto, int8, fp8 or the weights' bfloat16"):
         describe_engine(None, EngineConfig(device="emulated:sm_80", kv_cache_dtype="float16"))

@@ -24,7 +24,7 @@ from runtime.device.kernel_list import KernelList
 from runtime.engine.make_engine import build_engine
 from tests.models.published_configs import PUBLISHED
 from tests.runtime.engine.fakes import request
-from tools.kernel_costs.launch_lists import decode_step
+from tests.runtime.engine.noted_launches import kernels_of_a_decode_layer
 
 pytestmark = pytest.mark.emulator
 
@@ -212,8 +212,7 @@ def test_decode_steps_with_quantised_experts(num_seqs: int, most: int, tiers: di
     each has."""
     found = []
     for num_experts, tier in tiers.items():
-        step = decode_step(GPT_OSS | {"num_local_experts": num_experts}, num_seqs=num_seqs, max_model_len=2048)
-        names = [each.name for each in step.layer]
+        names = kernels_of_a_decode_layer(GPT_OSS | {"num_local_experts": num_experts}, num_seqs=num_seqs)
         assert sum(name.startswith(tier) for name in names) == 2, names
         assert len(names) == most, names
         found.append(len(names))

@@ -29,7 +29,6 @@ from runtime.engine.make_engine import build_engine
 from runtime.engine.messages import EngineRequest, ImageItem
 from runtime.engine.picture_queue import PictureQueue
 from runtime.engine.sampling_params import SamplingParams
-from runtime.errors import InvalidArgumentError
 from runtime.images.patches import make_patches, normalised
 from runtime.images.positions import token_positions
 from runtime.llm import LLM
@@ -429,8 +428,3 @@ def test_what_a_prompt_has_not(folder: Path) -> None:
         ):
             with pytest.raises(RequestError, match=message):
                 drawn(llm, prompt)
-
-
-def test_the_megakernel_knows_no_offsets(folder: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="Qwen3VLModel reads pictures"):
-        opened(folder, device="emulated:sm_80", decode="megakernel")

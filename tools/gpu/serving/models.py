@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -113,12 +113,9 @@ def quick_weights_of(name: str) -> contextlib.AbstractContextManager[None]:
 class Model:
     """An engine that is made when it is first asked for, in a thread of its own."""
 
-    def __init__(
-        self, options: Options, name: str, *, max_num_seqs: int, decode: Literal["layers", "megakernel"] = "layers"
-    ) -> None:
+    def __init__(self, options: Options, name: str, *, max_num_seqs: int) -> None:
         self.options = options
         self.name = name
-        self._decode = decode
         self._max_num_seqs = max_num_seqs
         self._folder = tempfile.TemporaryDirectory()
         self._count = 0
@@ -136,7 +133,7 @@ class Model:
         with quick_weights_of(self.name):
             return build_engine(
                 self._folder.name, device=self.options.device, dtype="bfloat16", load_format="dummy", seed=0,
-                max_model_len=64 if self.options.is_quick else max(PREFILLS) + OUTPUT, decode=self._decode,
+                max_model_len=64 if self.options.is_quick else max(PREFILLS) + OUTPUT,
                 max_num_seqs=self._max_num_seqs, enable_prefix_caching=False, **sizes,
             )  # fmt: skip
 
@@ -204,16 +201,6 @@ def batch_1(options: Options, name: str) -> Iterator[Case]:
     yield Case("load", lambda: _load(model))
     yield Case("batch 1", lambda: _decode(model, 1))
     yield Case("timeline of a step", lambda: _timeline(model))
-    model.close()
-
-
-def megakernel(options: Options, name: str) -> Iterator[Case]:
-    """One sequence, each of whose steps is one launch for all layers, and the same tokens as layer by layer but where
-    bfloat16's rounding decides: how many agree is told."""
-    model = Model(options, name, max_num_seqs=2, decode="megakernel")
-    yield Case("load", lambda: _load(model))
-    yield Case("batch 1", lambda: _decode(model, 1))
-    yield Case("tokens of layers", lambda: _compare(model, Model(options, name, max_num_seqs=2)))
     model.close()
 
 
@@ -341,14 +328,6 @@ def _decode(model: Model, count: int, *, prompt_len: int | None = None) -> Resul
         "prefill_ms": round(1e3 * sum(step.end_s - step.start_s for step in steps if step not in decodes), 2),
         "graph_nodes": sorted(graph.num_nodes for graph in _graphs(model)),
     }  # fmt: skip
-
-
-def _compare(model: Model, other: Model) -> Result:
-    prompt_len, output_len = _sizes(model.options)
-    prompts = model.prompts(1, prompt_len)
-    (ours,), (theirs,) = model.run(prompts, output_len)[0], other.run(prompts, output_len)[0]
-    other.close()
-    return {"tokens": len(ours), "same_at_the_start": _num_same(ours, theirs)}
 
 
 def _num_same(ours: Sequence[int], theirs: Sequence[int]) -> int:

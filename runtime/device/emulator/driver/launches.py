@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -65,25 +64,22 @@ class LaunchAttributes:
 
     cluster: Dim3 = (1, 1, 1)
     is_dependent: bool = False
-    is_cooperative: bool = False
 
 
 def read_attributes(config: Any) -> LaunchAttributes:
     """The attributes of a launch. Raises Refused for one that is not emulated."""
     if not config.numAttrs:
         return LaunchAttributes()
-    cluster, is_dependent, is_cooperative = (1, 1, 1), False, False
+    cluster, is_dependent = (1, 1, 1), False
     for attribute in config.attrs[: config.numAttrs]:
         kind, value = attribute.id, attribute.value
         if kind == _ID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION:
             cluster = (value.clusterDim.x, value.clusterDim.y, value.clusterDim.z)
         elif kind == _ID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION:
             is_dependent = bool(value.programmaticStreamSerializationAllowed)
-        elif kind == _ID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE:
-            is_cooperative = bool(value.cooperative)
         else:
             raise Refused(R.CUDA_ERROR_NOT_SUPPORTED, f"launch attribute {kind!r} is not emulated")
-    return LaunchAttributes(cluster, is_dependent, is_cooperative)
+    return LaunchAttributes(cluster, is_dependent)
 
 
 def pack_parameters(function: Function, kernel_params: Any, extra: Any) -> bytes:
@@ -166,8 +162,6 @@ class LaunchFunctions(ModuleFunctions):
             pack_parameters(function, kernelParams, extra), attributes.is_dependent,
         )  # fmt: skip
         self.check_launch(operation)
-        if attributes.is_cooperative:
-            self._check_cooperative(operation)
         if stream.capture is not None:
             self.add_captured(stream, operation, is_programmatic=attributes.is_dependent)
         else:
@@ -199,16 +193,6 @@ class LaunchFunctions(ModuleFunctions):
         if cluster != (1, 1, 1) or function.required_cluster is not None:
             self._check_cluster(function, grid, cluster)
         function.checked.add(key)
-
-    def _check_cooperative(self, asked: KernelLaunch) -> None:
-        function, blocks = asked.function, math.prod(asked.grid)
-        per_sm = self.blocks_per_sm_of(function, math.prod(asked.block), asked.shared_bytes)
-        most = per_sm * function.context.device.model.num_sms
-        if blocks > most:
-            raise Refused(
-                R.CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE,
-                f"a cooperative grid of {blocks} blocks: of {function.label} {most} run at once",
-            )
 
     @staticmethod
     def _check_shape(function: Function, grid: Dim3, block: Dim3) -> None:

@@ -185,7 +185,6 @@ def test_each_rank_says_what_it_holds() -> None:
         ({"pipeline_layers": "1,3"}, "must be the layers of each of pipeline_parallel_size=1"),
         ({"pipeline_parallel_size": 65}, "pipeline_parallel_size must be at most 64, got 65"),
         ({"pipeline_parallel_size": 16, "tensor_parallel_size": 8}, "pipeline_parallel_size is 16 of 8 ranks each"),
-        ({"pipeline_parallel_size": 2, "decode": "megakernel"}, "pipeline_parallel_size must be 1, not 2"),
         ({"pipeline_parallel_size": 2, "speculation": "eagle3"}, "split over 2 ranks; leave out pipeline_parallel"),
         ({"pipeline_parallel_size": 2, "speculation_acceptance": "rejection"}, "with pipeline_parallel_size 2"),
     ],

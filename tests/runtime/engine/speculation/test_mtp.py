@@ -90,8 +90,6 @@ def test_its_pages_and_weights_are_counted(tmp_path: Path) -> None:
 def test_what_does_not_go_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="split over 2 ranks"):
         EngineConfig(speculation="mtp", tensor_parallel_size=2)
-    with pytest.raises(RequestError, match=r"megakernel.*keeps no hidden states for speculation 'mtp'"):
-        EngineConfig(speculation="mtp", decode="megakernel")
     dense = write_model(tmp_path / "dense", load_golden("llama_default"))
     with pytest.raises(ModelLoadError, match="LlamaForCausalLM has no layer that predicts further tokens"):
         build_engine(dense, device="cpu", speculation="mtp")

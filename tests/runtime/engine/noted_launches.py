@@ -1,0 +1,101 @@
+"""What a decode step launches: an engine that records it on a device that does nothing."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import ml_dtypes
+import numpy as np
+
+import models.registry
+from models.checkpoints.dummy import DummyCheckpoint
+from numba_kernels.cuda.specialisation import Launch
+from runtime.bench.scheduling.engines import local
+from runtime.device.device import Device
+from runtime.device.driver import Driver, cuda_bindings
+from runtime.device.emulator.driver.dry_driver import DryDriver
+from runtime.device.gpu import Gpu
+from runtime.device.kernel_list import KernelList
+from runtime.engine.make_engine import build_engine
+from runtime.engine.steps.decode_graphs import GraphKey
+from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
+
+
+class _NotingGpu(Gpu):
+    """A device that does nothing, and notes the kernels and copies that are recorded on it."""
+
+    def __init__(self, arch: str) -> None:
+        driver = Driver(DryDriver(arch), cuda_bindings("the kernels' compiler"), arch=arch)
+        driver.call("cuInit", 0)
+        super().__init__(Device(f"emulated:{arch}"), driver, kernel_cache=KernelList())
+        self.noted: list[str] = []
+
+    @contextmanager
+    def captured(self, stream: Any) -> Any:
+        self.noted.clear()  # a recording may begin again
+        with super().captured(stream):
+            yield
+
+    def launch(self, launch: Launch, *arguments: Any, stream: Any = None) -> None:
+        super().launch(launch, *arguments, stream=stream)
+        if self.stream_is_captured and 0 not in launch.grid:
+            self.noted.append(launch.specialisation.name)
+
+    def copy(self, target: int, source: int, size_bytes: int, stream: Any = None) -> None:
+        super().copy(target, source, size_bytes, stream)
+        if self.stream_is_captured:
+            self.noted.append("copy")
+
+
+class _Zeros(DummyCheckpoint):
+    """Weights that cost nothing to make; those of experts are in MXFP4, as gpt-oss stores them."""
+
+    def quantized(self, name: str) -> QuantizedLayout | None:
+        if not (".experts." in name and len(self._shapes.get(name, ())) == 2):
+            return super().quantized(name)
+        rows, depth = self._shapes[name]
+        return QuantizedLayout("fp4", (rows, depth), (1, 32), np.dtype(ml_dtypes.float8_e8m0fnu))
+
+    def matrix(self, name: str) -> QuantizedMatrix:
+        if (layout := self.quantized(name)) is not None:
+            self._quantized = {**self._quantized, name: layout}
+        return super().matrix(name)
+
+    def array(self, name: str) -> np.ndarray[Any, Any]:
+        return np.zeros(self._shapes[name], self._dtype.numpy)
+
+
+def kernels_of_a_decode_layer(config: Mapping[str, Any], *, num_seqs: int, arch: str = "sm_90a") -> tuple[str, ...]:
+    """The kernels of one layer in the graph that decodes so many sequences of a model with experts, by its config.json.
+    Meanwhile the process's device of that architecture does nothing."""
+    gpu = _NotingGpu(arch)
+    dummy_weights = patch.object(models.registry, "DummyCheckpoint", _Zeros)
+    with gpu.installed(), tempfile.TemporaryDirectory() as folder, dummy_weights:
+        (Path(folder) / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
+        engine = build_engine(
+            folder, device=gpu.device.type, dtype="bfloat16", load_format="dummy", max_model_len=2048,
+            max_num_seqs=num_seqs, kv_cache_bytes=8 << 30,
+        )  # fmt: skip
+        graphs = local(engine).graphs
+        assert graphs is not None, "decode graphs are on by default"
+        graphs.want(GraphKey(num_seqs, 2048, has_penalties=False, keeps_logits=False))
+        graphs.record()
+        noted = list(gpu.noted)
+        engine.close()
+    return _repeated(noted)
+
+
+def _repeated(names: Sequence[str]) -> tuple[str, ...]:
+    """The longest run of names that stands twice or more, one after another."""
+    for length in range(len(names) // 2, 0, -1):
+        for first in range(len(names) - 2 * length + 1):
+            run = names[first : first + length]
+            if names[first + length : first + 2 * length] == run:
+                return tuple(run)
+    raise ValueError("no launches repeat")
