@@ -39,7 +39,6 @@ QUICK = {
     'xserv generate --prompt "Once upon a time" --json': '"finish_reason"',
     'xserv tokenize "some text"': "Ġte",
     "xserv info": "KV",
-    "python -m tools.kernel_costs.tower": "117 products",
     "xserv kernels list": "",
     "xserv chat": "",  # on a pipe: one message
 }
@@ -143,10 +142,9 @@ ELSEWHERE = {
         "xserv bench stalls --num-rounds 3 --output-json stalls.json",
         "python -m runtime.cli bench memory --output-json docs/measurements/DATE-cpu-memory.json",
         "python -m tools.eval_demo_model --num 200 [--quantization int8]", "python -m tools.quality",
-        "python tools/kernel_report.py --markdown docs/kernels_report.md --plots docs/kernels_report.svg",
+        "python -m tools.kernel_report", "python -m tools.kernel_report --only counted --ladders docs/kernels.md",
         "xserv kernels build",
-        "python -m tools.kernel_costs.packed_products", "python -m tools.kernel_costs.expert_products",
-        "python -m tools.kernel_costs.verification", "python -m tools.comparing.compare_speculation",
+        "python -m tools.kernel_costs.packed_products", "python -m tools.comparing.compare_speculation",
         "python -m tools.train_drafter", "python -m tools.measuring.measure_drafter --num 10",
         "python -m tools.measuring.measure_lookup",
         "python -m tools.measuring.measure_suffix --texts FILE [FILE ...] [--tokenizer FOLDER] [--model FOLDER]",

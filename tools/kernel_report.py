@@ -1,24 +1,23 @@
 """What every GPU kernel costs, without a GPU: from the compilers on each architecture, and counted by the emulator.
 
-    python tools/kernel_report.py [--arch ARCH ...] [--kernels TEXT] [--cases TEXT] [--only static|counted] [--check]
-                                  [--nvdisasm PROGRAM] [--json FILE] [--markdown FILE] [--plots FILE] [--ladders FILE]
+    python -m tools.kernel_report [--arch ARCH ...] [--kernels TEXT] [--cases TEXT] [--only static|counted] [--check]
+                                  [--nvdisasm PROGRAM] [--ladders FILE]
 
-Prints tables; `--ladders` renews those within a page. With `--kernels`, `--cases` or `--only` the page of `--markdown`
-keeps what it has of others. With `--check` it names whatever no kernel may have, and exits with 1 if there is anything:
-spills, local memory, ptxas's remarks C75xx, float64, early loads that ptxas has moved behind the wait for the grid in
-front, fences of the whole device in a product of clusters, atomics that are repeated until nobody comes between, device
-memory read or written with less than 95 % of each sector used where neighbouring lanes should take neighbouring bytes,
-more than 1.05 times the bytes that a product's or attention's tiling has to move, less than 95 % of their arithmetic on
-tensor cores where those are meant to do it, and bank conflicts in a loop. `EXCEPTIONS` holds what is allowed.
+Prints a page of tables, of all kernels or of some; `--ladders` renews those within docs/kernels.md. With `--check` it
+names whatever no kernel may have, and exits with 1 if there is anything: spills, local memory, ptxas's remarks C75xx,
+float64, early loads that ptxas has moved behind the wait for the grid in front, fences of the whole device in a product
+of clusters, atomics that are repeated until nobody comes between, device memory read or written with less than 95 % of
+each sector used where neighbouring lanes should take neighbouring bytes, more than 1.05 times the bytes that the tiling
+of a product or of attention has to move, less than 95 % of their arithmetic on tensor cores where those are meant to do
+it, and bank conflicts in a loop. `EXCEPTIONS` holds what is allowed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,12 +33,9 @@ from tools.kernel_costs.counts import (  # noqa: E402
     LEAST_SECTOR_EFFICIENCY,
     LEAST_TENSOR_SHARE,
     MOST_TILED_BYTES,
-    PRODUCTS,
     Bench,
 )
-from tools.kernel_costs.goals import carried  # noqa: E402
 from tools.kernel_costs.machine_code import NoDisassemblerError, find_nvdisasm  # noqa: E402
-from tools.kernel_costs.renewed import CLEAN, OFFENDS, SCATTERED, renewed  # noqa: E402
 from tools.kernel_costs.static import ARCHS, StaticFacts, examine_all  # noqa: E402
 
 MAX_EXCEPTIONS = 5
@@ -102,38 +98,18 @@ def count_all(text: str = "", arch: str = COUNTED_ARCH) -> list[tuple[Case, Coun
     return [(case, benches[case.arch or arch].count(case.name, case.run)) for case in chosen]
 
 
-def as_json(facts: Sequence[StaticFacts], measured: Sequence[tuple[Case, Counts]]) -> str:
-    """The whole report."""
-    counted = []
-    for case, counts in measured:
-        derived = {
-            "family": case.family, "shape": case.shape, "least_bytes": case.work.least_bytes,
-            "tiled_bytes": case.tiled_bytes, "data_bytes": counts.data_bytes,
-            "tensor_share": round(counts.tensor_share, 4),
-            "moved_bytes": counts.moved_bytes, "flops": case.work.flops,
-            "sectors_per_request": round(counts.sectors_per_request, 3),
-            "sector_efficiency": round(counts.sector_efficiency, 4), "scattered_because": case.scattered_because,
-            "roofline_us": {model.name: round(case.work.roofline_us(model), 4) for model in PRODUCTS},
-        }  # fmt: skip
-        counted.append(asdict(counts) | derived)
-    report = {"counted_on": COUNTED_ARCH, "static": [asdict(each) for each in facts], "counted": counted}
-    return json.dumps(report, indent=1) + "\n"
-
-
 def as_markdown(facts: Sequence[StaticFacts], measured: Sequence[tuple[Case, Counts]]) -> str:
     """The whole report as a page."""
-    origin = "Written by `tools/kernel_report.py`. No number here was measured on a GPU, but for the last column of the"
-    origin += " goals."
-    parts = ["# Kernel report", "", origin, ""]
-    if measured:  # `renewed` reads these titles again
+    parts = ["# Kernel report", "", "Made by `tools/kernel_report.py`. No number here was measured on a GPU.", ""]
+    if measured:
         rows = [page.count_row(case, counts) for case, counts in measured]
         parts += [f"## Counted on an emulated {COUNTED_ARCH}", "", page.table(page.COUNT_COLUMNS, rows), ""]
-        parts += [SCATTERED, ""]
+        parts += ["Where sectors cannot be filled:", ""]
         parts += [f"- {case.name}: {case.scattered_because}" for case, _ in measured if case.scattered_because]
         parts += ["", "What `--check` lets pass:", ""]
         parts += [f"- {each.offence}: {each.reason}" for each in EXCEPTIONS]
         found = offenders(facts, measured)
-        parts += ["", OFFENDS if found else CLEAN, "", *(f"- {each}" for each in found)]
+        parts += ["", "What it does not:" if found else "Nothing else offends.", "", *(f"- {each}" for each in found)]
         parts += ["", "## Instruction mix", "", page.mix_table(measured), ""]
         parts += ["## Roofline: no kernel can be faster", "", page.roofline_table(measured), ""]
     if facts:
@@ -152,8 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", choices=("static", "counted"), help="one half of the report")
     parser.add_argument("--check", action="store_true", help="exit with 1 where a kernel has what it may not have")
     parser.add_argument("--nvdisasm", help="the disassembler; else from PATH or from an installed package")
-    for name in ("json", "markdown", "plots", "ladders"):
-        parser.add_argument(f"--{name}", type=Path, metavar="FILE")
+    parser.add_argument("--ladders", type=Path, metavar="FILE", help="a page whose tables are made anew")
     asked = parser.parse_args(arguments)
     names = [each.name for each in specialisations() if asked.kernels in each.name]
     facts = []
@@ -166,16 +141,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not facts and not measured:
         parser.error("no kernel and no case has such a name")
     print(as_markdown(facts, measured))
-    for file, write in ((asked.json, as_json), (asked.markdown, as_markdown)):
-        if file is not None:
-            before = file.read_text(encoding="utf-8") if file.exists() else ""
-            after = write(facts, measured)
-            if file is asked.markdown and (asked.kernels or asked.cases or asked.only):
-                known = [*(case.name for case in cases()), *(each.name for each in specialisations())]
-                after = renewed(before, after, known)
-            file.write_text(carried(before, after), encoding="utf-8")
-    if asked.plots is not None:
-        asked.plots.write_text(page.svg(measured), encoding="utf-8")
     if asked.ladders is not None:
         asked.ladders.write_text(page.fill(asked.ladders.read_text(encoding="utf-8"), measured), encoding="utf-8")
     if not asked.check:

@@ -52,8 +52,7 @@ draws, results in the draws' places. Experts have equally many rows but for two,
 fewer, so that tiles are not whole: there ours copies the last row again, where Triton's copies nothing, and each
 thread of ours asks for its tile's entry and its expert's addresses (16 bytes, and twice 8, the same for all), which
 are the bytes and sectors in which it is worse. The activation, which ours has in the epilogue, is a launch of its
-own beside Triton's: `python -m tools.kernel_costs.expert_products` models whole layers by these counts
-([kernels.md](kernels.md))."""
+own beside Triton's ([kernels.md](kernels.md) has whole layers, modelled by these counts)."""
 
 
 TITLES = {

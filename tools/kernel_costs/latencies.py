@@ -15,7 +15,6 @@ from typing import Literal
 
 from runtime.device.emulator.driver.architectures import GpuModel
 from runtime.device.emulator.driver.occupancy import blocks_per_sm
-from tools.kernel_costs.launch_lists import Launched
 
 Edge = Literal["fast", "expected", "slow"]
 EDGES: tuple[Edge, ...] = ("fast", "expected", "slow")
@@ -74,10 +73,6 @@ ASSUMPTIONS = {
         "share of the exponentials of prefill that products do not hide", 0.4, 0.6, 0.9, "",
         "0.6 is FlashAttention-3's 661 TFLOP/s, and 1 its 582 without overlap (arXiv 2407.08608, table 2)",
     ),
-    "meeting": Assumption(
-        "a barrier of all blocks of a grid, from the last one's arrival on", 0.8, 1.1, 1.6, "µs",
-        "a release that reaches the second-level cache, and a poll's way there and back",
-    ),
     "cluster": Assumption(
         "blocks of a cluster meet, and read sums out of each other's shared memory", 0.2, 0.4, 0.8, "µs",
         "two barriers, and reads of some 180 clocks each (arXiv 2402.13499)",
@@ -94,6 +89,32 @@ ASSUMPTIONS = {
 
 UNDER_WAY_BYTES = {"gemm_few_rows": 256}
 """By the kernel's name: bytes of a weight that a thread has on their way; of others 128, or all of shared memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """One launch.
+
+    Attributes:
+        name: the kernel's.
+        blocks, threads, shared_bytes: of the grid, of a block, of its dynamic shared memory.
+        is_dependent: whether it may begin before the kernel in front of it has ended.
+        num_registers, static_shared_bytes: ptxas's, of a thread and of a block; 0 where the kernel was not compiled.
+        product: m, n, k of a matrix product, n being the weight's rows; None of other kernels.
+        weight_bytes: of its weight.
+        cluster: blocks that share K.
+    """
+
+    name: str
+    blocks: int = 1
+    threads: int = 32
+    shared_bytes: int = 0
+    is_dependent: bool = False
+    num_registers: int = 0
+    static_shared_bytes: int = 0
+    product: tuple[int, int, int] | None = None
+    weight_bytes: int = 0
+    cluster: int = 1
 
 
 @dataclass(frozen=True, slots=True)

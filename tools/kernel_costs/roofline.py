@@ -1,4 +1,4 @@
-"""How long a GPU takes for a kernel and for a step: what it needs at sustained rates, and the latencies around that.
+"""How long a GPU takes for a kernel: what it needs at sustained rates, and the latencies around that.
 
 A kernel is as slow as the slowest of what it needs: the bytes of its sectors from memory and from the second-level
 cache, tensor-core work with its padding and the last round of tiles (clusters lie in one GPC), the exponentials of a
@@ -10,16 +10,14 @@ loop's machine instructions, docs/triton_comparison.json). To that come gaps, fi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from numba_kernels.cuda import gemm, megakernel
+from numba_kernels.cuda import gemm
 from numba_kernels.cuda.gemm import hopper
 from numba_kernels.cuda.gemm.hopper_ring import BLOCK_K
 from numba_kernels.cuda.gemm.packed_row import UNPACKING
-from tools.kernel_costs.latencies import Timing, under_way_bytes
-from tools.kernel_costs.launch_lists import Launched, Step
+from tools.kernel_costs.latencies import Launched, Timing, under_way_bytes
 
 COMPARISON = Path(__file__).resolve().parents[2] / "docs" / "triton_comparison.json"
 ISSUES = 4  # warp instructions a clock and multiprocessor
@@ -49,22 +47,6 @@ class Modelled:
         return max(needs, key=lambda name: needs[name])
 
 
-@dataclass(frozen=True, slots=True)
-class Band:
-    """A value by the fast, the expected and the slow assumptions, and what limits the expected one."""
-
-    fast: float
-    expected: float
-    slow: float
-    limit: str
-
-    @staticmethod
-    def of(value: Callable[[Timing], tuple[float, str]], timings: Iterable[Timing]) -> Band:
-        """Of a function that gives (value, limit), by the timings of fast, expected and slow assumptions."""
-        (fast, _), (expected, limit), (slow, _) = [value(timing) for timing in timings]
-        return Band(fast, expected, slow, limit)
-
-
 def per_operation(work: str, tier: str, tile: str, arch: str) -> float:
     """Machine instructions of a main loop for each product of 16 x 8 x 16. Raises KeyError where it was not counted."""
     for row in json.loads(COMPARISON.read_text(encoding="utf-8"))["rows"]:
@@ -72,15 +54,6 @@ def per_operation(work: str, tier: str, tile: str, arch: str) -> float:
         if (row["work"], row["arch"], ours["name"]) == (work, arch, tier) and tile in (ours["tile"], row["shape"]):
             return float(ours["machine_per_operation"])
     raise KeyError(f"{COMPARISON.name} has no {work} by {tier} {tile} on {arch}")
-
-
-def peers_per_operation(work: str, tile: str, arch: str) -> float:
-    """The same of Triton's kernel of that tile ("128x256x64"). Raises KeyError where it was not counted."""
-    for key, found in json.loads(COMPARISON.read_text(encoding="utf-8"))["triton_configurations"].items():
-        for each in found:
-            if key.startswith(f"{work} {arch} ") and each["tile"].startswith(f"{tile},"):
-                return float(each["machine_per_operation"])
-    raise KeyError(f"{COMPARISON.name} has no {work} of Triton's with {tile} on {arch}")
 
 
 def issue_s(instructions: float, timing: Timing) -> float:
@@ -159,7 +132,7 @@ def gathered(launched: Launched, timing: Timing) -> Modelled:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a step's launches do not tell.
+    """What a launch does not tell.
 
     Attributes:
         kv_bytes: of keys and values that a layer's attention reads.
@@ -183,32 +156,3 @@ def launch_s(timing: Timing, launched: Launched, context: Context) -> float:
     if launched.name.startswith("sampling"):
         return timing.draw_s(launched, context.draw_instructions)
     return timing.small_s(is_dependent=launched.is_dependent)
-
-
-def step_s(timing: Timing, step: Step, context: Context) -> float:
-    """A whole decode step on the device."""
-
-    def total(launches: Iterable[Launched]) -> float:
-        return sum(launch_s(timing, each, context) for each in launches)
-
-    return total(step.once) + step.num_layers * total(step.layer)
-
-
-def megakernel_s(timing: Timing, weight_bytes: float, kv_bytes: float, num_layers: int) -> float:
-    """One launch for all layers: its phases meet at barriers, behind which the first weights are there already, but the
-    vector that they multiply has to come from the cache and be made ready."""
-    phases = num_layers * megakernel.PHASES_A_LAYER + 1
-    first = timing.gap_s(is_dependent=False) + timing.of("memory") + timing.of("ends")
-    meetings = phases * (timing.of("meeting") + timing.of("cache"))
-    return first + (weight_bytes + kv_bytes) / timing.bytes_per_s + meetings
-
-
-def floor_s(timing: Timing, step: Step, context: Context) -> float:
-    """What its weights, keys and values, and its products take at sustained rates, with nothing around them."""
-    flops = sum(
-        count * 2.0 * m * n * k
-        for count, launches in ((1, step.once), (step.num_layers, step.layer))
-        for m, n, k in (each.product for each in launches if each.product is not None)
-    )
-    num_bytes = step.weight_bytes + step.num_layers * context.kv_bytes
-    return max(num_bytes / timing.bytes_per_s, flops / timing.tensor_flops)
