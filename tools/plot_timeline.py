@@ -16,9 +16,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from runtime.bench.svg import page
+
 COLOURS = {"queued": "#d9d9d9", "prefill": "#3b6fb6", "decode": "#8fb339", "preempted": "#c8553d"}
 _WIDTH, _LABEL, _ROW, _BARS = 1200, 120, 16, 60
-_STYLE = "text{font:11px sans-serif;fill:#222}.title{font-weight:bold;font-size:13px}"
 
 
 class TraceFileError(ValueError):
@@ -113,10 +114,7 @@ def svg(timeline: Timeline, start_ms: float = 0.0, end_ms: float | None = None) 
         height = _BARS * step.num_tokens / most
         parts.append(rectangle(step, floor - height, height, "#8a8a8a"))
     parts += _ruler(start_ms, end_ms, floor, scale)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{floor + 30}">'
-        f'<style>{_STYLE}</style><rect width="100%" height="100%" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
-    )
+    return page(parts, _WIDTH, floor + 30)
 
 
 def _legend() -> list[str]:

@@ -22,8 +22,16 @@ from typing import Any, get_args
 
 from runtime.bench.load.traces import Trace, read_trace, shared_prefixes
 from runtime.bench.metrics import BenchmarkError
-from runtime.bench.scheduling.presets import PRESETS, find_config
-from runtime.bench.scheduling.roofline import GPUS, LINKS, RooflineStepModel, link_of, pipeline_of, rooflines
+from runtime.bench.scheduling.roofline import (
+    GPUS,
+    LINKS,
+    PRESETS,
+    RooflineStepModel,
+    find_config,
+    link_of,
+    pipeline_of,
+    rooflines,
+)
 from runtime.bench.scheduling.simulation import simulate
 from runtime.bench.scheduling.step_model import LinearStepModel, Pipeline, StepModel, window_shares
 from runtime.engine.config import (

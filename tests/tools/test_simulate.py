@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import models.demo
-from runtime.bench.scheduling.presets import PRESETS, find_config
+from runtime.bench.scheduling.roofline import PRESETS, find_config
 from runtime.bench.scheduling.step_model import TERMS
 from tools import simulate
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -12,11 +13,11 @@ from typing import Any, Literal
 
 from runtime.bench.accuracy import text_scores
 from runtime.bench.accuracy.gsm8k import STOP, Problem, as_messages, as_text, flexible_number, strict_number
-from runtime.bench.accuracy.records import Records
 from runtime.bench.accuracy.text_scores import Scores, pieces_of
 from runtime.bench.environment import describe_machine
 from runtime.bench.load.http_client import Origin, first_model, post_json
 from runtime.bench.metrics import BenchmarkError
+from runtime.errors import InvalidArgumentError
 from runtime.progress import Reporter, Show
 
 ATTEMPTS = 3
@@ -45,6 +46,45 @@ class AccuracyRun:
     timeout_s: float = 600.0
     model: str | None = None
     api_key: str | None = None
+
+
+class Records:
+    """What a run has found so far by key, a JSON line each in a file, so that one that was broken off goes on where it
+    ended; without a file they live as long as the run. The first line says what is measured."""
+
+    def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
+        """Raises `InvalidArgumentError` for a file that other settings wrote, or that is no such file."""
+        self.found: dict[str, dict[str, Any]] = {}
+        self._path = path
+        if path is None:
+            return
+        if not path.exists() or not path.stat().st_size:
+            path.write_text(json.dumps({"settings": settings}) + "\n", encoding="utf-8")
+            return
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n")]  # the last may have been cut short
+        try:
+            first, *rest = (json.loads(line) for line in whole)
+            before = first["settings"]
+            self.found = {entry["key"]: entry for entry in rest}
+        except (ValueError, KeyError, TypeError):
+            raise InvalidArgumentError(f"--records {path} is not what an earlier run wrote") from None
+        for name in sorted({*before, *settings}):
+            if before.get(name) != settings.get(name):
+                raise InvalidArgumentError(
+                    f"--records {path} was made with {name} {before.get(name)!r}, now it is {settings.get(name)!r}:"
+                    " name another file"
+                )
+        if len(whole) < len(lines):
+            path.write_text("".join(whole), encoding="utf-8")
+
+    def add(self, key: str, values: dict[str, Any]) -> None:
+        """Keeps one more result, on disk before the next is asked for."""
+        entry = {"key": key, **values}
+        self.found[key] = entry
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
 
 
 async def measure(run: AccuracyRun, records_path: Path | None, reporter: Reporter) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 from runtime.bench.environment import finished
@@ -17,8 +18,17 @@ from runtime.bench.load.traces import Trace, random_tokens
 from runtime.bench.metrics import BenchmarkError, check_outputs, percentiles_of
 from runtime.bench.scheduling.engines import like, served
 from runtime.bench.scheduling.timeline_view import chrome_trace
+from runtime.bench.svg import page
 from runtime.engine.engine import Engine
 
+_PANELS = (
+    ("Time to first token, median and 99th percentile (ms)", ("p50_ttft_ms", "p99_ttft_ms")),
+    ("Time per output token, median and 99th percentile (ms)", ("p50_tpot_ms", "p99_tpot_ms")),
+    ("Gap between two tokens, 99th percentile and worst stall (ms)", ("p99_gap_ms", "worst_stall_ms")),
+    ("Output tokens a second", ("output_throughput",)),
+)
+_COLOURS = ("#3b6fb6", "#d9a441")
+_WIDTH, _LABEL, _LINE = 900, 120, 13
 STAGE_LENGTH_SHARE = 2  # staged chunks reach their smallest after the longest prompt divided by this
 
 
@@ -140,3 +150,27 @@ def replay(engine: Engine, trace: Trace, prompts: Sequence[Sequence[int]], setti
         check_outputs([tokens], length, engine.info.vocab_size, "replay")
     submitted = {f"burst-{index}": record.submit_s for index, record in enumerate(burst.records)}
     return Replay(burst, chrome_trace(list(other.timeline), submitted), other.scheduler.num_preemptions)
+
+
+def svg(report: Mapping[str, Any]) -> str:
+    """Four panels, in each a group of bars for every style; the longest bar of a panel fills its width."""
+    results: Sequence[Mapping[str, Any]] = report["results"]
+    parts: list[str] = []
+    top = 10
+    for title, names in _PANELS:
+        parts.append(f'<text x="10" y="{top + 14}" class="title">{escape(title)}</text>')
+        top += 22
+        most = max(result[name] for result in results for name in names) or 1.0
+        for result in results:
+            middle = top + _LINE * len(names) / 2 + 4
+            parts.append(f'<text x="{_LABEL - 6}" y="{middle:.1f}" text-anchor="end">{escape(result["style"])}</text>')
+            for name, colour in zip(names, _COLOURS):
+                width = max(0.5, (_WIDTH - _LABEL - 90) * result[name] / most)
+                parts.append(
+                    f'<rect x="{_LABEL}" y="{top + 1}" width="{width:.1f}" height="{_LINE - 2}" fill="{colour}"/>'
+                    f'<text x="{_LABEL + width + 4:.1f}" y="{top + _LINE - 3}">{result[name]:,.2f}</text>'
+                )
+                top += _LINE
+            top += 5
+        top += 12
+    return page(parts, _WIDTH, top)

@@ -39,8 +39,7 @@ def schedule(
 ) -> None:
     """One trace under each way of batching: TTFT, TPOT, worst stall, throughput."""
     from runtime.bench.load.traces import beside_decodes, read_trace
-    from runtime.bench.scheduling.schedule import bench_schedule, styles_named
-    from runtime.bench.scheduling.schedule_plot import svg
+    from runtime.bench.scheduling.schedule import bench_schedule, styles_named, svg
     from runtime.engine.make_engine import build_engine
 
     if replay is not None:

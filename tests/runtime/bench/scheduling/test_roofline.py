@@ -10,8 +10,16 @@ from models.errors import ConfigError
 from models.registry import parse_config
 from runtime.bench.load.traces import Trace, TraceRequest
 from runtime.bench.metrics import BenchmarkError
-from runtime.bench.scheduling.presets import find_config
-from runtime.bench.scheduling.roofline import GPUS, GpuRates, PlainLink, link_of, pipeline_of, roofline, rooflines
+from runtime.bench.scheduling.roofline import (
+    GPUS,
+    GpuRates,
+    PlainLink,
+    find_config,
+    link_of,
+    pipeline_of,
+    roofline,
+    rooflines,
+)
 from runtime.bench.scheduling.simulation import simulate
 from runtime.bench.scheduling.step_model import Pipeline, StepFeatures, features_of, window_shares
 from tests.runtime.bench.scheduling.test_simulation import TenthOfASecondPerToken, limits, trace
