@@ -31,7 +31,8 @@ class ExpertsForm:
         router, gate_up, down: the maps' names.
         has_bias: whether router and experts have biases.
         activation: between an expert's maps.
-        shared: where the expert of all tokens stands; shared_gate_up, shared_down: its maps' names;
+        shared: where the expert of all tokens stands; shared_down: its second map's name; shared_stack: the first two
+            may be stored in one of this name;
             shared_is_beside: not where the others stand, but in the layer.
         has_shared_gate: whether it is multiplied by a gate.
         correction: the vector that is added to scores for the choice alone; "": there is none.
@@ -53,7 +54,7 @@ class ExpertsForm:
     correction_rows: int = 0
     stack_order: Order = "in_runs"
     stacks: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
-    shared_gate_up: str | tuple[str, str] = ("gate_proj", "up_proj")
+    shared_stack: str = ""
     shared_down: str = "down_proj"
     shared_is_beside: bool = False
 
@@ -181,8 +182,11 @@ class SharedExpert:
         hidden, inner = config.hidden_size, config.share("shared_size")
         under = maker.under(form.shared)
         has_bias, self.is_exact = config.mlp_bias, maker.options.exact
+        gate_up = ("gate_proj", "up_proj")
+        if form.shared_stack:
+            under.note_row_stack(form.shared_stack, gate_up, (inner.whole, inner.whole), hidden, has_bias=has_bias)
         self.gate_up = under.linear(
-            form.shared_gate_up, outputs=(inner, inner), inputs=hidden, has_bias=has_bias, split="outputs"
+            gate_up, outputs=(inner, inner), inputs=hidden, has_bias=has_bias, split="outputs"
         )
         self.down = under.linear(form.shared_down, outputs=hidden, inputs=inner, has_bias=has_bias, split="inputs")
         self.gate: Linear | None = None

@@ -8,7 +8,7 @@ import math
 from models.architecture import Architecture
 from models.configuration.config import read_common
 from models.configuration.json_fields import Fields
-from models.configuration.rope_config import RopeConfig, parse_rope, rope_fields
+from models.configuration.rope_config import KINDS, RopeConfig, parse_rope, rope_fields
 from models.decoder import Decoder, DecoderConfig, FeedForward, Layer, PreNormLayer
 from models.makers.maker import Maker
 from runtime import ops
@@ -56,7 +56,8 @@ def read_apertus(fields: Fields) -> DecoderConfig:
     fields.expect("post_norm", False)
     fields.expect("mlp_bias", False)
     theta, head_dim = 12_000_000.0, common["head_dim"]
-    rope = parse_rope(fields, head_dim, common["max_position_embeddings"], default_theta=theta)
+    kinds = (*KINDS, "longrope")  # which a GGUF file has where it stores a factor for each pair
+    rope = parse_rope(fields, head_dim, common["max_position_embeddings"], default_theta=theta, kinds=kinds)
     if not rope_fields(fields).names() and not fields.has("rope_theta"):  # the class's own
         rope = RopeConfig(
             theta, head_dim, "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,

@@ -51,7 +51,7 @@ class GraniteMoeModel(MoeDecoder):
     config: GraniteMoeConfig
     form = ExpertsForm(
         under="block_sparse_moe", router="router.layer", stack_order="outputs_first",
-        stacks=("input_linear.weight", "output_linear.weight"), shared="shared_mlp", shared_gate_up="input_linear",
+        stacks=("input_linear.weight", "output_linear.weight"), shared="shared_mlp", shared_stack="input_linear",
         shared_down="output_linear", shared_is_beside=True, has_shared_gate=False,
     )  # fmt: skip
 

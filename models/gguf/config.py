@@ -11,7 +11,8 @@ import numpy as np
 
 from models.configuration.json_fields import REQUIRED, Fields
 from models.errors import ConfigError
-from models.gguf.architectures import ARCHITECTURES, GgufArchitecture, Keys
+from models.gguf.architectures import ARCHITECTURES, GgufArchitecture
+from models.gguf.fields import Keys
 from models.gguf.reader import GgufFile, GgufTensor, Strings, Value
 from runtime.dtype import DType
 
@@ -69,7 +70,7 @@ def config_values(
         "max_position_embeddings": keys.integer("context_length", REQUIRED),
         rules.epsilon[1]: keys.number(f"attention.{rules.epsilon[0]}", REQUIRED),
         "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": "blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
+        "attention_bias": any(f"blk.0.attn_{each}.bias" in tensors for each in ("q", "qkv", "kv_a_mqa")),
         "dtype": _main_dtype(tensors).name,
         **({"mlp_bias": True} if "blk.0.ffn_down.bias" in tensors else {}),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from models.gguf.architectures import GgufArchitecture
 from models.gguf.config import config_values, find_architecture, plain
 from models.gguf.formats import Array
 from models.gguf.reader import GgufFile, GgufTensor
+from models.gguf.tensor_names import FUSED
 from runtime.dtype import DType, float32
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix
 from tokenizer.ends import EndTokens
@@ -26,10 +27,9 @@ from tokenizer.errors import TokenizerFileError
 from tokenizer.gguf.vocabulary import GgufVocabulary
 from tokenizer.loading import TokenizerFiles
 
-_QUERY_OR_KEY = re.compile(r"\.self_attn\.[qk]_proj\.")
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")  # read with the config
-_GLOBAL_NAMES = {"token_embd": "model.embed_tokens", "output": "lm_head", "output_norm": "model.norm"}
+_PERMUTED = ("attn_q", "attn_k")
 _SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
@@ -76,23 +76,49 @@ class GgufModel:
     def checkpoint(self) -> Checkpoint:
         """The tensors, under the names and in the rows of the model's safetensors."""
         rules, config = find_architecture(self._first), self.config()
-        head_dim = config.integer("head_dim")
+        head_dim = config.integer("head_dim", 0)
         num_experts = config.integer("num_experts", 0) or config.integer("n_routed_experts", 0)
-        tensors: dict[str, StoredTensor] = {}
+        num_experts = num_experts or config.integer("moe_num_experts", 0)
+        heads = [config.integer(f"num_{name}_heads", 0) for name in ("attention", "key_value", "key_value")]
+        tensors: dict[str, StoredTensor] = dict(self._layer_numbers(rules, config.integer("num_hidden_layers", 0)))
         for name, file in self._file_of.items():
-            if name not in _FACTORS:
-                ours = _name_in_checkpoint(name, rules)
-                if "{expert}" in ours:
-                    tensors |= _experts(file, name, ours, num_experts)
-                    continue
+            if name in _FACTORS:
+                continue
+            part = _part(name)
+            if part not in FUSED or part in rules.layer_names:
+                cut = [(name, slice(None))]
+            else:
+                shape = file.tensors[name].shape
+                sizes = [each * head_dim for each in heads] if part == "attn_qkv" else [shape[1] // 2] * 2
+                cut = list(_cut(name, FUSED[part], sizes))
+            for stored, rows in cut:
+                ours = _name_in_checkpoint(stored, rules)
                 if "{keys}" in ours or "{values}" in ours:
                     tensors[ours.replace(".{keys}", "").replace(".{values}", "")] = self._head_maps(name)
                     continue
-                is_permuted = rules.has_permuted_heads and _QUERY_OR_KEY.search(ours) is not None
-                norm_offset = rules.norm_offset if ours.endswith("norm.weight") else 0.0
-                pairs_of = head_dim if is_permuted else 0
-                tensors[ours] = GgufWeight(file, name, pairs_of=pairs_of, norm_offset=norm_offset)
+                indices: list[int | None] = [None]
+                if "{expert}" in ours:
+                    _check_stack(file, name, num_experts)
+                    indices = list(range(num_experts))
+                for index in indices:
+                    tensors[ours.format(expert=index)] = GgufWeight(
+                        file, name, index, rows=rows,
+                        pairs_of=head_dim if rules.has_permuted_heads and _part(stored) in _PERMUTED else 0,
+                        norm_offset=rules.norm_offset if ours.endswith("norm.weight") else 0.0,
+                        is_transposed=_part(stored) in rules.transposed and name.endswith(".weight"),
+                    )  # fmt: skip
         return Checkpoint(self.path, self.path.name, tensors)
+
+    def _layer_numbers(self, rules: GgufArchitecture, num_layers: int) -> Iterator[tuple[str, StoredTensor]]:
+        """The tensors that are numbers of the metadata, by name."""
+        for key, (name, shape) in rules.layer_numbers.items():
+            values = np.atleast_1d(np.asarray(self._first.metadata.get(key, [])))
+            if len(values) == 1:
+                values = np.repeat(values, num_layers)  # one for all
+            if len(values) not in (0, num_layers) or values.dtype.kind != "f":
+                raise self._first.error(f"{key} must have a number for each of {num_layers} layers, not {values!r:.80}")
+            for layer, value in enumerate(values):
+                yield f"{rules.names['blk']}.{layer}.{name}", GgufNumber(self.path.name, key, value, shape)
 
     def _head_maps(self, name: str) -> GgufHeadMaps:
         """The map of which this tensor is one of two parts."""
@@ -126,32 +152,40 @@ class GgufModel:
 class GgufWeight:
     """One tensor of a file, in the rows of the model's safetensors; see `models.checkpoints.checkpoint.StoredTensor`.
 
-    `index` is its number among those that are stacked in the file's tensor. `pairs_of` elements of a head, neighbours
+    `index` is its number among those that are stacked in the file's tensor, of which it has the `rows`; a matrix that
+    `is_transposed` stands inputs first there. `pairs_of` elements of a head, neighbours
     of which are rotated together, are the two halves there; 0: rows stay. `norm_offset` was added.
     """
 
     def __init__(
-        self, file: GgufFile, name: str, index: int | None = None, *, pairs_of: int = 0, norm_offset: float = 0.0
-    ) -> None:
+        self, file: GgufFile, name: str, index: int | None = None, *, rows: slice = slice(None), pairs_of: int = 0,
+        norm_offset: float = 0.0, is_transposed: bool = False,
+    ) -> None:  # fmt: skip
         entry = file.tensor(name, index)
-        self.file, self.name, self.shape, self.type_name = file.path.name, name, entry.shape, entry.format.name
+        self.file, self.name, self.type_name = file.path.name, name, entry.format.name
+        count = len(range(*rows.indices(entry.shape[0])))
+        self.shape: tuple[int, ...] = (count, *entry.shape[1:])
         self.dtype: DType | None = entry.format.dtype
-        self.size_bytes = entry.size_bytes
-        self.block_format = entry.format.name if entry.format.decode and len(entry.shape) == 2 else None
+        self.size_bytes = entry.size_bytes // entry.shape[0] * count
+        is_in_blocks = entry.format.decode and len(entry.shape) == 2 and not is_transposed
+        self.block_format = entry.format.name if is_in_blocks else None
         self.quantized: QuantizedLayout | None = None
-        self._file, self._index, self._pairs_of, self._norm_offset = file, index, pairs_of, norm_offset
+        self._file, self._index, self._rows, self._pairs_of = file, index, rows, pairs_of
+        self._norm_offset, self._is_transposed = norm_offset, is_transposed
+        if is_transposed:
+            self.shape = self.shape[::-1]
 
     def array(self) -> Array:
         """The elements, made anew where they are quantised or stored otherwise."""
-        values = self._in_halves(self._file.array(self.name, self._index))
+        values = self._in_halves(self._file.array(self.name, self._index)[self._rows])
         if self._norm_offset:
             with np.errstate(invalid="ignore"):  # NaN stays one
                 values = values - values.dtype.type(self._norm_offset)
-        return values
+        return np.ascontiguousarray(values.T) if self._is_transposed else values
 
     def blocks(self) -> Array:
         """See `StoredTensor`."""
-        return self._in_halves(self._file.blocks(self.name, self._index))
+        return self._in_halves(self._file.blocks(self.name, self._index)[self._rows])
 
     def order(self) -> Array | None:
         """There is none."""
@@ -223,29 +257,78 @@ class GgufHeadMaps:
         self._values.release()
 
 
+class GgufNumber:
+    """A number of the metadata that is a tensor in safetensors; see `models.checkpoints.checkpoint.StoredTensor`."""
+
+    type_name = "F32"
+    dtype: DType | None = float32
+    size_bytes = 4
+    block_format: str | None = None
+    quantized: QuantizedLayout | None = None
+
+    def __init__(self, file: str, key: str, value: float, shape: tuple[int, ...]) -> None:
+        self.file, self.name, self.shape, self._value = file, key, shape, value
+
+    def array(self) -> Array:
+        """The number."""
+        return np.full(self.shape, self._value, np.float32)
+
+    def blocks(self) -> Array:
+        """There are none."""
+        raise AssertionError(f"{self.name} is a number")
+
+    def order(self) -> Array | None:
+        """There is none."""
+        return None
+
+    def matrix(self) -> QuantizedMatrix:
+        """There is none."""
+        raise AssertionError(f"{self.name} is a number")
+
+    def check(self) -> None:
+        """It may be any."""
+
+    def release(self) -> None:
+        """It is read already."""
+
+
+def _part(name: str) -> str:
+    """What of a layer a tensor is, such as "attn_q"; of another tensor its name's stem."""
+    stem = name.rpartition(".")[0]
+    return stem.split(".", 2)[-1] if stem.startswith("blk.") else stem
+
+
 def _name_in_checkpoint(name: str, rules: GgufArchitecture) -> str:
     """The name in safetensors; one that the rules do not know stays, and is left over."""
     stem, _, kind = name.rpartition(".")
-    layer, _, part = stem.removeprefix("blk.").partition(".")
-    if stem in _GLOBAL_NAMES:
-        return f"{_GLOBAL_NAMES[stem]}.{kind}"
+    if stem in rules.names:
+        return f"{rules.names[stem]}.{kind}"
+    part = _part(name)
     if stem.startswith("blk."):
+        under = f"{rules.names['blk']}.{stem.split('.')[1]}"
         if (whole := f"{part}.{kind}") in rules.layer_names:
-            return f"model.layers.{layer}.{rules.layer_names[whole]}"
+            return f"{under}.{rules.layer_names[whole]}"
         if part in rules.layer_names:
-            return f"model.layers.{layer}.{rules.layer_names[part]}.{kind}"
+            return f"{under}.{rules.layer_names[part]}.{kind}"
     return name
 
 
-def _experts(file: GgufFile, name: str, ours: str, num_experts: int) -> dict[str, StoredTensor]:
-    """The tensors that are stacked in one, by their names."""
+def _cut(name: str, parts: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str, slice]]:
+    """The names of tensors whose rows, so many of each, one holds, and these rows; the last has all that are left."""
+    first = 0
+    for number, (part, size) in enumerate(zip(parts, sizes, strict=True), 1):
+        yield name.replace(_part(name), part), slice(first, first + size if number < len(parts) else None)
+        first += size
+
+
+def _check_stack(file: GgufFile, name: str, num_experts: int) -> None:
+    """Raises `WeightsError` for a tensor that is no stack of so many."""
     stored = file.tensors[name].shape
     if len(stored) < 2 or stored[0] != num_experts:
         raise WeightsError(
             f"{file.path}: tensor {name!r} is {list(stored)}, but expert_count is {num_experts}, which its first size"
             " must be"
         )
-    return {ours.format(expert=expert): GgufWeight(file, name, expert) for expert in range(num_experts)}
 
 
 def _open_shards(path: Path) -> list[GgufFile]:

@@ -221,7 +221,14 @@ class Maker(ABC):
         has_bias: bool,
     ) -> None:  # fmt: skip
         """That the maps `parts` of queries, keys and values may be stored in one, `stack`, by heads of keys."""
-        groups, sizes = kv_heads.whole, (q_heads.whole // kv_heads.whole * head_dim, head_dim, head_dim)
+        sizes = (q_heads.whole // kv_heads.whole * head_dim, head_dim, head_dim)
+        self.note_row_stack(stack, parts, sizes, inputs, groups=kv_heads.whole, has_bias=has_bias)
+
+    def note_row_stack(
+        self, stack: str, parts: Sequence[str], sizes: tuple[int, ...], inputs: int, *, groups: int = 1,
+        has_bias: bool = False,
+    ) -> None:  # fmt: skip
+        """That the maps `parts` may be stored in one, `stack`: so many rows of each in every one of its groups."""
         for part, rest in (("weight", (inputs,)), ("bias", ())) if has_bias else (("weight", (inputs,)),):
             names = tuple(f"{self._prefix}{name}.{part}" for name in parts)
             self._stacks[f"{self._prefix}{stack}.{part}"] = RowStack((groups * sum(sizes), *rest), names, sizes)

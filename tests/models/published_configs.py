@@ -336,7 +336,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         rope_theta=1000000, sliding_window=4096, sliding_window_pattern="LLLG", tie_word_embeddings=False,
     ),
     "ERNIE-4.5-0.3B-PT": _config(
-        "Ernie4_5ForCausalLM", "ernie4_5", head_dim=16, hidden_act="silu", num_key_value_heads=2, pad_token_id=0,
+        "Ernie4_5_ForCausalLM", "ernie4_5", head_dim=16, hidden_act="silu", num_key_value_heads=2, pad_token_id=0,
         rope_theta=500000.0, tie_word_embeddings=True, use_bias=False,
     ),
     "ERNIE-4.5-21B-A3B-PT": _config(
@@ -353,7 +353,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         rope_theta=1500000.0, router_aux_loss_coef=0.0, tie_word_embeddings=True,
     ),
     "Phi-3.5-MoE": _config(
-        "PhimoeForCausalLM", "phimoe", attention_bias=True, attention_dropout=0.0, hidden_act="silu",
+        "PhiMoEForCausalLM", "phimoe", attention_bias=True, attention_dropout=0.0, hidden_act="silu",
         hidden_dropout=0.0, input_jitter_noise=0.01, lm_head_bias=True, num_experts_per_tok=2, num_key_value_heads=2,
         num_local_experts=16, original_max_position_embeddings=4096, output_router_logits=False, rope_scaling={
             "long_factor": [1.0] * 8, "long_mscale": 1.243163121016122, "original_max_position_embeddings": 4096,

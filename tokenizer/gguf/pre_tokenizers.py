@@ -51,6 +51,14 @@ _O200K = (
     rf"{_CASED}{_CAPITALS}*{_SMALL}+{_CONTRACTION}?|{_CASED}{_CAPITALS}+{_SMALL}*{_CONTRACTION}?"
     rf"|\p{{N}}{{1,3}}|{_SLASHED_REST}"
 )
+_KIMI_CAPITALS, _KIMI_SMALL = (rf"(?:(?!\p{{Han}}){letters})" for letters in (_CAPITALS, _SMALL))
+_KIMI = (
+    rf"[\p{{Han}}]+|{_CASED}{_KIMI_CAPITALS}*{_KIMI_SMALL}+{_CONTRACTION}?"
+    rf"|{_CASED}{_KIMI_CAPITALS}+{_KIMI_SMALL}*{_CONTRACTION}?|\p{{N}}{{1,3}}|{_REST}"
+)
+_SEED = (
+    rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _CJK = r"[一-龥ࠀ-一가-퟿]+"
 _DEEPSEEK_LETTERS = (
     r"\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝ"
@@ -67,6 +75,9 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), _words(_CL100K)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _words(_QWEN2, normalizer=_NFC)),
     **dict.fromkeys(("stablelm2", "hunyuan"), _words(_QWEN2)),
+    "seed-coder": _words(_SEED),  # Seed-OSS, too
+    "tiny_aya": _words(r"\d{1,3}(?=(?:\d{3})*\b)", _O200K),
+    "kimi-k2": _words(_KIMI),
     **dict.fromkeys(("gpt-2", "phi-2", "jais", "trillion", "exaone4"), _GPT2),
     **dict.fromkeys(("olmo", "mpt"), PreTokenizer(_GPT2.steps, normalizer=_NFC)),
     **dict.fromkeys(("starcoder", "refact", "smollm", "codeshell", "exaone", "minerva-7b"), _SINGLE_DIGITS),
@@ -91,11 +102,14 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "deepseek-coder": PreTokenizer(
         (*map(_split, (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK)), _DIGIT, byte_level(False))
     ),
-    "deepseek-v3": _words(
-        r"\p{N}{1,3}",
-        r"[一-龥぀-ゟ゠-ヿ]+",
-        r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
-        r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+    **dict.fromkeys(
+        ("deepseek-v3", "hunyuan-dense"),
+        _words(
+            r"\p{N}{1,3}",
+            r"[一-龥぀-ゟ゠-ヿ]+",
+            r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
+            r"""| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+""",
+        ),
     ),
 }
 """By the name in the file."""

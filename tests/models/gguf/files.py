@@ -21,11 +21,20 @@ ARCHITECTURES = {
     "olmoe": "olmoe", "gpt_oss": "gpt-oss", "glm4_moe": "glm4moe",
     "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "gemma": "gemma", "seed_oss": "seed_oss",
     "exaone4": "exaone4", "ernie4_5": "ernie4_5", "starcoder2": "starcoder2", "cohere": "command-r",
-    "cohere2": "cohere2", "internlm2": "internlm2",
+    "cohere2": "cohere2", "internlm2": "internlm2", "gpt_neox": "gptneox", "olmo": "olmo", "phimoe": "phimoe",
+    "granitemoe": "granitemoe", "granitemoeshared": "granitemoe", "ernie4_5_moe": "ernie4_5-moe",
+    "hunyuan_v1_dense": "hunyuan-dense", "apertus": "apertus", "ministral3": "mistral3", "glm": "chatglm",
+    "gpt2": "gpt2", "qwen2_vl": "qwen2vl", "qwen3_vl": "qwen3vl", "qwen3_vl_moe": "qwen3vlmoe",
 }  # fmt: skip
-WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3")
+WITH_EXPERTS = (
+    "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3",
+    "phimoe", "granitemoe", "granitemoeshared", "ernie4_5_moe",
+)  # fmt: skip
 LATENT = ("deepseek_v2", "deepseek_v3")
-PERMUTED = ("llama", "mistral", "granite", "smollm3", "mixtral", "internlm2")
+PERMUTED = (
+    "llama", "mistral", "granite", "smollm3", "mixtral", "internlm2", "olmo", "ministral3", "granitemoe",
+    "granitemoeshared",
+)  # fmt: skip
 
 
 def write_gguf(
@@ -37,13 +46,16 @@ def write_gguf(
     add_metadata: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
     num_tensors_per_shard: int = 0,
     has_whole_maps: bool = False,
+    is_fused: bool = False,
 ) -> Path:
     """A file of float32 tensors by their names in safetensors. `type_of` gets GGUF's names; vectors stay float32.
     With `has_whole_maps` latent attention is written as it was until April 2025: heads' keys and values in one map.
+    `is_fused` writes queries, keys and values as one, as the converter does if it is asked to.
 
     Returns the file's path, or the first shard's.
     """
-    kind, num_layers = config["model_type"], config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
+    kind, config = config["model_type"], _named_alike(config)
+    num_layers = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[kind])
     names = gguf.get_tensor_name_map(arch, num_layers)
     writer = gguf.GGUFWriter(path, ARCHITECTURES[kind], split_max_tensors=num_tensors_per_shard)
@@ -51,12 +63,20 @@ def write_gguf(
     add_metadata(writer)
     if kind in LATENT and not has_whole_maps:
         tensors = split_maps(config, tensors)
-    for name, array in {**stacked_experts(tensors), **_extra_tensors(config)}.items():
+    tensors = _in_two(stacked_experts(tensors)) if kind.startswith("granitemoe") else stacked_experts(tensors)
+    written: dict[str, Array] = {}
+    for name, array in {**tensors, **_extra_tensors(config)}.items():
+        if ".act_fn." in name:  # written once, as a list over layers
+            if name.startswith("model.layers.0."):
+                values = [float(tensors[name.replace(".0.", f".{layer}.", 1)].item()) for layer in range(num_layers)]
+                writer.add_array(f"xielu.{name.rpartition('.')[2]}", values)
+            continue
         known = name.replace("e_score_correction_bias", "e_score_correction.bias")
         stored = names.get_name(known, try_suffixes=(".weight", ".bias")) or name
         stored += ".weight" * stored.endswith("sinks")
+        written[stored] = _changed(name, array, config)
+    for stored, array in (_fused(written) if is_fused else written).items():
         ggml = Ggml.F32 if array.ndim == 1 or ".ffn_gate_inp" in stored or stored.endswith("bias") else type_of(stored)
-        array = _changed(name, array, config)
         if array.dtype == np.uint8:  # blocks already
             writer.add_tensor(stored, array, raw_dtype=ggml)
         elif ggml in (Ggml.F32, Ggml.F16):
@@ -94,6 +114,41 @@ def stacked_experts(tensors: dict[str, Array]) -> dict[str, Array]:
     return found | {name: np.stack(arrays) for name, arrays in stacks.items()}
 
 
+def _fused(tensors: dict[str, Array]) -> dict[str, Array]:
+    """The rows of queries, keys and values of each layer one after another; by the file's names."""
+    found = {name: array for name, array in tensors.items() if ".attn_k." not in name and ".attn_v." not in name}
+    for name in [name for name in found if ".attn_q." in name]:
+        parts = [tensors[name.replace("attn_q", f"attn_{each}")] for each in "qkv"]
+        found[name.replace("attn_q", "attn_qkv")] = np.concatenate(parts)
+        del found[name]
+    return found
+
+
+def _in_two(tensors: dict[str, Array]) -> dict[str, Array]:
+    """GraniteMoE's maps of gate and up apart."""
+    found: dict[str, Array] = {}
+    for name, array in tensors.items():
+        if "input_linear" not in name:
+            found[name] = array
+            continue
+        form = "ffn_{}_exps" if "block_sparse_moe" in name else "ffn_{}_shexp"
+        for part, half in zip(("gate", "up"), np.split(array, 2, axis=array.ndim - 2), strict=True):
+            found[f"blk.{name.split('.')[2]}.{form.format(part)}.weight"] = half
+    return found
+
+
+def _named_alike(config: dict[str, Any]) -> dict[str, Any]:
+    """GPT-2's config, and defaults that files leave out, by the names of others."""
+    names = {
+        "n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+        "n_positions": "max_position_embeddings", "layer_norm_epsilon": "layer_norm_eps",
+    }  # fmt: skip
+    config = {**config, **{name: config[own] for own, name in names.items() if own in config}}
+    if config["model_type"] == "gpt2":
+        config["intermediate_size"] = config["n_inner"] or 4 * config["n_embd"]
+    return {"num_key_value_heads": config["num_attention_heads"], "rope_parameters": {}, **config}
+
+
 def split_maps(config: dict[str, Any], tensors: dict[str, Array]) -> dict[str, Array]:
     """Maps of latent rows to heads' keys, transposed, and values apart."""
     found = {}
@@ -111,6 +166,11 @@ def split_maps(config: dict[str, Any], tensors: dict[str, Array]) -> dict[str, A
 def _changed(name: str, array: Array, config: dict[str, Any]) -> Array:
     """As `modify_tensors` of the converter's classes."""
     kind = config["model_type"]
+    if "query_key_value" in name and kind == "gpt_neox":
+        by_head = array.reshape(config["num_attention_heads"], 3, -1, *array.shape[1:])
+        return by_head.swapaxes(0, 1).reshape(array.shape)
+    if kind == "gpt2" and array.ndim == 2 and ".h." in name:
+        return np.ascontiguousarray(array.T)
     if kind in PERMUTED and (".q_proj." in name or ".k_proj." in name):
         num_heads = config["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
         halves = array.reshape(num_heads, 2, len(array) // num_heads // 2, *array.shape[1:])
@@ -140,20 +200,24 @@ def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any], has_whole_maps: b
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(1 if kind in LATENT and not has_whole_maps else config["num_key_value_heads"])
-    if "rms_norm_eps" in config:
+    if kind == "olmo":
+        writer.add_layer_norm_eps(1e-5)
+    elif "rms_norm_eps" in config:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     else:
         writer.add_layer_norm_eps(config["norm_epsilon" if kind == "starcoder2" else "layer_norm_eps"])
     if kind in ("cohere", "cohere2"):
         writer.add_logit_scale(config["logit_scale"])
-    writer.add_rope_freq_base(rope["rope_theta"])
+    if kind not in ("gpt2", "gpt_neox"):
+        alpha = rope.get("alpha")
+        writer.add_rope_freq_base(rope["rope_theta"] * (alpha ** (head_dim / (head_dim - 2)) if alpha else 1))
     if kind not in ("phi3", "gemma2", "gemma3_text"):
         writer.add_vocab_size(config["vocab_size"])
     if kind not in ("gemma2", "gemma3_text"):
         writer.add_rope_dimension_count(rotary_dim)
     if kind in LATENT:
         _add_latent_keys(writer, config, has_whole_maps)
-    elif "head_dim" in config:
+    elif config.get("head_dim"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     if rope.get("rope_type") in ("linear", "yarn"):
@@ -173,10 +237,10 @@ def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any], has_whole_maps: b
     if kind == "gemma3_text":
         writer.add_rope_freq_base_swa(sliding["rope_theta"])
     if kind in WITH_EXPERTS:
-        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
         writer.add_expert_count(next(config[name] for name in names if name in config))
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-    if kind in ("qwen2_moe", "qwen3_moe", "glm4_moe", *LATENT):
+        writer.add_expert_used_count(config["moe_k" if kind == "ernie4_5_moe" else "num_experts_per_tok"])
+    if kind in ("qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "glm4_moe", "ernie4_5_moe", *LATENT):
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     if kind == "qwen2_moe":
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
@@ -194,11 +258,30 @@ def _add_keys(writer: gguf.GGUFWriter, config: dict[str, Any], has_whole_maps: b
         writer.add_nextn_predict_layers(config["num_nextn_predict_layers"])
     if kind == "gpt_oss":
         writer.add_expert_feed_forward_length(config["intermediate_size"])
-    if kind in ("gemma2", "gemma3_text", "phi3", "mistral", "olmo3", "gpt_oss", "mixtral", "cohere2"):
+    if kind in ("gemma2", "gemma3_text", "phi3", "mistral", "olmo3", "gpt_oss", "mixtral", "cohere2", "phimoe"):
         writer.add_sliding_window(config["sliding_window"] or 0)
     if kind == "olmo3":
+        writer.add_rope_freq_base_swa(sliding["rope_theta"])
         writer.add_sliding_window_pattern([layer == "sliding_attention" for layer in config["layer_types"]])
-    if kind == "granite":
+    if kind == "ernie4_5_moe":
+        writer.add_expert_shared_count(config["moe_num_shared_experts"])
+        writer.add_expert_shared_feed_forward_length(config["intermediate_size"] // config["num_key_value_heads"])
+        writer.add_leading_dense_block_count(config["moe_layer_start_index"])
+        writer.add_interleave_moe_layer_step(config["moe_layer_interval"])
+    if kind == "granitemoeshared":
+        writer.add_expert_shared_feed_forward_length(config["shared_intermediate_size"])
+    if kind == "olmo" and config["clip_qkv"] is not None:
+        writer.add_clamp_kqv(config["clip_qkv"])
+    if kind == "gpt_neox":
+        writer.add_parallel_residual(config["use_parallel_residual"])
+    if kind == "ministral3":
+        writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    if kind in ("qwen2_vl", "qwen3_vl", "qwen3_vl_moe"):
+        writer.add_rope_dimension_sections([2, 1, 1, 0])
+    if kind in ("qwen3_vl", "qwen3_vl_moe"):
+        writer.add_num_deepstack_layers(3)
+    if kind.startswith("granite"):
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
@@ -228,7 +311,7 @@ def _extra_tensors(config: dict[str, Any]) -> dict[str, Array]:
     if config["model_type"] == "phi3" and "long_factor" in rope:
         factors = {length: np.array(rope[f"{length}_factor"], np.float32) for length in ("long", "short")}
         return {f"rope_factors_{length}.weight": array for length, array in factors.items()}
-    if config["model_type"] == "llama" and rope.get("rope_type") == "llama3":
+    if config["model_type"] in ("llama", "apertus") and rope.get("rope_type") == "llama3":
         return {"rope_freqs.weight": np.array(_llama3_factors(rope, _head_dim(config)), np.float32)}
     return {}
 

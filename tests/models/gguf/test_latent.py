@@ -54,6 +54,18 @@ def test_float32_is_the_twin(tmp_path: Path, case: str, has_whole_maps: bool) ->
     np.testing.assert_array_equal(logits_of(loaded, ids), logits_of(load_model(tmp_path / "twin"), ids))
 
 
+def test_sigmoids_that_a_file_does_not_tell(tmp_path: Path) -> None:
+    """The converter writes the function if config.json does, which transformers' does not; the correction tells."""
+    config, tensors, ids = twin_of(tmp_path / "twin", "deepseek_v3_odd")
+
+    def forget(writer: gguf.GGUFWriter) -> None:
+        del writer.kv_data[0]["deepseek2.expert_gating_func"]
+
+    path = write_gguf(tmp_path / "model.gguf", config, tensors, add_metadata=forget)
+    logits, expected = logits_of(load_model(path), ids), logits_of(load_model(tmp_path / "twin"), ids)
+    np.testing.assert_array_equal(logits, expected)
+
+
 CONFIG: dict[str, Any] = {
     "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 256, "q_lora_rank": None,
     "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,

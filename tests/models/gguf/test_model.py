@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as Ggml
 
 from models.checkpoints.model_files import open_model
 from models.errors import ConfigError, ModelLoadError, WeightsError
+from models.gguf.reader import GgufFile
 from models.registry import declare_model, load_config, load_model
 from runtime.dtype import bfloat16, float16, float32
 from runtime.linear.format import GGML_FORMATS
@@ -60,7 +61,21 @@ CASES: dict[str, dict[str, Any]] = {
     "starcoder2_odd": {"sliding_window": None},
     "cohere_norms": {},
     "cohere2_windows": {},
+    "gpt_neox_odd": {},
+    "gpt2_gelu_new": {},
+    "olmo_clipped": {},
+    "phimoe_odd": {"router_jitter_noise": 0.01},
+    "granite_moe_shared": {},
+    "granite_moe_square": {},
+    "ernie_moe_odd": {},
+    "hunyuan_alpha": {},
+    "apertus_odd": {},
+    "ministral3_positions": {},
+    "glm_odd": {},
 }
+TEXTS = {"qwen2_odd": "qwen2_vl", "qwen3_odd": "qwen3_vl", "qwen3_moe_odd": "qwen3_vl_moe"}
+"""What the text of models that read pictures computes, and what they are called."""
+FUSED = ("llama_linear_gqa2", "qwen2_odd", "cohere_norms")
 
 
 def twin_of(folder: Path, case: str, **changes: Any) -> tuple[dict[str, Any], dict[str, Array], list[int]]:
@@ -79,7 +94,7 @@ def test_float32_is_the_twin(tmp_path: Path, case: str) -> None:
     config, tensors, ids = twin_of(tmp_path / "twin", case, **CASES[case])
     path = write_gguf(tmp_path / "model.gguf", config, tensors)
     ours, twin = load_config(path), load_config(tmp_path / "twin")
-    has_factors = "llama3" in case
+    has_factors = "llama3" in case or "apertus" in case
     assert comparable(ours, has_factors) == comparable(twin, has_factors)
     logits, expected = logits_of(load_model(path), ids), logits_of(load_model(tmp_path / "twin"), ids)
     if has_factors:  # the file has each pair's factor in float32, not the rule
@@ -98,11 +113,15 @@ def test_gpt_oss_whose_positions_are_not_scaled(tmp_path: Path) -> None:
 
 
 def comparable(config: Any, has_factors: bool) -> Any:
-    """A config without what the file has no keys for here; ropes with their attention factor in float32."""
-    ropes = [] if has_factors else [rope for rope in config.layer_ropes if rope]
-    ropes = [dataclasses.replace(rope, attention_factor=np.float32(rope.attention_factor)) for rope in ropes]
-    told = {"dtype": None, "bos_token_id": None, "eos_token_ids": (), "pad_token_id": None}
-    return dataclasses.replace(config, **told, layer_ropes=tuple(ropes))
+    """A config without what the file has no keys for here; ropes with numbers in float32."""
+    told: dict[str, Any] = {"dtype": None, "bos_token_id": None, "eos_token_ids": (), "pad_token_id": None}
+    if hasattr(config, "layer_ropes"):
+        ropes = [] if has_factors else [rope for rope in config.layer_ropes if rope]
+        told["layer_ropes"] = tuple(
+            dataclasses.replace(rope, attention_factor=np.float32(rope.attention_factor), theta=np.float32(rope.theta))
+            for rope in ropes
+        )
+    return dataclasses.replace(config, **told)
 
 
 def test_internlm2_is_llama_there(tmp_path: Path) -> None:
@@ -110,6 +129,43 @@ def test_internlm2_is_llama_there(tmp_path: Path) -> None:
     config, tensors, ids = twin_of(tmp_path / "twin", "llama_linear_gqa2")
     path = write_gguf(tmp_path / "model.gguf", {**config, "model_type": "internlm2"}, tensors)
     np.testing.assert_array_equal(logits_of(load_model(path), ids), logits_of(load_model(tmp_path / "twin"), ids))
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_texts_of_models_that_read_pictures(tmp_path: Path, case: str) -> None:
+    """Their tower is another file; a text's tokens have one position on all axes."""
+    config, tensors, ids = twin_of(tmp_path / "twin", case)
+    path = write_gguf(tmp_path / "model.gguf", {**config, "model_type": TEXTS[case]}, tensors)
+    np.testing.assert_array_equal(logits_of(load_model(path), ids), logits_of(load_model(tmp_path / "twin"), ids))
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_queries_keys_and_values_in_one_tensor(tmp_path: Path, case: str) -> None:
+    config, tensors, ids = twin_of(tmp_path / "twin", case)
+    path = write_gguf(tmp_path / "model.gguf", config, tensors, is_fused=True)
+    assert "blk.0.attn_qkv.weight" in GgufFile(path).tensors
+    np.testing.assert_array_equal(logits_of(load_model(path), ids), logits_of(load_model(tmp_path / "twin"), ids))
+
+
+def test_numbers_of_layers(tmp_path: Path) -> None:
+    """Apertus' activations stand in the metadata: one for each layer, or one for all."""
+    config, tensors, ids = twin_of(tmp_path / "twin", "apertus_odd")
+    for values, is_right in (([0.5], True), ([0.5, 0.5], True), ([0.5] * 3, False), (["x", "y"], False)):
+
+        def change(writer: gguf.GGUFWriter, values: list[Any] = values) -> None:
+            writer.kv_data[0].pop("xielu.beta", None)
+            writer.add_array("xielu.beta", values)
+
+        given = {name: array for name, array in tensors.items() if not name.endswith("act_fn.beta")}
+        path = write_gguf(tmp_path / "model.gguf", config, given, add_metadata=change)
+        if not is_right:
+            with pytest.raises(WeightsError, match=r"model.gguf: xielu.beta must have a number for each of 2 layers"):
+                load_model(path)
+            continue
+        for layer in range(2):
+            given[f"model.layers.{layer}.mlp.act_fn.beta"] = np.array(0.5, np.float32)
+        write_safetensors(tmp_path / "twin" / "model.safetensors", given)
+        assert relative_error(logits_of(load_model(path), ids), logits_of(load_model(tmp_path / "twin"), ids)) < 1e-5
 
 
 QUANTISED = [Ggml.Q8_0, Ggml.Q4_0, Ggml.Q4_1, Ggml.Q5_0, Ggml.Q5_1, Ggml.Q2_K, Ggml.Q3_K, Ggml.Q4_K, Ggml.Q5_K]

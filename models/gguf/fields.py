@@ -1,0 +1,345 @@
+"""Fields of a config.json out of the metadata of one architecture: what each family's keys stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import Any
+
+from models.configuration.json_fields import REQUIRED, Fields
+
+_SOFTMAX, _SIGMOID = 1, 2  # values of `expert_gating_func`
+
+
+class Keys:
+    """The metadata of one architecture, `{name}.key`, as fields that record what was read; `tensors` are the file's."""
+
+    def __init__(self, fields: Fields, name: str, tensors: Container[str]) -> None:
+        self.fields, self.tensors, self._name = fields, tensors, name
+
+    def __call__(self, key: str) -> str:
+        """The whole key."""
+        return f"{self._name}.{key}"
+
+    def integer(self, key: str, default: Any = None, *, least: int = 1) -> Any:
+        """An integer, or a list with the same one for each layer."""
+        name = self(key)
+        values = self.fields.raw(name)
+        if isinstance(values, list) and values and all(value == values[0] for value in values):
+            return Fields({name: values[0]}, self.fields.where).integer(name, least=least)
+        return self.fields.integer(name, default, least=least)
+
+    def number(self, key: str, default: Any = None) -> Any:
+        """A finite number."""
+        return self.fields.number(self(key), default)
+
+
+def read_llama(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """The converter calls Mistral so, too."""
+    window = keys.integer("attention.sliding_window", least=0)
+    if keys.integer("expert_count", 0, least=0):
+        return {"architectures": ["MixtralForCausalLM"], "sliding_window": window or None, **_read_experts(keys)}
+    return {"sliding_window": window, "architectures": ["MistralForCausalLM"]} if window else {}
+
+
+def _read_experts(keys: Keys) -> dict[str, Any]:
+    """How many experts there are, and how many of them a token goes to."""
+    return {
+        "num_experts": keys.integer("expert_count", REQUIRED),
+        "num_experts_per_tok": keys.integer("expert_used_count", REQUIRED),
+    }
+
+
+def read_qwen2_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """Whether weights are normalised is the architecture's, as it is for the others."""
+    common.pop("attention_bias")
+    return {
+        **_read_experts(keys),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length", REQUIRED),
+        "shared_expert_intermediate_size": keys.integer("expert_shared_feed_forward_length", REQUIRED),
+        "norm_topk_prob": False,
+        **_layers_without_router(keys, common),
+    }
+
+
+def read_qwen3_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **_read_experts(keys),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length", REQUIRED),
+        "norm_topk_prob": True,
+        **_layers_without_router(keys, common),
+    }
+
+
+def _layers_without_router(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """Qwen's layers without a router have an MLP."""
+    layers = range(common["num_hidden_layers"])
+    return {"mlp_only_layers": [each for each in layers if f"blk.{each}.ffn_gate_inp.weight" not in keys.tensors]}
+
+
+def read_glm4_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    keys.fields.expect(keys("expert_gating_func"), 0, _SIGMOID)
+    return {
+        **_read_further_layers(keys, common),
+        **_read_shared_and_routed(keys),
+        "n_group": keys.integer("expert_group_count", 1),
+        "topk_group": keys.integer("expert_group_used_count", 1),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.tensors,
+        "partial_rotary_factor": common.get("partial_rotary_factor", 1.0),
+    }
+
+
+def _read_further_layers(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """Layers that predict further tokens are counted among the others, and may have been left out all the same."""
+    num_further = keys.integer("nextn_predict_layers", 0, least=0)
+    num_layers = common["num_hidden_layers"]
+    if num_further >= num_layers:
+        raise keys.fields.error(keys("nextn_predict_layers"), f"= {num_further} must be below block_count {num_layers}")
+    return {"num_hidden_layers": num_layers - num_further, "num_nextn_predict_layers": num_further}
+
+
+def _read_shared_and_routed(keys: Keys) -> dict[str, Any]:
+    """Of GLM's and DeepSeek's experts."""
+    experts = _read_experts(keys)
+    return {
+        "n_routed_experts": experts["num_experts"],
+        "num_experts_per_tok": experts["num_experts_per_tok"],
+        "n_shared_experts": keys.integer("expert_shared_count", REQUIRED, least=0),
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length", REQUIRED),
+        "first_k_dense_replace": keys.integer("leading_dense_block_count", 0, least=0),
+        "routed_scaling_factor": keys.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": keys.fields.boolean(keys("expert_weights_norm"), False),
+    }
+
+
+def read_deepseek2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """V2, whose routers choose by a softmax, or V3, by sigmoids. Newer files tell the sizes of what is kept of a token
+    as a head's, and those of heads apart; older ones tell heads' alone."""
+    rotary_dim, latent_dim = common["head_dim"], keys.integer("attention.kv_lora_rank", REQUIRED)
+    sizes = [keys.integer(f"attention.{name}_length", REQUIRED) for name in ("key", "value")]
+    by_head = [keys.integer(f"attention.{name}_length_mla") for name in ("key", "value")]
+    if None not in by_head:
+        for name, value, must_be in zip(("key", "value"), sizes, (latent_dim + rotary_dim, latent_dim), strict=True):
+            if value != must_be:
+                raise keys.fields.error(keys(f"attention.{name}_length"), f"= {value} must be {must_be}, a kept row's")
+        sizes = by_head
+    key_size, value_size = sizes
+    if key_size <= rotary_dim:
+        problem = f"= {key_size} must be above rope.dimension_count = {rotary_dim}"
+        raise keys.fields.error(keys("attention.key_length"), problem)
+    common["num_key_value_heads"] = common["num_attention_heads"]
+    found = {
+        **_read_shared_and_routed(keys),
+        "kv_lora_rank": latent_dim, "q_lora_rank": keys.integer("attention.q_lora_rank"),
+        "qk_rope_head_dim": rotary_dim, "qk_nope_head_dim": key_size - rotary_dim, "v_head_dim": value_size,
+    }  # fmt: skip
+    factor = keys.number("rope.scaling.yarn_log_multiplier")  # a tenth of `mscale_all_dim`, which `mscale` is in all
+    if factor is not None and (rope := common.get("rope_scaling", {})).get("rope_type") == "yarn":
+        rope["mscale"] = rope["mscale_all_dim"] = round(10.0 * factor, 7)
+    # A file that does not say it has a correction of sigmoids' choices, or none.
+    has_correction = f"blk.{found['first_k_dense_replace']}.exp_probs_b.bias" in keys.tensors
+    gating = keys.integer("expert_gating_func", _SIGMOID if has_correction else _SOFTMAX, least=0)
+    groups, best = keys.integer("expert_group_count", 1), keys.integer("expert_group_used_count", 1)
+    if gating == _SIGMOID:
+        return {
+            **found, **_read_further_layers(keys, common), "architectures": ["DeepseekV3ForCausalLM"],
+            "n_group": groups, "topk_group": best,
+        }  # fmt: skip
+    keys.fields.expect(keys("expert_gating_func"), 0, _SOFTMAX)
+    is_grouped = {"topk_method": "group_limited_greedy", "n_group": groups, "topk_group": best}
+    return {**found, **(is_grouped if groups > 1 else {})}
+
+
+def read_olmoe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    return {**_read_experts(keys), "norm_topk_prob": False}
+
+
+def read_gpt_oss(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """The file does not say that the rotary ramp has no whole ends: gpt-oss's config.json does, and it always says how
+    positions are scaled, where a file without scaling is silent."""
+    rope = common.get("rope_scaling", {"rope_type": "default"})
+    if rope["rope_type"] == "yarn":
+        rope["truncate"] = False
+    size = keys.integer("expert_feed_forward_length", common["intermediate_size"])
+    return {
+        **_read_experts(keys),
+        "intermediate_size": size,
+        "rope_scaling": rope,
+        "sliding_window": keys.integer("attention.sliding_window", 128),
+        **_read_pattern(keys, common),
+    }
+
+
+def read_gemma2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": keys.number("final_logit_softcapping", 30.0),
+        "sliding_window": keys.integer("attention.sliding_window", 4096),
+        "query_pre_attn_scalar": _score_divisor(common, num_layers_of_largest=46),
+        **_read_pattern(keys, common),
+    }
+
+
+def read_gemma3(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    window = keys.integer("attention.sliding_window", least=0)
+    return {
+        "final_logit_softcapping": keys.number("final_logit_softcapping"),
+        "sliding_window": window or None,
+        "rope_local_base_freq": keys.number("rope.freq_base_swa", 10_000.0),
+        "query_pre_attn_scalar": _score_divisor(common, num_layers_of_largest=62),
+        **({"layer_types": ["full_attention"] * common["num_hidden_layers"]} if not window else {}),
+        **_read_pattern(keys, common),
+    }
+
+
+def _score_divisor(common: dict[str, Any], *, num_layers_of_largest: int) -> int:
+    """`query_pre_attn_scalar`, which the file lacks: of the model with 27 billion parameters it is not the head's."""
+    if common["num_hidden_layers"] == num_layers_of_largest:
+        return int(common["hidden_size"] // common["num_attention_heads"])
+    return int(common["head_dim"])
+
+
+def _read_pattern(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """`layer_types` out of one truth for each layer, whether it has a window."""
+    name, num_layers = keys("attention.sliding_window_pattern"), common["num_hidden_layers"]
+    pattern = keys.fields.raw(name)
+    if pattern is None:
+        return {}
+    if not isinstance(pattern, list) or len(pattern) != num_layers or any(value not in (0, 1) for value in pattern):
+        raise keys.fields.error(name, f"must be a truth for each of {num_layers} layers, not {pattern!r:.80}")
+    return {"layer_types": ["sliding_attention" if value else "full_attention" for value in pattern]}
+
+
+def read_phi3(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    return {"sliding_window": keys.integer("attention.sliding_window", least=0) or None}
+
+
+def read_olmo2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """Layers with windows are rotated by the same base, but not scaled."""
+    keys.fields.expect(keys("rope.freq_base_swa"), common["rope_theta"])
+    window = keys.integer("attention.sliding_window")
+    if not window:
+        return {}
+    return {"architectures": ["Olmo3ForCausalLM"], "sliding_window": window, **_read_pattern(keys, common)}
+
+
+def read_granite(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    names = {
+        "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+    }  # fmt: skip
+    return {ours: keys.number(name, 1.0) for name, ours in names.items()}
+
+
+def read_seed_oss(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    return {"attention_out_bias": "blk.0.attn_output.bias" in keys.tensors}
+
+
+def read_exaone4(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    return {"sliding_window": keys.integer("attention.sliding_window", least=0) or None, **_read_pattern(keys, common)}
+
+
+def read_use_bias(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """Reads the biases of families with one field for all of them."""
+    return {"use_bias": common["attention_bias"], "attention_bias": None, "mlp_bias": None}
+
+
+def read_starcoder2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """Without a window, which the file does not tell."""
+    return {**read_use_bias(keys, common), "sliding_window": None}
+
+
+def read_command_r(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    has_norms = "blk.0.attn_q_norm.weight" in keys.tensors
+    return {"logit_scale": keys.number("logit_scale", 0.0625), "use_qk_norm": has_norms}
+
+
+def read_cohere2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    window = keys.integer("attention.sliding_window", REQUIRED)
+    logit_scale = keys.number("logit_scale", 0.0625)
+    return {"logit_scale": logit_scale, "sliding_window": window, **_read_pattern(keys, common)}
+
+
+def read_granite_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """With an expert of all tokens or without; or that alone, which is Granite's MLP."""
+    found = read_granite(keys, common)
+    shared = keys.integer("expert_shared_feed_forward_length", 0, least=0)
+    if not keys.integer("expert_count", 0, least=0):
+        keys.integer("expert_used_count", 0, least=0)
+        return {**found, "architectures": ["GraniteForCausalLM"], "intermediate_size": shared or None}
+    name = "GraniteMoeSharedForCausalLM" if shared else "GraniteMoeForCausalLM"
+    is_shared = {"shared_intermediate_size": shared} if shared else {}
+    return {**found, **_read_experts(keys), **is_shared, "architectures": [name]}
+
+
+def read_ernie_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """Layers are sparse as their tensors tell."""
+    experts, layers = _read_experts(keys), range(common["num_hidden_layers"])
+    sparse = [layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" in keys.tensors]
+    keys.fields.raw(keys("expert_shared_feed_forward_length"))  # no length of any map
+    return {
+        **read_use_bias(keys, common),
+        "moe_num_experts": experts["num_experts"], "moe_k": experts["num_experts_per_tok"],
+        "moe_intermediate_size": keys.integer("expert_feed_forward_length", REQUIRED),
+        "moe_num_shared_experts": keys.integer("expert_shared_count", 0, least=0),
+        "moe_layer_start_index": keys.integer("leading_dense_block_count", 0, least=0),
+        "moe_layer_interval": keys.integer("interleave_moe_layer_step", 1),
+        "moe_layer_end_index": sparse[-1] if sparse else 0,
+    }  # fmt: skip
+
+
+def read_phimoe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """The file has one factor of cosines and sines, for both contexts."""
+    rope = common.get("rope_scaling", {})
+    if "attention_factor" in rope:
+        rope["short_mscale"] = rope["long_mscale"] = rope["attention_factor"]
+    return {**read_phi3(keys, common), **_read_experts(keys), "lm_head_bias": "output.bias" in keys.tensors}
+
+
+def read_olmo(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    return {"clip_qkv": keys.number("attention.clamp_kqv") or None}
+
+
+def read_mistral3(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """Ministral 3, whose queries grow with their position, or Mistral under its newer name."""
+    beta, rope = keys.number("attention.temperature_scale"), common.get("rope_scaling", {})
+    factor = keys.number("rope.scaling.yarn_log_multiplier")
+    if factor and rope.get("rope_type") == "yarn":
+        rope["mscale"], rope["mscale_all_dim"] = 1.0, factor
+    if not beta:
+        return {"architectures": ["MistralForCausalLM"], "sliding_window": None}
+    rope["llama_4_scaling_beta"] = beta
+    return {"rope_scaling": rope}
+
+
+def read_gpt_neox(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "use_parallel_residual": keys.fields.boolean(keys("use_parallel_residual"), True),
+        "mlp_bias": None,  # there always is one
+        **read_rotated_part(keys, common),
+    }
+
+
+def read_rotated_part(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """Of families that rotate a part of a head where the config does not say how much."""
+    return {"partial_rotary_factor": common.get("partial_rotary_factor", 1.0)}
+
+
+def read_gpt2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """By its config's own names, without rotary positions."""
+    names = {
+        "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions", "intermediate_size": "n_inner",
+    }  # fmt: skip
+    absent = (*names, "num_key_value_heads", "head_dim", "attention_bias", "mlp_bias", "rope_theta")
+    return {**dict.fromkeys(absent), **{own: common[name] for name, own in names.items()}}
+
+
+def read_text(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    """Of models that read pictures, by another file: a text's tokens have one position, whichever axis it counts on."""
+    for name in ("rope.dimension_sections", "n_deepstack_layers"):
+        keys.fields.raw(keys(name))
+    return {}
+
+
+def read_text_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
+    return {**read_text(keys, common), **read_qwen3_moe(keys, common)}
