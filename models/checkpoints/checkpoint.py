@@ -34,8 +34,9 @@ _WRAPPERS = re.compile(
 """Parts of names that wrappers of a model leave in files."""
 
 _OTHER_MODULES = re.compile(r"(model\.)?(v_head|value_head|visual|vision_tower|vision_model|multi_modal_projector)\.")
+_LANGUAGE_MODEL = "model.language_model."
 _OF_TEXT_MODELS = {
-    "language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model.",
+    "language_model.model.": "model.", "language_model.lm_head.": "lm_head.", _LANGUAGE_MODEL: "model.",
 }  # fmt: skip
 """Beginnings of names where a text model's weights are stored as a part of a model of pictures and text."""
 
@@ -189,7 +190,8 @@ class Checkpoint:
         beginnings = {old: new for old, new in layout.renames.items() if not old.startswith(".")}
         parts = {old: new for old, new in layout.renames.items() if old not in beginnings}
         has_own_beginnings = bool(beginnings)
-        if not has_own_beginnings and layout.prefix == "model.":
+        is_text = layout.prefix == "model." and not any(name.startswith(_LANGUAGE_MODEL) for name in layout.shapes)
+        if is_text and not has_own_beginnings:
             beginnings = _OF_TEXT_MODELS
         bare_names = self._bare_names(layout, beginnings)
         is_prefixed = has_own_beginnings or any(stored.startswith(layout.prefix) for stored in bare_names)

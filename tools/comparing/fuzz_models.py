@@ -221,6 +221,24 @@ def write_goldens(oracle: Oracle, folder: Path, seed: int, num: int, families: l
     np.savez_compressed(folder / "oracle.npz", **arrays)
 
 
+def drawn(options: argparse.Namespace) -> Iterator[Case]:
+    """The cases that a command line asks for."""
+    if options.case:
+        yield json.loads(options.case.read_text(encoding="utf-8"))
+        return
+    if options.every_save:
+        for family, dtype, fuses in itertools.product(options.family, ("float32", "bfloat16"), (False, True)):
+            case = draw_case(random.Random(f"{options.seed}:{family}:{dtype}"), family, [], is_small=True)
+            fields = case["fields"]
+            if not fuses or any("expert" in name for name in {*fields, *fields.get("text_config", {})}):
+                yield {**case, "dtype": dtype, "fuses_experts": fuses}
+        return
+    for index in range(options.first, options.first + options.num):
+        rng = random.Random(f"{options.seed}:{index}")
+        devices = options.device if rng.random() < options.emulated_share else []
+        yield draw_case(rng, options.family[index % len(options.family)], devices)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--peer-python", required=True, help="a Python with torch and transformers")
@@ -230,6 +248,7 @@ def main() -> int:
     parser.add_argument("--family", nargs="*", choices=families(), default=families())
     parser.add_argument("--device", nargs="*", default=["emulated:sm_80", "emulated:sm_90a"])
     parser.add_argument("--emulated-share", type=float, default=0.4, help="of models that run on a device, too")
+    parser.add_argument("--every-save", action="store_true", help="each family in both types and layouts of experts")
     parser.add_argument("--case", type=Path, help="run this case instead")
     parser.add_argument("--write-goldens", type=Path, help="keep small cases and their answers in this folder")
     parser.add_argument("--no-shrink", action="store_true", help="print failing cases as they were drawn")
@@ -243,13 +262,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that nothing is left running
     num_failed, start = 0, time.monotonic()
     try:
-        for index in range(options.first, options.first + (1 if options.case else options.num)):
-            if options.case:
-                case = json.loads(options.case.read_text(encoding="utf-8"))
-            else:
-                rng = random.Random(f"{options.seed}:{index}")
-                devices = options.device if rng.random() < options.emulated_share else []
-                case = draw_case(rng, options.family[index % len(options.family)], devices)
+        for index, case in enumerate(drawn(options), options.first):
             began = time.monotonic()
             said = checker.check(case)
             devices = ", ".join(run["device"] for run in case["runs"])

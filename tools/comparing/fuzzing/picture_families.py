@@ -80,10 +80,21 @@ def _qwen3_vl(draw: Draw) -> Fields:
     return _wrapped(draw, "qwen3_vl_text", text, tower, "image_token_id")
 
 
+def _qwen3_vl_moe(draw: Draw) -> Fields:
+    fields = _qwen3_vl(draw)
+    count = draw.integer(2, 8)
+    fields["text_config"] |= {
+        "model_type": "qwen3_vl_moe_text", "num_experts": count, "num_experts_per_tok": draw.integer(1, count),
+        "moe_intermediate_size": 4 * draw.integer(1, 12), "decoder_sparse_step": draw.choice((1, 2)),
+    }  # fmt: skip
+    return fields
+
+
 PICTURES: dict[str, tuple[str, str, Callable[[Draw], Fields]]] = {
     "pixtral": ("LlavaConfig", "LlavaForConditionalGeneration", _pixtral),
     "mistral3": ("Mistral3Config", "Mistral3ForConditionalGeneration", _mistral3),
     "qwen2_vl": ("Qwen2VLConfig", "Qwen2VLForConditionalGeneration", _qwen2_vl),
     "qwen2_5_vl": ("Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration", _qwen2_5_vl),
     "qwen3_vl": ("Qwen3VLConfig", "Qwen3VLForConditionalGeneration", _qwen3_vl),
+    "qwen3_vl_moe": ("Qwen3VLMoeConfig", "Qwen3VLMoeForConditionalGeneration", _qwen3_vl_moe),
 }
