@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from runtime.bench.scheduling.engines import QWEN3_0_6B
+from runtime.bench.scheduling.roofline import PRESETS
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def write_gpt2_folder(folder: Path, shape: Gpt2Shape, seed: int = 0, dtype: str 
     write_folder(folder, config, tensors)
 
 
-def write_qwen3_folder(folder: Path, config: Mapping[str, Any] = QWEN3_0_6B, seed: int = 0) -> None:
+def write_qwen3_folder(folder: Path, config: Mapping[str, Any] = PRESETS["qwen3-0.6b"], seed: int = 0) -> None:
     """The same of Qwen3, in bfloat16; norms are drawn around one."""
     generator = np.random.default_rng(seed)
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]

@@ -175,20 +175,13 @@ def _in_turns(works: Mapping[str, Callable[[], object]], num_rounds: int, repeat
     return seconds
 
 
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
 def _encode_row(
     sides: list[Side], work: str, text: str, num_rounds: int, left_out: dict[str, str]
 ) -> dict[str, Any]:
     works = _verified(sides, work, lambda side: side.encode(text), left_out)
-    megabytes = len(text.encode()) / 1e6
-    seconds = _in_turns(works, num_rounds)
-    rates = {name: _spread([megabytes / each for each in seconds[name]]) for name in works}
-    best = max((rates[name]["median"] for name in rates if name != "ours"), default=None)
-    ratio = {} if best is None else {"ratio": rates["ours"]["median"] / best}
-    return {"work": f"encode, {work}", "unit": "MB/s", "bytes": len(text.encode()), **rates, **ratio}
+    num_bytes, seconds = len(text.encode()), _in_turns(works, num_rounds)
+    rates = {name: [num_bytes / 1e6 / each for each in seconds[name]] for name in works}
+    return {**_row(f"encode, {work}", "MB/s", rates), "bytes": num_bytes}
 
 
 def _prompt_row(
@@ -197,10 +190,21 @@ def _prompt_row(
     text = chat_like_prompt(file, prose)
     works = _verified(sides, "the prompt", lambda side: side.prompt(text), left_out)
     seconds = _in_turns(works, num_rounds, _PROMPT_REPEATS)
-    times = {name: _spread([1e6 * each for each in seconds[name]]) for name in works}
-    best = min((times[name]["median"] for name in times if name != "ours"), default=None)
-    ratio = {} if best is None else {"ratio": best / times["ours"]["median"]}
-    return {"work": f"encode, a prompt of {len(text)} characters", "unit": "us", **times, **ratio}
+    times = {name: [1e6 * each for each in seconds[name]] for name in works}
+    return _row(f"encode, a prompt of {len(text)} characters", "us", times)
+
+
+def _row(work: str, unit: str, values: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Each side's spread, and ours against the best of the others: more is better, but of microseconds."""
+    medians = {name: statistics.median(each) for name, each in values.items()}
+    spreads = {
+        name: {"median": medians[name], "min": min(each), "max": max(each)} for name, each in values.items()
+    }
+    ours, ratio = medians.pop("ours"), {}
+    if medians:
+        others = medians.values()
+        ratio["ratio"] = min(others) / ours if unit == "us" else ours / max(others)
+    return {"work": work, "unit": unit, **spreads, **ratio}
 
 
 def chat_like_prompt(file: Path, prose: str) -> str:

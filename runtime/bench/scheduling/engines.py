@@ -14,18 +14,12 @@ from typing import Any
 import msgspec
 
 from runtime.bench.metrics import BenchmarkError
+from runtime.bench.scheduling.roofline import PRESETS
 from runtime.engine.engine import Engine
 from runtime.engine.messages import EngineOutput, EngineRequest
 from runtime.engine.process.client import EngineClient, ThreadEngineClient
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.steps.local_executor import LocalExecutor
-
-QWEN3_0_6B: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_act": "silu", "rope_theta": 1e6,
-    "rms_norm_eps": 1e-6, "attention_bias": False, "head_dim": 128, "vocab_size": 151936, "hidden_size": 1024,
-    "max_position_embeddings": 40960, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
-    "num_key_value_heads": 8, "tie_word_embeddings": True, "dtype": "bfloat16",
-}  # fmt: skip
 
 
 @contextmanager
@@ -35,7 +29,7 @@ def model_arguments(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield dict(arguments)
         return
     with tempfile.TemporaryDirectory(prefix="qwen3-0.6b-shapes-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(QWEN3_0_6B), encoding="utf-8")
+        (Path(folder) / "config.json").write_text(json.dumps(PRESETS["qwen3-0.6b"]), encoding="utf-8")
         yield {**arguments, "model": folder, "load_format": "dummy"}
 
 

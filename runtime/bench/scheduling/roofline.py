@@ -224,7 +224,7 @@ def pipeline_of(config: ModelConfig, stages: list[RooflineStepModel], link: Link
 
 def _shape(architecture: str, model_type: str, sizes: tuple[int, ...], **fields: Any) -> dict[str, Any]:
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    common = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "torch_dtype": "bfloat16", "tie_word_embeddings": False}
+    common = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "dtype": "bfloat16", "tie_word_embeddings": False}
     return {
         "architectures": [architecture], "model_type": model_type, **dict(zip(names, sizes, strict=True)), **common,
         **fields,

@@ -81,6 +81,3 @@ def _lines(report: dict[str, Any]) -> dict[str, Any]:
         lines["nats a character"] = found["nats_per_character"]
         lines["scored tokens"] = found["num_scored_tokens"]
     return lines
-
-
-COMMANDS = (accuracy,)

@@ -165,6 +165,3 @@ def products(
         report_progress=lambda line: print(line, file=sys.stderr),
     )  # fmt: skip
     output.deliver(report, "\n".join(as_lines(report)))
-
-
-COMMANDS = (latency, throughput, streaming, exact, overhead, products)

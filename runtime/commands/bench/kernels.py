@@ -56,6 +56,3 @@ def profile(
     if plot is not None:
         plot.write_text(profile_svg(report), encoding="utf-8")
     output.deliver(report, "\n".join(as_lines(report)))
-
-
-COMMANDS = (kernels, profile)

@@ -112,6 +112,3 @@ def memory(
     output.deliver(report, "\n".join(lines))
     if check and not all(result["is_within"] for result in report["results"]):
         raise typer.Exit(1)
-
-
-COMMANDS = (peers, memory)

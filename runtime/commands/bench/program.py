@@ -8,18 +8,18 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from runtime.commands.bench.accuracy import COMMANDS as ACCURACY_COMMANDS
-from runtime.commands.bench.engine import COMMANDS as ENGINE_COMMANDS
-from runtime.commands.bench.kernels import COMMANDS as KERNEL_COMMANDS
-from runtime.commands.bench.peers import COMMANDS as PEER_COMMANDS
-from runtime.commands.bench.scheduling import COMMANDS as SCHEDULING_COMMANDS
-from runtime.commands.bench.serve import COMMANDS as SERVE_COMMANDS
+from runtime.commands.bench.accuracy import accuracy
+from runtime.commands.bench.engine import exact, latency, overhead, products, streaming, throughput
+from runtime.commands.bench.kernels import kernels, profile
+from runtime.commands.bench.peers import memory, peers
+from runtime.commands.bench.scheduling import schedule, simulation, speculation, stalls
+from runtime.commands.bench.serve import serve
 from runtime.commands.group import Command
 from runtime.commands.options import with_options
 from runtime.errors import UnsupportedError
 
 GONE = {
-    "allocator": "`xserv bench profile` shows the host's part of a step, allocation included",
+    "allocator": "`xserv bench profile` shows where the time of a step goes, the host's parts among it",
     "budget": "`xserv bench stalls --tpot-ratio R` measures the budget, and what prompts beside decodes then cost",
     "chunked": "`xserv bench stalls` and `xserv bench schedule` compare chunks with whole prompts",
     "loading": "`xserv bench peers --workloads load` times how soon the tensors of a file are there",
@@ -58,7 +58,7 @@ def _bench() -> None:
 
 
 for _command in (
-    *ENGINE_COMMANDS, *PEER_COMMANDS, *SERVE_COMMANDS, *ACCURACY_COMMANDS, *SCHEDULING_COMMANDS,
-    *KERNEL_COMMANDS,
+    latency, throughput, streaming, exact, overhead, products, peers, memory, serve, accuracy, schedule, stalls,
+    simulation, speculation, kernels, profile,
 ):  # fmt: skip
     bench.command(cls=Command)(with_options(_command))

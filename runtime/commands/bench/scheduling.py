@@ -209,6 +209,3 @@ def speculation(
         lines.append(f"{step}, by proposals of each: {times}")
     lines.append(f"tokens per second of all sequences; medians of {num_rounds} rounds")
     output.deliver(report, "\n".join(lines))
-
-
-COMMANDS = (schedule, stalls, simulation, speculation)

@@ -205,6 +205,3 @@ def _lines(report: dict[str, Any]) -> dict[str, Any]:
             kind, name, _ = key.split("_")
             lines[f"{kind.capitalize()} {name.upper()} (ms)"] = value
     return lines
-
-
-COMMANDS = (serve,)

@@ -41,7 +41,7 @@ from runtime.bench.peers.workloads import (
     groups_of,
     named,
 )
-from runtime.bench.scheduling.engines import QWEN3_0_6B
+from runtime.bench.scheduling.roofline import PRESETS
 from runtime.cli import app
 from runtime.llm import LLM
 from tools.write_moe_gguf import SHAPES, write
@@ -286,7 +286,8 @@ def test_what_is_named(tmp_path: Path) -> None:
 
 def test_a_gguf_file(tmp_path: Path) -> None:
     """The limit comes from the file's own bytes; a share of it is enough for batch 1."""
-    config = json.loads(json.dumps({**QWEN3_0_6B, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}))
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    config = json.loads(json.dumps({**PRESETS["qwen3-0.6b"], **sizes}))
     config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 70}
     write_qwen3_folder(tmp_path, config)
     path = tmp_path / "model.gguf"
