@@ -201,7 +201,9 @@ def _read_token(source: Fields, name: str, value: object) -> AddedToken:
 
 
 def _read_chat_templates(folder: Path, config: Fields, files: TokenizerFiles) -> None:
-    """A template that cannot be read is a warning; in its place stands one that refuses every chat, with the reason."""
+    """A template that cannot be read is a warning; in its place stands one that refuses every chat, with the reason. A
+    file's default template stands for all of tokenizer_config.json's, as in transformers, which writes no others beside
+    it."""
 
     def read(name: str, text: Callable[[], str]) -> None:
         try:
@@ -224,6 +226,8 @@ def _read_chat_templates(folder: Path, config: Fields, files: TokenizerFiles) ->
     if (file := folder / "chat_template.json").is_file():
         read("default", lambda: Fields.read(file).string("chat_template"))
     paths = {"default": folder / "chat_template.jinja"}
+    if paths["default"].is_file():
+        files.chat_templates.clear()
     paths |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     for name, path in paths.items():
         if path.is_file():

@@ -55,7 +55,11 @@ class Tokenizer:
         self._steps = build_pre_tokenizer(fields.optional_object("pre_tokenizer"))
         self._post_processor = build_post_processor(fields.optional_object("post_processor"))
         self.decoder = build_decoder(fields.optional_object("decoder"))
-        self.chat_templates: Mapping[str, str] = dict(files.chat_templates)
+        empty = [name for name, template in files.chat_templates.items() if not template.strip()]
+        if empty:  # it would write nothing of a conversation
+            warn_once(f"{files.tokenizer.file}: the chat template {empty[0]!r} is empty, and counts as none")
+        kept = {name: template for name, template in files.chat_templates.items() if name not in empty}
+        self.chat_templates: Mapping[str, str] = kept
         """The chat templates by name; the usual one is "default"."""
 
         self._id_to_added: dict[int, AddedToken] = {}

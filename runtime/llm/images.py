@@ -12,7 +12,7 @@ from runtime.engine.messages import EngineInfo, ImageItem
 from runtime.engine.prompt_images import PreparedImage, image_places, place_images, prepare_image
 from runtime.images.decoding import pixels_of
 from runtime.images.errors import ImageError
-from runtime.text.content import ImagePart, plain_content
+from runtime.text.content import ImagePart, plain_content, plain_data
 
 
 def with_images(
@@ -54,9 +54,9 @@ def take_images(
                 take_image=(lambda part: images.append(_given(part))) if reads_images else None,
             ),
         }
-        if isinstance(message, Mapping) and isinstance(message.get("content"), (list, tuple))
+        if isinstance(message, Mapping) and "content" in message
         else message
-        for i, message in enumerate(messages)
+        for i, message in enumerate(plain_data(messages))
     ]
     return plain, images
 

@@ -81,9 +81,10 @@ class LLM(LoadedModel):
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: see ``chat_prompt`` and ``generate``; a prompt's ``cache_salt``
-        and ``priority`` are the request's. A message's content may be a list of parts, as OpenAI, Anthropic and
-        transformers have them; ``{"type": "image", "image": ...}`` takes what a prompt's "images" may hold."""
-        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        and ``priority`` are the request's. Messages may be objects of an SDK, and a message's content a list of parts,
+        as OpenAI, Anthropic and transformers have them; ``{"type": "image", "image": ...}`` takes what a prompt's
+        "images" may hold."""
+        is_one = bool(messages) and not isinstance(messages[0], (list, tuple))
         conversations: Sequence[Any] = [messages] if is_one else messages
         reads_images = self.client.info.images is not None
         taken = [take_images(conversation, reads_images=reads_images) for conversation in conversations]

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from runtime.engine.errors import RequestError
-from runtime.text.content import beside, has_pictures, plain_content, shaped
+from runtime.text.content import beside, has_pictures, plain_content, plain_data, shaped
 from runtime.text.harmony.prompt import VARIABLES, harmony_prompt
 from runtime.text.left_out import Messages, Place, call_places, left_out
 from runtime.text.picture_text import NO_PICTURES, PictureText
@@ -142,8 +142,8 @@ def chat_prompt(
 def _plain(messages: Messages, *, reads_images: bool) -> list[Mapping[str, Any]]:
     """The messages with content in the one form, the pictures' own parts in it without them."""
     plain: list[Mapping[str, Any]] = []
-    for i, message in enumerate(messages):
-        if isinstance(message, Mapping) and isinstance(message.get("content"), (list, tuple)):
+    for i, message in enumerate(plain_data(messages)):
+        if isinstance(message, Mapping) and "content" in message:
             content = plain_content(
                 message["content"],
                 f"messages[{i}].content",

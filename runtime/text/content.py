@@ -8,7 +8,10 @@ for the server and for `LLM.chat`. `shaped` gives each message the form that the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from runtime.engine.errors import RequestError
 from runtime.engine.option_names import nearest_name
@@ -108,6 +111,20 @@ def plain_content(
         else:
             parts.append(text_part(_unread(kind, where, is_result=is_result, reads_images=take_image is not None)))
     return parts
+
+
+def plain_data(value: Any) -> Any:
+    """A conversation with pydantic's objects, such as an SDK's messages and calls, and dataclasses as dicts, and
+    numpy's scalars as Python's. Pictures and all else stay as they are."""
+    if isinstance(value, Mapping):
+        return {key: plain_data(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_data(item) for item in value]
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain_data(getattr(value, field.name)) for field in fields(value)}
+    if callable(dump := getattr(value, "model_dump", None)):
+        return plain_data(dump())
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def text_part(text: str) -> dict[str, Any]:
@@ -223,9 +240,9 @@ def _source(source: Mapping[str, Any], path: str) -> tuple[str, Any]:
     return f"{path}.{field}", value if kind == "url" else f"data:{source.get('media_type') or ''};base64,{value}"
 
 
-def check_known(fields: Mapping[str, Any], known: set[str], path: str) -> None:
+def check_known(given: Mapping[str, Any], known: set[str], path: str) -> None:
     """Raises ``RequestError`` for a field that is none of the known ones and not null."""
-    if unknown := sorted(str(name) for name in fields if name not in known and fields[name] is not None):
+    if unknown := sorted(str(name) for name in given if name not in known and given[name] is not None):
         name, near = f"{path}.{unknown[0]}", nearest_name(unknown[0], known)
         hint = f" Is {near!r} meant?" if near else ""
         raise RequestError(f"Unknown parameter: {name}.{hint}", param=name, code="unknown_parameter")

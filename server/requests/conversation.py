@@ -57,8 +57,10 @@ def _message(
     if message.tool_call_id is not None and message.role != "tool":
         raise invalid(f"{path}.tool_call_id", f"{path}.tool_call_id: only a tool's messages have it.")
     content = message.content
-    if content is None and is_assistant:
-        content = message.refusal
+    if message.refusal and is_assistant:
+        refusal: dict[str, Any] = {"type": "refusal", "refusal": message.refusal}
+        said = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
+        content = [*said, refusal] if content else message.refusal
     reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
     if content is None and not (is_assistant and (message.tool_calls or reasoning)):
         problem = f"{path}.content must be a string or an array of parts; it is missing, or null."

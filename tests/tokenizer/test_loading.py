@@ -175,7 +175,9 @@ def test_chat_template_files(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "d"}, {"name": "tool_use", "template": "t"}]
     assert templates(tokenizer_config__json={"chat_template": named}) == {"default": "d", "tool_use": "t"}
     assert templates(chat_template__json={"chat_template": "j"})["default"] == "j"
-    assert templates(chat_template__jinja="file")["default"] == "file"
+    assert templates(chat_template__jinja="file") == {"default": "file"}  # transformers 5.24: nothing of the config's
+    assert templates(chat_template__jinja=" \n") == {}
+    assert templates(tokenizer_config__json={"chat_template": ""}, chat_template__jinja="file") == {"default": "file"}
 
 
 _UNREADABLE: list[tuple[dict[str, Any], str]] = [

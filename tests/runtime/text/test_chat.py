@@ -19,7 +19,7 @@ LENIENT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 NO_TOOLS = "{% for m in messages %}{% if m.role != 'tool' %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
 
 
-def said(role: str, content: str | None, **fields: Any) -> dict[str, Any]:
+def said(role: str, content: str | list[Any] | None, **fields: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **fields}
 
 

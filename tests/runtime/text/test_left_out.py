@@ -4,11 +4,16 @@ template's own form."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from openai.types.chat import ChatCompletionMessage, ChatCompletionMessageFunctionToolCall
+from openai.types.chat.chat_completion_message_function_tool_call import Function
 
+from runtime.engine.errors import RequestError
 from runtime.text.chat import chat_prompt
 from tests.runtime.text.test_chat import LENIENT, said
 from tests.server.byte_tokenizer import make_byte_tokenizer
@@ -38,6 +43,12 @@ NAMES_RESULTS = (  # Hermes 2's
     "{% for m in messages %}{% if m.role == 'tool' and not m.name %}{{ raise_exception('a name') }}{% endif %}"
     "<{{ m.role }}>{{ m.name }}={{ m.content }}" + CALLS + "{% endfor %}"
 )
+
+
+@dataclass
+class Spoken:
+    content: str
+    role: str = "user"
 
 
 def call(value: int) -> dict[str, Any]:
@@ -106,3 +117,24 @@ def test_a_variable_that_the_template_does_not_read_is_told(tmp_path: Path) -> N
     )
     assert tokenizer.decode(ids) == "<user>a3"
     assert found == ["chat_template_kwargs.documents", "chat_template_kwargs.tone"]
+
+
+def test_objects_of_an_sdk_are_messages(tmp_path: Path) -> None:
+    """As transformers 5.24 takes them: `model_dump`, without what is None."""
+    function = Function(name="f", arguments='{"a": 1}')
+    spoken = ChatCompletionMessage(
+        role="assistant",
+        content="c",
+        tool_calls=[ChatCompletionMessageFunctionToolCall(id="call_1", type="function", function=function)],
+    )
+    counted = said("assistant", None, tool_calls=[call(1)])
+    counted["tool_calls"][0]["function"]["arguments"] = {"a": np.int64(2), "b": np.bool_(False)}
+    tokenizer = make_byte_tokenizer(tmp_path)
+    messages: list[Any] = [HEAD, spoken, {**HEAD, "content": Spoken("d")}, counted]
+    with pytest.raises(RequestError, match=r"messages\[2\]\.content must be"):
+        chat_prompt(tokenizer, messages, chat_template=ALL)
+    messages[2] = Spoken("d")
+    ids = chat_prompt(tokenizer, messages, chat_template=ALL, add_generation_prompt=False)
+    assert tokenizer.decode(ids) == (
+        '<user>a<assistant>c<call>{"a": 1}<user>d<assistant><call>{"a": 2, "b": false}'
+    )
