@@ -102,7 +102,10 @@ def plain_content(
         if not isinstance(part, Mapping):
             problem = f"{where} must be an object or a string, got {json_type(part)}."
             raise RequestError(problem, param=where, code="invalid_type")
-        kind = None if part.get("type") is None else str(part["type"])
+        kind = part.get("type")
+        if not (kind is None or isinstance(kind, str)):
+            problem = f"{where}.type must be a string, got {json_type(kind)}."
+            raise RequestError(problem, param=f"{where}.type", code="invalid_type")
         if kind in _IMAGES and take_image is not None:
             take_image(image_part(part, where))
             parts.append({"type": "image"})
@@ -185,7 +188,7 @@ def _unread(kind: str | None, path: str, *, is_result: bool, reads_images: bool)
             f"Unsupported parameter: {name} ({kind!r}: {what}; {why}).", param=name, code="unsupported_parameter"
         )
     allowed = (*_TEXTS, *(_IMAGES[:3] if reads_images else ()))
-    got = "it is missing" if kind is None else f"got {kind[:80]!r}"
+    got = "it is missing" if kind is None else f"got {kind!r:.80}"
     raise RequestError(f"{name} must be one of {', '.join(allowed)}, {got}.", param=name)
 
 

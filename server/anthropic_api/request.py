@@ -71,7 +71,9 @@ def chat_request(
         elif budget is not None:
             ignored.append("thinking.budget_tokens")
     num_ignored = len(ignored)
-    effort = nearest_effort(effort, name, tokenizer, answer_format, ignored, has_tools=has_tools)
+    variables |= asked.chat_template_kwargs or {}
+    is_off = variables.get("enable_thinking") is False
+    effort = nearest_effort(effort, name, tokenizer, answer_format, ignored, has_tools=has_tools, is_off=is_off)
     if name == "thinking.budget_tokens" and len(ignored) == num_ignored:  # a budget is never meant as a level
         ignored.append(f"{name}={effort}")
     own: dict[str, Any] = {}
@@ -86,7 +88,7 @@ def chat_request(
         response_format=_response_format(asked),
         reasoning_effort=effort,
         continue_final_message=conversation.continues,
-        chat_template_kwargs=variables | (asked.chat_template_kwargs or {}) or None,
+        chat_template_kwargs=variables or None,
         **own,
     )
 

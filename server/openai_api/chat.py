@@ -107,7 +107,7 @@ async def create_chat_completion(request: Request) -> Response:
 def _prepare(service: Service, tenant: str | None, body: Body, arrival_time_s: float) -> Chat:
     """All that a request costs before the engine has it. Raises `ApiError`."""
     asked = decode_body(body, ChatCompletionRequest, service.config)
-    settle_thinking(asked, service.tokenizer, service.answer_format, body.ignored)
+    settle_thinking(asked, service.tokenizer, service.answer_format, body.ignored, body.sent)
     chat = prepare_chat(service, tenant, asked, new_id("chatcmpl"), arrival_time_s)
     body.ignored += chat.left_out
     return chat

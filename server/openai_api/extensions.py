@@ -108,10 +108,12 @@ WITHIN: dict[str, frozenset[str]] = {kind: frozenset(names.split()) for kind, na
 message, and hints of other APIs about tools."""
 
 
-def rewrite(request: dict[str, Any], fields: Iterable[str], sent: dict[str, str]) -> dict[str, Any]:
+def rewrite(
+    request: dict[str, Any], fields: Iterable[str], ignored: list[str], sent: dict[str, str]
+) -> dict[str, Any]:
     """The request with other servers' fields under the names that they have here, as far as `fields`, the schema's,
-    hold these; `sent` gets these names with those under which they came. Raises `ApiError` 400 where both names are
-    sent and contradict each other."""
+    hold these. `sent` gets these names with those under which they came, `ignored` the names of what has no effect.
+    Raises `ApiError` 400 where both names are sent and contradict each other."""
     known = frozenset(fields)
     result = dict(request)
     for name, meaning in SAME_AS.items():
@@ -122,13 +124,15 @@ def rewrite(request: dict[str, Any], fields: Iterable[str], sent: dict[str, str]
             if value is not None:
                 _put(result, name, meaning, value, sent)
     if "reasoning_effort" in known:
-        _rewrite_thinking(result, sent)
+        _rewrite_thinking(result, ignored, sent)
+    if "tool_choice" in known and "stop_sequences" not in known:  # Anthropic's own has other names
+        _rewrite_tool_choice(result, sent, is_chat="messages" in known)
     if "continue_final_message" in known:
         _rewrite_prefix(result)
     return result
 
 
-def _rewrite_thinking(request: dict[str, Any], sent: dict[str, str]) -> None:
+def _rewrite_thinking(request: dict[str, Any], ignored: list[str], sent: dict[str, str]) -> None:
     """`think`, Ollama's; `reasoning`, OpenRouter's; `thinking`, Anthropic's and others'."""
     think = request.pop("think", None)
     if isinstance(think, bool):
@@ -139,6 +143,7 @@ def _rewrite_thinking(request: dict[str, Any], sent: dict[str, str]) -> None:
     if isinstance(thinking, dict) and thinking.get("type") in ("enabled", "disabled", "adaptive", "auto"):
         is_enabled = thinking["type"] != "disabled"
         _put(request, "thinking", "chat_template_kwargs.enable_thinking", is_enabled, sent)
+        ignored += _others("thinking", thinking, "type")
     elif isinstance(thinking, bool):
         _put(request, "thinking", "chat_template_kwargs.enable_thinking", thinking, sent)
     elif thinking is not None:
@@ -149,11 +154,39 @@ def _rewrite_thinking(request: dict[str, Any], sent: dict[str, str]) -> None:
     if isinstance(reasoning, dict):
         if reasoning.get("effort") is not None:
             _put(request, "reasoning.effort", "reasoning_effort", reasoning["effort"], sent)
-        if isinstance(reasoning.get("enabled"), bool):
-            _put(request, "reasoning.enabled", "chat_template_kwargs.enable_thinking", reasoning["enabled"], sent)
+        enabled = reasoning.get("enabled")
+        if isinstance(enabled, bool):
+            _put(request, "reasoning.enabled", "chat_template_kwargs.enable_thinking", enabled, sent)
+        elif enabled is not None:
+            name = "reasoning.enabled"
+            raise invalid(name, f"{name} must be true or false, got {json_text(enabled)}.", "invalid_type")
+        ignored += _others("reasoning", reasoning, "effort", "enabled")
     elif reasoning is not None:
         what = 'an object with "effort" or "enabled"'
         raise invalid("reasoning", f"reasoning must be {what}, got {json_text(reasoning)}.", "invalid_type")
+
+
+def _rewrite_tool_choice(request: dict[str, Any], sent: dict[str, str], *, is_chat: bool) -> None:
+    """Mistral's "any", Anthropic's objects, and a named function as the other one of OpenAI's APIs has it."""
+    choice = request.get("tool_choice")
+    if isinstance(choice, dict) and choice.keys() == {"type"} and choice["type"] in ("auto", "none", "required", "any"):
+        choice = choice["type"]
+    elif isinstance(choice, dict) and choice.get("type") in ("function", "tool"):
+        own, other = ("function.name", "name") if is_chat else ("name", "function.name")
+        inner = choice.get("function")
+        name = choice.get("name") if inner is None else inner.get("name") if isinstance(inner, dict) else None
+        is_plain = choice.keys() <= {"type", "name", "function"} and None in (inner, choice.get("name"))
+        if is_plain and isinstance(name, str):
+            if (inner is None) == is_chat:
+                sent[f"tool_choice.{own}"] = f"tool_choice.{other}"
+            choice = {"type": "function"} | ({"function": {"name": name}} if is_chat else {"name": name})
+    if choice is not None:
+        request["tool_choice"] = "required" if choice == "any" else choice
+
+
+def _others(name: str, fields: dict[str, Any], *read: str) -> list[str]:
+    """The names of an object's fields that are not read."""
+    return [f"{name}.{each}" for each, value in fields.items() if each not in read and value is not None]
 
 
 def _rewrite_prefix(request: dict[str, Any]) -> None:

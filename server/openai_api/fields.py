@@ -203,7 +203,7 @@ def take_table_fields(
     fields = schema.__struct_fields__
     ignored = [] if ignored is None else ignored
     kept = {}
-    for name, value in rewrite(request, fields, {} if sent is None else sent).items():
+    for name, value in rewrite(request, fields, ignored, {} if sent is None else sent).items():
         if (not_built := refused_fields.get(name)) is not None:
             if value is not None and not _is_among(value, not_built.harmless):
                 raise invalid(name, f"Unsupported parameter: {name} ({not_built.reason}).", not_built.code)

@@ -42,9 +42,11 @@ def nearest_effort(
     ignored: list[str],
     *,
     has_tools: bool,
+    is_off: bool = False,
 ) -> ReasoningEffort | None:
     """The level that the template knows; None: it knows of no effort. Where that is not the level that was asked for,
-    `ignored` gets the field's `name` and what it is taken for: "reasoning_effort=high"."""
+    `ignored` gets the field's `name` and what it is taken for: "reasoning_effort=high". `is_off`: the switch
+    `enable_thinking` is, so that a template which has nothing else takes no level."""
     if effort is None or tokenizer is None or not tokenizer.has_chat_template:
         return effort
     template = tokenizer.chat_template(has_tools=has_tools)
@@ -61,7 +63,7 @@ def nearest_effort(
         return nearest
     if has_switch:
         if effort != "none":
-            ignored.append(f"{name}=on")
+            ignored.append(f"{name}={'off' if is_off else 'on'}")
         return effort
     ignored.append(name)
     return None
@@ -84,13 +86,15 @@ def settle_thinking(
     tokenizer: Tokenizer | None,
     answer_format: AnswerFormat,
     ignored: list[str],
-    name: str = "reasoning_effort",
+    names: Mapping[str, str],
 ) -> None:
-    """A chat's effort becomes one that the template knows; `name` is its field's, as headers have it. The switch
-    `enable_thinking`, where the template has none, becomes the least effort if it is off, and is named if that is no
-    way either. Raises `ApiError` 400 for an effort and a variable that contradict each other."""
+    """A chat's effort becomes one that the template knows; `names` has the fields' names as they were sent, where these
+    are others. The switch `enable_thinking`, where the template has none, becomes the least effort if it is off, and is
+    named if that is no way either. Raises `ApiError` 400 for an effort and a variable that contradict each other."""
     has_tools = bool(asked.tools) and asked.tool_choice != "none"
     given = dict(asked.chat_template_kwargs or {})
+    name = names.get("reasoning_effort", "reasoning_effort")
+    switch = names.get("chat_template_kwargs.enable_thinking", "enable_thinking")
     check_agreement(asked.reasoning_effort, given)
     if (
         "enable_thinking" in given
@@ -101,11 +105,12 @@ def settle_thinking(
         is_enabled = given.pop("enable_thinking")
         asked.chat_template_kwargs = given or None
         if is_enabled is False and asked.reasoning_effort is None:
-            name, asked.reasoning_effort = "enable_thinking", "none"
+            name, asked.reasoning_effort = switch, "none"
         elif not (is_enabled and answer_format.reasoning):
-            ignored.append("enable_thinking")
+            ignored.append(switch)
+    is_off = given.get("enable_thinking") is False
     asked.reasoning_effort = nearest_effort(
-        asked.reasoning_effort, name, tokenizer, answer_format, ignored, has_tools=has_tools
+        asked.reasoning_effort, name, tokenizer, answer_format, ignored, has_tools=has_tools, is_off=is_off
     )
 
 

@@ -30,7 +30,7 @@ def callable_tools(request: ChatCompletionRequest) -> list[dict[str, Any]] | Non
         for i, name in enumerate(names):
             if name not in known:
                 raise invalid(
-                    f"tool_choice.allowed_tools.tools[{i}].function.name",
+                    f"tool_choice.allowed_tools.tools[{i}]",
                     f"tool_choice.allowed_tools names {name!r}, which is not among the tools{_names(tools)}.",
                 )
         tools = [tool for tool in tools if tool["function"]["name"] in names]

@@ -168,7 +168,7 @@ def _prepare(
     try:
         tools, namespaced = flat_tools(asked.tools or ())
         request = chat_request(asked, conversation, tools)
-        settle_thinking(request, service.tokenizer, service.answer_format, ignored, "reasoning.effort")
+        settle_thinking(request, service.tokenizer, service.answer_format, ignored, RENAMED)
         names |= names_of_items(items, len(request.messages))
         chat = prepare_chat(service, tenant, request, response_id, arrival_time_s)
     except ApiError as error:

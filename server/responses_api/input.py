@@ -25,7 +25,11 @@ _SCHEMAS: dict[str, type[Item]] = {
     "function_call_output": InputFunctionCallOutput,
     "reasoning": InputReasoning,
 }
-_NOT_READ = ("compaction", "compaction_summary", "context_compaction")
+_NOT_READ = (
+    "compaction", "compaction_summary", "context_compaction", "web_search_call", "file_search_call",
+    "code_interpreter_call", "image_generation_call", "mcp_list_tools", "mcp_call",
+)  # fmt: skip
+"""What another server made for itself: conversations that it alone can read, and calls of tools that it ran."""
 """Items of another server's that hold what it alone can decrypt."""
 
 
@@ -34,7 +38,7 @@ class ItemMessages:
     """The messages that a request's items are.
 
     names    a chat's names of them, and of their fields, counted from the first: "[1].content" is "input[2].output"
-    ignored  the names of what another server has encrypted
+    ignored  the names of what another server has encrypted, or made for itself
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -60,9 +64,11 @@ def input_messages(given: str | Sequence[dict[str, Any]]) -> ItemMessages:
         return found
     for i, fields in enumerate(given):
         path = f"input[{i}]"
-        if fields.get("encrypted_content") is not None:
-            found.ignored.append(f"{path}.encrypted_content")
-        if fields.get("type") not in _NOT_READ:
+        if fields.get("type") in _NOT_READ:
+            found.ignored.append(path)
+        else:
+            if fields.get("encrypted_content") is not None:
+                found.ignored.append(f"{path}.encrypted_content")
             _append(found, _item(fields, path), path)
     if not found.messages:
         raise invalid("input", "input must have an item that the model reads.")

@@ -49,6 +49,7 @@ RENAMED = {
     "response_format": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
     "reasoning_effort": "reasoning.effort",
+    "tool_choice.allowed_tools": "tool_choice",
 }
 """A chat's fields by the names that they have here."""
 

@@ -71,8 +71,8 @@ def _told(text: str, value: Any, schema: Any) -> ApiError:
             words = " or ".join(PATTERNS_IN_WORDS[pattern] for pattern in patterns)
             return invalid(param, f"Invalid value for {where}: it must be {words}, got {shown}.")
         if of_length is not None:
-            unit = "characters" if kind == "str" else "entries"
-            most = f"{_BOUNDS[of_length]} {bound} {unit}"
+            unit, units = ("character", "characters") if kind == "str" else ("entry", "entries")
+            most = f"{_BOUNDS[of_length]} {bound} {unit if bound == '1' else units}"
             return invalid(param, f"Invalid value for {where}: it must have {most}, got {_length(got)}.")
         return invalid(param, f"Invalid value for {where}: it must be {_BOUNDS[relation]} {bound}, got {shown}.")
     return invalid(param, f"Invalid value for {where}: got {shown}{allowed}.")

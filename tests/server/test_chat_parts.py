@@ -375,7 +375,7 @@ def test_reasoning_effort_is_the_template_s_to_know(engine: FakeEngineClient, tm
         assert ask("{{ reasoning_effort }}!") == "low!"
         thinker = "{{ 'no' if enable_thinking is false else 'yes' }}"
         assert ask(thinker, "reasoning_effort=on") == "yes"
-        assert ask(thinker, "reasoning_effort=on", chat_template_kwargs={"enable_thinking": False}) == "no"
+        assert ask(thinker, "reasoning_effort=off", chat_template_kwargs={"enable_thinking": False}) == "no"
         assert ask(thinker, reasoning_effort="none") == "no"
         # A template that has names for some: what it does not know becomes the nearest one.
         two = "{% if reasoning_effort == 'high' %}HIGH{% elif reasoning_effort == 'none' %}NONE{% else %}SO{% endif %}"

@@ -185,6 +185,7 @@ def test_every_text_is_in_the_prompt_of_published_templates(tokenizer: Tokenizer
         ({"type": "text", "text": ["a"]}, False, r"c\[0\]\.text must be a string, got array"),
         ({"type": "text", "txet": "a"}, False, r"Unknown parameter: c\[0\]\.txet\. Is 'text' meant\?"),
         (3, False, r"c\[0\] must be an object or a string, got integer"),
+        ({"type": 3}, False, r"c\[0\]\.type must be a string, got integer"),
         (True, False, r"c\[0\] must be an object or a string, got boolean"),
         (None, False, r"c\[0\] must be an object or a string, got null"),
     ],

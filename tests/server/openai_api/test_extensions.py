@@ -145,6 +145,45 @@ def test_an_error_names_the_field_that_was_sent(
     assert words in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"reasoning": {"exclude": True, "enabled": True}}, {"reasoning.exclude"}),
+        ({"reasoning": {"max_tokens": 5}}, {"reasoning.max_tokens"}),
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, {"thinking", "thinking.budget_tokens"}),
+        ({"think": "high"}, {"think"}),
+        ({"reasoning": {"effort": "low"}}, {"reasoning.effort"}),
+        ({"guided_json": {"type": "string", "format": "path"}}, {"guided_json.format=path"}),
+    ],
+)
+def test_what_has_no_effect_has_the_name_that_was_sent(served: Served, fields: dict[str, Any], names: set[str]) -> None:
+    """The template knows neither a switch of thinking nor levels of effort."""
+    answer = served.http.post("/v1/chat/completions", json={**CHAT, **fields})
+    assert answer.status_code == 200, answer.text
+    assert set(answer.headers[HEADER].split(", ")) - {"reasoning.enabled"} == names
+
+
+@pytest.mark.parametrize(
+    ("choice", "forced"),
+    [
+        ("any", True), ({"type": "any"}, True), ({"type": "required"}, True), ({"type": "tool", "name": "add"}, True),
+        ({"type": "function", "name": "add"}, True), ({"type": "function", "function": {"name": "add"}}, True),
+        ({"type": "auto"}, False), ({"type": "none"}, False),
+    ],
+)  # fmt: skip
+def test_a_tool_choice_in_each_spelling(served: Served, choice: Any, forced: bool) -> None:
+    tool = {"type": "function", "name": "add", "parameters": {}}
+    for path, fields in (
+        ("/v1/chat/completions", {**CHAT, "tools": [TOOL]}),
+        ("/v1/responses", {"model": "fake-model", "input": "Hello", "tools": [tool]}),
+    ):
+        answer = served.http.post(path, json={**fields, "tool_choice": choice})
+        assert answer.status_code == 200, answer.text
+        assert (served.engine.requests[-1].params.grammar is not None) == forced
+        wrong = served.http.post(path, json={**fields, "tool_choice": {"type": "function", "name": "a b"}})
+        assert wrong.json()["error"]["param"] == "tool_choice.name"
+
+
 @pytest.mark.parametrize("mark", ["prefix", "partial"])
 def test_a_marked_last_message_is_continued(served: Served, mark: str) -> None:
     messages = [*CHAT["messages"], {"role": "assistant", "content": "Once", mark: True}]
