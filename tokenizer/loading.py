@@ -2,8 +2,8 @@
 
 `tokenizer.json` is read first; without it, `vocab.json` and `merges.txt` in GPT-2's form, or `tokenizer.model`.
 `tokenizer_config.json`,
-`special_tokens_map.json`, `added_tokens.json`, `chat_template.jinja` and `chat_template.json` are read where
-they are.
+`special_tokens_map.json`, `added_tokens.json`, `chat_template.jinja`, `chat_template.json` and the template of
+`processor_config.json` are read where they are.
 """
 
 from __future__ import annotations
@@ -232,6 +232,9 @@ def _read_chat_templates(folder: Path, config: Fields, files: TokenizerFiles) ->
     for name, path in paths.items():
         if path.is_file():
             read(name, partial(_read_text, path))
+    processor = _read_optional(folder / "processor_config.json")  # which counts before all, as in transformers
+    if isinstance(processor.get("chat_template"), str):
+        read("default", partial(processor.string, "chat_template"))
     if files.chat_templates and "default" not in files.chat_templates:
         problem = f"there is no chat template 'default', only {', '.join(sorted(files.chat_templates))}"
         files.chat_templates["default"] = refusing_template(problem)

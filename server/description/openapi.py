@@ -42,9 +42,10 @@ def description(model_names: tuple[str, ...], vocab_size: int, *, reads_images: 
     of_chats = IMAGES_OF_CHATS if reads_images else ()
     components["Message"]["properties"]["content"] = content_schema("text", images=of_chats)
     pixels: Json = {"type": "integer", "minimum": 1}
+    size: Json = {"type": "object", "properties": {"longest_edge": pixels}, "additionalProperties": False}
     kwargs: Json = {
         "type": "object",
-        "properties": {"min_pixels": pixels, "max_pixels": pixels} if reads_images else {},
+        "properties": {"min_pixels": pixels, "max_pixels": pixels, "size": size} if reads_images else {},
         "additionalProperties": False,
     }
     for name in ("ChatCompletionRequest", "EmbeddingRequest"):

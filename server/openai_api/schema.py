@@ -273,7 +273,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     chat_template_kwargs     further variables for the model's template
     documents                the template's variable of that name
     prediction               a text that the answer may repeat: its tokens are proposed as the answer follows it
-    mm_processor_kwargs      `min_pixels` and `max_pixels` of the request's pictures as the model reads them
+    mm_processor_kwargs      `min_pixels` and `max_pixels`, or `size`, of the request's pictures as the model reads them
     """
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]

@@ -17,7 +17,7 @@ from runtime.engine.messages import ImageSupport
 from runtime.engine.prompt_images import PreparedImage
 from runtime.images.decoding import DecodingLimits
 from runtime.images.errors import ImageError
-from runtime.images.patches import FixedRule, PatchRule, Rule
+from runtime.images.patches import FixedRule, PatchRule, Rule, SideRule
 from runtime.text.content import ImagePart
 from server.config import ServerConfig, ServerConfigError
 from server.errors import ApiError, invalid
@@ -103,6 +103,12 @@ class PictureReader:
         """How a request's pictures are cut, with its `mm_processor_kwargs`. Raises `ApiError` 400."""
         asked = asked or {}
         own = self.support.rule
+        if isinstance(own, SideRule) and isinstance(size := asked.get("size"), dict):
+            edge, path = size.get("longest_edge"), "mm_processor_kwargs.size"
+            longest = max(own.most_height, own.most_width)
+            if len(size) > 1 or type(edge) is not int or not own.factor <= edge <= longest:
+                raise invalid(path, f'{path} must be {{"longest_edge": {own.factor} … {longest}}}, got {size!r:.80}.')
+            asked, own = {name: value for name, value in asked.items() if name != "size"}, own.at_most(edge)
         if not isinstance(own, PatchRule):
             sides = (own.height, own.width) if isinstance(own, FixedRule) else (own.most_height, own.most_width)
             for name in asked:

@@ -178,6 +178,8 @@ def test_chat_template_files(tmp_path: Path) -> None:
     assert templates(chat_template__jinja="file") == {"default": "file"}  # transformers 5.24: nothing of the config's
     assert templates(chat_template__jinja=" \n") == {}
     assert templates(tokenizer_config__json={"chat_template": ""}, chat_template__jinja="file") == {"default": "file"}
+    assert templates(processor_config__json={"chat_template": "of the processor"})["default"] == "of the processor"
+    assert templates(processor_config__json={"chat_template": None})["default"] == "file"
 
 
 _UNREADABLE: list[tuple[dict[str, Any], str]] = [

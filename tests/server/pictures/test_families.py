@@ -87,3 +87,16 @@ def test_limits_of_pixels_are_refused_with_the_sides(rule: Rule, sides: str) -> 
     why = f"mm_processor_kwargs.max_pixels (the model's images have {sides} pixels)"
     with pytest.raises(ApiError, match=re.escape(why)):
         reader.rule({"max_pixels": 50_000})
+
+
+def test_the_longest_side_of_pixtrals_pictures() -> None:
+    """`size` is what PixtralImageProcessor takes."""
+    own = SideRule(most_height=1540, most_width=1024, patch_size=14)
+    reader = object.__new__(PictureReader)
+    reader.support = ImageSupport(token_id=IMAGE, rule=own, max_tokens=99, has_axes=False)
+    assert reader.rule({"size": {"longest_edge": 1100}}) == own.at_most(1100)
+    for wrong in ({"longest_edge": 9}, {"longest_edge": 1541}, {"longest_edge": "x"}, {"height": 99}, {}):
+        with pytest.raises(ApiError, match=r'mm_processor_kwargs.size must be \{"longest_edge": 14 … 1540\}'):
+            reader.rule({"size": wrong})
+    with pytest.raises(ApiError, match=r"mm_processor_kwargs.max_pixels \(the model's images have at most 700 x 700"):
+        reader.rule({"size": {"longest_edge": 700}, "max_pixels": 9})

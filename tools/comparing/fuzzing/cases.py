@@ -31,6 +31,8 @@ def draw_case(rng: random.Random, family: str, emulated: list[str], is_small: bo
     text = fields.get("text_config", fields)
     if is_small:
         text["vocab_size"] = rng.randint(23, 71)
+        names = ("image_token_index", "image_token_id", "boi_token_index", "eoi_token_index")
+        fields |= {name: text["vocab_size"] - 1 - place for place, name in enumerate(names) if name in fields}
     if rng.random() < 0.2:  # the class's own, which may lie outside of the vocabulary
         fields = {name: value for name, value in fields.items() if name not in ("bos_token_id", "eos_token_id")}
     vocab = text["vocab_size"]
