@@ -59,7 +59,6 @@ SLOW = {
     "python tools/serving/bench_events.py --streams 200 --tokens 400": "",
     "python -m tools.eval_demo_model --num 200 --check": "",
     "python -m tools.eval_demo_model --vision --num 200 --check": "",
-    "python -m tools.measuring.measure_kv_groups": "21.3%",
 }
 """What takes a minute or more."""
 
@@ -109,10 +108,8 @@ ELSEWHERE = {
         "python -m tools.write_moe_gguf qwen3moe FILE --layers 8",
         "python3 -m venv .venv-llama && .venv-llama/bin/pip install llama-cpp-python gguf numpy",
         "python3 -m venv .venv-reference && .venv-reference/bin/pip install torch transformers numpy",
-        "python -m tools.comparing.compare_towers --reference .venv-reference/bin/python --side 24 --num-layers 4 "
-        "--num-rounds 9",
         "python -m tools.comparing.compare_pictures --reference .venv-reference/bin/python",
-        "python -m tools.comparing.compare_harmony", "python tools/measuring/page_rounding.py",
+        "python -m tools.comparing.compare_harmony",
         "python -m tools.references.make_eagle3_goldens", "python -m tools.references.make_mtp_goldens",
         "python -m tools.references.make_dflash_goldens",
         "python tools/comparing/compare_triton.py --markdown docs/triton_comparison.md --json "
@@ -147,7 +144,6 @@ ELSEWHERE = {
         "python -m tools.kernel_costs.packed_products", "python -m tools.comparing.compare_speculation",
         "python -m tools.train_drafter", "python -m tools.measuring.measure_drafter --num 10",
         "python -m tools.measuring.measure_lookup",
-        "python -m tools.measuring.measure_suffix --texts FILE [FILE ...] [--tokenizer FOLDER] [--model FOLDER]",
     ),
     "it runs these tests, or undoes what they need": ("make test", "make test-all", "xserv kernels clear"),
     "it writes into the checkout, or the user's home": (

@@ -132,10 +132,8 @@ def sections() -> Iterator[Section]:
     yield Section("experts speed", "kernels.quantized_speed:experts", 40, 20, is_timed=True)
     yield Section("experts tuning", "kernels.experts_tuning:cases", 20, 10, is_timed=True)
     yield Section("sampling speed", "kernels.sampling:speed", 35, 20, is_timed=True)
-    yield Section("attention parts", "kernels.attention_parts:cases", 25, 20, is_timed=True)
     yield Section("tuning", "kernels.tuning:cases", 60, 20, is_timed=True)
     yield Section("packed tuning", "kernels.packed_tuning:cases", 45, 20, is_timed=True)
-    yield Section("gemv loads", "kernels.gemv_loads:cases", 25, 20, is_timed=True)
     yield Section(
         "qwen3-8b batches", "serving.models:batches", 80, 60, models=("qwen3-8b",), argument="qwen3-8b", is_timed=True
     )

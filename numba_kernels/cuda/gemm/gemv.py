@@ -53,7 +53,7 @@ WANTED_WARPS = 4096  # that many keep a large GPU's memory busy
 MIN_ROUNDS = 2  # of a lane with all its loads; below, a wider team has nothing to do
 LOADS = {"early plain": (0, 1), "plain": (0, 0), "nc": (1, 1)}
 """Which of the two kinds of loads that `weight_loader` gives a kernel has before `wait_for_previous_grid`, and after
-it. Plans take the first; what the others cost is for a GPU to tell (`tools.gpu.kernels.gemv_loads`)."""
+it. Plans take the first; the others show what ptxas makes of them (`tests/tools/test_kernel_report.py`)."""
 
 
 @functools.cache

@@ -189,7 +189,6 @@ _PARTS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "Steps that try proposals": _steps,
     "A vision tower": _tower,
     "Sampling": _times("sampling speed"),
-    "Loads of a product of one row": _times("gemv loads"),
 }
 
 

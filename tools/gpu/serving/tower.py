@@ -14,9 +14,9 @@ import numpy as np
 
 from models.registry import load_model
 from runtime.device.gpu import Gpu
-from tools.comparing.qwen3_vl_shapes import write_qwen3_vl
 from tools.gpu.sections import Case, Options, Result
 from tools.gpu.serving.models import quick_weights_of
+from tools.gpu.serving.qwen3_vl_shapes import write_qwen3_vl
 
 SIDES = (64, 32)
 """Patches of 16 pixels along a side: 1024 and 512 pixels."""
