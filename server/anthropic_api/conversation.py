@@ -180,7 +180,7 @@ def _assistant(blocks: list[Block]) -> Message:
     texts = [block.text for block in blocks if isinstance(block, TextInput)]
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingInput) and block.thinking]
     calls = [
-        ToolCall(function=FunctionCall(block.name, msgspec.json.encode(block.input).decode()), id=block.id)
+        ToolCall(function=FunctionCall(block.name, block.input), id=block.id)
         for block in blocks
         if isinstance(block, ToolUseInput)
     ]

@@ -7,8 +7,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from server.config import ServerConfig
 from server.errors import ApiError, below, invalid
 from server.ollama_api.schema import (
@@ -234,7 +232,7 @@ def _message(fields: dict[str, Any], path: str, service: Service, num_images: in
     if message.role != "tool":  # of a tool's result, a model that reads text reads that there were images
         _check_images(message.images, f"{path}.images", service)
     calls = [
-        ToolCall(FunctionCall(call.function.name, msgspec.json.encode(call.function.arguments).decode()), call.id)
+        ToolCall(FunctionCall(call.function.name, call.function.arguments), call.id)
         for call in message.tool_calls or ()
     ]
     content: str | list[dict[str, Any]] | None = message.content

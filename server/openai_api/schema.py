@@ -210,8 +210,10 @@ ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice | AllowedTool
 
 
 class FunctionCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """arguments: JSON, as text or as the object that it is; nothing is no arguments."""
+
     name: str
-    arguments: str
+    arguments: str | dict[str, Any] = ""
 
 
 class ToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from runtime.engine.errors import RequestError
 from runtime.text.content import ImagePart, plain_content, text_of
 from server.errors import ApiError, from_engine, invalid
@@ -77,13 +79,18 @@ def _message(
             {
                 "type": "function",
                 **({"id": call.id} if call.id is not None else {}),
-                "function": {"name": call.function.name, "arguments": call.function.arguments},
+                "function": {"name": call.function.name, "arguments": _json_of(call.function.arguments)},
             }
             for call in message.tool_calls
         ]
     if message.tool_call_id is not None:
         result["tool_call_id"] = message.tool_call_id
     return result
+
+
+def _json_of(arguments: str | dict[str, Any]) -> str:
+    """A call's arguments as text."""
+    return (arguments or "{}") if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
 
 
 def _content(

@@ -416,8 +416,8 @@ def test_reasoning_of_the_history_reaches_the_template(engine: FakeEngineClient,
 
 def test_a_history_of_tool_calls_reaches_the_template(engine: FakeEngineClient, tmp_path: Path) -> None:
     tokenizer = make_byte_tokenizer(tmp_path)
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    history = {
+    call: dict[str, Any] = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    history: dict[str, Any] = {
         **ASKED,
         "messages": [
             *ASKED["messages"],
@@ -430,6 +430,16 @@ def test_a_history_of_tool_calls_reaches_the_template(engine: FakeEngineClient, 
         tokenizer.chat_templates = {"default": "{% for m in messages %}" + one + "{% endfor %}"}
         served.http.post("/v1/chat/completions", json=history).raise_for_status()
         assert bytes(engine.requests[-1].prompt_token_ids).decode() == "Hello|" + '{"name": "f", "arguments": {}}|hot|'
+        function = call["function"]
+        for given, told in (({"a": [1]}, '{"a": [1]}'), ('{"a": 1}', '{"a": 1}'), ("", "{}"), (None, "{}"), ({}, "{}")):
+            history["messages"][1]["tool_calls"] = [{**call, "function": {**function, "arguments": given}}]
+            served.http.post("/v1/chat/completions", json=history).raise_for_status()
+            prompt = bytes(engine.requests[-1].prompt_token_ids).decode()
+            assert prompt == "Hello|" + f'{{"name": "f", "arguments": {told}}}|hot|'
+        history["messages"][1]["tool_calls"] = [{**call, "function": {**function, "arguments": [1]}}]
+        message = served.http.post("/v1/chat/completions", json=history).json()["error"]["message"]
+        assert "arguments: expected string or object, got array" in message
+        history["messages"][1]["tool_calls"] = [call]
         tokenizer.chat_templates = {"default": "{% for m in messages if m.role != 'tool' %}" + one + "{% endfor %}"}
         refused = served.http.post("/v1/chat/completions", json=history)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages[2]")
