@@ -27,6 +27,8 @@ EITHER = (  # Qwen2.5-VL's
     "{% for c in m.content %}{% if c.type == 'image' or 'image_url' in c %}<|v|><|pad|><|/v|>"
     "{% elif 'text' in c %}{{ c.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
 )
+EITHER_OR_NOTHING = EITHER.replace("<|v|><|pad|><|/v|>", " ")  # Gemma 4's of the system
+EITHER_OR_AS_JSON = EITHER.replace("<|v|><|pad|><|/v|>", "{{ c | tojson }}")  # MiniMax M2's of tools, which prints it
 FIRST_PART = (  # Gemma 3's system message
     "{% if messages[0].role == 'system' %}{% if messages[0].content is string %}{{ messages[0].content }}"
     "{% else %}{{ messages[0].content[0].text }}{% endif %}{% endif %}"
@@ -48,6 +50,9 @@ OLD_PIXTRAL = (  # a text's field is "content"
         (FIRST_PART, "system", True, False, True, False),
         (FIRST_PART, "user", True, False, False, False),
         (OLD_PIXTRAL, "user", True, True, True, True),
+        (EITHER_OR_NOTHING, "user", True, True, True, False),
+        (EITHER_OR_AS_JSON, "user", True, True, True, False),
+        (EITHER_OR_AS_JSON.replace(" | tojson", ""), "user", True, True, True, False),
     ],
 )
 def test_content(template: str, role: str, text: bool, parts: bool, one_part: bool, has_picture: bool) -> None:

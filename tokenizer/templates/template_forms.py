@@ -78,7 +78,7 @@ class TemplateForms:
                 return form._replace(one_part=True)
             for picture in _PICTURES:
                 with_picture = self._writes(role, [form.part(_ONE), picture, form.part(_TWO)], _ONE, _TWO)
-                if with_picture is not None and with_picture != both:
+                if with_picture is not None and _has_picture(with_picture, both):
                     return form._replace(parts=True, one_part=True, picture=picture)
             return form._replace(parts=True, one_part=True)
         return ContentForm(text, parts=False, one_part=False, picture=None)
@@ -171,6 +171,12 @@ def _user(content: Any) -> dict[str, Any]:
 def _call(arguments: Any) -> dict[str, Any]:
     call = {"type": "function", "id": "callnine1", "function": {"name": "f", "arguments": arguments}}
     return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def _has_picture(written: str, without: str) -> bool:
+    """Whether a picture was written: more than white space, and not as JSON or Python would write the part."""
+    is_more = "".join(written.split()) != "".join(without.split())
+    return is_more and re.search(r"""['"]type\\*['"]\s*:\s*\\*['"]image""", written) is None
 
 
 def _written_as_json(text: str | None) -> bool:
