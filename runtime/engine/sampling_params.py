@@ -225,7 +225,7 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
         for text in strings:
             if not 1 <= len(text) <= MAX_STOP_LENGTH:
                 raise RequestError(
-                    f"a stop string must have 1 to {MAX_STOP_LENGTH} characters, got {len(text)}",
+                    f"stop has a string of {len(text)} characters; each must have 1 to {MAX_STOP_LENGTH}",
                     param="stop",
                 )
         if strings and not self.detokenize:

@@ -129,6 +129,10 @@ def _structured_outputs(wanted: StructuredOutputs, schemas: RequestSchemas) -> G
     if given.keys() != {"json"}:
         return StructuredOutputsParams(**given).as_grammar()
     schema = given["json"]
+    place = "structured_outputs.json"
     if isinstance(schema, str):
-        schema = parse_json(Grammar(kind="json_schema", text=schema))
-    return schema_grammar(schemas.take("structured_outputs.json", schema))
+        try:
+            schema = parse_json(Grammar(kind="json_schema", text=schema))
+        except RequestError as error:
+            raise _placed(error, place) from None
+    return schema_grammar(schemas.take(place, schema))

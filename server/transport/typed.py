@@ -17,6 +17,23 @@ from server.openai_api.schema import PATTERNS_IN_WORDS
 
 T = TypeVar("T")
 
+_ELSEWHERE = {
+    "max_tokens": ("max_output_tokens",),
+    "max_completion_tokens": ("max_output_tokens", "max_tokens"),
+    "max_output_tokens": ("max_completion_tokens", "max_tokens"),
+    "messages": ("input", "prompt"),
+    "input": ("messages", "prompt"),
+    "prompt": ("messages", "input"),
+    "response_format": ("text", "output_config", "format"),
+    "system": ("instructions",),
+    "instructions": ("system",),
+    "stop": ("stop_sequences",),
+    "stop_sequences": ("stop",),
+    "reasoning_effort": ("reasoning", "output_config", "think"),
+    "effort": ("reasoning_effort", "reasoning", "output_config"),
+}
+"""Names of fields in one API, and those of fields that mean the same in others."""
+
 MAX_SHOWN_NAME = 200
 """Characters of an unknown field's name that an error repeats."""
 
@@ -48,7 +65,8 @@ def _told(text: str, value: Any, schema: Any) -> ApiError:
     if match := _UNKNOWN.match(problem):
         name = match.group(1)[:MAX_SHOWN_NAME]
         param = f"{path}.{name}" if path else name
-        near = nearest_name(name, [field.encode_name for field in _fields(kinds)])
+        known = [field.encode_name for field in _fields(kinds)]
+        near = next((other for other in _ELSEWHERE.get(name, ()) if other in known), nearest_name(name, known))
         hint = f" Is {near!r} meant?" if near else ""
         return invalid(param, f"Unknown parameter: {param}.{hint}", "unknown_parameter")
     if match := _MISSING.match(problem):

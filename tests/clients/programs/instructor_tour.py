@@ -49,9 +49,9 @@ def by_instruction(mode):
     step("scripted")(check)
 
 
-for each in (Mode.TOOLS, Mode.TOOLS_STRICT, Mode.FUNCTIONS, Mode.JSON_SCHEMA, Mode.RESPONSES_TOOLS):
+for each in (Mode.TOOLS, Mode.TOOLS_STRICT, Mode.FUNCTIONS, Mode.JSON_SCHEMA, Mode.JSON_O1, Mode.RESPONSES_TOOLS):
     strictly(each)
-for each in (Mode.JSON, Mode.MD_JSON, Mode.JSON_O1):
+for each in (Mode.JSON, Mode.MD_JSON):
     by_instruction(each)
 
 

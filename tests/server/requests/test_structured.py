@@ -191,7 +191,7 @@ PLACE = "response_format.json_schema.schema"
         ({"response_format": {"type": "json_object", "schema": {"type": 3}}}, "response_format.schema.type", "3"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "regex"),
         ({"structured_outputs": {"grammar": "begin: x"}}, "structured_outputs", "start"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs", "JSON"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "outputs.json: a json_schema is not JSON"),
         ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs", "empty"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "exactly one"),

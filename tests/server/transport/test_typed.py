@@ -10,9 +10,12 @@ from typing import Any
 import msgspec.inspect as inspect
 import pytest
 
+from server.anthropic_api.schema import MessagesRequest
 from server.errors import ApiError
+from server.ollama_api.schema import OllamaChatRequest
 from server.openai_api.fields import _TABLES
 from server.openai_api.schema import ChatCompletionRequest, CompletionRequest, Tool
+from server.responses_api.schema import ResponsesRequest
 from server.transport.cleaning import _HELD
 from server.transport.typed import converted
 
@@ -124,9 +127,9 @@ def test_the_walk_finds_what_there_is() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"messages": []}, "messages", "at least 1 entries, got 0"),
+        ({"messages": []}, "messages", "at least 1 entry, got 0"),
         ({"tools": [{}] * 200}, "tools", "at most 128 entries, got 200"),
-        ({"cache_salt": ""}, "cache_salt", "at least 1 characters, got 0"),
+        ({"cache_salt": ""}, "cache_salt", "at least 1 character, got 0"),
         ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens", "at least -1, got -2"),
         ({"seed": 2**70}, "seed", "got 1180591620717411303424"),
         ({"temprature": 1}, "temprature", "Is 'temperature' meant?"),
@@ -153,3 +156,23 @@ def test_a_field_is_named_below_where_it_stands() -> None:
     with pytest.raises(ApiError, match=r'tools\[3\]\.type: got "fn"; it must be "function"') as refused:
         converted({"type": "fn", "function": {"name": "f"}}, Tool, "tools[3]")
     assert refused.value.param == "tools[3].type"
+
+
+@pytest.mark.parametrize(
+    ("schema", "name", "meant"),
+    [
+        (ResponsesRequest, "max_tokens", "max_output_tokens"),
+        (ResponsesRequest, "messages", "input"),
+        (ResponsesRequest, "response_format", "text"),
+        (ChatCompletionRequest, "input", "messages"),
+        (ChatCompletionRequest, "max_output_tokens", "max_completion_tokens"),
+        (CompletionRequest, "messages", "prompt"),
+        (MessagesRequest, "stop", "stop_sequences"),
+        (MessagesRequest, "effort", "output_config"),
+        (OllamaChatRequest, "response_format", "format"),
+    ],
+)
+def test_a_field_of_another_api_brings_the_name_of_this_one(schema: Any, name: str, meant: str) -> None:
+    needed: dict[str, Any] = {"model": "m", "messages": [], "input": "x", "prompt": "x", "max_tokens": 1}
+    with pytest.raises(ApiError, match=rf"Unknown parameter: {name}\. Is '{meant}' meant\?"):
+        converted({name: 1} | {each: needed[each] for each in needed if each in schema.__struct_fields__}, schema)
