@@ -77,6 +77,8 @@ def chat_prompt(
         )
     messages = _plain(messages, reads_images=picture_text.token is not None)
     if harmony and chat_template is None and template_kwargs.keys() <= VARIABLES:
+        if notes is not None:
+            notes += [place.path for place in _names(messages)]
         return harmony_prompt(
             tokenizer,
             messages,
@@ -130,9 +132,8 @@ def chat_prompt(
             if notes is not None:
                 beside_calls = _beside_calls(messages)
                 notes += [beside_calls[number].path for number in lost]
-                named = [Place(i, "name") for i, each in enumerate(taken) if each.get("name") and not _is_result(each)]
-                notes += [place.path for place in left_out(render, taken, named)]
-                unread = [name for name in template_kwargs if name != "now" and name not in forms.template]
+                notes += [place.path for place in left_out(render, taken, _names(taken))]
+                unread = [name for name in template_kwargs if name != "now" and name not in forms.reads]
                 notes += [f"chat_template_kwargs.{name}" for name in unread]
             return ids
     assert refused is not None
@@ -217,8 +218,9 @@ def _beside_calls(messages: Messages) -> list[Place]:
     return [Place(i, "content") for i, each in enumerate(messages) if has_calls(each) and each.get("content")]
 
 
-def _is_result(message: Mapping[str, Any]) -> bool:
-    return message.get("role") == "tool"
+def _names(messages: Messages) -> list[Place]:
+    """The names of who speaks; a tool's is its call's, too."""
+    return [Place(i, "name") for i, each in enumerate(messages) if each.get("name") and each.get("role") != "tool"]
 
 
 def _attempts(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:

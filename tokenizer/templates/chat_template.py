@@ -119,6 +119,14 @@ def compile_template(template: str) -> Any:
         raise ChatTemplateError("the chat template does not compile: it is nested too deeply") from error
 
 
+def variables_of(template: str) -> frozenset[str]:
+    """The names that a template reads of what it is given. Raises `ChatTemplateError` when it does not compile."""
+    from jinja2 import meta
+
+    compile_template(template)
+    return frozenset(meta.find_undeclared_variables(_environment().parse(template)))
+
+
 def _prepare_message(message: Message, index: int) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise ChatTemplateError(f"message {index} must be a mapping, found {type(message).__name__}")

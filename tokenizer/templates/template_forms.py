@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tokenizer.errors import ChatTemplateError
-from tokenizer.templates.chat_template import render_chat
+from tokenizer.templates.chat_template import render_chat, variables_of
 
 _ONE, _TWO = "xservmarkone", "xservmarktwo"
 _WITH_CALLS = "assistant with calls"
@@ -82,6 +82,11 @@ class TemplateForms:
                     return form._replace(parts=True, one_part=True, picture=picture)
             return form._replace(parts=True, one_part=True)
         return ContentForm(text, parts=False, one_part=False, picture=None)
+
+    @functools.cached_property
+    def reads(self) -> frozenset[str]:
+        """The variables that the template reads."""
+        return variables_of(self.template)
 
     @functools.cached_property
     def picture_text(self) -> str | None:

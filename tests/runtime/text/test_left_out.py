@@ -15,6 +15,7 @@ from openai.types.chat.chat_completion_message_function_tool_call import Functio
 
 from runtime.engine.errors import RequestError
 from runtime.text.chat import chat_prompt
+from tests.runtime.text.harmony.small_model import small_tokenizer
 from tests.runtime.text.test_chat import LENIENT, said
 from tests.server.byte_tokenizer import make_byte_tokenizer
 
@@ -110,7 +111,7 @@ def test_nothing_vanishes(
 def test_a_variable_that_the_template_does_not_read_is_told(tmp_path: Path) -> None:
     found = list[str]()
     variables: dict[str, Any] = {"documents": [{"text": "b"}], "tone": "dry", "size": 3}
-    template = LENIENT + "{{ size }}"
+    template = LENIENT + "{{ size }}{# tone #}{{ 'documents'[:0] }}"
     tokenizer = make_byte_tokenizer(tmp_path)
     ids = chat_prompt(
         tokenizer, [HEAD], chat_template=template, add_generation_prompt=False, notes=found, **variables
@@ -138,3 +139,9 @@ def test_objects_of_an_sdk_are_messages(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == (
         '<user>a<assistant>c<call>{"a": 1}<user>d<assistant><call>{"a": 2, "b": false}'
     )
+
+
+def test_harmony_has_no_names_of_speakers() -> None:
+    found = list[str]()
+    chat_prompt(small_tokenizer(), [{**HEAD, "name": "Ann"}, said("assistant", "b")], harmony=True, notes=found)
+    assert found == ["messages[0].name"]
