@@ -1,8 +1,9 @@
-"""Ranks of every family, on threads: together they are the model, in exact mode to the bit."""
+"""Ranks and stages of every family, on threads: together they are the model, ranks in exact mode to the bit."""
 
 from __future__ import annotations
 
 import json
+import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,8 +14,10 @@ import pytest
 
 from models.errors import ModelLoadError
 from models.families import known_architectures
-from models.registry import declare_model, load_model
+from models.registry import declare_model, load_model, stages_of
+from runtime.dtype import DType
 from runtime.linear.options import LoadSettings
+from runtime.tensor.tensor import Tensor
 from tests.models.driver import logits_of
 from tests.models.folders import load_golden, write_model
 from tests.models.makers.test_maker import ThreadCommunicator
@@ -59,6 +62,45 @@ def test_every_family_in_exact_mode(family: str, tmp_path: Path) -> None:
                     np.testing.assert_array_equal(logits, expected)
                 else:
                     np.testing.assert_allclose(logits, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
+
+
+class ThreadStage:
+    """See `Pipeline`."""
+
+    def __init__(self, stage: int, inboxes: list[queue.Queue[Array]]) -> None:
+        self.stage, self.num_stages, self._inboxes = stage, len(inboxes), inboxes
+
+    def send(self, x: Tensor) -> None:
+        self._inboxes[self.stage + 1].put(x.numpy().copy())
+
+    def receive(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
+        x = Tensor.from_numpy(self._inboxes[self.stage].get(timeout=60))
+        assert (x.shape, x.dtype) == (shape, dtype)
+        return x
+
+
+@pytest.mark.parametrize(
+    "family",
+    [each if each in ("apertus", "exaone4", "phimoe") else pytest.param(each, marks=exhaustive) for each in FAMILIES],
+)
+def test_every_family_in_stages(family: str, tmp_path: Path) -> None:
+    """Whose layers are the model's, so that every bit is."""
+    folder = write_shared(tmp_path, family)
+    stages = stages_of(folder, 3, (2, 1, 1), load_format="dummy")
+    inboxes: list[queue.Queue[Array]] = [queue.Queue() for _ in stages]
+
+    def run(stage: int) -> Array:
+        pipeline = ThreadStage(stage, inboxes)
+        model = load_model(folder, load_format="dummy", dtype="float32", pipeline=pipeline, stages=stages)
+        if stage != len(stages) - 1:
+            no_logits = np.zeros((len(IDS), model.config.vocab_size), np.float32)
+            model.compute_logits = lambda hidden: Tensor.from_numpy(no_logits)  # type: ignore[method-assign]
+        return logits_of(model, IDS)
+
+    with ThreadPoolExecutor(len(stages)) as pool:
+        *_, logits = pool.map(run, range(len(stages)))
+    whole = load_model(folder, load_format="dummy", dtype="float32")
+    np.testing.assert_array_equal(logits, logits_of(whole, IDS))
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def write_gguf(
 ) -> Path:
     """A file of float32 tensors by their names in safetensors. `type_of` gets GGUF's names; vectors stay float32.
     With `has_whole_maps` latent attention is written as it was until April 2025: heads' keys and values in one map.
-    `is_fused` writes queries, keys and values as one, as the converter does if it is asked to.
+    `is_fused` writes queries, keys and values as one, and experts' gate and up, as the converter does if asked to.
 
     Returns the file's path, or the first shard's.
     """
@@ -115,12 +115,15 @@ def stacked_experts(tensors: dict[str, Array]) -> dict[str, Array]:
 
 
 def _fused(tensors: dict[str, Array]) -> dict[str, Array]:
-    """The rows of queries, keys and values of each layer one after another; by the file's names."""
-    found = {name: array for name, array in tensors.items() if ".attn_k." not in name and ".attn_v." not in name}
-    for name in [name for name in found if ".attn_q." in name]:
-        parts = [tensors[name.replace("attn_q", f"attn_{each}")] for each in "qkv"]
-        found[name.replace("attn_q", "attn_qkv")] = np.concatenate(parts)
-        del found[name]
+    """The rows of queries, keys and values of each layer one after another, and those of an expert's gate and up; by
+    the file's names."""
+    found = dict(tensors)
+    for first, others, whole in (
+        ("attn_q.", ("attn_k.", "attn_v."), "attn_qkv."), ("ffn_gate_exps.", ("ffn_up_exps.",), "ffn_gate_up_exps."),
+    ):  # fmt: skip
+        for name in [name for name in tensors if first in name]:
+            parts = [found.pop(name), *(found.pop(name.replace(first, other)) for other in others)]
+            found[name.replace(first, whole)] = np.concatenate(parts, axis=1 if "exps" in whole else 0)
     return found
 
 

@@ -75,7 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 TEXTS = {"qwen2_odd": "qwen2_vl", "qwen3_odd": "qwen3_vl", "qwen3_moe_odd": "qwen3_vl_moe"}
 """What the text of models that read pictures computes, and what they are called."""
-FUSED = ("llama_linear_gqa2", "qwen2_odd", "cohere_norms")
+FUSED = ("llama_linear_gqa2", "qwen2_odd", "cohere_norms", "qwen3_moe_odd")
 
 
 def twin_of(folder: Path, case: str, **changes: Any) -> tuple[dict[str, Any], dict[str, Array], list[int]]:
@@ -140,7 +140,7 @@ def test_texts_of_models_that_read_pictures(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", FUSED)
-def test_queries_keys_and_values_in_one_tensor(tmp_path: Path, case: str) -> None:
+def test_maps_in_one_tensor(tmp_path: Path, case: str) -> None:
     config, tensors, ids = twin_of(tmp_path / "twin", case)
     path = write_gguf(tmp_path / "model.gguf", config, tensors, is_fused=True)
     assert "blk.0.attn_qkv.weight" in GgufFile(path).tensors
