@@ -4,9 +4,9 @@ A field that no family reads is refused by its name, unless it is harmless in on
 
 - its name says that it is a note, or of training, of other tasks, of how somebody runs the model (`HARMLESS`: the names
   that transformers 4.30 to 5.24 write and published models carry; `_PATTERNS`: how others of their kinds are called);
-- its value switches its feature off: false, an empty string, list or object; 0 of what is counted, 1 of what is
-  multiplied. Not so where the name is of something that every decoder has (a norm, a rotation, a gate ...), whose
-  absence would change the model, unless `NEUTRAL` knows better;
+- its value switches its feature off: false, an empty string or list, an object of nulls; 0 of what is counted, 1 of
+  what is multiplied. Not so where the name is of something that every decoder has (a norm, a rotation, a gate ...),
+  whose absence would change the model, unless `NEUTRAL` knows better;
 - it is null, which means absent.
 
 A name that can change the arithmetic of any architecture belongs neither in `HARMLESS` nor in `_PATTERNS`.
@@ -101,7 +101,9 @@ def is_harmless(name: str, value: Any) -> bool:
     """True if an unread field changes nothing."""
     if value is None or name in HARMLESS or _PATTERNS.fullmatch(name) or value in NEUTRAL.get(name, ()):
         return True
-    if isinstance(value, str | list | dict):
+    if isinstance(value, dict):
+        return all(each is None for each in value.values())
+    if isinstance(value, str | list):
         return not value
     if value is False:
         return not _EVERYBODYS.fullmatch(name)

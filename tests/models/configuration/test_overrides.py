@@ -89,3 +89,10 @@ def test_a_type_that_contradicts_the_architecture_can_be_passed_over() -> None:
         parse_config(values)
     text = str(error.value).partition("--hf-overrides '")[2].rstrip("'")
     assert parse_config(overridden(values, as_text(text))).architecture == "LlamaForCausalLM"
+
+
+def test_an_object_of_nulls_says_nothing() -> None:
+    values = json.loads((LLAMA.folder / "config.json").read_text())
+    assert parse_config({**values, "some_tool": {"a": None, "b": None}}) == parse_config(values)
+    with pytest.raises(ConfigError, match="some_tool = "):
+        parse_config({**values, "some_tool": {"a": None, "b": 1}})
