@@ -235,9 +235,9 @@ def test_a_loop_is_what_lies_between_a_branch_and_its_target() -> None:
 
 
 def test_roofline_is_the_slower_of_memory_and_arithmetic() -> None:
-    assert Work(10**9, 10**9, 1).roofline_us(A100) == pytest.approx(1e6 * 2e9 / 2.039e12)
-    assert Work(1, 1, 10**12).roofline_us(A100) == pytest.approx(1e6 / 19.5)
-    assert Work(1, 1, 10**12, is_tensor_core=True).roofline_us(H200) == pytest.approx(1e6 / 989.4)
+    assert Work(10**9 + 10**9, 1).roofline_us(A100) == pytest.approx(1e6 * 2e9 / 2.039e12)
+    assert Work(1 + 1, 10**12).roofline_us(A100) == pytest.approx(1e6 / 19.5)
+    assert Work(1 + 1, 10**12, is_tensor_core=True).roofline_us(H200) == pytest.approx(1e6 / 989.4)
 
 
 @pytest.mark.emulator

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from runtime.bench.kernels.cases import Case as Operation
 from tools.kernel_costs.counts import Bench, Work
 
 
@@ -31,3 +32,16 @@ class Case:
     tiled_bytes: int = 0
     is_on_tensor_cores: bool = False
     arch: str = ""
+
+
+def counted(
+    operation: Operation, family: str, *, suffix: str = "", scattered_because: str = "", tiled_bytes: int = 0,
+    is_on_tensor_cores: bool = False, has_16_bits: bool = False,
+) -> Case:  # fmt: skip
+    """A line about what `bench kernels` has, too; its result is compared with numpy's where it is counted.
+
+    `has_16_bits`: its products are of such factors, so that tensor cores could do them."""
+    return Case(
+        operation.name + suffix, family, operation.shape, Work(operation.least_bytes, operation.flops, has_16_bits),
+        lambda bench: bench.check(operation), scattered_because, tiled_bytes, is_on_tensor_cores,
+    )  # fmt: skip

@@ -16,19 +16,18 @@ from numba_kernels.cuda import (
     embedding,
     kv_cache,
     logprobs,
-    norm,
     qkv,
     reduce,
     rope,
     rounded_norm,
     rounded_rows,
     sampling,
-    softmax,
 )
 from numba_kernels.cuda.intrinsics.storage import CODES
+from runtime.bench.kernels.cases import layer_norm_case, rms_norm_case, softmax_case, swiglu_case
 from runtime.sampling_arrays import SAMPLING_FIELDS, SamplingArrays
 from tools.kernel_costs.attention_cases import BLOCK, HEAD_DIM, HEADS, KV_HEADS, attention_cases
-from tools.kernel_costs.case import Case
+from tools.kernel_costs.case import Case, counted
 from tools.kernel_costs.counts import Bench, Work
 from tools.kernel_costs.expert_cases import expert_cases
 from tools.kernel_costs.product_cases import product_cases
@@ -54,25 +53,21 @@ _WEIGHTS_IN_HALVES = (
 
 
 def _rows() -> Iterator[Case]:
-    for name in ("rms_norm", "layer_norm"):
-        yield _norm(name, False)
-    yield _norm("rms_norm", True)
-    yield _softmax(False)
-    yield _softmax(True)
+    for operation in (rms_norm_case(_ROWS, _SIZE), layer_norm_case(_ROWS, _SIZE)):
+        yield counted(operation, "norm")
+    yield counted(rms_norm_case(_ROWS, _SIZE, has_residual=True), "norm")
+    for is_log in (False, True):
+        yield counted(softmax_case(_ROWS, _SIZE, is_log=is_log), "softmax")
+    yield counted(swiglu_case(_ROWS, _SIZE), "activation")
     count = _ROWS * _SIZE
-
-    def swiglu(bench: Bench) -> None:
-        launch, accesses = activation.plan_glu("silu", _ROWS, _SIZE, "bf16")
-        bench.launch(launch, bench.normal((_ROWS, 2 * _SIZE), "bf16"), bench.empty(2 * count), _ROWS, accesses)
-
-    yield Case("swiglu bf16", "activation", f"{_ROWS} x {_SIZE}", Work(4 * count, 2 * count, 5 * count), swiglu)
     codes, both = rounded_rows.sections(_ROWS, _SIZE)
 
     def round_rows(bench: Bench) -> None:
         x, memory = bench.normal((_ROWS, _SIZE), "bf16"), bench.empty(both)
         bench.launch(rounded_rows.plan(_ROWS, _SIZE, "bf16"), x, memory, memory + codes, _ROWS, _SIZE)
 
-    yield Case("rounded_rows s8 bf16", "activation", f"{_ROWS} x {_SIZE}", Work(2 * count, both, 3 * count), round_rows)
+    shape = f"{_ROWS} x {_SIZE}"
+    yield Case("rounded_rows s8 bf16", "activation", shape, Work(2 * count + both, 3 * count), round_rows)
     scales, all_bytes = rounded_rows.sections(_ROWS, _SIZE, is_grouped=True)
 
     def round_normed(bench: Bench) -> None:
@@ -82,12 +77,11 @@ def _rows() -> Iterator[Case]:
             launch, x, weight, memory, memory + scales, _ROWS, _SIZE, 1.0 / _SIZE, 1e-5, 0.0, 0.0
         )  # fmt: skip
 
-    work = Work(2 * count + 4 * _SIZE, all_bytes, 8 * count)
-    shape = f"{_ROWS} x {_SIZE}"
+    work = Work(2 * count + 4 * _SIZE + all_bytes, 8 * count)
     yield Case("rounded_norm e4m3_g128 bf16", "activation", shape, work, round_normed, _WEIGHTS_IN_HALVES)
     for name in ("silu", "gelu_tanh", "gelu_erf"):
         yield Case(
-            f"{name} bf16", "activation", f"{count}", Work(2 * count, 2 * count, 4 * count),
+            f"{name} bf16", "activation", f"{count}", Work(2 * count + 2 * count, 4 * count),
             functools.partial(_activation, name, count),
         )  # fmt: skip
 
@@ -95,32 +89,6 @@ def _rows() -> Iterator[Case]:
 def _activation(name: str, count: int, bench: Bench) -> None:
     launch, accesses = activation.plan_activation(name, count, "bf16")
     bench.launch(launch, bench.normal(count, "bf16"), bench.empty(2 * count), accesses)
-
-
-def _norm(name: str, has_residual: bool) -> Case:
-    def run(bench: Bench) -> None:
-        x, weight = bench.normal((_ROWS, _SIZE), "bf16"), bench.normal(_SIZE, "f32")
-        if name == "rms_norm":
-            launch = norm.plan_rms_norm(_ROWS, _SIZE, "bf16", has_residual=has_residual)
-            inputs = x, bench.normal((_ROWS, _SIZE), "bf16") if has_residual else 0, weight
-        else:
-            launch, inputs = norm.plan_layer_norm(_ROWS, _SIZE, "bf16"), (x, weight, bench.normal(_SIZE, "f32"))
-        bench.launch(launch, *inputs, bench.empty(2 * count), _SIZE, 1 / _SIZE, 1e-6)
-
-    count = _ROWS * _SIZE
-    weights = 4 * _SIZE * (1 if name == "rms_norm" else 2)
-    work = Work((4 if has_residual else 2) * count + weights, 2 * count, 4 * count)
-    return Case(f"{name}{' + residual' if has_residual else ''} bf16", "norm", f"{_ROWS} x {_SIZE}", work, run)
-
-
-def _softmax(is_log: bool) -> Case:
-    def run(bench: Bench) -> None:
-        launch = softmax.plan_softmax(_ROWS, _SIZE, "f32", is_log=is_log)
-        bench.launch(launch, bench.normal((_ROWS, _SIZE), "f32"), bench.empty(4 * count), _SIZE)
-
-    count = _ROWS * _SIZE
-    work = Work(4 * count, 4 * count, 5 * count)
-    return Case(f"{'log_' if is_log else ''}softmax f32", "softmax", f"{_ROWS} x {_SIZE}", work, run)
 
 
 # What works on tokens
@@ -136,31 +104,31 @@ _DRAWS: dict[str, dict[str, float]] = {
 def _tokens() -> Iterator[Case]:
     row = _TOKENS * _SIZE * 2
     yield Case(
-        "embedding bf16", "embedding", f"{_TOKENS} of {_VOCAB} rows of {_SIZE}", Work(row + 4 * _TOKENS, row, 0), _embed
+        "embedding bf16", "embedding", f"{_TOKENS} of {_VOCAB} rows of {_SIZE}", Work(2 * row + 4 * _TOKENS, 0), _embed
     )
     heads = _TOKENS * HEADS * HEAD_DIM * 2
     angles = _TOKENS * HEAD_DIM * 4
     yield Case(
         "rope bf16", "rope", f"{_TOKENS} x {HEADS} heads of {HEAD_DIM}",
-        Work(heads + angles + 4 * _TOKENS, heads, 3 * heads), _rope,
+        Work(heads + angles + 4 * _TOKENS + heads, 3 * heads), _rope,
     )  # fmt: skip
     whole = _TOKENS * (HEADS + 2 * KV_HEADS) * HEAD_DIM * 2
     yield Case(
         "qkv_prepare bf16", "qkv", f"{_TOKENS} x {HEADS}/{KV_HEADS} heads of {HEAD_DIM}, norms, rope",
-        Work(whole + angles + 12 * _TOKENS + 8 * HEAD_DIM, whole, 5 * whole), _qkv_prepare,
+        Work(whole + angles + 12 * _TOKENS + 8 * HEAD_DIM + whole, 5 * whole), _qkv_prepare,
     )  # fmt: skip
     pages = 2 * _TOKENS * KV_HEADS * HEAD_DIM * 2
     yield Case(
         "write_kv bf16", "kv_cache", f"{_TOKENS} x {KV_HEADS} heads of {HEAD_DIM}",
-        Work(pages + 8 * _TOKENS, pages, 0),
+        Work(pages + 8 * _TOKENS + pages, 0),
         _write_kv,
     )  # fmt: skip
     logits = 4 * 4 * _VOCAB
-    of_row = Work(4 * _VOCABULARY, 12, 8 * _VOCABULARY)
+    of_row = Work(4 * _VOCABULARY + 12, 8 * _VOCABULARY)
     for kind, numbers in _DRAWS.items():
         run = functools.partial(_sample, numbers=numbers)
         yield Case(f"sampling {kind}", "sampling", f"1 x {_VOCABULARY}", of_row, run)
-    yield Case("logprobs top 5", "logprobs", f"4 x {_VOCAB}", Work(logits, 192, 8 * logits // 4), _logprobs)
+    yield Case("logprobs top 5", "logprobs", f"4 x {_VOCAB}", Work(logits + 192, 8 * logits // 4), _logprobs)
 
 
 def _embed(bench: Bench) -> None:
@@ -239,12 +207,12 @@ _COUNT = 1 << 15
 
 
 def _glue() -> Iterator[Case]:
-    yield Case("add f32", "elementwise", f"{_COUNT}", Work(8 * _COUNT, 4 * _COUNT, _COUNT), _add)
-    yield Case("cast f32 to bf16", "elementwise", f"{_COUNT}", Work(4 * _COUNT, 2 * _COUNT, 0), _cast)
+    yield Case("add f32", "elementwise", f"{_COUNT}", Work(8 * _COUNT + 4 * _COUNT, _COUNT), _add)
+    yield Case("cast f32 to bf16", "elementwise", f"{_COUNT}", Work(4 * _COUNT + 2 * _COUNT, 0), _cast)
     for operation in ("sum", "argmax"):
         written = 32 * (4 if operation == "sum" else 8)
         yield Case(
-            f"{operation} f32", "reduce", f"32 rows of {_COUNT // 32}", Work(4 * _COUNT, written, _COUNT),
+            f"{operation} f32", "reduce", f"32 rows of {_COUNT // 32}", Work(4 * _COUNT + written, _COUNT),
             functools.partial(_reduce, operation),
         )  # fmt: skip
 

@@ -11,9 +11,9 @@ import ml_dtypes
 import numpy as np
 
 from numba_kernels.cuda.specialisation import Launch, Specialisation
+from runtime.bench.kernels.cases import Case
 from runtime.bench.kernels.counted import Counts
-from runtime.device.allocator import DeviceBlock
-from runtime.device.compiled_kernel import identifier
+from runtime.bench.kernels.table import prepare, verify
 from runtime.device.device import Device
 from runtime.device.driver import Driver
 from runtime.device.emulator.driver.architectures import A100, H100, H200, RTX_4090, RTX_5090, GpuModel
@@ -37,19 +37,14 @@ class Work:
     """What a case has to do at the very least.
 
     Attributes:
-        read_bytes, written_bytes: of device memory, each byte once.
+        least_bytes: of device memory, read or written, each once.
         flops: multiply and add counted as two.
         is_tensor_core: whether tensor cores could do them (products of 16-bit factors).
     """
 
-    read_bytes: int
-    written_bytes: int
+    least_bytes: int
     flops: int
     is_tensor_core: bool = False
-
-    @property
-    def least_bytes(self) -> int:
-        return self.read_bytes + self.written_bytes
 
     def roofline_us(self, model: GpuModel) -> float:
         """Microseconds below which no kernel can do it: its bytes at full bandwidth, or its arithmetic at full rate."""
@@ -68,7 +63,7 @@ class Bench:
         driver.call("cuInit", 0)
         self.gpu = Gpu(Device(f"emulated:{arch}:0"), driver)
         self.rng = np.random.default_rng(0)
-        self._held: list[DeviceBlock] = []
+        self._held: list[Any] = []
         self._kernels: dict[str, Kernel] = {}
 
     def put(self, array: np.ndarray[Any, Any]) -> int:
@@ -82,17 +77,21 @@ class Bench:
         return self.put(self.rng.standard_normal(shape, dtype=np.float32).astype(NUMPY[dtype]))
 
     def empty(self, size_bytes: int) -> int:
-        self._held.append(self.gpu.allocate(size_bytes))
-        return self._held[-1].address
+        block = self.gpu.allocate(size_bytes)
+        self._held.append(block)
+        return block.address
 
     def launch(self, launch: Launch | None, *arguments: float) -> None:
         """One launch. Raises ValueError for the plan of an empty result, which counts nothing."""
         if launch is None:
             raise ValueError("a case that launches nothing")
         self.gpu.launch(launch, *arguments)
-        name = identifier(launch.specialisation.name)
-        if name not in self._kernels:
-            (self._kernels[name],) = parse(self.ptx_of(launch.specialisation)).kernels.values()
+
+    def check(self, case: Case) -> None:
+        """Runs a case of `bench kernels`. Raises AssertionError where its result is wrong."""
+        inputs, ready = prepare(self.gpu, case, 0)
+        self._held.append(inputs)
+        verify(self.gpu, case, ready, ready.run)
 
     def ptx_of(self, specialisation: Specialisation) -> str:
         """What the compiler made of a kernel for this device."""
@@ -134,7 +133,10 @@ class Bench:
             self.emulator.is_counting = False
             self._held.clear()
         found = Counts(case, tuple(self.emulator.counters))
+        loaded = {kernel.compiled.name: kernel.compiled for kernel in self.gpu.loaded_kernels()}
         for name, counters in self.emulator.counters.items():
+            if name not in self._kernels:
+                (self._kernels[name],) = parse(loaded[name].image.rstrip(b"\0").decode()).kernels.values()
             found.add(counters, self._kernels[name])
         return found
 

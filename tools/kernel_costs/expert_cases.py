@@ -67,7 +67,7 @@ def _gathered(weight_name: str, is_gated: bool) -> tuple[str, str, Work, Run, in
             arguments = (x, table, ids, shares, 0, 0, 0, bench.empty(out_bytes), 0)
             bench.launch(launch, *arguments, _N, _K, num_experts, top_k)
 
-    work = Work(x_rows * _K * 2 + top_k * weight_bytes, out_bytes, 2 * top_k * rows * _K, True)
+    work = Work(x_rows * _K * 2 + top_k * weight_bytes + out_bytes, 2 * top_k * rows * _K, True)
     x_reads = 2 * top_k * (_N // PACKED_ROWS) * _K * 2  # for the largest number, and to be staged
     name = f"experts packed_gather {weight_name} {'gate and up' if is_gated else 'down'}"
     return name, f"1 of {top_k} x {rows} x {_K}", work, run, top_k * weight_bytes + x_reads + out_bytes, True
@@ -110,7 +110,7 @@ def _case(
             *([_maps(bench, weights)] if has_maps else []),
         )  # fmt: skip
 
-    work = Work(total * _K * 2 + count * weight_bytes, total * _N * 2, 2 * total * _N * _K, True)
+    work = Work(total * _K * 2 + count * weight_bytes + total * _N * 2, 2 * total * _N * _K, True)
     row_tiles = count * -(-rows // tile_rows)
     together = 256 // (64 if packing is None else packing.slot)  # rows that a warp copies at once
     if has_maps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,7 +19,8 @@ from numba_kernels.cuda.gemm.packed_stream import ROWS as PACKED_ROWS
 from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.packing import packing_of
 from numba_kernels.segments import SEGMENTS
-from tools.kernel_costs.case import Case
+from runtime.bench.kernels.cases import product_case
+from tools.kernel_costs.case import Case, counted
 from tools.kernel_costs.counts import Bench, Work
 
 _ONE_COLUMN_A_LANE = (
@@ -66,24 +68,15 @@ def gemm_case(
     """`tile`: rows and columns of the result for which x and the weight are read together; `hopper_tile` and `parts`
     take the place of what the tier chooses."""
     m, n, k = sizes
-
-    def run(bench: Bench) -> None:
-        product = gemm.Product(m, n, k, dtype, epilogue=gemm.Epilogue(has_residual=False, is_aligned=True))
-        machine = gemm.machine_of(bench.gpu.arch, num_multiprocessors)
-        launch = gemm.plan(product, machine, tier)
-        if hopper_tile is not None:
-            launch = hopper.plan_tile(product, machine, hopper_tile, parts)
-        x, weight = bench.normal((m, k), dtype), bench.normal((n, k), dtype)
-        bench.launch(launch, x, weight, 0, 0, bench.empty(m * n * size), m, n, k, 0, *gemm.NO_SQUARES)
-
-    size = ITEM_BYTES[dtype]
-    work = Work((m + n) * k * size, m * n * size, 2 * m * n * k, dtype != "f32")
-    tiled_bytes = 0
+    operation = product_case(tier, m, n, k, dtype, tile=hopper_tile, parts=parts, num_sms=num_multiprocessors)
+    size, tiled_bytes = ITEM_BYTES[dtype], 0
     if tile != (0, 0):
         tiled_bytes = (-(-n // tile[1]) * m + -(-m // tile[0]) * n) * k * size + m * n * size
-    has_tensor_cores = tier in ("tensor_core", "few_rows", "hopper")
-    name, shape = f"gemm {tier} {dtype} m={m}", f"{m} x {n} x {k}"
-    return Case(name, "gemm", shape, work, run, reason, tiled_bytes, has_tensor_cores)
+    line = counted(
+        operation, "gemm", scattered_because=reason, tiled_bytes=tiled_bytes, has_16_bits=dtype != "f32",
+        is_on_tensor_cores=tier in ("tensor_core", "few_rows", "hopper"),
+    )  # fmt: skip
+    return replace(line, name=f"gemm {tier} {dtype} m={m}")
 
 
 def _exact_gemm(m: int, n: int, k: int) -> Case:
@@ -100,7 +93,7 @@ def _exact_gemm(m: int, n: int, k: int) -> Case:
         bench.launch(launch, x, weight, 0, 0, sums, m, n, k, 0, *gemm.NO_SQUARES)
         bench.launch(gemm.segments.plan_add(SEGMENTS, m, n, "bf16"), sums, 0, 0, out, m, n, 0)
 
-    work = Work((m + n) * k * 2, m * n * 2, 2 * m * n * k, True)
+    work = Work((m + n) * k * 2 + m * n * 2, 2 * m * n * k, True)
     rows = 16 if m <= 16 else 64
     tiled_bytes = (-(-n // 64) * m + -(-m // rows) * n) * k * 2 + m * n * (2 + 2 * SEGMENTS * 4)
     return Case(f"gemm exact bf16 m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)
@@ -124,7 +117,7 @@ def _packed_gemm(
         x, weight = bench.normal((m, k), "bf16"), bench.put(np.zeros(weight_bytes, np.uint8))
         bench.launch(launch, x, weight, 0, 0, bench.empty(m * n * 2), m, n, k, 0, *gemm.NO_SQUARES)
 
-    work = Work(m * k * 2 + weight_bytes, m * n * 2, 2 * m * n * k, True)
+    work = Work(m * k * 2 + weight_bytes + m * n * 2, 2 * m * n * k, True)
     columns, rows = packed_tiles.BLOCK_N, packed_tiles.BLOCK_M  # of a block
     if tier == "few_rows":
         columns = few_rows_operands.COLUMNS * few_rows_shape.BLOCK_WARPS // few_rows_shape.split(n, k, name)
@@ -157,7 +150,7 @@ def _bytes_gemm(name: str, m: int, n: int, k: int, arch: str = "") -> Case:
             0 if is_by_tiles else weight,
         )  # fmt: skip
 
-    work = Work(x_bytes + weight_bytes, m * n * 2, 2 * m * n * k, True)
+    work = Work(x_bytes + weight_bytes + m * n * 2, 2 * m * n * k, True)
     rows, columns = -(-m // gemm.byte_tiles.BLOCK_M), -(-n // gemm.byte_tiles.BLOCK_N)
     tiled_bytes = rows * weight_bytes + columns * x_bytes + m * n * 2
     if packing.group:  # each of 8 warps reads the scales of its 16 rows and 128 columns by itself, or of 64 and 32
@@ -178,5 +171,5 @@ def _dequantized(name: str, n: int, k: int) -> Case:
         packed, out = bench.put(np.zeros(size, np.uint8)), bench.empty(n * k * 2)
         bench.launch(dequantize.plan(packing, n, k, "bf16"), packed, 0, out, 0, n, n, k, 1.0)
 
-    work = Work(size, n * k * 2, 2 * n * k)
+    work = Work(size + n * k * 2, 2 * n * k)
     return Case(f"dequantize {name} bf16", "dequantize", f"{n} x {k}", work, run, "", size + n * k * 2)

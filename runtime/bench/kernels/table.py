@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.bench.kernels.cases import Array, Case, Inputs, Prepared, numpy_dtype
+from runtime.bench.kernels.cases import GUARD_BYTES, Array, Case, Inputs, Prepared, numpy_dtype
 from runtime.bench.kernels.timing import Stopwatch, Times
 from runtime.device.gpu import Gpu
 
@@ -22,24 +22,40 @@ def read_rows(gpu: Gpu, ready: Prepared) -> Array:
 
 
 def spoil(gpu: Gpu, ready: Prepared) -> None:
-    """Overwrites a case's result with NaN, so that nothing of an earlier run is taken for a new one."""
-    size = int(np.prod(ready.shape)) * numpy_dtype(ready.dtype).itemsize
-    gpu.fill(ready.out, 0xFF, size)
+    """Overwrites a case's result, and what is behind it, with NaN, so that nothing of an earlier run is taken for a new
+    one."""
+    gpu.fill(ready.out, 0xFF, _size_bytes(ready) + GUARD_BYTES)
+
+
+def _size_bytes(ready: Prepared) -> int:
+    return int(np.prod(ready.shape)) * numpy_dtype(ready.dtype).itemsize
 
 
 def error_share(found: Array, ready: Prepared, tolerance: float, whose: str) -> float:
     """The largest difference as a share of the largest value. Raises AssertionError above `tolerance`, and for NaN."""
-    difference = np.abs(found.astype(np.float32).reshape(ready.expected.shape) - ready.expected)
+    found = found.reshape(ready.expected.shape)
+    difference = np.abs(found.astype(np.float32) - ready.expected)
     share = float(difference.max() / np.abs(ready.expected).max())
     if not share <= tolerance:
-        raise AssertionError(f"{whose} result is wrong: off by {share:.3g} of the largest value, allowed {tolerance:g}")
+        place = np.unravel_index(int(np.nan_to_num(difference, nan=np.inf).argmax()), difference.shape)
+        off = float(np.mean(~(difference <= tolerance * np.abs(ready.expected).max())))
+        raise AssertionError(
+            f"{whose} result is wrong: off by {share:.3g} of the largest value, allowed {tolerance:g}; most at row"
+            f" {ready.rows[place[0]]}, element {[int(each) for each in place[1:]]}: {found[place]}, not"
+            f" {ready.expected[place]}; {off:.1%} of the elements are off, {np.isnan(difference).mean():.1%} are NaN"
+        )
     return share
 
 
 def verify(gpu: Gpu, case: Case, ready: Prepared, run: Callable[[], Any], whose: str = "ours") -> float:
-    """Runs what writes to the case's own place and compares: `error_share`."""
+    """Runs what writes to the case's own place and compares: `error_share`. Raises AssertionError, too, where something
+    was written behind it."""
     spoil(gpu, ready)
     run()
+    behind = np.empty(GUARD_BYTES, np.uint8)
+    gpu.read(ready.out + _size_bytes(ready), behind)
+    if not (behind == 0xFF).all():
+        raise AssertionError(f"{whose}: something was written behind the result")
     return error_share(read_rows(gpu, ready), ready, case.tolerance, whose)
 
 
@@ -47,6 +63,12 @@ def prepare(gpu: Gpu, case: Case, seed: int) -> tuple[Inputs, Prepared]:
     """The case's arrays on the device, for as long as the first is kept, and what runs on them."""
     inputs = Inputs(gpu, seed)
     return inputs, case.prepare(inputs)
+
+
+def check(gpu: Gpu, case: Case, seed: int = 0) -> dict[str, Any]:
+    """{"error_share": ...} of a case that is right. Raises AssertionError."""
+    _inputs, ready = prepare(gpu, case, seed)
+    return {"error_share": verify(gpu, case, ready, ready.run)}
 
 
 def row_of(case: Case, error: float) -> dict[str, Any]:

@@ -13,14 +13,12 @@ import numpy as np
 import pytest
 
 from numba_kernels.cuda.gemm import hopper
-from runtime.bench.kernels.cases import Prepared
-from runtime.bench.kernels.table import error_share
+from runtime.bench.kernels.cases import Prepared, product_case
+from runtime.bench.kernels.table import check, error_share, prepare, verify
 from tests.runtime.device.emulated import new_gpu
 from tools import gpu_check
 from tools.gpu.checking import worker
-from tools.gpu.kernels import products
 from tools.gpu.kernels.first_launches import _copy
-from tools.gpu.kernels.products import Wanted, check_product
 from tools.gpu.sections import EMULATED_TESTS, ROOT, Case, Options, sections
 from tools.gpu.serving import graph_timeline
 
@@ -89,14 +87,16 @@ def test_the_pictures_answers_are_the_cpus() -> None:
 
 
 @pytest.mark.emulator
-def test_a_wrong_product_says_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_product_says_where() -> None:
     gpu = new_gpu()
-    wanted = Wanted(3, 64, 128, has_bias=True)
-    assert check_product(gpu, wanted)["error_share"] < 1e-2
-    real = products._expected
-    monkeypatch.setattr(products, "_expected", lambda *terms: real(*terms) + np.eye(3, 64, 5, dtype=np.float32) * 99)
-    with pytest.raises(AssertionError, match=r"off by .* at row \d, column [567]: .* 1.6% of the elements are off"):
-        check_product(gpu, wanted)
+    case = product_case("auto", 3, 64, 128, has_bias=True)
+    assert check(gpu, case)["error_share"] < 1e-2
+    _inputs, ready = prepare(gpu, case, 0)
+    ready.expected += np.eye(3, 64, 5, dtype=np.float32) * 99
+    with pytest.raises(AssertionError, match=r"off by .* row \d, element \[[567]\]: .* 1.6% of the elements are off"):
+        verify(gpu, case, ready, ready.run)
+    with pytest.raises(AssertionError, match="written behind the result"):
+        verify(gpu, case, ready, lambda: gpu.fill(ready.out + 3 * 64 * 2, 0, 1))
 
 
 @pytest.mark.emulator
@@ -109,7 +109,7 @@ def test_first_copies() -> None:
 @pytest.mark.emulator
 @pytest.mark.parametrize("gate", hopper.GATES)
 def test_gated_products(gate: str) -> None:
-    assert check_product(new_gpu(), Wanted(130, 72, 64, activation=gate))["error_share"] < 1e-2
+    assert check(new_gpu(), product_case("auto", 130, 72, 64, activation=gate))["error_share"] < 1e-2
 
 
 class FakeSection:

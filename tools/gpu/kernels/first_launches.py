@@ -9,11 +9,11 @@ import numpy as np
 
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.gemm import hopper
-from runtime.bench.kernels.cases import Inputs, numpy_dtype
+from runtime.bench.kernels.cases import Inputs, numpy_dtype, product_case
+from runtime.bench.kernels.table import check
 from runtime.device.gpu import Gpu
 from runtime.device.graph import Graph
 from tools.gpu.kernels.first_kernels import CLUSTER, COLUMNS, ROWS, plan_copy
-from tools.gpu.kernels.products import Wanted, check_product
 from tools.gpu.sections import Case, Options, Result
 
 
@@ -25,7 +25,8 @@ def cases(options: Options) -> Iterator[Case]:
     yield Case("dependent pair in a graph", lambda: _dependent_pair(gpu, options.is_quick))
     if gpu.arch == hopper.ARCH:
         size = 256 if options.is_quick else 1024
-        yield Case("setmaxnreg product", lambda: check_product(gpu, Wanted(size, size, 256, tile=hopper.LARGE)))
+        product = product_case("hopper", size, size, 256, tile=hopper.LARGE)
+        yield Case("setmaxnreg product", lambda: check(gpu, product))
 
 
 def _copy(gpu: Gpu, num_blocks: int) -> Result:
