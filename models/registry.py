@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
@@ -13,7 +13,7 @@ from models.architecture import Architecture
 from models.base import Model
 from models.checkpoints.checkpoint import Checkpoint, TensorLayout
 from models.checkpoints.dummy import DummyCheckpoint
-from models.checkpoints.model_files import open_model
+from models.checkpoints.model_files import ModelFiles, open_model
 from models.checkpoints.stacked import take_apart
 from models.configuration.class_defaults import add_class_defaults
 from models.configuration.config import ModelConfig
@@ -31,7 +31,8 @@ from models.makers.maker import Maker
 from models.quantized.on_load import RoundedSource
 from models.quantized.scheme import read_quantization
 from models.stages import balanced, counted
-from runtime.dtype import float32
+from runtime.communicator import Communicator, Pipeline
+from runtime.dtype import DType, float32
 from runtime.errors import InvalidArgumentError
 from runtime.linear.kept import kept_format
 from runtime.linear.options import LoadOptions, LoadSettings
@@ -43,6 +44,7 @@ from tokenizer.warn import warn_once
 logger = logging.getLogger("xserv.models")
 
 LoadFormat = Literal["auto", "safetensors", "dummy"]
+DEFAULT_OPTIONS = LoadOptions()
 
 
 def load_config(model: str | Path, overrides: str = "") -> ModelConfig:
@@ -133,16 +135,64 @@ def _names_without_head(architecture: Architecture) -> set[str]:
     return {f"{stem}Model", f"{stem}TextModel"}
 
 
-def load_model(
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """A model before it is loaded, by its config and the headers of its files.
+
+    Attributes:
+        folder: where it is, or its GGUF file.
+        config: of the whole model, tied or not as the files have it.
+        model: this rank's, without its numbers: what it consists of, in which types, and `weight_bytes`. It cannot run.
+        options: where weights go, and as what.
+        source: the tensors, which fit the model.
+        warnings: what differs from the files' own words, to be said when it is loaded.
+    """
+
+    folder: Path
+    config: ModelConfig
+    model: Model
+    options: LoadOptions
+    source: TensorSource
+    warnings: tuple[str, ...] = ()
+
+    def load(
+        self, *, max_model_len: int | None = None, reporter: Reporter = SILENT,
+        communicator: Communicator | None = None, pipeline: Pipeline | None = None,
+    ) -> Model:  # fmt: skip
+        """The model with its numbers. Raises `ModelLoadError`, and `InvalidArgumentError` for `max_model_len`.
+
+        Args:
+            max_model_len: as `declare` has it; None: what that was told.
+            reporter: shows how many bytes of weights are there.
+            communicator, pipeline: of the rank that was declared, if they are there only now.
+        """
+        for warning in self.warnings:
+            logger.warning("%s", warning)
+        if isinstance(self.source, Checkpoint):
+            self.source.check_numbers()
+        options, size_bytes = self.options, self.model.weight_bytes
+        if communicator is not None or pipeline is not None:
+            options = replace(options, communicator=communicator, pipeline=pipeline)
+        positions = self.model.max_positions if max_model_len is None else _positions(self.config, max_model_len)
+        with reporter.shown("loading weights", is_bytes=True) as show:
+            show(0, size_bytes)
+            maker = LoadingMaker(options, positions, self.source, lambda done: show(done, size_bytes))
+            model = _built(self.config, maker)
+        if maker.dequantised_bytes:
+            kinds = ", ".join(f"{kind} ({count:,} bytes)" for kind, count in maker.dequantised_bytes.most_common())
+            logger.info("%s: stored in %s, dequantised to %s", self.folder, kinds, maker.dtype.name)
+        return model
+
+
+def declare(
     folder: str | Path,
     *,
     load_format: LoadFormat = "auto",
     seed: int = 0,
     max_model_len: int | None = None,
-    reporter: Reporter = SILENT,
     **settings: Unpack[LoadSettings],
-) -> Model:
-    """Load the model in `folder`.
+) -> Declaration:
+    """The model in `folder`, checked against its files' headers; nothing else is read. One run of its constructor.
 
     Args:
         folder: holds `config.json` and safetensors; or a GGUF file.
@@ -150,7 +200,6 @@ def load_model(
         seed: of the dummy weights.
         max_model_len: tokens that a sequence will have at most, to keep position tables small; None: the config's
             `max_position_embeddings`, which is also the limit.
-        reporter: shows how many bytes of weights are there.
         settings: `LoadOptions.parse`'s: device, dtype, quantization, gemm, exact, communicator, pipeline, stages; and
             `hf_overrides`, as `models.configuration.overrides.as_text` gives them.
 
@@ -159,47 +208,59 @@ def load_model(
         InvalidArgumentError: for an argument that is not one of the above.
     """
     options, overrides = LoadOptions.parse(**settings), settings.get("hf_overrides", "")
-    said, positions = _config_and_positions(folder, load_format, max_model_len, overrides)
-    for change in changes(open_model(folder).config().values(), overrides) if overrides and not options.rank else ():
-        logger.warning("%s: with hf_overrides %s", folder, change)
-    source, config = _source(folder, said, options, load_format, seed, overrides)
-    if isinstance(source, Checkpoint):
-        source.check_numbers()
-    if config.tie_word_embeddings != said.tie_word_embeddings and not options.rank:
-        logger.warning(
-            "%s: tie_word_embeddings is %s, but the files hold %s: the head is %s", folder, said.tie_word_embeddings,
-            "no output head" if config.tie_word_embeddings else "an output head that differs from the embedding",
-            "the embedding" if config.tie_word_embeddings else "the stored one",
-        )  # fmt: skip
-    source = _rounded(source, config, options)
-    size_bytes = _built(config, DeclaringMaker(options, positions, source)).weight_bytes
-    with reporter.shown("loading weights", is_bytes=True) as show:
-        show(0, size_bytes)
-        maker = LoadingMaker(options, positions, source, lambda done: show(done, size_bytes))
-        model = _built(config, maker)
-    if maker.dequantised_bytes:
-        kinds = ", ".join(f"{kind} ({count:,} bytes)" for kind, count in maker.dequantised_bytes.most_common())
-        logger.info("%s: stored in %s, dequantised to %s", folder, kinds, maker.dtype.name)
-    return model
-
-
-def declare_model(
-    folder: str | Path,
-    *,
-    load_format: LoadFormat = "auto",
-    max_model_len: int | None = None,
-    **settings: Unpack[LoadSettings],
-) -> Model:
-    """The model without its numbers: what it consists of, in which types, and `weight_bytes`, by the headers of its
-    files alone. It cannot run. Arguments and errors are `load_model`'s."""
-    options, overrides = LoadOptions.parse(**settings), settings.get("hf_overrides", "")
-    config, positions = _config_and_positions(folder, load_format, max_model_len, overrides)
-    source, config = _source(folder, config, options, load_format, 0, overrides)
-    source = _rounded(source, config, options)
-    maker = DeclaringMaker(options, positions, source)
-    model = _built(config, maker)
+    if load_format not in ("auto", "safetensors", "dummy"):
+        raise InvalidArgumentError(
+            f"load_format must be auto, safetensors or dummy, not {load_format!r}", param="load_format"
+        )
+    files = open_model(folder, overrides)
+    said = _parse(files.config())
+    positions = _positions(said, max_model_len)
+    if load_format == "safetensors" and not Path(folder).is_dir():
+        raise InvalidArgumentError(f"load_format is 'safetensors', but {folder} is no folder", param="load_format")
+    source: Checkpoint | DummyCheckpoint
+    if load_format == "dummy":
+        config, dtype = said, options.dtype or said.dtype or float32
+        maker, model = _declared(config, options, positions, dtype)
+        layout = _layout(config, maker)
+        source = DummyCheckpoint(layout, seed, dtype, _quantized_layouts(files, layout))
+    else:
+        source = files.checkpoint()
+        dtype = source.main_dtype()
+        config, maker, model = _fitted(source, said, options, positions, dtype)
+        if source.main_dtype() is not dtype:  # most elements are of buffers, which the model computes
+            maker, model = _declared(config, options, positions, source.main_dtype())
+    rounded = _rounded(source, config, maker)
+    maker.settle(rounded)
+    model.weight_bytes, model.layer_bytes = maker.size_bytes, maker.layer_bytes
     model.rounded_activations = maker.rounded_activations
-    return model
+    warnings = () if options.rank else _warnings(folder, overrides, said, config)
+    return Declaration(Path(folder), config, model, options, rounded, warnings)
+
+
+def declare_model(folder: str | Path, **arguments: Any) -> Model:
+    """The `Declaration`'s model; arguments and errors are `declare`'s."""
+    return declare(folder, **arguments).model
+
+
+def load_model(folder: str | Path, *, reporter: Reporter = SILENT, **arguments: Any) -> Model:
+    """Load the model in `folder`; `reporter` shows how many bytes of weights are there. Other arguments and errors are
+    `declare`'s."""
+    return declare(folder, **arguments).load(reporter=reporter)
+
+
+def _warnings(folder: str | Path, overrides: str, said: ModelConfig, config: ModelConfig) -> tuple[str, ...]:
+    """Of what is otherwise than the files say."""
+    made = []
+    if overrides:
+        stored = open_model(folder).config().values()
+        made = [f"{folder}: with hf_overrides {each}" for each in changes(stored, overrides)]
+    if config.tie_word_embeddings != said.tie_word_embeddings:
+        holds, head = "an output head that differs from the embedding", "the stored one"
+        if config.tie_word_embeddings:
+            holds, head = "no output head", "the embedding"
+        ties = said.tie_word_embeddings
+        made.append(f"{folder}: tie_word_embeddings is {ties}, but the files hold {holds}: the head is {head}")
+    return tuple(made)
 
 
 def stages_of(
@@ -221,10 +282,13 @@ def stages_of(
 
 def tensor_layout(config: ModelConfig) -> TensorLayout:
     """The tensors that a checkpoint of this config must store."""
-    return _layout(config, _declared(config))
+    return _layout(config, _declared(config)[0])
 
 
 def _layout(config: ModelConfig, maker: DeclaringMaker) -> TensorLayout:
+    """What a checkpoint must store of the model that ran over this maker: of all stages."""
+    if maker.options.pipeline is not None:
+        return tensor_layout(config)
     model_class = known_architectures()[config.architecture].model_class
     return maker.layout(model_class.prefix, model_class.harmless_tensors(config), model_class.renames)
 
@@ -232,20 +296,30 @@ def _layout(config: ModelConfig, maker: DeclaringMaker) -> TensorLayout:
 def fit_model(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
     """Fits a checkpoint to a model, and returns the model's config: tied or not as the files have it, whatever the
     config says. Raises `WeightsError`."""
-    maker = _declared(config)
+    return _fitted(checkpoint, config)[0]
+
+
+def _fitted(
+    checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions = DEFAULT_OPTIONS, positions: int = 1,
+    main_dtype: DType = float32,
+) -> tuple[ModelConfig, DeclaringMaker, Model]:  # fmt: skip
+    """`fit_model`, and what the model consists of."""
+    maker, model = _declared(config, options, positions, main_dtype)
     layout = _layout(config, maker)
     if checkpoint.ties_otherwise(layout, maker.heads):
         config = replace(config, tie_word_embeddings=not config.tie_word_embeddings)
-        layout = tensor_layout(config)
+        maker, model = _declared(config, options, positions, main_dtype)
+        layout = _layout(config, maker)
     checkpoint.fit(layout)
-    return config
+    return config, maker, model
 
 
-def _declared(config: ModelConfig) -> DeclaringMaker:
+def _declared(
+    config: ModelConfig, options: LoadOptions = DEFAULT_OPTIONS, positions: int = 1, main_dtype: DType = float32
+) -> tuple[DeclaringMaker, Model]:
     """What a model of this config consists of."""
-    maker = DeclaringMaker(LoadOptions(), 1)
-    known_architectures()[config.architecture].model_class(config, maker)
-    return maker
+    maker = DeclaringMaker(options, positions, main_dtype)
+    return maker, _built(config, maker)
 
 
 def quantisable_matrices(
@@ -255,8 +329,7 @@ def quantisable_matrices(
 
     Raises `ModelLoadError` for a tensor that does not fit, and for maps that are stored inputs first.
     """
-    config = fit_model(checkpoint, load_config(folder, overrides))
-    maker = _declared(config)
+    config, maker, _ = _fitted(checkpoint, load_config(folder, overrides))
     if maker.transposed:
         raise ModelLoadError(f"{folder}: {config.architecture} stores its maps inputs first, which is not quantised")
     return config, maker.matrices - maker.tables
@@ -270,28 +343,22 @@ def _built(config: ModelConfig, maker: Maker) -> Model:
     return model
 
 
-def _config_and_positions(
-    folder: str | Path, load_format: str, max_model_len: int | None, overrides: str
-) -> tuple[ModelConfig, int]:
-    if load_format not in ("auto", "safetensors", "dummy"):
-        raise InvalidArgumentError(
-            f"load_format must be auto, safetensors or dummy, not {load_format!r}", param="load_format"
-        )
-    config = load_config(folder, overrides)
+def _positions(config: ModelConfig, max_model_len: int | None) -> int:
+    """Tokens that a sequence may have. Raises `InvalidArgumentError`."""
     limit = config.max_position_embeddings
     if max_model_len is not None and not 1 <= max_model_len <= limit:
         raise InvalidArgumentError(
             f"max_model_len must be from 1 to {limit} (max_position_embeddings), not {max_model_len}",
             param="max_model_len",
         )
-    return config, max_model_len or limit
+    return max_model_len or limit
 
 
-def _rounded(source: TensorSource, config: ModelConfig, options: LoadOptions) -> TensorSource:
+def _rounded(source: TensorSource, config: ModelConfig, maker: DeclaringMaker) -> TensorSource:
     """The source with matrices that are rounded as the options ask. Raises `InvalidArgumentError` if it has others."""
+    options = maker.options
     if not options.rounding:
         return source
-    maker = _declared(config)
     if maker.transposed:
         raise InvalidArgumentError(
             f"quantization is {options.rounding!r}: {config.architecture} stores its maps inputs first, which is"
@@ -317,27 +384,12 @@ def _rounded(source: TensorSource, config: ModelConfig, options: LoadOptions) ->
     )  # fmt: skip
 
 
-def _quantized_layouts(folder: Path, layout: TensorLayout, overrides: str) -> dict[str, QuantizedLayout]:
+def _quantized_layouts(files: ModelFiles, layout: TensorLayout) -> dict[str, QuantizedLayout]:
     """How the folder's own weights are quantised, if it has any: by name."""
-    if not folder.is_dir() or not any(folder.glob("*.safetensors")):
-        return {}
-    files = open_model(folder, overrides)
-    if read_quantization(files.config()) is None:
+    folder = files.path
+    if not folder.is_dir() or not any(folder.glob("*.safetensors")) or read_quantization(files.config()) is None:
         return {}
     checkpoint = files.checkpoint()
     take_apart(checkpoint.tensors, layout.stacks, dict(layout.shapes), checkpoint.label)
     stored = [name for name in layout.shapes if name in checkpoint.tensors]
     return {name: kind for name in stored if (kind := checkpoint.quantized(name)) is not None}
-
-
-def _source(
-    folder: str | Path, config: ModelConfig, options: LoadOptions, load_format: str, seed: int, overrides: str
-) -> tuple[TensorSource, ModelConfig]:
-    """The tensors of the model, which fit its layout; its config, as `fit_model` has it."""
-    if load_format == "dummy":
-        layout, dtype = tensor_layout(config), options.dtype or config.dtype or float32
-        return DummyCheckpoint(layout, seed, dtype, _quantized_layouts(Path(folder), layout, overrides)), config
-    if load_format == "safetensors" and not Path(folder).is_dir():
-        raise InvalidArgumentError(f"load_format is 'safetensors', but {folder} is no folder", param="load_format")
-    checkpoint = open_model(folder, overrides).checkpoint()
-    return checkpoint, fit_model(checkpoint, config)

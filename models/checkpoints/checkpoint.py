@@ -178,12 +178,12 @@ class Checkpoint:
         return dict(found.most_common())
 
     def main_dtype(self) -> DType:
-        """The type in which most elements are stored."""
+        """The type in which most elements are stored; before `fit` those of harmless buffers count, too."""
         counts: dict[DType, int] = {}
-        for name, stored in self.tensors.items():
-            dtype = self.dtype(name)
-            counts[dtype] = counts.get(dtype, 0) + math.prod(stored.shape)
-        return max(counts, key=lambda dtype: counts[dtype])
+        for stored in self.tensors.values():
+            if stored.dtype is not None:
+                counts[stored.dtype] = counts.get(stored.dtype, 0) + math.prod(stored.shape)
+        return max(counts, key=lambda dtype: counts[dtype], default=float32)
 
     def _names_of(self, layout: TensorLayout) -> dict[str, StoredTensor]:
         """The stored tensors by the layout's names, less harmless buffers and modules of other models."""

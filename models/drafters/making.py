@@ -50,19 +50,25 @@ def make_drafter(
 ) -> D:  # fmt: skip
     """What ``make`` makes of a checkpoint, or of dummy weights where that is None; declared only, if it is to be.
     Raises `WeightsError` for a checkpoint that has not exactly its tensors."""
-    declared = DeclaringMaker(LoadOptions(), 1)
-    make(declared)
-    layout = declared.layout(prefix, harmless, renames)
+    main_dtype = options.dtype or dummy_dtype if checkpoint is None else checkpoint.main_dtype()
+    declaring = DeclaringMaker(options, positions, main_dtype)
+    declared = make(declaring)
+    layout = declaring.layout(prefix, harmless, renames)
     source: TensorSource
     if checkpoint is None:
-        source = DummyCheckpoint(layout, seed, options.dtype or dummy_dtype)
+        source = DummyCheckpoint(layout, seed, main_dtype)
     else:
         checkpoint.fit(layout)
         checkpoint.check_numbers()
         source = checkpoint
-    maker: Maker = DeclaringMaker(options, positions, source)
-    if not declares:
-        maker = LoadingMaker(options, positions, source)
-    drafter = make(maker)
-    drafter.weight_bytes = maker.size_bytes
+    if source.main_dtype() is not main_dtype:  # the model's own tensors in the same files are of another
+        declaring = DeclaringMaker(options, positions, source.main_dtype())
+        declared = make(declaring)
+    if declares:
+        declaring.settle(source)
+        declared.weight_bytes = declaring.size_bytes
+        return declared
+    loading = LoadingMaker(options, positions, source)
+    drafter = make(loading)
+    drafter.weight_bytes = loading.size_bytes
     return drafter

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -11,13 +12,16 @@ import numpy as np
 from models.checkpoints.checkpoint import TensorLayout
 from models.configuration.rope_config import RopeConfig
 from models.makers.declaration import Array, LinearDeclaration, TensorSource
+from models.makers.kept_formats import KeptFormats, check_cut
 from models.makers.maker import Maker
 from models.makers.shares import Share
 from models.rope import num_table_rows
 from runtime.dtype import DType, float32
+from runtime.linear.experts import ExpertsWeight
 from runtime.linear.format import WeightFormat, packed_format
 from runtime.linear.options import LoadOptions
 from runtime.linear.quantized import QuantizedLayout
+from runtime.linear.shared_table import SharedTable
 from runtime.linear.weight import (
     KeptRows,
     LinearWeight,
@@ -30,19 +34,21 @@ from runtime.tensor.tensor import Tensor
 class DeclaringMaker(Maker):
     """Notes what a model consists of; what it makes has shapes and types but no numbers.
 
+    Names and shapes are there when the model's constructor has run: a checkpoint is fitted to them (`layout`). How its
+    tensors are kept depends on how they are stored: `settle` says it, from the fitted checkpoint, in the weights that
+    were declared and in `size_bytes`. Before, all are as if stored in `main_dtype`, and matrices have no bytes.
+
     Attributes:
         matrices, transposed: names of the tensors of linear maps that may be quantised, and of those among them that
             are stored inputs first.
         rounded_activations: how products round rows of x, by how the weights are stored; none: x stays floats.
-
-    Types and `size_bytes` are those of a checkpoint that has been fitted to the layout; without one, as if all were
-    float32.
     """
 
-    def __init__(self, options: LoadOptions, max_positions: int, source: TensorSource | None = None) -> None:
-        super().__init__(options, max_positions, float32 if source is None else source.main_dtype())
-        self._source = source
+    def __init__(self, options: LoadOptions, max_positions: int, main_dtype: DType = float32) -> None:
+        super().__init__(options, max_positions, main_dtype)
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._experts: list[ExpertsWeight] = []
+        self._unsettled: list[tuple[int, Callable[[TensorSource], int]]] = []  # a place among sizes, and its bytes
         self.matrices: set[str] = set()
         self.transposed: set[str] = set()
         self.rounded_activations: dict[str, str] = {}
@@ -51,65 +57,123 @@ class DeclaringMaker(Maker):
         """What a checkpoint must store; `prefix`, `harmless` and `renames` as there."""
         return TensorLayout(self._shapes, prefix, harmless, self._copies, self._stacks, renames)
 
+    def settle(self, source: TensorSource) -> None:
+        """Decides how all that was declared is kept, by a source that fits the layout. Raises `ModelLoadError` where
+        ranks cannot share a matrix so, and `InvalidArgumentError` where a layer's experts are kept in several ways."""
+        for place, settled_bytes in self._unsettled:
+            self._sizes[place] = settled_bytes(source)
+        for experts in self._experts:
+            experts.check_alike()
+
     def rope(self, rope: RopeConfig) -> RopeTable:
         """See `Maker.rope`."""
         table = _nothing((num_table_rows(rope, self.max_positions), rope.rotary_dim // 2), float32)
         return RopeTable(cos=table, sin=table, interleaved=rope.interleaved)
 
-    def _stored(self, name: str, shape: tuple[int, ...]) -> DType:
-        self._shapes[name] = shape
-        return float32 if self._source is None else self._source.dtype(name)
+    def experts(self, names: str | Sequence[str], **sizes: Any) -> ExpertsWeight:
+        """See `Maker.experts`."""
+        made = super().experts(names, **sizes)
+        self._experts.append(made)
+        return made
+
+    def _settles(self, settled_bytes: Callable[[TensorSource], int], after: int = 0) -> None:
+        """The bytes of the piece that is counted next, or `after` others, are known when the source is."""
+        self._unsettled.append((len(self._sizes) + after, settled_bytes))
 
     def _linear(self, declaration: LinearDeclaration) -> LinearWeight:
-        stored = {name: self._stored(name, shape) for name, shape in declaration.stored_shapes}
+        self._shapes.update(declaration.stored_shapes)
         if self._is_quantisable:
-            self.matrices |= {f"{name}.weight" for name in declaration.names}
-        if declaration.is_transposed and self._is_quantisable:
-            self.transposed |= {f"{name}.weight" for name in declaration.names}
-        kept = []
-        for (name, _, _), count in zip(declaration.parts, declaration.outputs, strict=True):
-            format = self._formats.kept(f"{name}.weight", declaration.columns, declaration)
-            layout = None if self._source is None else self._source.quantized(f"{name}.weight")
-            has_order = format is not None and layout is not None and layout.has_order
-            self._note_rounding(f"{name}.weight", format or self.options.format, layout)
-            kept.append(KeptRows(count, format or self.options.format_of(stored[f"{name}.weight"]), has_order))
-        if (packing := self._formats.packing(declaration)) is not None:
-            layout = None if self._source is None else self._source.quantized(f"{declaration.names[0]}.weight")
-            has_order = layout is not None and layout.has_order
-            kept = [KeptRows(sum(declaration.outputs), packed_format(packing), has_order)]
-        device = self.options.device
-        size_bytes = packed_bytes(
-            kept, declaration.inputs, device, has_bias=declaration.adds_bias, activations=self.dtype
-        )
-        return LinearWeight(declaration.shape, kept[0].format, device, size_bytes)
+            named = {f"{name}.weight" for name in declaration.names}
+            self.matrices |= named
+            if declaration.is_transposed:
+                self.transposed |= named
+        device, formats = self.options.device, self._formats
+        weight = LinearWeight(declaration.shape, self.options.format_of(self.dtype), device, 0)
 
-    def _note_rounding(self, name: str, format: WeightFormat | None, layout: QuantizedLayout | None) -> None:
-        stored = None if self._source is None else layout.name if layout else self._source.block_format(name)
+        def settled_bytes(source: TensorSource) -> int:
+            kept = self._kept_rows(declaration, replace(formats, source=source), source)
+            weight.format = kept[0].format
+            check_cut(declaration, weight.format)
+            weight.size_bytes = packed_bytes(
+                kept, declaration.inputs, device, has_bias=declaration.adds_bias, activations=self.dtype
+            )
+            return weight.size_bytes
+
+        self._settles(settled_bytes)
+        return weight
+
+    def _kept_rows(
+        self, declaration: LinearDeclaration, formats: KeptFormats, source: TensorSource
+    ) -> list[KeptRows]:
+        if (packing := formats.packing(declaration)) is not None:
+            for name in declaration.names:
+                self._note_rounding(source, f"{name}.weight", self.options.format)
+            layout = source.quantized(f"{declaration.names[0]}.weight")
+            has_order = layout is not None and layout.has_order
+            return [KeptRows(sum(declaration.outputs), packed_format(packing), has_order)]
+        kept = []
+        for (part, _, _), count in zip(declaration.parts, declaration.outputs, strict=True):
+            name = f"{part}.weight"
+            format = formats.kept(name, declaration.columns, declaration)
+            layout = source.quantized(name)
+            has_order = format is not None and layout is not None and layout.has_order
+            self._note_rounding(source, name, format or self.options.format)
+            kept.append(KeptRows(count, format or self.options.format_of(source.dtype(name)), has_order))
+        return kept
+
+    def _note_rounding(self, source: TensorSource, name: str, format: WeightFormat | None) -> None:
+        layout: QuantizedLayout | None = source.quantized(name)
+        stored = layout.name if layout else source.block_format(name)
         if format is not None and self.options.rounds_x(format) and format.activation is not None:
             how = f"{format.activation.name}, {format.activation_block} of a row by one scale"
             self.rounded_activations[stored or format.name] = how
         elif layout is not None and layout.activation is not None and self.options.rounds_long_steps:
             self.rounded_activations[layout.name] = f"{layout.activation.kind} in steps of many rows, else 16 bits"
 
+    def _word_table(self, name: str, rows: int, columns: int) -> Tensor | LinearWeight | SharedTable:
+        table = super()._word_table(name, rows, columns)
+        place, floats_bytes = self._unsettled.pop()
+        full_name, formats, device = f"{self._prefix}{name}.weight", self._formats, self.options.device
+
+        def settled_bytes(source: TensorSource) -> int:
+            format = replace(formats, source=source).kept(full_name, Share(columns, 0, columns))
+            if format is None:
+                return floats_bytes(source)
+            self._note_rounding(source, full_name, format)
+            return packed_bytes(
+                [KeptRows(rows, format)], columns, device, has_bias=False, activations=self.dtype
+            )
+
+        self._unsettled.append((place, settled_bytes))
+        return table
+
     def _derived(
         self, name: str, rows: Share, columns: int, shapes: Sequence[tuple[int, int]],
         make: Callable[[Array], Iterator[Array]],
     ) -> list[LinearWeight]:  # fmt: skip
-        stored, device = self._stored(name, (rows.whole, columns)), self.options.device
+        self._shapes[name] = (rows.whole, columns)
         self.matrices.add(name)
-        format = self.options.format_of(stored)
-        sizes = [
-            packed_bytes([KeptRows(each, format)], inputs, device, has_bias=False, activations=self.dtype)
-            for each, inputs in shapes
-        ]
-        return [LinearWeight(each, format, device, size) for each, size in zip(shapes, sizes, strict=True)]
+        return [self._derived_map(name, shape, after) for after, shape in enumerate(shapes)]
+
+    def _derived_map(self, name: str, shape: tuple[int, int], after: int) -> LinearWeight:
+        weight = LinearWeight(shape, self.options.format_of(self.dtype), self.options.device, 0)
+
+        def settled_bytes(source: TensorSource) -> int:
+            weight.format = self.options.format_of(source.dtype(name))
+            weight.size_bytes = packed_bytes(
+                [KeptRows(shape[0], weight.format)], shape[1], weight.device, has_bias=False, activations=self.dtype
+            )
+            return weight.size_bytes
+
+        self._settles(settled_bytes, after)
+        return weight
 
     def _vector(self, name: str, size: Share, add: float, stored: tuple[int, ...]) -> Tensor:
-        self._stored(name, stored)
+        self._shapes[name] = stored
         return _nothing((size.count,), float32)
 
     def _number(self, name: str, shape: tuple[int, ...]) -> float:
-        self._stored(name, shape)
+        self._shapes[name] = shape
         return 1.0
 
     def _ones(self, size: int) -> Tensor:
@@ -119,7 +183,9 @@ class DeclaringMaker(Maker):
         return 1.0
 
     def _table(self, name: str, rows: int, columns: Share) -> Tensor:
-        return _nothing((rows, columns.count), self._dtype_of(self._stored(name, (rows, columns.whole))))
+        self._shapes[name] = (rows, columns.whole)
+        self._settles(lambda source: rows * columns.count * self._dtype_of(source.dtype(name)).itemsize)
+        return _nothing((rows, columns.count), self._dtype_of(self.dtype))
 
 
 def _nothing(shape: tuple[int, ...], dtype: DType) -> Tensor:

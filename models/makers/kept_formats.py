@@ -124,3 +124,14 @@ def is_at_borders(share: Share, unit: int) -> bool:
     """Whether a share begins and ends between units of the whole."""
     end = share.first + share.count
     return share.first % unit == 0 and (end % unit == 0 or end == share.whole)
+
+
+def check_cut(declaration: LinearDeclaration, format: WeightFormat) -> None:
+    """Raises `ModelLoadError` where a rank's inputs do not end between units of the format that they are kept in."""
+    unit = format.segment_step if declaration.is_segmented else format.split
+    if declaration.is_cut and not is_at_borders(declaration.columns, unit):
+        mode = " in exact mode" if declaration.is_segmented else ""
+        raise ModelLoadError(
+            f"{', '.join(declaration.names)}: a rank would have {declaration.inputs} inputs, but"
+            f" {format.name} is cut at multiples of {unit}{mode}"
+        )

@@ -10,6 +10,7 @@ import numpy as np
 from models.configuration.rope_config import RopeConfig
 from models.errors import ModelLoadError, WeightsError
 from models.makers.declaration import Array, LinearDeclaration, TensorSource
+from models.makers.kept_formats import check_cut
 from models.makers.maker import Maker
 from models.makers.shares import Share
 from models.rope import make_rope_table
@@ -65,6 +66,11 @@ class LoadingMaker(Maker):
         return make_rope_table(rope, self.max_positions, self.options.device)
 
     def _linear(self, declaration: LinearDeclaration) -> LinearWeight:
+        weight = self._read(declaration)
+        check_cut(declaration, weight.format)
+        return weight
+
+    def _read(self, declaration: LinearDeclaration) -> LinearWeight:
         def part(name: str, rows: slice, columns: slice) -> MatrixSource:
             share, format = declaration.columns, None
             if not declaration.is_transposed:

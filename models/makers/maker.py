@@ -1,8 +1,9 @@
 """Makers: a model's constructor asks one for its matrices, vectors and tables, and so says each of them once.
 
-First it runs over a `DeclaringMaker`, which takes notes of names and shapes: a checkpoint is checked, and bytes are
-known, before anything is read. Then it runs over a `LoadingMaker`, which reads a checkpoint or makes dummy weights and
-holds the source of one map at a time, so that loading needs little more than one copy of the weights.
+First it runs over a `DeclaringMaker`, which takes notes of names and shapes: a checkpoint is checked against them, and
+bytes are known by its headers, before anything is read. Then it runs over a `LoadingMaker`, which reads a checkpoint or
+makes dummy weights and holds the source of one map at a time, so that loading needs little more than one copy of the
+weights.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from models.checkpoints.stacked import Order, RowStack, Stack
 from models.configuration.rope_config import RopeConfig
 from models.errors import ModelLoadError
 from models.makers.declaration import Array, LinearDeclaration, TensorSource, Width, several, whole_width
-from models.makers.kept_formats import KeptFormats, is_at_borders
+from models.makers.kept_formats import KeptFormats
 from models.makers.shares import Share, equal_share
 from runtime.communicator import begins_here, ends_here
 from runtime.dtype import DType
@@ -50,7 +51,6 @@ class Maker(ABC):
             of one: `dtype` is never None there, but the checkpoint's main type.
         dtype: the type of the weights, or of most of them where each keeps its own.
         max_positions: tokens that a sequence may have, for position tables.
-        layer_bytes: bytes of each layer that `layers` has made.
     """
 
     def __init__(self, options: LoadOptions, max_positions: int, main_dtype: DType) -> None:
@@ -62,7 +62,7 @@ class Maker(ABC):
         self._prefix = ""
         self._source: TensorSource | None = None
         self._sizes: list[int] = []  # shared with the makers below, as is what follows
-        self.layer_bytes: list[int] = []
+        self._layer_spans: list[slice] = []  # of the sizes
         self.tables: set[str] = set()  # names of the token table and the output head
         self.heads: set[str] = set()  # of the head alone, or of what is both
         self._is_quantisable = True
@@ -82,6 +82,11 @@ class Maker(ABC):
     def size_bytes(self) -> int:
         """Bytes of all that was made, as it is kept."""
         return sum(self._sizes)
+
+    @property
+    def layer_bytes(self) -> list[int]:
+        """Bytes of each layer that `layers` has made."""
+        return [sum(self._sizes[span]) for span in self._layer_spans]
 
     @property
     def is_first(self) -> bool:
@@ -108,9 +113,9 @@ class Maker(ABC):
         and what makes the layer's pieces."""
         made = []
         for index in self.own_layers(count):
-            before = self.size_bytes
+            first = len(self._sizes)
             made.append(make(index, self.under(f"{name}.{index}")))
-            self.layer_bytes.append(self.size_bytes - before)
+            self._layer_spans.append(slice(first, len(self._sizes)))
         return made
 
     def linear(
@@ -149,15 +154,7 @@ class Maker(ABC):
         )
         weight = self._linear(declaration)
         self._count(weight.size_bytes)
-        is_added = declaration.is_cut
-        unit = weight.format.segment_step if declaration.is_segmented else weight.format.split
-        if is_added and not is_at_borders(declaration.columns, unit):
-            mode = " in exact mode" if declaration.is_segmented else ""
-            raise ModelLoadError(
-                f"{', '.join(declaration.names)}: a rank would have {declaration.inputs} inputs, but"
-                f" {weight.format.name} is cut at multiples of {unit}{mode}"
-            )
-        return Linear(weight, self.options.communicator if is_added else None, norm)
+        return Linear(weight, self.options.communicator if declaration.is_cut else None, norm)
 
     @property
     def _formats(self) -> KeptFormats:
@@ -318,10 +315,8 @@ class Maker(ABC):
             table: Tensor | LinearWeight | SharedTable
             if not self.is_first:
                 table = nothing
-            elif inner._formats.kept(f"{self._prefix}{name}.weight", Share(columns, 0, columns)):
-                table = inner.linear(name, outputs=rows, inputs=columns).weight
             else:
-                table = self._shared_table(f"{name}.weight", rows, columns)
+                table = inner._word_table(name, rows, columns)
             return table, self._shared_head(head, rows, columns, has_bias) if self.is_last else nothing
         assert not has_bias, "a bias of a matrix that is the table, too"
         self._copies[f"{self._prefix}{head}.weight"] = f"{self._prefix}{name}.weight"
@@ -341,6 +336,12 @@ class Maker(ABC):
             return head
         first = communicator.rank * share
         return Linear(weight.part(first, min(width, first + share)), communicator, head.norm, width)
+
+    def _word_table(self, name: str, rows: int, columns: int) -> Tensor | LinearWeight | SharedTable:
+        """The token table `name.weight` of an untied model: quantised as it is stored, or its rows as floats."""
+        if self._formats.kept(f"{self._prefix}{name}.weight", Share(columns, 0, columns)):
+            return self.linear(name, outputs=rows, inputs=columns).weight
+        return self._shared_table(f"{name}.weight", rows, columns)
 
     def _shared_table(self, name: str, rows: int, columns: int) -> Tensor | SharedTable:
         communicator = self.options.communicator

@@ -19,7 +19,7 @@ from models.drafters.dflash import load_dflash
 from models.drafters.eagle3 import load_eagle3
 from models.drafters.hidden_state_drafter import BlockDrafter, SteppingDrafter
 from models.drafters.mtp import load_mtp
-from models.registry import declare_model, load_model, stages_of
+from models.registry import Declaration, declare, declare_model, stages_of
 from runtime.communicator import Communicator, DeclaredRank, DeclaredStage, Pipeline, RankCommunicator
 from runtime.device.device import Device
 from runtime.device.errors import InvalidDeviceError
@@ -93,11 +93,10 @@ def engine_of(
         return engine_over(loaded_model(folder, config, reporter), folder, config, model_name(model))
     from runtime.engine.ranks.group import RankGroup
 
-    layers = layers_of_stages(folder, config)
-    declare_model(folder, load_format="dummy", max_model_len=None, **declared_settings(config, layers))
+    declared = declared_model(folder, config, declared_settings(config, layers_of_stages(folder, config)))
     ranks = RankGroup(folder, config, remote_ranks)
     try:
-        loaded = loaded_model(folder, config, reporter, ranks.communicator)
+        loaded = load_declared(declared, config, reporter, ranks.communicator)
         return engine_over(
             loaded, folder, config, model_name(model), ranks, most_open_steps or config.most_open_steps
         )
@@ -182,11 +181,18 @@ def declared_settings(config: EngineConfig, layers: tuple[range, ...], stage: in
     return load_settings(config, rank, DeclaredStage(stage, pipeline.num_stages), layers)
 
 
+def declared_model(folder: Path, config: EngineConfig, settings: LoadSettings) -> Declaration:
+    """The model in a folder, or the part of it that the settings say, before it is loaded. The config's seed is that of
+    dummy weights, too (None: 0). Raises as `declare`."""
+    return declare(
+        folder, load_format=config.load_format, seed=config.seed or 0, max_model_len=config.max_model_len, **settings
+    )
+
+
 def loaded_model(
     folder: Path, config: EngineConfig, reporter: Reporter = SILENT, communicator: RankCommunicator | None = None
 ) -> Model:
-    """The model in a folder, or a rank's part of it. The config's seed is that of dummy weights, too (None: 0). Raises
-    as `load_model`."""
+    """The model in a folder, or the part of a rank that is there. Raises as `declare`."""
     if communicator is None:
         settings = load_settings(config)
     else:
@@ -195,18 +201,21 @@ def loaded_model(
             config, communicator if communicator.num_ranks > 1 else None, communicator if is_staged else None,
             layers_of_stages(folder, config),
         )  # fmt: skip
-    logger.info("loading %s on %s", folder, settings["device"])
-    # Tables of positions are as long as the longest sequence that could ever be served, in the smallest KV type.
-    smallest = LoadSettings(**{**settings, "dtype": "bfloat16" if config.dtype == "auto" else config.dtype})
-    declared = declare_model(folder, load_format="dummy", max_model_len=config.max_model_len, **smallest)
-    return load_model(
-        folder,
-        load_format=config.load_format,
-        seed=config.seed or 0,
-        max_model_len=limits_of(declared, config).max_model_len,
-        reporter=reporter,
-        **settings,
-    )
+    return load_declared(declared_model(folder, config, settings), config, reporter)
+
+
+def load_declared(
+    declared: Declaration, config: EngineConfig, reporter: Reporter = SILENT,
+    communicator: RankCommunicator | None = None,
+) -> Model:  # fmt: skip
+    """A model that was declared, or a rank's part of it, which joins the others by this communicator. Tables of
+    positions are as long as the longest sequence that could ever be served."""
+    logger.info("loading %s on %s", declared.folder, declared.options.device)
+    return declared.load(
+        max_model_len=limits_of(declared.model, config).max_model_len, reporter=reporter,
+        communicator=communicator if communicator is not None and communicator.num_ranks > 1 else None,
+        pipeline=communicator if communicator is not None and communicator.num_stages > 1 else None,
+    )  # fmt: skip
 
 
 def engine_over(
@@ -305,12 +314,11 @@ def loaded_draft(config: EngineConfig, target: Model, folder: Path) -> Model:
     for another vocabulary."""
     draft_folder = resolve_model(config.draft_model)
     settings = _settings_of_another_model(config)
-    declared = declare_model(draft_folder, load_format="dummy", max_model_len=None, **settings)
-    check_draft(declared, draft_folder, target, folder)
-    length = min(declared.max_positions, config.max_model_len or target.max_positions)
+    declared = declare(draft_folder, load_format=config.load_format, seed=config.seed or 0, **settings)
+    check_draft(declared.model, draft_folder, target, folder)
+    length = min(declared.model.max_positions, config.max_model_len or target.max_positions)
     logger.info("loading the draft model %s on %s", draft_folder, settings["device"])
-    return load_model(draft_folder, load_format=config.load_format, seed=config.seed or 0, max_model_len=length,
-                      **settings)  # fmt: skip
+    return declared.load(max_model_len=length)
 
 
 def check_draft(draft: Model, draft_folder: Path, target: Model, folder: Path) -> None:

@@ -52,13 +52,7 @@ class ExpertsWeight:
         self.parts: list[tuple[Any, ...]] = [
             each.parts if isinstance(each, JoinedWeight) else (each,) for each in experts
         ]
-        first = [(part.shape, part.format) for part in self.parts[0]]
-        for number, parts in enumerate(self.parts):
-            if (kind := [(part.shape, part.format) for part in parts]) != first:
-                theirs, ours = (", ".join(f"{format.name} {shape}" for shape, format in each) for each in (kind, first))
-                raise InvalidArgumentError(
-                    f"ExpertsWeight: expert {number} is {theirs}, must be as expert 0: {ours}", param="experts"
-                )
+        self.check_alike()
         self.tables: list[NDArray] = []
         self.table: Tensor | None = None
         self.maps: Tensor | None = None
@@ -82,8 +76,18 @@ class ExpertsWeight:
                     ],
                     np.int64,
                 )
-                for place in range(len(first))
+                for place in range(len(self.parts[0]))
             ]
+
+    def check_alike(self) -> None:
+        """Raises InvalidArgumentError for experts of different shapes or formats."""
+        first = [(part.shape, part.format) for part in self.parts[0]]
+        for number, parts in enumerate(self.parts):
+            if (kind := [(part.shape, part.format) for part in parts]) != first:
+                theirs, ours = (", ".join(f"{format.name} {shape}" for shape, format in each) for each in (kind, first))
+                raise InvalidArgumentError(
+                    f"ExpertsWeight: expert {number} is {theirs}, must be as expert 0: {ours}", param="experts"
+                )
 
     @property
     def shape(self) -> tuple[int, int, int]:
