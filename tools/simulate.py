@@ -47,6 +47,7 @@ from runtime.engine.config import (
 from runtime.engine.process.client import BURST_PAUSE_S
 from runtime.errors import XservError
 from runtime.kv.groups import cut_layers
+from runtime.kv.kinds import kind_of_window
 
 _CONFIG = EngineConfig()
 MEMORY_SHARE = 0.9  # of a GPU's memory, for weights and KV cache together
@@ -202,7 +203,7 @@ def _limits(
         max_position_embeddings=max(positions, engine.max_model_len or 0),
         bytes_per_block=1,
         available_bytes=num_blocks,
-        group_windows=tuple(group.window for group in cut_layers(layer_windows)),
+        cache_kinds=tuple(group.kind for group in cut_layers(tuple(map(kind_of_window, layer_windows)))),
     )
 
 

@@ -60,13 +60,14 @@ def memory(facts: EngineInfo) -> dict[str, Any]:
     """Bytes of weights and KV cache, and what a sequence takes: by kind of layers, and of ``max_model_len`` tokens in
     all. While a prompt is computed, layers with a window hold the tokens of a step besides; without windows a sequence
     would take ``full_bytes``."""
-    from runtime.kv.groups import blocks_of_sequence
+    from runtime.kv.kinds import FULL, CacheKind, blocks_of_sequence, kind_of_window
 
     size, length, block_bytes = facts.block_size, facts.max_model_len, facts.kv_cache_bytes // facts.num_blocks
     windows = tuple(group.window for group in facts.cache_groups)
+    of_groups = tuple(map(kind_of_window, windows))
 
-    def bytes_of(windows: tuple[int | None, ...], chunk: int = 1) -> int:
-        return block_bytes * blocks_of_sequence(length, windows, size, chunk=min(chunk, length))
+    def bytes_of(kinds: tuple[CacheKind, ...], chunk: int = 1) -> int:
+        return block_bytes * blocks_of_sequence(length, kinds, size, chunk=min(chunk, length))
 
     kinds: list[dict[str, Any]] = []
     for window in dict.fromkeys(windows):
@@ -78,7 +79,7 @@ def memory(facts: EngineInfo) -> dict[str, Any]:
                 "num_padding": sum(group.num_padding for group in groups),
                 "num_groups": len(groups),
                 "bytes_per_token": len(groups) * block_bytes // size,
-                "bytes_per_sequence": bytes_of((window,) * len(groups)),
+                "bytes_per_sequence": bytes_of((kind_of_window(window),) * len(groups)),
             }
         )
     num_layers = sum(kind["num_layers"] for kind in kinds)
@@ -90,11 +91,11 @@ def memory(facts: EngineInfo) -> dict[str, Any]:
         "block_size": size,
         "num_blocks": facts.num_blocks,
         "num_tokens": facts.num_blocks // len(windows) * size,
-        "num_full_length_sequences": facts.num_blocks // blocks_of_sequence(length, windows, size),
+        "num_full_length_sequences": facts.num_blocks // blocks_of_sequence(length, of_groups, size),
         "cache_groups": kinds,
-        "bytes_per_sequence": bytes_of(windows),
-        "prompt_bytes_per_sequence": bytes_of(windows, facts.max_num_batched_tokens),
-        "full_bytes_per_sequence": bytes_of((None,) * len(windows)) * num_layers // max(1, num_places),
+        "bytes_per_sequence": bytes_of(of_groups),
+        "prompt_bytes_per_sequence": bytes_of(of_groups, facts.max_num_batched_tokens),
+        "full_bytes_per_sequence": bytes_of((FULL,) * len(windows)) * num_layers // max(1, num_places),
     }
 
 

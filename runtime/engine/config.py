@@ -15,7 +15,7 @@ from typing import Any, Literal, TypedDict, get_args
 from runtime.engine.checks import check_one_of, check_positive, check_seconds, is_integer
 from runtime.engine.errors import RequestError
 from runtime.errors import InvalidArgumentError
-from runtime.kv.groups import blocks_of_sequence
+from runtime.kv.kinds import FULL, CacheKind, blocks_of_sequence
 
 DEFAULT_KV_CACHE_BYTES = 4 << 30
 """Most bytes the KV cache takes unless the user names a size (never more than a quarter of free memory)."""
@@ -403,7 +403,7 @@ class EngineConfig:
 class EngineLimits:
     """The numbers the engine runs with. One request at ``max_model_len`` always fits ``num_blocks``, and
     every running sequence can decode in each step: ``max_num_seqs <= max_num_batched_tokens``.
-    ``num_host_blocks`` is the swap space in blocks, ``group_windows`` the window of each cache group;
+    ``num_host_blocks`` is the swap space in blocks, ``cache_kinds`` the kind of each cache group;
     ``rotary_switch`` as the model has it, None where no sequence can be longer. ``most_whole`` tokens of pictures that
     may not be cut fit a step and the pool; None: there are none such."""
 
@@ -417,7 +417,7 @@ class EngineLimits:
     scheduling: SchedulingConfig = SchedulingConfig()
     enable_prefix_caching: bool = True
     num_host_blocks: int = 0
-    group_windows: tuple[int | None, ...] = (None,)
+    cache_kinds: tuple[CacheKind, ...] = (FULL,)
     rotary_switch: int | None = None
     most_whole: int | None = None
     exact: bool = False
@@ -434,12 +434,12 @@ def resolve(
     available_bytes: int,
     is_gpu: bool = False,
     has_own_memory: bool = False,
-    group_windows: tuple[int | None, ...] = (None,),
+    cache_kinds: tuple[CacheKind, ...] = (FULL,),
     rotary_switch: int | None = None,
     whole_tokens: int | None = None,
 ) -> EngineLimits:
     """The limits for a model with this many positions, this many bytes in one KV block (all layers of a cache group),
-    these windows of its cache groups, and this ``rotary_switch``.
+    these kinds of its cache groups, and this ``rotary_switch``.
 
     ``whole_tokens``: those of a picture, which one step computes, beside the decodes of all other sequences; None:
     pictures may be cut. ``draft_bytes_per_block``: what a draft model keeps beside each block, out of the same memory.
@@ -474,7 +474,7 @@ def resolve(
     chunk = (whole_tokens or 1) if config.batching == "stall-free" else None  # the others compute prompts whole
 
     def blocks_for(num_tokens: int) -> int:
-        return blocks_of_sequence(num_tokens, group_windows, block_size, chunk=chunk)
+        return blocks_of_sequence(num_tokens, cache_kinds, block_size, chunk=chunk)
 
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
@@ -486,7 +486,7 @@ def resolve(
         else:
             num_engines = config.data_parallel_size if config.distributed_executor_backend == "mp" else 1
             budget = min(DEFAULT_KV_CACHE_BYTES, available_bytes // 4 // num_engines)
-        chunks = -(-max_num_batched_tokens // block_size) * sum(window is not None for window in group_windows)
+        chunks = -(-max_num_batched_tokens // block_size) * sum(not kind.is_whole for kind in cache_kinds)
         most = config.max_num_seqs * blocks_for(wanted_len) + 2 * chunks  # of a step that runs, and of the next
         num_blocks = min(budget // bytes_per_block, most)
     if num_blocks * bytes_per_block > available_bytes:
@@ -511,7 +511,7 @@ def resolve(
     if whole_tokens is not None and chunk is not None:
         most_whole = bisect_right(
             range(most_whole + 1), num_blocks,
-            key=lambda count: blocks_of_sequence(max_model_len, group_windows, block_size, chunk=max(chunk, count)),
+            key=lambda count: blocks_of_sequence(max_model_len, cache_kinds, block_size, chunk=max(chunk, count)),
         ) - 1  # fmt: skip
     return EngineLimits(
         max_model_len=max_model_len,
@@ -524,7 +524,7 @@ def resolve(
         scheduling=config.scheduling,
         enable_prefix_caching=config.enable_prefix_caching,
         num_host_blocks=num_host_blocks,
-        group_windows=group_windows,
+        cache_kinds=cache_kinds,
         rotary_switch=rotary_switch if rotary_switch is not None and max_model_len > rotary_switch else None,
         most_whole=None if whole_tokens is None else most_whole,
         exact=config.exact,

@@ -82,7 +82,7 @@ class Engine:
         self.pool = BlockPool(
             limits.num_blocks,
             limits.block_size,
-            windows=limits.group_windows,
+            kinds=limits.cache_kinds,
             enable_prefix_caching=limits.enable_prefix_caching,
             host_pool=self.host_pool,
         )

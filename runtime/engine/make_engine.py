@@ -46,6 +46,7 @@ from runtime.engine.steps.executor import Executor
 from runtime.engine.steps.local_executor import LocalExecutor
 from runtime.engine.steps.pictures import PictureModel, RotatingModel
 from runtime.kv.cache import KVCache
+from runtime.kv.kinds import window_of
 from runtime.linear.options import LoadOptions, LoadSettings
 from runtime.progress import SILENT, Reporter
 from runtime.text.load import load_tokenizer
@@ -347,7 +348,7 @@ def _draft_bytes_per_block(draft: Draft | None, config: EngineConfig) -> int:
     if draft is None:
         return 0
     spec = draft.kv_cache_spec(config.block_size)
-    return spec.bytes_per_block * len(spec.group_windows)
+    return spec.bytes_per_block * len(spec.group_kinds)
 
 
 def speculator_of(
@@ -360,7 +361,7 @@ def speculator_of(
     if draft is not None and not isinstance(draft, Model):
         drafter = StateProposer(draft, limits, limits.num_blocks, config.num_speculative_tokens)
     elif draft is not None:
-        num_groups = len(draft.kv_cache_spec(config.block_size).group_windows)
+        num_groups = len(draft.kv_cache_spec(config.block_size).group_kinds)
         num_blocks = limits.num_blocks * num_groups
         rejects = config.speculation_acceptance == "rejection"
         drafter = DraftModelDrafter(
@@ -423,7 +424,7 @@ def _info(
         weight_bytes=sum(of_ranks) + (0 if draft is None else draft.weight_bytes),
         scheduling_policy=config.scheduling_policy,
         cache_groups=tuple(
-            CacheGroupInfo(group.window, len(group.layers), group.num_padding)
+            CacheGroupInfo(window_of(group.kind), len(group.layers), group.num_padding)
             for group in replace(spec, own_layers=None).groups
         ),
         images=_image_support(model, folder, limits),
@@ -500,7 +501,7 @@ def limits_of(
         max_position_embeddings=model.max_positions,
         bytes_per_block=bytes_per_block,
         draft_bytes_per_block=_draft_bytes_per_block(draft, config),
-        group_windows=spec.group_windows,
+        cache_kinds=spec.group_kinds,
         rotary_switch=model.rotary_switch,
         whole_tokens=model.whole_picture_tokens if isinstance(model, PictureModel) else None,
         available_bytes=free,

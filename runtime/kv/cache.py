@@ -42,6 +42,7 @@ from runtime.device.device import CPU, Device
 from runtime.dtype import PAGES, STORED, DType, float32
 from runtime.errors import InvalidArgumentError, OutOfMemoryError
 from runtime.kv.groups import CacheGroup, cut_layers, of_layers
+from runtime.kv.kinds import CacheKind, kind_of_window
 from runtime.tensor.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class KVCacheSpec:
             raise InvalidArgumentError(
                 f"KVCacheSpec: own_layers is {own}, must be some of {self.num_layers} layers", param="own_layers"
             )
-        object.__setattr__(self, "groups", of_layers(cut_layers(windows), own))
+        object.__setattr__(self, "groups", of_layers(cut_layers(tuple(map(kind_of_window, windows))), own))
         planes = tuple(
             tuple(plane for dtype in self.dtypes_of(storage) for plane in self._make_planes(dtype))
             for storage in range(self.num_storages)
@@ -183,9 +184,9 @@ class KVCacheSpec:
         return len(self.groups[0].layers) + self.groups[0].num_padding
 
     @property
-    def group_windows(self) -> tuple[int | None, ...]:
-        """The window of each group; None: it sees all tokens."""
-        return tuple(group.window for group in self.groups)
+    def group_kinds(self) -> tuple[CacheKind, ...]:
+        """The kind of each group."""
+        return tuple(group.kind for group in self.groups)
 
     @property
     def bytes_per_block(self) -> int:

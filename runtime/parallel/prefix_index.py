@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from runtime.engine.messages import EngineInfo
 from runtime.engine.scheduling.block_events import BlockChanges, SharedDigest
-from runtime.engine.scheduling.block_pool import num_findable_pages
 from runtime.engine.scheduling.pictures import PictureKeys
 from runtime.engine.scheduling.prefix_cache import RotatedPrefixes, Salt, root_name
 from runtime.engine.scheduling.sequence import Request
+from runtime.kv.kinds import FULL, CacheKind, findable_pages, kind_of_window
 
 MOST_DIGESTS = 4 << 20
 """About 500 MB of them; more are not taken."""
@@ -72,7 +72,7 @@ class PrefixIndex:
 class PromptDigests:
     """Computes the digests of prompts' pages, as engines with this secret do. Thread-safe.
 
-    windows        of the cache groups
+    kinds          of the cache groups
     rotary_switch  see ``EngineInfo``
     """
 
@@ -80,11 +80,11 @@ class PromptDigests:
         self,
         secret: bytes,
         block_size: int,
-        windows: tuple[int | None, ...] = (None,),
+        kinds: tuple[CacheKind, ...] = (FULL,),
         rotary_switch: int | None = None,
     ) -> None:
         self.block_size = block_size
-        self.windows = windows
+        self.kinds = kinds
         self._rotary_switch = rotary_switch
         self._secret = secret
         self._digest = SharedDigest(secret)
@@ -92,8 +92,8 @@ class PromptDigests:
     @classmethod
     def of_info(cls, info: EngineInfo, secret: bytes) -> PromptDigests:
         """For engines with these facts."""
-        windows = tuple(group.window for group in info.cache_groups)
-        return cls(secret, info.block_size, windows, info.rotary_switch)
+        kinds = tuple(kind_of_window(group.window) for group in info.cache_groups)
+        return cls(secret, info.block_size, kinds, info.rotary_switch)
 
     def of(self, request: Request) -> list[list[int]]:
         """By cache group: the digests of the full pages that a cache could give, which is of all tokens but the
@@ -108,7 +108,7 @@ class PromptDigests:
             salt = RotatedPrefixes(request.cache_salt, self._rotary_switch)
         num_pages = (len(prompt) - 1) // self.block_size
         data = np.ascontiguousarray(prompt[: num_pages * self.block_size], np.int32).tobytes()
-        return [list(self._chain(digest, data, salt, group)) for group in range(len(self.windows))]
+        return [list(self._chain(digest, data, salt, group)) for group in range(len(self.kinds))]
 
     def _chain(self, digest: SharedDigest, data: bytes, salt: Salt, group: int) -> Iterator[int]:
         parent, width = digest(0, root_name(salt, group)), self.block_size * _TOKEN_BYTES
@@ -119,30 +119,30 @@ class PromptDigests:
 
 def found_tokens(
     digests: Sequence[Sequence[int]],
-    windows: Sequence[int | None],
+    kinds: Sequence[CacheKind],
     block_size: int,
     indices: Sequence[PrefixIndex],
     num_engines: int,
 ) -> NDArray[np.int64]:
     """How many tokens of a prompt with these digests each engine has by one of the indices, ``[num_engines]``."""
     found = np.zeros(num_engines, np.int64)
-    masks = [[_engines_of(digest, indices) for digest in chain] for chain in _up_to_last(digests, windows, indices)]
+    masks = [[_engines_of(digest, indices) for digest in chain] for chain in _up_to_last(digests, kinds, indices)]
     everywhere = 0
     for mask in masks[0]:
         everywhere |= mask
     for engine in range(num_engines):
         if everywhere >> engine & 1:
             paths = [[bool(mask >> engine & 1) for mask in chain] for chain in masks]
-            found[engine] = num_findable_pages(paths, windows, block_size) * block_size
+            found[engine] = findable_pages(paths, kinds, block_size) * block_size
     return found
 
 
 def _up_to_last(
-    digests: Sequence[Sequence[int]], windows: Sequence[int | None], indices: Sequence[PrefixIndex]
+    digests: Sequence[Sequence[int]], kinds: Sequence[CacheKind], indices: Sequence[PrefixIndex]
 ) -> Sequence[Sequence[int]]:
     """The digests up to the first page that no engine has, where it must have all of a group's."""
-    for chain, window in zip(digests, windows):
-        if window is None:
+    for chain, kind in zip(digests, kinds):
+        if kind.is_whole:
             end = next((page for page, digest in enumerate(chain) if not _engines_of(digest, indices)), len(chain))
             return [each[:end] for each in digests]
     return digests

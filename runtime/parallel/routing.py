@@ -122,7 +122,7 @@ class Router:
             loads = self._num_prompt + self._num_answer
             if self.policy == "prefix-aware":
                 how = self.digests
-                cached = found_tokens(digests, how.windows, how.block_size, (self.index, self.expected), len(is_ready))
+                cached = found_tokens(digests, how.kinds, how.block_size, (self.index, self.expected), len(is_ready))
             engine = int(ready[np.argmin(loads[ready] - MISS_WEIGHT * cached[ready])])
             engine = self._moved(engine, ready, cached)
         self._turn = (engine + 1) % len(is_ready)

@@ -13,7 +13,7 @@ from models.base import Model
 from runtime.batch import Batch
 from runtime.dtype import DType
 from runtime.kv.cache import KVCache
-from runtime.kv.groups import NO_BLOCK, first_page
+from runtime.kv.groups import NO_BLOCK
 from runtime.tensor.tensor import Tensor
 
 Array = np.ndarray[Any, Any]
@@ -51,8 +51,8 @@ class ModelDriver:
         spec = model.kv_cache_spec(block_size, kv_dtype)
         if in_groups:
             spec = replace(spec, layer_windows=model.config.layer_windows)
-        self.windows = spec.group_windows
-        shape = len(self.windows), num_sequences, blocks_each
+        self.kinds = spec.group_kinds
+        shape = len(self.kinds), num_sequences, blocks_each
         num_blocks = int(np.prod(shape)) + 5  # some are never used
         self.kv_cache = KVCache(spec, num_blocks)
         for planes in self.kv_cache.storages:
@@ -66,9 +66,9 @@ class ModelDriver:
         """Feed each sequence its next tokens, in one batch -> its logits `[chunk, vocab_size]`."""
         starts = {sequence: self.num_tokens[sequence] for sequence in chunks}
         positions = {s: np.arange(starts[s], starts[s] + len(ids)) for s, ids in chunks.items()}
-        for tables, window in zip(self.block_tables, self.windows, strict=True):
+        for tables, kind in zip(self.block_tables, self.kinds, strict=True):
             for s, start in starts.items():
-                tables[s, : first_page(start, window, self.block_size)] = NO_BLOCK
+                tables[s, : kind.first_page(start, self.block_size)] = NO_BLOCK
         slots = [
             np.concatenate([
                 tables[s, at // self.block_size] * np.int64(self.block_size) + at % self.block_size

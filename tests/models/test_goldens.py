@@ -81,7 +81,7 @@ def test_pages_behind_windows_are_given_up(tmp_path: Path, case: str) -> None:
         if len(sizes) < len(ids):
             continue  # longer chunks see nearly all of so short a prompt
         is_given_up = (driver.block_tables == NO_BLOCK).any(axis=(1, 2))
-        assert is_given_up.tolist() == [window is not None for window in driver.windows]
+        assert is_given_up.tolist() == [not kind.is_whole for kind in driver.kinds]
 
 
 @pytest.mark.parametrize("case", CASES)

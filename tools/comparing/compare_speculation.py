@@ -51,7 +51,7 @@ from runtime.engine.speculation.drafter import Drafter, Ids
 from runtime.engine.speculation.ngram import NgramDrafter, SuffixDrafter
 from runtime.engine.speculation.speculator import Speculator
 from runtime.engine.speculation.state_proposer import StateProposer
-from runtime.kv.groups import blocks_of_sequence
+from runtime.kv.kinds import blocks_of_sequence
 from runtime.text.load import load_tokenizer
 from runtime.text.pipeline import TextPipeline
 from tests.models.drafters.mtp_cases import write_bigrams
@@ -211,7 +211,7 @@ def _config(rng: random.Random, model: Model, settings: dict[str, Any]) -> Engin
     length = settings.get("max_model_len", min(model.max_positions, 96))
     chosen: dict[str, Any] = {"max_model_len": length, "block_size": rng.choice((8, 16)), "seed": 0}
     least = blocks_of_sequence(
-        length, model.kv_cache_spec(chosen["block_size"]).group_windows, chosen["block_size"], chunk=1
+        length, model.kv_cache_spec(chosen["block_size"]).group_kinds, chosen["block_size"], chunk=1
     )
     chosen["num_blocks"] = int(least * rng.choice((1.2, 2, 4, 20)))
     chosen["max_num_seqs"] = rng.choice((2, 6, 16, 32))

@@ -50,7 +50,7 @@ class Replica:
         self.pool = BlockPool(
             limits.num_blocks,
             limits.block_size,
-            windows=limits.group_windows,
+            kinds=limits.cache_kinds,
             enable_prefix_caching=limits.enable_prefix_caching,
             host_pool=HostPool(limits.num_host_blocks) if limits.num_host_blocks else None,
         )

@@ -26,6 +26,7 @@ from runtime.bench.metrics import BenchmarkError
 from runtime.bench.scheduling.step_model import Pipeline, StepFeatures
 from runtime.errors import InvalidArgumentError
 from runtime.kv.groups import cut_layers, of_layers
+from runtime.kv.kinds import kind_of_window
 
 
 class Link(Protocol):
@@ -186,7 +187,7 @@ def rooflines(
         2 * heads + num_mlp * config.intermediate_size + 2 * own_kv * num_ranks
     )  # of all ranks
     logits = config.vocab_size * config.hidden_size
-    groups = cut_layers(config.layer_windows)
+    groups = cut_layers(tuple(map(kind_of_window, config.layer_windows)))
     kv_bytes = bytes_per_value * 2 * own_kv  # of a token in a layer, on one rank
     stages = balanced(
         [per_layer] * config.num_layers, num_stages, last_bytes=logits, name=config.architecture

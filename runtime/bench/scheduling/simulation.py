@@ -119,7 +119,7 @@ def simulate(
     publishes = num_replicas > 1 and routing_policy == "prefix-aware"
     digest = SharedDigest(_SECRET) if publishes else None
     replicas = [Replica(limits, model, windows, block_transfer_s, wake_s, digest) for _ in range(num_replicas)]
-    digests = PromptDigests(_SECRET, limits.block_size, limits.group_windows, limits.rotary_switch)
+    digests = PromptDigests(_SECRET, limits.block_size, limits.cache_kinds, limits.rotary_switch)
     run = _Run(replicas, Router(routing_policy if num_replicas > 1 else "least-load", num_replicas, digests))
     requests: list[Request] = []
     for index, entry in enumerate(trace.requests):

@@ -6,11 +6,11 @@ needed for something else. Who the holders are is the scheduler's knowledge: its
 counts with the sequences.
 
 All cache groups (``runtime.kv.groups``) draw on the same blocks; each has trees of its own in the prefix cache, and a
-prefix is found as far as all groups can give it: all of its pages, or, with a window, the last.
+prefix is found as far as all groups can give it: each kind says which pages it needs (``runtime.kv.kinds``).
 
-Whoever holds a block of a group without a window holds all blocks before it, too, or a copy of them. The pool keeps it
-so that a content that somebody holds is found in a block that somebody holds; what nobody holds is therefore never in
-the middle of a prefix that somebody does.
+Whoever holds a block of a group that keeps all tokens holds all blocks before it, too, or a copy of them. The pool
+keeps it so that a content that somebody holds is found in a block that somebody holds; what nobody holds is therefore
+never in the middle of a prefix that somebody does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from runtime.engine.scheduling.block_events import BlockEvents
 from runtime.engine.scheduling.eviction import EvictionPolicy, eviction_policy
 from runtime.engine.scheduling.host_pool import HostPool
 from runtime.engine.scheduling.prefix_cache import CachedBlock, Digest, PrefixCache, Salt, block_digest
-from runtime.kv.groups import NO_BLOCK, first_page
+from runtime.kv.groups import NO_BLOCK
+from runtime.kv.kinds import FULL, CacheKind, findable_pages
 
 T = TypeVar("T")
 
@@ -44,7 +45,7 @@ class Hit:
 
     blocks       by group: the block on the device of each full page; None where only the host has it, ``NO_BLOCK``
                  before ``first_pages``
-    first_pages  by group: pages before this one are behind the window of what is to be computed
+    first_pages  by group: pages before this one are not needed by what is to be computed
     host_slots   by group: where the host has the pages that are None in ``blocks``
     partial      by group: a block on the device that continues them; empty when there is none or the host has any
     num_partial  how many of its first tokens match
@@ -112,11 +113,11 @@ class BlockPool:
     """``num_blocks`` blocks of ``block_size`` tokens, all empty at first. Not thread-safe: it belongs to the engine's
     loop.
 
-    windows    of each cache group; None: it sees all tokens
+    kinds      of each cache group
     host_pool  where evicted content goes; None: it is lost
     eviction   one of ``runtime.engine.scheduling.eviction.POLICIES``; RequestError for any other
     digest     of a block's tokens after its parent's (for tests of collisions)
-    windowed_blocks  tells the blocks that are held in groups with a window; the scheduler's
+    chunked_blocks  tells the blocks that are held in groups that give pages up; the scheduler's
     ref_counts how often each block is held
     offloads   (block, host slot) pairs whose bytes are to be copied before anything is written to the block; whoever
                plans the step drains the list
@@ -127,7 +128,7 @@ class BlockPool:
         num_blocks: int,
         block_size: int,
         *,
-        windows: tuple[int | None, ...] = (None,),
+        kinds: tuple[CacheKind, ...] = (FULL,),
         enable_prefix_caching: bool = True,
         host_pool: HostPool | None = None,
         eviction: str = "reuse-gap",
@@ -135,11 +136,11 @@ class BlockPool:
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.windows = windows
-        self._has_windows = any(windows)
+        self.kinds = kinds
+        self._are_whole = all(kind.is_whole for kind in kinds)
         self.enable_prefix_caching = enable_prefix_caching
         self.host_pool = host_pool
-        self.windowed_blocks: Callable[[], list[int]] = list
+        self.chunked_blocks: Callable[[], list[int]] = list
         self.counters = CacheCounters()
         self.offloads: list[tuple[int, int]] = []
         self._cache = PrefixCache(block_size, digest)
@@ -173,8 +174,8 @@ class BlockPool:
         """What every block is, in order, as in ``StepView.block_map``. O(num_blocks)."""
         kinds = np.minimum(self.ref_counts, 2)
         kinds[self._empty] = 3
-        windowed = np.array(self.windowed_blocks(), np.intp)
-        kinds[windowed[kinds[windowed] == 1]] = 4
+        chunked = np.array(self.chunked_blocks(), np.intp)
+        kinds[chunked[kinds[chunked] == 1]] = 4
         bounds = np.flatnonzero(np.diff(kinds, prepend=-1, append=-1))
         return "".join(
             f"{count}{'cusfw'[kind]}" for count, kind in zip(np.diff(bounds).tolist(), kinds[bounds[:-1]].tolist())
@@ -225,11 +226,11 @@ class BlockPool:
         known tokens but the last, whose logits must be computed.
         """
         if not self.enable_prefix_caching:
-            return Hit.none(len(self.windows))
-        paths = [self._cache.walk(tokens, salt, group) for group in range(len(self.windows))]
+            return Hit.none(len(self.kinds))
+        paths = [self._cache.walk(tokens, salt, group) for group in range(len(self.kinds))]
         num_pages = self._num_findable(paths)
         num_tokens = num_pages * self.block_size
-        first_pages = [first_page(num_tokens, window, self.block_size) for window in self.windows]
+        first_pages = [kind.first_page(num_tokens, self.block_size) for kind in self.kinds]
         blocks: list[list[int | None]] = []
         host_slots: list[list[int]] = []
         for path, first in zip(paths, first_pages):
@@ -278,11 +279,11 @@ class BlockPool:
         if (last == chain.num_blocks and not rest) or chain.is_broken or not self.enable_prefix_caching:
             return
         first = chain.num_blocks
-        assert self._has_windows or not chain.nodes or self._is_held(chain.nodes[0]), "a chain was not forgotten"
+        assert not self._are_whole or not chain.nodes or self._is_held(chain.nodes[0]), "a chain was not forgotten"
         size = self.block_size
         new_tokens = tokens.prefix_keys(first * size, last * size + rest)
         data, width = new_tokens.tobytes(), size * new_tokens.itemsize
-        nodes = chain.nodes or [self._cache.root(chain.salt, group) for group in range(len(self.windows))]
+        nodes = chain.nodes or [self._cache.root(chain.salt, group) for group in range(len(self.kinds))]
         useless: list[CachedBlock] = []
         for place in range(first, last):
             page = data[(place - first) * width : (place - first + 1) * width]
@@ -303,7 +304,7 @@ class BlockPool:
                 if self._cache.continued_by(node, partial) is None:
                     self._record_block(node, partial, ids[last])
         if chain.num_blocks > first:
-            if self._has_windows:
+            if not self._are_whole:
                 self._pin(nodes, 1)
                 self._pin(chain.nodes, -1)
             chain.nodes = nodes
@@ -314,7 +315,7 @@ class BlockPool:
 
     def forget(self, chain: Chain) -> None:
         """The chain's sequence releases its blocks."""
-        if self._has_windows:
+        if not self._are_whole:
             self._pin(chain.nodes, -1)
         chain.reset()
 
@@ -371,14 +372,14 @@ class BlockPool:
             assert self._is_held(node), f"block {node.block_id} is held by nobody, yet a copy of it is"
         parent = node.parent
         assert parent is not None
-        if parent.parent is not None and self.windows[self._cache.group_of(node)] is None:
+        if parent.parent is not None and self.kinds[self._cache.group_of(node)].is_whole:
             assert parent.block_id is not None, f"block {block_id} cannot be found: its parent is gone"
             assert self._is_held(parent) or not self._is_held(node), f"block {block_id}'s parent is not held"
 
     def _num_findable(self, paths: list[list[CachedBlock]]) -> int:
         """The most pages of these paths, one a group, that all groups can give."""
-        return num_findable_pages(
-            [[node.lies_somewhere for node in path] for path in paths], self.windows, self.block_size
+        return findable_pages(
+            [[node.lies_somewhere for node in path] for path in paths], self.kinds, self.block_size
         )
 
     def _find_partial(
@@ -397,9 +398,9 @@ class BlockPool:
         return partial, num_partial
 
     def _pin(self, nodes: list[CachedBlock], count: int) -> None:
-        """Keep nodes of groups with windows, which their sequence need not hold, or let them go."""
-        for node, window in zip(nodes, self.windows):
-            if window is not None:
+        """Keep nodes of groups that give pages up, which their sequence need not hold, or let them go."""
+        for node, kind in zip(nodes, self.kinds):
+            if not kind.is_whole:
                 node.num_pins += count
                 self._cache.prune(node)
 
@@ -463,26 +464,3 @@ def by_page(blocks: Sequence[Sequence[T]], first_pages: Sequence[int]) -> list[T
         return list(blocks[0][first_pages[0] :])
     pages = range(min(first_pages, default=0), max(map(len, blocks), default=0))
     return [ids[page] for page in pages for ids, first in zip(blocks, first_pages) if first <= page < len(ids)]
-
-
-def num_findable_pages(
-    paths: Sequence[Sequence[bool]], windows: Sequence[int | None], block_size: int
-) -> int:
-    """The most pages of a prompt that all cache groups can give. ``paths``: by group and page, whether its content lies
-    anywhere; ``windows``: the groups'."""
-    most = min(map(len, paths))
-    runs: list[tuple[int, list[int]]] = []  # window; by page: how many in a row up to it lie somewhere
-    for path, window in zip(paths, windows):
-        if window is None:
-            most = next((page for page, lies_somewhere in enumerate(path[:most]) if not lies_somewhere), most)
-        else:
-            count, counts = 0, []
-            for lies_somewhere in path:
-                count = count + 1 if lies_somewhere else 0
-                counts.append(count)
-            runs.append((window, counts))
-    while most and any(
-        run[most - 1] < most - first_page(most * block_size, window, block_size) for window, run in runs
-    ):
-        most -= 1
-    return most

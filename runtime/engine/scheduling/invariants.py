@@ -9,7 +9,6 @@ from runtime.engine.errors import InvariantError
 from runtime.engine.scheduling.block_pool import BlockPool
 from runtime.engine.scheduling.sequence import Sequence, State
 from runtime.engine.scheduling.step import Step
-from runtime.kv.groups import first_page
 
 if TYPE_CHECKING:
     from runtime.engine.scheduling.scheduler import Scheduler
@@ -23,8 +22,8 @@ def check_step(scheduler: Scheduler, step: Step) -> None:
     Raises ``InvariantError``, and logs it: the engine must not go on with pages that may be another request's.
     """
     block_size, ref_counts = scheduler.limits.block_size, scheduler.pool.ref_counts
-    windows = scheduler.pool.windows
-    has_windows, switch = any(windows), scheduler.limits.rotary_switch
+    kinds, switch = scheduler.pool.kinds, scheduler.limits.rotary_switch
+    are_whole = all(kind.is_whole for kind in kinds)
     copied = {source for each in scheduler.open_steps for source, _ in each.held_blocks}
     problem = ""
     for chunk in step.chunks:
@@ -41,10 +40,10 @@ def check_step(scheduler: Scheduler, step: Step) -> None:
                     problem = f"a chunk that ends at {end}, but {len(ids)} blocks of {block_size}"
                 elif ref_counts[block_id := ids[last_page]] != 1 and block_id not in copied:
                     problem = f"to write to block {block_id}, which {ref_counts[block_id]} hold"
-            if has_windows:
-                for given_up, window in zip(sequence.first_pages, windows):
-                    if given_up and given_up > first_page(chunk.start, window, block_size):
-                        problem = f"to see {window} tokens before {chunk.start}, but has given up {given_up} pages"
+            if not are_whole:
+                for given_up, kind in zip(sequence.first_pages, kinds):
+                    if given_up > (first := kind.first_page(chunk.start, block_size)):
+                        problem = f"to read page {first} before token {chunk.start}, but has given up {given_up} pages"
         if problem:
             problem = f"choice {sequence.index} of request {sequence.request.request_id!r} has {problem}"
             break
@@ -74,7 +73,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert not sequence.blocks, "a waiting sequence holds blocks"
         num_swapped = -(-sequence.num_computed // limits.block_size)
         counts = [len(slots) + first for slots, first in zip(sequence.host_slots, sequence.first_pages)]
-        assert counts == [num_swapped] * (len(pool.windows) if num_swapped else 0), "swapped blocks are miscounted"
+        assert counts == [num_swapped] * (len(pool.kinds) if num_swapped else 0), "swapped blocks are miscounted"
     for sequence in scheduler.running:
         assert sequence.state is State.RUNNING
         assert not sequence.host_slots, "a running sequence holds host slots"
@@ -105,11 +104,11 @@ def _check_pages(sequence: Sequence, pool: BlockPool) -> None:
     """Assert that a running sequence has every page that it may still need."""
     size = pool.block_size
     longest = max(map(len, sequence.blocks))
-    assert len(sequence.blocks) == len(sequence.first_pages) == len(pool.windows), "a group is missing"
-    for ids, first, window in zip(sequence.blocks, sequence.first_pages, pool.windows):
+    assert len(sequence.blocks) == len(sequence.first_pages) == len(pool.kinds), "a group is missing"
+    for ids, first, kind in zip(sequence.blocks, sequence.first_pages, pool.kinds):
         assert sequence.num_computed <= len(ids) * size, "computed tokens lie outside the sequence's blocks"
-        assert len(ids) == longest or window is not None, "a group without a window has not all pages"
-        assert first <= first_page(sequence.num_computed, window, size), "a page was given up early"
+        assert len(ids) == longest or not kind.is_whole, "a group that keeps all tokens has not all pages"
+        assert first <= kind.first_page(sequence.num_computed, size), "a page was given up early"
         assert not any(ids[:first]), "a page that was given up has a block"
 
 

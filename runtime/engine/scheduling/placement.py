@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from itertools import islice
 
 from runtime.engine.scheduling.block_pool import BlockPool, Hit
+from runtime.engine.scheduling.chunked_pages import ChunkedPages
 from runtime.engine.scheduling.chunking import PromptChunks
 from runtime.engine.scheduling.reuse import reusable
 from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.scheduling.step import Step
-from runtime.engine.scheduling.windowed_pages import WindowedPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class _Refusal:
 class Placement:
     """Takes the blocks of sequences that start; their rows are the scheduler's."""
 
-    def __init__(self, pool: BlockPool, windowed: WindowedPages, chunks: PromptChunks) -> None:
+    def __init__(self, pool: BlockPool, chunked: ChunkedPages, chunks: PromptChunks) -> None:
         self._pool = pool
-        self._windowed = windowed
+        self._chunked = chunked
         self._chunks = chunks
         self._refusal: _Refusal | None = None
 
@@ -42,12 +42,12 @@ class Placement:
         its tokens the step computes; 0: it cannot start.
 
         One more free page is left for each of the ``num_running`` sequences, lest the newcomer be preempted at once; in
-        groups with a window also what its next chunk needs.
+        groups that give pages up also what its next chunks need.
         """
         pool = self._pool
         if self._refusal is not None and self._refusal.holds(sequence, pool):
             return 0
-        spare = num_running * len(pool.windows)
+        spare = num_running * len(pool.kinds)
         num_free = pool.num_free
         hit = reusable(sequence, pool)
         pool.share(hit.shared)
@@ -59,11 +59,11 @@ class Placement:
                 hit = hit.without_partial()
                 if sequence.cut(hit.num_tokens) < hit.num_tokens:
                     pool.release(hit.shared)
-                    hit = Hit.none(len(pool.windows))
+                    hit = Hit.none(len(pool.kinds))
                 count, needed = self._first_chunk(sequence, hit, step)
-        if self._windowed.groups and count:
+        if self._chunked.groups and count:
             if num_running:
-                spare += self._windowed.num_reserved(sequence.num_tokens - hit.num_tokens - count)
+                spare += self._chunked.num_reserved(sequence.num_tokens - hit.num_tokens - count)
             else:
                 count, needed = self._shortened(sequence, hit, count, needed)
         if count and needed + spare <= pool.num_free:
@@ -94,14 +94,14 @@ class Placement:
         tokens."""
         known = -(-sequence.num_tokens // self._pool.block_size)
         computed = -(-(hit.num_tokens + count) // self._pool.block_size)
-        return [known if window is None else computed for window in self._pool.windows]
+        return [known if kind.is_whole else computed for kind in self._pool.kinds]
 
     def _shortened(self, sequence: Sequence, hit: Hit, count: int, needed: int) -> tuple[int, int]:
         """A first chunk for which there are blocks: shorter if it has to be and may be."""
         lacking = needed - self._pool.num_free
         if lacking <= 0 or not self._chunks.cuts_prompts:
             return count, needed
-        size, num_groups = self._pool.block_size, len(self._windowed.groups)
+        size, num_groups = self._pool.block_size, len(self._chunked.groups)
         num_pages = -(-lacking // num_groups)
         end = (-(-(hit.num_tokens + count) // size) - num_pages) * size
         count = max(0, sequence.cut(end) - hit.num_tokens)

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from runtime.engine.scheduling.block_pool import BlockPool, Hit
 from runtime.engine.scheduling.sequence import Sequence, State
-from runtime.kv.groups import NO_BLOCK, first_page
+from runtime.kv.groups import NO_BLOCK
 
 
 def reusable(sequence: Sequence, pool: BlockPool) -> Hit:
@@ -18,7 +18,7 @@ def reusable(sequence: Sequence, pool: BlockPool) -> Hit:
     where the prompt's log probabilities are wanted, for they come from computing it.
     """
     if sequence.needs_prompt_logprobs and not sequence.host_slots:
-        return Hit.none(len(pool.windows))
+        return Hit.none(len(pool.kinds))
     tokens = sequence.prefix_keys(0, sequence.num_tokens - 1)
     if sequence.host_slots:
         return _own(sequence, tokens, pool)
@@ -50,7 +50,7 @@ def _prefix_of(sequence: Sequence, num_tokens: int, pool: BlockPool) -> Hit | No
     """The first tokens of a running sequence: full pages, and the one after them, whose beginning is copied. None if
     it has given up a page that is needed."""
     num_full, rest = divmod(num_tokens, pool.block_size)
-    first_pages = [first_page(num_full * pool.block_size, window, pool.block_size) for window in pool.windows]
+    first_pages = [kind.first_page(num_full * pool.block_size, pool.block_size) for kind in pool.kinds]
     if any(given_up > first for given_up, first in zip(sequence.first_pages, first_pages)):
         return None
     blocks: list[list[int | None]] = [

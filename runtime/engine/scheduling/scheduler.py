@@ -6,13 +6,13 @@
     scheduler.commit(step)        # or abandon(step); then the drawn tokens are appended
 
 Both queues are kept in the order that the policy gives. A sequence gets the blocks of all its known tokens when it
-starts to run, and one more whenever its output fills the last; in a cache group with a window it gets those of each
-chunk, and gives up those behind the window of its committed tokens. When one is missing, a running sequence gives up
-all of its own and waits again: the first in order is never the victim, and one request always fits the pool, so there
-is always progress. Its parts live in modules of their own: ``policy`` (the order), ``batching`` (how decodes and
-prompts share steps), ``chunking`` (how prompts are cut), ``placement`` (who starts, with which blocks), ``reuse`` (what
-need not be computed at all), ``drafts`` (proposed tokens), ``windowed_pages``, ``preemption`` (the victim, and how its
-content comes back), ``rotation`` (what is computed again since it became too long).
+starts to run, and one more whenever its output fills the last; in a cache group that does not keep all tokens it gets
+those of each chunk, and gives up those that nothing after its committed tokens needs. When one is missing, a running
+sequence gives up all of its own and waits again: the first in order is never the victim, and one request always fits
+the pool, so there is always progress. Its parts live in modules of their own: ``policy`` (the order), ``batching`` (how
+decodes and prompts share steps), ``chunking`` (how prompts are cut), ``placement`` (who starts, with which blocks),
+``reuse`` (what need not be computed at all), ``drafts`` (proposed tokens), ``chunked_pages``, ``preemption`` (the
+victim, and how its content comes back), ``rotation`` (what is computed again since it became too long).
 
 It knows no tensors, no model and no clock.
 """
@@ -26,6 +26,7 @@ from itertools import islice
 from runtime.engine.config import EngineLimits
 from runtime.engine.scheduling.batching import BATCHING_STYLES
 from runtime.engine.scheduling.block_pool import BlockPool
+from runtime.engine.scheduling.chunked_pages import ChunkedPages
 from runtime.engine.scheduling.chunking import PromptChunks, chunking_of
 from runtime.engine.scheduling.drafts import reserve_drafts, take_back
 from runtime.engine.scheduling.invariants import check_scheduler, check_step
@@ -36,7 +37,6 @@ from runtime.engine.scheduling.prompt_times import PromptTimes
 from runtime.engine.scheduling.rotation import choose_rotation, is_at_switch, within_switch
 from runtime.engine.scheduling.sequence import Request, Sequence, State
 from runtime.engine.scheduling.step import PreemptionWay, Step
-from runtime.engine.scheduling.windowed_pages import WindowedPages
 
 
 class Scheduler:
@@ -73,9 +73,9 @@ class Scheduler:
         self._victim_of = VICTIM_RULES[config.victim]
         self._preemption = config.preemption
         self.free_rows = list(range(limits.max_num_seqs))  # a heap: the lowest row first keeps the rows dense
-        self._windowed = WindowedPages(pool)
-        self._placement = Placement(pool, self._windowed, self._chunks)
-        pool.windowed_blocks = lambda: self._windowed.blocks_of(self.running)
+        self._chunked = ChunkedPages(pool)
+        self._placement = Placement(pool, self._chunked, self._chunks)
+        pool.chunked_blocks = lambda: self._chunked.blocks_of(self.running)
 
     @property
     def has_work(self) -> bool:
@@ -154,7 +154,7 @@ class Scheduler:
                 if records and end >= (sequence.chain.num_blocks + 1) * block_size:
                     pool.record(sequence.chain, sequence.blocks, sequence.first_pages, end, sequence)
                 if end >= sequence.gives_up_at:
-                    self._windowed.give_up(sequence)
+                    self._chunked.give_up(sequence)
         self._settle(step)
 
     def abandon(self, step: Step) -> None:
@@ -179,8 +179,8 @@ class Scheduler:
 
     def decode(self, step: Step) -> None:
         """Add every running sequence that lacks nothing but its last token, as far as the budget goes."""
-        block_size, shortest = self.limits.block_size, self._windowed.shortest
-        has_windows = bool(self._windowed.groups)
+        block_size, shortest = self.limits.block_size, self._chunked.shortest
+        has_chunked = bool(self._chunked.groups)
         decodes: list[Sequence] = []
         wanting: list[Sequence] = []  # those whose next token has no slot
         most = self._most_decodes()
@@ -190,7 +190,7 @@ class Scheduler:
                 sequence.num_tokens + pending - computed != 1
                 or sequence.num_output_tokens + pending >= sequence.max_tokens
             ):
-                if not (has_windows and sequence.num_tokens - computed > 1):
+                if not (has_chunked and sequence.num_tokens - computed > 1):
                     continue  # else a prompt, whose next chunk may need a page
                 if sequence.least_end > len(sequence.blocks[shortest]) * block_size:
                     wanting.append(sequence)
@@ -226,8 +226,8 @@ class Scheduler:
             if remaining > 1:
                 start = sequence.num_computed
                 count = self._chunks.size(step, start, remaining, sequence.request.pictures)
-                if self._windowed.groups:
-                    count = sequence.cut(start + self._windowed.grow(sequence, count)) - start
+                if self._chunked.groups:
+                    count = sequence.cut(start + self._chunked.grow(sequence, count)) - start
                 if count > 0:
                     step.add(sequence, count, is_first=False)
 

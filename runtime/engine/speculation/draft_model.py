@@ -65,7 +65,7 @@ class DraftModelDrafter:
         self._limits = limits
         self._num_positions = num_positions
         self._rotary_switch = rotary_switch
-        self._num_groups = len(spec.group_windows)
+        self._num_groups = len(spec.group_kinds)
         self._pages = KVCache(spec, num_blocks)
         self._free_blocks = list(range(num_blocks - 1, -1, -1))
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))

@@ -51,7 +51,7 @@ def open_decode_device(
     if device.kind == "cpu":
         from runtime.engine.steps.decode_cpu import CpuDecodes
 
-        return CpuDecodes(limits, len(kv_cache.spec.group_windows))
+        return CpuDecodes(limits, len(kv_cache.spec.group_kinds))
     from runtime.engine.steps.decode_gpu import GpuDecodes  # brings the driver, which the cpu does without
 
     return GpuDecodes(device, limits, vocab_size, kv_cache, agree)

@@ -142,7 +142,7 @@ class ForwardGraphs:
         self._limits = limits
         self._batch_sizes = batch_sizes
         self._kv_cache = kv_cache
-        self._num_groups = len(kv_cache.spec.group_windows)
+        self._num_groups = len(kv_cache.spec.group_kinds)
         self._kept: dict[_Shape, _Recorded] = {}  # the one used last comes last
         self._seen: dict[_Shape, _Pass | None] = {}  # None: it kept the GPU busy
         self.looks_at_times = not gpu.driver.is_emulated

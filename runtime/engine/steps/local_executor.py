@@ -96,7 +96,7 @@ class LocalExecutor:
         num_slots = limits.num_host_blocks
         self.transfer = KVTransfer(kv_cache, HostPages(kv_cache.spec, num_slots) if num_slots else None)
         max_blocks = -(-limits.max_model_len // limits.block_size)
-        self.num_groups = len(kv_cache.spec.group_windows)
+        self.num_groups = len(kv_cache.spec.group_kinds)
         self.rows = Rows(limits.max_num_seqs, max_blocks, self.num_groups, limits.block_size, vocab_size)
         self._results = DrawResults(model, self.rows, vocab_size)
         is_cpu = model.device.kind == "cpu"

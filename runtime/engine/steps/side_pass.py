@@ -45,7 +45,7 @@ class PagedSidePass:
         self._limits = limits
         spec, size = model.kv_cache_spec(limits.block_size), limits.block_size
         num_blocks = [-(-length // size) for length in lengths]
-        num_groups = len(spec.group_windows)
+        num_groups = len(spec.group_kinds)
         self._tables = BlockTables(num_groups, len(lengths), max(num_blocks), size)
         self._rows = np.arange(len(lengths))
         switch = limits.rotary_switch

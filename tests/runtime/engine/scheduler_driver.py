@@ -24,7 +24,7 @@ from runtime.engine.scheduling.host_pool import HostPool
 from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.sequence import Request, Sequence, State
 from runtime.engine.scheduling.step import Chunk, Step
-from runtime.kv.groups import blocks_of_sequence
+from runtime.kv.kinds import FULL, CacheKind, Window, blocks_of_sequence, window_of
 
 VOCAB_SIZE = 4
 GARBAGE = (-1, 0, 0)
@@ -36,7 +36,7 @@ class Pages:
 
     def __init__(self, limits: EngineLimits) -> None:
         self.block_size = limits.block_size
-        self.windows = limits.group_windows
+        self.windows = tuple(map(window_of, limits.cache_kinds))
         self.blocks = [[GARBAGE] * self.block_size for _ in range(limits.num_blocks)]
         self.host = [[GARBAGE] * self.block_size for _ in range(limits.num_host_blocks)]
 
@@ -95,7 +95,7 @@ class Driver:
         self.pool = BlockPool(
             limits.num_blocks,
             limits.block_size,
-            windows=limits.group_windows,
+            kinds=limits.cache_kinds,
             enable_prefix_caching=limits.enable_prefix_caching,
             host_pool=host_pool,
         )
@@ -201,7 +201,7 @@ class Driver:
         if self.limits.scheduling.batching == "stall-free":
             chosen = {id(chunk.sequence) for chunk in step.chunks}
             for sequence in decoding:
-                is_paused = scheduler.open_steps and self.pool.num_free < len(self.limits.group_windows)
+                is_paused = scheduler.open_steps and self.pool.num_free < len(self.limits.cache_kinds)
                 assert id(sequence) in chosen or sequence.state is State.WAITING or is_paused, "a decode stalled"
         return step
 
@@ -307,20 +307,27 @@ class Driver:
         del self.histories[sequence]
 
 
-GROUP_WINDOWS: tuple[tuple[int | None, ...], ...] = (
-    (None,), (4,), (1, 1), (None, 3), (None, 2, 2), (None, 9, 9, 9), (None, None, 5), (3, 6),
-)  # fmt: skip
-"""Windows of the cache groups of models that may be tried."""
+CACHE_KINDS: tuple[tuple[CacheKind, ...], ...] = (
+    (FULL,),
+    (Window(4),),
+    (Window(1), Window(1)),
+    (FULL, Window(3)),
+    (FULL, Window(2), Window(2)),
+    (FULL, Window(9), Window(9), Window(9)),
+    (FULL, FULL, Window(5)),
+    (Window(3), Window(6)),
+)
+"""Kinds of the cache groups of models that may be tried."""
 
 
 def random_limits(
-    rng: random.Random, *, group_windows: tuple[int | None, ...] = (None,), **fixed: object
+    rng: random.Random, *, cache_kinds: tuple[CacheKind, ...] = (FULL,), **fixed: object
 ) -> EngineLimits:
     """Small in every way; ``fixed`` names fields of ``SchedulingConfig``."""
     batching = fixed.get("batching", rng.choice(BATCHING))
     block_size = rng.choice((1, 2, 4))
-    num_full = group_windows.count(None)
-    num_blocks = rng.randrange(2, 14) * max(1, num_full) + 2 * (len(group_windows) - num_full)
+    num_whole = sum(kind.is_whole for kind in cache_kinds)
+    num_blocks = rng.randrange(2, 14) * max(1, num_whole) + 2 * (len(cache_kinds) - num_whole)
     chunks: dict[str, object] = {}
     if batching == "stall-free":
         kind = rng.randrange(3)
@@ -342,7 +349,7 @@ def random_limits(
     longest = next(
         length
         for length in range(num_blocks * block_size, 0, -1)
-        if blocks_of_sequence(length, group_windows, block_size, chunk=chunk) <= num_blocks
+        if blocks_of_sequence(length, cache_kinds, block_size, chunk=chunk) <= num_blocks
     )
     max_model_len = max(2, longest - rng.randrange(0, 3))
     return EngineLimits(
@@ -354,8 +361,8 @@ def random_limits(
         max_waiting=1000,
         scheduling=SchedulingConfig(**scheduling),  # type: ignore[arg-type]
         enable_prefix_caching=rng.random() < 0.8,
-        num_host_blocks=rng.choice((0, 1, 4, 12)) * len(group_windows),
-        group_windows=group_windows,
+        num_host_blocks=rng.choice((0, 1, 4, 12)) * len(cache_kinds),
+        cache_kinds=cache_kinds,
         rotary_switch=rng.randrange(1, max_model_len) if rng.random() < 0.3 else None,
     )
 

@@ -14,6 +14,7 @@ from runtime.device.emulator.driver.emulated_driver import DEFAULT_MEMORY_BYTES
 from runtime.engine.config import EngineConfig, Quantization, SchedulingConfig, available_memory_bytes, resolve
 from runtime.engine.errors import RequestError
 from runtime.engine.make_engine import free_memory_bytes
+from runtime.kv.kinds import FULL, CacheKind, Window
 from runtime.linear.format import QUANTIZATIONS
 
 GIB = 1 << 30
@@ -23,7 +24,7 @@ def sized(
     positions: int = 4096,
     bytes_per_block: int = 1 << 20,
     available: int = 64 * GIB,
-    group_windows: tuple[int | None, ...] = (None,),
+    cache_kinds: tuple[CacheKind, ...] = (FULL,),
     is_gpu: bool = False,
     **config: Any,
 ):
@@ -33,7 +34,7 @@ def sized(
         bytes_per_block=bytes_per_block,
         available_bytes=available,
         is_gpu=is_gpu,
-        group_windows=group_windows,
+        cache_kinds=cache_kinds,
     )
 
 
@@ -204,19 +205,21 @@ def test_a_quantization_that_there_is_not_is_refused_by_name() -> None:
 
 def test_windows_bound_what_a_sequence_needs() -> None:
     """Pages of 16: 256 of a group that sees all, at most 3 of one that sees 24 tokens."""
-    limits = sized(positions=4096, group_windows=(None, 24, 24), num_blocks=262)
-    assert (limits.max_model_len, limits.group_windows) == (4096, (None, 24, 24))
-    assert sized(positions=4096, group_windows=(None, 24, 24), num_blocks=261).max_model_len == 255 * 16
-    assert sized(positions=10**9, group_windows=(24,), num_blocks=3).max_model_len == 10**9
-    most = sized(positions=4096, group_windows=(None, 24), max_num_seqs=2, available=1024 * GIB, bytes_per_block=1)
+    limits = sized(positions=4096, cache_kinds=(FULL, Window(24), Window(24)), num_blocks=262)
+    assert (limits.max_model_len, limits.cache_kinds) == (4096, (FULL, Window(24), Window(24)))
+    assert sized(positions=4096, cache_kinds=(FULL, Window(24), Window(24)), num_blocks=261).max_model_len == 255 * 16
+    assert sized(positions=10**9, cache_kinds=(Window(24),), num_blocks=3).max_model_len == 10**9
+    kinds = (FULL, Window(24))
+    most = sized(positions=4096, cache_kinds=kinds, max_num_seqs=2, available=1024 * GIB, bytes_per_block=1)
     assert most.num_blocks == 2 * (256 + 3) + 2 * 512 // 16, "two sequences, and the chunks of two steps"
     with pytest.raises(RequestError, match=r"4096 tokens needs 262 KV blocks .*, but the KV cache has 261"):
-        sized(positions=4096, group_windows=(None, 24, 24), num_blocks=261, max_model_len=4096)
+        sized(positions=4096, cache_kinds=(FULL, Window(24), Window(24)), num_blocks=261, max_model_len=4096)
 
 
 def test_prompts_that_are_not_cut_need_all_their_pages() -> None:
-    assert sized(positions=4096, group_windows=(None, 24), num_blocks=512, batching="orca").max_model_len == 4096
-    assert sized(positions=4096, group_windows=(None, 24), num_blocks=511, batching="orca").max_model_len == 255 * 16
+    kinds = (FULL, Window(24))
+    assert sized(positions=4096, cache_kinds=kinds, num_blocks=512, batching="orca").max_model_len == 4096
+    assert sized(positions=4096, cache_kinds=kinds, num_blocks=511, batching="orca").max_model_len == 255 * 16
 
 
 def test_the_command_line_names_every_weight_format() -> None:

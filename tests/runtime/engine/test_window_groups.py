@@ -19,6 +19,7 @@ from runtime.engine.engine import Engine
 from runtime.engine.make_engine import build_engine
 from runtime.engine.messages import EngineRequest
 from runtime.kv.cache import KVCacheSpec
+from runtime.kv.kinds import FULL, Window
 from tests.runtime.engine.fakes import request, run_to_end
 from tests.runtime.engine.test_fuzz import Answers, fuzz, templates
 
@@ -55,7 +56,7 @@ def build_keeping_all(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings:
     with monkeypatch.context() as patch:
         patch.setattr(Model, "kv_cache_spec", without_windows)
         engine = build(folder, **settings)
-    assert engine.limits.group_windows == (None,)
+    assert engine.limits.cache_kinds == (FULL,)
     return engine
 
 
@@ -102,7 +103,7 @@ def test_pages_given_up_change_no_bit(
         {"num_blocks": num_blocks, "decode_graphs": "off", "enable_prefix_caching": False},
     ):
         engine = build(folder, **settings)
-        assert set(engine.limits.group_windows) == ({None, WINDOW} if layer_types is MIXED else {WINDOW})
+        assert set(engine.limits.cache_kinds) == ({FULL, Window(WINDOW)} if layer_types is MIXED else {Window(WINDOW)})
         assert answers(engine, requests) == expected, settings
         stats = engine.stats()
         if "overlap" in settings:

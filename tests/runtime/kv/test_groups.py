@@ -8,7 +8,8 @@ import pytest
 from runtime.dtype import float32
 from runtime.errors import InvalidArgumentError
 from runtime.kv.cache import KVCache, KVCacheSpec
-from runtime.kv.groups import blocks_of_sequence, cut_layers, first_page, num_tokens_past
+from runtime.kv.groups import cut_layers
+from runtime.kv.kinds import FULL, Window, blocks_of_sequence, kind_of_window
 
 
 def pattern(num_layers: int, period: int, window: int | None = 512) -> tuple[int | None, ...]:
@@ -34,12 +35,12 @@ def pattern(num_layers: int, period: int, window: int | None = 512) -> tuple[int
 def test_layers_of_known_models(
     windows: tuple[int | None, ...], size: int, num_full: int, num_windowed: int, num_padding: int
 ) -> None:
-    groups = cut_layers(windows)
-    assert [group.window is None for group in groups] == [True] * num_full + [False] * num_windowed
+    groups = cut_layers(tuple(map(kind_of_window, windows)))
+    assert [group.kind is FULL for group in groups] == [True] * num_full + [False] * num_windowed
     assert {len(group.layers) + group.num_padding for group in groups} == {size}
     assert sum(group.num_padding for group in groups) == num_padding
     assert sorted(layer for group in groups for layer in group.layers) == list(range(len(windows)))
-    assert all(windows[layer] == group.window for group in groups for layer in group.layers)
+    assert all(kind_of_window(windows[layer]) == group.kind for group in groups for layer in group.layers)
     assert all(group.layers == tuple(sorted(group.layers)) for group in groups)
 
 
@@ -47,26 +48,26 @@ def test_pages_that_a_window_touches() -> None:
     for window in range(1, 12):
         for num_tokens in range(40):
             seen = range(max(0, num_tokens - window + 1), num_tokens + 1)  # by the next token
-            assert first_page(num_tokens, window, 4) == seen[0] // 4
+            assert Window(window).first_page(num_tokens, 4) == seen[0] // 4
             for chunk in (1, 3, 8):
                 most = max(
                     len({p // 4 for p in range(max(0, first - window + 1), min(first + chunk, num_tokens))})
                     for first in range(num_tokens + 1)
                 )
-                bound = blocks_of_sequence(num_tokens, (window,), 4, chunk=chunk)
+                bound = blocks_of_sequence(num_tokens, (Window(window),), 4, chunk=chunk)
                 assert most <= bound <= most + (num_tokens < window + chunk + 4), (window, num_tokens, chunk)
         for page in range(5):
-            past = num_tokens_past(page, window, 4)
-            assert first_page(past - 1, window, 4) == page < first_page(past, window, 4)
-    assert first_page(10**6, None, 16) == 0
-    assert num_tokens_past(0, None, 16) > 10**9
-    assert blocks_of_sequence(100, (None, 8, 8), 16, chunk=None) == 3 * 7
+            past = Window(window).gives_up_at(page, 4)
+            assert Window(window).first_page(past - 1, 4) == page < Window(window).first_page(past, 4)
+    assert FULL.first_page(10**6, 16) == 0
+    assert FULL.gives_up_at(0, 16) > 10**9
+    assert blocks_of_sequence(100, (FULL, Window(8), Window(8)), 16, chunk=None) == 3 * 7
 
 
 def test_layers_of_all_groups_share_storages() -> None:
     spec = KVCacheSpec(6, 2, 8, 8, float32, layer_windows=(16, None, 16, 16, None, 16))
     assert [group.layers for group in spec.groups] == [(1, 4), (0, 3), (2, 5)]
-    assert (spec.num_storages, spec.group_windows) == (2, (None, 16, 16))
+    assert (spec.num_storages, spec.group_kinds) == (2, (FULL, Window(16), Window(16)))
     assert spec.bytes_per_block == 2 * (2 * 8 * 8 + 2 * 8 * 16) * 4  # K, and V with rows of whole vectors
     cache = KVCache(spec, 4)
     assert [cache.group_of(layer) for layer in range(6)] == [1, 0, 2, 1, 0, 2]

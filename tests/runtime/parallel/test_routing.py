@@ -17,6 +17,7 @@ from runtime.engine.scheduling.block_pool import BlockPool, Chain
 from runtime.engine.scheduling.pictures import Picture, PictureKeys, Pictures
 from runtime.engine.scheduling.prefix_cache import RotatedPrefixes, Salt
 from runtime.engine.scheduling.sequence import Request
+from runtime.kv.kinds import kind_of_window
 from runtime.parallel.prefix_index import PrefixIndex, PromptDigests
 from runtime.parallel.routing import FIRST_OUTPUT_TOKENS, Router
 
@@ -65,7 +66,7 @@ class Engine:
     def __init__(self, *windows: int | None, num_blocks: int = 64) -> None:
         self.windows = windows or (None,)
         self.pictures = PictureKeys()
-        self.pool = BlockPool(num_blocks, SIZE, windows=self.windows)
+        self.pool = BlockPool(num_blocks, SIZE, kinds=tuple(map(kind_of_window, self.windows)))
         self.events = self.pool.publish(SharedDigest(SECRET, self.pictures.digest_of))
 
     def compute(self, asked: Request, salt: Salt = None) -> BlockChanges | None:

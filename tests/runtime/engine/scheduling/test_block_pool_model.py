@@ -15,14 +15,17 @@ from runtime.engine.scheduling.block_pool import BlockPool, Chain, by_page
 from runtime.engine.scheduling.eviction import POLICIES
 from runtime.engine.scheduling.host_pool import HostPool
 from runtime.engine.scheduling.prefix_cache import block_digest
-from runtime.kv.groups import NO_BLOCK, first_page
+from runtime.kv.groups import NO_BLOCK
+from runtime.kv.kinds import FULL, CacheKind, Window
 
 BLOCK_SIZE = 2
 
 Content = tuple[int, str | None, tuple[int, ...]]
 """Group, salt, and all tokens up to a block's end."""
 
-GROUP_WINDOWS: list[tuple[int | None, ...]] = [(None,), (None,), (3,), (1,), (None, 4), (None, 1, 3)]
+GROUP_KINDS: list[tuple[CacheKind, ...]] = [
+    (FULL,), (FULL,), (Window(3),), (Window(1),), (FULL, Window(4)), (FULL, Window(1), Window(3)),
+]  # fmt: skip
 
 
 class Running:
@@ -49,20 +52,20 @@ class PoolMachine(RuleBasedStateMachine):
 
     @initialize(
         num_blocks=st.integers(4, 12),
-        windows=st.sampled_from(GROUP_WINDOWS),
+        kinds=st.sampled_from(GROUP_KINDS),
         num_slots=st.integers(0, 5),
         eviction=st.sampled_from(POLICIES),
         is_colliding=st.booleans(),
     )
     def start(
-        self, num_blocks: int, windows: tuple[int | None, ...], num_slots: int, eviction: str, is_colliding: bool
+        self, num_blocks: int, kinds: tuple[CacheKind, ...], num_slots: int, eviction: str, is_colliding: bool
     ) -> None:
-        self.windows = windows
+        self.kinds = kinds
         self.host_pool = HostPool(num_slots) if num_slots else None
         self.pool = BlockPool(
-            num_blocks * len(windows),
+            num_blocks * len(kinds),
             BLOCK_SIZE,
-            windows=windows,
+            kinds=kinds,
             host_pool=self.host_pool,
             eviction=eviction,
         )
@@ -84,7 +87,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert hit.num_tokens == num_full * BLOCK_SIZE + rest <= len(tokens)
         for group, (ids, first, slots) in enumerate(zip(hit.blocks, hit.first_pages, hit.host_slots)):
             assert len(ids) == num_full
-            assert first == first_page(num_full * BLOCK_SIZE, self.windows[group], BLOCK_SIZE)
+            assert first == self.kinds[group].first_page(num_full * BLOCK_SIZE, BLOCK_SIZE)
             from_host = iter(slots)
             for page in range(first, num_full):
                 block_id = ids[page]
@@ -127,9 +130,9 @@ class PoolMachine(RuleBasedStateMachine):
         sequence = self.running[which % len(self.running)]
         num_full = len(sequence.tokens) // BLOCK_SIZE
         num_pages = -(-(len(sequence.tokens) + len(more)) // BLOCK_SIZE) - len(sequence.blocks[0])
-        if num_pages * len(self.windows) > self.pool.num_free:
+        if num_pages * len(self.kinds) > self.pool.num_free:
             return
-        fresh = iter(self.allocate(num_pages * len(self.windows)))
+        fresh = iter(self.allocate(num_pages * len(self.kinds)))
         for ids in sequence.blocks:
             ids += islice(fresh, num_pages)
         sequence.tokens = sequence.tokens + more
@@ -140,9 +143,9 @@ class PoolMachine(RuleBasedStateMachine):
     def give_up(self, which: int) -> None:
         """What lies behind the windows."""
         sequence = self.running[which % len(self.running)]
-        for group, window in enumerate(self.windows):
+        for group, kind in enumerate(self.kinds):
             before = sequence.first_pages[group]
-            first = max(before, first_page(len(sequence.tokens), window, BLOCK_SIZE))
+            first = max(before, kind.first_page(len(sequence.tokens), BLOCK_SIZE))
             self.pool.release(reversed(sequence.blocks[group][before:first]))
             sequence.blocks[group][:first] = [NO_BLOCK] * first
             sequence.first_pages[group] = first
@@ -192,7 +195,7 @@ class PoolMachine(RuleBasedStateMachine):
                 for page in range(first, num_full):
                     expected = self.content(group, sequence.salt, sequence.tokens, page)
                     assert self.device[ids[page]] == expected, "a stranger's block"
-            needed = [first_page(num_full * BLOCK_SIZE, window, BLOCK_SIZE) for window in self.windows]
+            needed = [kind.first_page(num_full * BLOCK_SIZE, BLOCK_SIZE) for kind in self.kinds]
             if not self.is_colliding and all(map(int.__le__, sequence.first_pages, needed)):
                 hit = self.pool.find(np.array(sequence.tokens, np.int32), sequence.salt)
                 assert len(hit.blocks[0]) == num_full, "blocks that somebody holds were not found"

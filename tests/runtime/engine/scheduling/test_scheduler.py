@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from runtime.engine.config import BATCHING, POLICIES, VICTIMS
-from tests.runtime.engine.scheduler_driver import GROUP_WINDOWS, Driver, add_random_request, random_limits
+from tests.runtime.engine.scheduler_driver import CACHE_KINDS, Driver, add_random_request, random_limits
 
 NUM_SCENARIOS = 10_000
 EACH_TIME = 1_000  # of them, in `make test`
@@ -46,7 +46,7 @@ def test_a_near_full_pool_never_deadlocks(first: int) -> None:
     num_steps = num_preemptions = num_swaps = num_refused = 0
     for seed in range(first, first + SCENARIOS_PER_TEST):
         rng = random.Random(seed)
-        limits = random_limits(rng, group_windows=GROUP_WINDOWS[seed % len(GROUP_WINDOWS)])
+        limits = random_limits(rng, cache_kinds=CACHE_KINDS[seed % len(CACHE_KINDS)])
         driver = Driver(rng, limits, overlaps=rng.random() < 0.5, eos=rng.choice((0.0, 0.1)))
         num_wanted = rng.randrange(2, 7)
         for _ in range(num_wanted // 2):
@@ -79,7 +79,7 @@ def test_steady_load(batching: str, policy: str) -> None:
     chunkings = CHUNKINGS if batching == "stall-free" else {"budget": {}}
     num_steps = 0
     combinations = itertools.cycle(itertools.product(VICTIMS, chunkings, (False, True)))
-    windows = itertools.cycle((GROUP_WINDOWS[0], *GROUP_WINDOWS[3:6]))
+    kinds = itertools.cycle((CACHE_KINDS[0], *CACHE_KINDS[3:6]))
     for number in itertools.count():
         victim, chunking, overlaps = next(combinations)
         if num_steps >= STEPS_PER_STYLE:
@@ -87,7 +87,7 @@ def test_steady_load(batching: str, policy: str) -> None:
         rng = random.Random(f"{batching} {policy} {number}")
         fixed = {"prefill_chunk": None, "prefill_chunk_stages": None, **CHUNKINGS[chunking]}
         limits = random_limits(
-            rng, group_windows=next(windows), batching=batching, policy=policy, victim=victim, **fixed
+            rng, cache_kinds=next(kinds), batching=batching, policy=policy, victim=victim, **fixed
         )
         driver = Driver(rng, limits, overlaps=overlaps, eos=0.03, failure=0.005)
         for _ in range(ROUNDS_PER_DRIVER):
@@ -106,7 +106,7 @@ def test_steady_load(batching: str, policy: str) -> None:
 @given(rng=st.randoms(use_true_random=False), overlaps=st.booleans(), failure=st.sampled_from((0.0, 0.05)))
 def test_any_scenario_ends(rng: random.Random, overlaps: bool, failure: float) -> None:
     """As above, with aborts between planning and running a step, in a form that hypothesis can make smaller."""
-    limits = random_limits(rng, group_windows=rng.choice(GROUP_WINDOWS))
+    limits = random_limits(rng, cache_kinds=rng.choice(CACHE_KINDS))
     driver = Driver(rng, limits, overlaps=overlaps, eos=0.05, failure=failure)
 
     def arrivals() -> None:
@@ -127,7 +127,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 10**6), overlaps=st.booleans())
     def start(self, seed: int, overlaps: bool) -> None:
         self.rng = random.Random(seed)
-        limits = random_limits(self.rng, group_windows=self.rng.choice(GROUP_WINDOWS))
+        limits = random_limits(self.rng, cache_kinds=self.rng.choice(CACHE_KINDS))
         self.driver = Driver(self.rng, limits, overlaps=overlaps, eos=0.05)
 
     @rule(

@@ -8,6 +8,7 @@ import pytest
 from runtime.engine.errors import InvariantError
 from runtime.engine.scheduling.sequence import Sequence
 from runtime.kv.groups import NO_BLOCK
+from runtime.kv.kinds import FULL, Window
 from tests.runtime.engine.scheduler_cases import add, chunks_of, make_driver, run
 from tests.runtime.engine.scheduler_driver import Driver
 
@@ -21,7 +22,7 @@ def held(sequence: Sequence) -> list[int]:
 
 def test_a_prompt_holds_a_window_and_a_chunk_then_a_window() -> None:
     """Blocks of 4 tokens, chunks of 16, a window of 8."""
-    driver = make_driver(group_windows=(None, 8))
+    driver = make_driver(cache_kinds=(FULL, Window(8)))
     sequence = add(driver, 64, max_tokens=30)
     seen = []
     for _ in range(4):
@@ -38,7 +39,7 @@ def test_a_prompt_holds_a_window_and_a_chunk_then_a_window() -> None:
 
 
 def test_all_layers_may_have_a_window() -> None:
-    driver = make_driver(group_windows=(8,), num_blocks=7, max_model_len=400)
+    driver = make_driver(cache_kinds=(Window(8),), num_blocks=7, max_model_len=400)
     sequence = add(driver, 300, max_tokens=90)
     while not sequence.is_finished:
         (step,) = run(driver)
@@ -49,7 +50,7 @@ def test_all_layers_may_have_a_window() -> None:
 
 def test_pages_are_given_up_when_a_step_is_committed_not_when_it_is_planned() -> None:
     """What a step that runs has drawn may be taken back."""
-    driver = make_driver(group_windows=(8,))
+    driver = make_driver(cache_kinds=(Window(8),))
     sequence = add(driver, 16, max_tokens=30)
     first = driver.scheduler.schedule()
     second = driver.scheduler.schedule()
@@ -74,7 +75,7 @@ def first_chunk(driver: Driver, prompt: list[int]) -> tuple[int, int]:
 
 def test_a_window_needs_only_its_last_pages_of_a_prefix() -> None:
     """The pages behind the window have been given up and taken by others."""
-    driver = make_driver(group_windows=(None, 8), num_blocks=20, max_model_len=40)
+    driver = make_driver(cache_kinds=(FULL, Window(8)), num_blocks=20, max_model_len=40)
     assert first_chunk(driver, PROMPT[:36]) == (0, 16)
     pool = driver.pool
     taken = pool.allocate(pool.num_free - (9 + 3))  # the first pages in the window go, oldest first
@@ -84,7 +85,7 @@ def test_a_window_needs_only_its_last_pages_of_a_prefix() -> None:
 
 
 def test_a_prefix_that_one_group_lost_is_computed_again() -> None:
-    driver = make_driver(group_windows=(None, 8))
+    driver = make_driver(cache_kinds=(FULL, Window(8)))
     assert first_chunk(driver, PROMPT[:12]) == (0, 12)
     hit = driver.pool.find(np.array(PROMPT[:12], np.int32), None)
     assert hit.num_tokens == 12
@@ -100,8 +101,8 @@ def test_a_prefix_that_one_group_lost_is_computed_again() -> None:
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_swapped_pages_are_those_in_the_window(overlaps: bool) -> None:
     driver = make_driver(
-        group_windows=(None, 4, 4), num_blocks=24, max_model_len=32, num_host_blocks=40, preemption="swap",
-        overlaps=overlaps,
+        cache_kinds=(FULL, Window(4), Window(4)), num_blocks=24, max_model_len=32, num_host_blocks=40,
+        preemption="swap", overlaps=overlaps,
     )  # fmt: skip
     sequences = [add(driver, 4, max_tokens=24) for _ in range(3)]
     while not driver.scheduler.num_swaps:
@@ -117,7 +118,7 @@ def test_swapped_pages_are_those_in_the_window(overlaps: bool) -> None:
 
 def test_a_first_chunk_takes_what_there_is() -> None:
     """A pool for one sequence and the least chunk."""
-    driver = make_driver(group_windows=(None, 8), num_blocks=10 + 3 + 1, max_model_len=40)
+    driver = make_driver(cache_kinds=(FULL, Window(8)), num_blocks=10 + 3 + 1, max_model_len=40)
     request = driver.add(PROMPT[:39], max_tokens=1)
     assert request is not None
     steps = run(driver, 3)
@@ -126,18 +127,18 @@ def test_a_first_chunk_takes_what_there_is() -> None:
 
 
 def test_every_step_finds_a_page_that_was_given_up_too_early() -> None:
-    driver = make_driver(group_windows=(8,))
+    driver = make_driver(cache_kinds=(Window(8),))
     sequence = add(driver, 16, max_tokens=30)
     run(driver)
     driver.pool.release(sequence.blocks[0][2:3])
     sequence.blocks[0][2] = NO_BLOCK
     sequence.first_pages = [3]
-    with pytest.raises(InvariantError, match="to see 8 tokens before 16, but has given up 3 pages"):
+    with pytest.raises(InvariantError, match="to read page 2 before token 16, but has given up 3 pages"):
         driver.scheduler.schedule()
 
 
 def test_the_map_tells_blocks_in_windows() -> None:
-    driver = make_driver(group_windows=(None, 8), num_blocks=16)
+    driver = make_driver(cache_kinds=(FULL, Window(8)), num_blocks=16)
     add(driver, 12, max_tokens=9)
     run(driver)
     assert driver.pool.run_lengths() == "3u1c2w10f"

@@ -27,7 +27,7 @@ def alone(engine: Engine, token_ids: NDArray[np.int32]) -> list[NDArray[Any]]:
     """What stands behind the layers, of one sequence in one pass."""
     model, size = engine.executor.model, engine.limits.block_size  # type: ignore[attr-defined]
     spec, count = model.kv_cache_spec(size), -(-len(token_ids) // size)
-    num_groups = len(spec.group_windows)
+    num_groups = len(spec.group_kinds)
     tables = BlockTables(num_groups, 1, count, size)
     for group in range(num_groups):
         tables.add(group, 0, 0, range(group * count, (group + 1) * count))

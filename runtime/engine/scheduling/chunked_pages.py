@@ -1,4 +1,4 @@
-"""Pages in cache groups with a window: a running sequence gets them chunk by chunk, and gives up those behind it."""
+"""Pages in cache groups that do not keep all tokens: a running sequence gets them chunk by chunk, and gives them up."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from itertools import islice
 
 from runtime.engine.scheduling.block_pool import BlockPool, by_page
 from runtime.engine.scheduling.sequence import Sequence
-from runtime.kv.groups import NO_BLOCK, first_page, num_tokens_past
+from runtime.kv.groups import NO_BLOCK
 
 
-class WindowedPages:
-    """The pages of running sequences in those groups of a pool that have a window.
+class ChunkedPages:
+    """The pages of running sequences in those groups of a pool whose kind is not whole (``CacheKind``).
 
-    groups    the groups with a window
+    groups    those groups
     shortest  a group whose tables are never longer than those of others
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool = pool
-        self.groups = [group for group, window in enumerate(pool.windows) if window is not None]
+        self.groups = [group for group, kind in enumerate(pool.kinds) if not kind.is_whole]
         self.shortest = self.groups[0] if self.groups else 0
 
     def grow(self, sequence: Sequence, count: int) -> int:
@@ -34,14 +34,12 @@ class WindowedPages:
         return min(count, len(shortest) * pool.block_size - sequence.num_computed)
 
     def give_up(self, sequence: Sequence) -> None:
-        """Release the pages behind the window of a sequence's committed tokens; what was drawn since may be taken back.
-        They can still be found."""
+        """Release the pages that nothing needs after a sequence's committed tokens; what was drawn since may be taken
+        back. They can still be found."""
         pool, before = self.pool, sequence.first_pages
         num_tokens, size = sequence.num_committed, pool.block_size
-        after = [
-            max(first, first_page(num_tokens, window, size)) for first, window in zip(before, pool.windows)
-        ]
-        sequence.gives_up_at = min(num_tokens_past(page, window, size) for page, window in zip(after, pool.windows))
+        after = [max(first, kind.first_page(num_tokens, size)) for first, kind in zip(before, pool.kinds)]
+        sequence.gives_up_at = min(kind.gives_up_at(page, size) for page, kind in zip(after, pool.kinds))
         if after == before:
             return
         pool.release(reversed(by_page([ids[:end] for ids, end in zip(sequence.blocks, after)], before)))
@@ -52,7 +50,7 @@ class WindowedPages:
     def num_reserved(self, remaining: int) -> int:
         """The blocks that the next chunks of a prompt need beside the first, while nothing is given up."""
         size = self.pool.block_size
-        return sum(-(-min(remaining, self.pool.windows[group] or 0) // size) for group in self.groups)
+        return sum(-(-self.pool.kinds[group].reserved_tokens(remaining) // size) for group in self.groups)
 
     def blocks_of(self, running: Iterable[Sequence]) -> list[int]:
         """All blocks that these sequences hold here."""

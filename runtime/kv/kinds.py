@@ -1,0 +1,142 @@
+"""Kinds of cache: which pages of a sequence a layer still needs, and which of a prefix can be found again.
+
+Layers of one kind share block tables (`runtime.kv.groups`). The scheduler, the block pool, the prefix tree and the
+router ask a kind; none of them knows which kinds there are. A new kind is a class here.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class CacheKind(ABC):
+    """What a layer keeps of a sequence, in pages of ``block_size`` tokens.
+
+    Attributes:
+        is_whole: a sequence holds the pages of all its tokens from its start to its end. Of other kinds it gets the
+            pages of each chunk, and gives up those that are no longer needed.
+    """
+
+    is_whole: bool
+
+    @abstractmethod
+    def first_page(self, num_tokens: int, block_size: int) -> int:
+        """The first page that the token after ``num_tokens``, or any later one, needs."""
+
+    @abstractmethod
+    def gives_up_at(self, page: int, block_size: int) -> int:
+        """The fewest tokens after which nothing needs the page; ``sys.maxsize``: it is always needed."""
+
+    @abstractmethod
+    def most_pages(self, num_tokens: int, block_size: int, chunk: int | None) -> int:
+        """The most pages that a sequence of so many tokens needs at once, where at most ``chunk`` of them are computed
+        in a step; None: all in one."""
+
+    @abstractmethod
+    def reserved_tokens(self, remaining: int) -> int:
+        """For how many of a prompt's ``remaining`` tokens further pages are needed before any is given up."""
+
+    @abstractmethod
+    def findable_pages(self, path: Sequence[bool], most: int, block_size: int) -> int:
+        """The longest prefix, of at most ``most`` pages, that can be continued from what is stored: ``path`` says of
+        each page whether it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Full(CacheKind):
+    """A query sees all tokens before it."""
+
+    is_whole = True
+
+    def first_page(self, num_tokens: int, block_size: int) -> int:
+        """See `CacheKind`."""
+        return 0
+
+    def gives_up_at(self, page: int, block_size: int) -> int:
+        """See `CacheKind`."""
+        return sys.maxsize
+
+    def most_pages(self, num_tokens: int, block_size: int, chunk: int | None) -> int:
+        """See `CacheKind`."""
+        return -(-num_tokens // block_size)
+
+    def reserved_tokens(self, remaining: int) -> int:
+        """See `CacheKind`."""
+        return 0
+
+    def findable_pages(self, path: Sequence[bool], most: int, block_size: int) -> int:
+        """See `CacheKind`."""
+        return next((page for page, is_stored in enumerate(path[:most]) if not is_stored), min(most, len(path)))
+
+
+@dataclass(frozen=True, slots=True)
+class Window(CacheKind):
+    """A query sees the last ``tokens``, its own included."""
+
+    tokens: int
+    is_whole = False
+
+    def first_page(self, num_tokens: int, block_size: int) -> int:
+        """See `CacheKind`."""
+        return 0 if num_tokens < self.tokens else (num_tokens - self.tokens + 1) // block_size
+
+    def gives_up_at(self, page: int, block_size: int) -> int:
+        """See `CacheKind`."""
+        return (page + 1) * block_size + self.tokens - 1
+
+    def most_pages(self, num_tokens: int, block_size: int, chunk: int | None) -> int:
+        """See `CacheKind`."""
+        pages = -(-num_tokens // block_size)
+        if chunk is None:
+            return pages
+        return min(pages, (self.tokens + chunk - 1 + block_size - 2) // block_size + 1)  # first and last in part
+
+    def reserved_tokens(self, remaining: int) -> int:
+        """See `CacheKind`."""
+        return min(remaining, self.tokens)
+
+    def findable_pages(self, path: Sequence[bool], most: int, block_size: int) -> int:
+        """See `CacheKind`."""
+        best, count = 0, 0  # pages in a row that are stored
+        for pages, is_stored in enumerate(path[:most], 1):
+            count = count + 1 if is_stored else 0
+            if count >= pages - self.first_page(pages * block_size, block_size):
+                best = pages
+        return best
+
+
+FULL = Full()
+
+
+def kind_of_window(window: int | None) -> CacheKind:
+    """The kind of layers whose queries see so many tokens; None: all."""
+    return FULL if window is None else Window(window)
+
+
+def window_of(kind: CacheKind) -> int | None:
+    """The reverse, as configurations and reports have it."""
+    return kind.tokens if isinstance(kind, Window) else None
+
+
+def blocks_of_sequence(
+    num_tokens: int, kinds: Sequence[CacheKind], block_size: int, *, chunk: int | None = 1
+) -> int:
+    """Most blocks that a sequence of so many tokens needs at once, over all cache groups, where at most ``chunk`` of
+    its tokens are computed in a step (None: all in one)."""
+    return sum(kind.most_pages(num_tokens, block_size, chunk) for kind in kinds)
+
+
+def findable_pages(paths: Sequence[Sequence[bool]], kinds: Sequence[CacheKind], block_size: int) -> int:
+    """The longest prefix, in pages, that all cache groups can give. ``paths``: by group and page, whether its content
+    lies anywhere."""
+    most = min(map(len, paths))
+    while True:
+        found = most
+        for path, kind in zip(paths, kinds):
+            found = kind.findable_pages(path, found, block_size)
+        if found == most:
+            return most
+        most = found
