@@ -136,7 +136,7 @@ def _forward(model: Model, token_ids: Array, count: int, length: int) -> None:
     """One batch of `count` sequences, each `length` tokens."""
     blocks_each = -(-length // _BLOCK_SIZE)
     spec = model.kv_cache_spec(_BLOCK_SIZE, bfloat16)
-    groups = len(spec.group_windows)
+    groups = len(spec.group_kinds)
     tables = np.arange(groups * count * blocks_each, dtype=np.int32).reshape(groups, count, blocks_each) + 1
     cache = KVCache(spec, tables.size + 1)
     at = np.tile(np.arange(length), count)
