@@ -15,7 +15,7 @@ from typing import Any, Literal, TypedDict, get_args
 from runtime.engine.checks import check_one_of, check_positive, check_seconds, is_integer
 from runtime.engine.errors import RequestError
 from runtime.errors import InvalidArgumentError
-from runtime.kv.kinds import FULL, CacheKind, blocks_of_sequence
+from runtime.kv.kinds import FULL, AnyKind, blocks_of_sequence
 
 DEFAULT_KV_CACHE_BYTES = 4 << 30
 """Most bytes the KV cache takes unless the user names a size (never more than a quarter of free memory)."""
@@ -417,7 +417,7 @@ class EngineLimits:
     scheduling: SchedulingConfig = SchedulingConfig()
     enable_prefix_caching: bool = True
     num_host_blocks: int = 0
-    cache_kinds: tuple[CacheKind, ...] = (FULL,)
+    cache_kinds: tuple[AnyKind, ...] = (FULL,)
     rotary_switch: int | None = None
     most_whole: int | None = None
     exact: bool = False
@@ -434,7 +434,7 @@ def resolve(
     available_bytes: int,
     is_gpu: bool = False,
     has_own_memory: bool = False,
-    cache_kinds: tuple[CacheKind, ...] = (FULL,),
+    cache_kinds: tuple[AnyKind, ...] = (FULL,),
     rotary_switch: int | None = None,
     whole_tokens: int | None = None,
 ) -> EngineLimits:

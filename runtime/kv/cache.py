@@ -42,7 +42,7 @@ from runtime.device.device import CPU, Device
 from runtime.dtype import PAGES, STORED, DType, float32
 from runtime.errors import InvalidArgumentError, OutOfMemoryError
 from runtime.kv.groups import CacheGroup, cut_layers, of_layers
-from runtime.kv.kinds import CacheKind, kind_of_window
+from runtime.kv.kinds import AnyKind, kind_of_window
 from runtime.tensor.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ class KVCacheSpec:
         return len(self.groups[0].layers) + self.groups[0].num_padding
 
     @property
-    def group_kinds(self) -> tuple[CacheKind, ...]:
+    def group_kinds(self) -> tuple[AnyKind, ...]:
         """The kind of each group."""
         return tuple(group.kind for group in self.groups)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runtime.kv.kinds import CacheKind, window_of
+from runtime.kv.kinds import AnyKind, window_of
 
 NO_BLOCK = 0
 """Entry of a page that was given up: a block that exists, so that tables can be copied; no kernel uses what it reads
@@ -33,19 +33,19 @@ class CacheGroup:
         num_padding: storages that hold no layer of this group.
     """
 
-    kind: CacheKind
+    kind: AnyKind
     layers: tuple[int, ...]
     num_padding: int
 
 
-def cut_layers(layer_kinds: Sequence[CacheKind]) -> tuple[CacheGroup, ...]:
+def cut_layers(layer_kinds: Sequence[AnyKind]) -> tuple[CacheGroup, ...]:
     """The groups of layers of these kinds, those that keep all tokens first.
 
     Their size is the one with the fewest bytes for a sequence of four windows, where each further group counts as 2 %
     more, since it costs the scheduler time. The layers of one kind are dealt out in turn, so that all groups come to
     their i-th layers at about the same depth of the model.
     """
-    kinds: dict[CacheKind, list[int]] = {}
+    kinds: dict[AnyKind, list[int]] = {}
     for layer, kind in enumerate(layer_kinds):
         kinds.setdefault(kind, []).append(layer)
 

@@ -7,12 +7,13 @@ router ask a kind; none of them knows which kinds there are. A new kind is a cla
 from __future__ import annotations
 
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import msgspec
 
 
-class CacheKind(ABC):
+class CacheKind(Protocol):
     """What a layer keeps of a sequence, in pages of ``block_size`` tokens.
 
     Attributes:
@@ -20,36 +21,30 @@ class CacheKind(ABC):
             pages of each chunk, and gives up those that are no longer needed.
     """
 
-    is_whole: bool
+    is_whole: ClassVar[bool]
 
-    @abstractmethod
     def first_page(self, num_tokens: int, block_size: int) -> int:
         """The first page that the token after ``num_tokens``, or any later one, needs."""
 
-    @abstractmethod
     def gives_up_at(self, page: int, block_size: int) -> int:
         """The fewest tokens after which nothing needs the page; ``sys.maxsize``: it is always needed."""
 
-    @abstractmethod
     def most_pages(self, num_tokens: int, block_size: int, chunk: int | None) -> int:
         """The most pages that a sequence of so many tokens needs at once, where at most ``chunk`` of them are computed
         in a step; None: all in one."""
 
-    @abstractmethod
     def reserved_tokens(self, remaining: int) -> int:
         """For how many of a prompt's ``remaining`` tokens further pages are needed before any is given up."""
 
-    @abstractmethod
     def findable_pages(self, path: Sequence[bool], most: int, block_size: int) -> int:
         """The longest prefix, of at most ``most`` pages, that can be continued from what is stored: ``path`` says of
         each page whether it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Full(CacheKind):
+class Full(msgspec.Struct, frozen=True, tag="full"):
     """A query sees all tokens before it."""
 
-    is_whole = True
+    is_whole: ClassVar[bool] = True
 
     def first_page(self, num_tokens: int, block_size: int) -> int:
         """See `CacheKind`."""
@@ -72,12 +67,11 @@ class Full(CacheKind):
         return next((page for page, is_stored in enumerate(path[:most]) if not is_stored), min(most, len(path)))
 
 
-@dataclass(frozen=True, slots=True)
-class Window(CacheKind):
+class Window(msgspec.Struct, frozen=True, tag="window"):
     """A query sees the last ``tokens``, its own included."""
 
     tokens: int
-    is_whole = False
+    is_whole: ClassVar[bool] = False
 
     def first_page(self, num_tokens: int, block_size: int) -> int:
         """See `CacheKind`."""
@@ -108,10 +102,13 @@ class Window(CacheKind):
         return best
 
 
+AnyKind = Full | Window
+"""Every kind, as messages between processes name them."""
+
 FULL = Full()
 
 
-def kind_of_window(window: int | None) -> CacheKind:
+def kind_of_window(window: int | None) -> AnyKind:
     """The kind of layers whose queries see so many tokens; None: all."""
     return FULL if window is None else Window(window)
 

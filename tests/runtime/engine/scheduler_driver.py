@@ -24,7 +24,7 @@ from runtime.engine.scheduling.host_pool import HostPool
 from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.sequence import Request, Sequence, State
 from runtime.engine.scheduling.step import Chunk, Step
-from runtime.kv.kinds import FULL, CacheKind, Window, blocks_of_sequence, window_of
+from runtime.kv.kinds import FULL, AnyKind, Window, blocks_of_sequence, window_of
 
 VOCAB_SIZE = 4
 GARBAGE = (-1, 0, 0)
@@ -307,7 +307,7 @@ class Driver:
         del self.histories[sequence]
 
 
-CACHE_KINDS: tuple[tuple[CacheKind, ...], ...] = (
+CACHE_KINDS: tuple[tuple[AnyKind, ...], ...] = (
     (FULL,),
     (Window(4),),
     (Window(1), Window(1)),
@@ -321,7 +321,7 @@ CACHE_KINDS: tuple[tuple[CacheKind, ...], ...] = (
 
 
 def random_limits(
-    rng: random.Random, *, cache_kinds: tuple[CacheKind, ...] = (FULL,), **fixed: object
+    rng: random.Random, *, cache_kinds: tuple[AnyKind, ...] = (FULL,), **fixed: object
 ) -> EngineLimits:
     """Small in every way; ``fixed`` names fields of ``SchedulingConfig``."""
     batching = fixed.get("batching", rng.choice(BATCHING))

@@ -14,7 +14,7 @@ from runtime.device.emulator.driver.emulated_driver import DEFAULT_MEMORY_BYTES
 from runtime.engine.config import EngineConfig, Quantization, SchedulingConfig, available_memory_bytes, resolve
 from runtime.engine.errors import RequestError
 from runtime.engine.make_engine import free_memory_bytes
-from runtime.kv.kinds import FULL, CacheKind, Window
+from runtime.kv.kinds import FULL, AnyKind, Window
 from runtime.linear.format import QUANTIZATIONS
 
 GIB = 1 << 30
@@ -24,7 +24,7 @@ def sized(
     positions: int = 4096,
     bytes_per_block: int = 1 << 20,
     available: int = 64 * GIB,
-    cache_kinds: tuple[CacheKind, ...] = (FULL,),
+    cache_kinds: tuple[AnyKind, ...] = (FULL,),
     is_gpu: bool = False,
     **config: Any,
 ):
