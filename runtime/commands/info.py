@@ -108,7 +108,7 @@ def devices(chosen: str) -> list[dict[str, Any]]:
     from runtime.device.device import Device
     from runtime.device.driver import open_driver
     from runtime.device.properties import query
-    from runtime.engine.config import available_memory_bytes
+    from runtime.engine.limits import available_memory_bytes
     from runtime.errors import DeviceError
 
     found: list[dict[str, Any]] = [

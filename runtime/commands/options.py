@@ -8,187 +8,58 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_type_hints
 
 import typer
 
 from runtime.commands.speculative_config import options_of
-from runtime.engine.config import (
-    Batching,
-    DecodeGraphsMode,
-    DecodeKernels,
-    EngineConfig,
-    ExecutorBackend,
-    KVCacheDtype,
-    Policy,
-    Preemption,
-    Quantization,
-    RoutingPolicy,
-    SpeculationAcceptance,
-    Victim,
-)
+from runtime.engine.config import OPTIONS, EngineConfig
 from runtime.engine.errors import RequestError
+from runtime.engine.option import Heading
 from runtime.sampling_table import COLUMNS
 
-GIB = 1 << 30
 _CONFIG = EngineConfig()
 
 
+def _engine_flags() -> Iterator[tuple[str, Any, Any]]:
+    """Name, annotation and default of each flag: the model's, and those of `runtime.engine.config.OPTIONS`, by
+    heading."""
+    help = "A folder, a GGUF file or a hub id (owner/name:Q4_K_M of a GGUF); without it, the bundled one."
+    yield "model", Annotated[str | None, typer.Option("--model", "-m", metavar="PATH|HUB_ID", help=help)], None
+    flagged = [each for each in OPTIONS if each.option.heading]
+    for each in sorted(flagged, key=lambda each: get_args(Heading).index(each.option.heading)):
+        flag, default = each.option.flag, each.default
+        kind = flag.kind or each.kind
+        if flag.write is not None:
+            default = flag.write(default)
+        if default is None:
+            kind = kind | None
+        declared = typer.Option(*flag.declarations, metavar=flag.metavar, help=each.option.help, min=flag.least)
+        yield flag.name or each.name, Annotated[kind, declared], default
+
+
+if TYPE_CHECKING:
+
+    @dataclass(frozen=True, kw_only=True)
+    class _EngineFlags:
+        def __getattr__(self, name: str) -> Any: ...
+else:
+    _EngineFlags = make_dataclass("_EngineFlags", _engine_flags(), frozen=True, kw_only=True)
+
+
 @dataclass(frozen=True, kw_only=True)
-class EngineOptions:
-    """What an engine is built of; the defaults are `EngineConfig`'s."""
+class EngineOptions(_EngineFlags):
+    """What an engine is built of; the flags and defaults are `EngineConfig`'s."""
 
     HEADINGS: ClassVar = {
         "model": "Model",
-        "max_model_len": "Memory and batches",
-        "load_format": "Model",
-        "gemm": "Execution",
-        "scheduling_policy": "Scheduling",
-        "exact": "Execution",
+        "speculative_config": "Execution",
+        **{each.option.flag.name or each.name: each.option.heading for each in OPTIONS if each.option.heading},
     }
-    """Under which heading of the help an option and those behind it stand."""
+    """Under which heading of the help an option and those after it stand."""
 
-    model: Annotated[
-        str | None,
-        typer.Option(
-            "--model",
-            "-m",
-            metavar="PATH|HUB_ID",
-            help="A folder, a GGUF file or a hub id (owner/name:Q4_K_M of a GGUF); without it, the bundled one.",
-        ),
-    ] = None
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda[:N], or emulated[:sm_80|sm_90a|sm_120a].")] = "auto"
-    dtype: Annotated[
-        Literal["auto", "float32", "float16", "bfloat16"],
-        typer.Option(help="Type of the weights; auto: as stored."),
-    ] = "auto"
-    quantization: Annotated[
-        Quantization, typer.Option(help="Of the weights while they are loaded.")
-    ] = _CONFIG.quantization
-    kv_cache_dtype: Annotated[
-        KVCacheDtype, typer.Option(help="Type of the KV cache; auto: the weights'. int8 and fp8 take a byte a number.")
-    ] = _CONFIG.kv_cache_dtype
-    kv_cache_dtype_skip_layers: Annotated[
-        str,
-        typer.Option(help="Layers whose pages stay in the weights' type: numbers and sliding_window, by commas."),
-    ] = _CONFIG.kv_cache_dtype_skip_layers
-    hf_overrides: Annotated[
-        str, typer.Option(metavar="JSON", help="Fields of the model's config.json to replace; null: pass one over.")
-    ] = _CONFIG.hf_overrides
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Most tokens of prompt and answer together; default: the model's.")
-    ] = None
-    max_num_seqs: Annotated[int, typer.Option(help="Most sequences in one step.")] = _CONFIG.max_num_seqs
-    max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="Most tokens in one step; default: 2048 on a GPU, 512 on a cpu.")
-    ] = None
-    block_size: Annotated[int, typer.Option(help="Tokens in one KV block.")] = _CONFIG.block_size
-    kv_cache_bytes: Annotated[
-        int | None,
-        typer.Option(
-            "--kv-cache-memory-bytes",
-            "--kv-cache-bytes",
-            help="Bytes of the KV cache; default: by free memory.",
-        ),
-    ] = None
-    load_format: Annotated[
-        Literal["auto", "safetensors", "dummy"], typer.Option(help="dummy: seeded random weights.")
-    ] = "auto"
-    gemm: Annotated[
-        Literal["auto", "naive", "tiled", "register", "tensor_core", "hopper", "cublas"],
-        typer.Option(help="Kernel of matrix products on a GPU, to compare the tiers."),
-    ] = "auto"
-    seed: Annotated[int | None, typer.Option(help="Of sampling without a seed of its own, and of dummy weights.")] = (
-        None
-    )
-    scheduling_policy: Annotated[
-        Policy, typer.Option(help="Whose turn it is: by priority and arrival, by arrival, or by least slack.")
-    ] = _CONFIG.scheduling_policy
-    batching: Annotated[
-        Batching, typer.Option(help="How prompts and decodes share steps; all but stall-free are for comparison.")
-    ] = _CONFIG.batching
-    prefill_chunk: Annotated[
-        int | None, typer.Option(help="Most tokens of one prompt in one step; default: what the budget leaves.")
-    ] = None
-    prefill_chunk_stages: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HIGH,LOW,STAGES,TOKENS",
-            help="Chunks that shrink from HIGH to LOW in STAGES over a prompt's first TOKENS.",
-        ),
-    ] = None
-    enable_prefix_caching: Annotated[bool, typer.Option(help="Share the KV blocks of equal beginnings.")] = (
-        _CONFIG.enable_prefix_caching
-    )
-    swap_space: Annotated[
-        float, typer.Option(help="GiB of host memory for preempted sequences and idle prefixes.", min=0.0)
-    ] = _CONFIG.swap_space_bytes / GIB
-    preemption: Annotated[
-        Preemption, typer.Option(help="How a preempted sequence's content comes back; auto: the cheaper.")
-    ] = _CONFIG.preemption
-    victim: Annotated[Victim, typer.Option(help="Who is preempted when blocks are missing.")] = _CONFIG.victim
-    ageing: Annotated[float, typer.Option(help="Seconds of waiting that one unit of priority is worth.")] = (
-        _CONFIG.ageing_s
-    )
-    ttft_target: Annotated[float, typer.Option(help="Seconds to the first token, for the deadline policy.")] = (
-        _CONFIG.ttft_target_s
-    )
-    tpot_target: Annotated[float, typer.Option(help="Seconds to each next token, for the deadline policy.")] = (
-        _CONFIG.tpot_target_s
-    )
-    exact: Annotated[bool, typer.Option("--exact", help="The same tokens and log probabilities in any batch.")] = (
-        _CONFIG.exact
-    )
-    activations: Annotated[
-        Literal["auto", "float"],
-        typer.Option(help="float: products never round x to bytes; on a CPU integer weights then become floats."),
-    ] = "auto"
-    overlap: Annotated[
-        bool | None,
-        typer.Option("--overlap/--no-overlap", help="Plan a step while one runs; default: on a GPU."),
-    ] = None
-    decode_graphs: Annotated[
-        DecodeGraphsMode,
-        typer.Option(help="Record decode steps as graphs and replay them; auto: on."),
-    ] = _CONFIG.decode_graphs
-    decode: Annotated[
-        DecodeKernels,
-        typer.Option(help="Decode layer by layer; megakernel, which was slower, is refused."),
-    ] = _CONFIG.decode
-    speculation: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|off|ngram|suffix|draft:FOLDER|eagle3:FOLDER|dflash:FOLDER|mtp",
-            help="Who proposes tokens that a step tries; answers stay as they are.",
-        ),
-    ] = _CONFIG.speculation
-    num_speculative_tokens: Annotated[
-        int, typer.Option(help="Most proposals for a sequence in a step; fewer where they do not pay.")
-    ] = _CONFIG.num_speculative_tokens
-    speculation_acceptance: Annotated[
-        SpeculationAcceptance,
-        typer.Option(help="Keep proposals that change no token, or more of a draft model's by rejection sampling."),
-    ] = _CONFIG.speculation_acceptance
-    tensor_parallel_size: Annotated[
-        int, typer.Option(help="Ranks that the model is split over: processes with a GPU, or a share of the cores.")
-    ] = _CONFIG.tensor_parallel_size
-    pipeline_parallel_size: Annotated[
-        int, typer.Option(help="Stages that have the layers one after another; each has the ranks of tensor parallel.")
-    ] = _CONFIG.pipeline_parallel_size
-    pipeline_layers: Annotated[
-        str, typer.Option(help="Layers of each stage, by commas; default: so that all read as many bytes.")
-    ] = _CONFIG.pipeline_layers
-    data_parallel_size: Annotated[
-        int, typer.Option(help="Engines that share the requests, each a process with the whole model.")
-    ] = _CONFIG.data_parallel_size
-    routing_policy: Annotated[
-        RoutingPolicy, typer.Option(help="Which engine gets a request: the next, the least busy, or by their prefixes.")
-    ] = _CONFIG.routing_policy
-    distributed_executor_backend: Annotated[
-        ExecutorBackend, typer.Option(help="Who starts the engines' processes: this machine (mp), or Ray (ray).")
-    ] = _CONFIG.distributed_executor_backend
     speculative_config: Annotated[
         str | None, typer.Option(metavar="JSON", help="The same as vLLM writes it: {\"method\": \"ngram\"}.")
     ] = None
@@ -206,13 +77,12 @@ class EngineOptions:
                     problem = f"{option} and --speculative-config say different things"
                     raise RequestError(problem, param="speculative_config")
                 values[name] = value
-        values["swap_space_bytes"] = round(values.pop("swap_space") * GIB)
-        for name in ("ageing", "ttft_target", "tpot_target"):
-            values[f"{name}_s"] = values.pop(name)
-        if self.prefill_chunk_stages is not None:
-            values["prefill_chunk_stages"] = integers("prefill_chunk_stages", self.prefill_chunk_stages)
-        if self.overlap is not None:
-            values["overlap"] = "on" if self.overlap else "off"
+        for each in OPTIONS:
+            flag = each.option.flag
+            if flag.name:
+                values[each.name] = values.pop(flag.name)
+            if flag.read is not None and values[each.name] is not None:
+                values[each.name] = flag.read(values[each.name])
         return {name: value for name, value in values.items() if value is not None}
 
 
@@ -276,14 +146,6 @@ class SamplingOptions(_NumberOptions):
         """The fields that were named on the command line."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if value not in (None, [])}
-
-
-def integers(name: str, text: str) -> tuple[int, ...]:
-    """``"32,256"`` → ``(32, 256)``. Raises `RequestError` with the option's name."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise RequestError(f"{name} must be integers with commas between them, got {text!r:.80}", param=name) from None
 
 
 def numbers(name: str, text: str) -> tuple[float, ...]:

@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.admission import as_token_ids, prepare
-from runtime.engine.config import EngineLimits
 from runtime.engine.encoding_budget import EncodingBudget
 from runtime.engine.errors import ContextLengthExceededError, RequestError
 from runtime.engine.grammar.compile_queue import GrammarQueue
 from runtime.engine.grammar.grammar import grammar_error
 from runtime.engine.grammar.vocabulary import LazyVocabulary
+from runtime.engine.limits import EngineLimits
 from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, EngineStats
 from runtime.engine.open_requests import OpenRequests
 from runtime.engine.open_steps import OpenSteps, Poll

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 from models.base import Model
 from models.checkpoints.hub import model_name, resolve_model
@@ -23,19 +23,11 @@ from models.registry import Declaration, declare, declare_model, stages_of
 from runtime.communicator import Communicator, DeclaredRank, DeclaredStage, Pipeline, RankCommunicator
 from runtime.device.device import Device
 from runtime.device.errors import InvalidDeviceError
-from runtime.engine.config import (
-    DFLASH_PREFIX,
-    EAGLE3_PREFIX,
-    OWN_DRAFTER,
-    EngineConfig,
-    EngineLimits,
-    EngineSettings,
-    available_memory_bytes,
-    resolve,
-)
+from runtime.engine.config import DFLASH_PREFIX, EAGLE3_PREFIX, OWN_DRAFTER, EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.vocabulary import LazyVocabulary
+from runtime.engine.limits import EngineLimits, available_memory_bytes, resolve
 from runtime.engine.messages import CacheGroupInfo, EngineInfo, ImageSupport, RankInfo
 from runtime.engine.speculation.draft_model import DraftModelDrafter
 from runtime.engine.speculation.drafter import Drafter
@@ -64,7 +56,7 @@ KEPT_PICTURE_BYTES = 512 << 20
 
 def build_engine(
     model: str | Path | None = None,
-    **settings: Unpack[EngineSettings],
+    **settings: Any,
 ) -> Engine:
     """`engine_of` the `EngineConfig` of these settings. Raises ``RequestError`` for several engines."""
     config = EngineConfig(**settings)

@@ -8,11 +8,11 @@ import itertools
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
 
-from runtime.engine.config import EngineConfig, EngineSettings
+from runtime.engine.config import OPTIONS, EngineConfig
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.compiler import GrammarChecker
 from runtime.engine.grammar.vocabulary import LazyVocabulary
@@ -71,7 +71,7 @@ class LoadedModel:
     Raises ``ModelLoadError``, ``TokenizerFileError``, ``DeviceError``, ``RequestError``.
     """
 
-    @known_options(*EngineSettings.__annotations__)
+    @known_options(*(each.name for each in OPTIONS))
     def __init__(
         self,
         model: str | Path | None = None,
@@ -82,7 +82,7 @@ class LoadedModel:
         compile_ahead: bool = True,
         use_tqdm_on_load: bool = True,
         kv_cache_memory_bytes: int | None = None,
-        **settings: Unpack[EngineSettings],
+        **settings: Any,
     ) -> None:
         settings.setdefault("seed", 0)
         if kv_cache_memory_bytes is not None:

@@ -18,14 +18,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.engine.admission import prepare
-from runtime.engine.config import EngineConfig, EngineSettings
+from runtime.engine.config import EngineConfig
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
 from runtime.engine.messages import (
     EngineInfo,
@@ -68,7 +68,7 @@ class Fleet:
         supervision: Supervision | None = None,
         places: RayEngines | None = None,
         waits: bool = True,
-        **settings: Unpack[EngineSettings],
+        **settings: Any,
     ) -> None:
         config = EngineConfig(**settings)
         self._policy = config.routing_policy

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.engine.config import EngineLimits
+from runtime.engine.limits import EngineLimits
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.block_pool import BlockPool
 from runtime.engine.scheduling.eviction import POLICIES

@@ -24,8 +24,9 @@ from runtime.bench.environment import finished
 from runtime.bench.metrics import BenchmarkError
 from runtime.device.device import Device
 from runtime.dtype import float32
-from runtime.engine.config import EngineConfig, EngineLimits, resolve
+from runtime.engine.config import EngineConfig
 from runtime.engine.engine import Engine
+from runtime.engine.limits import EngineLimits, resolve
 from runtime.engine.make_engine import free_memory_bytes
 from runtime.engine.messages import EngineInfo, EngineRequest
 from runtime.engine.sampling_params import SamplingParams

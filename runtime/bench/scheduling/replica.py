@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from runtime.bench.metrics import BenchmarkError
 from runtime.bench.scheduling.step_model import Pipeline, StepFeatures, StepModel, WindowShares, features_of
-from runtime.engine.config import EngineLimits
+from runtime.engine.limits import EngineLimits
 from runtime.engine.scheduling.block_events import BlockChanges
 from runtime.engine.scheduling.block_pool import BlockPool
 from runtime.engine.scheduling.host_pool import HostPool

@@ -18,7 +18,8 @@ from runtime.bench.load.traces import Trace, numbered
 from runtime.bench.metrics import BenchmarkError, check_finite, percentiles_of
 from runtime.bench.scheduling.replica import Replica
 from runtime.bench.scheduling.step_model import Pipeline, StepModel, WindowShares
-from runtime.engine.config import EngineLimits, RoutingPolicy
+from runtime.engine.config import RoutingPolicy
+from runtime.engine.limits import EngineLimits
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.block_events import BlockChanges, SharedDigest
 from runtime.engine.scheduling.sequence import Request

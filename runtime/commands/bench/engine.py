@@ -7,8 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from runtime.commands.options import EngineOptions, integers
+from runtime.commands.options import EngineOptions
 from runtime.commands.report import ReportOptions, listing
+from runtime.engine.config import integers
 
 
 def latency(

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from runtime.commands.options import EngineOptions, integers, numbers
+from runtime.commands.options import EngineOptions, numbers
 from runtime.commands.report import ReportOptions, listing
+from runtime.engine.config import integers
 
 TraceFile = Annotated[
     Path | None, typer.Option("--replay", help="A recorded trace: .csv (Azure) or .jsonl (Mooncake).")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from runtime.device.errors import CompileError
-from runtime.engine.config import available_memory_bytes
+from runtime.engine.limits import available_memory_bytes
 
 PROCESS_BYTES = 1 << 30
 """Free memory for each process: Numba and LLVM, or NVVM, take several hundred MB."""

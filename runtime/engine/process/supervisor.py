@@ -17,7 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from runtime import progress
 from runtime.engine.admission import as_token_ids, prepare
-from runtime.engine.config import EngineConfig, EngineSettings
+from runtime.engine.config import EngineConfig
 from runtime.engine.errors import EngineDeadError, QueueFullError, RequestError
 from runtime.engine.messages import EngineInfo, EngineRequest, EngineState, EngineStats, ImageItem, StepView
 from runtime.engine.process.child import READ_TIMEOUT_S, EngineProcess, RunningEngine
@@ -106,7 +106,7 @@ class ProcessEngineClient:
         supervision: Supervision | None = None,
         membership: Membership | None = None,
         waits: bool = True,
-        **settings: Unpack[EngineSettings],
+        **settings: Any,
     ) -> None:
         self._origin = Origin()
         self._supervision = supervision or Supervision()

@@ -20,7 +20,8 @@ from typing import TypeVar
 from numba_kernels.cpu.running import pool
 from runtime.communicator import CommunicatorError, RankCommunicator
 from runtime.device.device import Device
-from runtime.engine.config import EngineConfig, EngineLimits
+from runtime.engine.config import EngineConfig
+from runtime.engine.limits import EngineLimits
 from runtime.engine.process.handshake import join as meet
 from runtime.engine.process.handshake import watch_connection
 from runtime.engine.process.wire import SOCKET_BUFFER_BYTES, FrameReader, RemoteRank, WaitingWriter

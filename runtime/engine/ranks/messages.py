@@ -10,7 +10,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.engine.config import EngineConfig, EngineLimits
+from runtime.engine.config import EngineConfig
+from runtime.engine.limits import EngineLimits
 from runtime.engine.process import wire
 from runtime.engine.process.wire import Problem
 from runtime.engine.steps.drawn import Drawn

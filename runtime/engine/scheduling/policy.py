@@ -64,8 +64,8 @@ class Deadline:
 
 def policy_of(config: SchedulingConfig, prefill_s: Callable[[int], float]) -> Policy:
     """The policy that the configuration names."""
-    if config.policy == "fcfs":
+    if config.scheduling_policy == "fcfs":
         return FirstComeFirstServed()
-    if config.policy == "priority":
+    if config.scheduling_policy == "priority":
         return Priority(config.ageing_s)
     return Deadline(config.ttft_target_s, config.tpot_target_s, prefill_s)

@@ -23,7 +23,7 @@ import heapq
 from bisect import bisect_left, insort
 from itertools import islice
 
-from runtime.engine.config import EngineLimits
+from runtime.engine.limits import EngineLimits
 from runtime.engine.scheduling.batching import BATCHING_STYLES
 from runtime.engine.scheduling.block_pool import BlockPool
 from runtime.engine.scheduling.chunked_pages import ChunkedPages

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from models.drafters.hidden_state_drafter import BlockDrafter
 from runtime import ops
 from runtime.batch import Batch
-from runtime.engine.config import EngineLimits
+from runtime.engine.limits import EngineLimits
 from runtime.engine.speculation.drafting import Drawing, PairChunks, rows_of
 from runtime.engine.speculation.draws import draw_ahead
 from runtime.engine.steps.block_tables import BlockTables

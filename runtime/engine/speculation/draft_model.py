@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from numba_kernels.cpu.sampling import GREEDY_BELOW
 from runtime import ops
-from runtime.engine.config import EngineLimits
+from runtime.engine.limits import EngineLimits
 from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.speculation.drafter import NOTHING, Ids
 from runtime.engine.speculation.draws import arrays_ahead

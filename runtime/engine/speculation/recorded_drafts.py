@@ -21,7 +21,7 @@ from numba_kernels.cpu.running.recording import NotRecordableError, Recording, r
 from runtime import ops
 from runtime.device.device import CPU
 from runtime.dtype import float32
-from runtime.engine.config import EngineLimits
+from runtime.engine.limits import EngineLimits
 from runtime.engine.speculation.drafting import Drawing, PairChunks
 from runtime.engine.speculation.draws import DRAWN_BY
 from runtime.engine.steps.block_tables import BlockTables

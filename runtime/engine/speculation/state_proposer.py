@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.drafters.hidden_state_drafter import BlockDrafter, SteppingDrafter
-from runtime.engine.config import EngineLimits
+from runtime.engine.limits import EngineLimits
 from runtime.engine.scheduling.block_pool import BlockPool, Chain
 from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.speculation.blocks import Blocks

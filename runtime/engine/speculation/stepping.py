@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from models.drafters.hidden_state_drafter import SteppingDrafter
-from runtime.engine.config import EngineLimits
+from runtime.engine.limits import EngineLimits
 from runtime.engine.speculation.drafter import Ids
 from runtime.engine.speculation.drafting import Drawing, PairChunks, rows_of
 from runtime.engine.speculation.draws import draw_ahead

@@ -23,7 +23,7 @@ from runtime import ops
 from runtime.batch import Batch
 from runtime.device.device import Device
 from runtime.dtype import DType, float32, int32, int64, uint8
-from runtime.engine.config import EngineLimits
+from runtime.engine.limits import EngineLimits
 from runtime.engine.steps.decode_device import DecodeDevice, StepBuffers, StepGraph
 from runtime.engine.steps.rows import Rows
 from runtime.engine.steps.sampler import PenaltyLists

@@ -16,7 +16,7 @@ from numba_kernels.cpu.running.arena import Arena
 from numba_kernels.cpu.running.recording import NotRecordableError, Recording, record
 from runtime.device.errors import CaptureError
 from runtime.dtype import DType, float32
-from runtime.engine.config import EngineLimits
+from runtime.engine.limits import EngineLimits
 from runtime.engine.steps.decode_device import Forward, StepBuffers, StepGraph
 from runtime.engine.steps.draw_inputs import Computed
 from runtime.engine.steps.ragged import Layout

@@ -13,7 +13,7 @@ from runtime.device.device import Device
 from runtime.device.gpu import Gpu
 from runtime.device.graph import Graph, GraphPool
 from runtime.dtype import DType, float32
-from runtime.engine.config import EngineLimits
+from runtime.engine.limits import EngineLimits
 from runtime.engine.steps.decode_device import Agree, Forward, StepBuffers, StepGraph, alone
 from runtime.engine.steps.draw_inputs import Computed
 from runtime.engine.steps.forward_graphs import ForwardGraphs

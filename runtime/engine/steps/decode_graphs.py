@@ -25,7 +25,7 @@ from runtime.communicator import RankCommunicator, ends_here
 from runtime.device.device import Device
 from runtime.device.errors import CaptureError, LaunchError
 from runtime.dtype import DType
-from runtime.engine.config import EngineLimits
+from runtime.engine.limits import EngineLimits
 from runtime.engine.steps.decode_arrays import TAIL_WORDS, DecodeArrays, Placement
 from runtime.engine.steps.decode_device import Agree, DecodeDevice, Forward, StepBuffers, StepGraph, alone
 from runtime.engine.steps.draw_inputs import Computed

@@ -22,8 +22,8 @@ from runtime import ops
 from runtime.dtype import float32
 from runtime.engine.admission import as_token_ids, pictures_of
 from runtime.engine.checks import check_one_of
-from runtime.engine.config import EngineLimits
 from runtime.engine.errors import RequestError
+from runtime.engine.limits import EngineLimits
 from runtime.engine.messages import ImageItem, ImageSupport
 from runtime.engine.scheduling.pictures import Pictures
 from runtime.engine.steps.assemble import chunk_spans

@@ -37,7 +37,7 @@ from runtime.device.gpu import Gpu
 from runtime.device.graph import Graph, GraphPool
 from runtime.device.stream import Event
 from runtime.dtype import dtype_of_array, int32
-from runtime.engine.config import EngineLimits
+from runtime.engine.limits import EngineLimits
 from runtime.engine.steps.decode_device import Agree, Forward, alone
 from runtime.engine.steps.draw_inputs import (
     Computed,

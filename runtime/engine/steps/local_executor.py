@@ -23,7 +23,7 @@ from runtime.batch import Batch
 from runtime.communicator import RankCommunicator, begins_here, ends_here
 from runtime.device.errors import LaunchError
 from runtime.dtype import DType, float32
-from runtime.engine.config import EngineLimits
+from runtime.engine.limits import EngineLimits
 from runtime.engine.steps.decode_graphs import DecodeGraphs, DecodeRun, GraphKey
 from runtime.engine.steps.draw_inputs import Computed
 from runtime.engine.steps.draw_results import DrawResults

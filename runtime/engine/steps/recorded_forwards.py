@@ -20,7 +20,7 @@ from numba_kernels.cpu.running.recording import NotRecordableError, Recording, r
 from runtime import ops
 from runtime.device.device import CPU
 from runtime.dtype import dtype_of_array, float32, int32
-from runtime.engine.config import EngineLimits
+from runtime.engine.limits import EngineLimits
 from runtime.engine.steps.decode_device import Forward
 from runtime.engine.steps.draw_inputs import Computed, DrawShape, WrittenDraws, draw_arrays, room_for
 from runtime.engine.steps.ragged import Layout

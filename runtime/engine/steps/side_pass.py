@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.dtype import DType
-from runtime.engine.config import EngineLimits
+from runtime.engine.limits import EngineLimits
 from runtime.engine.steps.block_tables import BlockTables
 from runtime.engine.steps.executor import Model
 from runtime.engine.steps.pictures import PictureStore

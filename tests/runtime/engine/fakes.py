@@ -8,7 +8,7 @@ trained.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Unpack
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +16,9 @@ import pytest
 from runtime.batch import Batch
 from runtime.device.device import Device
 from runtime.dtype import float32
-from runtime.engine.config import EngineConfig, EngineSettings, resolve
+from runtime.engine.config import EngineConfig, EngineSettings
 from runtime.engine.engine import Engine
+from runtime.engine.limits import resolve
 from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.steps.local_executor import LocalExecutor
@@ -147,7 +148,7 @@ DEFAULTS: EngineSettings = {
 
 
 def make_engine(
-    model: FakeModel | None = None, seed: int | None = 0, **settings: Unpack[EngineSettings]
+    model: FakeModel | None = None, seed: int | None = 0, **settings: Any
 ) -> Engine:
     model = model or FakeModel()
     config = EngineConfig(**{**DEFAULTS, **settings})

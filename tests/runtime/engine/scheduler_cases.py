@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from runtime.engine.config import EngineLimits, SchedulingConfig
+from runtime.engine.config import SchedulingConfig
+from runtime.engine.limits import EngineLimits
 from runtime.engine.scheduling.sequence import Sequence
 from runtime.engine.scheduling.step import Step
 from tests.runtime.engine.scheduler_driver import VOCAB_SIZE, Driver

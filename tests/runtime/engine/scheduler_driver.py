@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import pytest
 
 from runtime.engine.admission import prepare
-from runtime.engine.config import BATCHING, POLICIES, PREEMPTIONS, VICTIMS, EngineLimits, SchedulingConfig
+from runtime.engine.config import BATCHING, POLICIES, PREEMPTIONS, VICTIMS, SchedulingConfig
 from runtime.engine.errors import ContextLengthExceededError
+from runtime.engine.limits import EngineLimits
 from runtime.engine.messages import EngineInfo, EngineRequest, TokenLogprobs
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.block_pool import BlockPool

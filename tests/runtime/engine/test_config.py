@@ -11,8 +11,9 @@ import pytest
 
 from runtime.device.device import Device
 from runtime.device.emulator.driver.emulated_driver import DEFAULT_MEMORY_BYTES
-from runtime.engine.config import EngineConfig, Quantization, SchedulingConfig, available_memory_bytes, resolve
+from runtime.engine.config import EngineConfig, Quantization, SchedulingConfig
 from runtime.engine.errors import RequestError
+from runtime.engine.limits import available_memory_bytes, resolve
 from runtime.engine.make_engine import free_memory_bytes
 from runtime.kv.kinds import FULL, AnyKind, Window
 from runtime.linear.format import QUANTIZATIONS

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Literal, Unpack
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
-from runtime.engine.config import EngineSettings
 from runtime.engine.engine import Engine
 from runtime.engine.make_engine import build_engine
 from runtime.engine.messages import EngineRequest
@@ -32,7 +31,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return STORIES
 
 
-def build(folder: Path, max_model_len: int, **settings: Unpack[EngineSettings]) -> Engine:
+def build(folder: Path, max_model_len: int, **settings: Any) -> Engine:
     return build_engine(folder, dtype="float32", max_model_len=max_model_len, block_size=8, seed=0, **settings)
 
 

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from models.registry import load_model
-from runtime.engine.config import EngineConfig, resolve
+from runtime.engine.config import EngineConfig
 from runtime.engine.engine import Engine
+from runtime.engine.limits import resolve
 from runtime.engine.make_engine import build_engine
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.block_pool import BlockPool

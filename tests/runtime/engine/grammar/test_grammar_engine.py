@@ -8,11 +8,10 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import pytest
 
-from runtime.engine.config import EngineSettings
 from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar import compile_queue
@@ -59,7 +58,7 @@ def engines(tokenizer: Tokenizer) -> Iterator[Any]:
     """A function that makes engines over the fake model, whose 97 ids are the first bytes and the last its end."""
     made: list[Engine] = []
 
-    def make(**settings: Unpack[EngineSettings]) -> Engine:
+    def make(**settings: Any) -> Engine:
         engine = make_engine(**settings)
         engine.vocabulary = LazyVocabulary(lambda: tokenizer, engine.info.vocab_size, engine.info.eos_token_ids)
         made.append(engine)

@@ -10,7 +10,7 @@ import pytest
 from runtime import ops
 from runtime.device.device import Device
 from runtime.dtype import float32
-from runtime.engine.config import EngineLimits
+from runtime.engine.limits import EngineLimits
 from runtime.engine.sampling_params import SamplingParams
 from runtime.engine.scheduling.sequence import Request, Sequence
 from runtime.engine.scheduling.step import Chunk, Step

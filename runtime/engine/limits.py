@@ -1,0 +1,189 @@
+"""The engine's limits, and how many KV blocks it gets.
+
+``resolve`` turns what the user asks for (``EngineConfig``), with the model's numbers, into the ``EngineLimits`` that
+the scheduler works with, or raises ``RequestError`` with the numbers that do not fit.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from runtime.engine.config import (
+    DEFAULT_MAX_WAITING_TOKENS,
+    DecodeGraphsMode,
+    EngineConfig,
+    Overlap,
+    SchedulingConfig,
+)
+from runtime.engine.errors import RequestError
+from runtime.kv.kinds import FULL, AnyKind, blocks_of_sequence
+
+DEFAULT_KV_CACHE_BYTES = 4 << 30
+"""Most bytes the KV cache takes unless the user names a size (never more than a quarter of free memory)."""
+
+GPU_BATCHED_TOKENS, CPU_BATCHED_TOKENS = 2048, 512
+"""Most tokens in a step unless the user says. On two cores a prompt of 2,000 tokens takes as long in steps of 512 as in
+one, with 1 M weights and with 600 M; other streams stand still for a quarter of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """The numbers the engine runs with. One request at ``max_model_len`` always fits ``num_blocks``, and
+    every running sequence can decode in each step: ``max_num_seqs <= max_num_batched_tokens``.
+    ``num_host_blocks`` is the swap space in blocks, ``cache_kinds`` the kind of each cache group;
+    ``rotary_switch`` as the model has it, None where no sequence can be longer. ``most_whole`` tokens of pictures that
+    may not be cut fit a step and the pool; None: there are none such."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
+    max_waiting: int
+    max_waiting_tokens: int = DEFAULT_MAX_WAITING_TOKENS
+    scheduling: SchedulingConfig = field(default_factory=SchedulingConfig)
+    enable_prefix_caching: bool = True
+    num_host_blocks: int = 0
+    cache_kinds: tuple[AnyKind, ...] = (FULL,)
+    rotary_switch: int | None = None
+    most_whole: int | None = None
+    exact: bool = False
+    overlap: Overlap = "auto"
+    decode_graphs: DecodeGraphsMode = "auto"
+
+
+def resolve(
+    config: EngineConfig,
+    *,
+    max_position_embeddings: int,
+    bytes_per_block: int,
+    draft_bytes_per_block: int = 0,
+    available_bytes: int,
+    is_gpu: bool = False,
+    has_own_memory: bool = False,
+    cache_kinds: tuple[AnyKind, ...] = (FULL,),
+    rotary_switch: int | None = None,
+    whole_tokens: int | None = None,
+) -> EngineLimits:
+    """The limits for a model with this many positions, this many bytes in one KV block (all layers of a cache group),
+    these kinds of its cache groups, and this ``rotary_switch``.
+
+    ``whole_tokens``: those of a picture, which one step computes, beside the decodes of all other sequences; None:
+    pictures may be cut. ``draft_bytes_per_block``: what a draft model keeps beside each block, out of the same memory.
+    ``available_bytes`` are free on the device; ``has_own_memory`` says that they are a GPU's own, of which the KV cache
+    may take nine tenths unless the user names a size: not those of an emulated one (``is_gpu``).
+
+    Raises ``RequestError`` when ``max_model_len`` exceeds the model's positions, a picture what a step computes, or a
+    KV cache whose size the user names what is free, and when that cannot hold one request of that length.
+    """
+    block_size = config.block_size
+    num_host_blocks = config.swap_space_bytes // bytes_per_block
+    bytes_per_block += draft_bytes_per_block
+    max_num_batched_tokens = config.max_num_batched_tokens
+    if max_num_batched_tokens is None:
+        max_num_batched_tokens = max(GPU_BATCHED_TOKENS if is_gpu else CPU_BATCHED_TOKENS, config.max_num_seqs)
+        if whole_tokens is not None:
+            max_num_batched_tokens = max(max_num_batched_tokens, whole_tokens + config.max_num_seqs - 1)
+    max_num_seqs = min(config.max_num_seqs, max_num_batched_tokens)
+    most_whole = max_num_batched_tokens - max_num_seqs + 1
+    if whole_tokens is not None and whole_tokens > most_whole:
+        raise RequestError(
+            f"max_num_batched_tokens={max_num_batched_tokens} is below {whole_tokens + max_num_seqs - 1}: one step "
+            f"computes a picture's {whole_tokens} tokens beside the decodes of max_num_seqs={max_num_seqs} less 1",
+            param="max_num_batched_tokens",
+        )
+    if config.max_model_len is not None and config.max_model_len > max_position_embeddings:
+        raise RequestError(
+            f"max_model_len={config.max_model_len} exceeds the model's {max_position_embeddings} positions",
+            param="max_model_len",
+        )
+    wanted_len = config.max_model_len or max_position_embeddings
+    chunk = (whole_tokens or 1) if config.batching == "stall-free" else None  # the others compute prompts whole
+
+    def blocks_for(num_tokens: int) -> int:
+        return blocks_of_sequence(num_tokens, cache_kinds, block_size, chunk=chunk)
+
+    if config.num_blocks is not None:
+        num_blocks = config.num_blocks
+    elif config.kv_cache_bytes is not None:
+        num_blocks = config.kv_cache_bytes // bytes_per_block
+    else:
+        if has_own_memory:
+            budget = available_bytes * 9 // 10
+        else:
+            num_engines = config.data_parallel_size if config.distributed_executor_backend == "mp" else 1
+            budget = min(DEFAULT_KV_CACHE_BYTES, available_bytes // 4 // num_engines)
+        chunks = -(-max_num_batched_tokens // block_size) * sum(not kind.is_whole for kind in cache_kinds)
+        most = config.max_num_seqs * blocks_for(wanted_len) + 2 * chunks  # of a step that runs, and of the next
+        num_blocks = min(budget // bytes_per_block, most)
+    if num_blocks * bytes_per_block > available_bytes:
+        raise RequestError(
+            f"a KV cache of {num_blocks} blocks takes {num_blocks * bytes_per_block:,} bytes, but only "
+            f"{available_bytes:,} are free on the device: lower kv_cache_memory_bytes or num_blocks",
+            param="num_blocks" if config.num_blocks is not None else "kv_cache_memory_bytes",
+        )
+    max_model_len = wanted_len
+    if num_blocks < blocks_for(wanted_len):
+        max_model_len = bisect_right(range(wanted_len), num_blocks, key=blocks_for) - 1
+        max_model_len -= max_model_len % block_size
+        if config.max_model_len is not None or max_model_len < 1:
+            length = -(-wanted_len // block_size) * block_size if config.max_model_len is not None else block_size
+            needed = blocks_for(length)
+            raise RequestError(
+                f"a request of {length} tokens needs {needed} KV blocks of {block_size} tokens "
+                f"({needed * bytes_per_block:,} bytes), but the KV cache has {num_blocks}: lower "
+                "max_model_len or raise kv_cache_memory_bytes",
+                param="kv_cache_memory_bytes",
+            )
+    if whole_tokens is not None and chunk is not None:
+        most_whole = bisect_right(
+            range(most_whole + 1), num_blocks,
+            key=lambda count: blocks_of_sequence(max_model_len, cache_kinds, block_size, chunk=max(chunk, count)),
+        ) - 1  # fmt: skip
+    return EngineLimits(
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_waiting=config.max_waiting,
+        max_waiting_tokens=config.max_waiting_tokens,
+        scheduling=config.scheduling,
+        enable_prefix_caching=config.enable_prefix_caching,
+        num_host_blocks=num_host_blocks,
+        cache_kinds=cache_kinds,
+        rotary_switch=rotary_switch if rotary_switch is not None and max_model_len > rotary_switch else None,
+        most_whole=None if whole_tokens is None else most_whole,
+        exact=config.exact,
+        overlap=config.overlap,
+        decode_graphs=config.decode_graphs,
+    )
+
+
+def available_memory_bytes(root: Path = Path("/")) -> int:
+    """Bytes of host memory that can be taken without swapping (an estimate; the cgroup's limit counts, and what files
+    that were read hold of it does not: a model's weights lie there after they were packed). ``root`` holds proc and
+    sys."""
+    meminfo = root / "proc/meminfo"
+    available = 0
+    if meminfo.exists():
+        available = 1024 * _field(meminfo, "MemAvailable:")
+    if available == 0:  # not Linux: half of what is installed
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    group = root / "sys/fs/cgroup"
+    limit, used, parts = group / "memory.max", group / "memory.current", group / "memory.stat"
+    if limit.exists() and used.exists() and (text := limit.read_text(encoding="utf-8").strip()) != "max":
+        reclaimable = _field(parts, "inactive_file") if parts.exists() else 0
+        available = min(available, max(0, int(text) - int(used.read_text(encoding="utf-8")) + reclaimable))
+    return available
+
+
+def _field(file: Path, name: str) -> int:
+    """The number behind `name` in a file of lines of names and numbers; 0 without such a line."""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.split(maxsplit=1)[:1] == [name]:
+            return int(line.split()[1])
+    return 0
