@@ -338,7 +338,7 @@ def random_limits(
             chunks["prefill_chunk_stages"] = (64, 32, rng.randrange(1, 4), rng.randrange(1, 40))
     scheduling: dict[str, object] = {
         "batching": batching,
-        "policy": rng.choice(POLICIES),
+        "scheduling_policy": rng.choice(POLICIES),
         "preemption": rng.choice(PREEMPTIONS),
         "victim": rng.choice(VICTIMS),
         "ageing_s": rng.choice((0.05, 10.0)),
@@ -385,7 +385,7 @@ def add_random_request(driver: Driver, rng: random.Random) -> None:
         fields["prompt_logprobs"] = 0
     if rng.random() < 0.3:
         fields["cache_salt"] = rng.choice(("a", "b"))
-    policy = limits.scheduling.policy
+    policy = limits.scheduling.scheduling_policy
     if policy == "priority":
         fields["priority"] = rng.randrange(-2, 3)
     elif policy == "deadline":
@@ -411,5 +411,5 @@ def _info(limits: EngineLimits) -> EngineInfo:
         num_blocks=limits.num_blocks,
         kv_cache_bytes=0,
         weight_bytes=0,
-        scheduling_policy=limits.scheduling.policy,
+        scheduling_policy=limits.scheduling.scheduling_policy,
     )

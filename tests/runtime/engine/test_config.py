@@ -170,7 +170,7 @@ def test_the_limits_carry_the_scheduling() -> None:
         exact=True,
         overlap="on",
     )
-    assert limits.scheduling == SchedulingConfig(policy="fcfs", batching="orca", victim="shortest-remaining")
+    assert limits.scheduling == SchedulingConfig(scheduling_policy="fcfs", batching="orca", victim="shortest-remaining")
     assert (limits.num_host_blocks, limits.enable_prefix_caching, limits.exact, limits.overlap) == (
         10, False, True, "on",
     )  # fmt: skip

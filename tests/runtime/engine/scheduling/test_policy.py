@@ -18,12 +18,12 @@ def finishing_order(driver: Driver, sequences: list[Sequence]) -> list[int]:
 
 
 def test_first_come_first_served() -> None:
-    driver = make_driver(policy="fcfs", max_num_seqs=1)
+    driver = make_driver(scheduling_policy="fcfs", max_num_seqs=1)
     assert finishing_order(driver, [add(driver, 3) for _ in range(4)]) == [0, 1, 2, 3]
 
 
 def test_priority_comes_before_arrival() -> None:
-    driver = make_driver(policy="priority", max_num_seqs=1)
+    driver = make_driver(scheduling_policy="priority", max_num_seqs=1)
     sequences = [add(driver, 3, priority=priority) for priority in (0, 2, -1, 0, 1)]
     assert finishing_order(driver, sequences) == [2, 0, 3, 4, 1]
 
@@ -32,7 +32,7 @@ def test_priority_comes_before_arrival() -> None:
 def test_nobody_starves(ageing_s: float, is_overtaken_for: int) -> None:
     """A stream of more urgent requests that fills the engine delays another for one unit of ageing (the driver's
     steps take 0.01 s), not for ever."""
-    driver = make_driver(policy="priority", max_num_seqs=1, ageing_s=ageing_s)
+    driver = make_driver(scheduling_policy="priority", max_num_seqs=1, ageing_s=ageing_s)
     patient = add(driver, 3, max_tokens=1, priority=1)
     count = 0
     while not patient.is_finished:
@@ -45,7 +45,7 @@ def test_nobody_starves(ageing_s: float, is_overtaken_for: int) -> None:
 
 
 def test_the_nearest_deadline_comes_first() -> None:
-    driver = make_driver(policy="deadline", max_num_seqs=1, ttft_target_s=1.0)
+    driver = make_driver(scheduling_policy="deadline", max_num_seqs=1, ttft_target_s=1.0)
     sequences = [
         add(driver, 3),
         add(driver, 3, ttft_target_s=9.0),
@@ -56,7 +56,7 @@ def test_the_nearest_deadline_comes_first() -> None:
 
 
 def test_a_long_prompt_has_less_slack() -> None:
-    driver = make_driver(policy="deadline", ttft_target_s=1.0)
+    driver = make_driver(scheduling_policy="deadline", ttft_target_s=1.0)
     for _ in range(5):
         driver.scheduler.observe(100, 1.0)
     short, long = add(driver, 3), add(driver, 103)
@@ -65,7 +65,7 @@ def test_a_long_prompt_has_less_slack() -> None:
 
 
 def test_a_preempted_sequence_is_due_when_its_next_token_is() -> None:
-    driver = make_driver(policy="deadline", ttft_target_s=1.0, tpot_target_s=0.25)
+    driver = make_driver(scheduling_policy="deadline", ttft_target_s=1.0, tpot_target_s=0.25)
     sequence = add(driver, 3, tpot_target_s=0.5)
     before = sequence.order[0]
     run(driver, 3)

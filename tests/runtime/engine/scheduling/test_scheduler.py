@@ -87,7 +87,7 @@ def test_steady_load(batching: str, policy: str) -> None:
         rng = random.Random(f"{batching} {policy} {number}")
         fixed = {"prefill_chunk": None, "prefill_chunk_stages": None, **CHUNKINGS[chunking]}
         limits = random_limits(
-            rng, cache_kinds=next(kinds), batching=batching, policy=policy, victim=victim, **fixed
+            rng, cache_kinds=next(kinds), batching=batching, scheduling_policy=policy, victim=victim, **fixed
         )
         driver = Driver(rng, limits, overlaps=overlaps, eos=0.03, failure=0.005)
         for _ in range(ROUNDS_PER_DRIVER):
