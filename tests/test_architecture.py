@@ -45,7 +45,7 @@ FLOORS = {
     "numba_kernels.cuda": 2,
     "numba_kernels.cpu": 2,
     "runtime.device": 3,
-    "runtime.device.emulator": 3,
+    "runtime.emulator": 3,
     **dict.fromkeys(
         (
             f"runtime.{name}"
@@ -74,10 +74,10 @@ SHARED_BY_THE_TOKENIZER = {"numba_kernels.cache", "numba_kernels.pointers"}
 
 FOR_TYPES = {
     # A part of a whole whose type it names:
-    ("runtime.device.emulator.driver.state", "runtime.device.emulator.driver.modules"),
-    ("runtime.device.emulator.driver.graph_nodes", "runtime.device.emulator.driver.state"),
-    ("runtime.device.emulator.memory.device_memory", "runtime.device.emulator.driver.pool_blocks"),
-    ("runtime.device.emulator.tensor_cores.wgmma_registers", "runtime.device.emulator.translation.lowering"),
+    ("runtime.emulator.driver.state", "runtime.emulator.driver.modules"),
+    ("runtime.emulator.driver.graph_nodes", "runtime.emulator.driver.state"),
+    ("runtime.emulator.memory.device_memory", "runtime.emulator.driver.pool_blocks"),
+    ("runtime.emulator.tensor_cores.wgmma_registers", "runtime.emulator.translation.lowering"),
     ("runtime.engine.grammar.matcher", "runtime.engine.scheduling.sequence"),
     ("runtime.engine.scheduling.batching", "runtime.engine.scheduling.scheduler"),
     ("runtime.engine.scheduling.invariants", "runtime.engine.scheduling.scheduler"),

@@ -2,7 +2,7 @@
 
 A driver is a set of functions with the names, arguments and return shapes of `cuda.bindings.driver`: a tuple that
 begins with a CUresult; of `Driver.c_function` it is C functions that return one. `open_driver` gives the real one, or
-an emulated one (`runtime.device.emulator`), which offers those of its functions that are called here. Structures and
+an emulated one (`runtime.emulator`), which offers those of its functions that are called here. Structures and
 enumerations are those of `cuda.bindings.driver` for both.
 
 `Driver.call` is the one place where a result is checked and becomes a typed error.
@@ -138,7 +138,7 @@ def open_driver(arch: str | None = None) -> Driver:
     """
     bindings = cuda_bindings("the real driver" if arch is None else "the emulator's compiler")
     if arch is not None:
-        from runtime.device.emulator.driver.emulated_driver import EmulatedDriver
+        from runtime.emulator.driver.emulated_driver import EmulatedDriver
 
         driver = Driver(EmulatedDriver(arch), bindings, arch=arch)
         driver.call("cuInit", 0)

@@ -5,7 +5,7 @@
     comm.all_reduce(address, address, count, float32)             # queued in the GPU's current stream
 
 `Nccl` is the seam: real ones speak with libnccl.so.2, which the wheel nvidia-nccl-cu13 brings (the extra `nccl`); an
-emulated driver has an emulated one (`runtime.device.emulator.nccl`). Both have functions of NCCL's names that return a
+emulated driver has an emulated one (`runtime.emulator.nccl`). Both have functions of NCCL's names that return a
 tuple: an `ncclResult_t`, then what C gives through pointers. Names, arguments and numbers are those of nccl.h 2.27 and
 later: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html
 
@@ -225,13 +225,13 @@ def open_nccl(driver: Driver) -> Nccl:
     """The NCCL that serves a driver's devices. Raises NoNcclError."""
     if not driver.is_emulated:
         return load()
-    from runtime.device.emulator.driver.dry_driver import DryDriver
+    from runtime.emulator.driver.dry_driver import DryDriver
 
     if isinstance(driver.api, DryDriver):
-        from runtime.device.emulator.nccl.dry_nccl import DryNccl
+        from runtime.emulator.nccl.dry_nccl import DryNccl
 
         return Nccl(DryNccl(driver.api), is_emulated=True, is_dry=True)
-    from runtime.device.emulator.nccl.emulated_nccl import EmulatedNccl
+    from runtime.emulator.nccl.emulated_nccl import EmulatedNccl
 
     return Nccl(EmulatedNccl.of(driver.api), is_emulated=True)
 

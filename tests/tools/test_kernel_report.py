@@ -10,9 +10,9 @@ import pytest
 from numba_kernels.cuda.gemm import gemv
 from numba_kernels.cuda.registry import specialisations
 from runtime.bench.kernels.counted import Counts, loops
-from runtime.device.emulator.driver.architectures import A100, H200
-from runtime.device.emulator.translation.ptx import parse
 from runtime.device.kernel_cache import KernelCache, is_meant_for
+from runtime.emulator.driver.architectures import A100, H200
+from runtime.emulator.translation.ptx import parse
 from tools import kernel_report
 from tools.kernel_costs import page
 from tools.kernel_costs.cases import cases

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runtime.bench.kernels.goals import GOALS
-from runtime.device.emulator.driver.architectures import H100, H200
+from runtime.emulator.driver.architectures import H100, H200
 from tools.kernel_costs.latencies import ASSUMPTIONS, EDGES, Launched, Timing
 from tools.kernel_costs.roofline import Context, Modelled, launch_s, per_operation, prefill, product, streamed
 

@@ -16,12 +16,12 @@ from runtime.bench.kernels.counted import Counts
 from runtime.bench.kernels.table import prepare, verify
 from runtime.device.device import Device
 from runtime.device.driver import Driver
-from runtime.device.emulator.driver.architectures import A100, H100, H200, RTX_4090, RTX_5090, GpuModel
-from runtime.device.emulator.driver.emulated_driver import EmulatedDriver
-from runtime.device.emulator.execution.launch import Checks
-from runtime.device.emulator.translation.ptx import Kernel, parse
 from runtime.device.gpu import Gpu
 from runtime.device.kernel import launch_config
+from runtime.emulator.driver.architectures import A100, H100, H200, RTX_4090, RTX_5090, GpuModel
+from runtime.emulator.driver.emulated_driver import EmulatedDriver
+from runtime.emulator.execution.launch import Checks
+from runtime.emulator.translation.ptx import Kernel, parse
 
 PRODUCTS = (A100, RTX_4090, RTX_5090, H100, H200)
 LEAST_SECTOR_EFFICIENCY = 0.95

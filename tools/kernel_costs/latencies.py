@@ -13,8 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from runtime.device.emulator.driver.architectures import GpuModel
-from runtime.device.emulator.driver.occupancy import blocks_per_sm
+from runtime.emulator.driver.architectures import GpuModel
+from runtime.emulator.driver.occupancy import blocks_per_sm
 
 Edge = Literal["fast", "expected", "slow"]
 EDGES: tuple[Edge, ...] = ("fast", "expected", "slow")

@@ -15,7 +15,7 @@ from types import ModuleType
 
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.gemm import few_rows, few_rows_shape, packed_row
-from runtime.device.emulator.driver.architectures import GpuModel, model_of
+from runtime.emulator.driver.architectures import GpuModel, model_of
 from tools.kernel_costs.latencies import EDGES, Launched, Timing
 from tools.kernel_costs.page import table
 from tools.kernel_costs.roofline import ISSUES, streamed

@@ -18,8 +18,8 @@ import time
 import numpy as np
 from numba import cuda, float32, int32, types
 
-from runtime.device.emulator.execution.launch import Checks, launch, load
-from runtime.device.emulator.memory.device_memory import Machine
+from runtime.emulator.execution.launch import Checks, launch, load
+from runtime.emulator.memory.device_memory import Machine
 
 SIZE, TILE = 256, 16
 SETTINGS = {"none": Checks.NONE, "memory": Checks.MEMORY | Checks.UNINITIALIZED, "all": Checks.ALL}

@@ -1,7 +1,7 @@
 """Compiles the anchors of the emulator: PTX that other compilers made from sources of ours (tools/references/anchors/).
 
 Needs Triton, which compiles for an architecture without a GPU, and nvcc. Writes `<name>.ptx` and `anchors.json`, what a
-launch has to know, into tests/runtime/device/emulator/anchors/; both are committed, so that nobody else needs either
+launch has to know, into tests/runtime/emulator/anchors/; both are committed, so that nobody else needs either
 compiler. A debugger's sections, comments and line marks are taken out, nothing else is touched.
 
     python tools/references/make_emulator_anchors.py [NAME ...]

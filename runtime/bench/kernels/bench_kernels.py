@@ -21,8 +21,8 @@ from runtime.bench.kernels.table import error_share, prepare, read_rows, row_of,
 from runtime.bench.kernels.timing import Stopwatch
 from runtime.bench.metrics import BenchmarkError
 from runtime.device.cublas import Cublas, NoCublasError
-from runtime.device.emulator.driver.architectures import model_of
 from runtime.device.gpu import Gpu
+from runtime.emulator.driver.architectures import model_of
 
 QWEN3_8B = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (24576, 4096), "down": (4096, 12288)}
 """N, K of a layer's matrices."""

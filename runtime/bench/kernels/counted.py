@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from runtime.device.emulator.execution.counters import Counters
-from runtime.device.emulator.execution.launch import Checks
-from runtime.device.emulator.translation.ptx import Instruction, Kernel, Symbol, parse
 from runtime.device.gpu import Gpu
+from runtime.emulator.execution.counters import Counters
+from runtime.emulator.execution.launch import Checks
+from runtime.emulator.translation.ptx import Instruction, Kernel, Symbol, parse
 
 SECTOR_BYTES = 32
 

@@ -245,7 +245,7 @@ def _phase(engine: Engine, ledger: Ledger, records: Sequence[StepRecord]) -> dic
 def _bound_ms(engine: Engine, counted: dict[str, int]) -> float:
     """What the product that an emulated device poses as takes at the least: for the memory, the tensor cores, or to
     issue the PTX's instructions."""
-    from runtime.device.emulator.driver.architectures import model_of
+    from runtime.emulator.driver.architectures import model_of
 
     device = local(engine).model.device
     assert device.arch is not None

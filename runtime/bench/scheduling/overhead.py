@@ -177,9 +177,9 @@ def _dry_device() -> str:
     from cuda.bindings import driver as bindings  # with what follows, of the libraries of GPUs, which may be missing
 
     from runtime.device.driver import Driver
-    from runtime.device.emulator.driver.dry_driver import DryDriver
     from runtime.device.gpu import Gpu
     from runtime.device.kernel_list import KernelList
+    from runtime.emulator.driver.dry_driver import DryDriver
 
     driver = Driver(DryDriver(DRY_ARCH), bindings, arch=DRY_ARCH)
     driver.call("cuInit", 0)

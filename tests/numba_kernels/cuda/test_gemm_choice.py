@@ -7,7 +7,7 @@ import pytest
 from numba_kernels.cuda import gemm
 from numba_kernels.cuda.gemm import few_rows, hopper, product
 from runtime.bench.kernels.counted import SECTOR_BYTES, counting
-from runtime.device.emulator.driver.architectures import H200
+from runtime.emulator.driver.architectures import H200
 from tests.numba_kernels.cuda.gemm_cases import case, plan
 
 SIZES = ((4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096))

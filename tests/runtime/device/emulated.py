@@ -9,9 +9,9 @@ from cuda.bindings import driver as bindings
 
 from runtime.device.device import Device
 from runtime.device.driver import Driver
-from runtime.device.emulator.driver.emulated_driver import EmulatedDriver
 from runtime.device.gpu import Gpu
 from runtime.device.kernel_cache import KernelCache
+from runtime.emulator.driver.emulated_driver import EmulatedDriver
 
 
 def new_gpu(

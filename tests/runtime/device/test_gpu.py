@@ -150,7 +150,7 @@ def test_reads_need_memory_that_can_be_filled(gpu: Gpu) -> None:
 
 
 def test_events_order_streams(gpu: Gpu) -> None:
-    """Without the event the emulator refuses (tests/runtime/device/emulator/driver/test_pool_blocks.py)."""
+    """Without the event the emulator refuses (tests/runtime/emulator/driver/test_pool_blocks.py)."""
     n, other = 1000, gpu.new_stream(priority=-1)
     x, y = gpu.allocate(4 * n), gpu.allocate(4 * n)
     gpu.write(x.address, np.arange(n, dtype=np.float32))

@@ -8,8 +8,8 @@ from typing import Any
 from cuda.bindings import driver as bindings
 
 from runtime.device.driver import Driver
-from runtime.device.emulator.driver.emulated_driver import EmulatedDriver
 from runtime.device.gpu import Gpu
+from runtime.emulator.driver.emulated_driver import EmulatedDriver
 from tests.runtime.device.emulated import new_gpu
 
 

@@ -19,9 +19,9 @@ from numba_kernels.cuda.specialisation import Launch
 from runtime.bench.scheduling.engines import local
 from runtime.device.device import Device
 from runtime.device.driver import Driver, cuda_bindings
-from runtime.device.emulator.driver.dry_driver import DryDriver
 from runtime.device.gpu import Gpu
 from runtime.device.kernel_list import KernelList
+from runtime.emulator.driver.dry_driver import DryDriver
 from runtime.engine.make_engine import build_engine
 from runtime.engine.steps.decode_graphs import GraphKey
 from runtime.linear.quantized import QuantizedLayout, QuantizedMatrix

@@ -10,7 +10,7 @@ from typing import Any, get_args
 import pytest
 
 from runtime.device.device import Device
-from runtime.device.emulator.driver.emulated_driver import DEFAULT_MEMORY_BYTES
+from runtime.emulator.driver.emulated_driver import DEFAULT_MEMORY_BYTES
 from runtime.engine.config import EngineConfig, Quantization, SchedulingConfig
 from runtime.engine.errors import RequestError
 from runtime.engine.limits import available_memory_bytes, resolve

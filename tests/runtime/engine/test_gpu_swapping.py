@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from runtime.device import gpu as gpu_module
-from runtime.device.emulator.execution.fault import FaultKind
 from runtime.device.gpu import Gpu
+from runtime.emulator.execution.fault import FaultKind
 from runtime.engine.engine import Engine
 from runtime.engine.make_engine import build_engine
 from runtime.engine.messages import EngineRequest

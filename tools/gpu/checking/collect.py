@@ -24,8 +24,6 @@ from runtime.device import nccl as nccl_module
 from runtime.device.compiled_kernel import CompiledKernel, image_kind
 from runtime.device.device import Device
 from runtime.device.driver import Driver, cuda_bindings
-from runtime.device.emulator.driver.dry_driver import DryDriver
-from runtime.device.emulator.nccl.dry_nccl import DryNccl
 from runtime.device.errors import CompileError
 from runtime.device.gpu import Gpu
 from runtime.device.kernel_bundle import write_bundle
@@ -33,6 +31,8 @@ from runtime.device.kernel_cache import KernelCache, is_meant_for
 from runtime.device.kernel_key import kernel_index
 from runtime.device.kernel_list import KernelList
 from runtime.device.nccl import Nccl
+from runtime.emulator.driver.dry_driver import DryDriver
+from runtime.emulator.nccl.dry_nccl import DryNccl
 from tools.gpu.checking import lenient
 from tools.gpu.checking.worker import outcome
 from tools.gpu.sections import Options, Section, find

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from runtime.device import gpu as gpu_module
-from runtime.device.emulator.driver.dry_driver import DryDriver
-from runtime.device.emulator.execution.fault import FaultKind
 from runtime.device.gpu import Gpu
 from runtime.device.kernel_list import KernelList
+from runtime.emulator.driver.dry_driver import DryDriver
+from runtime.emulator.execution.fault import FaultKind
 from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
 from runtime.engine.messages import EngineOutput, EngineRequest

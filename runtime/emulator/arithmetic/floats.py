@@ -1,0 +1,165 @@
+"""float32 and float64 arithmetic (PTX ISA, "Floating-Point Instructions"), rounded once, in every direction.
+
+A NaN result of float32 is the canonical 0x7fffffff and one of float64 0x7ff8000000000000, so that results do not depend
+on the host. .ftz flushes subnormal operands and results to a zero of their sign.
+"""
+
+from __future__ import annotations
+
+from runtime.emulator.arithmetic.approximate import approximate
+from runtime.emulator.arithmetic.by_type import by_type
+from runtime.emulator.arithmetic.rounding import ROUNDINGS, rounded
+from runtime.emulator.translation.lowering import Lowering
+from runtime.emulator.translation.modifiers import Modifiers
+from runtime.emulator.translation.vectors import (
+    F32,
+    F64,
+    I32,
+    I64,
+    Builder,
+    Value,
+    like,
+    splat,
+    unary,
+)
+
+_WORDS = {str(F32): I32, str(F64): I64}
+NAN = {str(F32): 0x7FFFFFFF, str(F64): 0x7FF8000000000000}
+_NAMES = {"add": "fadd", "sub": "fsub", "mul": "fmul", "div": "fdiv", "fma": "fma", "mad": "fma", "sqrt": "sqrt"}
+
+
+# --- on values ---
+
+
+def bits_of(b: Builder, x: Value) -> Value:
+    return b.bitcast(x, _WORDS[str(x.type)])
+
+
+def is_nan(b: Builder, x: Value) -> Value:
+    return b.fcmp_unordered("uno", x, x)
+
+
+def canonical(b: Builder, x: Value) -> Value:
+    """NaN → the one NaN."""
+    nan = b.bitcast(splat(_WORDS[str(x.type)], NAN[str(x.type)]), x.type)
+    return b.select(is_nan(b, x), nan, x)
+
+
+def flush(b: Builder, x: Value) -> Value:
+    """A subnormal float32 → a zero of its sign."""
+    word = bits_of(b, x)
+    is_small = b.icmp_unsigned("==", b.and_(word, splat(I32, 0x7F800000)), splat(I32, 0))
+    return b.bitcast(b.select(is_small, b.and_(word, splat(I32, 0x80000000)), word), F32)
+
+
+def saturate(b: Builder, x: Value) -> Value:
+    """To [+0, 1]; NaN gives +0."""
+    zero, one = like(x, 0.0), like(x, 1.0)
+    x = b.select(b.fcmp_ordered(">", x, zero), x, zero)
+    return b.select(b.fcmp_ordered("<", x, one), x, one)
+
+
+def least_or_most(b: Builder, name: str, x: Value, y: Value, keeps_nan: bool) -> Value:
+    """min or max with −0 < +0. A NaN and a number give the number, or with `keeps_nan` the NaN."""
+    xs, ys = bits_of(b, x), bits_of(b, y)
+    wins = b.fcmp_ordered("<" if name == "min" else ">", x, y)
+    equal = b.fcmp_ordered("==", x, y)  # as zeros of two signs are
+    tied = b.bitcast(b.or_(xs, ys) if name == "min" else b.and_(xs, ys), x.type)
+    result = b.select(equal, tied, b.select(wins, x, y))
+    x_nan, y_nan = is_nan(b, x), is_nan(b, y)
+    if keeps_nan:
+        result = b.select(x_nan, x, b.select(y_nan, y, result))
+    else:
+        result = b.select(y_nan, x, b.select(x_nan, y, result))
+    return canonical(b, result)
+
+
+# --- instructions ---
+
+
+@by_type("add", "sub", "mul", "fma", "mad", kinds=("f32", "f64"))
+def arithmetic(low: Lowering, mods: Modifiers, kind: str) -> None:
+    b, name = low.builder, _NAMES[mods.name]
+    mode = mods.one_of(ROUNDINGS, None if name == "fma" else "rn")
+    ftz, sat = kind != "f64" and mods.take("ftz"), kind == "f32" and mods.take("sat")
+    to, *sources = mods.operands(4 if name == "fma" else 3)
+    arguments = _flushed(b, tuple(low.value(source, kind) for source in sources), ftz)
+    low.write(to, finish(b, rounded(b, name, arguments[0].type, arguments, mode), ftz, sat))
+
+
+def _flushed(b: Builder, arguments: tuple[Value, ...], ftz: bool) -> list[Value]:
+    return [flush(b, argument) for argument in arguments] if ftz else list(arguments)
+
+
+def finish(b: Builder, result: Value, ftz: bool, sat: bool) -> Value:
+    if sat:  # NaN goes to zero and so does what .ftz would flush, but for subnormals
+        return saturate(b, flush(b, result) if ftz else result)
+    result = canonical(b, result)
+    return flush(b, result) if ftz else result
+
+
+@by_type("div", "rcp", "sqrt", kinds=("f32", "f64"))
+def division(low: Lowering, mods: Modifiers, kind: str) -> None:
+    """div, rcp and sqrt: IEEE 754's with a rounding, an approximation with .approx or .full."""
+    b, name = low.builder, mods.name
+    for way in ("approx", "full"):
+        if mods.take(way):
+            _approximation(low, mods, kind, f"{name}.{way}")
+            return
+    mode = mods.one_of(ROUNDINGS)
+    ftz = kind == "f32" and mods.take("ftz")
+    to, *sources = mods.operands(3 if name == "div" else 2)
+    values = _flushed(b, tuple(low.value(source, kind) for source in sources), ftz)
+    if name == "rcp":
+        values.insert(0, like(values[0], 1.0))
+    result = rounded(b, "sqrt" if name == "sqrt" else "fdiv", values[0].type, values, mode)
+    low.write(to, finish(b, result, ftz, False))
+
+
+@by_type("rsqrt", "lg2", "ex2", kinds=("f32",))
+def function(low: Lowering, mods: Modifiers, kind: str) -> None:
+    if not mods.take("approx"):
+        raise mods.refuse("only .approx")
+    _approximation(low, mods, kind, f"{mods.name}.approx")
+
+
+def _approximation(low: Lowering, mods: Modifiers, kind: str, name: str) -> None:
+    b = low.builder
+    ftz = mods.take("ftz")
+    to, *sources = mods.operands(3 if name.startswith("div") else 2)
+    values = [low.value(source, kind) for source in sources]
+    if kind == "f64":
+        raise mods.refuse("type .f64")
+    ftz = ftz or name.startswith("div")  # .approx and .full division always flush
+    result = approximate(b, name, _flushed(b, tuple(values), ftz))
+    if result is None:
+        raise mods.refuse("type .f32")
+    low.write(to, finish(b, result, ftz, False))
+
+
+@by_type("abs", "neg", kinds=("f32", "f64"))
+def sign(low: Lowering, mods: Modifiers, kind: str) -> None:
+    b = low.builder
+    ftz = kind == "f32" and mods.take("ftz")
+    to, source = mods.operands(2)
+    x = low.value(source, kind)
+    if ftz:
+        x = flush(b, x)
+    low.write(to, unary(b, "fabs", x) if mods.name == "abs" else b.fneg(x))
+
+
+@by_type("min", "max", kinds=("f32", "f64"))
+def extremum(low: Lowering, mods: Modifiers, kind: str) -> None:
+    b, single = low.builder, kind == "f32"
+    ftz, keeps_nan = single and mods.take("ftz"), single and mods.take("NaN")
+    to, *sources = mods.operands(3)
+    x, y = _flushed(b, tuple(low.value(source, kind) for source in sources), ftz)
+    low.write(to, least_or_most(b, mods.name, x, y, keeps_nan))
+
+
+@by_type("copysign", kinds=("f32", "f64"))
+def copy_sign(low: Lowering, mods: Modifiers, kind: str) -> None:
+    to, of, magnitude = mods.operands(3)
+    b, words = low.builder, "b" + kind[1:]
+    top = like(low.value(of, words), 1 << (int(kind[1:]) - 1))
+    low.write(to, b.or_(b.and_(low.value(of, words), top), b.and_(low.value(magnitude, words), b.not_(top))))

@@ -1,0 +1,266 @@
+"""`cp.async.bulk` and `cp.reduce.async.bulk` of plain bytes between device and shared memory, and their groups.
+
+Each becomes a record of the block's queue (bulk_queue.py), which carries it out as late as it may.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
+
+from __future__ import annotations
+
+from numba import types
+
+from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at
+from runtime.emulator.async_copies.bulk_queue import land_groups, new_record
+from runtime.emulator.async_copies.bulk_records import (
+    COPY,
+    R_BYTES,
+    R_GROUP,
+    R_KIND,
+    R_LANE,
+    R_MBARRIER,
+    R_OPERATION,
+    R_REDUCER,
+    R_SITE,
+    R_SOURCE,
+    R_SOURCE_BLOCK,
+    R_TARGET,
+    R_TARGET_BLOCK,
+    R_TYPE,
+    R_WARP,
+    REDUCE,
+)
+from runtime.emulator.async_copies.bulk_traffic import count_run
+from runtime.emulator.async_copies.cp_async import bulk_groups, commit_bulk
+from runtime.emulator.async_copies.proxy import check_read
+from runtime.emulator.async_copies.reduction import reduction_of
+from runtime.emulator.execution.fault import FaultKind, report
+from runtime.emulator.execution.warp_state import (
+    BLOCK_SHARED,
+    DONE,
+    FAILED,
+    LAUNCH_CLUSTER_SIZE,
+    WARP_LAUNCH,
+)
+from runtime.emulator.memory.checked_ranges import read_any, shared_range, write_any
+from runtime.emulator.memory.cluster_window import (
+    aligned,
+    block_of_rank,
+    claim,
+    shared_block,
+    shared_host,
+)
+from runtime.emulator.memory.device_memory import IS_BEING_READ, IS_IN_FLIGHT
+from runtime.emulator.memory.pointers import address_of
+from runtime.emulator.races.accesses import LOAD, STORE
+from runtime.emulator.races.clocks import release
+from runtime.emulator.synchronisation.mbarrier_state import locate
+from runtime.emulator.translation.lowering import Lowering, Value, lowers
+from runtime.emulator.translation.operations import operation
+from runtime.emulator.translation.ptx import Instruction, Integer, Operand
+
+_SIZE = int(FaultKind.ASYNC_SIZE)
+_RANK = int(FaultKind.CLUSTER_RANK)
+NO_REDUCTION = -1
+
+
+@njit
+def start_record(warp, site, lane, kind, size):
+    """A record with the fields that every kind has; it belongs to the lane's open bulk group."""
+    record = new_record(warp)
+    record[R_KIND], record[R_SITE], record[R_WARP], record[R_LANE] = kind, site, address_of(warp), lane
+    record[R_GROUP], record[R_BYTES] = bulk_groups(warp, lane), size
+    return record
+
+
+@njit
+def set_mbarrier(warp, record, host):
+    """The record completes a transaction of an mbarrier (a host address) instead of belonging to a group."""
+    record[R_GROUP], record[R_MBARRIER] = -1, host
+    release(warp, host)
+
+
+@njit
+def claim_shared_target(warp, site, lane, block, host, size, source):
+    """Checks shared memory as the target of an asynchronous write and marks it. Returns 1 and a fault, or 0."""
+    if shared_range(warp, site, lane, block, host, size, STORE, source):
+        return 1
+    return claim(warp, site, lane, block, host, size, IS_IN_FLIGHT)
+
+
+@njit
+def claim_shared_source(warp, site, lane, block, host, size):
+    """Checks shared memory as the source of an asynchronous read and marks it. Returns 1 and a fault, or 0."""
+    if shared_range(warp, site, lane, block, host, size, LOAD, 0) or check_read(warp, site, lane, block, host, size):
+        return 1
+    return claim(warp, site, lane, block, host, size, IS_BEING_READ)
+
+
+@njit
+def _plain(warp, site, lane, target, source, size):
+    """The limits of a plain bulk copy. Returns 1 and a fault, or 0."""
+    if size <= 0 or size % 16:
+        return report(warp, _SIZE, site, lane, target, size, size, 0, 0)
+    return aligned(warp, site, lane, target, 16) or aligned(warp, site, lane, source, 16)
+
+
+@njit
+def _copy_in(warp, site, lane, block, target, source, size, mbarrier):
+    """A record for global → shared memory of one block."""
+    host = shared_host(block, target)
+    if claim_shared_target(warp, site, lane, block, host, size, source):
+        return 1
+    record = start_record(warp, site, lane, COPY, size)
+    record[R_TARGET], record[R_TARGET_BLOCK], record[R_SOURCE] = host, block, source
+    set_mbarrier(warp, record, mbarrier)
+    return 0
+
+
+@operation("bulk_load", "qlqlpqlp")
+def bulk_load(
+    warp, mask, site, targets, target_offset, sources, source_offset, sizes, mbarriers, mbarrier_offset, cluster_mask
+):
+    """Global → shared. A non-zero `cluster_mask`: into each named block, at the same offsets there."""
+    for lane in range(32):
+        if not (mask >> lane) & 1:
+            continue
+        target, size = types.int64(targets[lane]) + target_offset, types.int64(sizes[lane])
+        source = types.int64(sources[lane]) + source_offset
+        if _plain(warp, site, lane, target, source, size):
+            return FAILED
+        source = read_any(warp, site, lane, source, size)
+        if source == 0:
+            return FAILED
+        block = shared_block(warp, site, lane, target)
+        mbarrier = locate(warp, site, lane, types.int64(mbarriers[lane]) + mbarrier_offset, False)
+        if block == 0 or mbarrier == 0:
+            return FAILED
+        count_run(warp, site, source, size, 1)
+        ranks = types.int64(cluster_mask[lane])
+        if ranks == 0:
+            if _copy_in(warp, site, lane, block, target, source, size, mbarrier):
+                return FAILED
+            continue
+        if ranks >> i64_at(warp[WARP_LAUNCH])[LAUNCH_CLUSTER_SIZE]:
+            return report(warp, _RANK, site, lane, target, ranks, i64_at(warp[WARP_LAUNCH])[LAUNCH_CLUSTER_SIZE], 0, 0)
+        at = mbarrier - i64_at(block)[BLOCK_SHARED]
+        for rank in range(16):
+            if (ranks >> rank) & 1:
+                other = block_of_rank(warp, site, lane, rank)
+                if other == 0:
+                    return FAILED
+                there = i64_at(other)[BLOCK_SHARED] + at
+                if _copy_in(warp, site, lane, other, target, source, size, there):
+                    return FAILED
+    return DONE
+
+
+@operation("bulk_store", "qlqlpiil")
+def bulk_store(warp, mask, site, targets, target_offset, sources, source_offset, sizes, reduction, kind, reducer):
+    """Shared → global, of a bulk group, perhaps reducing."""
+    for lane in range(32):
+        if not (mask >> lane) & 1:
+            continue
+        target, size = types.int64(targets[lane]) + target_offset, types.int64(sizes[lane])
+        source = types.int64(sources[lane]) + source_offset
+        if _plain(warp, site, lane, target, source, size):
+            return FAILED
+        block = shared_block(warp, site, lane, source)
+        if block == 0:
+            return FAILED
+        host = shared_host(block, source)
+        if claim_shared_source(warp, site, lane, block, host, size):
+            return FAILED
+        if reduction == NO_REDUCTION:
+            if write_any(warp, site, lane, target, size, host) == 0:
+                return FAILED
+            if claim(warp, site, lane, 0, target, size, IS_IN_FLIGHT):
+                return FAILED
+        count_run(warp, site, target, size, 1)
+        record = start_record(warp, site, lane, COPY if reduction == NO_REDUCTION else REDUCE, size)
+        record[R_TARGET], record[R_SOURCE], record[R_SOURCE_BLOCK] = target, host, block
+        record[R_OPERATION], record[R_TYPE], record[R_REDUCER] = reduction, kind, reducer
+    return DONE
+
+
+@operation("bulk_commit", "")
+def bulk_commit(warp, mask, site):
+    for lane in range(32):
+        if (mask >> lane) & 1:
+            commit_bulk(warp, lane)
+    return DONE
+
+
+@operation("bulk_wait", "ii")
+def bulk_wait(warp, mask, site, pending, only_read):
+    for lane in range(32):
+        if (mask >> lane) & 1 and land_groups(warp, lane, bulk_groups(warp, lane) - pending, only_read):
+            return FAILED
+    return DONE
+
+
+MBARRIER = "mbarrier::complete_tx::bytes"
+MULTICAST = "multicast::cluster"
+HINT = "L2::cache_hint"
+
+
+def last_operands(low: Lowering, ins: Instruction, first: int) -> Operand:
+    """After the operands that always stand: the block mask of .multicast::cluster (or 0), then a cache policy."""
+    rest = list(ins.operands[first:])
+    if HINT in ins.parts and rest:
+        rest.pop()
+    ranks: Operand = rest.pop(0) if MULTICAST in ins.parts and rest else Integer(0)
+    if rest or (MULTICAST in ins.parts and ranks == Integer(0)):
+        raise low.refuse(f"{len(ins.operands)} operands")
+    return ranks
+
+
+def _only(low: Lowering, ins: Instruction, first: int, *known: str) -> None:
+    for part in ins.parts[first:]:
+        if part not in known:
+            raise low.refuse(f"modifier .{part}")
+
+
+@lowers("cp.async.bulk.shared::cluster.global", "cp.async.bulk.shared::cta.global")
+def lower_load(low: Lowering, ins: Instruction) -> None:
+    _only(low, ins, 5, MBARRIER, MULTICAST, HINT)
+    target, source, size, mbarrier = ins.operands[:4]
+    ranks = low.slot(last_operands(low, ins, 4), 32)
+    addresses = (*low.address(target), *low.address(source))
+    low.call("bulk_load", *addresses, low.slot(size, 32), *low.address(mbarrier), ranks)
+
+
+def reducer_of(low: Lowering, reduction: int) -> Value:
+    """The address of the operation that reduces, or 0 where nothing is reduced."""
+    return 0 if reduction == NO_REDUCTION else low.operation_address("reduce_run")
+
+
+def _reduction(low: Lowering, ins: Instruction) -> tuple[int, int]:
+    if ins.parts[1] != "reduce":
+        return NO_REDUCTION, 0
+    found = reduction_of(ins.parts[2:])
+    if found is None:
+        raise low.refuse("this reduction")
+    return found
+
+
+@lowers("cp.async.bulk.global.shared::cta", "cp.reduce.async.bulk.global.shared::cta")
+def lower_store(low: Lowering, ins: Instruction) -> None:
+    reduction, kind = _reduction(low, ins)
+    if reduction == NO_REDUCTION:
+        _only(low, ins, 5, "bulk_group", HINT)
+    last_operands(low, ins, 3)
+    target, source, size = ins.operands[:3]
+    addresses = (*low.address(target), *low.address(source))
+    low.call("bulk_store", *addresses, low.slot(size, 32), reduction, kind, reducer_of(low, reduction))
+
+
+@lowers("cp.async.bulk.commit_group")
+def lower_commit(low: Lowering, ins: Instruction) -> None:
+    low.call("bulk_commit")
+
+
+@lowers("cp.async.bulk.wait_group")
+def lower_wait(low: Lowering, ins: Instruction) -> None:
+    low.call("bulk_wait", low.uniform(ins.operands[0]), 1 if "read" in ins.parts else 0)
+

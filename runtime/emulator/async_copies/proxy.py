@@ -1,0 +1,117 @@
+"""Which bytes of shared memory were written through the generic proxy and not yet fenced for the async proxy.
+
+TMA stores, bulk copies and wgmma read shared memory through the async proxy. What `st.shared` or cp.async wrote has to
+be followed by `fence.proxy.async`, in the writer or after a synchronisation in whoever goes on to start the read (PTX
+ISA, "Memory consistency model", proxies).
+
+Each 4 bytes carry a stamp: the writer's warp and the block's time, which every fence and every passed barrier moves on.
+A fence covers all that its warp wrote before, and what any warp wrote before the fencing warp's last synchronisation.
+So no correct program is blamed; a program that synchronised with another warp than the writer may be missed, which is
+what the race checker is for.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
+
+from __future__ import annotations
+
+from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at, u32_at
+from runtime.emulator.execution.fault import FaultKind, report
+from runtime.emulator.execution.warp_state import (
+    BLOCK_NUM_WARPS,
+    BLOCK_PROXY,
+    BLOCK_PROXY_TIME,
+    BLOCK_SHARED,
+    BLOCK_WARPS,
+    WARP_BLOCK,
+    WARP_FIELDS,
+    WARP_INDEX,
+    WARP_PROXY_SEEN,
+)
+from runtime.emulator.translation.ptx import Kernel
+
+_MISSING_FENCE = int(FaultKind.MISSING_PROXY_FENCE)
+_WARPS = 32
+_HEADER_BYTES = 8 * _WARPS  # for each warp: its writes before this time are fenced
+
+
+def needs_proxy(kernel: Kernel) -> bool:
+    """Whether a kernel reads shared memory through the async proxy at all."""
+    return any(
+        ins.opcode.startswith(("wgmma.mma_async", "cp.async.bulk", "cp.reduce.async.bulk"))
+        for ins in kernel.instructions
+    )
+
+
+def proxy_bytes(shared_bytes: int) -> int:
+    """What BLOCK_PROXY must point at, zeroed when a block starts."""
+    return _HEADER_BYTES + (shared_bytes + 3) // 4 * 4
+
+
+@njit
+def wrote(block, warp, offset, size):
+    """A warp of this block stored `size` bytes at an offset of the block's shared memory, through the generic proxy."""
+    fields = i64_at(block)
+    if fields[BLOCK_PROXY] == 0 or block != warp[WARP_BLOCK]:
+        return
+    stamps = u32_at(fields[BLOCK_PROXY] + _HEADER_BYTES)
+    stamp = (fields[BLOCK_PROXY_TIME] + 1) << 5 | warp[WARP_INDEX]
+    for word in range(offset >> 2, (offset + size + 3) >> 2):
+        stamps[word] = stamp
+
+
+@njit
+def barrier_passed(block, waiting):
+    """A barrier of the block is complete; `waiting` is the mask of the warps that wait at it."""
+    if block[BLOCK_PROXY] != 0:
+        block[BLOCK_PROXY_TIME] += 1
+        for index in range(block[BLOCK_NUM_WARPS]):
+            if (waiting >> index) & 1:
+                i64_at(block[BLOCK_WARPS] + index * (WARP_FIELDS * 8))[WARP_PROXY_SEEN] = block[BLOCK_PROXY_TIME]
+
+
+@njit
+def synchronised(warp):
+    """The warp saw an mbarrier's phase, or the cluster barrier's, complete."""
+    fields = i64_at(warp[WARP_BLOCK])
+    if fields[BLOCK_PROXY] != 0:
+        fields[BLOCK_PROXY_TIME] += 1
+        warp[WARP_PROXY_SEEN] = fields[BLOCK_PROXY_TIME]
+
+
+@njit
+def fence(warp):
+    """The warp executed fence.proxy.async."""
+    fields = i64_at(warp[WARP_BLOCK])
+    if fields[BLOCK_PROXY] == 0:
+        return
+    fenced = i64_at(fields[BLOCK_PROXY])
+    fields[BLOCK_PROXY_TIME] += 1
+    for other in range(_WARPS):
+        fenced[other] = max(fenced[other], warp[WARP_PROXY_SEEN])
+    fenced[warp[WARP_INDEX]] = fields[BLOCK_PROXY_TIME]
+
+
+@njit
+def check_read(warp, site, lane, block, host, size):
+    """0, or 1 and a fault: whether bytes of shared memory may be read through the async proxy now."""
+    fields = i64_at(block)
+    if fields[BLOCK_PROXY] == 0:
+        return 0
+    stamps = u32_at(fields[BLOCK_PROXY] + _HEADER_BYTES)
+    offset = host - fields[BLOCK_SHARED]
+    first, last = offset >> 2, (offset + size + 3) >> 2
+    seen = 0
+    for word in range(first, last):
+        seen |= stamps[word]
+    if seen == 0:
+        return 0
+    fenced = i64_at(fields[BLOCK_PROXY])
+    for word in range(first, last):
+        stamp = stamps[word]
+        if stamp != 0:
+            writer = stamp & 31
+            if (stamp >> 5) > fenced[writer]:
+                return report(warp, _MISSING_FENCE, site, lane, word * 4, writer, 0, 0, 0)
+            stamps[word] = 0
+    return 0

@@ -1,0 +1,299 @@
+"""atom and red: one read-modify-write a lane, in the order of the lanes.
+
+OS threads never share device memory while a kernel has atomics, so plain loads and stores do. Floating-point sums round
+once to nearest even; add.f32 on device memory flushes subnormal inputs and results to zero and on shared memory does
+not, as PTX says; 16-bit floats are never flushed (.noftz). Vectors are that many scalar operations.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import types
+
+from numba_kernels.cache import njit
+from numba_kernels.pointers import f32_at, f64_at, i64_at, u32_at, u64_at
+from runtime.emulator.async_copies.proxy import wrote
+from runtime.emulator.async_copies.reduction import bf16_of_float, float_of_bf16, float_of_half, half_of_float
+from runtime.emulator.execution.traffic import count_access
+from runtime.emulator.execution.warp_state import (
+    BLOCK_PROXY,
+    BLOCK_SHARED,
+    CHECK_RACES,
+    COUNT_MEMORY,
+    LAUNCH_CHECKS,
+    WARP_CLOCK,
+    WARP_LAUNCH,
+)
+from runtime.emulator.memory.careful_access import (
+    IS_RELEASE,
+    IS_STRONG,
+    SCOPE_SHIFT,
+    element,
+    races_of_lane,
+    set_element,
+    slot_value,
+)
+from runtime.emulator.memory.load_store import order_of, space_of, take_cache_hints
+from runtime.emulator.memory.locate import (
+    ATOMIC,
+    BLOCK,
+    GENERIC,
+    GLOBAL,
+    HOST,
+    SHADOW,
+    SHARED,
+    SHARED_CLUSTER,
+    check_bytes,
+    locate,
+    mark_written,
+)
+from runtime.emulator.memory.pointers import address_of, stack_longs
+from runtime.emulator.races.clocks import SCOPE_GPU, strong_read, strong_write
+from runtime.emulator.translation.lowering import Lowering, lowers
+from runtime.emulator.translation.modifiers import Modifiers
+from runtime.emulator.translation.operations import operation
+from runtime.emulator.translation.ptx import TYPE_BYTES, Instruction, Operand, Sink, Vector
+
+ADD, INC, DEC, MIN, MAX, AND, OR, XOR, EXCH, CAS = range(10)
+UNSIGNED, SIGNED, FLOAT, HALF, BRAIN, HALF_PAIR, BRAIN_PAIR = range(7)
+
+_BITS = ("b16", "b32", "b64", "b128")
+_PAIRS = ("f16x2", "bf16x2")
+_HALVES = ("f16", "bf16", *_PAIRS)
+OPERATIONS_OF = {
+    "add": (ADD, ("u32", "s32", "u64", "s64", "f32", "f64", *_HALVES)),
+    "inc": (INC, ("u32",)),
+    "dec": (DEC, ("u32",)),
+    "min": (MIN, ("u32", "s32", "u64", "s64", *_HALVES)),
+    "max": (MAX, ("u32", "s32", "u64", "s64", *_HALVES)),
+    "and": (AND, ("b32", "b64")),
+    "or": (OR, ("b32", "b64")),
+    "xor": (XOR, ("b32", "b64")),
+    "exch": (EXCH, ("b32", "b64", "b128")),
+    "cas": (CAS, _BITS),
+}
+_KINDS = {
+    "f32": FLOAT, "f64": FLOAT, "f16": HALF, "bf16": BRAIN, "f16x2": HALF_PAIR, "bf16x2": BRAIN_PAIR, "s32": SIGNED,
+    "s64": SIGNED,
+}  # fmt: skip
+
+
+@njit
+def _flushed(value):
+    """A float32 whose subnormals are zeros of their sign."""
+    return math.copysign(_ZERO, value) if abs(value) < _SMALLEST_NORMAL else value
+
+
+_ZERO, _SMALLEST_NORMAL = np.float32(0.0), np.float32(2.0**-126)
+
+
+@njit
+def _add_float(place, operands, lane, size, flush):
+    """Adds in memory; NaN becomes the one that the hardware makes."""
+    if size == 8:
+        f64_at(place)[0] += f64_at(operands)[lane]
+        if f64_at(place)[0] != f64_at(place)[0]:
+            u64_at(place)[0] = types.uint64(0x7FFFFFFFFFFFFFFF)
+        return
+    x, y = f32_at(place)[0], f32_at(operands)[lane]
+    total = _flushed(_flushed(x) + _flushed(y)) if flush else x + y
+    f32_at(place)[0] = total
+    if total != total:
+        u32_at(place)[0] = types.uint32(0x7FFFFFFF)
+
+
+@njit
+def _half(code, kind, old, operand):
+    """One 16-bit float."""
+    x = float_of_half(types.int64(old)) if kind == HALF else float_of_bf16(types.int64(old))
+    y = float_of_half(types.int64(operand)) if kind == HALF else float_of_bf16(types.int64(operand))
+    if code == ADD:
+        result = x + y
+    elif x != x:
+        result = y
+    elif y != y:
+        result = x
+    elif x == y:  # zeros of both signs: -0 is below +0
+        is_negative = types.int64(old) >> 15 != 0
+        result = x if is_negative == (code == MIN) else y
+    else:
+        result = x if (x < y) == (code == MIN) else y
+    if result != result:
+        return types.uint64(0x7FFF)
+    return types.uint64(half_of_float(result)) if kind == HALF else types.uint64(bf16_of_float(result))
+
+
+@njit
+def _integer(code, kind, old, operand, size):
+    shift = types.int64(64 - 8 * size)
+    if code == ADD:
+        return old + operand
+    if code == INC:
+        return types.uint64(0) if old >= operand else old + types.uint64(1)
+    if code == DEC:
+        return operand if old == types.uint64(0) or old > operand else old - types.uint64(1)
+    if code == AND:
+        return old & operand
+    if code == OR:
+        return old | operand
+    if code == XOR:
+        return old ^ operand
+    if kind == SIGNED:
+        first, second = types.int64(old) << shift, types.int64(operand) << shift
+        return old if (first < second) == (code == MIN) else operand
+    return old if (old < operand) == (code == MIN) else operand
+
+
+@njit
+def result_of(code, kind, old, operand, other, size):
+    """What is stored; `other` is the third operand of cas, which stores it where `old` equals `operand`."""
+    if code == EXCH:
+        return operand
+    if code == CAS:
+        return other if old == operand else old
+    if kind in (HALF, BRAIN):
+        return _half(code, kind, old, operand)
+    if kind in (HALF_PAIR, BRAIN_PAIR):
+        single, low = (HALF if kind == HALF_PAIR else BRAIN), types.uint64(0xFFFF)
+        upper = _half(code, single, old >> types.uint64(16), operand >> types.uint64(16))
+        return upper << types.uint64(16) | _half(code, single, old & low, operand & low)
+    return _integer(code, kind, old, operand, size)
+
+
+@njit
+def _enter(warp, site, lane, address, size, space, flags, place):
+    """Everything before the lane's read-modify-write. Returns 1 with a fault reported, or 0."""
+    if locate(warp, site, lane, address, size, ATOMIC, space, place):
+        return 1
+    if check_bytes(warp, site, lane, address, size, ATOMIC, space, place[SHADOW]):
+        return 1
+    if warp[WARP_CLOCK] != 0 and place[BLOCK] >= 0 and i64_at(warp[WARP_LAUNCH])[LAUNCH_CHECKS] & CHECK_RACES:
+        strong_read(warp, place[HOST], flags >> SCOPE_SHIFT)
+        if races_of_lane(warp, site, place[HOST], place[BLOCK], size, lane, ATOMIC, flags | IS_STRONG, False):
+            return 1
+        strong_write(warp, place[HOST], flags >> SCOPE_SHIFT, flags & IS_RELEASE != 0)
+    return 0
+
+
+@njit
+def _leave(warp, place, size):
+    mark_written(place[SHADOW], size)
+    if place[BLOCK] > 0 and i64_at(place[BLOCK])[BLOCK_PROXY]:
+        wrote(place[BLOCK], warp, place[HOST] - i64_at(place[BLOCK])[BLOCK_SHARED], size)
+
+
+@njit
+def _run(warp, mask, site, addresses, offset, space, code, size, align, flags, target, operands, others, is_wide):
+    """Slots come as addresses. `code` is kind << 8 | operation; `align` what the address is a multiple of."""
+    kind, code = code >> 8, code & 255
+    place, places, blocks = stack_longs(3), stack_longs(32), stack_longs(32)
+    low = types.uint64(0xFFFFFFFFFFFFFFFF) >> types.uint64(64 - 8 * size)
+    for lane in range(32):
+        if not (mask >> lane) & 1:
+            continue
+        address = types.int64(addresses[lane]) + offset
+        if align > size and locate(warp, site, lane, address, align, ATOMIC, space, place):
+            return 1
+        if _enter(warp, site, lane, address, size, space, flags, place):
+            return 1
+        places[lane], blocks[lane] = place[HOST], place[BLOCK]
+        old = element(place[HOST], size)
+        if kind == FLOAT and code == ADD:
+            _add_float(place[HOST], operands, lane, size, place[BLOCK] <= 0)
+        else:
+            operand = slot_value(operands, lane, is_wide) & low
+            other = slot_value(others, lane, is_wide) & low
+            set_element(place[HOST], size, result_of(code, kind, old, operand, other, size))
+        if is_wide:
+            u64_at(target)[lane] = old
+        else:
+            u32_at(target)[lane] = types.uint32(old)
+        _leave(warp, place, size)
+    if i64_at(warp[WARP_LAUNCH])[LAUNCH_CHECKS] & COUNT_MEMORY:
+        count_access(warp, site, mask, places, blocks, size)
+    return 0
+
+
+@operation("atomic_32", "qliiiiippp")
+def atomic_32(warp, mask, site, addresses, offset, space, code, size, align, flags, target, operands, others):
+    return _run(
+        warp, mask, site, addresses, offset, types.int64(space), types.int64(code), types.int64(size),
+        types.int64(align), types.int64(flags), address_of(target), address_of(operands), address_of(others), False,
+    )  # fmt: skip
+
+
+@operation("atomic_64", "qliiiiiqqq")
+def atomic_64(warp, mask, site, addresses, offset, space, code, size, align, flags, target, operands, others):
+    return _run(
+        warp, mask, site, addresses, offset, types.int64(space), types.int64(code), types.int64(size),
+        types.int64(align), types.int64(flags), address_of(target), address_of(operands), address_of(others), True,
+    )  # fmt: skip
+
+
+@operation("atomic_128", "qliiiqqq")
+def atomic_128(warp, mask, site, addresses, offset, space, code, flags, target, operands, others):
+    """exch and cas of 16 bytes; slots hold 32 low halves, then 32 high ones."""
+    place = stack_longs(3)
+    for lane in range(32):
+        if not (mask >> lane) & 1:
+            continue
+        address = types.int64(addresses[lane]) + offset
+        if _enter(warp, site, lane, address, types.int64(16), types.int64(space), types.int64(flags), place):
+            return 1
+        memory = u64_at(place[HOST])
+        low, high = memory[0], memory[1]
+        if code == EXCH:
+            memory[0], memory[1] = operands[lane], operands[lane + 32]
+        elif low == operands[lane] and high == operands[lane + 32]:
+            memory[0], memory[1] = others[lane], others[lane + 32]
+        target[lane], target[lane + 32] = low, high
+        _leave(warp, place, types.int64(16))
+    return 0
+
+
+@lowers("atom", "red")
+def lower_atomic(low: Lowering, ins: Instruction) -> None:
+    mods = Modifiers(ins)
+    is_red = mods.name == "red"
+    has_policy = take_cache_hints(mods)
+    flags, space = order_of(mods, SCOPE_GPU) | IS_STRONG, space_of(mods)
+    if space not in (GENERIC, GLOBAL, SHARED, SHARED_CLUSTER):
+        raise low.refuse("this space")
+    count = {"": 1, "v2": 2, "v4": 4, "v8": 8}[mods.one_of(("v2", "v4", "v8"), "")]
+    name = mods.one_of(OPERATIONS_OF)
+    code, kinds = OPERATIONS_OF[name]
+    is_unflushed = mods.take("noftz")
+    kind = mods.type(kinds)
+    mods.done()
+    if is_unflushed != (kind in _HALVES):
+        raise low.refuse(".noftz stands with 16-bit floats and nowhere else")
+    if is_red and name in ("exch", "cas"):
+        raise low.refuse("atom has this operation alone")
+    size = TYPE_BYTES[kind]
+    if count > 1 and (kind not in (*_HALVES, "f32") or size * count > 16):
+        raise low.refuse(f"a vector of {count}")
+    operands = list(mods.operands(*(n + has_policy for n in ((2,) if is_red else (4,) if name == "cas" else (3,)))))
+    target: Operand = Sink() if is_red else operands.pop(0)
+    address, offset = low.address(operands[0], 64)
+    low_code = _KINDS.get(kind, UNSIGNED) << 8 | code
+    if size == 16:
+        third = operands[2] if name == "cas" else operands[1]
+        places = [low.slot(operands[1], 128), low.slot(third, 128)]
+        low.call("atomic_128", address, offset, space, code, flags, low.destination(target, 128), *places)
+        return
+    bits = 64 if size == 8 else 32
+    values = list(operands[1].items) if isinstance(operands[1], Vector) else [operands[1]]
+    targets = list(target.items) if isinstance(target, Vector) else [target] * count
+    if len(values) != count or len(targets) != count:
+        raise low.refuse(f"{len(values)} values for {count} elements")
+    # All elements are read before the first result is written, into the same register perhaps.
+    slots = [low.slot(value, bits) if count == 1 else low.spill(low.value(value, "b32")) for value in values]
+    for index, (to, operand) in enumerate(zip(targets, slots)):
+        other = low.slot(operands[2], bits) if name == "cas" else operand
+        align = size * count if index == 0 else size
+        place = low.destination(to, bits)
+        low.call(
+            f"atomic_{bits}", address, offset + index * size, space, low_code, size, align, flags, place, operand, other
+        )

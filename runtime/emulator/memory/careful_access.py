@@ -1,0 +1,268 @@
+"""A warp's loads and stores, the careful way: lane by lane, with every check that the launch asks for.
+
+`quick_access.py` sends here whatever it cannot do. Also the ranges that asynchronous instructions touch.
+"""
+
+from __future__ import annotations
+
+from numba import types
+
+from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at, u8_at, u16_at, u32_at, u64_at
+from runtime.emulator.async_copies.proxy import wrote
+from runtime.emulator.execution.fault import FaultKind, report
+from runtime.emulator.execution.traffic import count_access
+from runtime.emulator.execution.warp_state import (
+    BLOCK_PROXY,
+    BLOCK_SHARED,
+    BLOCK_SHARED_BYTES,
+    BLOCK_SHARED_SHADOW,
+    CHECK_RACES,
+    COUNT_MEMORY,
+    LAUNCH_ARENA,
+    LAUNCH_ARENA_BYTES,
+    LAUNCH_ARENA_SHADOW,
+    LAUNCH_CHECKS,
+    WARP_CLOCK,
+    WARP_LAUNCH,
+)
+from runtime.emulator.memory.locate import (
+    BLOCK,
+    GLOBAL,
+    HOST,
+    LOAD,
+    SHADOW,
+    SHARED,
+    STORE,
+    check_bytes,
+    locate,
+    mark_written,
+)
+from runtime.emulator.memory.pointers import bytes_equal, stack_longs
+from runtime.emulator.races.accesses import ACCESS_NC, ACCESS_SAME, ACCESS_STRONG, lane_races, run_is_fine
+from runtime.emulator.races.clocks import SCOPE_GPU, strong_read, strong_write
+from runtime.emulator.translation.operations import operation
+
+# --- what an instruction's modifiers mean, as bits of `flags` ---
+IS_STORE = 1
+IS_SIGNED = 2  # a loaded element is extended with its sign, to 32 or 64 bits as the slot is
+IS_HALF = 4  # …but into a 16-bit register: the upper half of the slot stays 0
+IS_STRONG = 8  # .volatile, .relaxed, .acquire, .release
+IS_RELEASE = 16
+IS_NC = 32
+SCOPE_SHIFT = 8  # one of clocks.SCOPE_…
+
+_OUT_OF_BOUNDS = int(FaultKind.OUT_OF_BOUNDS)
+_LANES_DIFFER = int(FaultKind.LANES_DIFFER)
+
+
+@njit
+def element(address, size):
+    """`size` bytes as an unsigned number."""
+    if size == 4:
+        return types.uint64(u32_at(address)[0])
+    if size == 8:
+        return u64_at(address)[0]
+    if size == 2:
+        return types.uint64(u16_at(address)[0])
+    return types.uint64(u8_at(address)[0])
+
+
+@njit
+def set_element(address, size, value):
+    if size == 4:
+        u32_at(address)[0] = value
+    elif size == 8:
+        u64_at(address)[0] = value
+    elif size == 2:
+        u16_at(address)[0] = value
+    else:
+        u8_at(address)[0] = value
+
+
+@njit
+def slot_value(slot, lane, is_wide):
+    """A lane of a slot by the slot's address."""
+    return u64_at(slot)[lane] if is_wide else types.uint64(u32_at(slot)[lane])
+
+
+@njit
+def _is_same(places, slots, lane, size, count, is_wide):
+    """Whether a store would change nothing."""
+    mask = types.uint64(0xFFFFFFFFFFFFFFFF) >> types.uint64(64 - 8 * size)
+    for index in range(count):
+        if element(places[lane] + index * size, size) != slot_value(slots[index], lane, is_wide) & mask:
+            return False
+    return True
+
+
+@njit
+def races_of_lane(warp, site, place, block_address, size, lane, action, flags, same):
+    """One lane's access as the race checker sees it. Returns 1 with a fault reported, or 0."""
+    access = (ACCESS_STRONG if flags & IS_STRONG else 0) | (ACCESS_NC if flags & IS_NC else 0)
+    return lane_races(warp, site, place, block_address, size, lane, action, access | (ACCESS_SAME if same else 0))
+
+
+@njit
+def _check_races(warp, site, mask, places, blocks, slots, size, count, is_wide, flags):
+    """The race checker's view of a warp's load or store, before the data moves."""
+    is_store, total, scope = flags & IS_STORE, size * count, flags >> SCOPE_SHIFT
+    lane = 0
+    while lane < 32:
+        if not mask >> lane & 1 or blocks[lane] < 0:
+            lane += 1
+            continue
+        first = lane
+        if flags & IS_STRONG:
+            if not is_store:
+                strong_read(warp, places[lane], scope)
+        else:
+            while lane < 31 and mask >> (lane + 1) & 1 and blocks[lane + 1] == blocks[first]:
+                step = places[lane + 1] - places[lane]
+                if step != total and (step != 0 or is_store):
+                    break
+                lane += 1
+            length = places[lane] + total - places[first]
+            if run_is_fine(warp, places[first], blocks[first], length, is_store, first, total):
+                lane += 1
+                continue
+        while first <= lane:
+            same = is_store != 0 and _is_same(places, slots, first, size, count, is_wide)
+            action = STORE if is_store else LOAD
+            if races_of_lane(warp, site, places[first], blocks[first], total, first, action, flags, same):
+                return 1
+            if is_store and flags & IS_STRONG:
+                strong_write(warp, places[first], scope, flags & IS_RELEASE != 0)
+            first += 1
+        lane += 1
+    return 0
+
+
+@njit
+def _move_lanes(mask, places, slots, size, count, is_wide, is_store):
+    for lane in range(32):
+        if mask >> lane & 1:
+            at = places[lane]
+            for index in range(count):
+                slot = slots[index]
+                if is_store:
+                    set_element(at, size, slot_value(slot, lane, is_wide))
+                elif is_wide:
+                    u64_at(slot)[lane] = element(at, size)
+                else:
+                    u32_at(slot)[lane] = element(at, size)
+                at += size
+
+
+@njit
+def _after_store(warp, site, mask, places, blocks, shadows, slots, size, count, is_wide, space, checks):
+    """Marks what was written, and finds lanes that wrote different values to one place."""
+    total = size * count
+    for lane in range(32):
+        if mask >> lane & 1:
+            mark_written(shadows[lane], total)
+            if blocks[lane] > 0:
+                block = i64_at(blocks[lane])
+                if block[BLOCK_PROXY]:
+                    wrote(blocks[lane], warp, places[lane] - block[BLOCK_SHARED], total)
+    if checks & CHECK_RACES:
+        for lane in range(32):
+            if mask >> lane & 1 and not _is_same(places, slots, lane, size, count, is_wide):
+                shown = places[lane]
+                if blocks[lane] > 0:
+                    shown -= i64_at(blocks[lane])[BLOCK_SHARED]
+                return report(warp, _LANES_DIFFER, site, lane, shown, STORE, total, space, shown)
+    return 0
+
+
+@operation("memory_careful", "qliiiiillllllll")
+def memory_careful(
+    warp, mask, site, addresses, offset, space, size, count, is_wide, flags, s0, s1, s2, s3, s4, s5, s6, s7
+):  # fmt: skip
+    """A load or store of any kind, with every check that the launch asks for. Slots come as addresses."""
+    places, blocks, shadows, slots = stack_longs(32), stack_longs(32), stack_longs(32), stack_longs(8)
+    place = stack_longs(3)
+    slots[0], slots[1], slots[2], slots[3], slots[4], slots[5], slots[6], slots[7] = s0, s1, s2, s3, s4, s5, s6, s7
+    checks = i64_at(warp[WARP_LAUNCH])[LAUNCH_CHECKS]
+    total = size * count
+    action = STORE if flags & IS_STORE else LOAD
+    for lane in range(32):
+        if mask >> lane & 1:
+            address = types.int64(addresses[lane]) + offset
+            if locate(warp, site, lane, address, total, action, space, place):
+                return 1
+            places[lane], blocks[lane], shadows[lane] = place[HOST], place[BLOCK], place[SHADOW]
+            if check_bytes(warp, site, lane, address, total, action, space, place[SHADOW]):
+                return 1
+    if checks & COUNT_MEMORY:
+        count_access(warp, site, mask, places, blocks, total)
+    is_racing = warp[WARP_CLOCK] != 0 and checks & CHECK_RACES != 0
+    if is_racing and _check_races(warp, site, mask, places, blocks, slots, size, count, is_wide, flags):
+        return 1
+    _move_lanes(mask, places, slots, size, count, is_wide, action == STORE)
+    if action == STORE:
+        return _after_store(warp, site, mask, places, blocks, shadows, slots, size, count, is_wide, space, checks)
+    if flags & IS_SIGNED:
+        for index in range(count):
+            extend_sign(mask, slots[index], size, is_wide, flags)
+    return 0
+
+
+@njit
+def extend_sign(mask, slot, size, is_wide, flags):
+    """Elements that were extended with zeros get their sign."""
+    keep = types.int64(0xFFFF) if flags & IS_HALF else types.int64(-1)
+    shift = 64 - 8 * size
+    for lane in range(32):
+        if mask >> lane & 1:
+            if is_wide:
+                u64_at(slot)[lane] = (types.int64(u64_at(slot)[lane]) << shift) >> shift
+            else:
+                u32_at(slot)[lane] = types.uint32(((types.int64(u32_at(slot)[lane]) << shift) >> shift) & keep)
+
+
+# --- for asynchronous instructions: ranges of one lane ---
+
+
+@njit
+def note_range(warp, site, lane, block_address, host, size, action, source):
+    """Tells the race checker of a range that an instruction reads or writes at once, outside of loads and stores.
+
+    `block_address`: the block whose shared memory it is, 0 for device memory. `source`: the host address of the bytes
+    that a store writes; 0 for a load, or where they do not lie in one piece. Returns 1 with a fault reported, or 0.
+    """
+    if warp[WARP_CLOCK] == 0:
+        return 0
+    launch = i64_at(warp[WARP_LAUNCH])
+    if not launch[LAUNCH_CHECKS] & CHECK_RACES:
+        return 0
+    if block_address == 0 and not 0 <= host - launch[LAUNCH_ARENA] <= launch[LAUNCH_ARENA_BYTES] - size:
+        return 0
+    flags = SCOPE_GPU << SCOPE_SHIFT
+    same = source != 0 and bytes_equal(host, source, size)
+    return races_of_lane(warp, site, host, block_address, size, lane, action, flags, same)
+
+
+@njit
+def check_range(warp, site, lane, block_address, host, size, action, source):
+    """Bounds, life and contents of a range that an asynchronous instruction of one lane touches, and its races.
+
+    A store is not marked as written: that is for when it lands. `source` is as in `note_range`. Returns 1 with a fault
+    reported, or 0.
+    """
+    launch = i64_at(warp[WARP_LAUNCH])
+    if block_address != 0:
+        block = i64_at(block_address)
+        offset = host - block[BLOCK_SHARED]
+        if offset < 0 or offset + size > block[BLOCK_SHARED_BYTES]:
+            return report(warp, _OUT_OF_BOUNDS, site, lane, offset, action, size, SHARED, offset)
+        shadow = block[BLOCK_SHARED_SHADOW] + offset if block[BLOCK_SHARED_SHADOW] else 0
+        if check_bytes(warp, site, lane, offset, size, action, SHARED, shadow):
+            return 1
+    else:
+        relative = host - launch[LAUNCH_ARENA]
+        if not 0 <= relative <= launch[LAUNCH_ARENA_BYTES] - size:
+            return report(warp, _OUT_OF_BOUNDS, site, lane, host, action, size, GLOBAL, host)
+        if check_bytes(warp, site, lane, host, size, action, GLOBAL, launch[LAUNCH_ARENA_SHADOW] + relative):
+            return 1
+    return note_range(warp, site, lane, block_address, host, size, action, source)

@@ -1,0 +1,137 @@
+"""The sentence for a fault of memory: what was done, to which bytes, what lies there or next to them, and who else.
+
+Needs what a fault record's numbers do not say: the machine's allocations, the kernel's shared variables, the shape of
+the launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from runtime.emulator.execution.fault import FaultKind
+from runtime.emulator.execution.warp_state import SHARED_OFFSET_MASK, SHARED_RANK_SHIFT
+from runtime.emulator.memory.device_memory import Machine
+from runtime.emulator.memory.locate import (
+    ACTIONS,
+    CONST,
+    GENERIC,
+    GLOBAL,
+    LOCAL,
+    PARAM,
+    SHARED_CLUSTER,
+    SPACE_NAMES,
+)
+from runtime.emulator.races.accesses import IN_SHARED
+from runtime.emulator.translation.variables import SharedLayout
+
+Dim3 = tuple[int, int, int]
+_RACES = {
+    FaultKind.NC_WRITTEN: (
+        "a .nc load of {place}, which {other} has written in this launch: .nc is for data that nobody writes"
+    ),
+    FaultKind.RACE_READ_AFTER_WRITE: (
+        "a race: this reads {place}, which {other} has written, and nothing orders the two"
+    ),
+    FaultKind.RACE_WRITE_AFTER_WRITE: (
+        "a race: this writes {place}, which {other} has written another value to, and nothing orders the two"
+    ),
+    FaultKind.RACE_WRITE_AFTER_READ: "a race: this writes {place}, which {other} has read, and nothing orders the two",
+    FaultKind.RACE_WITHIN_WARP: (
+        "a race: this reads {place}, which {other} of the same warp has written, with no bar.warp.sync between the two"
+    ),
+}
+_REASONS = {
+    FaultKind.OUT_OF_BOUNDS: "which is outside of every allocation",
+    FaultKind.ACCESS_AFTER_FREE: "which has been freed",
+    FaultKind.UNINITIALIZED: "which nothing has written",
+    FaultKind.NO_PEER_ACCESS: "which belongs to another device",
+    FaultKind.WRONG_SPACE: "which is not in the instruction's state space",
+    FaultKind.IMMUTABLE_WRITTEN: "which was declared immutable",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchShape:
+    """What a sentence needs to know of a launch: blocks, threads a block, blocks a cluster, dynamic shared bytes."""
+
+    grid: Dim3
+    block: Dim3
+    cluster: Dim3
+    dynamic_bytes: int
+
+    def warp_name(self, agent: int, lane: int) -> str:
+        """A thread by its warp's number in the launch (cluster after cluster); the warp where the lane is unknown."""
+        threads = self.block[0] * self.block[1] * self.block[2]
+        num_warps = -(-threads // 32)
+        cx, cy, cz = self.cluster
+        number, warp = divmod(agent, num_warps)
+        cluster, rank = divmod(number, cx * cy * cz)
+        wide, high = self.grid[0] // cx, self.grid[1] // cy
+        block = (
+            cluster % wide * cx + rank % cx,
+            cluster // wide % high * cy + rank // cx % cy,
+            cluster // (wide * high) * cz + rank // (cx * cy),
+        )
+        if lane < 0:
+            return f"warp {warp} of block {block}"
+        thread = 32 * warp + lane
+        x, y = self.block[0], self.block[1]
+        return f"thread {(thread % x, thread // x % y, thread // (x * y))} of block {block}"
+
+    def cluster_of(self, linear: int) -> int:
+        """The number of the cluster that a block, by its linear index, is in."""
+        gx, gy, _ = self.grid
+        x, y, z = linear % gx, linear // gx % gy, linear // (gx * gy)
+        cx, cy, cz = self.cluster
+        return x // cx + gx // cx * (y // cy + gy // cy * (z // cz))
+
+
+def is_memory_fault(kind: FaultKind) -> bool:
+    return FaultKind.OUT_OF_BOUNDS <= kind <= FaultKind.IMMUTABLE_WRITTEN
+
+
+def kind_of(kind: FaultKind, record: Sequence[int], machine: Machine) -> FaultKind:
+    """The kind that a record means: its shadow bytes alone do not tell what was freed from what never was."""
+    in_device_memory = int(record[8]) in (GENERIC, GLOBAL, CONST)
+    if kind == FaultKind.OUT_OF_BOUNDS and in_device_memory and machine.is_freed(int(record[5])):
+        return FaultKind.ACCESS_AFTER_FREE
+    return kind
+
+
+def explain(kind: FaultKind, record: Sequence[int], machine: Machine, layout: SharedLayout, shape: LaunchShape) -> str:
+    """The sentence for a memory fault's record (execution/fault.py and locate.py say what its numbers mean)."""
+    _, _, _, _, block, address, a, b, c, d = (int(value) for value in record[:10])
+    if kind in _RACES:
+        is_shared = a == IN_SHARED
+        place = _place(address, SHARED_CLUSTER if is_shared else GLOBAL, machine, layout, shape)
+        if is_shared:
+            warps = -(-(shape.block[0] * shape.block[1] * shape.block[2]) // 32)
+            c += shape.cluster_of(block) * shape.cluster[0] * shape.cluster[1] * shape.cluster[2] * warps
+        return _RACES[kind].format(place=place, other=shape.warp_name(c, d))
+    if kind == FaultKind.LANES_DIFFER:
+        return f"two lanes of this instruction write different values to {_place(address, c, machine, layout, shape)}"
+    what = f"a {ACTIONS[a]} of {b} bytes at {SPACE_NAMES[c]} address {d:#x}"
+    if kind == FaultKind.MISALIGNED:
+        return f"{what}, which is no multiple of {b}"
+    at = "" if address == d else f", whose byte {address - d} is at {address:#x}"
+    return f"{what}{at}, {_REASONS[kind]}: {_there(address, c, machine, layout, shape)}"
+
+
+def _place(address: int, space: int, machine: Machine, layout: SharedLayout, shape: LaunchShape) -> str:
+    return f"{address:#x} ({_there(address, space, machine, layout, shape)})"
+
+
+def _there(address: int, space: int, machine: Machine, layout: SharedLayout, shape: LaunchShape) -> str:
+    """What lies at an address of a space, or next to it."""
+    if space in (GENERIC, GLOBAL, CONST):
+        return machine.describe(address)
+    if space == LOCAL:
+        return "local memory is smaller"
+    if space == PARAM:
+        return "the kernel's parameters are fewer"
+    if address < 0 or address >> 32:
+        return "no address of shared memory"
+    rank = (address >> SHARED_RANK_SHIFT) - 1
+    words = layout.name_at(address & SHARED_OFFSET_MASK, shape.dynamic_bytes)
+    return words if rank < 0 else f"{words}, of the cluster's block {rank}"

@@ -1,0 +1,423 @@
+"""The rules of races: accesses to one place that nothing orders, at least one of them a write.
+
+For each granule (1, 2 or 4 bytes, the smallest access of the kernel) of shared memory: the epoch of its last write and
+the clock of every warp's last read; of device memory: the epoch of its last write, and of its last read by a warp of an
+even and of an odd cluster (so some reads are forgotten before a conflicting write comes: a race may be missed there,
+none is invented). An epoch is clock << 32 | warp << 6 | is strong << 5 | lane.
+
+Not races: two strong accesses (atomics, .volatile, .relaxed and stronger), two writes of the same value, whatever a
+barrier, an mbarrier or a published fence orders. A plain read of what another lane of the same warp wrote since the
+last bar.warp.sync is one.
+
+A `_run` looks at a contiguous range at once and says True where nothing can be wrong, having noted the access; else the
+caller asks lane by lane, by a `_lane`, which reports. `lane_entry` and `run_entry` are compiled once, for the first
+launch that checks races, and called by their addresses (`accesses.py`).
+"""
+
+from __future__ import annotations
+
+from numba import types
+
+from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at, u32_at, u64_at
+from runtime.emulator.execution.fault import FaultKind, report
+from runtime.emulator.execution.warp_state import (
+    BLOCK_SHARED,
+    BLOCK_SHARED_RACES,
+    LAUNCH_ARENA,
+    LAUNCH_ARENA_BYTES,
+    WARP_CLOCK,
+    WARP_LAUNCH,
+)
+from runtime.emulator.races.accesses import (
+    ACCESS_NC,
+    ACCESS_SAME,
+    ACCESS_STRONG,
+    IN_GLOBAL,
+    IN_SHARED,
+    LOAD,
+    STORE,
+)
+from runtime.emulator.races.clocks import (
+    CLOCK_CLUSTER,
+    CLOCK_FLOOR,
+    CLOCK_INDEX,
+    CLOCK_NOW,
+    CLOCK_RACES,
+    CLOCK_VECTOR,
+    RACES_BASE,
+    RACES_GLOBAL_READS,
+    RACES_GLOBAL_WRITES,
+    RACES_SHIFT,
+    RACES_WIDTH,
+    SHARED_GRANULES,
+    SHARED_LATEST_READ,
+    SHARED_READS,
+    SHARED_WRITES,
+)
+from runtime.emulator.races.shadow_vectors import (
+    CHUNK,
+    count_16_longs,
+    fill_16_longs,
+    fill_16_words,
+    highest_16_longs,
+    highest_16_words,
+    raise_16_words,
+)
+from runtime.emulator.races.vector_clocks import known
+
+_READ_AFTER_WRITE = int(FaultKind.RACE_READ_AFTER_WRITE)
+_WRITE_AFTER_WRITE = int(FaultKind.RACE_WRITE_AFTER_WRITE)
+_WRITE_AFTER_READ = int(FaultKind.RACE_WRITE_AFTER_READ)
+_WITHIN_WARP = int(FaultKind.RACE_WITHIN_WARP)
+_NC_WRITTEN = int(FaultKind.NC_WRITTEN)
+
+_STRONG = 32
+
+
+@njit
+def _epoch(record, agent, lane, strong):
+    return (record[CLOCK_NOW] << 32) | (agent << 6) | (strong << 5) | lane
+
+
+@njit
+def _highest(address, count):
+    """Of `count` epochs."""
+    highest = types.uint64(0)
+    while count >= CHUNK:
+        highest = max(highest, highest_16_longs(address))
+        address += CHUNK * 8
+        count -= CHUNK
+    while count > 0:
+        highest = max(highest, u64_at(address)[0])
+        address += 8
+        count -= 1
+    return highest
+
+
+@njit
+def _highest_clock(address, count):
+    """Of `count` clocks."""
+    highest = types.int64(0)
+    while count >= CHUNK:
+        highest = max(highest, highest_16_words(address))
+        address += CHUNK * 4
+        count -= CHUNK
+    while count > 0:
+        highest = max(highest, types.int64(u32_at(address)[0]))
+        address += 4
+        count -= 1
+    return highest
+
+
+@njit
+def _set_run(address, count, epoch, shift):
+    """Each lane's own epoch; a lane has 1 << shift granules."""
+    done = 0
+    while count - done >= CHUNK:
+        # A lane of more granules than CHUNK does not exist, so a chunk begins with a new lane or inside of none.
+        count_16_longs(address + done * 8, epoch + (done >> shift), shift)
+        done += CHUNK
+    while done < count:
+        i64_at(address)[done] = epoch + (done >> shift)
+        done += 1
+
+
+@njit
+def _fill(address, count, value):
+    while count >= CHUNK:
+        fill_16_longs(address, value)
+        address += CHUNK * 8
+        count -= CHUNK
+    while count > 0:
+        i64_at(address)[0] = value
+        address += 8
+        count -= 1
+
+
+# --- shared memory; `area` is the races array of the block that owns it, offsets are shared addresses ---
+
+
+@njit
+def _shared_read_run(record, area, offset, size):
+    """A plain read of `size` bytes by one warp."""
+    races = i64_at(record[CLOCK_RACES])
+    shift = races[RACES_SHIFT]
+    first = offset >> shift
+    count = ((offset + size - 1) >> shift) - first + 1
+    if _highest(area[SHARED_WRITES] + first * 8, count) >> 32 > record[CLOCK_FLOOR]:
+        return False
+    _note_shared_read(record, area, first, count)
+    return True
+
+
+@njit
+def _note_shared_read(record, area, first, count):
+    now = record[CLOCK_NOW]
+    row = area[SHARED_READS] + (record[CLOCK_INDEX] * area[SHARED_GRANULES] + first) * 4
+    latest = area[SHARED_LATEST_READ] + first * 4
+    while count >= CHUNK:
+        fill_16_words(row, now)
+        raise_16_words(latest, now)
+        row += CHUNK * 4
+        latest += CHUNK * 4
+        count -= CHUNK
+    while count > 0:
+        u32_at(row)[0] = now
+        u32_at(latest)[0] = max(types.int64(u32_at(latest)[0]), now)
+        row += 4
+        latest += 4
+        count -= 1
+
+
+@njit
+def _shared_write_run(record, area, offset, size, lane, lane_bytes):
+    """A plain write by lanes from `lane` on, `lane_bytes` each."""
+    races = i64_at(record[CLOCK_RACES])
+    shift = races[RACES_SHIFT]
+    first = offset >> shift
+    count = ((offset + size - 1) >> shift) - first + 1
+    floor = record[CLOCK_FLOOR]
+    if _highest(area[SHARED_WRITES] + first * 8, count) >> 32 > floor:
+        return False
+    if _highest_clock(area[SHARED_LATEST_READ] + first * 4, count) > floor:
+        return False
+    lane_shift = 0
+    while (1 << (lane_shift + shift)) < lane_bytes:
+        lane_shift += 1
+    _set_run(area[SHARED_WRITES] + first * 8, count, _epoch(record, record[CLOCK_INDEX], lane, 0), lane_shift)
+    return True
+
+
+@njit
+def _shared_read_lane(warp, site, record, area, offset, size, lane, strong):
+    """A read by one lane. Returns 1 with the fault reported, or 0."""
+    races = i64_at(record[CLOCK_RACES])
+    shift = races[RACES_SHIFT]
+    first = offset >> shift
+    count = ((offset + size - 1) >> shift) - first + 1
+    writes = i64_at(area[SHARED_WRITES] + first * 8)
+    vector = u32_at(record[CLOCK_VECTOR])
+    for index in range(count):
+        epoch = writes[index]
+        clock = epoch >> 32
+        if clock > record[CLOCK_FLOOR] and not (strong and epoch & _STRONG):
+            writer = (epoch & 0xFFFFFFFF) >> 6
+            at = offset + (index << shift)
+            if writer == record[CLOCK_INDEX]:
+                if clock == record[CLOCK_NOW] and epoch & 31 != lane and not strong and not epoch & _STRONG:
+                    return report(warp, _WITHIN_WARP, site, lane, at, IN_SHARED, size, writer, epoch & 31)
+            elif clock > vector[writer]:
+                return report(warp, _READ_AFTER_WRITE, site, lane, at, IN_SHARED, size, writer, epoch & 31)
+    if not strong:
+        _note_shared_read(record, area, first, count)
+    return 0
+
+
+@njit
+def _shared_write_lane(warp, site, record, area, offset, size, lane, strong, same):
+    """A write by one lane; `same`: the value is what is there already. Returns 1 with the fault reported, or 0."""
+    races = i64_at(record[CLOCK_RACES])
+    shift, width = races[RACES_SHIFT], races[RACES_WIDTH]
+    first = offset >> shift
+    count = ((offset + size - 1) >> shift) - first + 1
+    writes = i64_at(area[SHARED_WRITES] + first * 8)
+    latest = u32_at(area[SHARED_LATEST_READ] + first * 4)
+    vector = u32_at(record[CLOCK_VECTOR])
+    me = record[CLOCK_INDEX]
+    mine = _epoch(record, me, lane, strong)
+    for index in range(count):
+        epoch = writes[index]
+        clock = epoch >> 32
+        at = offset + (index << shift)
+        if clock > record[CLOCK_FLOOR] and not same and not (strong and epoch & _STRONG):
+            writer = (epoch & 0xFFFFFFFF) >> 6
+            if writer != me and clock > vector[writer]:
+                return report(warp, _WRITE_AFTER_WRITE, site, lane, at, IN_SHARED, size, writer, epoch & 31)
+        if latest[index] > record[CLOCK_FLOOR] and not same:
+            reads = u32_at(area[SHARED_READS] + (first + index) * 4)
+            for reader in range(width):
+                if reader != me and reads[reader * area[SHARED_GRANULES]] > vector[reader]:
+                    return report(warp, _WRITE_AFTER_READ, site, lane, at, IN_SHARED, size, reader, -1)
+        writes[index] = mine
+    return 0
+
+
+# --- device memory ---
+
+
+@njit
+def _reads_of(races, launch, agent):
+    """The address of the read epochs that this warp's cluster writes."""
+    granules = launch[LAUNCH_ARENA_BYTES] >> races[RACES_SHIFT]
+    parity = (agent // races[RACES_WIDTH]) & 1
+    return races[RACES_GLOBAL_READS] + parity * granules * 8
+
+
+@njit
+def _global_read_run(warp, record, address, size):
+    """A plain read of `size` bytes by one warp."""
+    races, launch = i64_at(record[CLOCK_RACES]), i64_at(warp[WARP_LAUNCH])
+    shift = races[RACES_SHIFT]
+    first = (address - launch[LAUNCH_ARENA]) >> shift
+    count = ((address - launch[LAUNCH_ARENA] + size - 1) >> shift) - first + 1
+    if _highest(races[RACES_GLOBAL_WRITES] + first * 8, count) >> 32 > races[RACES_BASE]:
+        return False
+    cluster = record[CLOCK_CLUSTER]
+    _fill(_reads_of(races, launch, cluster) + first * 8, count, _epoch(record, cluster + record[CLOCK_INDEX], 0, 0))
+    return True
+
+
+@njit
+def _global_write_run(warp, record, address, size, lane, lane_bytes):
+    """A plain write by lanes from `lane` on, `lane_bytes` each."""
+    races, launch = i64_at(record[CLOCK_RACES]), i64_at(warp[WARP_LAUNCH])
+    shift, base = races[RACES_SHIFT], races[RACES_BASE]
+    first = (address - launch[LAUNCH_ARENA]) >> shift
+    count = ((address - launch[LAUNCH_ARENA] + size - 1) >> shift) - first + 1
+    if _highest(races[RACES_GLOBAL_WRITES] + first * 8, count) >> 32 > base:
+        return False
+    granules = launch[LAUNCH_ARENA_BYTES] >> shift
+    if _highest(races[RACES_GLOBAL_READS] + first * 8, count) >> 32 > base:
+        return False
+    if _highest(races[RACES_GLOBAL_READS] + (granules + first) * 8, count) >> 32 > base:
+        return False
+    lane_shift = 0
+    while (1 << (lane_shift + shift)) < lane_bytes:
+        lane_shift += 1
+    agent = record[CLOCK_CLUSTER] + record[CLOCK_INDEX]
+    _set_run(races[RACES_GLOBAL_WRITES] + first * 8, count, _epoch(record, agent, lane, 0), lane_shift)
+    return True
+
+
+@njit
+def _global_read_lane(warp, site, record, address, size, lane, strong, is_nc):
+    """A read by one lane; `is_nc`: through the read-only path. Returns 1 with the fault reported, or 0."""
+    races, launch = i64_at(record[CLOCK_RACES]), i64_at(warp[WARP_LAUNCH])
+    shift = races[RACES_SHIFT]
+    first = (address - launch[LAUNCH_ARENA]) >> shift
+    count = ((address - launch[LAUNCH_ARENA] + size - 1) >> shift) - first + 1
+    writes = i64_at(races[RACES_GLOBAL_WRITES] + first * 8)
+    me = record[CLOCK_CLUSTER] + record[CLOCK_INDEX]
+    for index in range(count):
+        epoch = writes[index]
+        clock = epoch >> 32
+        if clock > races[RACES_BASE]:
+            writer = (epoch & 0xFFFFFFFF) >> 6
+            at = address + (index << shift)
+            if is_nc:
+                return report(warp, _NC_WRITTEN, site, lane, at, IN_GLOBAL, size, writer, epoch & 31)
+            if strong and epoch & _STRONG:
+                continue
+            if writer == me:
+                if clock == record[CLOCK_NOW] and epoch & 31 != lane and not strong and not epoch & _STRONG:
+                    return report(warp, _WITHIN_WARP, site, lane, at, IN_GLOBAL, size, writer, epoch & 31)
+            elif clock > known(record, races, writer):
+                return report(warp, _READ_AFTER_WRITE, site, lane, at, IN_GLOBAL, size, writer, epoch & 31)
+    if not strong:
+        _fill(_reads_of(races, launch, record[CLOCK_CLUSTER]) + first * 8, count, _epoch(record, me, lane, 0))
+    return 0
+
+
+@njit
+def _global_write_lane(warp, site, record, address, size, lane, strong, same):
+    """A write by one lane; `same`: the value is what is there already. Returns 1 with the fault reported, or 0."""
+    races, launch = i64_at(record[CLOCK_RACES]), i64_at(warp[WARP_LAUNCH])
+    shift, base = races[RACES_SHIFT], races[RACES_BASE]
+    first = (address - launch[LAUNCH_ARENA]) >> shift
+    count = ((address - launch[LAUNCH_ARENA] + size - 1) >> shift) - first + 1
+    granules = launch[LAUNCH_ARENA_BYTES] >> shift
+    writes = i64_at(races[RACES_GLOBAL_WRITES] + first * 8)
+    reads = i64_at(races[RACES_GLOBAL_READS] + first * 8)
+    me = record[CLOCK_CLUSTER] + record[CLOCK_INDEX]
+    mine = _epoch(record, me, lane, strong)
+    for index in range(count):
+        at = address + (index << shift)
+        epoch = writes[index]
+        clock = epoch >> 32
+        if clock > base and not same and not (strong and epoch & _STRONG):
+            writer = (epoch & 0xFFFFFFFF) >> 6
+            if writer != me and clock > known(record, races, writer):
+                return report(warp, _WRITE_AFTER_WRITE, site, lane, at, IN_GLOBAL, size, writer, epoch & 31)
+        if not same:
+            for parity in range(2):
+                read = reads[parity * granules + index]
+                if read >> 32 > base:
+                    reader = (read & 0xFFFFFFFF) >> 6
+                    if reader != me and read >> 32 > known(record, races, reader):
+                        return report(warp, _WRITE_AFTER_READ, site, lane, at, IN_GLOBAL, size, reader, -1)
+        writes[index] = mine
+    return 0
+
+
+@njit
+def lane_entry(warp_address, site, place, block_address, size, lane, action, flags):
+    """One lane's access as the race checker sees it. Returns 1 with a fault reported, or 0."""
+    warp = i64_at(warp_address)
+    record = i64_at(warp[WARP_CLOCK])
+    strong, is_nc, same = flags & ACCESS_STRONG, (flags & ACCESS_NC) >> 1, (flags & ACCESS_SAME) >> 2
+    if block_address == 0:
+        if action != STORE and _global_read_lane(warp, site, record, place, size, lane, strong, is_nc):
+            return types.int64(1)
+        if action == LOAD:
+            return types.int64(0)
+        return types.int64(_global_write_lane(warp, site, record, place, size, lane, strong, same))
+    block = i64_at(block_address)
+    area, offset = i64_at(block[BLOCK_SHARED_RACES]), place - block[BLOCK_SHARED]
+    if action != STORE and _shared_read_lane(warp, site, record, area, offset, size, lane, strong):
+        return types.int64(1)
+    if action == LOAD:
+        return types.int64(0)
+    return types.int64(_shared_write_lane(warp, site, record, area, offset, size, lane, strong, same))
+
+
+@njit
+def run_entry(warp_address, first, block_address, size, is_store, lane, lane_bytes):
+    """A contiguous range of lanes from `lane` on. Returns 1 where nothing can be wrong, having noted it, or 0."""
+    warp = i64_at(warp_address)
+    record = i64_at(warp[WARP_CLOCK])
+    if block_address == 0:
+        if is_store:
+            return types.int64(_global_write_run(warp, record, first, size, lane, lane_bytes))
+        return types.int64(_global_read_run(warp, record, first, size))
+    block = i64_at(block_address)
+    area, offset = i64_at(block[BLOCK_SHARED_RACES]), first - block[BLOCK_SHARED]
+    if is_store:
+        return types.int64(_shared_write_run(record, area, offset, size, lane, lane_bytes))
+    return types.int64(_shared_read_run(record, area, offset, size))
+
+
+@njit
+def warp_entry(warp_address, mask, addresses_address, offset, start, limit, block_address, shape):
+    """A whole warp's plain access. Returns 1 where nothing can be wrong, having noted it, or 0.
+
+    The lanes' addresses, plus `offset`, lie in a window that begins at `start` and has `limit` bytes: shared memory of
+    a block, or the arena. `shape` is the bytes a lane, plus 256 for a store. Lanes of a store have to ascend.
+    """
+    addresses = i64_at(addresses_address)
+    is_store, size = shape >> 8, shape & 255
+    base = i64_at(block_address)[BLOCK_SHARED] if block_address != 0 else start
+    shift = offset - start
+    lane, above = types.int64(0), types.int64(-1)
+    while lane < 32:
+        if not (mask >> lane) & 1:
+            lane += 1
+            continue
+        first, begin = lane, addresses[lane] + shift
+        end = begin + size
+        if begin < 0 or begin > limit - size or (is_store and begin < above):
+            return types.int64(0)
+        while lane < 31 and (mask >> (lane + 1)) & 1:
+            following = addresses[lane + 1] + shift
+            if following == end:
+                end += size
+            elif is_store or following != end - size:
+                break
+            lane += 1
+        above = end
+        if end > limit:
+            return types.int64(0)
+        if not run_entry(warp_address, base + begin, block_address, end - begin, is_store, first, size):
+            return types.int64(0)
+        lane += 1
+    return types.int64(1)

@@ -1,0 +1,258 @@
+"""Which work of which stream is ordered before which, and the memory that each has touched: missing events.
+
+Every stream (and every branch of a graph) is a slot with a counter; a work's epoch is ``slot << 24 | count``, its
+vector clock holds for each slot the last count that stream order, events and the host's synchronisations put before it.
+For every GRANULE_BYTES of memory the epochs of the last write and of up to three unordered reads are kept (after
+Flanagan and Freund, "FastTrack: efficient and precise dynamic race detection", PLDI 2009). A work that touches what
+another has written, or writes what another has read, without that other in its clock, is at fault, in whatever order
+the two have really run.
+
+What it does not know: what kernels do with other devices' memory and with pinned memory that another device's context
+made; more than three readers that are unordered among each other; neighbours within one granule are taken for one
+(allocations never share one). Atomic operations count as writes. The host counts as one thread, and what it does with
+pinned memory itself is not seen.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Iterable
+from enum import Enum, auto
+from typing import Any
+
+import numpy as np
+
+from runtime.emulator.driver.work_queues import Queue, Work
+from runtime.emulator.memory.device_memory import Machine, Mapping
+from runtime.emulator.races.stream_touch import CELLS, GRANULE_SHIFT, MAX_SEQUENCE, ORDER_FIELDS, SEQUENCE_BITS
+
+GRANULE_BYTES = 1 << GRANULE_SHIFT
+MAX_SLOTS = 256
+"""More streams at once than this share slots: then some missing events are not found."""
+REMEMBERED_WORKS = 1 << 16
+
+_CHUNK = 1 << 18  # granules looked at in one go
+
+
+class Overlap(Enum):
+    """How a work stands to the kernel right in front of it in its stream."""
+
+    NONE = auto()  # it is no kernel: all of the stream comes before it
+    KERNEL = auto()  # a kernel that all of the stream comes before
+    WAITING = auto()  # a dependent launch that executes griddepcontrol.wait: it comes after that kernel
+    UNORDERED = auto()  # a dependent launch that never does: it comes after what that kernel comes after
+
+
+class Conflict(Exception):
+    """Two works touch the same memory and nothing orders them.
+
+    Attributes:
+        address: the first granule in question.
+        earlier: the epoch of the work that ran first.
+        earlier_wrote, later_writes: what each does.
+    """
+
+    def __init__(self, address: int, earlier: int, *, earlier_wrote: bool, later_writes: bool) -> None:
+        super().__init__(address, earlier)
+        self.address, self.earlier = address, earlier
+        self.earlier_wrote, self.later_writes = earlier_wrote, later_writes
+
+
+class StreamOrder:
+    """Vector clocks of one driver's streams and what they have touched.
+
+    Attributes:
+        is_active: whether anything is kept. It begins when there is a second queue: one alone is ordered.
+    """
+
+    def __init__(self, *, is_wanted: bool = True) -> None:
+        self.is_active = False
+        self._is_wanted = is_wanted
+        self._host = np.zeros(MAX_SLOTS, np.uint32)
+        self._host_version = 0  # counts what the host has learned; a queue that has it in its clock has its number
+        self._counts = [0] * MAX_SLOTS  # the last count of each slot: a slot that is used again goes on
+        self._free: deque[int] = deque(range(MAX_SLOTS))
+        self._num_queues = 0
+        self._cells: dict[Machine, tuple[Mapping, Any]] = {}
+        self._labels: dict[int, str] = {}
+
+    # -- clocks ---------------------------------------------------------------------------------------------------
+
+    def open(self, queue: Queue) -> None:
+        """Gives a queue its slot."""
+        self._num_queues += 1
+        self.is_active = self._is_wanted and (self.is_active or self._num_queues > 1)
+        queue.slot = self._free.popleft() if self._free else MAX_SLOTS - 1
+        queue.clock = self._host.copy()
+        queue.host_version = self._host_version
+
+    def close(self, queue: Queue) -> None:
+        """Takes the slot back, for another queue."""
+        self._num_queues -= 1
+        for slot in (queue.slot, *queue.side_slots):
+            if slot not in self._free:
+                self._free.append(slot)
+
+    def stamp(
+        self, work: Work, after: Iterable[Work] = (), *, label: str = "", overlap: Overlap = Overlap.NONE
+    ) -> None:
+        """Sets a work's clock and epoch: after its queue, after `after`, after what the host knows of.
+
+        Dependent launches may come after less than all of their queue. What follows without being one comes after all.
+        """
+        queue = work.queue
+        before, queue.kernel = queue.kernel, work if overlap is not Overlap.NONE else None
+        slot, clock = queue.slot, queue.clock
+        if before is not None and overlap in (Overlap.WAITING, Overlap.UNORDERED):
+            clock = before.clock.copy()
+            if overlap is Overlap.UNORDERED:
+                clock[before.epoch >> SEQUENCE_BITS] = (before.epoch & MAX_SEQUENCE) - 1
+            if (clock < queue.clock).any():
+                slot = self._side_slot(queue)
+            else:
+                clock = queue.clock
+        if clock is not queue.clock or queue.host_version != self._host_version:
+            np.maximum(clock, self._host, out=clock)
+            if clock is queue.clock:
+                queue.host_version = self._host_version
+        for other in after:
+            if other.clock is not None:
+                np.maximum(clock, other.clock, out=clock)
+        count = self._counts[slot] + 1
+        self._counts[slot] = count
+        clock[slot] = count
+        if clock is queue.clock:
+            work.clock = clock.copy()
+        else:
+            work.clock = clock
+            np.maximum(queue.clock, clock, out=queue.clock)
+        work.epoch = slot << SEQUENCE_BITS | count
+        if label:
+            labels = self._labels
+            labels[work.epoch] = label
+            if len(labels) > REMEMBERED_WORKS:
+                del labels[next(iter(labels))]
+
+    def _side_slot(self, queue: Queue) -> int:
+        """A slot for a work that its own queue does not wholly come before; two take turns."""
+        if len(queue.side_slots) < 2:
+            queue.side_slots.append(self._free.popleft() if self._free else MAX_SLOTS - 1)
+        queue.side_slots.reverse()
+        return queue.side_slots[0]
+
+    def is_exhausted(self, queue: Queue) -> bool:
+        """Whether a slot's counter is at its end: then everything must be finished and `restart` called."""
+        return max(self._counts[slot] for slot in (queue.slot, *queue.side_slots)) >= MAX_SEQUENCE
+
+    def restart(self, queues: Iterable[Queue]) -> None:
+        """Begins anew, all that was so far being done and known to the host."""
+        for mapping, _ in self._cells.values():
+            mapping.drop(mapping.address, mapping.size_bytes)
+        self._host[:] = 0
+        self._counts = [0] * MAX_SLOTS
+        self._labels.clear()
+        for queue in queues:
+            queue.clock[:] = 0
+            queue.kernel = None
+
+    def host_knows(self, work: Work | None) -> None:
+        """The host has waited for a work: all that it queues from now on comes after it."""
+        if work is not None and work.clock is not None:
+            np.maximum(self._host, work.clock, out=self._host)
+            self._host_version += 1
+
+    def label_of(self, epoch: int) -> str:
+        return self._labels.get(epoch, "an earlier work of another stream")
+
+    # -- memory ---------------------------------------------------------------------------------------------------
+
+    def cells(self, machine: Machine) -> tuple[int, Any]:
+        """The granules' cells of a machine's arena: their address, and as an array [num_granules, CELLS]."""
+        found = self._cells.get(machine)
+        if found is None:
+            num_granules = machine.span >> GRANULE_SHIFT
+            mapping = Mapping(num_granules * CELLS * 4)
+            buffer = (ctypes.c_uint32 * (num_granules * CELLS)).from_address(mapping.address)
+            found = (mapping, np.ctypeslib.as_array(buffer).reshape(num_granules, CELLS))
+            self._cells[machine] = found
+        return found[0].address, found[1]
+
+    def forget(self, machine: Machine, address: int, size_bytes: int) -> None:
+        """Nobody has touched a range: it has just been freed or allocated."""
+        found = self._cells.get(machine)
+        if found is None or size_bytes <= 0:
+            return
+        mapping, cells = found
+        first, last = self._granules(machine, address, size_bytes)
+        if last - first > 1 << 15:
+            start = mapping.address + first * CELLS * 4
+            mapping.drop(start, (last - first) * CELLS * 4)
+            page = 4096 // (CELLS * 4)
+            cells[first : first + page] = 0
+            cells[last - page : last] = 0
+        else:
+            cells[first:last] = 0
+
+    def launch_fields(self, work: Work, machine: Machine) -> Any:
+        """What `launch` needs to check a kernel: an array whose address it takes and which must outlive the launch.
+
+        None where nothing is kept of the work.
+        """
+        if work.clock is None:
+            return None
+        fields = np.zeros(ORDER_FIELDS, np.int64)
+        fields[:] = self.cells(machine)[0], machine.base, machine.span, work.clock.ctypes.data, work.epoch
+        return fields
+
+    def conflict_at(self, work: Work, machine: Machine, address: int) -> Conflict | None:
+        """The conflict at which a kernel has stopped."""
+        try:
+            self.touch(work, machine, address, 1, is_write=True)
+        except Conflict as conflict:
+            return conflict
+        return None
+
+    def touch(self, work: Work, machine: Machine, address: int, size_bytes: int, *, is_write: bool) -> None:
+        """A work reads or writes a range. Raises Conflict."""
+        if work.clock is None or size_bytes <= 0:
+            return
+        _, cells = self.cells(machine)
+        first, last = self._granules(machine, address, size_bytes)
+        for start in range(first, last, _CHUNK):
+            part = cells[start : min(start + _CHUNK, last)]
+            self._compare(work, machine, start, part[:, 0], earlier_wrote=True, later_writes=is_write)
+            if is_write:
+                for column in range(1, CELLS):
+                    self._compare(work, machine, start, part[:, column], earlier_wrote=False, later_writes=True)
+                part[:, 0] = work.epoch
+                part[:, 1:] = 0
+            else:
+                self._note_reads(work, part)
+
+    @staticmethod
+    def _granules(machine: Machine, address: int, size_bytes: int) -> tuple[int, int]:
+        offset = address - machine.base
+        return offset >> GRANULE_SHIFT, (offset + size_bytes + GRANULE_BYTES - 1) >> GRANULE_SHIFT
+
+    def _compare(
+        self, work: Work, machine: Machine, start: int, epochs: Any, *, earlier_wrote: bool, later_writes: bool
+    ) -> None:
+        unordered = work.clock[epochs >> SEQUENCE_BITS] < (epochs & MAX_SEQUENCE)
+        if unordered.any():
+            at = int(unordered.argmax())
+            raise Conflict(
+                machine.base + ((start + at) << GRANULE_SHIFT), int(epochs[at]),
+                earlier_wrote=earlier_wrote, later_writes=later_writes,
+            )  # fmt: skip
+
+    @staticmethod
+    def _note_reads(work: Work, part: Any) -> None:
+        """Puts the epoch where an older read is ordered before it, else in place of the last cell's."""
+        left = np.ones(len(part), bool)
+        for column in range(1, CELLS):
+            epochs = part[:, column]
+            here = left & (work.clock[epochs >> SEQUENCE_BITS] >= (epochs & MAX_SEQUENCE))
+            part[here, column] = work.epoch
+            left &= ~here
+        part[left, CELLS - 1] = work.epoch

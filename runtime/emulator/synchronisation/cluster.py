@@ -1,0 +1,279 @@
+"""Clusters and the small instructions around asynchronous work.
+
+barrier.cluster, mapa, elect.sync, fence.proxy.async, fence.mbarrier_init, setmaxnreg, griddepcontrol.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
+
+from __future__ import annotations
+
+from numba import types
+
+from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at
+from runtime.emulator.async_copies.proxy import fence, synchronised
+from runtime.emulator.execution.fault import FaultKind, report
+from runtime.emulator.execution.warp_state import (
+    BLOCK_CLUSTER,
+    BLOCK_CLUSTER_BARRIER,
+    BLOCK_NUM_WARPS,
+    BLOCK_WARPS,
+    DONE,
+    FULL_MASK,
+    LAUNCH_CLUSTER_SIZE,
+    RETRY,
+    SHARED_OFFSET_MASK,
+    SHARED_RANK_SHIFT,
+    SHARED_WINDOW,
+    WARP_BEFORE_DEPENDENCY,
+    WARP_BLOCK,
+    WARP_CLUSTER_PHASE,
+    WARP_FIELDS,
+    WARP_HIDES_BARRIER,
+    WARP_LANES,
+    WARP_LAUNCH,
+    WARP_LIVE,
+    WARP_MAX_REGISTERS,
+)
+from runtime.emulator.memory.cluster_window import is_shared
+from runtime.emulator.memory.pointers import trailing_zeros
+from runtime.emulator.races.clocks import acquire, arrive_relaxed, complete, release
+from runtime.emulator.synchronisation.mbarrier_state import progress
+from runtime.emulator.translation.lowering import Lowering, lowers
+from runtime.emulator.translation.operations import operation
+from runtime.emulator.translation.ptx import Instruction, Pair, Sink
+
+_RANK = int(FaultKind.CLUSTER_RANK)
+_NOT_SHARED = int(FaultKind.NOT_SHARED)
+_BARRIER = int(FaultKind.CLUSTER_BARRIER)
+_DIVERGENT = int(FaultKind.DIVERGENT_ALIGNED)
+_MEMBER = int(FaultKind.LANE_NOT_IN_MASK)
+_BUDGET = int(FaultKind.REGISTER_BUDGET)
+_MISSING_FENCE = int(FaultKind.MISSING_INIT_FENCE)
+
+_ALIGNED, _RELAXED = 1, 2
+
+
+@njit
+def _all_arrived(warp, generation):
+    """Whether every lane of the cluster has arrived in this generation or exited."""
+    cluster = i64_at(i64_at(warp[WARP_BLOCK])[BLOCK_CLUSTER])
+    for rank in range(i64_at(warp[WARP_LAUNCH])[LAUNCH_CLUSTER_SIZE]):
+        block = i64_at(cluster[rank])
+        for index in range(block[BLOCK_NUM_WARPS]):
+            other = i64_at(block[BLOCK_WARPS] + index * (WARP_FIELDS * 8))
+            phase = other[WARP_CLUSTER_PHASE]
+            here = phase & FULL_MASK if phase >> 32 == generation else 0
+            here |= other[WARP_LANES] & ~other[WARP_LIVE]
+            if here != other[WARP_LANES]:
+                return False
+    return True
+
+
+@njit
+def _settle(warp):
+    """Ends the cluster barrier's phase if all have arrived. Returns the generation under way."""
+    state = i64_at(i64_at(i64_at(warp[WARP_BLOCK])[BLOCK_CLUSTER])[0])
+    generation = state[BLOCK_CLUSTER_BARRIER]
+    if _all_arrived(warp, generation):
+        complete(warp, i64_at(warp[WARP_BLOCK])[BLOCK_CLUSTER])
+        generation += 1
+        state[BLOCK_CLUSTER_BARRIER] = generation
+        progress(warp)
+    return generation
+
+
+@operation("cluster_arrive", "i")
+def cluster_arrive(warp, mask, site, flags):
+    if flags & _ALIGNED and mask != warp[WARP_LIVE]:
+        return report(warp, _DIVERGENT, site, 0, 0, mask, warp[WARP_LIVE], 0, 0)
+    state = i64_at(i64_at(i64_at(warp[WARP_BLOCK])[BLOCK_CLUSTER])[0])
+    generation, lanes = state[BLOCK_CLUSTER_BARRIER], types.int64(mask)
+    phase = warp[WARP_CLUSTER_PHASE]
+    arrived = phase & FULL_MASK
+    if arrived & lanes or (arrived and phase >> 32 != generation):
+        return report(warp, _BARRIER, site, 0, 0, arrived, 0, 0, 0)
+    if flags & _RELAXED:
+        if warp[WARP_HIDES_BARRIER]:
+            return report(warp, _MISSING_FENCE, site, 0, 0, 0, 0, 0, 0)
+        arrive_relaxed(warp, i64_at(warp[WARP_BLOCK])[BLOCK_CLUSTER])
+    else:
+        warp[WARP_HIDES_BARRIER] = 0
+        release(warp, i64_at(warp[WARP_BLOCK])[BLOCK_CLUSTER])
+    warp[WARP_CLUSTER_PHASE] = generation << 32 | arrived | lanes
+    _settle(warp)
+    return DONE
+
+
+@operation("cluster_wait", "i")
+def cluster_wait(warp, mask, site, flags):
+    if flags & _ALIGNED and mask != warp[WARP_LIVE]:
+        return report(warp, _DIVERGENT, site, 0, 0, mask, warp[WARP_LIVE], 0, 0)
+    phase, lanes = warp[WARP_CLUSTER_PHASE], types.int64(mask)
+    if lanes & ~phase:
+        return report(warp, _BARRIER, site, 0, 0, lanes & ~phase, 0, 0, 0)
+    if _settle(warp) == phase >> 32:
+        return RETRY
+    warp[WARP_CLUSTER_PHASE] = phase & ~lanes
+    acquire(warp, i64_at(warp[WARP_BLOCK])[BLOCK_CLUSTER])
+    synchronised(warp)
+    return DONE
+
+
+@operation("map_rank", "qqp")
+def map_rank(warp, mask, site, target, addresses, ranks):
+    """mapa: the same place of shared memory in another block of the cluster."""
+    size = i64_at(warp[WARP_LAUNCH])[LAUNCH_CLUSTER_SIZE]
+    for lane in range(32):
+        if (mask >> lane) & 1:
+            address, rank = types.int64(addresses[lane]), types.int64(ranks[lane])
+            if not is_shared(address):
+                return report(warp, _NOT_SHARED, site, lane, address, 0, 0, 0, 0)
+            if rank >= size:
+                return report(warp, _RANK, site, lane, address, rank, size, 0, 0)
+            window = SHARED_WINDOW if address >= SHARED_WINDOW else 0
+            target[lane] = types.uint64(window | (rank + 1) << SHARED_RANK_SHIFT | address & SHARED_OFFSET_MASK)
+    return DONE
+
+
+@operation("elect", "ppp")
+def elect(warp, mask, site, leader, elected, members):
+    """The lowest member is elected."""
+    elected[0] = types.uint32(0)
+    for lane in range(32):
+        if (mask >> lane) & 1:
+            wanted = types.uint32(members[lane])
+            if not (wanted >> types.uint32(lane)) & 1 or types.int64(wanted) & warp[WARP_LIVE] & ~types.int64(mask):
+                return report(warp, _MEMBER, site, lane, 0, wanted, 0, 0, 0)
+            first = trailing_zeros(wanted)
+            leader[lane] = types.uint32(first)
+            if first == lane:
+                elected[0] |= types.uint32(1) << types.uint32(lane)
+    return DONE
+
+
+@operation("init_fence", "")
+def init_fence(warp, mask, site):
+    if mask:
+        warp[WARP_HIDES_BARRIER] = 0
+    return DONE
+
+
+@operation("proxy_fence", "")
+def proxy_fence(warp, mask, site):
+    if mask:
+        fence(warp)
+    return DONE
+
+
+@operation("set_max_registers", "iii")
+def set_max_registers(warp, mask, site, count, grows, at_launch):
+    """setmaxnreg. An increase waits until the warps of the block leave it enough of the 65,536 registers."""
+    if mask != FULL_MASK:
+        return report(warp, _DIVERGENT, site, 0, 0, mask, FULL_MASK, 0, 0)
+    now = warp[WARP_MAX_REGISTERS] if warp[WARP_MAX_REGISTERS] else at_launch
+    if (grows and count < now) or (not grows and count > now):
+        return report(warp, _BUDGET, site, 0, 0, count, now, at_launch, 0)
+    if grows:
+        block = i64_at(warp[WARP_BLOCK])
+        taken = 0
+        for index in range(block[BLOCK_NUM_WARPS]):
+            other = i64_at(block[BLOCK_WARPS] + index * (WARP_FIELDS * 8))
+            if other[WARP_LIVE] != 0:
+                taken += other[WARP_MAX_REGISTERS] if other[WARP_MAX_REGISTERS] else at_launch
+        if (taken - now + count) * 32 > 65536:
+            return RETRY
+    warp[WARP_MAX_REGISTERS] = count
+    progress(warp)
+    return DONE
+
+
+@operation("dependency_wait", "")
+def dependency_wait(warp, mask, site):
+    if mask:
+        warp[WARP_BEFORE_DEPENDENCY] = 0
+    return DONE
+
+
+_ORDERS = {"arrive": {"release", "relaxed"}, "wait": {"acquire"}}
+
+
+@lowers("barrier.cluster")
+def lower_cluster_barrier(low: Lowering, ins: Instruction) -> None:
+    orders = set(ins.parts[3:]) - {"aligned"}
+    if len(orders) > 1 or orders - _ORDERS.get(ins.parts[2], orders) or ins.operands:
+        raise low.refuse("modifiers")
+    flags = (_ALIGNED if "aligned" in ins.parts else 0) | (_RELAXED if "relaxed" in orders else 0)
+    if ins.parts[2] == "arrive":
+        low.call("cluster_arrive", flags)
+    elif ins.parts[2] == "wait":
+        low.resume_here()
+        low.call("cluster_wait", flags, blocks=True)
+    else:
+        raise low.refuse(f".{ins.parts[2]}")
+
+
+@lowers("mapa")
+def lower_mapa(low: Lowering, ins: Instruction) -> None:
+    if ins.parts[1:] not in (("u32",), ("u64",), ("shared::cluster", "u32"), ("shared::cluster", "u64")):
+        raise low.refuse("modifiers")
+    addresses, ranks = low.slot(ins.operands[1], 64), low.slot(ins.operands[2], 32)
+    low.call("map_rank", low.destination(ins.operands[0], 64), addresses, ranks)
+
+
+@lowers("elect.sync")
+def lower_elect(low: Lowering, ins: Instruction) -> None:
+    target = ins.operands[0]
+    leader, elected = (target.first, target.second) if isinstance(target, Pair) else (target, Sink())
+    members = low.slot(ins.operands[1], 32)
+    low.call("elect", low.destination(leader, 32), low.predicate_destination(elected), members)
+
+
+@lowers("fence.proxy.async")
+def lower_proxy_fence(low: Lowering, ins: Instruction) -> None:
+    if ins.parts[3:] not in ((), ("global",), ("shared::cta",), ("shared::cluster",)):
+        raise low.refuse("modifiers")
+    if ins.parts[3:] != ("global",):
+        low.call("proxy_fence")
+
+
+@lowers("fence.mbarrier_init")
+def lower_init_fence(low: Lowering, ins: Instruction) -> None:
+    """Makes mbarrier.init visible to the cluster: a relaxed arrival asks for it. (Values are visible at once here.)"""
+    if ins.parts[2:] != ("release", "cluster"):
+        raise low.refuse("modifiers")
+    low.call("init_fence")
+
+
+@lowers("setmaxnreg")
+def lower_setmaxnreg(low: Lowering, ins: Instruction) -> None:
+    count = low.uniform(ins.operands[0])
+    if ins.parts[1] not in ("inc", "dec") or ins.parts[2:] != ("sync", "aligned", "u32"):
+        raise low.refuse("modifiers")
+    if not 24 <= count <= 256 or count % 8:
+        raise low.refuse(f"{count} registers: a multiple of 8 from 24 to 256")
+    threads = _threads(low)
+    blocks = (low.kernel.directives.get("minnctapersm") or (1,))[0]
+    at_launch = min(65536 // (threads * max(1, blocks)) // 8 * 8, 248)
+    at_launch = (low.kernel.directives.get("maxnreg") or (at_launch,))[0]
+    low.resume_here()
+    low.call("set_max_registers", count, 1 if ins.parts[1] == "inc" else 0, at_launch, blocks=True)
+
+
+def _threads(low: Lowering) -> int:
+    for directive in ("reqntid", "maxntid"):
+        if low.kernel.directives.get(directive):
+            product = 1
+            for size in low.kernel.directives[directive]:
+                product *= size
+            return product
+    raise low.refuse("a kernel without .maxntid or .reqntid, whose registers are therefore not known")
+
+
+@lowers("griddepcontrol")
+def lower_dependency(low: Lowering, ins: Instruction) -> None:
+    if ins.parts[1:] == ("wait",):
+        low.call("dependency_wait")
+    elif ins.parts[1:] != ("launch_dependents",):
+        raise low.refuse("modifiers")
+

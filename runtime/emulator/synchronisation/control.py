@@ -1,0 +1,212 @@
+"""Control flow and what a warp does as a whole: branches, exits, barriers, fences, traps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from numba_kernels.pointers import i32_at
+from runtime.emulator.execution.fault import FaultKind, report
+from runtime.emulator.execution.warp_state import DONE, DONE_BUT_YIELD, WARP_HIDES_BARRIER, WARP_PCS
+from runtime.emulator.memory.pointers import trailing_zeros
+from runtime.emulator.races.clocks import SCOPE_CLUSTER, SCOPE_CTA, SCOPE_GPU, on_fence, on_warp_barrier
+from runtime.emulator.synchronisation import barriers, gathering  # noqa: F401 (registers their operations)
+from runtime.emulator.translation.basic_blocks import targets_of
+from runtime.emulator.translation.lowering import Lowering, lowers
+from runtime.emulator.translation.operations import operation
+from runtime.emulator.translation.ptx import Address, Instruction, Integer, Operand, Symbol, Vector
+from runtime.emulator.translation.vectors import WORD
+
+Warp = Any
+
+
+def _only(low: Lowering, ins: Instruction, *known: str) -> None:
+    """Refuses modifiers that are not `known`."""
+    for part in ins.parts[1:]:
+        if part not in known:
+            raise low.refuse(f"modifier .{part}")
+
+
+@lowers("bra")
+def lower_branch(low: Lowering, ins: Instruction) -> None:
+    _only(low, ins, "uni")
+    (target,) = targets_of(low.kernel, ins)
+    if ins.guard is None:
+        low.flow.jump(target)
+    else:
+        low.flow.branch(target, low.site + 1)
+
+
+@lowers("brx.idx")
+def lower_branch_by_index(low: Lowering, ins: Instruction) -> None:
+    _only(low, ins, "idx", "uni")
+    targets = targets_of(low.kernel, ins)
+    if ins.guard is not None:
+        raise low.refuse("a guard")
+    table_type = ir.ArrayType(WORD, len(targets))
+    table = ir.GlobalVariable(low.ir, table_type, f"targets{low.site}")
+    table.linkage, table.global_constant = "internal", True
+    table.initializer = ir.Constant(table_type, [ir.Constant(WORD, target) for target in targets])
+    pointer = low.builder.bitcast(table, WORD.as_pointer())
+    low.call("branch_by_index", low.slot(ins.operands[0], 32), pointer, len(targets))
+    low.flow.leave_to(targets)
+
+
+@operation("branch_by_index", "ppi")
+def branch_by_index(warp: Warp, mask: int, site: int, indices: Any, targets: Any, count: int) -> int:
+    pcs = i32_at(warp[WARP_PCS])
+    for lane in range(32):
+        if (mask >> lane) & 1:
+            index = int(indices[lane])
+            if index >= count:
+                return report(warp, FaultKind.BRANCH_INDEX, site, lane, 0, index, count, 0, 0)
+            pcs[lane] = int(targets[index])
+    return DONE
+
+
+@lowers("ret", "exit")
+def lower_exit(low: Lowering, ins: Instruction) -> None:
+    _only(low, ins, "uni")
+    low.flow.exit(low.mask, None if ins.guard is None else low.site + 1)
+
+
+@lowers("trap", "brkpt")
+def lower_trap(low: Lowering, ins: Instruction) -> None:
+    _only(low, ins)
+    low.call("trap")
+    if ins.parts[0] == "trap":
+        low.flow.exit(low.mask, None if ins.guard is None else low.site + 1)
+
+
+@operation("trap", "")
+def trap(warp: Warp, mask: int, site: int) -> int:
+    return report(warp, FaultKind.TRAP, site, trailing_zeros(int(mask)), 0, 0, 0, 0, 0)
+
+
+@lowers("activemask")
+def lower_activemask(low: Lowering, ins: Instruction) -> None:
+    _only(low, ins, "b32")
+    low.write(ins.operands[0], low.splat(low.mask))
+
+
+@lowers("nanosleep")
+def lower_nanosleep(low: Lowering, ins: Instruction) -> None:
+    """The others go first; how long is not simulated."""
+    _only(low, ins, "u32")
+    low.resume_here()
+    low.call("sleep", blocks=True)
+
+
+@operation("sleep", "")
+def sleep(warp: Warp, mask: int, site: int) -> int:
+    return DONE_BUT_YIELD
+
+
+@lowers("bar.warp")
+def lower_warp_barrier(low: Lowering, ins: Instruction) -> None:
+    _only(low, ins, "warp", "sync")
+    low.converge(ins.operands[0])
+    low.call("warp_barrier")
+
+
+@operation("warp_barrier", "")
+def warp_barrier(warp: Warp, mask: int, site: int) -> int:
+    on_warp_barrier(warp)
+    return DONE
+
+
+_RED = {"popc": 0, "and": 1, "or": 2}
+
+
+@lowers("bar", "barrier")
+def lower_barrier(low: Lowering, ins: Instruction) -> None:
+    """bar{.cta}.sync|arrive|red and barrier{.cta}.… with or without .aligned; bar is always aligned."""
+    parts = [part for part in ins.parts[1:] if part not in ("cta", "aligned")]
+    low.resume_here()
+    if ins.parts[0] == "bar" or "aligned" in ins.parts:
+        low.flow.converge(FaultKind.DIVERGENT_BARRIER)
+    operands = list(ins.operands)
+    match parts:
+        case ["sync"]:
+            low.call("barrier_sync", *_which(low, operands), blocks=True)
+        case ["arrive"]:
+            if len(operands) != 2:
+                raise low.refuse("needs a thread count")
+            low.call("barrier_arrive", *_which(low, operands))
+        case ["red", ("popc" | "and" | "or") as kind, ("u32" | "pred")]:
+            result, predicate = operands.pop(0), low.predicate(operands.pop())
+            pointer = low.destination(result, 32) if kind == "popc" else low.predicate_destination(result)
+            low.call("barrier_red", *_which(low, operands), predicate, _RED[kind], pointer, blocks=True)
+        case _:
+            raise low.refuse("this form of barrier")
+
+
+def _which(low: Lowering, operands: list[Operand]) -> tuple[Any, Any, int]:
+    """The barrier's number and its thread count, as slots, and whether there is a count."""
+    if len(operands) not in (1, 2):
+        raise low.refuse(f"{len(operands)} operands")
+    count = operands[1] if len(operands) == 2 else Integer(0)
+    return low.slot(operands[0], 32), low.slot(count, 32), int(len(operands) == 2)
+
+
+@lowers("membar", "fence")
+def lower_fence(low: Lowering, ins: Instruction) -> None:
+    """Every access here is complete in the program's order: a fence matters to the race checker alone. It does not
+    know that one restricted to shared memory leaves device memory out: a race there may be missed, none is invented."""
+    if ins.parts[1:] not in _RESTRICTED:
+        _only(low, ins, *_SCOPES, "sc", "acq_rel", "acquire", "release")
+    scopes = [_SCOPES[part] for part in ins.parts[1:] if part in _SCOPES]
+    if len(scopes) != 1:
+        raise low.refuse("needs one scope")
+    low.call("fence", scopes[0])
+
+
+_RESTRICTED = (
+    ("release", "sync_restrict::shared::cta", "cluster"), ("acquire", "sync_restrict::shared::cluster", "cluster"),
+)  # fmt: skip
+_SCOPES = {"cta": SCOPE_CTA, "cluster": SCOPE_CLUSTER, "gl": SCOPE_GPU, "gpu": SCOPE_GPU, "sys": SCOPE_GPU}
+
+
+@operation("fence", "i")
+def fence(warp: Warp, mask: int, site: int, scope: int) -> int:
+    on_fence(warp, scope)
+    if scope >= SCOPE_CLUSTER:
+        warp[WARP_HIDES_BARRIER] = 0
+    return DONE
+
+
+_ASSERT_FAIL = "__assertfail"
+
+
+@lowers("st.param")
+def lower_store_argument(low: Lowering, ins: Instruction) -> None:
+    """An argument of the call that follows, kept for lower_call."""
+    address, value = ins.operands
+    arguments = {variable.name for variable in low.kernel.variables if variable.space == "param"}
+    if not isinstance(address, Address) or not isinstance(address.base, Symbol) or address.base.name not in arguments:
+        raise low.refuse("a store to something that is no call's argument")
+    if address.offset or isinstance(value, Vector) or ins.guard is not None:
+        raise low.refuse("an argument that is no single value")
+    low.call_arguments[address.base.name] = low.value(value, ins.parts[-1])
+
+
+@lowers("call")
+def lower_call(low: Lowering, ins: Instruction) -> None:
+    """Only an assertion's failure, __assertfail(message, file, line, function, char size); the rest is inlined."""
+    _only(low, ins, "uni")
+    match ins.operands:
+        case (Symbol(name), Vector(items)) if name == _ASSERT_FAIL and len(items) == 5:
+            message, file, line = (low.call_arguments[item.name] for item in items[:3] if isinstance(item, Symbol))
+            low.call("assertion_failed", low.spill(message), low.spill(file), low.spill(line))
+        case _:
+            names = [operand.name for operand in ins.operands if isinstance(operand, Symbol)]
+            raise low.refuse(f"a call of {', '.join(names) or 'an address'}")
+
+
+@operation("assertion_failed", "qqp")
+def assertion_failed(warp: Warp, mask: int, site: int, messages: Any, files: Any, lines: Any) -> int:
+    if mask == 0:
+        return DONE
+    lane = trailing_zeros(int(mask))
+    return report(warp, FaultKind.ASSERT, site, lane, 0, messages[lane], files[lane], lines[lane], 0)

@@ -1,0 +1,203 @@
+"""The mbarrier instructions: init, inval, arrive and arrive_drop in all forms, expect_tx, complete_tx, waits.
+
+A wait that finds its phase under way first carries out what is in flight towards the mbarrier (bulk copies, cp.async
+arrivals): that is when asynchronous work lands. If the phase is still not over, `try_wait` blocks until somebody makes
+progress, so a deadlock is seen as one; `test_wait` answers false and lets others run, until it has been asked thousands
+of times while nothing moved: then it blocks too.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
+
+from __future__ import annotations
+
+from numba import types
+
+from numba_kernels.cache import njit
+from numba_kernels.pointers import i64_at
+from runtime.emulator.async_copies.bulk_queue import land_for
+from runtime.emulator.async_copies.cp_async import land_arrivals
+from runtime.emulator.async_copies.proxy import synchronised
+from runtime.emulator.execution.fault import FaultKind, report
+from runtime.emulator.execution.warp_state import (
+    BLOCK_PROGRESS,
+    DONE,
+    DONE_BUT_YIELD,
+    FAILED,
+    RETRY,
+    WARP_BLOCK,
+    WARP_HIDES_BARRIER,
+    WARP_POLLS,
+    WARP_POLLS_PROGRESS,
+)
+from runtime.emulator.memory.cluster_window import landed
+from runtime.emulator.races.clocks import acquire
+from runtime.emulator.synchronisation.mbarrier_state import (
+    MAX_COUNT,
+    add_transactions,
+    arrive,
+    fresh,
+    locate,
+    parity_of,
+    pending_of,
+)
+from runtime.emulator.translation.lowering import Lowering, lowers
+from runtime.emulator.translation.operations import operation
+from runtime.emulator.translation.ptx import Address, Instruction, Integer, Sink
+
+_ARRIVALS = int(FaultKind.MBARRIER_ARRIVALS)
+_MOST_POLLS = 1 << 14
+_DROP, _NO_COMPLETE, _EXPECT = 1, 2, 4
+_WAIT_PARITY, _WAIT_BLOCKS = 1, 2
+
+
+@operation("mbarrier_init", "qlp")
+def mbarrier_init(warp, mask, site, addresses, offset, counts):
+    for lane in range(32):
+        if (mask >> lane) & 1:
+            address, count = types.int64(addresses[lane]) + offset, types.int64(counts[lane])
+            host = locate(warp, site, lane, address, True)
+            if host == 0:
+                return FAILED
+            if count < 1 or count > MAX_COUNT:
+                return report(warp, _ARRIVALS, site, lane, address, count, 0, 0, 0)
+            i64_at(host)[0] = fresh(count)
+            landed(warp, warp[WARP_BLOCK], host, 8)
+            warp[WARP_HIDES_BARRIER] = 1
+    return DONE
+
+
+@operation("mbarrier_inval", "ql")
+def mbarrier_inval(warp, mask, site, addresses, offset):
+    for lane in range(32):
+        if (mask >> lane) & 1:
+            host = locate(warp, site, lane, types.int64(addresses[lane]) + offset, False)
+            if host == 0:
+                return FAILED
+            i64_at(host)[0] = 0
+    return DONE
+
+
+@operation("mbarrier_arrive", "qqlpi")
+def mbarrier_arrive(warp, mask, site, states, addresses, offset, counts, flags):
+    """`counts` are arrivals, or with _EXPECT the bytes to expect before one arrival."""
+    for lane in range(32):
+        if (mask >> lane) & 1:
+            host = locate(warp, site, lane, types.int64(addresses[lane]) + offset, False)
+            if host == 0:
+                return FAILED
+            before, count = i64_at(host)[0], types.int64(counts[lane])
+            if flags & _EXPECT:
+                if add_transactions(warp, site, lane, host, count) < 0:
+                    return FAILED
+                count = 1
+            if flags & _NO_COMPLETE and count >= pending_of(before):
+                return report(warp, _ARRIVALS, site, lane, host, count, pending_of(before) - 1, 0, 0)
+            if arrive(warp, site, lane, host, count, flags & _DROP) < 0:
+                return FAILED
+            states[lane] = types.uint64(before)
+    return DONE
+
+
+@operation("mbarrier_transactions", "qlpi")
+def mbarrier_transactions(warp, mask, site, addresses, offset, counts, sign):
+    for lane in range(32):
+        if (mask >> lane) & 1:
+            host = locate(warp, site, lane, types.int64(addresses[lane]) + offset, False)
+            if host == 0 or add_transactions(warp, site, lane, host, types.int64(counts[lane]) * sign) < 0:
+                return FAILED
+    return DONE
+
+
+@njit
+def _polls_in_vain(warp):
+    """Whether a warp has asked so often, while nothing moved in its block, that it may as well wait."""
+    progress = i64_at(warp[WARP_BLOCK])[BLOCK_PROGRESS]
+    if warp[WARP_POLLS_PROGRESS] != progress:
+        warp[WARP_POLLS_PROGRESS], warp[WARP_POLLS] = progress, 0
+    warp[WARP_POLLS] += 1
+    return warp[WARP_POLLS] > _MOST_POLLS
+
+
+@operation("mbarrier_wait", "pqlqi")
+def mbarrier_wait(warp, mask, site, result, addresses, offset, wanted, flags):
+    """`wanted` is the parity of the phase to wait for, or the state that an arrive gave."""
+    done = types.uint32(0)
+    for lane in range(32):
+        if (mask >> lane) & 1:
+            host = locate(warp, site, lane, types.int64(addresses[lane]) + offset, False)
+            if host == 0:
+                return FAILED
+            token = types.int64(wanted[lane])
+            parity = token & 1 if flags & _WAIT_PARITY else parity_of(token)
+            if parity_of(i64_at(host)[0]) == parity and (land_arrivals(warp, host) or land_for(warp, host)):
+                return FAILED
+            if parity_of(i64_at(host)[0]) != parity:
+                done |= types.uint32(1) << types.uint32(lane)
+                acquire(warp, host)
+    if done == 0 and (flags & _WAIT_BLOCKS or _polls_in_vain(warp)):
+        return RETRY
+    if done != 0:
+        synchronised(warp)
+    result[0] = done
+    return DONE if done == mask else DONE_BUT_YIELD
+
+
+_SPACES = {"shared", "shared::cta", "shared::cluster"}
+_SCOPES = {"cta", "cluster"}
+_ORDERS = {"release", "acquire", "relaxed"}
+_PLAIN = _SPACES | _SCOPES | _ORDERS | {"b64"}
+
+
+def _check(low: Lowering, ins: Instruction, first: int, extra: set[str]) -> None:
+    for part in ins.parts[first:]:
+        if part not in _PLAIN | extra:
+            raise low.refuse(f"modifier .{part}")
+
+
+@lowers("mbarrier.init")
+def lower_init(low: Lowering, ins: Instruction) -> None:
+    _check(low, ins, 2, set())
+    low.call("mbarrier_init", *low.address(ins.operands[0]), low.slot(ins.operands[1], 32))
+
+
+@lowers("mbarrier.inval")
+def lower_inval(low: Lowering, ins: Instruction) -> None:
+    _check(low, ins, 2, set())
+    low.call("mbarrier_inval", *low.address(ins.operands[0]))
+
+
+@lowers("mbarrier.arrive", "mbarrier.arrive_drop")
+def lower_arrive(low: Lowering, ins: Instruction) -> None:
+    _check(low, ins, 2, {"expect_tx", "noComplete"})
+    operands = ins.operands
+    if isinstance(operands[0], Address):
+        operands = (Sink(), *operands)
+    flags = _DROP if ins.parts[1] == "arrive_drop" else 0
+    flags |= _NO_COMPLETE if "noComplete" in ins.parts else 0
+    flags |= _EXPECT if "expect_tx" in ins.parts else 0
+    if len(operands) not in ((3,) if flags & (_NO_COMPLETE | _EXPECT) else (2, 3)):
+        raise low.refuse(f"{len(operands)} operands")
+    count = low.slot(operands[2] if len(operands) == 3 else Integer(1), 32)
+    base, offset = low.address(operands[1])
+    low.call("mbarrier_arrive", low.destination(operands[0], 64), base, offset, count, flags)
+
+
+@lowers("mbarrier.expect_tx", "mbarrier.complete_tx")
+def lower_transactions(low: Lowering, ins: Instruction) -> None:
+    _check(low, ins, 2, set())
+    base, offset = low.address(ins.operands[0])
+    sign = 1 if ins.parts[1] == "expect_tx" else -1
+    low.call("mbarrier_transactions", base, offset, low.slot(ins.operands[1], 32), sign)
+
+
+@lowers("mbarrier.test_wait", "mbarrier.try_wait")
+def lower_wait(low: Lowering, ins: Instruction) -> None:
+    _check(low, ins, 2, {"parity"})
+    flags = (_WAIT_PARITY if "parity" in ins.parts else 0) | (_WAIT_BLOCKS if ins.parts[1] == "try_wait" else 0)
+    if len(ins.operands) not in ((3, 4) if flags & _WAIT_BLOCKS else (3,)):
+        raise low.refuse(f"{len(ins.operands)} operands")
+    low.resume_here()
+    base, offset = low.address(ins.operands[1])
+    wanted = low.slot(ins.operands[2], 64)
+    low.call("mbarrier_wait", low.predicate_destination(ins.operands[0]), base, offset, wanted, flags, blocks=True)
+

@@ -1,0 +1,441 @@
+"""`wgmma.mma_async` and its fence, commit_group and wait_group.
+
+Each of a warpgroup's four warps computes its own 16 rows of the 64, so nothing here crosses warps. An instruction is
+recorded; operands are read and accumulators written at the `wait_group` that covers it. In between its registers may
+not be touched (wgmma_registers.py), and its shared memory must not change: a digest of what it was is compared.
+
+Shared operands are described by 64 bits (PTX ISA, "Matrix descriptor format"): address, leading and stride byte offset
+each / 16 in bits 0-13, 16-29, 32-45, base offset 49-51 (only 0 here), swizzle 62-63 (0 none, 1 128, 2 64, 3 32 bytes).
+Matrices consist of rows of 16-byte chunks. "K major": chunks run along K; eight rows of M or N, as wide as the swizzle
+(16 bytes without), lie together, the next eight SBO further; without swizzle the second chunk of K is LBO further.
+"MN major" (16-bit types): chunks run along M or N; eight rows of K lie together, each as wide as the swizzle; the next
+eight rows of K are SBO further (LBO without swizzle), the next chunks of M or N LBO further (SBO without swizzle).
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+from numba import types
+
+from numba_kernels.cache import njit
+from numba_kernels.pointers import f32_at, i32_at, i64_at, u8_at, u16_at, u32_at, u64_at
+from runtime.emulator.async_copies.proxy import check_read
+from runtime.emulator.async_copies.swizzle import swizzled
+from runtime.emulator.execution.fault import FaultKind, report
+from runtime.emulator.execution.warp_state import (
+    BLOCK_NUM_WARPS,
+    BLOCK_SHARED,
+    BLOCK_SHARED_BYTES,
+    CHECK_ASYNC,
+    DONE,
+    FAILED,
+    FULL_MASK,
+    LAUNCH_CHECKS,
+    WARP_BLOCK,
+    WARP_INDEX,
+    WARP_LAUNCH,
+    WARP_REGISTERS,
+    WARP_WGMMA,
+)
+from runtime.emulator.memory.checked_ranges import shared_range
+from runtime.emulator.memory.cluster_window import free, malloc, realloc
+from runtime.emulator.memory.pointers import address_of, copy_bytes, fill_bytes
+from runtime.emulator.races.accesses import LOAD
+from runtime.emulator.tensor_cores.products import (
+    ACC_F16,
+    ACC_F32,
+    ACC_S32,
+    ACC_S32_SATURATED,
+    ELEMENT_CODES,
+    IS_INTEGER,
+    PER_WORD,
+    multiply_accumulate,
+    scratch_floats,
+    scratch_words,
+    spread_a,
+    spread_b,
+    spread_b_row,
+)
+from runtime.emulator.tensor_cores.wgmma_registers import ACCUMULATES, IS_READ, WRITTEN
+from runtime.emulator.translation.lowering import Lowering, lowers
+from runtime.emulator.translation.operation_calls import by_address
+from runtime.emulator.translation.operations import made_from_name, operation
+from runtime.emulator.translation.ptx import Instruction, Integer, Register, Vector
+
+_DIVERGENT = int(FaultKind.DIVERGENT_ALIGNED)
+_TOUCHED = int(FaultKind.ACCUMULATOR_IN_FLIGHT)
+_NO_FENCE = int(FaultKind.MISSING_WGMMA_FENCE)
+_DESCRIPTOR = int(FaultKind.WGMMA_DESCRIPTOR)
+_SOURCE = int(FaultKind.SOURCE_IN_FLIGHT)
+_WARPGROUP = int(FaultKind.WARPGROUP)
+
+# A warp's list: number of records, capacity, committed groups, fences executed; then records.
+_COUNT, _CAPACITY, _GROUPS, _FENCES, _HEADER = 0, 1, 2, 3, 4
+(
+    G_SITE, G_GROUP, G_RUN, G_TABLE, G_A, G_B, G_KEEP, G_FLAGS, G_COLUMNS, G_DIGEST, G_RECORD,
+) = range(11)  # fmt: skip
+_A_IN_REGISTERS, _A_MN_MAJOR, _B_MN_MAJOR, _NEGATED = 1, 2, 4, 8
+
+# The table of an instruction (int32): accumulators, A registers (4 or 0), offset of the state bytes, then the
+# accumulators' and A registers' offsets in the register file, then their state bytes' numbers.
+T_ACCUMULATORS, T_A, T_STATE, T_OFFSETS = 0, 1, 2, 3
+
+
+@njit
+def _chunk(descriptor, row, chunk):
+    """The shared address of a 16-byte chunk of a K-major operand: `row` of M or N, `chunk` 0 or 1 along K."""
+    mode = (4 - ((descriptor >> 62) & 3)) & 3
+    leading, stride = (descriptor >> 12) & 0x3FFF0, (descriptor >> 28) & 0x3FFF0
+    address = ((descriptor << 4) & 0x3FFF0) + (row >> 3) * stride + (row & 7) * (16 << mode)
+    return swizzled(address + chunk * (leading if mode == 0 else 16), mode)
+
+
+@njit
+def _chunk_mn(descriptor, chunk, k):
+    """The same of an MN-major operand: `chunk` counts eights of M or N, `k` is a row."""
+    mode = (4 - ((descriptor >> 62) & 3)) & 3
+    leading, stride = (descriptor >> 12) & 0x3FFF0, (descriptor >> 28) & 0x3FFF0
+    if mode == 0:
+        leading, stride = stride, leading
+    address = ((descriptor << 4) & 0x3FFF0) + (k >> 3) * stride + (k & 7) * (16 << mode)
+    return swizzled(address + (chunk >> mode) * leading + (chunk & ((1 << mode) - 1)) * 16, mode)
+
+
+@njit
+def _place(descriptor, is_mn_major, index, first_row):
+    """The shared address of the `index`-th chunk of 16 K-deep rows from `first_row` on (of M or N)."""
+    if is_mn_major:
+        return _chunk_mn(descriptor, first_row // 8 + index // 16, index % 16)
+    return _chunk(descriptor, first_row + index // 2, index % 2)
+
+
+@njit
+def _digest_of(warp, record):
+    """A digest of the shared memory that a warp answers for: its rows of A, a quarter of B."""
+    shared = i64_at(warp[WARP_BLOCK])[BLOCK_SHARED]
+    part, flags = warp[WARP_INDEX] & 3, record[G_FLAGS]
+    digest = types.uint64(0)
+    for operand in range(2):
+        if operand == 0 and flags & _A_IN_REGISTERS:
+            continue
+        mn_major = (flags & (_A_MN_MAJOR if operand == 0 else _B_MN_MAJOR)) != 0
+        descriptor = record[G_A] if operand == 0 else record[G_B]
+        rows = 16 if operand == 0 else record[G_COLUMNS]
+        first = 16 * part if operand == 0 else 0
+        for block in range(rows // 8):
+            if operand == 1 and (block & 3) != part:
+                continue
+            for index in range(16):
+                words = u64_at(shared + _place(descriptor, mn_major, index, first + 8 * block))
+                digest = (digest ^ words[0]) * types.uint64(0x9E3779B97F4A7C15)
+                digest = (digest ^ words[1] ^ (digest >> types.uint64(29))) * types.uint64(0xBF58476D1CE4E5B9)
+    return types.int64(digest)
+
+
+@njit
+def _check_operand(warp, site, record, operand):
+    """Bounds always; life, initialisation, races and the proxy fence as the launch's checks say."""
+    block = warp[WARP_BLOCK]
+    fields = i64_at(block)
+    checks = i64_at(warp[WARP_LAUNCH])[LAUNCH_CHECKS]
+    part, flags = warp[WARP_INDEX] & 3, record[G_FLAGS]
+    mn_major = (flags & (_A_MN_MAJOR if operand == 0 else _B_MN_MAJOR)) != 0
+    descriptor = record[G_A] if operand == 0 else record[G_B]
+    rows = 64 if operand == 0 else record[G_COLUMNS]
+    if (descriptor >> 49) & 7:
+        return report(warp, _DESCRIPTOR, site, 0, 0, descriptor, 0, 0, 0)
+    for block_row in range(rows // 8):
+        mine = block_row // 2 == part if operand == 0 else (block_row & 3) == part
+        if not mine:
+            continue
+        for index in range(16):
+            address = _place(descriptor, mn_major, index, 8 * block_row)
+            if address + 16 > fields[BLOCK_SHARED_BYTES]:
+                return report(warp, _DESCRIPTOR, site, 0, address, descriptor, 0, 0, 0)
+            if checks:
+                host = fields[BLOCK_SHARED] + address
+                if shared_range(warp, site, 0, block, host, 16, LOAD, 0) or check_read(warp, site, 0, block, host, 16):
+                    return 1
+    return 0
+
+
+@njit
+def _list_of(warp):
+    if warp[WARP_WGMMA] == 0:
+        warp[WARP_WGMMA] = malloc((_HEADER + 16 * G_RECORD) * 8)
+        fill_bytes(warp[WARP_WGMMA], 0, _HEADER * 8)
+        i64_at(warp[WARP_WGMMA])[_CAPACITY] = 16
+    return i64_at(warp[WARP_WGMMA])
+
+
+@njit
+def _record_at(warp, index):
+    return i64_at(warp[WARP_WGMMA] + (_HEADER + index * G_RECORD) * 8)
+
+
+@njit
+def _set_state(warp, table, set_bits):
+    """Marks an instruction's registers as used by it, or (0) as free."""
+    states = u8_at(warp[WARP_REGISTERS] + table[T_STATE])
+    count, fragments = table[T_ACCUMULATORS], table[T_A]
+    numbers = T_OFFSETS + count + fragments
+    for index in range(count + fragments):
+        bit = ACCUMULATES if index < count else IS_READ
+        number = table[numbers + index]
+        states[number] = states[number] | bit if set_bits else states[number] & ~(ACCUMULATES | IS_READ)
+
+
+@operation("wgmma_issue", "llqqpii")
+def wgmma_issue(warp, mask, site, run, table_address, a, b, keep, flags, columns):
+    """Records one instruction. `a` is the descriptor of A unless it lies in registers; `keep`: lanes with scale-d."""
+    if mask != FULL_MASK:
+        return report(warp, _DIVERGENT, site, 0, 0, mask, FULL_MASK, 0, 0)
+    block = i64_at(warp[WARP_BLOCK])
+    if block[BLOCK_NUM_WARPS] % 4:
+        return report(warp, _WARPGROUP, site, 0, 0, warp[WARP_INDEX], block[BLOCK_NUM_WARPS], 0, 0)
+    table = i32_at(table_address)
+    states = u8_at(warp[WARP_REGISTERS] + table[T_STATE])
+    count, fragments = table[T_ACCUMULATORS], table[T_A]
+    numbers = T_OFFSETS + count + fragments
+    fences = _list_of(warp)[_FENCES]
+    for index in range(count + fragments):
+        state = states[table[numbers + index]]
+        if state & WRITTEN or fences == 0:
+            return report(warp, _NO_FENCE, site, 0, 0, index, 0, 0, 0)
+        if state & (IS_READ if index < count else ACCUMULATES):
+            return report(warp, _TOUCHED, site, 0, 0, index, 0, 0, 0)
+    header = _list_of(warp)
+    if header[_COUNT] == header[_CAPACITY]:
+        capacity = 2 * header[_CAPACITY]
+        warp[WARP_WGMMA] = realloc(warp[WARP_WGMMA], (_HEADER + capacity * G_RECORD) * 8)
+        header = i64_at(warp[WARP_WGMMA])
+        header[_CAPACITY] = capacity
+    record = _record_at(warp, header[_COUNT])
+    record[G_SITE], record[G_GROUP], record[G_RUN], record[G_TABLE] = site, header[_GROUPS], run, table_address
+    record[G_A], record[G_B] = types.int64(a[0]), types.int64(b[0])
+    record[G_KEEP], record[G_FLAGS], record[G_COLUMNS] = keep[0] & 1, flags, columns
+    if not flags & _A_IN_REGISTERS and _check_operand(warp, site, record, 0):
+        return FAILED
+    if _check_operand(warp, site, record, 1):
+        return FAILED
+    if i64_at(warp[WARP_LAUNCH])[LAUNCH_CHECKS] & CHECK_ASYNC:
+        record[G_DIGEST] = _digest_of(warp, record)
+    header[_COUNT] += 1
+    _set_state(warp, table, True)
+    return DONE
+
+
+@operation("wgmma_fence", "ii")
+def wgmma_fence(warp, mask, site, offset, count):
+    if mask != FULL_MASK:
+        return report(warp, _DIVERGENT, site, 0, 0, mask, FULL_MASK, 0, 0)
+    _list_of(warp)[_FENCES] += 1
+    states = u8_at(warp[WARP_REGISTERS] + offset)
+    for index in range(count):
+        states[index] &= ~WRITTEN
+    return DONE
+
+
+@operation("wgmma_commit", "")
+def wgmma_commit(warp, mask, site):
+    if mask != FULL_MASK:
+        return report(warp, _DIVERGENT, site, 0, 0, mask, FULL_MASK, 0, 0)
+    _list_of(warp)[_GROUPS] += 1
+    return DONE
+
+
+@operation("wgmma_wait", "i")
+def wgmma_wait(warp, mask, site, pending):
+    if mask != FULL_MASK:
+        return report(warp, _DIVERGENT, site, 0, 0, mask, FULL_MASK, 0, 0)
+    header = _list_of(warp)
+    checked = i64_at(warp[WARP_LAUNCH])[LAUNCH_CHECKS] & CHECK_ASYNC
+    done = 0
+    while done < header[_COUNT] and _record_at(warp, done)[G_GROUP] < header[_GROUPS] - pending:
+        record = _record_at(warp, done)
+        issued = types.int32(record[G_SITE])
+        if checked and _digest_of(warp, record) != record[G_DIGEST]:
+            return report(warp, _SOURCE, record[G_SITE], 0, (record[G_B] << 4) & 0x3FFF0, site, 0, 0, 0)
+        if by_address(record[G_RUN], warp, mask, issued, address_of(record)):
+            return FAILED
+        _set_state(warp, i32_at(record[G_TABLE]), False)
+        done += 1
+    for index in range(done, header[_COUNT]):
+        copy_bytes(address_of(_record_at(warp, index - done)), address_of(_record_at(warp, index)), G_RECORD * 8)
+        _set_state(warp, i32_at(_record_at(warp, index - done)[G_TABLE]), True)
+    header[_COUNT] -= done
+    return DONE
+
+
+@operation("wgmma_touched", "")
+def wgmma_touched(warp, mask, site):
+    return report(warp, _TOUCHED, site, 0, 0, 0, 0, 0, 0)
+
+
+@njit
+def close_wgmma(warp):
+    """Frees the list. The site of an instruction that nobody waited for, or -1."""
+    site = -1
+    if warp[WARP_WGMMA] != 0:
+        if _list_of(warp)[_COUNT] != 0:
+            site = _record_at(warp, 0)[G_SITE]
+        free(warp[WARP_WGMMA])
+        warp[WARP_WGMMA] = 0
+    return site
+
+
+@njit
+def _gather_a(descriptor, is_mn_major, shared, first_row, words):
+    """16 rows of A as the four registers of a fragment, in `words`."""
+    at = address_of(words)
+    if not is_mn_major:
+        for row in range(16):
+            for chunk in range(2):
+                source = shared + _chunk(descriptor, first_row + row, chunk)
+                copy_bytes(at + ((row >> 3) + 2 * chunk) * 128 + (row & 7) * 16, source, 16)
+        return
+    halves = u16_at(at)
+    for half in range(2):
+        for k in range(16):
+            source = u16_at(shared + _chunk_mn(descriptor, first_row // 8 + half, k))
+            place = ((half + 2 * (k >> 3)) * 32 + ((k & 7) >> 1)) * 2 + (k & 1)
+            for g in range(8):
+                halves[place + 8 * g] = source[g]
+
+
+@made_from_name("wgmma_run")
+@functools.cache
+def run_operation(code_a: int, code_b: int, accumulator: int) -> str:
+    """The operation that carries a recorded instruction out, for types of A, B and D."""
+    name = f"wgmma_run_{code_a}_{code_b}_{accumulator}"
+    depth = 8 * PER_WORD[code_a]
+    size_a, size_b = 16 * depth, 8 * depth
+    is_half = PER_WORD[code_a] == 2
+    row_code = code_b if is_half else ELEMENT_CODES["bf16"]
+    slots = 2 if accumulator == ACC_F16 else 4
+
+    def run(warp, mask, site, record_address):
+        record = i64_at(record_address)
+        table, flags = i32_at(record[G_TABLE]), record[G_FLAGS]
+        shared, registers = i64_at(warp[WARP_BLOCK])[BLOCK_SHARED], warp[WARP_REGISTERS]
+        a, b, words = scratch_floats(size_a), scratch_floats(size_b), scratch_words(128)
+        if flags & _A_IN_REGISTERS:
+            for index in range(4):
+                offset = types.int64(table[T_OFFSETS + table[T_ACCUMULATORS] + index])
+                copy_bytes(address_of(words) + index * 128, registers + offset, 128)
+        else:
+            _gather_a(record[G_A], (flags & _A_MN_MAJOR) != 0, shared, 16 * (warp[WARP_INDEX] & 3), words)
+        for index in range(4):
+            spread_a(code_a, index, u32_at(address_of(words) + index * 128), a)
+        negate = types.int32(1 if flags & _NEGATED else 0)
+        keep = types.int32(record[G_KEEP])
+        for block in range(record[G_COLUMNS] // 8):
+            if is_half and flags & _B_MN_MAJOR:
+                for k in range(16):
+                    row = u16_at(shared + _chunk_mn(record[G_B], block, k))
+                    spread_b_row(row_code, row, f32_at(address_of(b) + k * 32))
+            else:
+                for column in range(8):
+                    for chunk in range(2):
+                        source = shared + _chunk(record[G_B], 8 * block + column, chunk)
+                        copy_bytes(address_of(words) + chunk * 128 + column * 16, source, 16)
+                spread_b(code_b, 0, words, b)
+                spread_b(code_b, 1, u32_at(address_of(words) + 128), b)
+            first = T_OFFSETS + block * slots
+            d0 = u32_at(registers + table[first])
+            d1 = u32_at(registers + table[first + 1])
+            d2 = u32_at(registers + table[first + slots - 2])
+            d3 = u32_at(registers + table[first + slots - 1])
+            multiply_accumulate(code_a, accumulator, depth, a, b, negate, keep, d0, d1, d2, d3, d0, d1, d2, d3)
+        return DONE
+
+    operation(name, "l")(run)
+    return name
+
+
+_SHAPE = re.compile(r"m64n(\d+)k(\d+)")
+_ACCUMULATOR = {"f32": ACC_F32, "f16": ACC_F16, "s32": ACC_S32}
+
+
+def describe(parts: tuple[str, ...]) -> tuple[int, int, int, int] | None:
+    """`wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16` → (code of A, of B, accumulator, N), or None."""
+    rest = [part for part in parts[2:] if part != "satfinite"]
+    if len(rest) != 6 or rest[:2] != ["sync", "aligned"]:
+        return None
+    shape, d_type, a_type, b_type = _SHAPE.fullmatch(rest[2]), *rest[3:]
+    code_a, code_b = ELEMENT_CODES.get(a_type), ELEMENT_CODES.get(b_type)
+    accumulator = _ACCUMULATOR.get(d_type)
+    if shape is None or code_a is None or code_b is None or accumulator is None:
+        return None
+    columns, k = int(shape[1]), int(shape[2])
+    if columns % 8 or not 8 <= columns <= 256 or k != 8 * PER_WORD[code_a] or PER_WORD[code_a] > 4:
+        return None
+    mixable = PER_WORD[code_a] == PER_WORD[code_b] == 4 and IS_INTEGER[code_a] == IS_INTEGER[code_b]
+    if not (code_a == code_b or mixable) or IS_INTEGER[code_a] != (accumulator == ACC_S32):
+        return None
+    if accumulator == ACC_F16 and a_type not in ("f16", "e4m3", "e5m2"):
+        return None
+    if "satfinite" in parts:
+        if not IS_INTEGER[code_a]:
+            return None
+        accumulator = ACC_S32_SATURATED
+    return code_a, code_b, accumulator, columns
+
+
+@lowers("wgmma.mma_async")
+def lower_mma_async(low: Lowering, ins: Instruction) -> None:
+    """wgmma.mma_async… d, a-desc | a-regs, b-desc, scale-d{, imm-scale-a, imm-scale-b{, imm-trans-a}{, imm-trans-b}}"""
+    found = describe(ins.parts)
+    if found is None:
+        raise low.refuse("shape or types")
+    code_a, code_b, accumulator, columns = found
+    d, a, b, scale, *immediates = ins.operands
+    numbers = [low.uniform(operand) for operand in immediates]
+    if not isinstance(d, Vector) or len(d.items) != columns // (4 if accumulator == ACC_F16 else 2):
+        raise low.refuse("the number of accumulators")
+    fragments = list(a.items) if isinstance(a, Vector) else []
+    registers: list[Any] = [*d.items, *fragments]
+    if any(not isinstance(item, Register) for item in registers) or len(fragments) not in (0, 4):
+        raise low.refuse("registers")
+    flags = _A_IN_REGISTERS if fragments else 0
+    if not IS_INTEGER[code_a]:
+        if len(numbers) < 2 or not set(numbers[:2]) <= {1, -1}:
+            raise low.refuse("scales of A and B")
+        flags |= _NEGATED if numbers[0] * numbers[1] < 0 else 0
+        numbers = numbers[2:]
+    majors = [] if PER_WORD[code_a] != 2 else [_B_MN_MAJOR] if fragments else [_A_MN_MAJOR, _B_MN_MAJOR]
+    if len(numbers) != len(majors) or not set(numbers) <= {0, 1}:
+        raise low.refuse("transpositions")
+    flags |= sum(major for major, number in zip(majors, numbers) if number)
+
+    offsets = [low.pinned_offset(register) for register in registers]
+    states = [low.wgmma.index[register.name] for register in registers]
+    table = low.constant_table([len(d.items), len(fragments), low.wgmma.offset, *offsets, *states])
+    run = low.operation_address(run_operation(code_a, code_b, accumulator))
+    keep = low.slot(Integer(1 if scale.value else 0), 32) if isinstance(scale, Integer) else low.predicate_slot(scale)
+    descriptor_a = low.slot(Integer(0) if fragments else a, 64)
+    low.call("wgmma_issue", run, table, descriptor_a, low.slot(b, 64), keep, flags, columns)
+    for register in registers[: len(d.items)]:
+        low.invalidate(register)
+
+
+@lowers("wgmma.fence.sync.aligned")
+def lower_fence(low: Lowering, ins: Instruction) -> None:
+    low.call("wgmma_fence", low.wgmma.offset, len(low.wgmma.index))
+    low.wgmma.forget()
+
+
+@lowers("wgmma.commit_group.sync.aligned")
+def lower_commit(low: Lowering, ins: Instruction) -> None:
+    low.call("wgmma_commit")
+
+
+@lowers("wgmma.wait_group.sync.aligned")
+def lower_wait(low: Lowering, ins: Instruction) -> None:
+    low.call("wgmma_wait", low.uniform(ins.operands[0]))
+    low.wgmma.forget()

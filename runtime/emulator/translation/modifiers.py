@@ -1,0 +1,52 @@
+"""What stands behind an opcode's first part, taken word by word: a word that nobody takes is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from runtime.emulator.translation.lowering import UnsupportedInstruction
+from runtime.emulator.translation.ptx import TYPE_BYTES, Instruction, Operand
+
+
+class Modifiers:
+    """The parts of one instruction that are still to be understood."""
+
+    def __init__(self, ins: Instruction) -> None:
+        self.ins = ins
+        self.name, *self.words = ins.parts
+
+    def refuse(self, why: str) -> UnsupportedInstruction:
+        return UnsupportedInstruction(self.ins, why)
+
+    def take(self, word: str) -> bool:
+        """Whether `word` stands there; it counts as understood."""
+        if word in self.words:
+            self.words.remove(word)
+            return True
+        return False
+
+    def one_of(self, words: Iterable[str], default: str | None = None) -> str:
+        """The one word of `words` that stands there."""
+        known = list(words)
+        for word in self.words:
+            if word in known:
+                self.words.remove(word)
+                return word
+        if default is None:
+            raise self.refuse(f"needs one of .{', .'.join(known)}")
+        return default
+
+    def type(self, known: Iterable[str] = (*TYPE_BYTES, "pred")) -> str:
+        """The last word, a type among `known`."""
+        if not self.words or self.words[-1] not in known:
+            raise self.refuse(f"type .{self.words[-1] if self.words else ''}")
+        return self.words.pop()
+
+    def operands(self, *counts: int) -> tuple[Operand, ...]:
+        if len(self.ins.operands) not in counts:
+            raise self.refuse(f"{len(self.ins.operands)} operands")
+        return self.ins.operands
+
+    def done(self) -> None:
+        if self.words:
+            raise self.refuse(f"modifier .{self.words[0]}")

@@ -1,0 +1,169 @@
+"""Where a module's variables lie: shared offsets for a kernel, device addresses for .global and .const.
+
+Shared variables get SHARED_REDZONE_BYTES of dead bytes after each, so that one array's end is not another's beginning:
+their shadow never becomes live. A kernel that has no room for that (its descriptors see 18 bits of an address) gets
+them packed as ptxas packs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from runtime.emulator.memory.device_memory import IS_ALLOCATED, Machine
+from runtime.emulator.translation.ptx import Address, Kernel, Module, Operand, PtxError, Symbol, Variable, Vector
+
+SHARED_START = 1024
+"""The first shared address that a kernel owns: below lie what the hardware reserves, and null."""
+SHARED_REDZONE_BYTES = 128
+SHARED_LIMIT = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLayout:
+    """Shared memory of a kernel.
+
+    Attributes:
+        offsets: name → shared address; of `extern` arrays too, which all begin where the static ones end.
+        live: (offset, size) of each static variable: the bytes that a kernel may touch, besides the dynamic ones.
+        dynamic_offset: where the dynamic bytes begin.
+        static_bytes: what the variables need without redzones, as the driver reports it.
+    """
+
+    offsets: dict[str, int]
+    live: tuple[tuple[int, int], ...]
+    dynamic_offset: int
+    static_bytes: int
+
+    def total_bytes(self, dynamic_bytes: int) -> int:
+        """What a block's shared memory must hold, counted from shared address 0."""
+        return self.dynamic_offset + dynamic_bytes
+
+    def shadow(self, dynamic_bytes: int) -> bytes:
+        """The shadow of a block that starts, a byte for each of `total_bytes`: to be copied to BLOCK_SHARED_SHADOW."""
+        states = bytearray(self.total_bytes(dynamic_bytes))
+        for start, size in (*self.live, (self.dynamic_offset, dynamic_bytes)):
+            states[start : start + size] = bytes([IS_ALLOCATED]) * size
+        return bytes(states)
+
+    def name_at(self, offset: int, dynamic_bytes: int) -> str:
+        """Words for a shared address in a message."""
+        extents = sorted((start, size, name) for name, start, size in self._extents(dynamic_bytes))
+        for start, size, name in extents:
+            if start <= offset < start + size:
+                return f"{offset - start} bytes into {name}, which has {size} bytes"
+        before = [(start + size, f"{name} of {size} bytes") for start, size, name in extents if start + size <= offset]
+        after = [(start, f"{name} of {size} bytes") for start, size, name in extents if start > offset]
+        words = []
+        if before:
+            end, name = max(before)
+            words.append(f"{offset - end} bytes past the end of {name}")
+        if after:
+            start, name = min(after)
+            words.append(f"{start - offset} bytes before {name}")
+        return " and ".join(words) or "the kernel has no shared memory"
+
+    def _extents(self, dynamic_bytes: int) -> Iterable[tuple[str, int, int]]:
+        sizes = dict(self.live)
+        for name, start in self.offsets.items():
+            if start in sizes and (start != self.dynamic_offset or sizes[start]):
+                yield f"shared variable {name}", start, sizes[start]
+        if dynamic_bytes:
+            yield "dynamic shared memory", self.dynamic_offset, dynamic_bytes
+
+
+def _align(offset: int, alignment: int) -> int:
+    return -(-offset // alignment) * alignment
+
+
+def shared_layout(module: Module, kernel: Kernel) -> SharedLayout:
+    """Lays out the shared variables of a module and of a kernel's body.
+
+    Raises:
+        PtxError: an initial value for shared memory, which PTX does not allow.
+    """
+    variables = [v for v in (*module.variables.values(), *kernel.variables) if v.space == "shared"]
+    for variable in variables:
+        if variable.initial:
+            raise PtxError(f"shared variable {variable.name} has an initial value")
+    sized = sorted((v for v in variables if v.size_bytes is not None), key=lambda v: -v.align)
+    extern_align = max((v.align for v in variables if v.size_bytes is None), default=16)
+    packed = _lay(sized, 0, 16)
+    static_bytes = packed[1] - SHARED_START
+    offsets, end = _lay(sized, SHARED_REDZONE_BYTES, extern_align)
+    if end > SHARED_LIMIT - (1 << 10) or static_bytes > 96 << 10:
+        offsets, end = _lay(sized, 0, extern_align)
+    live = tuple((offsets[v.name], v.size_bytes or 0) for v in sized)
+    offsets.update({v.name: end for v in variables if v.size_bytes is None})
+    return SharedLayout(offsets, live, end, static_bytes)
+
+
+def _lay(variables: list[Variable], gap: int, end_align: int) -> tuple[dict[str, int], int]:
+    offsets: dict[str, int] = {}
+    offset = SHARED_START
+    for variable in variables:
+        offset = _align(offset, max(variable.align, gap))
+        offsets[variable.name] = offset
+        offset += (variable.size_bytes or 0) + gap
+    return offsets, _align(offset, max(end_align, 16))
+
+
+def place_variables(machine: Machine, module: Module) -> dict[str, int]:
+    """Allocates the .global and .const variables of a module in device memory: name → address.
+
+    Without an initial value they hold zeros, as PTX says. Allocated anew each time a module is loaded; the caller
+    frees them when it unloads it.
+    """
+    addresses: dict[str, int] = {}
+    for variable in module.variables.values():
+        if variable.space not in ("global", "const"):
+            continue
+        if variable.size_bytes is None:
+            raise PtxError(f"{variable.space} variable {variable.name} has no size")
+        size = max(variable.size_bytes, 1)
+        label = f".{variable.space} {variable.name}"
+        address = machine.allocate(size, max(variable.align, 256), label=label)
+        machine.fill(address, 0, size)
+        if variable.initial:
+            machine.write(address, variable.initial)
+        addresses[variable.name] = address
+    return addresses
+
+
+def used_variables(module: Module, kernel: Kernel) -> list[str]:
+    """The .global and .const variables that a kernel names, in the order of its symbol table (LAUNCH_SYMBOLS)."""
+    named: set[str] = set()
+    pending: list[Operand | None] = [operand for ins in kernel.instructions for operand in ins.operands]
+    while pending:
+        operand = pending.pop()
+        if isinstance(operand, Symbol):
+            named.add(operand.name)
+        elif isinstance(operand, Address):
+            pending += [operand.base, operand.coordinates]
+        elif isinstance(operand, Vector):
+            pending += operand.items
+    return [v.name for v in module.variables.values() if v.space in ("global", "const") and v.name in named]
+
+
+def parameter_offsets(kernel: Kernel) -> tuple[dict[str, tuple[int, int]], int]:
+    """Parameter name → (offset, size) in the parameter bytes, each at its own alignment; and how many bytes."""
+    found: dict[str, tuple[int, int]] = {}
+    offset = 0
+    for variable in kernel.parameters:
+        offset = -(-offset // variable.align) * variable.align
+        size = variable.size_bytes or 0
+        found[variable.name] = (offset, size)
+        offset += size
+    return found, offset
+
+
+def local_offsets(kernel: Kernel) -> tuple[dict[str, int], int]:
+    """Local variable → offset in a thread's local memory, and its size."""
+    found: dict[str, int] = {}
+    offset = 0
+    for variable in kernel.variables:
+        if variable.space == "local":
+            offset = -(-offset // variable.align) * variable.align
+            found[variable.name] = offset
+            offset += variable.size_bytes or 0
+    return found, -(-offset // 64) * 64
