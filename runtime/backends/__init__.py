@@ -1,1 +1,1 @@
-"""What stands behind `runtime.ops`: the same operations on each kind of device, with their checks."""
+"""Implementations of `runtime.ops`: the same operations on each kind of device, with their checks."""

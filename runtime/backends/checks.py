@@ -1,7 +1,7 @@
 """Checks of an operation's arguments, each an error that names the operation and the argument.
 
-Nothing is launched before every argument has passed. `runtime.ops` checks what all devices ask for alike; a backend
-checks what depends on its kernels.
+All arguments are checked before the first launch. `runtime.ops` checks the rules common to all devices; a backend
+checks those of its kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def check(
 ) -> None:
     """Raises unless the tensor is C-contiguous, on this device, of this type and shape (None = any size).
 
-    A recording on the cpu is told that the tensor's memory is used.
+    A recording on the cpu notes that the tensor's memory is used.
     """
     if not isinstance(tensor, Tensor):
         raise fail(op, argument, f"must be a Tensor, not {type(tensor).__name__}")

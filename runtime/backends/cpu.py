@@ -421,7 +421,7 @@ def page_shape(op: str, k_cache: Tensor, v_cache: Tensor, x: Tensor, head_dim: i
 
 
 def _scale_addresses(scales: tuple[Tensor, ...]) -> tuple[int, int]:
-    """Where the scales of keys and of values lie; 0 for pages without."""
+    """Addresses of the scales of keys and of values; 0 for pages without."""
     return (scales[0].address, scales[1].address) if scales else (0, 0)
 
 
@@ -465,7 +465,7 @@ def qkv_prepare(
 def _explain_places(
     op: str, positions: Tensor, num_positions: int, slot_mapping: Tensor, num_slots: int
 ) -> Callable[[int], Exception]:
-    """What the status of a kernel that rotates and writes pages means."""
+    """Raises the error for a status of a kernel that rotates and writes pages."""
 
     def explain(status: int) -> Exception:
         if status == _qkv.BAD_POSITION:
@@ -478,7 +478,7 @@ def _explain_places(
 
 @dataclass(frozen=True, slots=True)
 class _AttentionPlan:
-    """How a batch is cut into row groups, worked out and checked once for all layers."""
+    """A batch's cut into row groups, worked out and checked once for all layers."""
 
     group_tokens: int  # most tokens of a row group
     num_groups: int  # row groups, or more
@@ -538,8 +538,8 @@ def _attention_plan(batch: Batch, group: int, tokens: int, share: int, block_siz
 
 
 def _recorded_plan(batch: Batch, group: int, tokens: int, share: int, table_width: int) -> _AttentionPlan:
-    """For any chunks of at least one token, of sequences up to the batch's longest: what the arrays hold is another
-    matter in each replay."""
+    """For any chunks of at least one token, of sequences up to the batch's longest, since each replay has other values
+    in the arrays."""
     seqs = batch.num_seqs
     if not 0 < seqs <= tokens:
         raise fail("attention", "batch", f"cannot be recorded: {seqs} sequences of {tokens} tokens")

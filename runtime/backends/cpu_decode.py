@@ -1,4 +1,4 @@
-"""What a recorded decode step does on the cpu before its model, as `runtime.ops` describes it."""
+"""The inputs of a recorded decode step on the cpu, as `runtime.ops` describes them."""
 
 from __future__ import annotations
 

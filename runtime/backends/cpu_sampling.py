@@ -1,4 +1,4 @@
-"""Drawing tokens and their log-probabilities on the cpu, as `runtime.ops` describes them."""
+"""Sampled tokens and their log-probabilities on the cpu, as `runtime.ops` describes them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
 
 
 def draw(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penalties: bool) -> None:
-    """See `ops.draw`. The kernel looks at a row's parameters itself: ``has_penalties`` tells it nothing new."""
+    """See `ops.draw`. The kernel reads each row's parameters itself and ignores ``has_penalties``."""
     out = results.address
     _launch("draw", logits, [field.address for field in fields], 0, out, out + 4 * logits.shape[0])
 

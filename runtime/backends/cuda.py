@@ -1,9 +1,9 @@
 """The operations of a model on a GPU, real or emulated, as `runtime.ops` describes them.
 
-Activations, matrices and the KV cache are of one type, float32, float16 or bfloat16, but that matrices may be packed,
-and pages be of a byte a number; norm weights and biases are float32. Every operation is one launch, or a few, on the
-device's current stream; none waits. A `plan` of the kernel's family chooses specialisation, grid and block;
-`Gpu.launch` compiles, packs and launches.
+Activations, matrices and the KV cache are of one type, float32, float16 or bfloat16; matrices may be packed, and pages
+may have a byte a number. Norm weights and biases are float32. Every operation is one launch, or a few, on the device's
+current stream; none waits. A `plan` of the kernel's family chooses specialisation, grid and block; `Gpu.launch`
+compiles, packs and launches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What stands behind Tensor's operators on a GPU; `runtime.tensor.arithmetic` has the rules and settles the types.
+"""Tensor's operators on a GPU; `runtime.tensor.arithmetic` has the rules and settles the types.
 
 Tensors of any strides go to the kernels as they are; axes that can be walked as one are merged.
 """
@@ -23,7 +23,7 @@ from runtime.tensor.tensor import Tensor
 from runtime.tensor.views import Shape
 
 MOST_LAYOUTS = 1 << 14
-"""That a device keeps, of a few hundred bytes each; none is ever let go, since recordings read them."""
+"""Layouts that a device keeps, of a few hundred bytes each; none is freed, since recordings read them."""
 _DTYPES = {"f32": "float32", "s64": "int64", "s32": "int32"}
 
 
@@ -41,7 +41,7 @@ def elementwise(op: str, operands: Sequence[Tensor], result: DType, compute: DTy
 
 
 def write_elementwise(op: str, operands: Sequence[Tensor], target: Tensor, compute: DType) -> None:
-    """As `elementwise`, over the elements of `target`, whose memory no operand shares."""
+    """As `elementwise`, over the elements of `target`; no operand may share its memory."""
     if target.size == 0:
         return
     gpu = Gpu.of(target.device)

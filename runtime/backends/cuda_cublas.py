@@ -1,4 +1,4 @@
-"""Matrix products by cuBLAS (``gemm="cublas"``): to compare ours with, on a GPU where its library is installed.
+"""Matrix products by cuBLAS (``gemm="cublas"``): a reference for ours, on a GPU where its library is installed.
 
 Bias and residual lie in the result before the product is added to them, so that they are rounded to its type once more
 than by our kernels.

@@ -1,4 +1,4 @@
-"""What a decode graph does on a GPU before its model, as `runtime.ops` describes it."""
+"""The inputs of a decode graph on a GPU, as `runtime.ops` describes them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Mixtures of experts on a GPU; see `runtime.ops`. Launches are as many, and of the same shapes, whatever is chosen.
+"""Mixtures of experts on a GPU; see `runtime.ops`. The number and shapes of launches do not depend on the routing.
 
-Few tokens take two launches that go straight over their experts, of 16 bits or quantised. Others have their choices put
-together by expert, which is a launch, then two products and the sum. Exact mode always takes the latter, whose sums do
-not depend on how many tokens there are, by tiles that give the same bits whatever their height.
+Few tokens take two launches that go straight over their experts, of 16 bits or quantised. More tokens are grouped by
+expert in one launch, then come two products and the sum. Exact mode always groups, since those sums do not depend on
+the number of tokens; its tiles give the same bits at any height.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _plan_written_out = remembered(dequantize.plan_experts)
 
 _MOST_ROWS = 65536  # of experts at a time, each token with all of its experts
 _MOST_WRITTEN_OUT = 5 << 28  # bytes of quantised experts as 16-bit rows
-_LEAST_GAIN = 1.2  # by the models, from which on they are written out: these know of no writes
+_LEAST_GAIN = 1.2  # by the models, from which on they are written out: these do not count writes
 _GATHERED_TOKENS = 4  # beyond, tokens share experts, and an expert's rows are better multiplied together
 
 
@@ -139,7 +139,7 @@ def _can_gather(x: Tensor, chosen: Routing, gate_up: ExpertsWeight, down: Expert
 
 
 def _hopper_tile(x: Tensor, rows: int, gate_up: ExpertsWeight, down: ExpertsWeight) -> Tile | None:
-    """Of both products, where `wgmma` does them; it unpacks quantised experts, or they are written out before it."""
+    """The wgmma tile of both products, or None; it unpacks quantised experts, or they are written out first."""
     if x.address % 16 or gate_up.exact or gate_up.shape[1] % (2 * VECTOR_WIDTH[x.dtype.ptx]):
         return None
     gpu = Gpu.of(x.device)
@@ -180,7 +180,7 @@ def _tile_of_written_out(
 
 
 def _tile_rows(x: Tensor, rows: int, weights: tuple[ExpertsWeight, ...]) -> int:
-    """Of the tiles of all products, where `wgmma` does not do them."""
+    """The tile of all products where `wgmma` does not compute them."""
     if not all(_has_fast_rows(x, weight) for weight in weights):
         return tiled.TILE_ROWS
     num_experts, width, _ = weights[-1].shape
@@ -190,7 +190,7 @@ def _tile_rows(x: Tensor, rows: int, weights: tuple[ExpertsWeight, ...]) -> int:
 
 
 def _has_fast_rows(x: Tensor, weight: ExpertsWeight) -> bool:
-    """Whether tensor cores multiply rows as long as a weight's; what a packed one needs was seen to at its making."""
+    """Whether tensor cores multiply rows as long as a weight's; a packed weight was made for them."""
     return weight.packing is not None or (x.address % 16 == 0 and tensor_core.can_plan(x.dtype.ptx, weight.shape[2]))
 
 
@@ -281,7 +281,7 @@ class _RowsByExpert:
     def product(
         self, source: Tensor, weight: ExpertsWeight, columns: int, activation: str, *, gathers: bool
     ) -> Tensor:
-        """Each row times its expert's matrix; `gathers`: the source's rows are tokens'."""
+        """Each row times its expert's matrix; with `gathers` the source's rows are tokens'."""
         gpu, dtype, tile = self.gpu, self.dtype.ptx, self.tile
         out = Tensor.new((self.count, columns), self.dtype, source.device)
         arguments: list[Any] = [source.address, weight.table_address, self.tiles.address, self.num_used.address]

@@ -1,9 +1,9 @@
-"""Products with a weight on a GPU, the norm in front of them and the gated unit behind them; see `runtime.ops`.
+"""Products with a weight on a GPU, with the norm before them and the gated unit after them; see `runtime.ops`.
 
 A weight that a norm's weights are multiplied into (`RowWeight.is_normed`) takes rows as they are: its kernel scales the
-sums by what it finds in `Tensor.row_squares`. A product with a residual leaves these for the next one. Where nobody has
-left them, one launch adds them up. Packed weights have their norm in front, as a launch, which leaves many rows as
-bytes where the product takes them so.
+sums by `Tensor.row_squares`. A product with a residual leaves these for the next one; otherwise one launch adds them
+up. Packed weights have their norm in a launch before them, which rounds many rows to bytes where the product takes
+bytes.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ def linear_glu(x: Tensor, weight: GpuWeight, activation: str, norm: RmsNorm | No
 
 
 def _normalised_apart(x: Tensor, weight: GpuWeight, norm: RmsNorm | None) -> tuple[Tensor, RmsNorm | None]:
-    """x, and the norm that products still have to see to: a few rows, and those on odd bounds, are never rounded, so
-    that they are normalised here."""
+    """x, and the norm that products still have to apply. Few rows, and unaligned ones, are never rounded, so that they
+    are normalised here."""
     if norm is None or weight.is_normed or (x.shape[0] > NEVER_ROUNDED and x.address & 15 == 0 and not weight.exact):
         return x, norm
     return rms_norm(x, norm.weight, norm.eps, None), None
@@ -138,8 +138,7 @@ def _in_order(x: Tensor, weight: GpuWeight) -> Tensor:
 def _rows(
     gpu: Gpu, x: Tensor, weight: GpuWeight, planned: Planned, norm: RmsNorm | None
 ) -> tuple[int, tuple[int, int, float], Any]:
-    """The address that the product's launch takes for x, the arguments that say how its rows are scaled, and what holds
-    that memory."""
+    """The product's address for x, its arguments for scaling the rows, and the owner of that memory."""
     if planned.rounding is not None:
         source, scales, memory = rows_of(gpu, x, planned, norm)
         return source, (scales, 0, 0.0), memory
@@ -162,7 +161,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> 
 
 
 def _normalising(x: Tensor, weight: GpuWeight, norm: RmsNorm | None) -> tuple[int, int, float]:
-    """Where the squares of x's rows are, how many parts they have, and eps, as products take them."""
+    """The squares of x's rows as products take them: address, number of parts, and eps."""
     if norm is None or not weight.is_normed:
         return _gemm.NO_SQUARES[:3]
     squares = _row_squares(x)
@@ -183,7 +182,7 @@ def row_squares(x: Tensor, parts: int) -> Tensor:
 
 
 def _row_squares(x: Tensor) -> Tensor:
-    """What was left beside x's rows, or else is now."""
+    """The squares of x's rows: those left by an earlier launch, or new ones."""
     squares = x.row_squares
     if squares is None:
         rows, depth = x.shape

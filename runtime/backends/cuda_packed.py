@@ -27,15 +27,16 @@ NEVER_ROUNDED = 16
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """How a product with a weight is computed.
+    """The kernels of a product with a weight.
 
     Attributes:
-        launch: of the product; None where no launch does what its epilogue asks for.
-        dequantization: that writes the packed weight out in front of it; None: it reads the weight as it lies.
-        rounding: that rounds x's rows to bytes in front of it, normalised if they are to be; None: it reads x as it is.
-        input_scale: the static scale by which it does; 0: by each row's, or 128 of K's, own.
+        launch: the product's, or None where no launch has its epilogue.
+        dequantization: the launch that writes the packed weight out first, or None if the product unpacks it.
+        rounding: the launch that normalises x's rows, if need be, and rounds them to bytes first; None if x is not
+        rounded.
+        input_scale: the static scale of the rounding; 0 for scales of each row, or of each 128 of K.
         takes_weight_twice: whether the launch's last argument is the weight's address, too (`gemm/hopper_bytes.py`).
-        num_squares: into how many sums of squares the launch adds up each row of its result; 0: it leaves none.
+        num_squares: sums of squares that the launch leaves for each row of its result, or 0.
     """
 
     launch: Launch | None
@@ -72,7 +73,7 @@ def _choose(gpu: Gpu, weight: GpuWeight, product: gemm.Product, *, has_norm: boo
 
 
 def can_round(weight: PackedWeight, product: gemm.Product, machine: gemm.Machine) -> bool:
-    """Whether the checkpoint has x rounded to bytes, and a kernel multiplies them."""
+    """Whether the checkpoint rounds x to bytes, and a kernel multiplies them."""
     is_grouped = weight.rounds_rows == "groups"
     if not weight.rounds_rows or is_grouped != (weight.packing.group > 0):
         return False
@@ -80,14 +81,14 @@ def can_round(weight: PackedWeight, product: gemm.Product, machine: gemm.Machine
 
 
 def rounded_tier(product: gemm.Product, machine: gemm.Machine) -> ModuleType:
-    """What multiplies a weight of bytes by rows of such, where anything does."""
+    """The launch that multiplies a weight of bytes by rows of bytes, or None."""
     return gemm.byte_tiles if gemm.hopper_bytes.why_not(product, machine) else gemm.hopper_bytes
 
 
 def plan_rounded(
     weight: PackedWeight, product: gemm.Product, machine: gemm.Machine, *, has_norm: bool
 ) -> Planned:
-    """The kernels of a product that can be had so (`can_round`)."""
+    """The kernels of a product with rounded rows (`can_round`)."""
     packing = packing_of(product.weight)
     assert packing is not None
     element = "s8" if packing.element == "u8" else packing.element
@@ -104,8 +105,8 @@ def plan_rounded(
 def _is_faster_packed(
     weight: PackedWeight, product: gemm.Product, plain: gemm.Product, machine: gemm.Machine
 ) -> bool:
-    """Whether the models say that unpacking in registers beats a 16-bit matrix, made for this product alone. Exact
-    products never ask: the kernel may not depend on the rows."""
+    """Whether the cost models expect unpacking in registers to beat a 16-bit matrix made for this product. False for
+    exact products, whose kernel may not depend on the rows."""
     made = dequantize.seconds(weight.packing, *weight.shape, product.x, machine.sustained_bytes)
     return gemm.modelled_s(product, machine) <= made + gemm.modelled_s(plain, machine)
 
@@ -113,8 +114,8 @@ def _is_faster_packed(
 def _is_faster_rounded(
     weight: PackedWeight, product: gemm.Product, plain: gemm.Product, machine: gemm.Machine, *, has_norm: bool
 ) -> bool:
-    """Whether x may be rounded to bytes, and the models say that so many rows are faster so. Where a norm's launch is
-    there anyway, rounding costs nothing more."""
+    """Whether x may be rounded to bytes, and the cost models expect that to be faster for so many rows. After a norm's
+    launch, rounding is free."""
     if weight.tier != "auto" or product.m <= NEVER_ROUNDED or not can_round(weight, product, machine):
         return False
     rounding = 0.0 if has_norm else rounded_rows.seconds(product.m, product.k, machine.memory_bytes)
@@ -125,8 +126,8 @@ def _is_faster_rounded(
 
 
 def rows_of(gpu: Gpu, x: Tensor, planned: Planned, norm: RmsNorm | None) -> tuple[int, int, Any]:
-    """The addresses that the launch of a product with rounded rows takes for x and for its rows' scales, and what holds
-    that memory. With `norm` it was planned so that x is normalised while it is rounded."""
+    """The addresses of the rounded rows of x and of their scales, and the owner of that memory. With `norm` the
+    rounding was planned to normalise x, too."""
     assert planned.rounding is not None
     rows, depth = x.shape
     is_grouped = planned.rounding.specialisation.constants.get("group", 0) != 0
@@ -145,7 +146,7 @@ def rows_of(gpu: Gpu, x: Tensor, planned: Planned, norm: RmsNorm | None) -> tupl
 
 
 def matrix_of(gpu: Gpu, weight: GpuWeight, planned: Planned) -> tuple[int, Any]:
-    """The address that the product's launch takes for its weight, and what holds that memory."""
+    """The weight's address for the product's launch, and the owner of that memory."""
     if planned.dequantization is None:
         return weight.address, weight
     rows = Tensor.new(weight.shape, weight.activations, weight.device)

@@ -12,7 +12,7 @@ from runtime.tensor.tensor import Tensor
 
 
 def product(gpu: Gpu, x: Tensor, weight: GpuWeight, bias: int, residual: int, result: Tensor) -> None:
-    """``result [T, N] = x [T, K] . weight [N, K]^T + bias + residual``, the latter by their addresses (0: none). The
+    """``result [T, N] = x [T, K] . weight [N, K]^T + bias + residual``, the latter by their addresses, or 0. The
     residual may be the result itself."""
     (rows, depth), width, count = x.shape, weight.shape[0], weight.num_segments
     if not result.size:
@@ -43,7 +43,7 @@ def add(gpu: Gpu, partials: Tensor, bias: int, residual: int, result: Tensor) ->
 
 
 def _leave_squares(bias: int, residual: int, result: Tensor) -> None:
-    """Makes room for the result's squares, where a residual says that a norm may follow."""
+    """Makes room for the result's squares, where there is a residual: a norm may follow."""
     rows, width = result.shape
     is_aligned = (bias | residual | result.address) & 15 == 0 and width % (4 * segments.SQUARE_COLUMNS) == 0
     result.row_squares = None

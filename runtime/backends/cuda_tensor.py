@@ -1,4 +1,4 @@
-"""Tensors on a GPU, real or emulated: between devices, and what stands behind Tensor's operators there."""
+"""Tensors on a GPU, real or emulated: copies between devices, and helpers of Tensor's operators."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def upload(array: NDArray, device: Device) -> Tensor:
 
 
 def upload_together(arrays: Sequence[NDArray], device: Device) -> list[Tensor]:
-    """The arrays on a GPU, C-contiguous, in one piece of memory by one copy: for what a step needs of small arrays."""
+    """The arrays on a GPU, C-contiguous, in one piece of memory by one copy: for a step's small arrays."""
     offsets, size = [], 0
     for array in arrays:
         offsets.append(size)
@@ -60,13 +60,13 @@ def download(tensor: Tensor) -> Tensor:
 
 
 def id_flag(device: Device) -> Tensor:
-    """Where gathering kernels say that an id was outside its table: ``[1]`` int32, zero until one is."""
+    """The flag by which gathering kernels report an id outside its table: ``[1]`` int32, zero until one is."""
     return _id_flag_of(Gpu.of(device))
 
 
 @functools.cache
 def _id_flag_of(gpu: Gpu) -> Tensor:
-    """One for each that has been the device of its name: another's memory is of no use to it."""
+    """One for each Gpu object that has had the device's name: memory of another one is invalid."""
     return upload(np.zeros(1, np.int32), gpu.device)
 
 

@@ -1,4 +1,4 @@
-"""Plans that operations remember: layer after layer asks for the same launch, and gets the same object."""
+"""Memoised plans: each layer's same launch gets the same object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of what sampling is given on the host, whatever the device of the logits."""
+"""Checks of sampling's arguments on the host, whatever the device of the logits."""
 
 from __future__ import annotations
 

@@ -1,22 +1,22 @@
 """The caching allocator of a device's memory: the driver gives large segments, and blocks are cut from them.
 
-Each stream has a pool of its own: what is freed there is used again there, in the stream's order, without waiting. Work
+Each stream has a pool of its own: blocks freed there are reused there, in the stream's order, without waiting. Work
 in another stream may use a block only until its owner releases it. Small blocks (up to 64 KiB) are cut from pieces of
-1 MiB, which are large blocks themselves: so a small one that lives long spoils one such piece, and not a segment; a
-piece of which nothing is in use is joined again when a large block is missing.
+1 MiB, which are large blocks themselves: so a long-lived small block pins one such piece and not a segment. Unused
+pieces are merged again when a large block is missing.
 
-Where no block is free the driver is asked; where it has none, segments of which nothing is in use go back to it; then
-Python's collector runs; then DeviceOutOfMemoryError says where the memory is.
+Without a free block the allocator asks the driver; if that fails it returns unused segments to it and tries again, then
+runs Python's collector, then raises DeviceOutOfMemoryError with a table of the memory.
 
-A block is returned by `DeviceBlock.release`, or by the end of the object, in any thread and at any moment: it only
-lands in a queue, which the next call empties. While a stream is captured into a graph, its blocks come from the graph's
-own pool, and what other pools get back is kept for as long as the graph.
+A block is returned by `DeviceBlock.release`, or with the object, in any thread and at any moment: it goes to a queue,
+which the next call empties. While a stream is captured into a graph, its blocks come from the graph's own pool, and
+blocks returned to other pools are kept as long as the graph.
 
-On an emulated device each block is followed by a gap, and the emulator is told where blocks begin and end
-(`emulator.driver.pool_blocks`), so that an access beside one, or after it was returned, is found although it lies
-within a segment.
+On an emulated device each block is followed by a gap, and the emulator knows where blocks begin and end
+(`emulator.driver.pool_blocks`), so that it finds accesses beside a block or after its return, although they lie within
+a segment.
 
-After PyTorch's CUDACachingAllocator; the differences are the arena (`runtime.device.arena`) and what is written here.
+After PyTorch's CUDACachingAllocator, with another arena (`runtime.device.arena`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class DeviceBlock:
 
     Attributes:
         address: of its first byte, aligned to 256; never 0.
-        size_bytes: what was asked for.
+        size_bytes: the size requested.
     """
 
     __slots__ = ("__weakref__", "_block", "_pool", "address", "size_bytes")
@@ -59,7 +59,7 @@ class DeviceBlock:
         self.size_bytes = size_bytes
 
     def declare_immutable(self, stream: Stream) -> None:
-        """Says that nothing writes the block again, after what `stream` holds now. An emulated device checks it, and
+        """Freezes the block once the work now in `stream` has run. An emulated device checks it, and
         lets a dependent launch read the block before it waits for the kernel in front of it."""
         if (pool := self._pool) is not None and self.size_bytes:
             pool.allocator.declare_immutable(self, stream)
@@ -75,12 +75,12 @@ class DeviceBlock:
         if not is_over():
             try:  # noqa: SIM105 - a context manager takes longer than all the rest
                 self.release()
-            except DeviceError:  # of a device that is gone: there is nobody to tell
+            except DeviceError:  # of a device that is gone: no caller can handle it
                 pass
 
 
 class Pool:
-    """The memory of one stream, or of one graph. Only the allocator calls what is here."""
+    """The memory of one stream, or of one graph. Only the allocator calls its methods."""
 
     def __init__(self, allocator: Allocator, stream: Stream) -> None:
         self.allocator = allocator
@@ -89,7 +89,7 @@ class Pool:
         self.large = Arena()
         self.pieces: dict[int, Block] = {}  # of the large arena, lent to the small one, by address
         self.segments: dict[int, int] = {}  # address: size
-        self.is_dropped = False  # of a graph that is gone: what comes back goes to the driver
+        self.is_dropped = False  # of a graph that is gone: returned memory goes to the driver
 
     def take(self, size: int) -> Block | None:
         """A block of that size, which `round_to_class` gave; None where there is no room."""
@@ -103,7 +103,7 @@ class Pool:
         return block
 
     def join_pieces(self) -> bool:
-        """Gives the pieces of which nothing is in use back to the large arena; whether there were any."""
+        """Gives unused pieces back to the large arena; returns whether there were any."""
         empty = self.small.remove_free_segments()
         for address, _ in empty:
             self.large.give(self.pieces.pop(address))
@@ -115,7 +115,7 @@ class Pool:
         return self.small.free_bytes + self.large.free_bytes
 
     def check_integrity(self) -> int:
-        """Bytes in blocks that were taken. Raises AssertionError where something is wrong."""
+        """Bytes in blocks that were taken. Raises AssertionError for inconsistent bookkeeping."""
         small_taken, small_free = self.small.check_integrity()
         large_taken, large_free = self.large.check_integrity()
         lent = sum(piece.size for piece in self.pieces.values())
@@ -127,13 +127,13 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorStatistics:
-    """What an allocator holds now and has done so far.
+    """Statistics of an allocator.
 
     Attributes:
         allocated_bytes: of blocks in use, as rounded; requested_bytes: as asked for.
         reserved_bytes: taken from the driver, in use or not.
         peak_allocated_bytes, peak_reserved_bytes: the most of each since the start.
-        num_allocations: calls of `allocate`; num_hits: those that asked the driver for nothing.
+        num_allocations: calls of `allocate`; num_hits: those without a call of the driver.
         num_driver_allocations, num_driver_frees: calls of cuMemAlloc (failed ones too) and cuMemFree.
         num_segments: pieces that `reserved_bytes` consists of.
     """
@@ -176,8 +176,8 @@ class Allocator:
     def allocate(
         self, size_bytes: int, stream: Stream | None = None, *, is_redirected: bool = True
     ) -> DeviceBlock:
-        """Memory for work on `stream` (None: the device's own); its contents are not defined. What is not to be
-        `redirect`ed outlives a graph's pool.
+        """Memory for work on `stream`, or on the device's own for None; its contents are not defined. Without
+        `redirect` it outlives a graph's pool.
 
         Raises:
             InvalidArgumentError: for a size below 0.
@@ -220,7 +220,7 @@ class Allocator:
             self._context.call("emuDeclareImmutableAsync", block.address, block.size_bytes, stream.handle)
 
     def trim(self) -> int:
-        """Gives the segments of which nothing is in use back to the driver; how many bytes that was.
+        """Gives unused segments back to the driver; returns their bytes.
 
         Raises CaptureError while a stream is captured.
         """
@@ -248,12 +248,12 @@ class Allocator:
             )
 
     def table(self) -> str:
-        """Where the memory is, as lines: the device's, and each pool's."""
+        """A table of the memory, as lines: the device's, and each pool's."""
         with self._lock:
             return self._table()
 
     def check_integrity(self) -> None:
-        """Walks over all blocks. Raises AssertionError where anything overlaps, is lost, or does not add up."""
+        """Walks over all blocks. Raises AssertionError if blocks overlap, are lost, or do not add up."""
         with self._lock:
             self._collect_returned()
             in_use = 0
@@ -282,7 +282,7 @@ class Allocator:
 
     @contextlib.contextmanager
     def redirect(self, stream: Stream, pool: Pool) -> Iterator[None]:
-        """What is allocated for `stream` comes from a private pool until the block ends."""
+        """Allocations for `stream` come from a private pool until the block ends."""
         with self._lock:
             if stream in self._redirected:
                 raise CaptureError(f"{self._name}: the stream allocates from a graph's pool already")
@@ -294,7 +294,7 @@ class Allocator:
                 del self._redirected[stream]
 
     def begin_capture(self, pool: Pool) -> None:
-        """From now on the driver is asked for nothing on behalf of `pool`, and what others get back is retained."""
+        """From now on `pool` takes nothing from the driver, and blocks returned to other pools are retained."""
         with self._lock:
             if self._captured is not None:
                 raise CaptureError(f"{self._name}: another graph is being captured")
@@ -309,7 +309,7 @@ class Allocator:
             return retained
 
     def forget(self, blocks: list[Block]) -> None:
-        """Returns retained blocks to their pools; nothing uses them any more."""
+        """Returns retained blocks, which are out of use, to their pools."""
         with self._lock:
             for block in blocks:
                 self._give(self._retained.pop(block), block)
@@ -321,13 +321,13 @@ class Allocator:
             block.arena.give(block)
 
     def drop(self, pool: Pool) -> None:
-        """The pool's memory goes back to the driver; what is still in use, as soon as it is returned."""
+        """The pool's memory goes back to the driver; blocks still in use, as soon as they are returned."""
         with self._lock:
             self._collect_returned()
             pool.is_dropped = True
             self._free_segments_of(pool)
 
-    # What follows runs with the lock held.
+    # The methods below run with the lock held.
 
     def _new_pool(self, stream: Stream) -> Pool:
         pool = self._pools[stream] = Pool(self, stream)
@@ -351,14 +351,14 @@ class Allocator:
 
     def _give(self, pool: Pool, block: Block) -> None:
         if self._is_marking:
-            with contextlib.suppress(LaunchError):  # of a kernel before: whoever waits for it is told
+            with contextlib.suppress(LaunchError):  # of an earlier kernel: the next wait reports it
                 self._mark(pool, block, 0)
         block.arena.give(block)
         if pool.is_dropped:
             self._free_segments_of(pool)
 
     def _mark(self, pool: Pool, block: Block, size_bytes: int) -> None:
-        """Tells the emulator that a block begins, or, with a size of 0, that it ends."""
+        """Reports a block's beginning to the emulator, or, with a size of 0, its end."""
         self._context.call("emuMarkAsync", block.address, size_bytes, block.size, pool.stream.handle)
 
     def _grow(self, pool: Pool, size: int, size_bytes: int) -> Block:
@@ -396,7 +396,7 @@ class Allocator:
         return True
 
     def _reserve_after_collecting(self, pool: Pool, size: int) -> None:
-        """The steps that the module's docstring tells. What they free may also be in `pool` itself."""
+        """The steps in the module's docstring. They may also free memory of `pool` itself."""
         if self._captured is None:
             self._free_segments()
         if self._reserve(pool, size):
@@ -408,7 +408,7 @@ class Allocator:
         self._reserve(pool, size)
 
     def _free_segments(self) -> int:
-        """Not those of graphs that live: their next capture finds what their warm-up has filled."""
+        """Not those of live graphs: their next capture needs the memory that their warm-up has filled."""
         return sum(self._free_segments_of(pool) for pool in [*self._pools.values()])
 
     def _free_segments_of(self, pool: Pool) -> int:

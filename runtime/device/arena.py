@@ -2,10 +2,10 @@
 
 Two-level segregated fit (Masmano et al., "TLSF: a new dynamic memory allocator for real-time systems", 2004): sizes
 fall into classes, 16 to a power of two; each class has a bin of free blocks, and one integer has a bit for each bin
-that is not empty. To take a block is to find the lowest such bit at or above the size's class; to give it back is to
-merge it with its free neighbours. Both take constant time.
+that is not empty. Taking a block finds the lowest such bit at or above the size's class; giving it back merges it with
+its free neighbours. Both take constant time.
 
-What is asked for is rounded up to its class, so at most 1/16 of a block is lost to rounding (above 8 KiB; below, at
+Requests are rounded up to their class, so at most 1/16 of a block is lost to rounding (above 8 KiB; below, at
 most 511 bytes). A block taken from a larger one leaves its rest in the arena.
 """
 
@@ -122,7 +122,7 @@ class Arena:
         self._insert(block)
 
     def remove_free_segments(self) -> list[tuple[int, int]]:
-        """(address, size) of each segment of which nothing is taken; the arena holds them no more."""
+        """(address, size) of each unused segment; the arena gives them up."""
         whole = [block for block in self._segments.values() if block.is_free and block.after is None]
         for block in whole:
             self._remove(block)
@@ -155,7 +155,7 @@ class Arena:
         """(bytes taken, bytes free) after a walk over everything.
 
         Raises AssertionError where blocks overlap, leave a gap, are not linked both ways, lie free beside each other
-        without being merged, or where a bin holds what it should not or misses what it should hold.
+        without being merged, or where a bin holds a wrong block or misses one.
         """
         taken = free = 0
         in_bins: set[int] = set()

@@ -1,7 +1,7 @@
 """PTX → cubin by nvJitLink, which is ptxas as a library. No GPU is needed.
 
-nvJitLink assembles PTX to be linked with other code, and ptxas then ignores `setmaxnreg`, since what it does not see
-might count on the registers. Only what comes to it as link-time IR is assembled as a whole. So PTX with `setmaxnreg` is
+nvJitLink assembles PTX to be linked with other code, and ptxas then ignores `setmaxnreg`, since other code might rely
+on the registers. Only link-time IR is assembled as a whole. So PTX with `setmaxnreg` is
 wrapped: an empty module of LLVM IR that has the text as its module-level assembly, which NVVM hands on as it is.
 """
 
@@ -29,7 +29,7 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """One kernel's machine code and what ptxas said of it.
+    """One kernel's machine code and ptxas's report.
 
     Attributes:
         cubin: the image that a driver loads.

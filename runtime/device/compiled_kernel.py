@@ -1,4 +1,4 @@
-"""A compiled kernel: its image, and what a launch must know of it."""
+"""A compiled kernel: its image and the facts that a launch needs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PACKED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledKernel:
-    """A kernel's image and what a launch must know.
+    """A kernel's image and the facts that a launch needs.
 
     Attributes:
         name: its entry in the image, the specialisation's name as an identifier.

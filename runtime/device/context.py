@@ -13,8 +13,8 @@ current = threading.local()
 
 
 class Context:
-    """The primary context of one device, which all libraries of the process share. Kept until the process ends; what is
-    left then goes with it, and finalisers call the driver no more.
+    """The primary context of one device, which all libraries of the process share. Kept until the process ends; after
+    that finalisers no longer call the driver.
 
     Attributes:
         driver: whose device it is.

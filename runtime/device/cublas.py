@@ -1,4 +1,4 @@
-"""cuBLAS by ctypes, where its library is installed: what our matrix products are held against. Nothing needs it.
+"""cuBLAS by ctypes, where its library is installed: the reference for our matrix products. Optional.
 
 The functions, their arguments and the enumerations' numbers are those of the cuBLAS library's documentation:
 https://docs.nvidia.com/cuda/cublas/
@@ -31,7 +31,7 @@ _WHERE = "pip install nvidia-cublas, or name its folder in LD_LIBRARY_PATH or CU
 
 
 class NoCublasError(DeviceError):
-    """cuBLAS is not installed, or not for this machine; the message says what was looked for."""
+    """cuBLAS is not installed, or not for this machine; the message names the paths tried."""
 
 
 class CublasError(DeviceError):
@@ -68,12 +68,12 @@ class Cublas:
     """A handle on one device. Its work goes to the device's current stream, with a workspace of its own."""
 
     def __init__(self, gpu: Gpu, library: Any | None = None) -> None:
-        """`library`: for tests, instead of the one that is installed.
+        """`library` replaces the installed one in tests.
 
         Raises:
             InvalidArgumentError: for an emulated device, whose memory a real library cannot reach.
             NoCublasError: where there is none.
-            CublasError: where it cannot begin.
+            CublasError: where it does not start.
         """
         if gpu.driver.is_emulated and library is None:
             raise InvalidArgumentError(f"{gpu.device}: cuBLAS needs a GPU, and this one is emulated", param="device")
@@ -89,9 +89,10 @@ class Cublas:
         self, m: int, n: int, k: int, dtype: str, x: int, weight: int, y: int, *, out_dtype: str | None = None,
         is_added: bool = False,
     ) -> Callable[[], None]:  # fmt: skip
-        """What queues ``y [m, n] = x [m, k] . weight [n, k]^T``, all row-major at these addresses, sums in float32.
+        """A function that queues ``y [m, n] = x [m, k] . weight [n, k]^T``, all row-major at these addresses, sums in
+        float32.
 
-        `out_dtype`: of y, `dtype` or "f32". `is_added`: the product is added to what y holds.
+        `out_dtype` is y's, `dtype` or "f32". With `is_added` the product is added to y.
 
         Raises InvalidArgumentError for another dtype than f32, f16, bf16, or sizes below 1.
         """
@@ -121,7 +122,7 @@ class Cublas:
         return run
 
     def close(self) -> None:
-        """Waits for the device and gives the handle back; twice is once."""
+        """Waits for the device and gives the handle back; may be called twice."""
         if self._handle.value:
             self.gpu.synchronize()
             self._call("cublasDestroy_v2", self._handle)

@@ -1,4 +1,4 @@
-"""Which device a tensor lives on, and how a user names one. A name alone: `runtime.device.gpu` is the device itself."""
+"""Names of devices, as users write them. `runtime.device.gpu` is the device itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Device:
     """A device, as in `Device("cpu")`, `Device("cuda:1")`, `Device("emulated:sm_90a")`.
 
     "cuda" is "cuda:0"; "emulated" is "emulated:sm_90a", the first of the emulated devices of that architecture, and
-    "emulated:sm_90a:1" the second. That a device can be named does not say that it is there: `parse` looks.
+    "emulated:sm_90a:1" the second. A device with a valid name may not exist: `parse` checks.
 
     Attributes:
         type: the full name, in its one form.
@@ -31,7 +31,7 @@ class Device:
         arch: an emulated device's architecture, as "sm_90a"; else None.
 
     Raises:
-        InvalidArgumentError: for a name that is no device's.
+        InvalidArgumentError: for an invalid name.
     """
 
     type: str
@@ -60,11 +60,11 @@ class Device:
 
     @staticmethod
     def parse(name: str | Device) -> Device:
-        """The device meant by a name, which is there; "auto" is the first GPU, or the cpu where there is none.
+        """The device of a name, checked to exist; "auto" is the first GPU, or the cpu where there is none.
 
         Raises:
-            InvalidArgumentError: for a name that is no device's.
-            NoDriverError, DriverTooOldError, InvalidDeviceError: where the device is not to be had, with what to do.
+            InvalidArgumentError: for an invalid name.
+            NoDriverError, DriverTooOldError, InvalidDeviceError: where the device is not available, with advice.
         """
         if isinstance(name, Device):
             return name
@@ -78,7 +78,7 @@ class Device:
         return device
 
     def require(self) -> None:
-        """Raises what `parse` does where the device is not there."""
+        """Raises `parse`'s errors where the device is not available."""
         if self.kind == "cpu":
             return
         count = open_driver(self.arch).call("cuDeviceGetCount")

@@ -1,9 +1,9 @@
-"""The seam between this engine and a CUDA driver: the only place that knows which one is in use.
+"""The seam between this engine and a CUDA driver: the only place that chooses one.
 
 A driver is a set of functions with the names, arguments and return shapes of `cuda.bindings.driver`: a tuple that
-begins with a CUresult; of `Driver.c_function` it is C functions that return one. `open_driver` gives the real one, or
-an emulated one (`runtime.emulator`), which offers those of its functions that are called here. Structures and
-enumerations are those of `cuda.bindings.driver` for both.
+begins with a CUresult; of `Driver.c_function` it is C functions that return one. `open_driver` returns the real one, or
+an emulated one (`runtime.emulator`), which offers the functions that we call. Structures and enumerations are those of
+`cuda.bindings.driver` for both.
 
 `Driver.call` is the one place where a result is checked and becomes a typed error.
 """
@@ -57,7 +57,7 @@ class Driver:
         self._c_functions: dict[tuple[str, Any], Any] = {}
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """What a driver's function returns beside its status: None, a value, or a tuple of several.
+        """Calls a driver's function. Returns its results without the status: None, a value, or a tuple.
 
         Raises:
             DriverError, or a closer one of `runtime.device.errors`, where the status is not CUDA_SUCCESS.
@@ -76,7 +76,7 @@ class Driver:
         return self._c_functions[key]
 
     def error(self, function: str, status: Any, *, about: str = "") -> Exception:
-        """The error for a status that is not CUDA_SUCCESS. `about` says more of the call."""
+        """The error for a status that is not CUDA_SUCCESS. `about` describes the call further."""
         code = int(status)
         name, description = self._words(status)
         text = f"{function}{f' ({about})' if about else ''} failed: {name} ({code}): {description}"
@@ -96,7 +96,7 @@ class Driver:
         return DriverError(text, call=function, code=code, name=name)
 
     def fault(self) -> Exception | None:
-        """What an emulated kernel did wrong, as the emulator names it; None of a real device's."""
+        """The fault that an emulated kernel raised; None of a real device's."""
         fault = getattr(self.api, "last_fault", None)
         return fault if isinstance(fault, Exception) else None
 
@@ -112,7 +112,7 @@ class Driver:
 def cuda_bindings(user: str) -> Any:
     """`cuda.bindings.driver`.
 
-    Raises `NoDriverError` where it or numba-cuda is not installed; `user` says who needs them.
+    Raises `NoDriverError` where it or numba-cuda is not installed; `user` names the feature that needs them.
     """
     try:
         from cuda.bindings import driver
@@ -132,7 +132,7 @@ def open_driver(arch: str | None = None) -> Driver:
     """The machine's CUDA driver; for an `arch` ("sm_90a") an emulated one of such devices. One object for each.
 
     Raises:
-        NoDriverError: with what is missing and what to do.
+        NoDriverError: with the missing part and advice.
         DriverTooOldError: with the driver's version and the one needed.
         DeviceError: where the driver is there but does not start.
     """

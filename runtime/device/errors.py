@@ -1,13 +1,13 @@
-"""What goes wrong on a device, as leaves of the engine's tree of errors.
+"""Errors of devices, as leaves of the engine's tree of errors.
 
 DeviceError
-├── NoDriverError           no driver, or no library that speaks with it; says what to do
+├── NoDriverError           no driver, or no library for it; with advice
 ├── DriverTooOldError       there is a driver, but older than the compiled kernels need
 ├── InvalidDeviceError      no such device
 ├── DriverError             any other call that failed: `call`, `code`, `name`
 ├── CompileError            a kernel did not compile or assemble
 ├── LaunchError             a kernel was refused, or failed while it ran: `kernel`, `grid`, `block`, `shared_bytes`
-└── CaptureError            something that a stream cannot do while it is captured
+└── CaptureError            an operation that a captured stream does not allow
     └── PoolTooSmallError   an allocation that its graph's pool has no room for
 OutOfMemoryError
 └── DeviceOutOfMemoryError  with the sizes and the table of the device's memory
@@ -19,7 +19,7 @@ from runtime.errors import DeviceError, OutOfMemoryError
 
 
 class NoDriverError(DeviceError):
-    """There is nothing to speak with a device through."""
+    """No driver, or no library to call it with."""
 
 
 class DriverTooOldError(DeviceError):
@@ -27,7 +27,7 @@ class DriverTooOldError(DeviceError):
 
 
 class InvalidDeviceError(DeviceError):
-    """There are devices, but not this one."""
+    """There is no such device."""
 
 
 class DriverError(DeviceError):
@@ -53,7 +53,7 @@ class CompileError(DeviceError):
 class LaunchError(DeviceError):
     """A kernel was not launched, or failed while it ran.
 
-    A failure of a kernel that runs is reported by whichever call comes next; where that is not the launch itself,
+    A failure of a kernel that runs is reported by the next call; where that is not the launch itself,
     `kernel` is None and the message names the last launch. On an emulated device the cause is the `EmulatorFault`,
     which names kernel, line, block and thread.
     """
@@ -75,7 +75,7 @@ class LaunchError(DeviceError):
 
 
 class CaptureError(DeviceError):
-    """What a stream cannot do while its work is captured into a graph, or a capture that was broken by it."""
+    """An operation that a captured stream does not allow, or a capture that it broke."""
 
 
 class PoolTooSmallError(CaptureError):
@@ -87,7 +87,7 @@ class PoolTooSmallError(CaptureError):
 
 
 class DeviceOutOfMemoryError(OutOfMemoryError):
-    """A device has no room. `requested_bytes` is what was asked for."""
+    """A device has no room. `requested_bytes` is the size requested."""
 
     def __init__(self, message: str, *, requested_bytes: int) -> None:
         super().__init__(message)

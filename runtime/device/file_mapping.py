@@ -1,4 +1,4 @@
-"""A file's bytes as memory that can also be read: what is only copied elsewhere need not be touched page by page."""
+"""A file mapped into memory that can also be read with `preadv`, which saves a page fault for each page of a copy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 
 class FileMapping(mmap.mmap):
-    """A whole file, mapped for reading. It is let go with the last array over it.
+    """A whole file, mapped for reading, until the last array over it is freed.
 
     Attributes:
         descriptor: an open one of the file, its own.

@@ -33,29 +33,29 @@ if TYPE_CHECKING:
     from numba_kernels.cuda.specialisation import Launch, Specialisation, TensorMapLayout
 
 _MOST_LAYOUTS, _MOST_LAUNCHES = 4_096, 4_096
-"""That are remembered, of tensor maps and of launches: the latest, by when they were made."""
+"""The most remembered tensor maps, and the most remembered launches; the oldest are dropped."""
 STAGING_BYTES = 8 << 20
 """Copies to memory that is not pinned go through pinned pieces of this size, each emptied while the next is filled."""
 
 
 class Gpu:
-    """One device. `Gpu.of` gives the process's only object for it.
+    """One device. `Gpu.of` returns the process's only object for it.
 
     Work goes to `stream`, which is one of ours and not the legacy default stream; `use` chooses another for a while.
-    That choice is the process's, so one thread at a time drives a device; others name their stream in each call.
+    That choice holds for the process, so one thread at a time drives a device; others name their stream in each call.
 
     Attributes:
         device: its name.
-        driver: what speaks with it.
+        driver: its driver.
         context: its primary context.
-        properties: what it says of itself.
-        arch: what kernels are compiled for, "sm_90a".
+        properties: its sizes and limits.
+        arch: the architecture that kernels are compiled for, "sm_90a".
         capability: (9, 0).
         allocator: its memory.
         pinned: pinned host memory.
         kernel_cache: compiled kernels on disk.
         layouts: strides of operands that were sent there, by stream and content; the backend's.
-        plans: how products are computed there, by kind of weight, as long as there is such a weight; the backend's.
+        plans: of products there, by kind of weight, as long as there is such a weight; the backend's.
     """
 
     def __init__(self, device: Device, driver: Driver, *, kernel_cache: KernelCache | None = None) -> None:
@@ -85,7 +85,7 @@ class Gpu:
 
         Raises:
             InvalidArgumentError: for the cpu.
-            NoDriverError, DriverTooOldError, InvalidDeviceError: where it is not to be had, with what to do.
+            NoDriverError, DriverTooOldError, InvalidDeviceError: where it is not available, with advice.
         """
         gpu = _opened.get(device.type if isinstance(device, Device) else device)
         return gpu if gpu is not None else _open(Device.parse(device))
@@ -97,7 +97,7 @@ class Gpu:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """`install`, until the block ends: then the device is again whatever it was, which may be not yet opened."""
+        """`install`, until the block ends: then the device's former object, if any, is back."""
         before = _opened.get(self.device.type)
         self.install()
         try:
@@ -111,7 +111,7 @@ class Gpu:
 
     @property
     def stream(self) -> Stream:
-        """Where work goes when no stream is named."""
+        """The stream of work that names none."""
         return self._streams.current
 
     @contextmanager
@@ -131,7 +131,7 @@ class Gpu:
 
     @contextmanager
     def captured(self, stream: Stream) -> Iterator[None]:
-        """Says that `stream` is recorded into a graph until the block ends; `runtime.device.graph` does it."""
+        """Marks `stream` as recorded into a graph until the block ends; called by `runtime.device.graph`."""
         self._streams.captured = stream
         try:
             yield
@@ -143,7 +143,7 @@ class Gpu:
         """Until the block ends, kernels that `launch` launches start before the kernel in front of them has ended, if
         they wait for it themselves (``griddepcontrol.wait``): programmatic dependent launch.
 
-        The first does not; nor do those behind a copy or a fill. All work goes to one stream meanwhile.
+        The first does not; nor do those that follow a copy or a fill. All work goes to one stream meanwhile.
         """
         streams = self._streams
         streams.is_chained, streams.ends_with_kernel = True, False
@@ -153,7 +153,7 @@ class Gpu:
             streams.is_chained = False
 
     def break_chain(self) -> None:
-        """Work that is not ours has gone to the current stream: the kernel behind it is not launched dependent."""
+        """Notes foreign work in the current stream: the next kernel is not launched dependent."""
         self._streams.ends_with_kernel = False
 
     def new_stream(self, *, priority: int = 0) -> Stream:
@@ -181,14 +181,14 @@ class Gpu:
         return self.allocator.allocate(size_bytes, stream or self._streams.current)
 
     def declare_immutable(self, block: object) -> None:
-        """Says that nothing writes a block of the allocator again, after what the stream holds now. Memory that is
-        not the allocator's is left as it is. Raises CaptureError where the stream is recorded into a graph."""
+        """Freezes a block of the allocator once the work now in the stream has run. Ignores other memory. Raises
+        CaptureError where the stream is recorded into a graph."""
         stream = self._not_captured("declare_immutable", None)
         if isinstance(block, DeviceBlock):
             block.declare_immutable(stream)
 
     def write(self, address: int, array: np.ndarray[Any, Any], stream: Stream | None = None) -> None:
-        """Copies an array's elements, in C order, to the device. The array may be changed as soon as this returns.
+        """Copies an array's elements, in C order, to the device. The array may be changed once this returns.
 
         The copy is ordered on the stream and goes through pinned memory, piece by piece; large parts of a mapped file
         are read there. Raises CaptureError where the stream is recorded into a graph, OSError where a file cannot be
@@ -222,7 +222,7 @@ class Gpu:
             upload_pieces(array.nbytes, take, copy, self.pinned, stream)
 
     def read(self, address: int, array: np.ndarray[Any, Any], stream: Stream | None = None) -> None:
-        """Fills a C-contiguous array from the device, after all that the stream holds, and waits for it.
+        """Fills a C-contiguous array from the device, after the stream's earlier work, and waits for it.
 
         Raises:
             InvalidArgumentError: where the array is not contiguous or cannot be written.
@@ -290,8 +290,8 @@ class Gpu:
     ) -> None:
         """Copies many pieces in one call, by addresses on the device and in pinned memory, asynchronously.
 
-        The pieces go in any order, so none may touch what another writes. The driver is asked to
-        let kernels run meanwhile. Sizes are at least 1. The stream must not be recorded into a graph.
+        The pieces go in any order, so none may touch what another writes. The copies let kernels run meanwhile. Sizes
+        are at least 1. The stream must not be recorded into a graph.
         """
         if sizes_bytes:
             types = self.driver.types
@@ -309,8 +309,8 @@ class Gpu:
             self.context.call("cuMemsetD8Async", address, byte, size_bytes, (stream or self.stream).handle)
 
     def copy_to_peer(self, peer: Gpu, target: int, source: int, size_bytes: int, stream: Stream | None = None) -> None:
-        """Copies from this device's memory to another's, asynchronously, on a stream of this one: after what the
-        peer's current stream holds now, and before what it gets from now on."""
+        """Copies from this device's memory to another's, asynchronously, on a stream of this one: after the work now in
+        the peer's current stream, and before its later work."""
         if size_bytes:
             stream = stream or self.stream
             stream.wait(peer.stream.record())
@@ -319,7 +319,7 @@ class Gpu:
             peer.stream.wait(stream.record())
 
     def enable_peer_access(self, peer: Gpu) -> bool:
-        """Lets kernels here use the other device's memory. False where the machine cannot; twice is once."""
+        """Lets kernels here use the other device's memory. False where the machine cannot; may be called twice."""
         if not self.driver.call("cuDeviceCanAccessPeer", self.context.device, peer.context.device):
             return False
         self.context.make_current()
@@ -351,8 +351,8 @@ class Gpu:
 
     @functools.cached_property
     def max_clusters(self) -> tuple[tuple[int, int], ...]:
-        """(blocks a cluster, clusters that run at once where a multiprocessor holds one block); the driver is asked
-        once. None of a device that has no clusters."""
+        """(blocks a cluster, clusters that run at once where a multiprocessor holds one block); the driver is queried
+        once. None for a device without clusters."""
         from numba_kernels.cuda import occupancy  # brings numba
 
         if self.capability < (9, 0):
@@ -364,8 +364,8 @@ class Gpu:
         return tuple(found)
 
     def launch(self, launch: Launch, *arguments: Argument, stream: Stream | None = None) -> None:
-        """Launches a kernel; arguments as `Bound` takes them, but of the tensors in `launch.maps` their addresses. What
-        is launched again and again is better bound once.
+        """Launches a kernel; arguments as `Bound` takes them, but the addresses of the tensors in `launch.maps`. Bind a
+        launch that is repeated.
 
         Raises: as `bind`, `Bound` and `tensor_map`.
         """
@@ -382,7 +382,7 @@ class Gpu:
                 bound(*arguments)
 
     def _bound_of(self, launch: Launch) -> _Ready:
-        """What an equal launch was bound to in this thread, or else is now."""
+        """The Bound of an equal launch in this thread, or a new one."""
         remembered = self._bound
         ready = remembered.launches.get(launch)
         if ready is None:
@@ -422,7 +422,7 @@ class Gpu:
         return bind(self.kernel(launch.specialisation), launch, self._streams)
 
     def kernel(self, specialisation: Specialisation) -> Kernel:
-        """The kernel, compiled and loaded when it is first asked for."""
+        """The kernel, compiled and loaded at the first use."""
         with self._lock:
             kernel = self._kernels.get(specialisation)
             if kernel is None:
@@ -440,7 +440,7 @@ class Gpu:
             return list(self._kernels.values())
 
     def kernel_of(self, function: Any) -> Kernel:
-        """The loaded kernel that the driver calls so. Raises DeviceError for one that was not loaded here."""
+        """The loaded kernel of that function of the driver. Raises DeviceError for one that was not loaded here."""
         with self._lock:
             for kernel in self._kernels.values():
                 if int(kernel.function) == int(function):
@@ -454,14 +454,14 @@ class Gpu:
 
 _Maps = tuple[tuple[int, TensorMaps], ...]
 _Ready = tuple["Launch", Bound, _Maps]
-"""A launch, what it was bound to, and which arguments are tensors' addresses, with the maps of their layouts."""
+"""A launch, its Bound, and the arguments that are tensors' addresses, with the maps of their layouts."""
 
 
 class _BoundOfThread(threading.local):
     """Launches that `Gpu.launch` has bound, in this thread: a Bound has one buffer.
 
-    latest: by the launch's id, which nothing else has as long as it is kept here: plans are remembered, and to hash one
-        takes longer than all that a launch does.
+    latest: by the launch's id, which stays unique while the launch is kept here. Hashing a launch takes longer than
+    launching it.
     """
 
     def __init__(self) -> None:
@@ -470,7 +470,7 @@ class _BoundOfThread(threading.local):
 
 
 def _with_maps(launch: Launch, maps: _Maps, arguments: tuple[Argument, ...]) -> list[Argument]:
-    """The arguments, of tensors' addresses their maps."""
+    """The arguments, with tensors' addresses replaced by maps."""
     found = list(arguments)
     for number, addresses in maps:
         address = found[number] if number < len(found) else None

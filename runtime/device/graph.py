@@ -5,8 +5,8 @@
 
 While a stream is captured nothing may be allocated, freed, queried or waited for. So the work first runs once for real:
 that compiles and loads its kernels and fills a pool of memory that is the graph's own. Then it is recorded, in the
-thread-local mode, taking its memory from that pool; what does not fit there ends the recording, the pool grows, and it
-begins again. The addresses in the recorded launches stay valid because the pool stays reserved as long as the graph.
+thread-local mode, taking its memory from that pool; if that is full, the recording ends, the pool grows, and it begins
+again. The addresses in the recorded launches stay valid because the pool stays reserved as long as the graph.
 
 Graphs may share a pool (`GraphPool`), as the decode graphs of several batch sizes do: then they overwrite each other's
 intermediate results, and each replay waits on the device for the one before it.
@@ -31,11 +31,11 @@ from runtime.device.stream import Stream
 from runtime.errors import DeviceError
 
 MOST_ATTEMPTS = 8
-"""How often a recording begins again because its pool had to grow."""
+"""Most retries of a recording whose pool had to grow."""
 
 
 class GraphPool:
-    """The memory of one graph, or of several that never run at the same time. Given back with the last of them."""
+    """The memory of one graph, or of several that never run at the same time. Freed with the last of them."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
@@ -44,11 +44,11 @@ class GraphPool:
 
     @property
     def reserved_bytes(self) -> int:
-        """What the pool holds of the device's memory."""
+        """The pool's share of the device's memory, in bytes."""
         return sum(self.memory.segments.values())
 
     def order(self, stream: Stream) -> None:
-        """What comes next on `stream` waits for the last work that used the pool."""
+        """Lets later work on `stream` wait for the last work that used the pool."""
         last = self._last_stream
         if last is not stream:
             if last is not None:
@@ -67,11 +67,11 @@ class GraphPool:
 
 
 class Graph:
-    """Recorded work. Freed with the object, after what it launched has run.
+    """Recorded work. Freed with the object, after its last replay.
 
     Attributes:
         pool: its memory.
-        result: what the work returned when it was recorded: its tensors are where each replay leaves its results.
+        result: the work's return value from the recording; each replay writes its results into these tensors.
         num_nodes: kernels, copies and fills.
     """
 
@@ -99,13 +99,13 @@ class Graph:
         """Runs `work` once on the device's stream, then records it from there.
 
         `work` must launch the same kernels each time, copy nothing from or to memory that is not pinned, and wait for
-        nothing. What it gets from `Gpu.allocate` lies in `pool` (None: a new one). With `is_chained` its kernels are
-        recorded as `Gpu.chained` says.
+        nothing. Its memory from `Gpu.allocate` lies in `pool`, or in a new one for None. With `is_chained` its kernels
+        are recorded as `Gpu.chained` says.
 
         Raises:
-            CaptureError: where it does what cannot be recorded.
+            CaptureError: where it does something that cannot be recorded.
             DeviceOutOfMemoryError: where there is no room for its memory.
-            Whatever `work` raises.
+            The errors of `work`.
         """
         pool = pool or GraphPool(gpu)
         stream = gpu.stream
@@ -133,7 +133,7 @@ class Graph:
     def replay(self, stream: Stream | None = None) -> None:
         """Launches the work, on the device's stream unless another is named; returns at once.
 
-        Raises LaunchError, or what the driver says.
+        Raises LaunchError or another DriverError.
         """
         stream = stream or self._gpu.stream
         self.pool.order(stream)
@@ -170,7 +170,7 @@ class Graph:
 
 
 def _record(gpu: Gpu, stream: Stream, work: Callable[[], Any]) -> tuple[Any, Any]:
-    """(graph, what `work` returned). The stream is not captured any more, however this ends."""
+    """(graph, return value of `work`). The stream is not captured any more, however this ends."""
     mode = gpu.driver.types.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
     gpu.context.call("cuStreamBeginCapture", stream.handle, mode)
     try:

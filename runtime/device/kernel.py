@@ -36,7 +36,7 @@ class Kernel:
         self.compiled = compiled
         self._module = context.call("cuModuleLoadData", compiled.image)
         self.function = context.call("cuModuleGetFunction", self._module, compiled.name.encode())
-        # What a PTX has of its own is not known here: it asks each time that it wants more.
+        # A PTX's static size is unknown here, so each larger size is set.
         self._shared_bytes = 0 if compiled.is_ptx else UNASKED_SHARED_BYTES - compiled.static_shared_bytes
 
     def allow_shared(self, size_bytes: int) -> None:
@@ -63,7 +63,7 @@ class Arguments:
         self.address = ctypes.addressof(self._pointers)
 
     def pack(self, *arguments: Argument) -> None:
-        """Raises InvalidArgumentError where they are not as many, or not of the kind, that the kernel takes."""
+        """Raises InvalidArgumentError for a wrong number or type of arguments."""
         try:
             self.pack_into(self.buffer, 0, *arguments)
         except struct.error as error:
@@ -85,7 +85,7 @@ class Arguments:
 
 @functools.lru_cache(1024)
 def _packing_of(argument_format: str) -> tuple[list[str], struct.Struct, list[int]]:
-    """The codes of arguments, what packs them, and where each then lies."""
+    """The codes of arguments, their `struct.Struct`, and each one's offset."""
     codes = argument_format.split()
     ends = [struct.calcsize("@" + " ".join(codes[: n + 1])) for n in range(len(codes))]
     offsets = [end - struct.calcsize(code) for code, end in zip(codes, ends)]
@@ -93,14 +93,14 @@ def _packing_of(argument_format: str) -> tuple[list[str], struct.Struct, list[in
 
 
 class Streams:
-    """Which stream a device's work goes to when none is named.
+    """A device's stream for work that names none.
 
     Attributes:
         current: the stream.
         captured: the one that is recorded into a graph now.
-        last: the launch made last, for messages.
-        is_chained: whether kernels are launched dependently, those that can (`Gpu.chained`).
-        ends_with_kernel: while they are: whether the work queued last is a kernel.
+        last: the latest launch, for messages.
+        is_chained: whether kernels that can are launched dependently (`Gpu.chained`).
+        ends_with_kernel: while chained, whether the last queued work is a kernel.
     """
 
     __slots__ = ("captured", "current", "ends_with_kernel", "is_chained", "last")
@@ -113,11 +113,10 @@ class Streams:
 
 
 class Bound:
-    """A launch on a device that only lacks its arguments: ``bound(x.address, y.address, n)`` launches it.
+    """A launch on a device without its arguments: ``bound(x.address, y.address, n)`` launches it.
 
     Arguments are numbers, an address for each pointer, bytes for each tensor map, in the order of the specialisation's
-    types. The call packs them into a buffer of its own and hands the driver what was built before: one thread at a time
-    may call it.
+    types. The call packs them into the object's buffer, so one thread at a time may call it.
     """
 
     __slots__ = (
@@ -147,7 +146,7 @@ class Bound:
         """Launches on the device's current stream.
 
         Raises:
-            InvalidArgumentError: where the arguments are not as many, or not of the kind, that the kernel takes.
+            InvalidArgumentError: for a wrong number or type of arguments.
             LaunchError: where the driver refuses the launch, or a kernel before it failed.
         """
         try:
@@ -189,7 +188,7 @@ class Bound:
 
 
 class EmptyBound(Bound):
-    """A launch of no blocks: its arguments are checked, and nothing is launched."""
+    """A launch of no blocks: its arguments are checked, but there is no launch."""
 
     __slots__ = ()
 
@@ -198,7 +197,7 @@ class EmptyBound(Bound):
 
 
 def bind(kernel: Kernel, launch: Launch, streams: Streams) -> Bound:
-    """The launch on a loaded kernel; of a grid without blocks one that does nothing."""
+    """The launch on a loaded kernel; for a grid without blocks an empty one."""
     return (EmptyBound if 0 in launch.grid else Bound)(kernel, launch, streams)
 
 

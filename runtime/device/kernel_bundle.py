@@ -1,9 +1,9 @@
-"""Compiled kernels in one file, which another machine reads: one without a compiler, or a program that has
-`cuda.bindings` and nothing of this project.
+"""Compiled kernels in one file, for a machine without a compiler, or a program with `cuda.bindings` but without this
+project.
 
 A bundle is a zip of one image a kernel and `manifest.json`, all of one architecture. The manifest lists for each kernel
 its file, its index (`kernel_key`), by which `KernelCache` finds it in any bundle that lies in the cache's folder, and
-what a launch must know. Numbers that a plan computes from shapes (grid, dynamic shared memory) are the caller's.
+the facts that a launch needs. A plan's numbers (grid, dynamic shared memory) are the caller's.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ FORMAT = 2
 _MANIFEST = "manifest.json"
 _LONG_AGO = (1980, 1, 1, 0, 0, 0)  # the same kernels make the same bytes
 _OF_A_LAUNCH = frozenset(("constants", "file", "index", "max_threads", "sha256"))
-"""What the manifest says of a kernel beside `facts_of`."""
+"""A kernel's fields in the manifest, beside `facts_of`."""
 
 
 def write_bundle(path: Path, kernels: Sequence[tuple[Specialisation, CompiledKernel]]) -> None:
-    """Writes the bundle. `kernels`: at least one, all of one architecture and kind of image. Raises OSError."""
+    """Writes the bundle of at least one kernel, all of one architecture and kind of image. Raises OSError."""
     described = []
     for specialisation, kernel in kernels:
         kind = image_kind(kernel.is_ptx)
@@ -49,7 +49,7 @@ def write_bundle(path: Path, kernels: Sequence[tuple[Specialisation, CompiledKer
 
 
 def merge_bundles(path: Path, parts: Iterable[Path]) -> None:
-    """Writes a bundle of all that bundles of one architecture and kind of image hold, each kernel once.
+    """Merges bundles of one architecture and kind of image, each kernel once.
 
     Raises OSError, and DeviceError where a part is damaged.
     """
@@ -101,7 +101,7 @@ class Bundle:
         return len(self._kernels)
 
     def get(self, index: str) -> CompiledKernel | None:
-        """The kernel of an index; None where it has none. Raises DeviceError where its image is damaged."""
+        """The kernel of an index, or None. Raises DeviceError where its image is damaged."""
         facts = self._kernels.get(index)
         return None if facts is None else self._read(facts)
 

@@ -5,13 +5,13 @@
                                                                <key>.ahead
                                                <any name>.bundle
 
-The sources are the kernel's own file and what that imports of this project. The key is a digest of the kernel's index
-(`kernel_key`: sources, specialisation, architecture) and of the versions of what compiles it. A `.kernel` holds an
+The sources are the kernel's own file and its imports from this project. The key is a digest of the kernel's index
+(`kernel_key`: sources, specialisation, architecture) and of the compilers' versions. A `.kernel` holds an
 image: cubin for a real device, PTX for an emulated one. An `.ir` holds the kernel as LLVM IR, compressed, which takes
 Numba most of the time and serves every architecture. A `.bundle` (`kernel_bundle`) holds many images by their index
-alone, which another machine compiled with its own tools. An `.ahead`, empty, says that all kernels of a model and a
-config have been compiled. `cache_files` says how files are written. Of the processes
-that want the same kernel at once, one compiles it.
+alone, which another machine compiled with its own tools. An `.ahead`, empty, marks that all kernels of a model and a
+config have been compiled. `cache_files` writes the files. If several processes need the same kernel at once, one
+compiles it.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class CacheEntry:
 
 
 class KernelCache:
-    """A folder of compiled kernels. Counts what it did in this process: `num_compiled`, `num_read`, and how often Numba
-    itself had to run for that, `num_front_ends`."""
+    """A folder of compiled kernels. Counts, for this process: `num_compiled`, `num_read`, and Numba's runs,
+    `num_front_ends`."""
 
     def __init__(self, folder: Path | None = None) -> None:
-        """`folder`: None for the user's own."""
+        """`folder` is the user's cache if None."""
         self.folder = folder or default_folder()
         self.num_compiled = 0
         self.num_read = 0
@@ -117,12 +117,12 @@ class KernelCache:
         return modules
 
     def path_of(self, specialisation: Specialisation, arch: str, *, is_ptx: bool) -> Path:
-        """Where a kernel's file is, or will be."""
+        """The path of a kernel's file, present or not."""
         image = image_kind(is_ptx)
         return self._path(specialisation, f"{arch}-{image}-", SUFFIX, arch, image)
 
     def marker(self, key: str) -> Path:
-        """A file that says, once somebody has made it, that what `key` stands for lies in the cache."""
+        """The path of a marker file; once it exists, the kernels of `key` are in the cache."""
         folder = self.folder / all_sources()[:16]
         self._check(folder)
         return folder / f"{key}{MARKER_SUFFIX}"
@@ -144,7 +144,7 @@ class KernelCache:
         return sum(path.stat().st_size for path in self.folder.glob(f"*/*{IR_SUFFIX}"))
 
     def clear(self) -> int:
-        """Removes every file, bundles among them; how many kernels there were, those of damaged bundles left out."""
+        """Removes every file, bundles among them; returns how many kernels there were, except in damaged bundles."""
         removed = 0
         self.__dict__.pop("bundles", None)
         for path in self.folder.glob(f"*{BUNDLE_SUFFIX}"):
@@ -161,7 +161,8 @@ class KernelCache:
         return removed
 
     def _compiled(self, specialisation: Specialisation, arch: str, *, is_ptx: bool) -> CompiledKernel:
-        """Compiled now; a cubin out of the PTX that an emulated device left, where it did: the text is the same."""
+        """Compiles a kernel; a cubin is assembled from an emulated device's PTX if there is one: the text is the
+        same."""
         if not is_ptx:
             kept = self._read_kernel(self.path_of(specialisation, arch, is_ptx=True))
             if kept is not None:
@@ -172,7 +173,7 @@ class KernelCache:
         return self._path(specialisation, "", IR_SUFFIX, "ir")
 
     def _path(self, specialisation: Specialisation, kind: str, suffix: str, *parts: str) -> Path:
-        """The file of what depends on a specialisation and on `parts`."""
+        """The path of a file that depends on a specialisation and on `parts`."""
         words = f"{_FORMAT}\0{kernel_index(specialisation, *parts)}\0{tool_versions()}"
         key = hashlib.sha256(words.encode()).hexdigest()[:24]
         name = f"{identifier(specialisation.name)[:80]}-{kind}{key}{suffix}"
@@ -216,7 +217,7 @@ def _read(path: Path) -> CompiledKernel | None:
 
 
 def _front_end(specialisation: Specialisation) -> tuple[str, ...]:
-    """What Numba makes of a kernel. Raises CompileError."""
+    """Numba's LLVM IR of a kernel. Raises CompileError."""
     from numba_kernels.cuda.compile import llvm_ir
 
     argument_format(specialisation)
@@ -278,8 +279,8 @@ def assembled(kernel: CompiledKernel) -> CompiledKernel:
 
 
 def capability_of(arch: str) -> int:
-    """The compute capability that an architecture's name says: 90 for "sm_90a". Raises InvalidArgumentError for a name
-    that is no architecture."""
+    """The compute capability of an architecture's name: 90 for "sm_90a". Raises InvalidArgumentError for an invalid
+    name."""
     match = re.fullmatch(r"sm_(\d{2,3})[af]?", arch)
     if match is None:
         raise InvalidArgumentError(f"arch {arch!r} is not one such as 'sm_80' or 'sm_90a'", param="arch")
@@ -287,8 +288,8 @@ def capability_of(arch: str) -> int:
 
 
 def is_meant_for(specialisation: Specialisation, arch: str) -> bool:
-    """Whether an architecture has the instructions and registers that a kernel needs. Raises InvalidArgumentError for a
-    name that is no architecture."""
+    """Whether an architecture has the instructions and registers that a kernel needs. Raises InvalidArgumentError for
+    an invalid name."""
     capability = capability_of(arch)
     if specialisation.needs_arch_features:
         return arch == needs_of(specialisation)
@@ -298,7 +299,7 @@ def is_meant_for(specialisation: Specialisation, arch: str) -> bool:
 
 
 def needs_of(specialisation: Specialisation) -> str:
-    """The architecture that a kernel needs at least; where it needs one architecture's own features, that one."""
+    """The least architecture that a kernel needs; the exact one where it needs that one's own features."""
     return f"sm_{specialisation.min_capability}{'a' if specialisation.needs_arch_features else ''}"
 
 

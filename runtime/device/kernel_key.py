@@ -1,9 +1,9 @@
-"""Which compiled kernel is which: digests of what determines a kernel's machine code.
+"""Digests of the inputs that determine a kernel's machine code.
 
 The index of a kernel tells specialisations and architectures apart under the present sources, and is the same under
 every version of Python and of the tools, so that a machine finds what another one compiled. It is made of texts and
-numbers alone: the sources, the specialisation's fields, and what its function was made with. `tool_versions` says what
-compiles here; the cache on disk puts both together.
+numbers alone: the sources, the specialisation's fields, and what its function was made with. `tool_versions` identifies
+the compilers; the cache on disk combines both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _TOOLS = ("numba", "numba-cuda", "llvmlite", "nvidia-cuda-nvcc", "nvidia-nvvm", 
 
 
 def kernel_index(specialisation: Specialisation, *parts: str) -> str:
-    """24 hex digits: of the kernel itself and of `parts`, such as the architecture and the kind of image."""
+    """A digest of 24 hex digits, of the kernel itself and of `parts`, such as the architecture and the kind of
+    image."""
     function = specialisation.kernel.py_func
     words = (
         sources_of(function), specialisation.name, repr(sorted(specialisation.constants.items())),
@@ -43,13 +44,13 @@ def kernel_index(specialisation: Specialisation, *parts: str) -> str:
 
 def sources_of(function: Any) -> str:
     """A digest of the files of a kernel's function and of all that its closure reaches, of what these import from this
-    project, and of what compiles them: names and contents."""
+    project, and of the compilers' sources: names and contents."""
     return _digest_of_files(frozenset(each.__code__.co_filename for each in _reached(function)))
 
 
 def function_words(function: Any) -> list[str]:
-    """What a function was made with, as text: its name and the names, numbers and texts in its closure, and the same of
-    every function in there. Its code is the sources'."""
+    """A function's name and the names, numbers and texts in its closure, as text, and the same of every function in
+    there. Its code is part of the sources."""
     return [word for each in _reached(function) for word in _words_of(each)]
 
 
@@ -70,7 +71,7 @@ def all_sources() -> str:
 
 @functools.cache
 def tool_versions() -> str:
-    """What compiles kernels, each with its version."""
+    """The tools that compile kernels, with their versions."""
     found = [f"python {platform.python_version()}"]
     for package in _TOOLS:
         try:
@@ -89,7 +90,7 @@ def _digest_of_files(names: frozenset[str]) -> str:
 
 
 def _unwrapped(value: Any) -> Any:
-    """The function behind a kernel, or behind an intrinsic; any other value itself."""
+    """The Python function of a kernel or an intrinsic; any other value itself."""
     return getattr(value, "py_func", getattr(value, "_defn", value))
 
 
@@ -123,7 +124,7 @@ def _words_of(function: Any) -> Iterator[str]:
 
 
 def _word(value: Any) -> str:
-    """A value as text; of what has no text that every version of the tools would give it, its type alone."""
+    """A value as text; only its type where the text may differ between versions of the tools."""
     value = _unwrapped(value)
     if value is None or (isinstance(value, bool | int | float | str | bytes) and not isinstance(value, np.generic)):
         return f"{value.name} {value.value!r}" if isinstance(value, enum.Enum) else repr(value)

@@ -1,4 +1,4 @@
-"""The kernels that something asks for, without compiling them."""
+"""A list of requested kernels, without compiling them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class KernelList(KernelCache):
-    """Notes which kernels are asked for, and compiles none: what it gives can only be loaded by a DryDriver."""
+    """Records the kernels requested and compiles none; only a DryDriver can load its images."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
-"""NCCL, through ctypes: collectives of several GPUs, each of which a process drives, or a group of calls.
+"""NCCL, through ctypes: collectives of several GPUs, each driven by a process, or by a group of calls.
 
     nccl = open_nccl(gpu.driver)
     comm = NcclComm(gpu, nccl, unique_id, rank=0, num_ranks=2)    # every rank at the same time
     comm.all_reduce(address, address, count, float32)             # queued in the GPU's current stream
 
-`Nccl` is the seam: real ones speak with libnccl.so.2, which the wheel nvidia-nccl-cu13 brings (the extra `nccl`); an
+`Nccl` is the seam: real ones call libnccl.so.2 of the wheel nvidia-nccl-cu13 (the extra `nccl`); an
 emulated driver has an emulated one (`runtime.emulator.nccl`). Both have functions of NCCL's names that return a
-tuple: an `ncclResult_t`, then what C gives through pointers. Names, arguments and numbers are those of nccl.h 2.27 and
+tuple: an `ncclResult_t`, then C's results through pointers. Names, arguments and numbers are those of nccl.h 2.27 and
 later: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api.html
 
 A communicator's calls belong to one thread; `abort` alone may come from another.
@@ -50,7 +50,7 @@ _WHERE = "pip install '.[nccl]' in xserv's checkout, or nvidia-nccl-cu13, or nam
 
 
 class NoNcclError(DeviceError):
-    """NCCL is not installed, or too old; the message says what was looked for."""
+    """NCCL is not installed, or too old; the message names the paths tried."""
 
 
 class NcclError(DeviceError):
@@ -102,14 +102,14 @@ PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "ncclCommWindowRegister": (_POINTER, _POINTER, _SIZE, _Out(_POINTER), _INT),
     "ncclCommWindowDeregister": (_POINTER, _POINTER),
 }
-"""The functions that are called here: their arguments in C's order."""
+"""The functions that we call, with their arguments in C's order."""
 
 
 class NcclLibrary:
     """The functions of a libnccl."""
 
     def __init__(self, library: Any) -> None:
-        """`library`: what `ctypes.CDLL` gives. Raises NoNcclError where a function is missing."""
+        """`library` is a `ctypes.CDLL`. Raises NoNcclError where a function is missing."""
         self._library = library
         for name, prototype in PROTOTYPES.items():
             try:
@@ -124,7 +124,7 @@ class NcclLibrary:
             function.argtypes, function.restype = arguments, ctypes.c_char_p
 
     def words(self, code: int, comm: Any = None) -> str:
-        """What NCCL says of a result, and of the last error."""
+        """NCCL's text of a result, and of the last error."""
         text = (self._library.ncclGetErrorString(code) or b"").decode(errors="replace")
         last = (self._library.ncclGetLastError(comm) or b"").decode(errors="replace")
         return f"{text}: {last.strip()}" if last.strip() else text
@@ -150,8 +150,8 @@ class Nccl:
 
     Attributes:
         api: its functions.
-        is_emulated: whether it serves an emulated driver's devices, and checks what ranks do.
-        is_dry: whether it does nothing, and a rank is alone.
+        is_emulated: whether it serves an emulated driver's devices, and checks the ranks' calls.
+        is_dry: whether its calls do nothing, for a rank alone.
     """
 
     def __init__(self, api: Any, *, is_emulated: bool = False, is_dry: bool = False) -> None:
@@ -160,14 +160,14 @@ class Nccl:
         self.is_dry = is_dry
 
     def call(self, function: str, *arguments: Any, comm: Any = None) -> Any:
-        """What a function returns beside its result, if anything. Raises NcclError, with NCCL's text."""
+        """Calls a function. Returns its values without the `ncclResult_t`. Raises NcclError, with NCCL's text."""
         status, *values = getattr(self.api, function)(*arguments)
         if status not in (SUCCESS, IN_PROGRESS):
             raise self.error(function, status, comm)
         return values[0] if values else None
 
     def error(self, function: str, code: int, comm: Any = None) -> NcclError:
-        """The error for a result that is no success."""
+        """The error for a result other than success."""
         name = RESULTS.get(code, str(code))
         return NcclError(f"{function} failed: {name} ({code}): {self.api.words(code, comm)}", call=function, code=code)
 
@@ -176,17 +176,17 @@ class Nccl:
         return int(self.call("ncclGetVersion"))
 
     def unique_id(self) -> bytes:
-        """What ranks of a new communicator have in common; one of them makes it and tells the others."""
+        """A new communicator's unique id; one rank makes it and sends it to the others."""
         return bytes(self.call("ncclGetUniqueId"))
 
     def forget(self, unique_ids: list[bytes]) -> None:
-        """Nobody joins by these any more, which were made here. A real NCCL keeps nothing of them."""
+        """Forgets unique ids made here. A real NCCL keeps none."""
         if self.is_emulated and not self.is_dry:
             self.api.forget(unique_ids)
 
     @contextmanager
     def group(self) -> Iterator[None]:
-        """The calls of this thread until the block ends are one: for send and receive of each other, and for several
+        """Groups this thread's calls until the block ends: for a send and receive of each other, or several
         communicators in one thread."""
         self.call("ncclGroupStart")
         try:
@@ -241,7 +241,7 @@ def _dotted(version: int) -> str:
 
 
 class Window:
-    """Memory of this rank that NCCL knows, at the same offsets on all ranks; freed with the communicator.
+    """Memory of this rank registered with NCCL, at the same offsets on all ranks; freed with the communicator.
 
     Attributes:
         address, size_bytes: this rank's.
@@ -262,7 +262,7 @@ class NcclComm:
         """Waits for the other ranks, unless it is called in a group.
 
         Raises:
-            InvalidArgumentError: for a unique id of another length, or a rank that is not one of so many.
+            InvalidArgumentError: for a unique id of another length, or a rank out of range.
             NcclError: with NCCL's text.
         """
         if len(unique_id) != UNIQUE_ID_BYTES:
@@ -289,7 +289,7 @@ class NcclComm:
     def reduce_scatter(
         self, source: int, target: int, count: int, dtype: DType, operation: str = "sum", stream: Stream | None = None
     ) -> None:
-        """Of the sum of all ranks' `num_ranks * count` numbers, rank r gets the r-th part."""
+        """Rank r gets the r-th part of the sum of all ranks' `num_ranks * count` numbers."""
         self._queue("ncclReduceScatter", source, target, count, _number(dtype), _operation(operation), stream=stream)
 
     def all_gather(self, source: int, target: int, count: int, dtype: DType, stream: Stream | None = None) -> None:
@@ -326,7 +326,7 @@ class NcclComm:
         return window
 
     def check(self) -> None:
-        """Raises NcclError where something has failed since, here or at another rank."""
+        """Raises NcclError after a failure, here or at another rank."""
         if self._comm is None:
             return
         code = int(self._call("ncclCommGetAsyncError", self._comm))
@@ -334,15 +334,15 @@ class NcclComm:
             raise self.nccl.error("ncclCommGetAsyncError", code, self._comm)
 
     def end_step(self, number: int) -> None:
-        """Tells an emulated NCCL that a step has been queued; it compares that among ranks, as a collective. Of a real
-        one, `check`."""
+        """Reports a queued step to an emulated NCCL, which compares it among ranks, as a collective. `check` for a real
+        one."""
         if self.nccl.is_emulated:
             self._queue("emuEndStep", number, stream=None)
         else:
             self.check()
 
     def destroy(self) -> None:
-        """Waits for what is queued and gives everything back; twice is once."""
+        """Waits for queued work and frees everything; may be called twice."""
         comm = self._comm
         if comm is None:
             return
@@ -357,8 +357,8 @@ class NcclComm:
         self._windows.clear()
 
     def abort(self) -> None:
-        """Ends the communicator at once; what waits in a stream of this rank for the others ends, too. In any
-        thread; twice is once. Windows' memory goes with the process."""
+        """Ends the communicator at once, with this rank's collectives that wait for others. In any thread, also twice.
+        Windows' memory is freed with the process."""
         comm, self._comm = self._comm, None
         if comm is not None:
             self.gpu.context.make_current()

@@ -1,4 +1,4 @@
-"""Pinned host memory: what a device copies from and to while the host goes on. Cut from large pieces, and kept."""
+"""Pinned host memory, for asynchronous copies. Cut from large pieces, and kept."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PinnedBlock:
         self.array = pool.bytes_of(block, size_bytes)
 
     def release_after(self, stream: Stream) -> None:
-        """Returns the memory as soon as what the stream holds now has run."""
+        """Returns the memory as soon as the work now in the stream has run."""
         pool = self._pool
         if pool is not None:
             self._pool = None
@@ -65,7 +65,7 @@ class PinnedPool:
         self._lock = threading.Lock()
 
     def allocate(self, size_bytes: int) -> PinnedBlock:
-        """Memory that nothing has written. Raises DeviceOutOfMemoryError where the system has no more to pin."""
+        """Uninitialised memory. Raises DeviceOutOfMemoryError where the system has no more to pin."""
         size = round_to_class(size_bytes)
         with self._lock:
             self._collect()
@@ -90,7 +90,7 @@ class PinnedPool:
         return event.record(stream)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where the bookkeeping does not add up."""
+        """Raises AssertionError for inconsistent bookkeeping."""
         with self._lock:
             taken, free = self._arena.check_integrity()
             assert taken + free == self.reserved_bytes

@@ -1,4 +1,4 @@
-"""What a device says of itself."""
+"""A device's properties, as its driver reports them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from runtime.device.driver import Driver
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProperties:
-    """A device's numbers, by its driver.
+    """A device's properties, as its driver reports them.
 
     Attributes:
         name: the product's.
@@ -19,7 +19,7 @@ class DeviceProperties:
         shared_bytes_per_block: most dynamic shared memory of a block, when asked for.
         shared_bytes_per_sm, registers_per_sm, threads_per_sm: of one multiprocessor.
         l2_bytes: the second-level cache.
-        clock_khz, memory_clock_khz, memory_bus_bits: 0 where the driver does not tell.
+        clock_khz, memory_clock_khz, memory_bus_bits: 0 if the driver does not report it.
     """
 
     name: str
@@ -37,7 +37,7 @@ class DeviceProperties:
 
     @property
     def arch(self) -> str:
-        """What kernels are compiled for: "sm_86"; from Hopper on with the architecture's own features, "sm_90a"."""
+        """The architecture that kernels are compiled for: "sm_86"; from Hopper on with its own features, "sm_90a"."""
         major, minor = self.capability
         return f"sm_{major}{minor}{'a' if major >= 9 else ''}"
 
@@ -56,7 +56,7 @@ _ATTRIBUTES = {
 
 
 def query(driver: Driver, index: int) -> DeviceProperties:
-    """Asks the driver of the device of that number; needs no context."""
+    """Queries the driver for the device of that number; needs no context."""
     kinds = driver.types.CUdevice_attribute
     device = driver.call("cuDeviceGet", index)
 

@@ -20,7 +20,7 @@ class Event:
     """A point in a stream's work. Freed with the object."""
 
     def __init__(self, context: Context, *, is_timed: bool = False) -> None:
-        """`is_timed`: whether it takes the time, which costs the device a little."""
+        """With `is_timed` it takes the time, which costs the device a little."""
         flags = context.driver.types.CUevent_flags
         flag = flags.CU_EVENT_DEFAULT if is_timed else flags.CU_EVENT_DISABLE_TIMING
         self.context = context
@@ -28,7 +28,7 @@ class Event:
         self.handle = context.call("cuEventCreate", int(flag))
 
     def record(self, stream: Stream) -> Event:
-        """Moves the event to the end of what the stream holds now."""
+        """Moves the event to the end of the work now in the stream."""
         self.context.call("cuEventRecord", self.handle, stream.handle)
         return self
 
@@ -57,7 +57,7 @@ class Stream:
     """A queue of work on a device, which does not wait for the legacy default stream. Freed with the object."""
 
     def __init__(self, context: Context, *, priority: int = 0) -> None:
-        """`priority`: lower runs first; the driver moves it into the range that the device has."""
+        """A lower `priority` runs first; the driver moves it into the range that the device has."""
         flag = int(context.driver.types.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self.context = context
         self.handle = context.call("cuStreamCreateWithPriority", flag, priority)
@@ -71,11 +71,11 @@ class Stream:
         return _is_done(self.context, "cuStreamQuery", self.handle)
 
     def record(self, *, is_timed: bool = False) -> Event:
-        """A new event at the end of what the stream holds now."""
+        """A new event at the end of the work now in the stream."""
         return Event(self.context, is_timed=is_timed).record(self)
 
     def wait(self, event: Event) -> None:
-        """What comes after in this stream waits for the event, on the device; the host goes on."""
+        """Lets later work in this stream wait for the event, on the device; the host goes on."""
         self.context.call("cuStreamWaitEvent", self.handle, event.handle, 0)
 
     def __del__(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:

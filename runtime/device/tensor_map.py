@@ -1,4 +1,4 @@
-"""Tensor maps: what a kernel's TMA copies are told about a tensor, 128 bytes that the driver encodes."""
+"""Tensor maps: a tensor's description for a kernel's TMA copies, 128 bytes that the driver encodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ALIGNMENT = 64
 """Alignment of the memory that the driver encodes into; the objects of cuda.bindings are aligned to 16 bytes only."""
 _MOST_BOX = 256
 MOST_ADDRESSES = 512
-"""Of tensors of one layout: more than a model has layers."""
+"""The most remembered maps of tensors of one layout: more than a model has layers."""
 _ENCODE_TILED = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64),
     ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_uint32), ctypes.c_int,
@@ -28,7 +28,7 @@ _ENCODE_TILED = ctypes.CFUNCTYPE(
 def encode(driver: Driver, address: int, layout: TensorMapLayout) -> bytes:
     """The map of a tensor at an address, to be an argument of type `TENSOR_MAP`. Out of bounds reads as zero.
 
-    Raises InvalidArgumentError, naming what is wrong, for a layout that no map can describe.
+    Raises InvalidArgumentError, naming the fault, for a layout that no map can describe.
     """
     return TensorMaps(driver, layout)[address]
 
@@ -36,7 +36,7 @@ def encode(driver: Driver, address: int, layout: TensorMapLayout) -> bytes:
 class TensorMaps(dict[int, bytes]):
     """The maps of tensors of one layout, by their addresses; at most `MOST_ADDRESSES` are remembered.
 
-    Raises InvalidArgumentError, naming what is wrong, for a layout that no map can describe, and for an address that
+    Raises InvalidArgumentError, naming the fault, for a layout that no map can describe, and for an address that
     none can.
     """
 

@@ -1,4 +1,4 @@
-"""Where the libraries lie that compile kernels: NVRTC, NVVM with its libdevice, and nvJitLink, all of CUDA 13.
+"""Search for the libraries that compile kernels: NVRTC, NVVM with its libdevice, and nvJitLink, all of CUDA 13.
 
 `cuda.pathfinder` looks for them in Python's packages, and below CUDA_PATH or CUDA_HOME. Where neither variable is set
 and the packages lack NVVM, CUDA_HOME becomes the toolkit whose nvcc is on the PATH.
@@ -15,14 +15,13 @@ from pathlib import Path
 from runtime.device.errors import CompileError
 
 _LIBRARIES = {"nvrtc": "nvidia-cuda-nvrtc", "nvvm": "nvidia-nvvm", "nvJitLink": "nvidia-nvjitlink"}
-"""What is loaded, and the package that has it."""
+"""The libraries to load, and their packages."""
 _VARIABLES = ("CUDA_PATH", "CUDA_HOME")
 
 
 @functools.cache
 def require_compiler() -> None:
-    """Makes the libraries known to this process. Raises CompileError with each that is missing, and where it can come
-    from."""
+    """Loads the libraries into this process. Raises CompileError with each missing one and its sources."""
     from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
 
     home = toolkit()

@@ -1,5 +1,5 @@
-"""From host memory that is not pinned, or from a file, into a GPU's memory: threads bring pieces into pinned memory,
-each copied while the next is brought.
+"""From host memory that is not pinned, or from a file, into a GPU's memory: threads read pieces into pinned memory,
+each copied while the next is read.
 
 One thread copies some 9 GB a second within the host, a sixth of what the bus takes. A thread over a mapped file waits
 for each page of it; `preadv` waits once a piece, without the interpreter's lock.
@@ -21,7 +21,7 @@ from runtime.device.stream import Event, Stream
 PIECE_BYTES = 4 << 20
 NUM_THREADS = min(8, len(os.sched_getaffinity(0)))
 LEAST_BYTES = 2 * PIECE_BYTES
-"""Less is not worth the threads."""
+"""Smaller copies are not worth the threads."""
 
 Fill = Callable[[NDArray[np.uint8], int], None]
 """Fills an array with the source's bytes from a place on."""

@@ -29,13 +29,13 @@ class ExpertsWeight:
     Attributes:
         experts: the E weights.
         parts: each expert's weight in its parts, which are kept in formats of their own; one where it is one.
-        tables: on the cpu, for each part, ``[3, E]`` int64: where each expert's panels, scales and bias lie. Empty for
-            weights that are only declared.
-        table: on a GPU, there, ``[2, E]`` int64: where each expert's rows and bias lie, 0 without; else None.
+        tables: on the cpu, for each part, ``[3, E]`` int64: the addresses of each expert's panels, scales and bias.
+        Empty for weights that are only declared.
+        table: on a GPU, in its memory, ``[2, E]`` int64: the addresses of each expert's rows and bias, or 0; else None.
         table_address: of `table`, or 0.
         maps, maps_address: on Hopper, of 16-bit rows on 16-byte bounds, ``[E, 128]`` uint8: a tensor map of each
             expert's rows; else None, and 0.
-        packing: on a GPU, how all of them are packed; None: they are floats.
+        packing: on a GPU, the packing of all of them, or None for floats.
         exact: on a GPU, whether a row's bits may not depend on how many rows there are.
 
     Raises InvalidArgumentError for no expert, and for experts of different shapes or formats.
@@ -96,7 +96,7 @@ class ExpertsWeight:
 
 
 def _tensor_maps(experts: Sequence[LinearWeight]) -> Tensor | None:
-    """Of the experts' rows, in the memory of their GPU, for the products that read them by the TMA."""
+    """Tensor maps of the experts' rows, in GPU memory, for the products that read them by the TMA."""
     from numba_kernels.cuda.experts import hopper
     from runtime.device.gpu import Gpu
 

@@ -1,4 +1,4 @@
-"""How a weight matrix's elements are kept: one `WeightFormat` for each way that the kernels can read."""
+"""Formats of a weight matrix's elements: one `WeightFormat` for each that the kernels can read."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class WeightFormat:
 
     Attributes:
         name: as users name it.
-        element: the type of an element, or of what carries several.
+        element: the type of an element, or of the word that holds several.
         elements_per_byte: 0.25 for float32, 1 for int8, 2 for four bits.
-        scale: the type of the scales; None: there are none.
+        scale: the type of the scales, or None without scales.
         block: rows of N by elements of K that share a scale; 0 means all.
-        activation: what a product rounds rows of x to; None: what the processor's tile multiplies.
+        activation: the type that a product rounds rows of x to, or None for the type of the processor's tile.
         activation_block: how many elements of K share a scale of x; 0 means none do. Results depend on where these
             blocks begin.
         split: K may be cut between ranks at multiples of so many elements.
         has_gpu_kernels: whether products on a GPU can read it.
-        packing: of `numba_kernels.cuda.packing`, how a GPU keeps it; "": as rows of elements.
+        packing: the one of `numba_kernels.cuda.packing` that a GPU uses, or "" for rows of elements.
     """
 
     name: str
@@ -135,14 +135,14 @@ def packed_format(packing: Packing) -> WeightFormat:
 
 FORMATS = {each.name: each for each in (FLOAT32, FLOAT16, BFLOAT16, INT8)}
 ROUNDED = ("int4", "mxfp4", "fp8")
-"""What matrices are rounded to while they are read, before a device keeps them as if they were stored so."""
+"""The types that matrices are rounded to while they are read, before a device keeps them as if stored so."""
 
 QUANTIZATIONS = ("none", *(each.name for each in FORMATS.values() if each.is_quantized), *ROUNDED)
 
 
 def quantized_format(quantization: str) -> WeightFormat | None:
-    """The format that matrices are made into; None for "none" and what is `ROUNDED`. Raises InvalidArgumentError for an
-    unknown name."""
+    """The format that matrices are made into; None for "none" and `ROUNDED`. Raises InvalidArgumentError for an unknown
+    name."""
     if quantization not in QUANTIZATIONS:
         raise InvalidArgumentError(
             f"quantization is {quantization!r}, must be one of {', '.join(QUANTIZATIONS)}", param="quantization"

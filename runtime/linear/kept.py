@@ -1,4 +1,4 @@
-"""Quantised matrices that the cpu multiplies as they are stored: which, and their numbers as its panels take them.
+"""Quantised matrices that the cpu multiplies without dequantising them, and their repacking into its panels.
 
 | matrix | is kept as |
 |---|---|
@@ -9,8 +9,8 @@
 | fp8, scales of rows or all, or of blocks or groups of a multiple of 128 of K | `fp8`: scales repeated, float32 |
 
 Columns may be stored in another order (`desc_act`): products take x's columns in that order. Tables that are read row
-by row, and experts, have no such products (`models.makers.maker`). No number is rounded anew. What else there is
-becomes floats while it is loaded.
+by row, and experts, have no such products (`models.makers.maker`). No number is rounded again. Any other matrix is
+dequantised while it is loaded.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _ROWS_AT_ONCE = 256
 
 
 def kept_format(layout: QuantizedLayout, options: LoadOptions) -> WeightFormat | None:
-    """The format of the cpu in which a matrix is kept; None: it becomes floats, as all do if only a type is asked
-    for, and those whose products round x if none may."""
+    """The cpu's format for a quantised matrix; None if it is dequantised, as all are if only a type is asked for, and
+    those whose products round x if none may."""
     is_of_type = options.dtype is not None and not options.rounding
     if options.device.kind != "cpu" or is_of_type or options.format:
         return None
@@ -68,7 +68,7 @@ def _block_format(layout: QuantizedLayout) -> WeightFormat | None:
 
 
 def row_scales(matrix: QuantizedMatrix) -> NDArray:
-    """Float32 ``[N]``, of a matrix that is kept as `INT8`."""
+    """Scales of a matrix that is kept as `INT8`: float32 ``[N]``."""
     scales: NDArray = np.broadcast_to(matrix.scales.astype(np.float32)[:, 0], matrix.shape[:1])
     return scales
 
@@ -112,7 +112,7 @@ def block_bytes(matrix: QuantizedMatrix, format: WeightFormat) -> NDArray:
 
 
 def _fp8_bytes(matrix: QuantizedMatrix) -> NDArray:
-    """The same for e4m3, whose last group is padded. A group with NaN has such a scale: products with it are NaN either
+    """The same for e4m3, with the last group padded. A group with NaN gets a NaN scale; its products are NaN either
     way."""
     (width, depth), (rows, elements) = matrix.shape, matrix.layout.block
     groups = -(-depth // _FP8_GROUP)

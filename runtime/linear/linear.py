@@ -15,10 +15,9 @@ class Linear:
 
     Attributes:
         weight: the matrix with its bias, as the device's product reads them.
-        communicator: to the ranks whose results are added, where the matrix is split over its inputs; else None.
+        communicator: of the ranks whose results are added, where the matrix is split over its inputs; else None.
         norm: of the rows that it multiplies; None if there is none, as where it is split over its inputs.
-        whole_width: outputs of all ranks together, of which this one has its share and `logits` gathers all; 0: this is
-            no such part.
+        whole_width: outputs of all ranks together if this rank has a shard of them and `logits` gathers all; else 0.
     """
 
     __slots__ = ("communicator", "norm", "weight", "whole_width")
@@ -64,7 +63,7 @@ class Linear:
         return ops.linear_glu(x, self.weight, activation, norm=norm)
 
     def _normalised(self, x: Tensor) -> tuple[Tensor, RmsNorm | None]:
-        """What the product takes: x, and the norm if it sees to that itself."""
+        """The product's arguments: x, and the norm if the product applies it."""
         if self.norm is None or self.weight.is_normed or self.weight.rounds_rows:
             return x, self.norm
         return ops.rms_norm(x, self.norm.weight, self.norm.eps), None

@@ -16,7 +16,7 @@ class RmsNorm:
 
     Attributes:
         weight: ``[H]`` float32.
-        eps: what is added to the mean.
+        eps: added to the mean.
         median: of the weight's magnitudes.
     """
 

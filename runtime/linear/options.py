@@ -1,4 +1,4 @@
-"""What the user asks of a model while it is loaded: one value instead of an argument for each."""
+"""Options of loading a model, in one value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.errors import InvalidArgumentError
 from runtime.linear.format import FORMATS, ROUNDED, WeightFormat, quantized_format
 
 Split = Literal["outputs", "inputs"]
-"""Which side of a matrix is cut between ranks: each has some of the outputs, or some of the inputs; then their results
+"""The side over which a matrix is sharded: each rank has some of the outputs, or some of the inputs; then their results
 are added."""
 
 ACTIVATIONS = ("auto", "float")
@@ -39,28 +39,28 @@ class LoadSettings(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Where weights go, and as what.
+    """Options of loading weights: device, formats and sharding.
 
     Attributes:
-        device: where they go.
+        device: of the weights.
         dtype: the float type that every weight is converted to; None keeps each as it is stored.
-        format: what the matrices of linear maps are made into after that; None leaves them floats.
-        rounding: one of `ROUNDED`, to which they are rounded while they are read; "" leaves them floats.
-        kv_dtype: the type of the KV pages; None: that of the weights.
+        format: of the matrices of linear maps, converted after that; None leaves them floats.
+        rounding: one of `ROUNDED`, applied while they are read; "" leaves them floats.
+        kv_dtype: the type of the KV pages, or None for that of the weights.
         kv_skip_layers: layers whose pages have the weights' type all the same: numbers, and "sliding_window".
         gemm: the kernel of matrix products on a GPU, one of `GEMM_TIERS`; the cpu has one, "auto".
         exact: whether a row of a product has the same bits alone and among others, and on 1, 2, 4 and 8 ranks. On the
             cpu the former always holds.
-        activations: "auto": products round rows of x to bytes where the device's product for the weight does; "float":
-            none does, and weights that have no other product become floats.
-        communicator: the rank that this is, of several that the model is split over; None: there is one alone.
-        pipeline: the stage that this is, of several that have its layers; None: one has all.
-        stages: the layers that each stage has; where there are no stages, nothing.
+        activations: "auto" lets products round rows of x to bytes where the device's product for the weight does; with
+        "float" none does, and weights that have no other product become floats.
+        communicator: this rank's, where the model is sharded over several; else None.
+        pipeline: this rank's stage of several, or None if one has all layers.
+        stages: the layers of each stage; empty without stages.
 
     Raises:
         InvalidArgumentError: for a dtype that is none of the three float types, a format, kernel or type of pages that
-            the device has not, for int8 on the cpu with float activations, for cublas in the exact mode, and in that
-            mode for another number of ranks than 1, 2, 4 or 8.
+            the device lacks, for int8 on the cpu with float activations, for cublas in the exact mode, and in that mode
+            for another number of ranks than 1, 2, 4 or 8.
     """
 
     device: Device = CPU
@@ -141,7 +141,7 @@ class LoadOptions:
 
     @property
     def rounds_long_steps(self) -> bool:
-        """Whether a GPU's products of many rows may round x to bytes, where a checkpoint asks for it."""
+        """Whether a GPU's products of many rows may round x to bytes, where a checkpoint has it so."""
         return self.device.kind != "cpu" and not self.exact and not self.has_float_activations
 
     @property
@@ -162,7 +162,7 @@ class LoadOptions:
         return width, depth * (self.num_ranks if split == "inputs" else 1)
 
     def num_segments(self, split: Split | None) -> int:
-        """In how many segments this rank adds up K of a map that is split so; 0: K is not cut."""
+        """In how many segments this rank adds up K of a map that is split so; 0 if K is not cut."""
         return SEGMENTS // self.num_ranks if self.exact and split == "inputs" else 0
 
     @property

@@ -37,7 +37,7 @@ _EXPONENTS, _E4M3 = np.dtype(ml_dtypes.float8_e8m0fnu), np.dtype(ml_dtypes.float
 
 
 def packing_for(layout: QuantizedLayout) -> Packing | None:
-    """How a GPU keeps matrices of this layout; None: not at all."""
+    """A GPU's packing for matrices of this layout; None if it has none."""
     element, size = _ELEMENTS[layout.kind], layout.block[1]
     if size not in GROUPS and size % GROUPS[-1]:
         return None
@@ -53,7 +53,7 @@ def packing_for(layout: QuantizedLayout) -> Packing | None:
 
 @dataclass(frozen=True, slots=True)
 class MatrixPart:
-    """Rows and columns of a matrix: what a rank has of it. Columns begin where a group does."""
+    """Rows and columns of a rank's shard of a matrix. Columns begin where a group does."""
 
     matrix: QuantizedMatrix
     rows: slice
@@ -61,7 +61,7 @@ class MatrixPart:
 
     @property
     def has_nan(self) -> bool:
-        """Whether an element is NaN, which unpacking in registers does not know."""
+        """Whether an element is NaN, which unpacking in registers cannot represent."""
         return self.matrix.layout.kind == "fp8" and bool((self.numbers() & 0x7F == 0x7F).any())
 
     def numbers(self) -> NDArray:
@@ -104,7 +104,7 @@ def prepare_packed(
     shape = codes.shape[0], codes.shape[1]
     schemes = {_ROUNDED.get(part.matrix.layout.activation, "") for part in parts}
     rounded: RoundedRows = schemes.pop() if len(schemes) == 1 else ""
-    # One x for all parts: the largest of their scales clamps nothing that the author's do not.
+    # One x for all parts: the largest of their scales clamps no value that the checkpoint's scales do not.
     input_scale = max(part.matrix.input_scale or 0.0 for part in parts) if rounded == "static" else 0.0
     order = parts[0].matrix.order
     if order is not None:
@@ -116,7 +116,7 @@ def prepare_packed(
     if options.has_float_activations:
         rounded, input_scale = "", 0.0
     if rounded == "rows" and split == "inputs" and options.num_ranks > 1:
-        rounded = ""  # nobody here has a whole row of x
+        rounded = ""  # no rank here has a whole row of x
     settings = GpuSettings(
         exact=options.exact, whole_shape=whole_shape or options.whole_shape(shape, split),
         num_segments=options.num_segments(split),

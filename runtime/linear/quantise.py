@@ -35,7 +35,7 @@ _SMALLEST_EXPONENT, _LARGEST_EXPONENT = -126, 127
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What a matrix is rounded to.
+    """The target of rounding a matrix.
 
     Attributes:
         kind: of the numbers; integers have their zero in the middle.

@@ -36,11 +36,11 @@ _ELEMENTS_AT_ONCE = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class ActivationScheme:
-    """How the format's author rounds the rows of x that the matrix is multiplied with.
+    """The checkpoint's rounding of the rows of x that the matrix is multiplied with.
 
     Attributes:
-        kind: to which numbers: "fp8", "int8" or "fp4".
-        group: how many elements of a row share a scale; 0: all of them.
+        kind: the type of the rounded numbers: "fp8", "int8" or "fp4".
+        group: how many elements of a row share a scale; 0 means all.
         is_static: one scale for all rows, which the checkpoint has; else each row, or group, has its own, the largest
             magnitude over the largest number.
     """
@@ -52,7 +52,7 @@ class ActivationScheme:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLayout:
-    """All that headers and the config say of a quantised matrix.
+    """The layout of a quantised matrix, from headers and the config.
 
     Attributes:
         kind: of its numbers.
@@ -63,7 +63,7 @@ class QuantizedLayout:
         has_order: whether columns are stored in another order.
         has_divisor: whether scales are divided by one number for the whole matrix.
         has_factor: whether they are multiplied with one.
-        activation: how the author rounds x; None: not at all. Weight-only products may leave it out.
+        activation: the checkpoint's rounding of x, or None. Weight-only products may leave it out.
     """
 
     kind: NumberKind
@@ -94,7 +94,7 @@ class QuantizedLayout:
 
     @property
     def name(self) -> str:
-        """For people: such as "int4 in groups of 128, with zeros"."""
+        """For messages: such as "int4 in groups of 128, with zeros"."""
         rows, elements = self.block
         if not rows:
             place = "a scale for all"
@@ -111,16 +111,16 @@ class QuantizedMatrix:
     """A quantised matrix ``[N, K]``. Arrays may be views of mapped files.
 
     Attributes:
-        layout: its shape, and what there is.
+        layout: its shape, kind and scales.
         codes: uint8, `layout.code_shape`.
         scales: of `layout.scale`, `layout.scale_shape`; finite.
-        zeros: uint8, `layout.scale_shape`; None: 8 or 128.
+        zeros: uint8, `layout.scale_shape`, or None for 8 or 128.
         order: int32 ``[K]``: column j of codes and scales is the matrix's column ``order[j]``, so that
-            ``x . W^T = x[:, order] . stored^T``. None: columns are in order.
-        divisor: what scales are divided by.
-        factor: what scales are multiplied with.
-        input_scale: of a static activation scheme: x is rounded to its multiples. For "fp4": what scales of x are
-            divided by.
+            ``x . W^T = x[:, order] . stored^T``; or None if columns are in order.
+        divisor: scales are divided by it.
+        factor: scales are multiplied by it.
+        input_scale: of a static activation scheme: x is rounded to its multiples. For "fp4", scales of x are divided by
+        it.
     """
 
     layout: QuantizedLayout
@@ -244,7 +244,7 @@ class QuantizedMatrix:
         return values
 
     def _scale_rows(self, rows: slice | NDArray) -> Any:
-        """Which rows of the scales belong to rows of the matrix."""
+        """The rows of the scales that belong to rows of the matrix."""
         block_rows = self.layout.block[0]
         if not block_rows:
             return slice(0, 1)
@@ -255,7 +255,8 @@ class QuantizedMatrix:
     def _groups(
         self, values: NDArray, scales: NDArray, zeros: NDArray | None
     ) -> Iterator[tuple[NDArray, NDArray, NDArray | None]]:
-        """Views of the values, and what broadcasts over each: whole groups at once, then the rest of a row."""
+        """Views of the values and of the scales that broadcast over them: whole groups first, then the rest of a
+        row."""
         depth = values.shape[1]
         size = self.layout.block[1] or depth
         whole = depth // size

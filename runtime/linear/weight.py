@@ -90,12 +90,12 @@ class LinearWeight:
         device: where it lies.
         size_bytes: of matrix, scales and bias, padding included.
         activations: the type of the rows that it multiplies.
-        num_segments: in how many segments K is added up (`numba_kernels.segments`); 0: it is not cut.
+        num_segments: in how many segments K is added up (`numba_kernels.segments`); 0 if it is not cut.
         is_normed: whether the weights of the norm in front of it are multiplied into its columns: products then scale
             rows alone.
-        rounds_rows: whether its author has x rounded to the weight's own kind of byte, "rows" by their own largest
-            magnitude, "groups" of 128 of K by theirs, or all by a "static" scale: products of many rows on a GPU then
-            may. Else "".
+        rounds_rows: how the checkpoint rounds x to the weight's own kind of byte: "rows" by their own largest
+        magnitude, "groups" of 128 of K by theirs, or all by a "static" scale; products of many rows on a GPU then may.
+        Else "".
     """
 
     activations: DType
@@ -184,7 +184,7 @@ class JoinedWeight(LinearWeight):
 
 
 class Plans(dict[Any, Any]):
-    """How products with the weights of one kind are computed, by what else they depend on: a model's layers share them.
+    """Plans of the products with weights of one kind, keyed by their other arguments; a model's layers share them.
     They live as long as one of these weights."""
 
     __slots__ = ("__weakref__",)
@@ -200,13 +200,13 @@ class GpuWeight(LinearWeight):
     """On a GPU: one block of memory, in rows or packed.
 
     Attributes:
-        elements: what the kernels read: a dtype, or the name of a packing (`numba_kernels.cuda.packing`).
+        elements: the type that the kernels read: a dtype, or the name of a packing (`numba_kernels.cuda.packing`).
         address: of the block.
         bias: ``[N]`` float32, or None.
         tier: which kernel multiplies with it, one of `numba_kernels.cuda.gemm.TIERS`; gemv and few_rows only through
             "auto".
         exact: whether a row of the product has the same bits however many rows there are.
-        whole_shape: (N, K) of the map that this is a rank's part of, by which exact products choose their kernel.
+        whole_shape: (N, K) of the unsharded map, by which exact products choose their kernel.
         input_scale: the static scale, whose multiples rows are rounded to; else 0.
         plans: how products with weights of its kind are computed.
     """
@@ -306,16 +306,15 @@ class PackedWeight(GpuWeight):
 
 
 def logits_share(width: int, num_ranks: int) -> int:
-    """Logits that each of several ranks but the last computes of so many: whole panels, and rows that are aligned. 0:
-    one would have none."""
+    """Logits that each rank but the last computes, of so many: whole panels and aligned rows. 0 if a rank would have
+    none."""
     panels = -(-width // PANEL_COLUMNS)
     share = -(-panels // num_ranks) * PANEL_COLUMNS
     return share if (num_ranks - 1) * share < width else 0
 
 
 def stored_class(format: WeightFormat) -> Any:
-    """What kernels of the cpu tell formats apart by: the numpy class that carries an element's bits, or a block's
-    name."""
+    """The kernels' key of a format on the cpu: the numpy class that carries an element's bits, or a block's name."""
     return format.name if format.name in BLOCKS else STORED.get(format.element, format.element.numpy.type)
 
 
@@ -366,17 +365,17 @@ def prepare_linear(
     norm: RmsNorm | None = None,
     whole_shape: tuple[int, int] | None = None,
 ) -> LinearWeight:
-    """``weight [N, K]`` on the cpu with an optional ``bias [N]``, laid out for the options' device and in their format;
-    several weights are joined over N without a copy between. On the cpu, weights of several types keep them; there and
+    """``weight [N, K]`` on the cpu with an optional ``bias [N]``, laid out for the options' device and in their format.
+    Several weights are joined over N without a copy between. On the cpu, weights of several types keep them; there and
     whole, with the options' default type, a weight may be in ggml's blocks, or quantised as `kept_format` says.
 
-    ``split`` says over which side the map is split, of which this is the options' rank's part. Where that is over
+    ``split`` is the side over which the map is sharded between the options' ranks. Where that is over
     inputs of several ranks, a format with a scale for a whole row of K needs ``whole_rows``, the weights with all
     ranks' inputs.
 
-    ``whole_shape`` is (N, K) of all ranks' map; None: each has as much of it.
+    ``whole_shape`` is (N, K) of all ranks' map; None means that each has as much of it.
 
-    ``norm`` is what products normalise their rows by. On a GPU its weights are multiplied into the matrix's columns,
+    ``norm`` is applied to the products' rows. On a GPU its weights are multiplied into the matrix's columns,
     unless another library multiplies with it, or they would lose bits there.
 
     Sources may have any strides (a transposed view, a mapped file) and can be released afterwards.

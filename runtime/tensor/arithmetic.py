@@ -1,4 +1,4 @@
-"""Generic arithmetic on tensors: what Tensor's operators reach through `runtime.ops`.
+"""Generic arithmetic on tensors: the implementation of Tensor's operators, reached through `runtime.ops`.
 
 For glue, tests and small things: the operations that carry a model's weight are kernels of their own. Every
 result is a new, contiguous tensor. The rules are the same on every device:
@@ -16,7 +16,7 @@ result is a new, contiguous tensor. The rules are the same on every device:
 - matmul accumulates in float32; 8-bit integers give int32.
 
 Every error is an InvalidArgumentError that names the operation. On the cpu numpy computes, in float64 where that costs
-little; on a GPU `runtime.backends.cuda_arithmetic` does, to which numpy arrays beside tensors are taken.
+little; on a GPU `runtime.backends.cuda_arithmetic` does, and numpy operands are copied to the GPU.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ Axes = int | Sequence[int] | None
 
 
 def _gpu() -> ModuleType:
-    from runtime.backends import cuda_arithmetic  # needs numba-cuda, which only those devices ask for
+    from runtime.backends import cuda_arithmetic  # needs numba-cuda, which only GPUs need
 
     return cuda_arithmetic
 
@@ -205,7 +205,7 @@ def floor_divide(left: Operand, right: Operand) -> Tensor:
 
 
 def remainder(left: Operand, right: Operand) -> Tensor:
-    """What `floor_divide` leaves; it has the divisor's sign."""
+    """Remainder of `floor_divide`, with the divisor's sign."""
     return _binary("remainder", np.remainder, left, right, _as_number, check=_refuse_zero)
 
 
@@ -463,7 +463,7 @@ def _one_device(op: str, device: Device, tensor: Tensor) -> Tensor:
 
 
 def _taken_to(op: str, device: Device, original: Operand, tensor: Tensor) -> Tensor:
-    """What a numpy array or number has become, on the device; a Tensor must be there."""
+    """Moves a numpy array or number to the device; a Tensor must be there already."""
     return _one_device(op, device, tensor) if isinstance(original, Tensor) else tensor.to(device)
 
 
@@ -545,7 +545,7 @@ def _binary(
 
 
 def _unary(function: np.ufunc, tensor: Tensor, lift: _Lift = _as_is, *, gpu_name: str | None = None) -> Tensor:
-    """`gpu_name`: of the operation on a GPU, where it is not numpy's."""
+    """`gpu_name` is the GPU operation's name where it differs from numpy's."""
     dtype = lift(tensor.dtype)
     if tensor.device.kind != "cpu":
         name = gpu_name or function.__name__

@@ -1,10 +1,10 @@
-"""Conversion of numpy arrays between element types, with the result of every hard case laid down.
+"""Conversion of numpy arrays between element types, with every hard case specified.
 
-- float to a narrower float: rounded once, to nearest, ties to even. What is too large becomes infinity, and
-  NaN in float8_e4m3, which has none: a lost value shows. So does ml_dtypes; PyTorch 2.13 and PTX's
-  `satfinite` give +-448 there instead, and who wants that clips first.
+- float to a narrower float: rounded once, to nearest, ties to even. Overflow gives infinity, or NaN in
+  float8_e4m3, which has no infinity; ml_dtypes does the same. PyTorch 2.13 and PTX's `satfinite` give +-448
+  there instead; clip first for that.
 - integer to float: as from float32, into which it is rounded first.
-- float to integer: towards zero; what is out of range becomes the nearest end of the range, and NaN 0, as
+- float to integer: towards zero; out-of-range values become the nearest end of the range, and NaN 0, as
   PTX's `cvt.rzi` has it.
 - integer to a narrower integer: the low bits stay (two's complement).
 - anything to bool: whether it differs from zero, so NaN is True. bool to anything: 0 or 1.

@@ -2,8 +2,8 @@
 
 numpy speaks the protocol (https://dmlc.github.io/dlpack, https://data-apis.org/array-api) for its own
 types, lifetimes and all, but not for bfloat16 and fp8. Those travel as unsigned integers of the same size,
-with the type written into the exchanged structure by us: on the way out before anybody has seen it, on the
-way in once it is ours to consume. So whoever frees the structure, and when, is numpy's tested business.
+and we write the type into the exchanged structure: before it is exported, and after it is imported. numpy still frees
+the structure.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def export_array(
     """A capsule with the array's memory, which it keeps alive; arguments as in the protocol's `__dlpack__`.
 
     Raises:
-        BufferError: for another device than the cpu, a stream, a read-only array and a consumer too old to be told, or
-            a negative stride, which makes torch end the process.
+        BufferError: for another device than the cpu, a stream, a read-only array for a consumer from before DLPack 1,
+            or a negative stride, which makes torch end the process.
     """
     if stream is not None:
         raise BufferError(f"DLPack: stream is {stream!r}, must be None: the array is on the cpu")
@@ -92,7 +92,7 @@ def export_array(
 def import_array(source: Any) -> NDArray:
     """A numpy array over the memory of any object with `__dlpack__`, without a copy.
 
-    It is read-only where the object says so, or is too old to say.
+    It is read-only where the object says so, or is from before DLPack 1.
 
     Raises:
         InvalidArgumentError: where the object does not speak DLPack, or has no memory or type for us.

@@ -54,7 +54,7 @@ def _delete(address: int) -> None:
 
 
 def _destroy(capsule: int) -> None:
-    """Of a capsule that nobody has consumed, which would have renamed it."""
+    """Frees a capsule that no consumer renamed."""
     for name in _NAMES.values():
         if _is_valid(capsule, name):
             _delete(_pointer(capsule, name))
@@ -67,7 +67,7 @@ _new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 _new_capsule.restype = ctypes.py_object
 _rename = ctypes.pythonapi.PyCapsule_SetName
 _rename.argtypes = (ctypes.py_object, ctypes.c_char_p)
-# Of a capsule that is being destroyed, by its address.
+# Called by a capsule's destructor, so they take its address.
 _is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
 _pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
@@ -81,7 +81,7 @@ def export(
     """A capsule over memory of a CUDA device that `owner` keeps alive; strides in elements.
 
     Raises:
-        BufferError: for an emulated device, or read-only memory and a consumer too old to be told.
+        BufferError: for an emulated device, or read-only memory for a consumer from before DLPack 1.
     """
     if device.kind != "cuda":
         raise BufferError(f"DLPack: memory of {device} is no GPU's; export .to('cpu')")
@@ -107,7 +107,7 @@ def export(
 
 
 class Imported:
-    """Memory that somebody else's capsule holds; its deleter is called with the last reference to this.
+    """Memory that another library's capsule holds; its deleter is called when this object is freed.
 
     Attributes:
         address: of the first element; device_index: the CUDA device's number; dtype, shape; strides in elements;
@@ -115,7 +115,7 @@ class Imported:
     """
 
     def __init__(self, capsule: object) -> None:
-        """Raises BufferError for what is no capsule, of another version, no CUDA device's or of a type we lack."""
+        """Raises BufferError for anything but a capsule of a known version and type on a CUDA device."""
         is_versioned = bool(_capsule_is_valid(capsule, _NAMES[True]))
         if not is_versioned and not _capsule_is_valid(capsule, _NAMES[False]):
             raise BufferError("it gives no DLPack capsule, or one that was consumed before")
@@ -149,7 +149,7 @@ def array_interface(
 ) -> dict[str, Any]:
     """The CUDA array interface, version 3; strides in elements.
 
-    Raises AttributeError, as the protocol asks, for memory that is no GPU's.
+    Raises AttributeError, as the protocol asks, for memory that is not a real GPU's.
     """
     if device.kind != "cuda":
         raise AttributeError(f"__cuda_array_interface__: memory of {device} is no GPU's")

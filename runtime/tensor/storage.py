@@ -1,8 +1,7 @@
 """Storage: the bytes that tensors share.
 
-A Tensor is a way of looking at a Storage. Several tensors may look at one; it lives as long as any of
-them, and with the last its memory goes back to whoever owns it. Nothing here knows of element types or
-shapes until a cpu view is asked for.
+A Tensor is a view of a Storage. Several tensors may share one; it lives as long as any of them, and then its memory
+goes back to its owner. A Storage has no element type and no shape.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ NDArray = np.ndarray[Any, np.dtype[Any]]
 
 ALIGNMENT_BYTES = 64
 LARGE_BYTES = 64 * 1024
-"""From this size on, what we allocate on the cpu starts on a cache line, the width of the widest vector."""
+"""From this size on, cpu allocations start on a cache line, the width of the widest vector."""
 
 
 class Storage:
@@ -35,11 +34,10 @@ class Storage:
     Attributes:
         device: where the bytes lie.
         size_bytes: how many there are.
-        owner: the object whose life keeps the bytes valid: our own allocation, a numpy array that somebody
-            handed in, a mapped file, a block of a GPU's allocator. The storage holds it, and asks nothing else
-            of it.
-        address: on a GPU, where the bytes lie; 0 on the cpu, where a tensor's array knows.
-        number: rises from storage to storage (`numba_kernels.creation_order`).
+        owner: the object whose life keeps the bytes valid: our own allocation, a caller's numpy array, a mapped file, a
+        block of a GPU's allocator.
+        address: on a GPU, where the bytes lie; 0 on the cpu (see `Tensor.address`).
+        number: increases from storage to storage (`numba_kernels.creation_order`).
     """
 
     __slots__ = (
@@ -58,7 +56,7 @@ class Storage:
         self.number = next_number()
         self._buffer = buffer
         self._is_frozen = False
-        # Each tensor holds a reference to `_share` and nobody else does, so that the interpreter's own
+        # Only tensors hold references to `_share`, so that the interpreter's own
         # counter, which threads cannot tear, is the number of tensors.
         self._share = object()
 
@@ -76,7 +74,7 @@ class Storage:
         slack = ALIGNMENT_BYTES if size_bytes >= LARGE_BYTES else 0
         try:
             buffer = np.empty(size_bytes + slack, np.uint8)
-        except (MemoryError, ValueError):  # ValueError: more than an address can say
+        except (MemoryError, ValueError):  # ValueError: more than an address can hold
             raise OutOfMemoryError(f"{device}: no memory for {size_bytes} bytes") from None
         if slack:
             start = -buffer.ctypes.data % ALIGNMENT_BYTES
@@ -107,11 +105,11 @@ class Storage:
 
     @property
     def is_read_only(self) -> bool:
-        """Whether writing is refused: the storage is frozen, or a read-only array or mapped file stands behind."""
+        """Whether writing is refused: the storage is frozen, or its owner is a read-only array or mapped file."""
         return self._is_frozen or (self._buffer is not None and not self._buffer.flags.writeable)
 
     def freeze(self) -> None:
-        """Declares that nobody writes these bytes again: a weight, once it is loaded.
+        """Freezes these bytes: for a weight, once it is loaded.
 
         Tensors refuse to write them. An emulated GPU checks every kernel and copy, and lets a kernel that is launched
         dependently read them before it waits for the one in front of it.
@@ -140,7 +138,7 @@ class Storage:
 
 @functools.cache
 def _gpus() -> type[Gpu]:
-    """The class, which brings the driver: the cpu does without."""
+    """The class, imported late: it brings the driver, which the cpu does without."""
     from runtime.device.gpu import Gpu
 
     return Gpu

@@ -1,9 +1,8 @@
 """The Tensor: a storage, an element type, a shape, strides and an offset.
 
 Views (`reshape`, `transpose`, slices, `expand` ...) share their storage. Arithmetic, reductions, casts and
-copies make new tensors and live behind `runtime.ops`, which is reached when an operator is called and not
-before: a Tensor knows its layout, not how anything is computed. The rules of arithmetic stand in
-`runtime.tensor.arithmetic`, those of conversions in `runtime.tensor.cast`.
+copies make new tensors through `runtime.ops`, which is imported when an operator is first called. The rules of
+arithmetic are in `runtime.tensor.arithmetic`, those of conversions in `runtime.tensor.cast`.
 
 A tensor's shape, strides and offset never change once it is made. Strides count elements; they may be zero
 (expanded axes, read-only) or negative (slices with a negative step).
@@ -30,13 +29,13 @@ if TYPE_CHECKING:
 
 Scalar = bool | int | float
 Operand = Any
-"""What stands beside a Tensor in an operator: a Tensor, a Python number (weak), a numpy array or scalar."""
+"""An operand beside a Tensor: a Tensor, a Python number (weak), a numpy array or scalar."""
 
 Axes = int | Sequence[int] | None
 
 
 def _call(op: str, *arguments: Any) -> Tensor:
-    """Calls an operation. The door is opened this late because it stands beside this file and imports it."""
+    """Calls an operation. `runtime.ops` is imported this late because it imports this file."""
     from runtime import ops
 
     result: Tensor = getattr(ops, op)(*arguments)
@@ -44,7 +43,7 @@ def _call(op: str, *arguments: Any) -> Tensor:
 
 
 def _operator(op: str, *, is_reflected: bool = False) -> Callable[[Tensor, Operand], Tensor]:
-    """The method behind a binary operator."""
+    """The method of a binary operator."""
 
     def method(self: Tensor, other: Operand) -> Tensor:
         if not isinstance(other, (Tensor, bool, int, float, np.ndarray, np.generic)):
@@ -55,7 +54,7 @@ def _operator(op: str, *, is_reflected: bool = False) -> Callable[[Tensor, Opera
 
 
 class Tensor:
-    """An n-dimensional array on a device. Made by the class methods below, hardly ever by the constructor.
+    """An n-dimensional array on a device. Made by the class methods below, rarely by the constructor.
 
     Attributes:
         storage: the shared bytes.
@@ -66,9 +65,9 @@ class Tensor:
         offset: position of the first element in the storage, in elements.
         array: the numpy view of a cpu tensor, made when first asked for and kept: hot paths read it like a
             field. DeviceError on any other device.
-        address: where the first element lies, on whichever device, kept likewise: what a kernel is given.
+        address: where the first element lies, on whichever device, kept likewise: a kernel's argument.
         row_squares: of a matrix ``[T, N]`` on a GPU, float32 ``[T, parts]`` whose rows add up to its rows' sums of
-            squares, where the kernel that wrote it has left them; else None. Who writes to it again sets it anew.
+            squares, where the kernel that wrote it has left them; else None. A later write to the tensor must reset it.
     """
 
     __slots__ = (
@@ -104,7 +103,7 @@ class Tensor:
     if not TYPE_CHECKING:  # or every misspelt attribute would pass the type checker
 
         def __getattr__(self, name: str) -> NDArray | int:
-            """Called only while a field is missing: on the cpu `array` and `address` are, until their first use."""
+            """Called only while a field is missing: `array` and `address` are on the cpu, until their first use."""
             if name == "address":
                 self.address = self.array.__array_interface__["data"][0]
                 return self.address
@@ -180,7 +179,7 @@ class Tensor:
         Any strides of whole elements and any alignment (a mapped file's, for one) will do.
 
         Raises:
-            InvalidArgumentError: for what is no ndarray, a dtype that no Tensor has, strides of broken
+            InvalidArgumentError: for anything but an ndarray, a dtype that no Tensor has, strides of broken
                 elements.
         """
         if not isinstance(array, np.ndarray):
@@ -217,8 +216,8 @@ class Tensor:
         """A tensor over the memory of any object that speaks DLPack (numpy, torch, jax ...), without a copy.
 
         Raises:
-            InvalidArgumentError: for what does not speak it, is on neither the cpu nor a CUDA device, or has a type
-                that we lack.
+            InvalidArgumentError: for an object that does not speak it, is on neither the cpu nor a CUDA device, or has
+                a type that we lack.
         """
         kind, index = source.__dlpack_device__() if hasattr(source, "__dlpack_device__") else dlpack.CPU_DEVICE
         if kind != dlpack_gpu.CUDA:
@@ -248,7 +247,7 @@ class Tensor:
         Waits for the object's stream, where it names one.
 
         Raises:
-            InvalidArgumentError: for what has no such interface, a type that we lack, or read-only memory.
+            InvalidArgumentError: for an object without this interface, a type that we lack, or read-only memory.
         """
         if not hasattr(source, "__cuda_array_interface__"):
             raise InvalidArgumentError(
@@ -266,7 +265,7 @@ class Tensor:
     def _over_device(
         cls, device: Device, address: int, dtype: DType, shape: Shape, strides: Shape | None, owner: object
     ) -> Tensor:
-        """A tensor over somebody else's memory on a GPU, which `owner` keeps valid."""
+        """A tensor over another library's memory on a GPU, which `owner` keeps valid."""
         steps = views.contiguous_strides(shape) if strides is None else strides
         lowest = sum((size - 1) * step for size, step in zip(shape, steps) if size and step < 0)
         extent = 1 + sum((size - 1) * abs(step) for size, step in zip(shape, steps) if size)
@@ -410,11 +409,11 @@ class Tensor:
     def to(self, *targets: DType | Device | str) -> Tensor:
         """This tensor on a device, in an element type, or both, in any order; itself where it is so already.
 
-        Example: `tensor.to("cpu", bfloat16)`. How values are converted stands in `runtime.tensor.cast`.
+        Example: `tensor.to("cpu", bfloat16)`. `runtime.tensor.cast` has the rules of conversion.
 
         Raises:
             DeviceError: for a device that this build does not have.
-            InvalidArgumentError: for what names neither a device nor a type.
+            InvalidArgumentError: for an argument that is neither a device nor a type.
         """
         tensor = self
         for target in targets:
@@ -510,7 +509,7 @@ class Tensor:
             )
         if copy or dl_device not in (None, self.__dlpack_device__()):
             raise BufferError(f"DLPack: a tensor on {self.device} is shared where it lies, not copied")
-        if stream != -1:  # the consumer's stream knows nothing of ours
+        if stream != -1:  # the consumer's stream is not ordered with ours
             self._gpu().stream.synchronize()
         return dlpack_gpu.export(
             self, self.address, self.device, self.dtype, self.shape, self.strides,

@@ -28,7 +28,7 @@ def contiguous_strides(shape: Shape) -> Shape:
 
 
 def is_contiguous(shape: Shape, strides: Shape) -> bool:
-    """Whether the elements lie in row-major order without gaps; strides of axes of size 1 say nothing."""
+    """Whether the elements lie in row-major order without gaps; strides of axes of size 1 do not matter."""
     if 0 in shape:
         return True
     expected = 1
@@ -240,7 +240,7 @@ def index_view(shape: Shape, strides: Shape, offset: int, index: Any) -> tuple[S
                 "(ops.gather_rows gathers rows)",
                 param="index",
             )
-    # An empty view begins where the tensor does: its own beginning may lie behind the last byte.
+    # An empty view begins where the tensor does: its own beginning may lie past the last byte.
     return tuple(new_shape), tuple(new_strides), first if 0 in new_shape else offset
 
 

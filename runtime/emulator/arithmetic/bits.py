@@ -82,7 +82,7 @@ def shift_right(b: Builder, x: Value, amount: Value, signed: bool) -> Value:
 
 
 def _amount(low: Lowering, operand: Operand, bits: int) -> Value:
-    """A 32-bit amount as a vector of `bits`; what does not fit stays beyond the width."""
+    """A 32-bit amount as a vector of `bits`; amounts that do not fit stay beyond the width."""
     amount = low.value(operand, "u32")
     if bits < 32:
         amount = binary(low.builder, "umin", amount, like(amount, bits))
@@ -200,7 +200,7 @@ def insert(low: Lowering, mods: Modifiers, kind: str) -> None:
 
 
 def _choose_bytes(b: Builder, x: Value, y: Value, selector: Value) -> Value:
-    """prmt, the selector known when it runs."""
+    """prmt with a selector in a register."""
     both = b.or_(b.zext(x, I64), b.shl(b.zext(y, I64), splat(I64, 32)))
     result = splat(I32, 0)
     for index in range(4):
@@ -214,7 +214,7 @@ def _choose_bytes(b: Builder, x: Value, y: Value, selector: Value) -> Value:
 
 
 def permuted(b: Builder, x: Value, y: Value, selector: int) -> Value:
-    """prmt with a selector known now: one shuffle of bytes."""
+    """prmt with a literal selector: one shuffle of bytes."""
     bytes_ = ir.VectorType(BYTE, 4 * LANES)
     x, y = b.bitcast(x, bytes_), b.bitcast(y, bytes_)
     nibbles = [(selector >> (4 * index)) & 15 for index in range(4)]

@@ -15,7 +15,7 @@ _HANDLERS: dict[str, dict[str, Handler]] = {}
 def by_type(*names: str, kinds: Iterable[str]) -> Callable[[Handler], Handler]:
     """Registers ``handler(low, modifiers, kind)`` for instructions whose last word is one of `kinds`.
 
-    The handler takes the modifiers that it knows; one that is left over is refused after it.
+    The handler takes the modifiers that it supports; any left over is refused after it.
     """
 
     def register(handler: Handler) -> Handler:

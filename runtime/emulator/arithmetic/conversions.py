@@ -181,7 +181,7 @@ def _to_wide(low: Lowering, mods: Modifiers, to: str, of: str) -> None:
 
 
 def _keep_sign(b: Builder, x: Value, signed: Value) -> Value:
-    """What rounds to zero keeps its sign."""
+    """Values that round to zero keep their sign."""
     return binary(b, "copysign", x, signed)
 
 

@@ -63,7 +63,7 @@ EXTENDED = ("u32", "s32", "u64", "s64")
 
 
 def _with_carry(low: Lowering, mods: Modifiers, to: Operand, x: Value, y: Value, *, sets: bool) -> None:
-    """x + y, or x - y of sub and subc, whose flag is a borrow. `addc`, `subc` and `madc` add what the flag says."""
+    """x + y, or x - y of sub and subc, whose flag is a borrow. `addc`, `subc` and `madc` add the flag."""
     b, subtracts = low.builder, mods.name.startswith("sub")
     if width(x) not in (32, 64):
         raise mods.refuse("a carry of 16 bits")

@@ -58,7 +58,7 @@ def rounded(builder: Builder, name: str, result: object, arguments: Sequence[Val
 def _to_odd(b: Builder, narrow: Value, error: Value, bits: object) -> Value:
     """A result rounded to nearest → rounded to odd: inexact ones end in an odd bit.
 
-    `error`: what the exact result has more than `narrow`, its sign alone counts.
+    `error` is the exact result minus `narrow`; only its sign counts.
     """
     word = b.bitcast(narrow, bits)
     one, zero = like(word, 1), like(error, 0)

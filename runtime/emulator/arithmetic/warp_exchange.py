@@ -1,4 +1,4 @@
-"""What the lanes of a warp tell each other: shfl, vote and redux, all with .sync and a member mask.
+"""Exchange between the lanes of a warp: shfl, vote and redux, all with .sync and a member mask.
 
 Lanes wait for the others of their member mask (`Lowering.converge`). Masks may differ from lane to lane, as those of
 tiles do; each lane sees its own. A shuffle from a lane that does not take part reads POISON, a NaN.
@@ -93,7 +93,7 @@ def _source_lane(mode: str, lane: int, distance: int, clamp: int) -> tuple[int, 
 
 
 def _source_lanes(b: Builder, mode: str, distance: Value, clamp: Value) -> Value:
-    """`_source_lane` in each lane; 32 is added where the lane reads itself for want of a source."""
+    """`_source_lane` in each lane; 32 is added where the lane reads itself because it has no source."""
     ones = splat(I32, 31)
     distance, limit = b.and_(distance, ones), b.and_(clamp, ones)
     segment = b.and_(b.lshr(clamp, splat(I32, 8)), ones)

@@ -1,1 +1,1 @@
-"""The functions of `cuda.bindings.driver` on devices made up here, and the queues of work behind them."""
+"""The functions of `cuda.bindings.driver` on emulated devices, and their queues of work."""

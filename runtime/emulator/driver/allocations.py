@@ -1,4 +1,4 @@
-"""The driver's functions for memory: allocation, pinned host memory, what a pointer is."""
+"""The driver's functions for memory: allocation, pinned host memory, attributes of pointers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from runtime.emulator.driver.state import Context, DriverState, R, Refused, call
 from runtime.errors import OutOfMemoryError
 
 _FRESH_HOST_BYTE = 0xA5
-"""What new pinned memory holds: nothing that could be taken for a result."""
+"""Contents of new pinned memory: no plausible result."""
 _HOST_FLAGS = cu.CU_MEMHOSTALLOC_PORTABLE | cu.CU_MEMHOSTALLOC_DEVICEMAP | cu.CU_MEMHOSTALLOC_WRITECOMBINED
 
 
@@ -55,7 +55,7 @@ class MemoryFunctions(DriverState):
         self.order.forget(machine, address, allocation.size_bytes)
 
     def synchronize_context(self, context: Context) -> None:
-        """Finishes a context's work; the host knows of it. Raises Refused for a fault."""
+        """Finishes a context's work and orders the host after it. Raises Refused for a fault."""
         self.scheduler.finish_all(context)
         for stream in context.streams.values():
             self.order.host_knows(stream.queue.last)

@@ -10,7 +10,7 @@ feature support and technical specifications). Counts, clocks, bandwidths and pe
 - B200: "NVIDIA Blackwell Architecture Technical Brief" and the HGX B200 datasheet (per GPU).
 - RTX 5090: "NVIDIA RTX Blackwell GPU Architecture" whitepaper, appendix A.
 
-Tensor-core rates are dense, with float32 accumulation. An emulated device has as much memory as its maker gives it, not
+Tensor-core rates are dense, with float32 accumulation. An emulated device's memory is an argument of its driver, not
 `memory_bytes`, which is the product's.
 """
 
@@ -34,7 +34,7 @@ MAX_REGISTERS_PER_THREAD = 255
 DEFAULT_SHARED_BYTES_PER_BLOCK = 48 * KIB
 """Shared memory that a block may have without asking for more (`CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES`)."""
 RESERVED_SHARED_BYTES_PER_BLOCK = 1 * KIB
-"""What the system takes of a multiprocessor's shared memory for each resident block, from sm_80 on."""
+"""The system's share of a multiprocessor's shared memory for each resident block, from sm_80 on."""
 MAX_PORTABLE_CLUSTER = 8
 
 _ARCH = re.compile(r"sm_(\d+)(\d)([af]?)")
@@ -90,7 +90,7 @@ class GpuModel:
 
     @property
     def max_clusters(self) -> tuple[tuple[int, int], ...]:
-        """(blocks a cluster, clusters at once) where a multiprocessor holds one block; of no cluster: none."""
+        """(blocks a cluster, clusters at once) where a multiprocessor holds one block; empty without clusters."""
         return tuple((size, self.clusters_at_once(size, 1)) for size in (2, 4, 8)) if self.has_clusters else ()
 
     def clusters_at_once(self, size: int, blocks_per_sm: int) -> int:
@@ -101,7 +101,7 @@ class GpuModel:
 
     @property
     def device_name(self) -> str:
-        """What the emulated driver calls it."""
+        """The emulated driver's name of it."""
         return f"Emulated {self.name} ({self.arch})"
 
     def runs(self, target: str) -> bool:
@@ -162,7 +162,7 @@ MODEL_OF_ARCH = {
     "sm_80": A100, "sm_86": RTX_3090, "sm_89": RTX_4090, "sm_90": H200, "sm_90a": H200, "sm_100": B200,
     "sm_100a": B200, "sm_120": RTX_5090, "sm_120a": RTX_5090,
 }  # fmt: skip
-"""Which product an architecture's emulated device poses as."""
+"""The product that an architecture's emulated device poses as."""
 
 
 def parse_arch(arch: str) -> tuple[int, int, str]:
@@ -177,7 +177,7 @@ def model_of(name: str) -> GpuModel:
     """The product for an architecture ("sm_80") or for its own name ("H100").
 
     Raises:
-        InvalidArgumentError: there is none; with the names.
+        InvalidArgumentError: if there is none; lists the names.
     """
     model = MODEL_OF_ARCH.get(name) or GPU_MODELS.get(name)
     if model is None:

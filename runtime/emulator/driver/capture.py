@@ -1,4 +1,4 @@
-"""The driver's functions for the capture of streams into graphs, with its rules and its ways to refuse."""
+"""The driver's functions for the capture of streams into graphs, with its rules and its refusals."""
 
 from __future__ import annotations
 

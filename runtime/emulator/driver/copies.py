@@ -81,7 +81,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Copies in one call, which run in an order that nobody may count on: the last one first."""
+    """Copies in one call, whose order is undefined: here the last one runs first."""
 
     copies: tuple[Copy, ...]
 

@@ -1,4 +1,4 @@
-"""The driver's functions for devices and contexts, and its words for errors."""
+"""The driver's functions for devices and contexts, and the texts of its errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _A = cu.CUdevice_attribute
 
 
 def device_attributes(model: GpuModel) -> dict[Any, int]:
-    """The attributes that an emulated device answers for, as cuDeviceGetAttribute gives them."""
+    """The attributes that an emulated device answers for, as cuDeviceGetAttribute returns them."""
     major, minor = model.capability
     return {
         _A.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: major,

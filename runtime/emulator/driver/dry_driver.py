@@ -1,7 +1,7 @@
 """An emulated driver that does nothing: addresses are handed out, and copies, fills and kernels are only accepted.
 
-With it a program goes through all that it would launch on a device of some architecture, at no cost and with memory
-that holds zeros, to find out which kernels it needs.
+With it a program goes through its launches on a device of some architecture, at no cost and with memory of zeros, to
+list the kernels that it needs.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from runtime.emulator.driver.state import OK
 from runtime.emulator.execution.launch import Checks
 
 MEMORY_BYTES = 1 << 38
-"""The device's memory: more than any model needs. Nothing is touched, so it costs nothing."""
+"""The device's memory: more than any model needs. It is never touched, so it costs nothing."""
 
 
 class DryDriver(EmulatedDriver):
-    """One device of an architecture, on which nothing happens."""
+    """One device of an architecture that runs no work."""
 
     def __init__(self, arch: str) -> None:
         super().__init__(arch, num_devices=1, memory_bytes=MEMORY_BYTES, checks=Checks.NONE, is_order_checked=False)
@@ -35,11 +35,11 @@ class DryDriver(EmulatedDriver):
         return cu.CUresult.CUDA_SUCCESS, next(self._next_handle)
 
     def cuMemAlloc(self, bytesize: int) -> tuple[Any, Any]:
-        """An address of its own; the size is no matter, since nothing is written."""
+        """An address of its own; the size does not matter, since it is never written."""
         return cu.CUresult.CUDA_SUCCESS, cu.CUdeviceptr(next(self._next_handle) << 44)
 
     def cuOccupancyMaxActiveClusters(self, func: Any, config: Any) -> tuple[Any, int]:
-        """The answer for a kernel that has a multiprocessor's shared memory to itself, whichever it is."""
+        """The answer for a kernel that has a multiprocessor's shared memory to itself, for any kernel."""
         size = read_attributes(config).cluster[0]
         return cu.CUresult.CUDA_SUCCESS, self.devices[0].model.clusters_at_once(size, 1)
 

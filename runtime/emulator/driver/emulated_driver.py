@@ -1,12 +1,13 @@
-"""The emulated CUDA driver: the functions of `cuda.bindings.driver` that the runtime uses, on devices made up here.
+"""The emulated CUDA driver: the functions of `cuda.bindings.driver` that the runtime uses, on emulated devices.
 
 Names, arguments and return shapes are those of `cuda.bindings.driver`, whose enumerations, handles and structures it
-takes and gives; of cuda.bindings nothing is needed that needs a driver's library. What is queued runs late, in an order
-that a seed chooses among all that streams and events allow (`work_queues.py`), and memory that two works touch without
-an order between them is a fault (`races/stream_order.py`).
+uses; no driver's library is needed. Queued work runs late, in an order that a seed chooses among all that streams and
+events allow (`work_queues.py`), and memory that two works touch without an order between them is a fault
+(`races/stream_order.py`).
 
-What is left out is refused with CUDA_ERROR_NOT_SUPPORTED: memory nodes and child graphs, external event nodes, events
-between processes, launch attributes that no kernel here uses. Functions that do not exist here raise AttributeError.
+Unsupported features are refused with CUDA_ERROR_NOT_SUPPORTED: memory nodes and child graphs, external event nodes,
+events between processes, launch attributes that no kernel here uses. Functions that do not exist here raise
+AttributeError.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class EmulatedDriver(
 ):
     """One driver with its devices, as a process would find it.
 
-    Beside the driver's functions it has what no real one has: `last_fault`, `last_reason`, `counters`, `leaks`,
+    Beside the driver's functions it has, unlike a real one: `last_fault`, `last_reason`, `counters`, `leaks`,
     `close`, and checks that may be changed at any time.
 
     Attributes: those of `DriverState` and `LaunchFunctions`.
@@ -57,9 +58,9 @@ class EmulatedDriver(
         """
         Args:
             devices: an architecture or a product for all devices ("sm_80", "H100"), or one for each.
-            num_devices: how many where one is named for all: two unless said.
-            memory_bytes: device memory of each; only what is touched costs anything.
-            checks: what kernels are watched for.
+            num_devices: how many where one is named for all; default 2.
+            memory_bytes: device memory of each; only touched memory costs anything.
+            checks: the checks of kernels.
             is_order_checked: whether works of different streams are.
             seed: of every order that may be chosen; 0 runs blocks and warps in their natural order.
             num_threads: OS threads that a kernel may use.
@@ -82,14 +83,14 @@ class EmulatedDriver(
         self.num_threads = num_threads
 
     def live_allocations(self) -> list[Allocation]:
-        """What is allocated now on all devices, pinned memory with it, oldest first on each."""
+        """Live allocations on all devices, with pinned memory, oldest first on each."""
         return [allocation for device in self.devices for allocation in device.machine.live_allocations()]
 
     def close(self) -> None:
         """Ends the driver as a program's exit would: all contexts are destroyed, and their memory is gone.
 
         Raises:
-            DriverFault: LEAK, when something was still allocated: each allocation with where it was made.
+            DriverFault: LEAK, when allocations are alive: each with the place that made it.
             Exception: the fault of work that was still queued.
         """
         with self.lock:

@@ -1,4 +1,4 @@
-"""Graphs as data: nodes with operations and edges, what is being captured into one, and its executable copy."""
+"""Graphs as data: nodes with operations and edges, a capture under way, and the executable copy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODE = cu.CUstreamCaptureMode
 
 
 class NodeOperation(Operation, Protocol):
-    """What can be captured."""
+    """An operation that can be captured."""
 
     @property
     def node_type(self) -> Any:
@@ -28,7 +28,7 @@ class Node:
     """One operation of a graph.
 
     Attributes:
-        operation: what it does.
+        operation: its work.
         dependencies: the nodes that it comes after.
         programmatic: those of them that it may overlap with (programmatic dependent launch).
     """
@@ -71,7 +71,7 @@ class Capture:
     Attributes:
         streams: those that take part; the one that it began in first.
         thread: the host thread that began it.
-        broken_by: what made it invalid; None while it is valid.
+        broken_by: the reason why it is invalid; None while it is valid.
     """
 
     graph: Graph

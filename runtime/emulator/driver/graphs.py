@@ -1,4 +1,4 @@
-"""The driver's functions for graphs: what is in them, executable copies, replay, changed arguments."""
+"""The driver's functions for graphs: nodes and edges, executable copies, replay, changed arguments."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class GraphFunctions(CaptureFunctions, LaunchFunctions):
 
     @entry(2)
     def cuGraphGetNodes(self, hGraph: Any, numNodes: int = 0) -> tuple[list[Any], int]:
-        """As the driver: without a number of nodes only how many there are, else that many, filled up with null."""
+        """As the driver: without a number of nodes only their count, else that many, filled up with null."""
         nodes = self._graph(hGraph).nodes
         if numNodes == 0:
             return [], len(nodes)
@@ -116,7 +116,7 @@ class GraphFunctions(CaptureFunctions, LaunchFunctions):
 
     @entry()
     def cuGraphUpload(self, hGraphExec: Any, hStream: Any) -> None:
-        """An executable graph has nothing to bring to an emulated device; the stream and the graph must exist."""
+        """An executable graph needs no upload to an emulated device; the stream and the graph must exist."""
         self._exec(hGraphExec)
         if self.stream(hStream).capture is not None:
             raise Refused(R.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, "cuGraphUpload in a stream that is captured")

@@ -35,11 +35,11 @@ class Declaration:
 
 
 class ImmutableFunctions(DriverState):
-    """What a program promises an emulated driver."""
+    """Promises of a program to an emulated driver."""
 
     @entry()
     def emuDeclareImmutableAsync(self, dptr: Any, size_bytes: int, hStream: Any) -> None:
-        """Nothing writes these bytes after what the stream holds now."""
+        """Freezes these bytes once the work now in the stream has run."""
         address, stream = handle_of(dptr), self.stream(hStream)
         machine = self.machine_at(address)
         if machine is None:

@@ -1,4 +1,4 @@
-"""The driver's functions that launch kernels: what they check, how arguments are read, and the work that runs later."""
+"""The driver's functions that launch kernels: their checks, the reading of arguments, and the work that runs later."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class KernelLaunch:
 
     Attributes:
         parameters: the arguments as the kernel's parameter space holds them.
-        is_dependent: whether it may begin before the work in front of it has ended.
+        is_dependent: whether it may begin before the work ahead of it has ended.
     """
 
     driver: LaunchFunctions
@@ -60,7 +60,7 @@ class KernelLaunch:
 
 @dataclass(frozen=True, slots=True)
 class LaunchAttributes:
-    """What a CUlaunchConfig's attributes ask for."""
+    """Attributes of a CUlaunchConfig."""
 
     cluster: Dim3 = (1, 1, 1)
     is_dependent: bool = False
@@ -131,7 +131,7 @@ class LaunchFunctions(ModuleFunctions):
     """cuLaunchKernelEx, cuOccupancyMaxActiveClusters
 
     Attributes:
-        checks: what kernels are watched for, from the next launch on.
+        checks: of kernels, from the next launch on.
         num_threads: OS threads that a kernel may use.
         is_counting: whether `counters` is kept.
         counters: what each kernel has counted since it was last cleared, by its name.
@@ -177,7 +177,7 @@ class LaunchFunctions(ModuleFunctions):
         return function.context.device.model.clusters_at_once(cluster[0] * cluster[1] * cluster[2], per_sm)
 
     def check_launch(self, asked: KernelLaunch) -> None:
-        """Refuses a configuration as the driver does; what has been found valid is remembered."""
+        """Refuses a configuration as the driver does; valid ones are remembered."""
         function = asked.function
         key = (asked.grid, asked.block, asked.shared_bytes, asked.cluster)
         if key in function.checked:
@@ -221,7 +221,7 @@ class LaunchFunctions(ModuleFunctions):
             raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"a grid of {grid} is no multiple of its clusters of {cluster}")
 
     def run_kernel(self, kernel_launch: KernelLaunch, work: Work) -> None:
-        """Runs a launch whose turn has come. Raises EmulatorFault."""
+        """Runs a queued launch. Raises EmulatorFault."""
         function = kernel_launch.function
         machine = function.context.machine
         self.num_launches += 1

@@ -1,7 +1,7 @@
 """The driver's functions for modules, their kernels and the attributes of those. An image is PTX text.
 
-A kernel is translated when it is first launched. What its text does not say, ptxas would: the number of registers is an
-estimate (see `occupancy.py`), spills are none.
+A kernel is translated when it is first launched. ptxas's results are missing from its text: the number of registers is
+an estimate (see `occupancy.py`), spills are zero.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Function:
 
     Attributes:
         offsets, sizes: of its parameters, in bytes; together `parameter_bytes` long.
-        static_shared_bytes: what its own variables take of shared memory.
+        static_shared_bytes: shared memory of its own variables.
         max_threads: a block.
-        required_block, required_cluster: what its text fixes; None where it does not.
+        required_block, required_cluster: fixed by its text, or None.
         max_dynamic_shared_bytes: the attribute, which a launch may not exceed.
         checked: launch configurations that have been found valid.
     """

@@ -73,7 +73,7 @@ def _successors(index: int, instruction: Instruction, kernel: Kernel) -> list[in
 
 
 def estimate_registers(kernel: Kernel) -> int:
-    """32-bit registers a thread, by the most values alive at once; what `.maxnreg` says where it stands."""
+    """32-bit registers a thread, by the most values alive at once; or `.maxnreg` where it is given."""
     if "maxnreg" in kernel.directives:
         return kernel.directives["maxnreg"][0]
     numbers: dict[Register, int] = {}

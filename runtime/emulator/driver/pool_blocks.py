@@ -1,10 +1,10 @@
-"""Blocks that a caching allocator cuts from the driver's allocations, made known to the checkers.
+"""Blocks that a caching allocator cuts from the driver's allocations, for the checkers.
 
 To the driver such an allocation is one piece, and an access beside a block, or after the block was returned, stays
-inside of it. So an emulated driver has two functions that no real one has: `emuDivide` says that an allocation will be
-cut into blocks, of which there are none yet, and `emuMarkAsync`, in the order of a stream, that a block begins or ends.
-From then on only the bytes of live blocks may be touched, a new block counts as never written, and the end of a block
-must come after every use of it in any stream.
+inside of it. So an emulated driver has two more functions: `emuDivide` declares that an allocation will be cut into
+blocks, with none yet, and `emuMarkAsync`, in stream order, that a block begins or ends. From then on only the bytes of
+live blocks may be touched, a new block counts as never written, and the end of a block must come after every use of it
+in any stream.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class PoolBlocks:
         del self._starts[low:high]
 
     def begin(self, address: int, size_bytes: int, span_bytes: int) -> None:
-        """A block of `size_bytes` begins; behind it, up to `span_bytes`, lies nothing."""
+        """Begins a block of `size_bytes`; the bytes after it, up to `span_bytes`, belong to no block."""
         if address not in self._sizes:
             bisect.insort(self._starts, address)
         self._sizes[address] = size_bytes
@@ -80,7 +80,7 @@ class PoolBlocks:
             raise DeviceMemoryError(f"{action} of {size_bytes:,} bytes at {address:#x}: {words}", first)
 
     def describe(self, address: int) -> str | None:
-        """What lies at an address of a divided allocation; None for any other address."""
+        """A description of an address in a divided allocation; None for any other address."""
         if self._segment_of(address) is None:
             return None
         start = self._block_at_or_below(address)
@@ -154,11 +154,11 @@ class Mark:
 
 
 class PoolFunctions(DriverState):
-    """What a caching allocator tells an emulated driver."""
+    """Reports of a caching allocator to an emulated driver."""
 
     @entry()
     def emuDivide(self, dptr: Any) -> None:
-        """The allocation that begins here will be cut into blocks, of which there are none yet."""
+        """Declares that the allocation that begins here will be cut into blocks, with none yet."""
         address = handle_of(dptr)
         found = self.allocation_at(address)
         if found is None or found[1].address != address or found[1].is_host:

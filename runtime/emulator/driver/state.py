@@ -1,4 +1,5 @@
-"""What the emulated driver's functions share: devices, contexts, handles, errors that stick, the door of every call.
+"""State shared by the emulated driver's functions: devices, contexts, handles, sticky errors; and the entry of every
+call.
 
 A function of the driver is a method marked with `entry`; it returns its values alone, or raises `Refused` with the
 driver's own status, and the caller gets the tuple that `cuda.bindings.driver` would give.
@@ -37,7 +38,7 @@ _HANDLE_STEP = 0x10
 
 
 class Refused(Exception):
-    """A call ends with a status that is not CUDA_SUCCESS. `reason` says more than the status does."""
+    """A call ends with a status that is not CUDA_SUCCESS. `reason` adds words to the status."""
 
     def __init__(self, status: Any, reason: str = "") -> None:
         super().__init__(status, reason)
@@ -63,7 +64,7 @@ class Context:
     """A device's primary context.
 
     Attributes:
-        error: the status of a fault, which every later call gives again; None while all is well.
+        error: the sticky status of a fault, which every later call returns, or None.
         streams: those that live, the legacy stream first.
         modules: by handle.
         events: handles of its events.
@@ -114,8 +115,8 @@ def entry(
 ) -> Callable[[Callable[Concatenate[_S, _P], Any]], Callable[Concatenate[_S, _P], tuple[Any, ...]]]:
     """Makes a method a function of the driver: under its lock, with `outputs` values after the status.
 
-    The method returns nothing, its one value, or a tuple of `outputs` values. Where garbage collection calls the driver
-    in the middle of another call, a release (a call that frees or waits, and returns nothing) is done after that one.
+    The method returns nothing, its one value, or a tuple of `outputs` values. If garbage collection calls the driver in
+    the middle of another call, a release (a call that frees or waits, without a result) is done after that call.
     """
 
     def decorate(function: Callable[Concatenate[_S, _P], Any]) -> Callable[Concatenate[_S, _P], tuple[Any, ...]]:
@@ -149,7 +150,7 @@ def entry(
 
 
 class _Thread(threading.local):
-    """What belongs to a host thread: its current context."""
+    """State of a host thread: its current context."""
 
     def __init__(self) -> None:
         self.context: Context | None = None
@@ -159,8 +160,8 @@ class DriverState:
     """Devices, handles and queued work. `EmulatedDriver` adds the functions.
 
     Attributes:
-        last_fault: what went wrong in a kernel, a copy or between streams, in full; None while nothing has.
-        last_reason: words for the status that the last refused call returned.
+        last_fault: the full fault of a kernel, a copy or between streams, or None.
+        last_reason: text for the status of the last refused call.
         leaks: allocations that were alive when their context was destroyed.
         captures: under way, in any context.
     """
@@ -194,8 +195,8 @@ class DriverState:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """A call of another library's that uses the driver's state until the block ends: what `entry` does around the
-        driver's own."""
+        """Lets another library's call use the driver's state until the block ends, as `entry` does for the driver's
+        own."""
         with self.lock:
             self.depth += 1
             try:
@@ -206,7 +207,7 @@ class DriverState:
                     self.deferred.popleft()()
 
     def wait_a_moment(self) -> None:
-        """Other threads may call the driver meanwhile: what all wait for is another process's, or theirs."""
+        """Lets other threads call the driver meanwhile: all wait for another process, or for them."""
         depth, self.depth = self.depth, 0
         self._moment.wait(IDLE_S)
         self.depth = depth
@@ -242,7 +243,7 @@ class DriverState:
         self.scheduler.drop(context)
 
     def destroy_context(self, context: Context) -> None:
-        """Finishes what is queued, then frees all that the context owns; what was still allocated joins `leaks`."""
+        """Finishes queued work, then frees the context's objects; live allocations join `leaks`."""
         self.scheduler.finish_all(context)
         for stream in context.streams.values():
             self.close_stream(stream)
@@ -264,7 +265,7 @@ class DriverState:
         context.device.context = None
 
     def close_stream(self, stream: Stream) -> None:
-        """Ends a stream; what is queued in it still runs. A capture that it takes part in is broken."""
+        """Ends a stream; its queued work still runs. A capture that it takes part in is broken."""
         if stream.capture is not None:
             stream.capture.broken_by = stream.capture.broken_by or "destruction of one of its streams"
             stream.capture.streams.remove(stream)
@@ -308,7 +309,7 @@ class DriverState:
         return stream
 
     def submit(self, stream: Stream, operation: NodeOperation) -> Work | None:
-        """Gives a stream an operation: queued, or (then None) a node of what is captured there. Raises Refused."""
+        """Gives a stream an operation: queued, or (then None) a node of the capture there. Raises Refused."""
         if stream.capture is not None:
             self.add_captured(stream, operation)
             return None
@@ -357,7 +358,7 @@ class DriverState:
     def enqueue(
         self, stream: Stream, operation: Operation | None, waits: Sequence[Work] = (), overlap: Overlap = Overlap.NONE
     ) -> Work:
-        """Queues work in a stream that is not captured, behind what the legacy stream's rule adds."""
+        """Queues work in a stream that is not captured, after the waits of the legacy stream's rule."""
         context = stream.context
         if stream.handle == 0:
             others = [s.queue.last for s in context.streams.values() if s.is_blocking and s is not stream]
@@ -382,7 +383,7 @@ class DriverState:
         self.order.stamp(work, waits, label=label, overlap=overlap)
 
     def wait_for(self, work: Work | None, context: Context) -> None:
-        """Runs until a work is done; from then on the host knows of it. Raises Refused for a fault on the way."""
+        """Runs until a work is done, and orders the host after it. Raises Refused for a fault on the way."""
         if work is not None:
             self.scheduler.finish((work,))
             self.order.host_knows(work)

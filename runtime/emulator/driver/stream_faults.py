@@ -1,4 +1,4 @@
-"""Faults that no single kernel is guilty of, as exceptions; and the status by which the driver reports any fault."""
+"""Faults beyond a single kernel, as exceptions; and the status by which the driver reports any fault."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class DriverFault(EmulatorFault):
     """A fault of a copy, of two works of different streams, or of a whole program.
 
     Attributes:
-        works: the labels of those concerned, "kernel scale in stream 2".
+        works: the labels of the works concerned, "kernel scale in stream 2".
     """
 
     def __init__(
@@ -93,7 +93,8 @@ def leak(allocations: Sequence[Allocation]) -> DriverFault:
 
 
 def status_of(failure: Exception) -> Any:
-    """The CUresult by which CUDA reports such a fault. What hardware does not notice counts as a failed launch."""
+    """The CUresult by which CUDA reports such a fault. Faults that hardware does not notice count as a failed
+    launch."""
     if isinstance(failure, EmulatorFault):
         for name, status in _STATUS_BY_NAME.items():
             if failure.kind.name.startswith(name):

@@ -44,7 +44,7 @@ class StreamFunctions(DriverState):
 
     @entry(1)
     def cuStreamCreateWithPriority(self, flags: int, priority: int) -> Any:
-        """Priorities are accepted: nothing follows from one."""
+        """Priorities are accepted, without effect."""
         context = self.context()
         if int(flags) & ~_STREAM_FLAGS:
             raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"stream flags {int(flags):#x}")
@@ -77,7 +77,7 @@ class StreamFunctions(DriverState):
         return stream
 
     def _tail(self, stream: Stream) -> Work | None:
-        """What a stream ends with; of the legacy stream, what it would wait for too."""
+        """The last work of a stream; for the legacy stream also the works that it would wait for."""
         others = [s.queue.last for s in stream.context.streams.values() if s.is_blocking and s is not stream]
         if stream.handle == 0 and any(work is not None and not work.is_done for work in others):
             return self.enqueue(stream, None)

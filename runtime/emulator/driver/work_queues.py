@@ -1,8 +1,8 @@
 """Work that has been queued and not yet run: in-order queues, dependencies between them, an order chosen by a seed.
 
-Nothing runs when it is queued. It runs when somebody must know that it has (`finish`), asks (`progress`), or when a
-queue grows long; then any order may come out that the queues and the waits between them allow, so that a program that
-relies on more than it has asked for is found out. Streams' priorities are hints on hardware and mean nothing here.
+Work does not run when it is queued, but when a caller waits for it (`finish`), polls (`progress`), or when a queue
+grows long. Any order that the queues and their waits allow may result, which exposes programs that rely on a stricter
+order. Streams' priorities are hints on hardware and have no effect here.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ MAX_QUEUED = 512
 """A queue with more works than this is run down to half of it."""
 
 IDLE_S = 0.0002
-"""Between two looks at works that are parked."""
+"""Seconds between two polls of parked works."""
 
 _WEIGHTS = (0.02, 1.0, 50.0)
-"""How eager a queue is during one `finish`: some lag behind, some run ahead."""
+"""How eager a queue is during one `finish`: some lag, some run ahead."""
 
 
 class Operation(Protocol):
-    """What a work does."""
+    """The operation of a work."""
 
     @property
     def label(self) -> str:
-        """Words for messages: "kernel rms_norm_bf16"."""
+        """Text for messages: "kernel rms_norm_bf16"."""
 
     def run(self, work: Work) -> None:
-        """Does it. An exception is a fault of the work's context."""
+        """Runs it. An exception is a fault of the work's context."""
 
 
 class MeetingTemplate:
-    """What other processes have to come to, as it was called."""
+    """A collective call that other processes must join."""
 
     __slots__ = ()
 
@@ -70,12 +70,12 @@ class Work:
     """One operation at its place in a queue.
 
     Attributes:
-        operation: what it does; None for a mark that only others wait for.
+        operation: its operation; None for a mark that other works wait for.
         queue: the queue it stands in; earlier works of the queue are done first.
         waits: other works that must be done first.
         is_done: it has run, or was dropped with its context.
         ended_s: when, by `time.perf_counter`.
-        clock, epoch: its place among all streams, from `StreamOrder.stamp`; None and 0 where nobody keeps that.
+        clock, epoch: its place among all streams, from `StreamOrder.stamp`; None and 0 where order is not checked.
     """
 
     __slots__ = ("clock", "ended_s", "epoch", "is_done", "operation", "queue", "waits")
@@ -92,7 +92,7 @@ class Queue:
     """Works that run one after another: a stream's, or one branch of a graph's replay.
 
     Attributes:
-        owner: whose works fail together: a context.
+        owner: the context; its works fail together.
         last: the work queued last; None before the first.
         slot, side_slots, clock, kernel, host_version: of `StreamOrder`.
     """
@@ -129,7 +129,7 @@ class Scheduler:
         self._busy: dict[Queue, None] = {}  # queues with works, in the order in which they became so
 
     def submit(self, queue: Queue, operation: Operation | None, waits: Sequence[Work] = ()) -> Work:
-        """Queues an operation behind the queue's last work and behind `waits`."""
+        """Queues an operation after the queue's last work and after `waits`."""
         work = Work(operation, queue, tuple(other for other in waits if not other.is_done) if waits else ())
         works = queue.works
         if not works:
@@ -169,7 +169,7 @@ class Scheduler:
                 pending.pop()
 
     def finish_all(self, owner: Any = None) -> None:
-        """Runs until nothing of an owner, or nothing at all, is queued."""
+        """Runs until no work of an owner, or none at all, is queued."""
         self.finish([queue.works[-1] for queue in self._busy if owner is None or queue.owner is owner])
 
     def progress(self) -> None:
@@ -194,8 +194,8 @@ class Scheduler:
             del self._busy[queue]
 
     def _choose(self, weights: dict[Queue, float], parked: set[Queue]) -> Queue | None:
-        """One of the queues whose first work may run. There is one, since a work waits for earlier ones only; None: all
-        of them are parked."""
+        """A queue whose first work may run, or None if all are parked. There is one, since a work waits for earlier
+        ones only."""
         ready = [
             queue for queue in self._busy
             if queue not in parked
@@ -219,7 +219,7 @@ class Scheduler:
                     operation.run(work)
                 elif not operation.advance(work):
                     return False
-            except Exception as failure:  # whatever it is, the caller must get it and the queue must go on
+            except Exception as failure:  # any exception goes to the caller, and the queue goes on
                 self._on_failure(work, failure)
         if not work.is_done:  # else its context was dropped
             work.is_done, work.ended_s = True, time.perf_counter()

@@ -1,1 +1,1 @@
-"""A launch while it runs: blocks, warps, their state, who runs next, what is counted, what is reported."""
+"""A launch while it runs: blocks, warps, their state, scheduling, counters, faults."""

@@ -1,4 +1,4 @@
-"""What becomes of asynchronous work when a warp, a block or a launch ends."""
+"""The end of asynchronous work when a warp, a block or a launch ends."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
 
@@ -33,9 +33,9 @@ _EXIT = int(FaultKind.EXIT_IN_FLIGHT)
 def close_warp(warp, mask, site):
     """All lanes of the warp have exited. Its bulk stores are carried out; returns 1 and a fault, or 0.
 
-    A copy that has not read its shared memory, a wgmma nobody waited for, and, with the block's last warp, a copy that
-    will still write the block's shared memory, are faults under CHECK_ASYNC: the memory may belong to another block by
-    then. `warp` still counts as running in BLOCK_EXITED_WARPS.
+    A copy that has not read its shared memory, a wgmma that was never waited for, and, with the block's last warp, a
+    copy that will still write the block's shared memory, are faults under CHECK_ASYNC: the memory may belong to another
+    block by then. `warp` still counts as running in BLOCK_EXITED_WARPS.
     """
     checked = i64_at(warp[WARP_LAUNCH])[LAUNCH_CHECKS] & CHECK_ASYNC
     pending = max(close_wgmma(warp), first_unread(warp))

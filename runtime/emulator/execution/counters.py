@@ -1,8 +1,8 @@
-"""What a launch executed: instructions of warps and of lanes by opcode, memory traffic, tensor-core work.
+"""Counters of a launch: instructions of warps and of lanes by opcode, memory traffic, tensor-core work.
 
 Translated code counts how often each stretch of instructions ran to its end, and with how many lanes; this turns those
-counts into instructions. A lane counts as active whatever its guard predicate says; an instruction that was tried again
-counts once.
+counts into instructions. A lane counts as active whatever its guard predicate; an instruction that was retried counts
+once.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Counters:
         lane_instructions: the same times the active lanes.
         by_opcode: opcode as written ("fma.rn.f32"): warp instructions.
         lanes_by_opcode: the same in lane instructions.
-        traffic: index of the instruction in its kernel: what it asked of memory, where Checks.TRAFFIC was set. In sums
-            over different kernels the indices mean nothing.
+        traffic: index of the instruction in its kernel: its memory traffic, where Checks.TRAFFIC was set. In sums over
+        different kernels the indices have no meaning.
     """
 
     warp_instructions: int = 0

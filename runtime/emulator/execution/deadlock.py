@@ -1,4 +1,4 @@
-"""Who waits for what when nobody can go on: the lines of a deadlock's message."""
+"""The lines of a deadlock's message: which warps wait, and for what."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong in an emulated kernel: the kinds, the record that compiled code fills, the exception made of it.
+"""Faults of an emulated kernel: their kinds, the record that compiled code fills, the exception made of it.
 
 The record is int64[16]: kind, site (index of the instruction), lane, warp, linear block, address, then auxiliary
 numbers whose meaning is the kind's own. A kind's message may use {address:#x}, {a}, {b}, {c}, {d}.
@@ -116,7 +116,7 @@ MESSAGES: dict[FaultKind, str] = {
     FaultKind.NOT_SHARED: "{address:#x} is no address of shared memory",
     FaultKind.MISSING_INIT_FENCE: "barrier.cluster.arrive.relaxed after an mbarrier.init, without fence.mbarrier_init: "
     "the cluster need not see it",
-    # Heads of memory faults; memory/fault_description.py, which knows the allocations, makes the full sentences.
+    # Heads of memory faults; memory/fault_description.py, which has the allocations, makes the full sentences.
     FaultKind.OUT_OF_BOUNDS: "{b} bytes at {address:#x} are not inside an allocation",
     FaultKind.ACCESS_AFTER_FREE: "{b} bytes at {address:#x} have been freed",
     FaultKind.MISALIGNED: "{b} bytes at {address:#x} are not aligned to {d}",
@@ -158,7 +158,7 @@ def report(warp, kind, site, lane, address, a, b, c, d):
 
 
 class EmulatorFault(DeviceError):
-    """A kernel did what hardware forbids or what only works by luck.
+    """A kernel did something that hardware forbids or that only works by luck.
 
     Attributes:
         kind: the FaultKind.

@@ -51,7 +51,7 @@ Dim3 = tuple[int, int, int]
 
 
 class Checks(IntFlag):
-    """What a launch watches for besides doing its work."""
+    """Checks of a launch, and its counting of traffic."""
 
     NONE = 0
     MEMORY = CHECK_MEMORY
@@ -64,7 +64,7 @@ class Checks(IntFlag):
 
 _MAX_THREADS = 1024
 _WORK_FOR_COMPANY = 1 << 16
-"""A grid with fewer instructions to run, loops not counted, is not worth a second OS thread."""
+"""A grid with fewer instructions to run, without loops, is not worth a second OS thread."""
 _MAX_SLOTS = 4096
 _SLOTS_WITH_SEED = 4
 _NUM_SMS = 132
@@ -72,7 +72,7 @@ _NUM_SMS = 132
 
 @dataclass(slots=True)
 class _Worker:
-    """What one OS thread of a launch owns."""
+    """Data of one OS thread of a launch."""
 
     fields: Any  # the launch array
     record: Any  # the fault record
@@ -113,17 +113,17 @@ def launch(
         grid, block, cluster: blocks, threads a block, blocks a cluster.
         shared_bytes: dynamic shared memory.
         parameters: the parameters' bytes, each at its own alignment.
-        checks: what to watch for.
-        variables: where the program's .global and .const variables lie: what `Program.place` gave for this machine.
+        checks: the checks to make.
+        variables: addresses of the program's .global and .const variables, from `Program.place` for this machine.
         is_dependent: a programmatic dependent launch: memory may be touched only after griddepcontrol.wait.
-        stream_order: address of what the checker of streams keeps (races/stream_touch.py), or 0 for no such check.
+        stream_order: address of the stream checker's data (races/stream_touch.py), or 0 without it.
         seed: 0 runs blocks and warps in their natural order, anything else shuffles both.
         num_threads: OS threads to use, where blocks do not communicate.
 
     Raises:
         InvalidArgumentError: sizes that no GPU takes, or that do not fit each other.
-        EmulatorFault: what the kernel did wrong.
-        UnsupportedInstruction: when it holds an instruction that the emulator does not know.
+        EmulatorFault: the kernel's fault.
+        UnsupportedInstruction: for an instruction that the emulator lacks.
     """
     grid, block, cluster = _dim3("grid", grid), _dim3("block", block), _dim3("cluster", cluster)
     threads = math.prod(block)
@@ -338,7 +338,7 @@ def _pool(process: int, count: int) -> ThreadPoolExecutor:
 
 def _on_threads(work: Any, workers: list[_Worker]) -> None:
     pool = _pool(os.getpid(), len(workers) - 1)
-    with NO_COLLECTION:  # what a thread's finds calls the driver, whose lock the launch holds while it waits for it
+    with NO_COLLECTION:  # finalisers run here would wait for the driver's lock, which the launch holds
         others = [pool.submit(work, worker) for worker in workers[1:]]
         work(workers[0])
         for other in others:

@@ -1,8 +1,8 @@
 """The memory of clusters that run at once: where blocks, warps, registers, shared and local memory lie.
 
 A *slot* holds one resident cluster and is used again for the next one. It is one flat buffer: a header (S_… fields),
-the table of its blocks' arrays (BLOCK_CLUSTER), then each block with its warps. `SlotShape` says how much of what,
-`lay_out` fills in every address once a launch, `begin_cluster` what changes from cluster to cluster.
+the table of its blocks' arrays (BLOCK_CLUSTER), then each block with its warps. `SlotShape` has the sizes, `lay_out`
+fills in every address once a launch, `begin_cluster` the fields that change from cluster to cluster.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ S_BLOCKS = 3  # address of the table of block arrays
 S_NUM_BLOCKS = 4
 S_IDLE_ROUNDS = 5  # rounds in which every warp blocked
 S_POLLING_ROUNDS = 6  # rounds in which warps only polled
-S_ORDER = 7  # address of int64[warps of the cluster]: in which order they run
+S_ORDER = 7  # address of int64[warps of the cluster]: the order in which they run
 SLOT_FIELDS = 16
 
 # --- SlotShape.as_array ---
@@ -94,8 +94,8 @@ class SlotShape:
         shared_bytes: of a block, from shared address 0.
         has_shadow: whether shared and local memory have a shadow.
         local_bytes: of a thread.
-        proxy_bytes: of what BLOCK_PROXY points at, or 0.
-        clears_registers: whether a block finds zeros in its registers; else what others left there.
+        proxy_bytes: of the array at BLOCK_PROXY, or 0.
+        clears_registers: whether a block's registers start as zeros; else with old contents.
     """
 
     num_blocks: int

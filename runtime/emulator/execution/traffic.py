@@ -1,4 +1,4 @@
-"""Counts what memory instructions cost: sectors of device memory, wavefronts of shared memory.
+"""Counts the costs of memory instructions: sectors of device memory, wavefronts of shared memory.
 
 A sector is 32 aligned bytes. A wavefront serves each of the 32 four-byte banks once; lanes that want the same word of a
 bank are served together. 8-byte accesses go by half warps, 16-byte ones by quarters (CUDA programming guide, "Shared
@@ -24,12 +24,12 @@ TRAFFIC_FIELDS = 8
 
 @dataclass(slots=True)
 class Traffic:
-    """What one instruction, or many, asked of memory; addable.
+    """The memory traffic of one instruction, or many; addable.
 
     Attributes:
         global_requests: warp instructions to device memory with at least one lane.
         global_sectors: 32-byte sectors that they touched, counted for each instruction.
-        global_bytes: bytes that the lanes asked for, one for each lane that asks.
+        global_bytes: bytes that the lanes accessed, counted for each lane.
         shared_requests: warp instructions to shared memory.
         shared_wavefronts: how often the banks were used for them.
         shared_ideal: how often without any conflict.
@@ -49,7 +49,7 @@ class Traffic:
 
     @property
     def sector_efficiency(self) -> float:
-        """Bytes asked for over bytes of the sectors touched; above 1 where lanes share bytes."""
+        """Bytes accessed over bytes of the sectors touched; above 1 where lanes share bytes."""
         return self.global_bytes / (32 * self.global_sectors) if self.global_sectors else 1.0
 
     @property
@@ -58,7 +58,7 @@ class Traffic:
 
 
 def traffic_of(fields: Sequence[int]) -> dict[int, Traffic]:
-    """Flat counters of a launch → instruction index: Traffic, without the instructions that moved nothing."""
+    """Flat counters of a launch → instruction index: Traffic, without the instructions that moved no data."""
     found = {}
     for site in range(len(fields) // TRAFFIC_FIELDS):
         numbers = [int(value) for value in fields[site * TRAFFIC_FIELDS : (site + 1) * TRAFFIC_FIELDS - 1]]
@@ -120,7 +120,7 @@ def _count_shared(fields, mask, places, blocks, size):
 
 @njit
 def _want(depths, wanted, word, block_address):
-    """Notes that a word of a block's shared memory is wanted; how many words its bank is wanted for."""
+    """Notes an access to a word of a block's shared memory; returns how many words of its bank are accessed."""
     bank, name = word & 31, word + (block_address << 13)
     depth = depths[bank]
     for index in range(depth):

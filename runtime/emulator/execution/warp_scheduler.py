@@ -1,9 +1,9 @@
-"""Which warp runs when: clusters from the grid into slots, their warps in turns until each blocks, yields or exits.
+"""Scheduling of warps: clusters from the grid into slots, their warps in turns until each blocks, yields or exits.
 
 One OS thread runs a number of slots. Within a cluster warps take turns, in the order of their numbers, or shuffled anew
 each round where a seed is given. A cluster that only polls (its warps yield, and nothing else of it moves) makes room
-for another one beside it, since another block may be what it waits for. Where every warp of a cluster is blocked and
-nothing of it has moved, it is a deadlock: what warps block on is their own cluster's doing.
+for another one beside it, since it may wait for another block. If every warp of a cluster is blocked and none has
+moved, it is a deadlock: warps block only on their own cluster.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def abandon(slots):
 
 @njit
 def _moved(slot, launch):
-    """A number that rises when something that a blocked warp may wait for happens in the cluster."""
+    """A number that rises with each event in the cluster that a blocked warp may wait for."""
     total = launch[LAUNCH_STEPS]
     for rank in range(slot[S_NUM_BLOCKS]):
         total += i64_at(i64_at(slot[S_BLOCKS])[rank])[BLOCK_PROGRESS]
@@ -164,7 +164,7 @@ def _run_round(slot, launch, run, shape, random):
 
 @njit
 def _report_deadlock(slot, shape):
-    """The fault names the first warp that still lives; launch.py tells of the others."""
+    """The fault names the first warp that still lives; launch.py describes the others."""
     for rank in range(shape[P_BLOCKS]):
         block = i64_at(i64_at(slot[S_BLOCKS])[rank])
         for index in range(block[BLOCK_NUM_WARPS]):
@@ -178,7 +178,7 @@ def _report_deadlock(slot, shape):
 
 @njit
 def run_clusters(queue_address, launch_address, run, slots, num_slots, shape, shared_bytes, random):
-    """Runs clusters until the grid is done (ALL_DONE), something is wrong (FAULTED, the record says what), or all slots
+    """Runs clusters until the grid is done (ALL_DONE), a fault occurs (FAULTED, see the record), or all slots
     only poll (NEEDS_SLOT: call again with one more, laid out).
 
     Args:

@@ -1,4 +1,4 @@
-"""What a warp can reach while it runs: indices into the flat int64 arrays of warp, block and launch.
+"""The state that a running warp can reach: indices into the flat int64 arrays of warp, block and launch.
 
 An operation gets ``warp`` (a ``CPointer(int64)``): ``warp[WARP_LANES]``, ``i64_at(warp[WARP_BLOCK])[BLOCK_RANK]``.
 Everything is plain memory with one owner: a launch array belongs to one OS thread (fault record and counters too),
@@ -55,10 +55,10 @@ LAUNCH_REGIONS = 31  # [MEMORY] address of the memory of other devices: see memo
 LAUNCH_SYMBOLS = 40  # address of int64[]: where each .global and .const variable lies
 LAUNCH_NUM_SMS = 41
 LAUNCH_STEPS = 42  # chunks that ran to their end
-LAUNCH_STREAM_ORDER = 43  # [DRIVER] address of what the checker of streams keeps: see races/stream_touch.py; or 0
-LAUNCH_CLOSE_WARP = 44  # address of operation close_warp, or 0 where the kernel leaves no work behind: closing.py
+LAUNCH_STREAM_ORDER = 43  # [DRIVER] address of the stream checker's data: see races/stream_touch.py; or 0
+LAUNCH_CLOSE_WARP = 44  # address of operation close_warp, or 0 where the kernel leaves no open work: closing.py
 LAUNCH_CLOSE_BLOCK = 45
-LAUNCH_FREE = 32  # fields from here on belong to other rooms: add them here by name
+LAUNCH_FREE = 32  # fields from here on belong to other folders: add them here by name
 LAUNCH_FIELDS = 64
 
 # --- block: one array for each resident block ---
@@ -98,7 +98,7 @@ WARP_YIELDED = 7  # 1 when one of those yielded
 WARP_PCS = 8  # address of int32[32]: where each lane goes on
 WARP_LOCAL = 9  # address of the local memory, of lane 0; the next lane's lies LAUNCH_LOCAL_BYTES further
 WARP_STATE = 10  # what `run` returned last
-WARP_TOKENS = 11  # address of int64[32]: what each lane waits for at a barrier; 0: nothing
+WARP_TOKENS = 11  # address of int64[32]: the lanes' waits at a barrier; 0 for none
 WARP_PARKED_LIVE = 12  # the live lanes when a diverged group parked before an aligned instruction
 WARP_PARKED = 13  # mask of the lanes so parked
 WARP_PARKED_KIND = 23  # the FaultKind if they never come together

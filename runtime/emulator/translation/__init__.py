@@ -1,1 +1,1 @@
-"""PTX text → LLVM IR → machine code; the registry of what each opcode becomes, and of the compiled operations."""
+"""PTX text → LLVM IR → machine code; the registries of opcodes' translations and of the compiled operations."""

@@ -1,4 +1,4 @@
-"""Basic blocks of a kernel and which registers live where: what the translation needs to know ahead of time.
+"""Basic blocks of a kernel and the liveness of registers, computed before the translation.
 
 Liveness follows the control flow of one lane, so it holds for diverged warps too. A guarded definition counts as a use,
 since lanes without the guard keep the old value.
@@ -91,7 +91,7 @@ class Block:
 
 
 def targets_of(kernel: Kernel, instruction: Instruction) -> list[int]:
-    """The instructions at which a branch may go on, without falling through."""
+    """The targets of a branch, without falling through."""
     if instruction.parts[0] == "bra":
         symbol = instruction.operands[0]
         assert isinstance(symbol, Symbol)

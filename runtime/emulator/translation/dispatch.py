@@ -1,9 +1,9 @@
-"""The frame around a kernel's chunks: which lanes run next, and where they meet again.
+"""The frame around a kernel's chunks: the choice of the lanes that run next, and their reconvergence.
 
 Each lane has a program counter (an instruction's index) in the warp's array, valid while the lane does not run. While
 all live lanes run together, a branch goes straight to its target. Otherwise the lanes' counters are written and the
 smallest one runs next, with every lane that stands there: structured code reconverges by itself. Lanes that block or
-yield are set aside until nobody else can run; then `run` returns.
+yield are set aside until no other lane can run; then `run` returns.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Flow:
             switch.add_case(low.i32(index), body)
         builder.position_at_end(nowhere)
         builder.unreachable()
-        # idle: nobody can run
+        # idle: no lane can run
         builder.position_at_end(self.idle)
         exited, waiting, parked, blocked = map(
             low.function.append_basic_block, ("exited", "waiting", "parked", "blocked")
@@ -161,13 +161,13 @@ class Flow:
     # --- places ---
 
     def body(self, index: int) -> Any:
-        """The code at instruction `index` for whatever `active` holds; it becomes a place where lanes can resume."""
+        """The code at instruction `index` for any `active`; it becomes a point where lanes can resume."""
         if index not in self.bodies:
             self.bodies[index] = self.low.function.append_basic_block(f"at{index}")
         return self.bodies[index]
 
     def target(self, index: int, yields: bool = False) -> Any:
-        """Where to branch for the active lanes to go on at `index`: straight there when they are all that live."""
+        """The branch target for the active lanes to go on at `index`: straight there when they are all live lanes."""
         if (index, yields) in self.targets:
             return self.targets[index, yields]
         low, builder = self.low, self.builder
@@ -191,7 +191,7 @@ class Flow:
         return block
 
     def _stall(self, lanes: Value = None) -> None:
-        """Sets lanes aside until nobody else of the warp can run."""
+        """Sets lanes aside until no other lane of the warp can run."""
         low, builder = self.low, self.builder
         lanes = builder.load(self.active) if lanes is None else lanes
         stalled = low.warp_field(warp_state.WARP_STALLED)
@@ -205,7 +205,7 @@ class Flow:
     # --- ends of chunks ---
 
     def _finish(self, index: int | None) -> None:
-        """What comes before leaving a chunk: live registers to memory, a fault seen, the chunk counted."""
+        """Code before leaving a chunk: live registers to memory, a fault seen, the chunk counted."""
         low, builder = self.low, self.builder
         low.flush(index)
         self._fill_head()
@@ -282,7 +282,7 @@ class Flow:
         self.low.is_terminated = True
 
     def is_exit(self, index: int) -> bool:
-        """Whether nothing comes at `index` but the thread's end: lanes that go there have ended."""
+        """Whether the thread's end is all that comes at `index`: lanes that go there have ended."""
         if index >= self.end:
             return True
         instruction = self.low.kernel.instructions[index]
@@ -352,7 +352,7 @@ class Flow:
     def converge(self, kind: FaultKind) -> None:
         """All live lanes of the warp run this chunk together: they wait for each other where it begins.
 
-        `kind` says what it is when they cannot; FaultKind.DEADLOCK lets lanes exit instead of coming.
+        `kind` is the fault when they cannot; FaultKind.DEADLOCK lets lanes exit instead of coming.
         """
         low, builder = self.low, self.builder
         if self.needs is None or self.needs[0] == FaultKind.DEADLOCK:
@@ -385,7 +385,7 @@ class Flow:
         builder.position_at_end(on)
 
     def _fill_head(self) -> None:
-        """What stands before the chunk's code, known once the chunk has been translated."""
+        """The chunk's prologue, known once the chunk has been translated."""
         low, builder = self.low, self.builder
         with builder.goto_block(self.head):
             if self.needs is None:

@@ -22,4 +22,4 @@ MODULES = (
     bits, comparisons, conversions, floats, integers, moves, pairs, warp_exchange, bulk_copy, cp_async, tensor_copy,
     closing, atomics, load_store, cluster, control, mbarrier, ldmatrix, mma, wgmma,
 )  # fmt: skip
-"""Add a room's modules here."""
+"""Add a folder's modules here."""

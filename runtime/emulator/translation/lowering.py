@@ -1,4 +1,4 @@
-"""One kernel's translation to LLVM IR: operands, results, calls; and the registry of what each opcode becomes.
+"""One kernel's translation to LLVM IR: operands, results, calls; and the registry of opcodes' translations.
 
 `registers.py` keeps the registers, `synchronisation/control.py` makes the ends of chunks, `dispatch.py` the frame
 around them.
@@ -51,7 +51,7 @@ TYPES: dict[str, Any] = {
     "f32": F32,
     "f64": F64,
 }
-"""What `Lowering.value` gives for a PTX type: 16-bit floats come as their bits."""
+"""The LLVM type of `Lowering.value` for a PTX type: 16-bit floats come as their bits."""
 
 Lower = Callable[["Lowering", Instruction], None]
 _LOWERINGS: dict[str, Lower] = {}
@@ -81,10 +81,10 @@ def lowering_of(instruction: Instruction) -> Lower:
 
 
 class Lowering(Registers):
-    """The state of one kernel's translation: what the translations of instructions use, besides `Registers`.
+    """The state of one kernel's translation: the part used by instructions' translations, besides `Registers`.
 
     Attributes:
-        module, kernel: what is translated.
+        module, kernel: under translation.
         shared: where shared variables lie.
         parameters: name → (offset, size) in the parameter bytes.
         locals: name → offset in a thread's local memory.
@@ -105,7 +105,7 @@ class Lowering(Registers):
         self.symbols = used_variables(module, kernel)
         self.operations: list[str] = []
         self.chunks: list[tuple[int, int]] = []
-        self.call_arguments: dict[str, Value] = {}  # name of a call's argument: what was stored to it last
+        self.call_arguments: dict[str, Value] = {}  # name of a call's argument: the value stored to it last
         self.has_loose_barriers = any(
             ins.parts[0] == "barrier" and "aligned" not in ins.parts and "cluster" not in ins.parts
             for ins in kernel.instructions
@@ -157,7 +157,7 @@ class Lowering(Registers):
         return raw if raw.type == wanted else self.builder.bitcast(raw, wanted)
 
     def predicate(self, operand: Operand) -> Value:
-        """A predicate operand as an i32 mask; bits outside of the chunk's mask mean nothing."""
+        """A predicate operand as an i32 mask; bits outside of the chunk's mask are undefined."""
         if isinstance(operand, Negated):
             return self.builder.not_(self.predicate(operand.operand))
         if isinstance(operand, Integer):
@@ -260,7 +260,7 @@ class Lowering(Registers):
         """A pointer to a register's lanes for an operation to write (those of `mask` alone); call() follows.
 
         A 32-bit result for a 64-bit register goes through a scratch slot (and the reverse), with its sign when `kind`
-        is "s32". For `_` it is a scratch slot that nobody reads.
+        is "s32". For `_` it is a scratch slot that is never read.
         """
         if isinstance(operand, Sink):
             return self.at(self._scratch_slot(bits), ELEMENTS[bits])
@@ -393,14 +393,14 @@ class Lowering(Registers):
         self.status = result if self.status is None else builder.or_(self.status, result)
 
     def resume_here(self) -> None:
-        """Begins a chunk at this instruction, so that it can be tried again. Lanes without its guard go on ahead."""
+        """Begins a chunk at this instruction, so that it can be tried again. Lanes without its guard skip it."""
         self.flow.resume_here()
 
     def converge(self, members: Operand | None = None) -> None:
         """For `.aligned` instructions, and `.sync` ones with a member mask: the lanes concerned run this one together.
 
-        To be called first, before any operand is read. Lanes that come alone wait for the others; where those end or
-        wait elsewhere, it is a fault.
+        To be called first, before any operand is read. Lanes that come alone wait for the others; if those end or wait
+        elsewhere, it is a fault.
         """
         if members is None:
             self.flow.converge(FaultKind.DIVERGENT_ALIGNED)

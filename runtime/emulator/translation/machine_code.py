@@ -37,7 +37,7 @@ def _features() -> str:
 
 
 def describe() -> str:
-    """What the machine code depends on besides the IR."""
+    """Inputs of the machine code besides the IR."""
     return f"{llvmlite.__version__} {llvm.get_host_cpu_name()} {_features()} O{_OPTIMISATION}"
 
 

@@ -1,4 +1,4 @@
-"""What stands behind an opcode's first part, taken word by word: a word that nobody takes is refused by name."""
+"""An opcode's modifiers, taken word by word: an unknown word is refused by name."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Modifiers:
         return UnsupportedInstruction(self.ins, why)
 
     def take(self, word: str) -> bool:
-        """Whether `word` stands there; it counts as understood."""
+        """Whether `word` is among them; it counts as understood."""
         if word in self.words:
             self.words.remove(word)
             return True
         return False
 
     def one_of(self, words: Iterable[str], default: str | None = None) -> str:
-        """The one word of `words` that stands there."""
+        """The one word of `words` that is among them."""
         known = list(words)
         for word in self.words:
             if word in known:

@@ -1,9 +1,9 @@
-"""Translated kernels on disk: one file a kernel and translator, found by content, as `cache_files` says.
+"""Translated kernels on disk: one file a kernel and translator, found by content, written by `cache_files`.
 
     <XDG_CACHE_HOME or ~/.cache>/xserv/emulator/<digest of the sources>/<key>
 
-The key is of the text without its `.version` and `.target`, which a translation does not depend on: what one
-architecture has translated serves all others that NVVM writes the same text for.
+The key is of the text without its `.version` and `.target`, which do not affect a translation, so that architectures
+with the same text share one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def default_folder() -> Path:
 
 @functools.cache
 def sources_digest() -> str:
-    """A digest of what decides how a kernel is translated: the emulator's sources."""
+    """A digest of the emulator's sources, which determine a kernel's translation."""
     digest = hashlib.sha256()
     emulator = Path(__file__).resolve().parents[1]
     for path in sorted(emulator.rglob("*.py")):
@@ -45,7 +45,7 @@ def sources_digest() -> str:
 
 
 def key_of(text: str, *parts: str) -> str:
-    """The key of what is made from a PTX text and from `parts`."""
+    """The key of a translation of a PTX text with `parts`."""
     digest = hashlib.sha256()
     for part in (_FOR_ARCH.sub("", text), *parts):
         digest.update(len(part).to_bytes(8, "little") + part.encode())
@@ -53,7 +53,7 @@ def key_of(text: str, *parts: str) -> str:
 
 
 def load(key: str, folder: Path | None = None) -> Entry | None:
-    """What is kept under a key; None where there is nothing, or nothing sound.
+    """The entry of a key; None where there is none, or a damaged one.
 
     Raises DeviceError where others could have written it.
     """
@@ -70,7 +70,7 @@ def store(key: str, entry: Entry, folder: Path | None = None) -> None:
 
 
 def making(key: str, folder: Path | None = None) -> AbstractContextManager[bool]:
-    """While it lasts, whoever else would make the same entry waits, and then finds it."""
+    """While it lasts, other makers of the same entry wait, and then find it."""
     return locked((folder or default_folder()) / _generation() / key)
 
 

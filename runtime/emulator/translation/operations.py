@@ -1,4 +1,4 @@
-"""Operations: what an instruction does that is no plain vector arithmetic, as C functions compiled by Numba.
+"""Operations: the parts of instructions beyond plain vector arithmetic, as C functions compiled by Numba.
 
 An operation is a Python function of ``(warp, mask, site, *arguments) -> int`` registered with its argument kinds::
 
@@ -69,7 +69,7 @@ def operation(name: str, kinds: str) -> Callable[[Callable[..., Any]], Callable[
 
 
 def made_from_name(prefix: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
-    """Says that operations called ``prefix_1_2_...`` are registered by a function of those numbers, so that a kernel
+    """Registers a function that registers the operations ``prefix_1_2_...`` of those numbers, so that a kernel
     whose object code is read from disk, and which was not translated in this process, finds them too."""
 
     def register(make: Callable[..., str]) -> Callable[..., str]:
@@ -131,7 +131,7 @@ def _compile_alone(name: str, *, is_waiting: bool) -> bool:
 
 
 def compile_operation(name: str) -> int:
-    """The address of an operation's C function, compiled at most once; LLVM knows it by its symbol from then on."""
+    """The address of an operation's C function, compiled at most once; LLVM finds it by its symbol from then on."""
     if name not in _COMPILED:
         found = _find(name)
         for other in sorted(called_by_symbol(found.function) - {name}):

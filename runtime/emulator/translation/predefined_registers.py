@@ -1,7 +1,7 @@
-"""Predefined registers such as %tid.x: where each value comes from.
+"""Predefined registers such as %tid.x: the source of each value.
 
 Thread indices lie in the first slots of the register file; the rest is uniform over a warp and read from the warp's,
-the block's or the launch's array. %clock and %globaltimer are the host's cycle counter: they rise, and mean no more.
+the block's or the launch's array. %clock and %globaltimer are the host's cycle counter: they rise, without a unit.
 """
 
 from __future__ import annotations

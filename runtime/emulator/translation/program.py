@@ -1,4 +1,4 @@
-"""PTX modules ready to run: parsed once, each kernel translated when it is first asked for, or read from disk."""
+"""PTX modules ready to run: parsed once, each kernel translated at its first use, or read from disk."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ assert instructions.MODULES  # every translation is registered
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """What a kernel was translated to.
+    """A kernel's translation.
 
     Attributes:
         code: machine code; `code.address` is `run`.
@@ -58,7 +58,7 @@ class LoadedKernel:
         local_bytes: local memory of a thread.
         communicates: whether blocks of one launch may see each other's writes: then they share one OS thread.
         leaves_work: whether it starts asynchronous work, which has to be closed when warps and blocks end.
-        needs_proxy, race_shift: what the checkers need to know of it.
+        needs_proxy, race_shift: for the checkers.
     """
 
     def __init__(self, program: Program, kernel: Kernel) -> None:
@@ -81,7 +81,7 @@ class LoadedKernel:
         """Translated now, or read from disk.
 
         Raises:
-            UnsupportedInstruction: an instruction that the emulator does not know.
+            UnsupportedInstruction: an instruction that the emulator lacks.
         """
         folder = self.program.cache_folder
         key = object_cache.key_of(self.program.text, self.name, object_cache.sources_digest(), machine_code.describe())
@@ -102,7 +102,7 @@ class LoadedKernel:
         )
 
     def _translate(self) -> Entry:
-        with NO_COLLECTION:  # looking for garbage, of which there is none, takes a quarter of the time
+        with NO_COLLECTION:  # collecting garbage, of which there is none, takes a quarter of the time
             low = Lowering(self.module, self.kernel)
             translate(low)
             text = str(low.ir)
@@ -167,5 +167,5 @@ class Program:
 
 
 def load(text: str, cache_folder: Path | None = None) -> Program:
-    """Parses a PTX module. Raises PtxError with the line of what it cannot read."""
+    """Parses a PTX module. Raises PtxError with the line at fault."""
     return Program(text, cache_folder)

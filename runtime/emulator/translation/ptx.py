@@ -1,8 +1,8 @@
 """PTX text → kernels as plain data: registers, parameters, memory symbols, instructions with parsed operands.
 
-It knows PTX's grammar (PTX ISA 9.x, chapter 4 and 5) and nothing about what an instruction does. Scoped blocks, as
-inline assembly makes them, are flattened by renaming; debug sections are skipped. What it cannot read is an error that
-carries the line.
+The grammar is PTX ISA 9.x, chapters 4 and 5; instructions have no meaning here. Scoped blocks, as
+inline assembly makes them, are flattened by renaming; debug sections are skipped. Unreadable text is an error with the
+line.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Instruction:
 
 
 CARRY = Register("CC.CF", "pred")
-"""The carry flag of each thread, a register that no program can name."""
+"""The carry flag of each thread, a register without a name in PTX."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +240,7 @@ def _integer(text: str) -> int:
 
 
 def parse(text: str) -> Module:
-    """Parses a PTX module. Raises PtxError with the line of what it cannot read."""
+    """Parses a PTX module. Raises PtxError with the line at fault."""
     tokens = _tokenize(text)
     module = Module("", "", {}, {}, text.split("\n"))
     while tokens.kind != "end":
@@ -334,7 +334,7 @@ def _parameters(tokens: _Tokens) -> list[Variable]:
                 align = _integer(tokens.next())
             elif word[1:] in TYPE_BYTES:
                 size = TYPE_BYTES[word[1:]]
-            elif word == ".ptr":  # what follows describes the memory that the parameter points at
+            elif word == ".ptr":  # the rest describes the memory that the parameter points at
                 while tokens.kind == "directive" and tokens.peek() != ".align":
                     tokens.next()
                 if tokens.accept(".align"):
@@ -369,7 +369,7 @@ def _kernel(tokens: _Tokens, is_entry: bool, module: Module) -> Kernel:
 
 
 class _Body:
-    """Reads `{ … }` into a kernel, renaming what inner scopes declare."""
+    """Reads `{ … }` into a kernel, renaming the declarations of inner scopes."""
 
     def __init__(self, tokens: _Tokens, kernel: Kernel) -> None:
         self.tokens, self.kernel = tokens, kernel
@@ -404,7 +404,7 @@ class _Body:
                 self._instruction()
 
     def _open(self) -> None:
-        """Labels may be used before they stand, so a scope's own labels are found ahead of reading it."""
+        """Labels may be used before their definition, so a scope's own labels are found ahead of reading it."""
         names: dict[str, str] = {}
         self.scopes.append(names)
         if len(self.scopes) == 1:

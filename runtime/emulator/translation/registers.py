@@ -31,9 +31,9 @@ REGISTER_BITS = {
 
 VECTORS = {1: WORD, 32: I32, 64: I64, 128: I64}
 ELEMENTS = {32: WORD, 64: LONG, 128: LONG}
-"""By the bits of a slot: what it holds, and what a pointer for an operation points at."""
+"""By the bits of a slot: its type, and the pointee type of a pointer for an operation."""
 SLOT_KINDS = (BYTE, WORD, LONG, I32, I64)
-"""What a pointer into the register file may point at."""
+"""The pointee types of a pointer into the register file."""
 
 SLOT_BYTES = {1: 64, 32: 128, 64: 256, 128: 512}
 
@@ -43,7 +43,7 @@ class UnsupportedInstruction(UnsupportedError):
 
     Attributes:
         instruction: the instruction.
-        why: what about it is not understood.
+        why: the part that is not understood.
     """
 
     def __init__(self, instruction: Instruction, why: str) -> None:
@@ -52,7 +52,7 @@ class UnsupportedInstruction(UnsupportedError):
 
 
 class Registers:
-    """What translations share that concerns masks, registers and arrays; `Lowering` adds operands and calls.
+    """The part of translation's state for masks, registers and arrays; `Lowering` adds operands and calls.
 
     Attributes:
         builder: llvmlite's IRBuilder, at the place where the instruction goes.
@@ -61,8 +61,8 @@ class Registers:
         chunk_start: the instruction at which the chunk begins.
         site, instruction: the instruction's index in the kernel, and itself.
         warp: ``int64*``, the warp's array (execution/warp_state.py).
-        register_bytes: what a warp's register file needs so far.
-        status: i32, what operations of this chunk have returned, or-ed; None before the first.
+        register_bytes: size of a warp's register file so far.
+        status: i32, returned by operations of this chunk, or-ed; None before the first.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -97,14 +97,14 @@ class Registers:
         self._scratch: list[tuple[int, int]] = []  # (size, offset) to be freed after the instruction
         self._after_call: list[Callable[[], None]] = []  # what moves an operation's results where they belong
         self.global_registers = set().union(*(block.live_in for block in self.blocks)) if self.blocks else set()
-        self.global_registers |= self.wgmma.index.keys()  # written behind the translation's back: slots of their own
+        self.global_registers |= self.wgmma.index.keys()  # written later by wgmma: slots of their own
 
     registers: dict[Any, Value]  # the register file, as a pointer to each of SLOT_KINDS
     launch: Value  # int64*, the launch's array
     counters: Value  # int64*, the chunks' counters
 
     def refuse(self, why: str) -> UnsupportedInstruction:
-        """The error to raise for what is not understood about this instruction."""
+        """The error to raise for an unsupported part of this instruction."""
         return UnsupportedInstruction(self.instruction, why)
 
     # --- scalars and arrays ---
@@ -156,7 +156,7 @@ class Registers:
         return bits
 
     def _allocate(self, size: int, reuse: bool = True) -> int:
-        """Room in the register file; what must keep its value across chunks shares with nobody (`reuse` False)."""
+        """Room in the register file; registers that keep their values across chunks do not share it (`reuse` False)."""
         if reuse and self._free[size]:
             return self._free[size].pop()
         offset = self.register_bytes
@@ -225,7 +225,7 @@ class Registers:
             self._truths = truths_of(self.builder, self.mask)
         return self._truths
 
-    # --- for wgmma, which writes registers later than the instruction says ---
+    # --- for wgmma, which writes registers later than the instruction does ---
 
     def pinned_offset(self, register: Register) -> int:
         """The offset of a register's slot in the register file, which holds its value now."""
@@ -244,7 +244,7 @@ class Registers:
     # --- chunks and instructions ---
 
     def begin_chunk(self, index: int, mask: Value) -> None:
-        """The builder stands where the chunk's code goes; nothing is known of any register."""
+        """Begins a chunk: the builder stands at its code, and no register has a known value."""
         self._cache.clear()
         self._dirty.clear()
         for name, offset in self._temporary.items():
@@ -258,7 +258,7 @@ class Registers:
         self.yield_result = None
 
     def begin_instruction(self, index: int) -> None:
-        """Sets `site`, `mask` and what depends on them."""
+        """Sets `site`, `mask` and their dependents."""
         self.site, self.instruction = index, self.kernel.instructions[index]
         self.mask, self._truths = self.chunk_mask, self._chunk_truths
         guard = self.instruction.guard
@@ -269,7 +269,7 @@ class Registers:
             self.mask, self._truths = self.builder.and_(self.chunk_mask, predicate), None
 
     def end_instruction(self) -> None:
-        """Forgets the registers that nobody reads from here on."""
+        """Forgets the registers that are not read from here on."""
         assert not self._after_call, f"{self.instruction.opcode}: a destination without a call"
         for size, offset in self._scratch:
             self._free[size].append(offset)
@@ -284,7 +284,8 @@ class Registers:
                 self._free[size].append(self._temporary.pop(name))
 
     def flush(self, index: int | None = None) -> None:
-        """Writes what is live to the register file: at the block's end, or before instruction `index` of the block."""
+        """Writes live registers to the register file: at the block's end, or before instruction `index` of the
+        block."""
         for name in [*self._dirty]:
             live = name in self.block.live_out if index is None else self.block.is_live(name, index)
             if live:

@@ -1,4 +1,4 @@
-"""Where a module's variables lie: shared offsets for a kernel, device addresses for .global and .const.
+"""Addresses of a module's variables: shared offsets for a kernel, device addresses for .global and .const.
 
 Shared variables get SHARED_REDZONE_BYTES of dead bytes after each, so that one array's end is not another's beginning:
 their shadow never becomes live. A kernel that has no room for that (its descriptors see 18 bits of an address) gets
@@ -14,7 +14,7 @@ from runtime.emulator.memory.device_memory import IS_ALLOCATED, Machine
 from runtime.emulator.translation.ptx import Address, Kernel, Module, Operand, PtxError, Symbol, Variable, Vector
 
 SHARED_START = 1024
-"""The first shared address that a kernel owns: below lie what the hardware reserves, and null."""
+"""The first shared address that a kernel owns: below lie the hardware's reserve, and null."""
 SHARED_REDZONE_BYTES = 128
 SHARED_LIMIT = 1 << 18
 
@@ -27,7 +27,7 @@ class SharedLayout:
         offsets: name → shared address; of `extern` arrays too, which all begin where the static ones end.
         live: (offset, size) of each static variable: the bytes that a kernel may touch, besides the dynamic ones.
         dynamic_offset: where the dynamic bytes begin.
-        static_bytes: what the variables need without redzones, as the driver reports it.
+        static_bytes: size of the variables without redzones, as the driver reports it.
     """
 
     offsets: dict[str, int]
@@ -36,7 +36,7 @@ class SharedLayout:
     static_bytes: int
 
     def total_bytes(self, dynamic_bytes: int) -> int:
-        """What a block's shared memory must hold, counted from shared address 0."""
+        """Size of a block's shared memory, counted from shared address 0."""
         return self.dynamic_offset + dynamic_bytes
 
     def shadow(self, dynamic_bytes: int) -> bytes:
@@ -111,7 +111,7 @@ def _lay(variables: list[Variable], gap: int, end_align: int) -> tuple[dict[str,
 def place_variables(machine: Machine, module: Module) -> dict[str, int]:
     """Allocates the .global and .const variables of a module in device memory: name → address.
 
-    Without an initial value they hold zeros, as PTX says. Allocated anew each time a module is loaded; the caller
+    Without an initial value they hold zeros, as in PTX. Allocated anew each time a module is loaded; the caller
     frees them when it unloads it.
     """
     addresses: dict[str, int] = {}

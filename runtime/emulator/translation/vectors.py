@@ -119,7 +119,7 @@ def shared(
         function = ir.Function(module, ir.FunctionType(result, [argument.type for argument in arguments]), name)
         function.linkage = "internal"
         if strict:
-            set.add(function.attributes, "strictfp")  # llvmlite knows only some attributes by name
+            set.add(function.attributes, "strictfp")  # llvmlite has only some attributes by name
         inside = ir.IRBuilder(function.append_basic_block("entry"))
         inside.ret(body(inside, *function.args))
     return builder.call(function, list(arguments))
