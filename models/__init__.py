@@ -1,6 +1,6 @@
 """Models: config, strict weight loading, and one file for each family of architectures.
 
-Names are handed on lazily: reading a config must not wake the kernels.
+Names are imported lazily: reading a config must not import the kernels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a family's file says of an architecture that it runs."""
+"""The description of an architecture that a family's file gives to the registry."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Architecture:
         name: such as "LlamaForCausalLM".
         model_type: such as "llama"; a config without `architectures` is known by it.
         read_config: makes the config of the file's fields. It reads every field that the arithmetic depends on;
-            what it leaves unread is refused by name, unless it is harmless (`models.configuration.harmless_fields`).
-        model_class: is made from what `read_config` returns.
+            a field left unread is refused by name, unless it is harmless (`models.configuration.harmless_fields`).
+        model_class: built from the result of `read_config`.
         saved_as: the name that transformers gives it when it saves a model of this `model_type`, if another one.
     """
 

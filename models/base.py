@@ -1,4 +1,4 @@
-"""What the engine knows of a model: its config, its bytes, the shape of its KV cache, one step forward."""
+"""The interface between the engine and a model: its config, its bytes, the shape of its KV cache, one step forward."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ class Model(ABC):
 
     Attributes:
         prefix: starts the names of all stored tensors but the output head's, in some checkpoints and not in others.
-        renames: parts of the names of stored tensors that other files have (`TensorLayout`), and what they are here.
+        renames: parts of tensor names as other files spell them (`TensorLayout`), and their names here.
         harmless: stored tensors whose names match are buffers that the model computes (see `harmless_tensors`).
-        config: what `config.json` says.
+        config: the fields of `config.json`, typed.
         dtype: the type that the matrices are kept in; activations are float32 on cpu, of this type on a GPU.
-        quantization: "none", or what the matrices of linear maps were made into: "int8", "int4" ... Tables that are
+        quantization: "none", or the format of the linear maps' matrices: "int8", "int4" ... Tables that are
             nothing else are of `dtype` then too, and so is the KV cache.
-        kv_dtype: the type that the user asks of the KV cache; None: that of the weights.
+        kv_dtype: the type that the user asks of the KV cache, or None for that of the weights.
         device: where weights and activations lie.
-        weight_bytes: bytes of all weights as they are kept; set by whoever made the model.
+        weight_bytes: bytes of all weights as they are kept; set by the loader.
         layer_bytes: those of each layer.
         rounded_activations: of a declared model, how products round rows of x to bytes, by how weights are stored.
         least_first_layers: layers that the first of several stages has to have.
-        logits_scale, logits_softcap: what `compute_logits` multiplies logits by and bounds them with, by a tanh.
-        pipeline: the stage of the model that this is; None: it is whole.
-        stages: the numbers of the layers that each stage has; empty: it is whole.
+        logits_scale, logits_softcap: factor of `compute_logits`' logits, and the bound of its tanh.
+        pipeline: the stage of the model that this is, or None if it is whole.
+        stages: the numbers of the layers that each stage has; empty if it is whole.
         own_layers: of those that it has.
         max_positions: tokens that a sequence may have, at most `config.max_position_embeddings`.
         rotary_switch: sequences of more tokens than this have all of them rotated otherwise: as if at positions that
-            are greater by this number. None: positions are places in the sequence.
+            are greater by this number. None if positions are places in the sequence.
     """
 
     prefix: ClassVar[str]
@@ -66,7 +66,7 @@ class Model(ABC):
         self.kv_dtype = maker.options.kv_dtype
         self.kv_skip_layers = maker.options.kv_skip_layers
         self.device = maker.options.device
-        # A GPU's products scale rows by sums that the product in front has left: to be added up as in one piece.
+        # A GPU's products scale rows by sums that the previous product left; they are added up as in one piece.
         self._hands_over_squares = maker.options.exact and maker.options.device.kind != "cpu"
         self.pipeline, self.stages = maker.options.pipeline, maker.options.stages
         self.own_layers = maker.own_layers(config.num_layers)
@@ -80,7 +80,7 @@ class Model(ABC):
 
     @classmethod
     def harmless_tensors(cls, config: ModelConfig) -> re.Pattern[str]:
-        """Stored tensors whose names match are passed over: the model computes them, or does without."""
+        """Patterns of stored tensors that are skipped: the model computes them, or does without."""
         return cls.harmless
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
@@ -89,8 +89,7 @@ class Model(ABC):
         Returns `[num_tokens, hidden_size]` in the activations' type, after the final norm. Writes the keys
         and values of the batch's tokens into `kv_cache`, each layer by the batch's entry for its group.
 
-        A stage begins with what the one before it hands over, and hands over what stands behind its last layer, which
-        it returns, too.
+        A stage starts from the previous stage's residual stream; it returns its own and sends it on.
         """
         pipeline = self.pipeline
         if begins_here(pipeline):
@@ -111,20 +110,20 @@ class Model(ABC):
 
     @property
     def _square_parts(self) -> int:
-        """Numbers of a row's squares as stages hand them over: as many as any product leaves at most."""
+        """Partial sums of squares that stages exchange per row: as many as any product leaves at most."""
         return -(-self.config.hidden_size // 16) * 4
 
     @abstractmethod
     def embed(self, batch: Batch) -> Tensor:
-        """The residual stream in front of the first layer, `[num_tokens, hidden_size]`."""
+        """The residual stream before the first layer, `[num_tokens, hidden_size]`."""
 
     @abstractmethod
     def run_layers(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
-        """The residual stream behind this stage's layers."""
+        """The residual stream after this stage's layers."""
 
     @abstractmethod
     def finish(self, x: Tensor) -> Tensor:
-        """What stands between the last layer and the output head."""
+        """The computation between the last layer and the output head."""
 
     @property
     def activations(self) -> DType:
@@ -156,8 +155,8 @@ class Model(ABC):
         return tuple(self.dtype if layer in skipped else dtype for layer in range(count)) if skipped else ()
 
     def kv_cache_spec(self, block_size: int, dtype: DType | None = None) -> KVCacheSpec:
-        """The KV cache in pages of `block_size` tokens; `dtype` None means what the user asked for, or else the type of
-        the weights."""
+        """The KV cache in pages of `block_size` tokens; `dtype` None means the user's choice, or else the weights'
+        type."""
         spec = KVCacheSpec(
             num_layers=self.config.num_layers,
             num_kv_heads=self.config.num_kv_heads,

@@ -1,8 +1,8 @@
-"""What most decoders are made of: attention over rotated heads, the gated MLP, layers by where their norms stand.
+"""The parts of most decoders: attention over rotated heads, the gated MLP, layers by the position of their norms.
 
     embed(ids) * scale  ->  layers  ->  norm  ->  head * scale, capped
 
-A family says in its file which of these it has, and what differs. x is the residual stream, `[num_tokens,
+A family's file chooses among them and adds the differences. x is the residual stream, `[num_tokens,
 hidden_size]` throughout.
 """
 
@@ -39,7 +39,7 @@ class DecoderConfig(ModelConfig):
     """A model with rotary positions.
 
     Attributes:
-        layer_ropes: how each layer's queries and keys are rotated; None: they are not.
+        layer_ropes: the rotation of each layer's queries and keys, or None for no rotation.
         attention_bias, attention_output_bias, mlp_bias, head_bias: which maps have biases; the first is of query, key
             and value.
     """
@@ -58,17 +58,17 @@ class Layer(Protocol):
 
 
 class FeedForward(Protocol):
-    """What a layer has behind its attention: `[num_tokens, hidden_size]` in and out, plus the residual."""
+    """The part of a layer after its attention: `[num_tokens, hidden_size]` in and out, plus the residual."""
 
     def __call__(self, x: Tensor, *, residual: Tensor | None = None) -> Tensor: ...
 
 
 class Decoder(Model):
-    """A decoder whose layers a family makes.
+    """A decoder; the family makes its layers.
 
     Attributes:
-        norm_offset: what is added to the weights of norms, 1 where they are stored so.
-        embedding_scale: what token embeddings are multiplied by.
+        norm_offset: added to the weights of norms; 1 where they are stored less 1.
+        embedding_scale: the factor of token embeddings.
         root: begins the names of all its tensors but the head's.
         table_name, norm_name, head_name: of the token table and the last norm, under the root, and of the head.
     """
@@ -105,7 +105,7 @@ class Decoder(Model):
 
     @abstractmethod
     def make_layer(self, index: int, maker: Maker) -> Layer:
-        """Layer `index`, from what the checkpoint has under its name."""
+        """Layer `index`, from the checkpoint's tensors under its name."""
 
     def rope_of(self, index: int) -> RopeTable | None:
         """The rotations of a layer; None if it has none."""
@@ -129,19 +129,19 @@ class Decoder(Model):
     def attention(
         self, index: int, maker: Maker, *, under: str = "self_attn", input_norm: str = "", **choices: Any
     ) -> Attention:
-        """The attention of a layer, from what stands under that name, after the norm of that name; `choices` are
+        """The attention of a layer, from the tensors under that name, after the norm of that name; `choices` are
         `Attention`'s."""
         norm = self._input_norm(maker, input_norm)
         return Attention(self.config, index, maker.under(under), self.rope_of(index), input_norm=norm, **choices)
 
     def mlp(self, maker: Maker, *, under: str = "mlp", input_norm: str = "", **choices: Any) -> GatedMlp:
-        """The MLP of a layer, from what stands under that name, after the norm of that name; `choices` are
+        """The MLP of a layer, from the tensors under that name, after the norm of that name; `choices` are
         `GatedMlp`'s."""
         norm = self._input_norm(maker, input_norm)
         return GatedMlp(self.config, maker.under(under), input_norm=norm, **choices)
 
     def feed_forward(self, index: int, maker: Maker, *, input_norm: str = "", **choices: Any) -> FeedForward:
-        """What stands behind the attention of a layer: the MLP, unless a family has experts there."""
+        """The part after a layer's attention: the MLP, unless a family has experts there."""
         return self.mlp(maker, input_norm=input_norm, **choices)
 
     def _input_norm(self, maker: Maker, name: str) -> RmsNorm | None:
@@ -151,7 +151,7 @@ class Decoder(Model):
 
 
 class Attention:
-    """Causal grouped-query attention between its projections, behind a norm if it has one."""
+    """Causal grouped-query attention between its projections, after a norm if it has one."""
 
     def __init__(
         self,
@@ -172,11 +172,11 @@ class Attention:
         has_sinks: bool = False,
         clip: float | None = None,
     ) -> None:
-        """`qkv` names the projections, or the one of all three, of so many `inputs` (None: `hidden_size`). They may be
-        stored as one, `stack`, in which each head of keys stands between its queries and its values. `norm`: queries
-        and keys are normalised by head, all heads together, by a LayerNorm of each head ("centred"), or by head when
-        they are rotated; `norms` names the weights. `softcap` bounds scores. With `has_sinks` each head has a logit
-        more, `sinks`. Queries, keys and values are kept within `clip`."""
+        """`qkv` names the projections, or the one of all three, of so many `inputs` (`hidden_size` by default). They
+        may be stored as one, `stack`, in which each head of keys stands between its queries and its values. `norm`:
+        queries and keys are normalised by head, all heads together, by a LayerNorm of each head ("centred"), or by head
+        when they are rotated; `norms` names the weights. `softcap` bounds scores. With `has_sinks` each head has one
+        more logit, `sinks`. Queries, keys and values are kept within `clip`."""
         hidden, head_dim = config.hidden_size, config.head_dim
         q_heads, kv_heads = config.share("num_heads"), config.share("num_kv_heads")
         q_size, kv_size = q_heads.times(head_dim), kv_heads.times(head_dim)
@@ -273,7 +273,7 @@ class SharedRowNorm:
 
 
 class GatedMlp:
-    """`down(f(gate(x)) * up(x))`, behind a norm if it has one."""
+    """`down(f(gate(x)) * up(x))`, after a norm if it has one."""
 
     def __init__(
         self,
@@ -298,13 +298,13 @@ class GatedMlp:
 
 
 class PreNormLayer:
-    """`x = x + attention(norm(x));  x = x + mlp(norm(x))`, as Llama has it."""
+    """`x = x + attention(norm(x));  x = x + mlp(norm(x))`, as in Llama."""
 
     def __init__(
         self, model: Decoder, index: int, maker: Maker, *, attention: Choices = NONE, mlp: Choices = NONE,
         norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
     ) -> None:  # fmt: skip
-        """`attention` and `mlp` are choices of these parts, in front of which the `norms` stand."""
+        """`attention` and `mlp` are choices of these parts; the `norms` come before them."""
         self.attention = model.attention(index, maker, input_norm=norms[0], **attention)
         self.mlp = model.feed_forward(index, maker, input_norm=norms[1], **mlp)
 
@@ -314,7 +314,7 @@ class PreNormLayer:
 
 
 class SandwichLayer:
-    """`x = x + norm(attention(norm(x)));  x = x + norm(mlp(norm(x)))`, as Gemma 2 has it."""
+    """`x = x + norm(attention(norm(x)));  x = x + norm(mlp(norm(x)))`, as in Gemma 2."""
 
     def __init__(
         self,
@@ -326,7 +326,7 @@ class SandwichLayer:
         norms: tuple[str, str, str, str],
         norm_offset: float = 0.0,
     ) -> None:
-        """`norms` names those before and behind attention, before and behind the MLP."""
+        """`norms` names those before and after attention, before and after the MLP."""
         self.attention, self.mlp, self.eps = attention, mlp, config.norm_eps
         self.before_attention, self.behind_attention, self.before_mlp, self.behind_mlp = (
             maker.vector(f"{name}.weight", config.hidden_size, add=norm_offset) for name in norms

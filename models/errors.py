@@ -62,5 +62,5 @@ class HubOfflineError(HubError):
 
 
 def one_line(message: str) -> str:
-    """The message with what cannot be printed as escapes: names in it are a file's own."""
+    """The message with unprintable characters escaped: it holds names from untrusted files."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in message)

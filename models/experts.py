@@ -1,4 +1,4 @@
-"""A mixture of experts where a dense decoder has its MLP.
+"""A mixture of experts in place of a dense decoder's MLP.
 
     routing = route(router(x));   y = sum over chosen experts of weight * down(f(gate(x)) * up(x))  [+ shared MLP]
 """
@@ -24,22 +24,21 @@ from runtime.tensor.tensor import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsForm:
-    """How a family's experts are made, and what their maps are called in a checkpoint.
+    """A family's experts: their structure, and their maps' names in a checkpoint.
 
     Attributes:
-        under: where a layer's experts stand.
+        under: the name that a layer's experts stand under.
         router, gate_up, down: the maps' names.
         has_bias: whether router and experts have biases.
         activation: between an expert's maps.
-        shared: where the expert of all tokens stands; shared_down: its second map's name; shared_stack: the first two
-            may be stored in one of this name;
-            shared_is_beside: not where the others stand, but in the layer.
+        shared: the shared expert's name; shared_down: its second map's name; shared_stack: the name of its first two
+            maps if stored as one; shared_is_beside: the shared expert stands in the layer, not under `under`.
         has_shared_gate: whether it is multiplied by a gate.
-        correction: the vector that is added to scores for the choice alone; "": there is none.
-        correction_rows: it is stored as a matrix of so many rows; 0: it is not.
+        correction: the vector that is added to scores for the choice alone; "" if there is none.
+        correction_rows: it is stored as a matrix of so many rows; 0 if it is a vector.
         stack_order: how all experts' maps share a tensor, where they are stored as one, as transformers 5 can save any
             family's.
-        stacks: what these tensors are called.
+        stacks: these tensors' names.
     """
 
     under: str = "mlp"
@@ -65,11 +64,11 @@ class MoeConfig(DecoderConfig):
 
     Attributes:
         expert_size: columns of an expert between its maps; `intermediate_size` is that of layers without experts.
-        rule: which experts a token goes to.
+        rule: how a token's experts are chosen.
         dense_layers: numbers of the layers that have an MLP instead.
-        shared_size: columns of the expert that all tokens go to; 0: there is none.
+        shared_size: columns of the shared expert; 0 if there is none.
         qk_norm: of queries and keys, as `Attention` takes it.
-        num_prediction_layers: layers behind the model's own that predict further tokens (`models.drafters.mtp`).
+        num_prediction_layers: layers after the model's own that predict further tokens (`models.drafters.mtp`).
     """
 
     expert_size: int
@@ -93,7 +92,7 @@ class MoeDecoder(Decoder):
 
     @classmethod
     def harmless_tensors(cls, config: ModelConfig) -> re.Pattern[str]:
-        """Those of the layers that predict further tokens, too, which a drafter reads."""
+        """Also those of the layers that predict further tokens, which a drafter reads."""
         own = cast(MoeConfig, config)
         if not own.num_prediction_layers:
             return cls.harmless
@@ -117,12 +116,12 @@ def _plain(order: Order) -> Order:
 
 
 class Experts:
-    """A router, its experts and perhaps a shared one, behind a norm if there is one."""
+    """A router, its experts and perhaps a shared one, after a norm if there is one."""
 
     def __init__(
         self, config: MoeConfig, maker: Maker, form: ExpertsForm, norm: RmsNorm | None, *, beside: Maker | None = None
     ) -> None:
-        """`beside` makes the shared expert that does not stand under the others."""
+        """`beside` makes a shared expert that does not stand under the others."""
         hidden, inner, count = config.hidden_size, config.share("expert_size"), config.rule.num_experts
         self.communicator, self.is_exact = maker.options.communicator, maker.options.exact
         num_ranks = maker.options.num_ranks
@@ -176,7 +175,7 @@ class Experts:
 
 
 class SharedExpert:
-    """The expert of all tokens, and the gate that it is multiplied by, if it is."""
+    """The shared expert, and its gate, if it has one."""
 
     def __init__(self, config: MoeConfig, maker: Maker, form: ExpertsForm) -> None:
         hidden, inner = config.hidden_size, config.share("shared_size")
@@ -194,7 +193,7 @@ class SharedExpert:
             self.gate = maker.router(f"{form.shared}_gate", outputs=1, inputs=hidden)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What it makes of ``x [T, H]``, in exact mode all of it, else this rank's part of the sum; and its gate
+        """The result for ``x [T, H]``, whole in exact mode, else this rank's part of the sum; and its gate
         ``[T, 1]``."""
         between = self.gate_up.glu(x, "silu")
         made = self.down(between) if self.is_exact else ops.linear(between, self.down.weight)
@@ -223,7 +222,7 @@ def read_rule(fields: Fields, *, count: int, top_k: int, normalises: bool) -> Ro
 
 
 def check_groups(fields: Fields, *, count: int, top_k: int, groups: int, best: int) -> None:
-    """That `top_k` of `count` experts can be chosen within the `best` of so many groups. Raises ConfigError."""
+    """Checks that `top_k` of `count` experts can be chosen within the `best` of so many groups. Raises ConfigError."""
     for name, value, limit, of in (
         ("n_group", groups, count, "n_routed_experts"), ("topk_group", best, groups, "n_group"),
         ("num_experts_per_tok", top_k, count // groups * best, "the experts of topk_group groups"),

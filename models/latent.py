@@ -1,11 +1,11 @@
-"""Latent attention (MLA, DeepSeek-V2, https://arxiv.org/abs/2405.04434): of each token one row is kept, of which all
-heads make their keys and values.
+"""Latent attention (MLA, DeepSeek-V2, https://arxiv.org/abs/2405.04434): one row is kept of each token, and all heads
+make their keys and values from it.
 
     row[j] = [rotated k | norm(c)]      by one map of x
     q[h]   = [rotated part | K_h^T q_h]      K_h: the map from c to the head's keys
     out[h] = V_h sum_j softmax_j(scale q[h] . row[j]) c[j]      V_h: the map from c to the head's values
 
-So K_h and V_h are absorbed into what stands beside them (`Maker.latent_maps`), and attention is that of many query
+So K_h and V_h are absorbed into the neighbouring maps (`Maker.latent_maps`), and attention is that of many query
 heads with one key head, whose values are parts of its keys. Ranks share out the query heads; each has all latent rows.
 """
 
@@ -30,10 +30,10 @@ class LatentForm:
     """Sizes of latent attention.
 
     Attributes:
-        query_rank: columns between the two maps of queries; 0: there is one.
-        latent_dim: numbers of a row that keys and values are made of.
-        rotary_dim: those of a row, and of each query, that are rotated.
-        key_dim, value_dim: of a head, without what is rotated.
+        query_rank: columns between the two maps of queries; 0 if there is one map.
+        latent_dim: the part of a row that keys and values are made from.
+        rotary_dim: the rotated part of a row, and of each query.
+        key_dim, value_dim: of a head, without the rotated part.
     """
 
     query_rank: int
@@ -49,7 +49,7 @@ class LatentForm:
 
 
 class LatentAttention:
-    """Causal latent attention between its projections, behind a norm."""
+    """Causal latent attention between its projections, after a norm."""
 
     def __init__(
         self, config: DecoderConfig, form: LatentForm, index: int, maker: Maker, rope: RopeTable, input_norm: RmsNorm

@@ -1,5 +1,4 @@
-"""Decoders whose norms subtract the mean, and the plain MLP: what GPT-2 and its descendants have where Llama has
-RMSNorm and a gated MLP."""
+"""Decoders whose norms subtract the mean, and the plain MLP: the LayerNorm and MLP of GPT-2 and its descendants."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ class LayerNormDecoder(Decoder):
     """A decoder whose norms are layer norms.
 
     Attributes:
-        norms_have_weights, norms_have_biases: what is stored of each norm.
+        norms_have_weights, norms_have_biases: whether each norm stores them.
     """
 
     norms_have_weights = True
@@ -63,7 +62,7 @@ class LayerNormLayer:
     def __call__(self, x: Tensor, batch: Batch, kv_cache: KVCache) -> Tensor:
         h = mlp_h = self.norm(x)
         if self.is_parallel and self.mlp_norm is not None:
-            mlp_h = self.mlp_norm(x)  # before attention, whose result may lie where x does
+            mlp_h = self.mlp_norm(x)  # before attention, whose result may overwrite x
         x = self.attention(h, batch, kv_cache, residual=x)
         if not self.is_parallel and self.mlp_norm is not None:
             mlp_h = self.mlp_norm(x)

@@ -1,4 +1,4 @@
-"""A decoder that reads pictures: what its tower makes of them stands where the embeddings of tokens would."""
+"""A decoder that reads pictures: the tower's embeddings replace those of the picture's placeholder tokens."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ OLDER_NAMES = MappingProxyType({
 
 
 class PictureDecoder(Decoder):
-    """What a model that reads pictures has besides its tower and its `patch_rule`.
+    """The parts of a model that reads pictures besides its tower and its `patch_rule`.
 
-    Of several stages the first one has the tower, and the layers behind which rows of it are added.
+    With several stages the first one has the tower and the layers that add its rows.
 
     Attributes:
         image_token_id: the token that stands for a picture's tokens.
-        num_deep_rows: layers behind which rows of the tower are added.
-        frame: tokens before and behind a picture's, of which templates write the first alone; None: there are none.
-        line_ends: the last token of each line of a picture's tokens, and of its last line; None: lines have no ends.
-        whole_picture_tokens: a picture's, where they see each other; None: each sees those before it.
+        num_deep_rows: layers after which rows of the tower are added.
+        frame: tokens before and after a picture's, of which templates write only the first; None if there are none.
+        line_ends: the last token of each line of a picture's tokens, and of its last line; None if lines have no ends.
+        whole_picture_tokens: a picture's number of tokens if they see each other; None if attention is causal.
     """
 
     image_token_id: int
@@ -45,7 +45,7 @@ class PictureDecoder(Decoder):
 
     @property
     def bytes_per_picture_token(self) -> int:
-        """Device memory of what the tower makes of a token."""
+        """Device memory of the tower's result for one token."""
         itemsize = 4 if self.device.kind == "cpu" else self.dtype.itemsize
         return itemsize * self.config.hidden_size * (1 + self.num_deep_rows)
 
@@ -63,13 +63,13 @@ class PictureDecoder(Decoder):
                 if number < len(each.rows):
                     rows = slice(each.first_token, each.first_token + each.rows[0].shape[0])
                     x[rows] = x[rows] + each.rows[number]
-                    x.row_squares = None  # were those of the rows before
+                    x.row_squares = None  # was of the old rows
             batch.keep(number, x)
         return x
 
 
 class AxesDecoder(PictureDecoder):
-    """One whose tokens have positions on three axes.
+    """A picture decoder whose tokens have positions on three axes.
 
     Attributes:
         axes: the axis that turns each pair of a head, `[head_dim / 2]`.

@@ -1,4 +1,4 @@
-"""From a model folder to a loaded model."""
+"""Loads a model from its folder."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def load_config(model: str | Path, overrides: str = "") -> ModelConfig:
     """The typed form of a model's config: of a folder's `config.json`, or of a GGUF file's metadata, with the
     `models.configuration.overrides` of its fields.
 
-    Raises `ConfigError`, naming file, field and value, for a file that is missing or not JSON, a field that
-    is missing or out of range, an unknown architecture, and a field that no family knows.
+    Raises `ConfigError`, naming file, field and value, for a file that is missing or not JSON, a field that is missing,
+    out of range or unknown, and an unknown architecture.
     """
     return _parse(open_model(model, overrides).config())
 
@@ -75,7 +75,7 @@ def _parse(fields: Fields) -> ModelConfig:
     add_class_defaults(fields, architecture.model_type)
     config = architecture.read_config(fields)
     read_quantization(fields)
-    if fields.has("vision_config"):  # a tower has no words to tie, whatever older classes wrote of all configs
+    if fields.has("vision_config"):  # a tower has no words to tie, though older classes wrote the field
         fields.object("vision_config").notes = frozenset({"tie_word_embeddings"})
     fields.refuse_unread(is_harmless, _ADVICE)
     positions = config.max_position_embeddings
@@ -88,10 +88,10 @@ _ADVICE = ": no code reads it. If the model computes the same without it, ignore
 
 
 def find_architecture(fields: Fields) -> Architecture:
-    """By `architectures`; by `model_type` where the file names none, a model without its head, such as Qwen3Model, or
-    one with the same head under a name that nobody knows, such as LLaMAForCausalLM.
+    """The architecture by `architectures`, or by `model_type` if the file names none, a headless model such as
+    Qwen3Model, or an unknown name such as LLaMAForCausalLM.
 
-    A `model_type` that no family here has, such as kimi_k2, says nothing beside an architecture that one has."""
+    An unknown `model_type`, such as kimi_k2, is ignored beside a known architecture."""
     known = known_architectures()
     names, model_type = fields.strings("architectures"), fields.string("model_type", None)
     of_type = next((one for one in known.values() if one.model_type == model_type), None)
@@ -140,12 +140,12 @@ class Declaration:
     """A model before it is loaded, by its config and the headers of its files.
 
     Attributes:
-        folder: where it is, or its GGUF file.
+        folder: of the model, or its GGUF file.
         config: of the whole model, tied or not as the files have it.
-        model: this rank's, without its numbers: what it consists of, in which types, and `weight_bytes`. It cannot run.
-        options: where weights go, and as what.
+        model: this rank's, without its numbers: shapes, types and `weight_bytes`. It cannot run.
+        options: the device and types of weights.
         source: the tensors, which fit the model.
-        warnings: what differs from the files' own words, to be said when it is loaded.
+        warnings: deviations from the files, to be logged when it is loaded.
     """
 
     folder: Path
@@ -162,9 +162,9 @@ class Declaration:
         """The model with its numbers. Raises `ModelLoadError`, and `InvalidArgumentError` for `max_model_len`.
 
         Args:
-            max_model_len: as `declare` has it; None: what that was told.
+            max_model_len: as in `declare`; None means that call's value.
             reporter: shows how many bytes of weights are there.
-            communicator, pipeline: of the rank that was declared, if they are there only now.
+            communicator, pipeline: of the declared rank, if they are created only now.
         """
         for warning in self.warnings:
             logger.warning("%s", warning)
@@ -198,10 +198,10 @@ def declare(
         folder: holds `config.json` and safetensors; or a GGUF file.
         load_format: "auto" (as the model is stored), "safetensors", or "dummy": seeded random weights from the config.
         seed: of the dummy weights.
-        max_model_len: tokens that a sequence will have at most, to keep position tables small; None: the config's
+        max_model_len: tokens that a sequence will have at most, to keep position tables small. None means the config's
             `max_position_embeddings`, which is also the limit.
         settings: `LoadOptions.parse`'s: device, dtype, quantization, gemm, exact, communicator, pipeline, stages; and
-            `hf_overrides`, as `models.configuration.overrides.as_text` gives them.
+            `hf_overrides`, from `models.configuration.overrides.as_text`.
 
     Raises:
         ModelLoadError: naming the file, the tensor or field, and the value at fault.
@@ -249,7 +249,7 @@ def load_model(folder: str | Path, *, reporter: Reporter = SILENT, **arguments: 
 
 
 def _warnings(folder: str | Path, overrides: str, said: ModelConfig, config: ModelConfig) -> tuple[str, ...]:
-    """Of what is otherwise than the files say."""
+    """Warnings about deviations from the files."""
     made = []
     if overrides:
         stored = open_model(folder).config().values()
@@ -267,8 +267,8 @@ def stages_of(
     folder: str | Path, num_stages: int, counts: Sequence[int] = (), *, load_format: LoadFormat = "auto",
     **settings: Unpack[LoadSettings],
 ) -> tuple[range, ...]:  # fmt: skip
-    """The layers that each of so many stages has: `counts` of them, or so that all read as many bytes. Raises
-    `ConfigError` where there are not as many, and as `declare_model`."""
+    """The layers of each stage: `counts` of them, or balanced by bytes. Raises `ConfigError` if there are too few
+    layers, and as `declare_model`."""
     whole = declare_model(folder, load_format=load_format, **settings)
     if counts:
         return counted(
@@ -286,7 +286,7 @@ def tensor_layout(config: ModelConfig) -> TensorLayout:
 
 
 def _layout(config: ModelConfig, maker: DeclaringMaker) -> TensorLayout:
-    """What a checkpoint must store of the model that ran over this maker: of all stages."""
+    """The layout that a checkpoint must have for the model that ran over this maker: of all stages."""
     if maker.options.pipeline is not None:
         return tensor_layout(config)
     model_class = known_architectures()[config.architecture].model_class
@@ -294,8 +294,8 @@ def _layout(config: ModelConfig, maker: DeclaringMaker) -> TensorLayout:
 
 
 def fit_model(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
-    """Fits a checkpoint to a model, and returns the model's config: tied or not as the files have it, whatever the
-    config says. Raises `WeightsError`."""
+    """Fits a checkpoint to a model, and returns the model's config: tied or not as in the files, not the config. Raises
+    `WeightsError`."""
     return _fitted(checkpoint, config)[0]
 
 
@@ -303,7 +303,7 @@ def _fitted(
     checkpoint: Checkpoint, config: ModelConfig, options: LoadOptions = DEFAULT_OPTIONS, positions: int = 1,
     main_dtype: DType = float32,
 ) -> tuple[ModelConfig, DeclaringMaker, Model]:  # fmt: skip
-    """`fit_model`, and what the model consists of."""
+    """`fit_model`, and the model's layout."""
     maker, model = _declared(config, options, positions, main_dtype)
     layout = _layout(config, maker)
     if checkpoint.ties_otherwise(layout, maker.heads):
@@ -317,7 +317,7 @@ def _fitted(
 def _declared(
     config: ModelConfig, options: LoadOptions = DEFAULT_OPTIONS, positions: int = 1, main_dtype: DType = float32
 ) -> tuple[DeclaringMaker, Model]:
-    """What a model of this config consists of."""
+    """The layout of a model of this config."""
     maker = DeclaringMaker(options, positions, main_dtype)
     return maker, _built(config, maker)
 

@@ -1,8 +1,8 @@
-"""Which layers of a model each stage of a pipeline has: neighbours, so that the stages read as many bytes in a step.
+"""Distributes layers to the stages of a pipeline: neighbouring layers, so that the stages read as many bytes in a step.
 
-A step reads each layer's weights, and those of the output head in the last stage. Of the table of embeddings it looks
-up a few rows, so that the table does not count. Bytes are known before anything runs; what stages then take may say
-otherwise, and a user may say how many layers each has.
+A step reads each layer's weights, and those of the output head in the last stage. The embedding table does not count:
+only a few rows are looked up. Bytes are known before anything runs; measured times of stages may suggest another split,
+and a user may set each stage's layers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ def balanced(
     layer_bytes: Sequence[int], num_stages: int, *, first_bytes: int = 0, last_bytes: int = 0, least_first: int = 1,
     name: str = "",
 ) -> tuple[range, ...]:  # fmt: skip
-    """The layers of each stage, at least one, of layers that have so many bytes: the largest stage is as small as can
-    be, and of those ways it is the one whose stages are most alike.
+    """The layers of each stage, at least one, of layers that have so many bytes: the largest stage is as small as
+    possible; ties go to the most even stages.
 
     `first_bytes` and `last_bytes` are what the first and the last stage read besides; the first has at least
     `least_first` layers. Raises `ConfigError` where there are fewer layers than stages; `name` is the model's in it.
@@ -35,7 +35,7 @@ def balanced(
 
     def best(limit: int | None) -> tuple[int, list[int]]:
         """Ends of the stages with the smallest largest stage; with a limit to it, with the smallest squares."""
-        # By the number of layers that the stages so far have: what they cost, and where each ends.
+        # By the number of layers in the stages so far: their cost, and each stage's end.
         found: dict[int, tuple[int, list[int]]] = {0: (0, [])}
         for stage in range(num_stages):
             left = num_stages - 1 - stage
@@ -70,11 +70,10 @@ def counted(counts: Sequence[int], num_layers: int, *, least_first: int = 1, nam
 
 
 def by_times(counts: Sequence[int], times: Sequence[int]) -> tuple[int, ...]:
-    """How many layers each stage should have for the slowest to be as fast as can be, where now each has so many and
-    takes so long.
+    """The layers of each stage that make the slowest stage fastest, from the present layers and times.
 
-    A layer takes what the others of its stage do; those of the last stage, which also has the head, what the mean layer
-    of the others does, and what is left is the head's.
+    All layers of a stage count the same. Layers of the last stage, which also has the head, count as the mean layer of
+    the other stages; the rest of its time is the head's.
     """
     per_layer = [time / count for count, time in zip(counts, times, strict=True)]
     mean = sum(times[:-1]) / sum(counts[:-1])

@@ -1,1 +1,1 @@
-"""Where weights come from: a hub, a folder, its files and their tensors; or nowhere, for dummy weights."""
+"""Sources of weights: a hub, a folder, its files and their tensors; or none, for dummy weights."""

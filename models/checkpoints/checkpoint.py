@@ -49,8 +49,7 @@ class TensorLayout:
     checkpoints and not in others. Stored tensors that match `harmless` are buffers that the model can
     compute, and are passed over. `copies` maps names that may be stored besides, or instead of, the one
     that they must equal (a tied output head). `stacks` are the tensors that may be stored instead of those that they
-    hold. `renames`: beginnings of names that other files have, and what they are here; one that begins with a dot may
-    stand anywhere.
+    hold. `renames`: prefixes that other files use, and their names here; one that begins with a dot may stand anywhere.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -66,7 +65,7 @@ class Checkpoint:
 
     def __init__(self, place: Path, label: str, tensors: Mapping[str, StoredTensor]) -> None:
         self.place = place
-        self.label = label  # the file that should name a missing tensor
+        self.label = label  # the file that an error about a missing tensor names
         self.tensors = dict(tensors)  # by stored name, then by the layout's
 
     def fit(self, layout: TensorLayout) -> None:
@@ -108,8 +107,8 @@ class Checkpoint:
             raise WeightsError(f"{self.place}: {count} not fit the config:", problems)
 
     def ties_otherwise(self, layout: TensorLayout, heads: Collection[str]) -> bool:
-        """Whether the files contradict what the layout says of its output head, one of `heads`: it must equal a table
-        and is another one, or it is not stored at all. Before `fit`."""
+        """Whether the files contradict the layout's tying of its output head, one of `heads`: a tied head differs from
+        its table, or an untied one is not stored. Call it before `fit`."""
         found = self._names_of(layout)
         if not layout.copies:
             return not any(head in found for head in heads)
@@ -272,19 +271,19 @@ class SafetensorsTensor:
         return array.astype(np.float32) if self.type_name == "F64" else array
 
     def blocks(self) -> np.ndarray[Any, Any]:
-        """There are none."""
+        """Raises: no tensor is stored in blocks."""
         raise AssertionError(f"{self.name} is not stored in blocks")
 
     def order(self) -> np.ndarray[Any, Any] | None:
-        """There is none."""
+        """Returns None; no tensor is quantised."""
         return None
 
     def matrix(self) -> QuantizedMatrix:
-        """There is none."""
+        """Raises: no tensor is quantised."""
         raise AssertionError(f"{self.name} is not quantised")
 
     def check(self) -> None:
-        """Floats may be anything."""
+        """Does nothing: floats may have any value."""
 
     def release(self) -> None:
         """See `StoredTensor`."""
@@ -292,7 +291,7 @@ class SafetensorsTensor:
 
 
 def _is_bias_of_zeros(name: str, tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether a tensor is a bias that tools add to every matrix, needed or not."""
+    """Whether a tensor is a bias that export tools add to every matrix, needed or not."""
     stem, _, part = name.rpartition(".")
     weight = tensors.get(f"{stem}.weight")
     if part != "bias" or weight is None:

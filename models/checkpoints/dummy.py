@@ -63,7 +63,7 @@ class DummyCheckpoint:
         raise AssertionError(f"{name} is not stored in blocks")
 
     def quantized(self, name: str) -> QuantizedLayout | None:
-        """How a matrix is quantised, in a model whose own are; None: its elements are floats."""
+        """How a matrix is quantised, or None if its elements are floats."""
         return self._quantized.get(name)
 
     def order(self, name: str) -> np.ndarray[Any, Any] | None:

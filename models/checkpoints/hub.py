@@ -1,9 +1,8 @@
-"""From what a user calls a model to local files: the bundled model, a folder, a GGUF file, or a repository of the
-Hugging Face hub.
+"""Resolves a model's name to local files: the bundled model, a folder, a GGUF file, or a Hugging Face repository.
 
 Only the files that the engine reads are downloaded: JSON, safetensors, chat templates and merges of the
 repository's top folder; of "owner/name:Q4_K_M" the GGUF file of that name, or its shards. Code, pickles and other
-formats stay where they are.
+formats are not downloaded.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def resolve_model(name_or_path: str | Path | None, reporter: Reporter = ON_STDER
 
 
 def local_model(name_or_path: str | Path | None) -> Path | None:
-    """`resolve_model` of what lies on this machine; None for a hub id. Raises `ModelNotFoundError` for what is neither.
+    """`resolve_model` of what lies on this machine; None for a hub id. Raises `ModelNotFoundError` for anything else.
     Nothing is downloaded."""
     if name_or_path is None:
         return BUNDLED_MODEL
@@ -77,7 +76,7 @@ def local_model(name_or_path: str | Path | None) -> Path | None:
 
 
 def model_name(name_or_path: str | Path | None) -> str:
-    """What users call the model: the hub id as given, a folder's name, a GGUF file's without its ending, or
+    """The model's display name: the hub id as given, a folder's name, a GGUF file's without its ending, or
     "xserv-demo" for the bundled one. Nothing is downloaded."""
     if name_or_path is None:
         return BUNDLED_MODEL_NAME
@@ -96,7 +95,7 @@ def _local_path(name_or_path: str | Path) -> Path:
 
 
 def _gguf_patterns(tag: str) -> list[str]:
-    """Patterns of the files that a repository calls so, in capitals or not, in one piece or in shards."""
+    """Patterns of the repository's files of this name, in any case, in one piece or in shards."""
     either_case = "".join(f"[{letter.lower()}{letter.upper()}]" if letter.isalpha() else letter for letter in tag)
     ends = [f"{either_case}.gguf", f"{either_case}-[0-9]*-of-[0-9]*.gguf"]
     return [start + end for start in ("", "*[-._/]") for end in ends]
@@ -142,13 +141,13 @@ def _download(repository: str, reporter: Reporter, wanted: list[str], unwanted: 
             f"{repository}: no such local folder, and the hub cannot be reached; give a folder, or no"
             " model at all for the bundled one"
         ) from error
-    except Exception as error:  # whatever else a download may meet: connections, disks, checksums
+    except Exception as error:  # anything else a download may meet: connections, disks, checksums
         raise HubError(f"{repository}: the download failed ({type(error).__name__}: {error})") from error
     return Path(folder)
 
 
 def _bar_class(show: Show) -> type[Any]:
-    """What huggingface_hub makes its bars of: they draw nothing, and those that count bytes tell `show`."""
+    """The class of huggingface_hub's progress bars: they draw nothing; those that count bytes call `show`."""
     from huggingface_hub.utils.tqdm import tqdm
 
     class Bar(tqdm):

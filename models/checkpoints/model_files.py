@@ -1,6 +1,6 @@
-"""The one door to a model's files, whatever form they have: config, tensors, tokenizer and template.
+"""The interface to a model's files in either form: config, tensors, tokenizer and template.
 
-A folder in Hugging Face's form has a file for each; a GGUF file says all of it in its metadata.
+A folder in Hugging Face's form has a file for each; a GGUF file has all of it in its metadata.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ModelFiles(Protocol):
         """The fields of `generation_config.json`; none if there is no such file."""
 
     def end_tokens(self) -> EndTokens | None:
-        """Ids that end an answer by the tokenizer; None if there is none, or `generation_config` has them."""
+        """End-of-answer ids of the tokenizer; None without a tokenizer, or if `generation_config` has them."""
 
     def checkpoint(self) -> Checkpoint:
         """The stored tensors, which are not checked against a model yet."""
@@ -43,7 +43,7 @@ class ModelFiles(Protocol):
         """Whether there is one."""
 
     def tokenizer_files(self) -> TokenizerFiles | None:
-        """What the tokenizer is made of; None if there is none: such a model serves token ids."""
+        """The tokenizer's files; None if there is none: such a model serves token ids."""
 
 
 class ModelFolder:
@@ -102,7 +102,7 @@ class ModelFolder:
 
 
 def open_model(path: str | Path, overrides: str = "") -> ModelFiles:
-    """The files of a model: of a folder, or of a GGUF file. `overrides` are of its config's fields
+    """The files of a model: of a folder, or of a GGUF file. `overrides` replace fields of its config
     (`models.configuration.overrides`). Raises `ModelLoadError` for a file that is not readable."""
     path = Path(path)
     if not path.is_file():
@@ -113,5 +113,5 @@ def open_model(path: str | Path, overrides: str = "") -> ModelFiles:
 
 @lru_cache(maxsize=1)
 def _gguf_model(path: Path, overrides: str, *_identity: int) -> GgufModel:
-    """The header, which lists the vocabulary, is read once for all who open the same file."""
+    """The header, which lists the vocabulary, is cached: it is read once per file."""
     return GgufModel(path, overrides)

@@ -1,4 +1,4 @@
-"""What a folder holds that the engine does not read, and what to do about it."""
+"""Explains a folder without safetensors: the unsupported formats in it, and how to convert them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_STATES = ("optimizer.", "scheduler.", "rng_state", "training_args.", "scaler.")  # what trainers keep beside weights
+_STATES = ("optimizer.", "scheduler.", "rng_state", "training_args.", "scaler.")  # trainers' state beside weights
 _FOREIGN = {
     ".onnx": "ONNX", ".h5": "TensorFlow", ".msgpack": "Flax", ".npz": "MLX", ".engine": "TensorRT-LLM",
     ".tflite": "LiteRT", ".nemo": "NeMo", ".mlmodel": "Core ML",
@@ -14,7 +14,7 @@ _FOREIGN = {
 
 
 def remedy(folder: Path) -> str:
-    """How to come by a folder that can be loaded, by the files that lie in this one."""
+    """Advice on getting a loadable folder, by the files found in this one."""
     names = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith(_STATES))
 
     def found(*suffixes: str) -> str:
@@ -37,7 +37,7 @@ def remedy(folder: Path) -> str:
             f"{found(*_PICKLES)} cannot be used, since a pickle may run code: save the model as safetensors"
             " (transformers: `AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)`)"
         )
-    if found(".safetensors"):  # else they were taken
+    if found(".safetensors"):  # otherwise they were loaded
         return (
             f"{found('.safetensors')} has Mistral's own tensor names: take the repository's model*.safetensors,"
             " or convert it (transformers: `convert_mistral_weights_to_hf.py`)"

@@ -2,8 +2,7 @@
 
 The format (https://github.com/huggingface/safetensors): eight bytes of little-endian header length, a JSON
 header `{name: {"dtype", "shape", "data_offsets": [begin, end]}, "__metadata__": {...}}`, then the data
-without gaps. The file is taken for hostile: every number in the header is checked against the file before
-it is used.
+without gaps. The file is not trusted: every number in the header is checked against the file's size before it is used.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _NUMPY = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """What the header says about one tensor; `begin` and `end` are byte offsets into the data."""
+    """The header's entry of one tensor; `begin` and `end` are byte offsets into the data."""
 
     dtype: str  # the format's name, such as "BF16"
     shape: tuple[int, ...]

@@ -1,10 +1,9 @@
 """Maps that a checkpoint stores as one tensor: each becomes a tensor of its own.
 
-A layout names every expert's maps, `experts.3.gate_proj.weight [N, K]`. gpt-oss stores those of a layer together,
+A layout names each expert's maps, `experts.3.gate_proj.weight [N, K]`. gpt-oss stores those of a layer together,
 `experts.gate_up_proj [E, K, 2 N]`, inputs first, columns of gate and up by turns; Qwen3-VL-MoE, those of gate before
-those of up. transformers 5 writes the latter outputs first, `[E, 2 N, K]`, and can save any family's experts so: a
-stack's shape tells. A square one lies as the other stack of its layer does, of which one at most is square, as gate and
-up are two.
+those of up. transformers 5 writes the latter outputs first, `[E, 2 N, K]`, and can save any family's experts so: the
+shape shows which it is. A square stack has the order of its layer's other stack: at most one of them is square.
 
 GPT-NeoX and InternLM 2 store queries, keys and values together, the rows of each head of keys between those of its
 queries and its values.
@@ -31,10 +30,10 @@ class Stack:
     """A tensor that holds a tensor of each expert, or several.
 
     Attributes:
-        shape: with the experts first, and last what the tensors share; with "outputs_first" second.
-        under: what the tensors' names begin with, before the expert's number.
-        parts: how they go on, in their order.
-        order: how they share.
+        shape: experts first; the shared dimension last, or second with "outputs_first".
+        under: the tensors' names up to the expert's number.
+        parts: the rest of the names, in order.
+        order: how the tensors lie in the stack.
     """
 
     shape: tuple[int, ...]
@@ -74,7 +73,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class RowStack:
-    """A tensor whose rows come in equal groups, in each of which every part has so many rows.
+    """A tensor whose rows come in equal groups; each part has a fixed number of rows in each group.
 
     Attributes:
         shape: of the tensor.
@@ -89,7 +88,7 @@ class RowStack:
 
     @property
     def turned_shape(self) -> tuple[int, ...]:
-        """It lies one way alone."""
+        """The same shape: rows have one orientation."""
         return self.shape
 
     def take(self, stored: StoredTensor, is_turned: bool) -> Iterator[tuple[str, StoredTensor]]:
@@ -104,7 +103,7 @@ def take_apart(
     found: dict[str, StoredTensor], stacks: Mapping[str, Stack | RowStack], shapes: dict[str, tuple[int, ...]],
     label: str,
 ) -> list[str]:  # fmt: skip
-    """Replaces the stacks among the stored tensors by what they hold; returns what is wrong with them.
+    """Replaces the stored stacks by their tensors; returns the problems found.
 
     Tensors of a stack that is wrong, or missing whole from the file `label`, leave `shapes`: they are not missing, too.
     """
@@ -185,7 +184,7 @@ class StackedTensor:
         return self._stack.matrix().cut(self._rows)
 
     def check(self) -> None:
-        """The first one checks the stack."""
+        """Checks the whole stack, once."""
         if self._expert == 0 == self._columns.start:
             self._stack.check()
 
@@ -227,7 +226,7 @@ class RowsOfStack:
         return self._stack.matrix().pick(self._rows)
 
     def check(self) -> None:
-        """The first one checks the stack."""
+        """Checks the whole stack, once."""
         if self._checks:
             self._stack.check()
 

@@ -1,4 +1,4 @@
-"""One tensor of a model's files, whatever form these have."""
+"""The interface to one tensor of a model's files, in any format."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class StoredTensor(Protocol):
 
     Attributes:
         file: the file's name.
-        name: what the file calls it.
+        name: its name in the file.
         shape: of the elements.
         dtype: of the elements as `array` gives them; None if it cannot.
-        type_name: what the file calls the type.
+        type_name: the type's name in the file.
         size_bytes: in the file.
         block_format: ggml's name of the blocks that `blocks` gives; None if elements are stored one by one.
-        quantized: how the matrix that `matrix` gives is quantised; None if it is not.
+        quantized: how `matrix`'s result is quantised; None if it is not.
     """
 
     file: str

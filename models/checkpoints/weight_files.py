@@ -2,8 +2,8 @@
 all that are there.
 
 `model.safetensors` counts before an index, as in transformers; files without an index are read as vLLM reads them. The
-tensors of the files count, wherever an index places them. Whatever is not as transformers writes it is a warning that
-says what was taken.
+tensors of the files count, wherever an index places them. A deviation from transformers' layout is a warning that names
+the files that were read.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A config inside another, such as `text_config`, is written without the fields that have its class's values, and
 `from_pretrained` takes these for any absent field. Other values, such as the epsilon of norms, stand where a family
-reads them. Token ids are left out: a token is no end of a text because a class says so.
+reads them. Token ids are left out: a class's default does not make a token an end of text.
 """
 
 from __future__ import annotations
@@ -85,5 +85,5 @@ def add_class_defaults(fields: Fields, model_type: str) -> None:
 
 
 def model_types() -> list[str]:
-    """Those that are known."""
+    """The known model types."""
     return sorted({*_SIZES, *_OTHERS})

@@ -1,4 +1,4 @@
-"""What the engine knows of every model, and how a family reads it from `config.json`.
+"""The fields that every model's config has, and how a family reads them from `config.json`.
 
 The rule: a field that would change the model's arithmetic is either honoured or refused by its name; none is ignored.
 A family reads its fields through `Fields`, which records them; `models.registry.parse_config` refuses the rest.
@@ -40,7 +40,7 @@ GELU_NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """What every model has. A family's config adds the fields of its own.
+    """The fields of every model. A family's config adds its own.
 
     Sizes are counts of elements, tokens, heads or layers.
     """
@@ -56,15 +56,15 @@ class ModelConfig:
     norm_eps: float
     activation: str  # "silu" in a gated MLP; "erf", "tanh" or "sigmoid": a GELU
     tie_word_embeddings: bool
-    layer_windows: tuple[int | None, ...]  # tokens that a query sees in each layer, itself included; None: all
+    layer_windows: tuple[int | None, ...]  # tokens that a query sees in each layer, itself included; None for all
     attention_scales: tuple[float, ...]  # the factor of q·k in each layer
-    dtype: DType | None  # as the config says; None: it does not
+    dtype: DType | None  # of the config, or None if it has none
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
-    latent_values: int = 0  # of latent pages, numbers of a value (`runtime.kv.cache`); 0: they are of keys and values
+    latent_values: int = 0  # numbers of a value in latent pages (`runtime.kv.cache`); 0 for pages of keys and values
     architecture: str = ""  # as in config.json, such as "LlamaForCausalLM"
-    shares: tuple[tuple[str, Share], ...] = ()  # of a rank's: of which whole the sizes of these names are parts
+    shares: tuple[tuple[str, Share], ...] = ()  # of a rank's config: the whole that each named size is a share of
 
     @property
     def split_widths(self) -> tuple[str, ...]:
@@ -116,7 +116,7 @@ def read_common(
 ) -> dict[str, Any]:
     """The fields of `ModelConfig` that decoders spell alike, as keyword arguments of a family's config.
 
-    `layer_windows` has no window and `attention_scales` are 1/√head_dim; a family that has others replaces them.
+    `layer_windows` are all None and `attention_scales` 1/√head_dim; a family with others replaces them.
     `default_head_dim` None means `hidden_size / num_attention_heads`.
     """
     hidden_size = fields.integer("hidden_size", most=1 << 20)
@@ -175,7 +175,7 @@ def read_vocab_size(fields: Fields) -> int:
 
 
 def read_choice(fields: Fields, name: str, default: str, choices: Mapping[str, str]) -> str:
-    """What a name, such as an activation's, stands for; one that is not among `choices` is refused."""
+    """The choice of that name, such as an activation's; a name that is not among `choices` is refused."""
     value = fields.string(name, default)
     if value not in choices:
         raise fields.error(name, f"{value!r:.80} is not supported; supported are {', '.join(choices)}")
@@ -191,7 +191,7 @@ def read_token_ids(fields: Fields) -> dict[str, Any]:
 
 
 def outer_fields(fields: Fields) -> dict[str, Any]:
-    """Token ids and the type of weights that a file gives beside its `text_config`: they count before those in it."""
+    """Token ids and the weights' type beside `text_config`; they take precedence over those in it."""
     found = {**read_token_ids(fields), "dtype": read_dtype(fields)}
     return {name: value for name, value in found.items() if value not in (None, ())}
 
@@ -214,7 +214,7 @@ def read_dtype(fields: Fields) -> DType | None:
 
 
 def load_dtype(model: str | Path, overrides: str = "") -> DType | None:
-    """The type that a model's config, with its overrides, says the weights were saved in. Wakes no kernels.
+    """The type that a model's config, with its overrides, says the weights were saved in. Imports no kernels.
 
     Raises `ModelLoadError`.
     """

@@ -34,12 +34,12 @@ _ONLY_TRANSFORMERS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class GenerationConfig:
-    """The fields that the engine has a use for; None where the file says nothing.
+    """The fields that the engine uses; None for a field that the file lacks.
 
     `eos_token_ids` are those of the configs alone; `load_end_ids` has all that end an answer. `sampling` has the
-    parameters of `runtime.sampling_table` that the file gives and that mean something: none that shapes draws if
-    `do_sample` is false, which recommends the most probable token.
-    `max_new_tokens` and `max_length` are tokens; `max_length` includes the prompt.
+    parameters of `runtime.sampling_table` that the file gives and that have an effect: with `do_sample` false, which
+    recommends greedy decoding, none that shapes sampling. `max_new_tokens` and `max_length` are tokens; `max_length`
+    includes the prompt.
     """
 
     bos_token_id: int | None = None
@@ -54,8 +54,8 @@ def load_generation_config(model: str | Path) -> GenerationConfig:
     """The typed form of the model's generation config.
 
     Where that or its ids are absent, the ids are those of `config.json`, which older models have instead. A file that
-    is not JSON, and a value that makes no sense, are warnings that name file, field and value, and count as absent, as
-    users can say all of it themselves.
+    is not JSON, and a value that makes no sense, are warnings that name file, field and value. They count as absent:
+    users can set all of these.
 
     Raises `ConfigError` for a `config.json` that is wrong.
     """
@@ -90,8 +90,8 @@ def load_end_ids(model: str | Path, overrides: str = "") -> tuple[int, ...]:
     """The ids that end an answer: those that the generation config, `config.json`, its `text_config` and the tokenizer
     name, and the tokenizer's known ends of a turn.
 
-    Where the generation config names some, `config.json` adds no id whose token is ordinary text: classes of configs
-    have defaults that another vocabulary knows nothing of. Raises `ConfigError` for a `config.json` that is wrong.
+    Where the generation config names some, `config.json` adds no id whose token is ordinary text: config classes have
+    default ids that belong to another vocabulary. Raises `ConfigError` for a `config.json` that is wrong.
     """
     files = open_model(model, overrides)
     generation, config = _generation_fields(files), files.config()
@@ -101,7 +101,7 @@ def load_end_ids(model: str | Path, overrides: str = "") -> tuple[int, ...]:
         others += Fields(text, f"{config.where}: text_config").token_ids("eos_token_id")
     try:
         tokens = files.end_tokens()
-    except TokenizerFileError as error:  # told to whoever loads the tokenizer
+    except TokenizerFileError as error:  # the tokenizer's own loading reports it
         warn_once(f"{error}: answers end at the ids of the configs alone, not at those that the tokenizer names")
         tokens = None
     if tokens is not None and named:

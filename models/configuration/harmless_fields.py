@@ -2,11 +2,11 @@
 
 A field that no family reads is refused by its name, unless it is harmless in one of three ways:
 
-- its name says that it is a note, or of training, of other tasks, of how somebody runs the model (`HARMLESS`: the names
-  that transformers 4.30 to 5.24 write and published models carry; `_PATTERNS`: how others of their kinds are called);
-- its value switches its feature off: false, an empty string or list, an object of nulls; 0 of what is counted, 1 of
-  what is multiplied. Not so where the name is of something that every decoder has (a norm, a rotation, a gate ...),
-  whose absence would change the model, unless `NEUTRAL` knows better;
+- its name marks a note, or a setting of training, of other tasks or of running the model (`HARMLESS`: the names
+  that transformers 4.30 to 5.24 write and published models carry; `_PATTERNS`: patterns of similar names);
+- its value switches its feature off: false, an empty string or list, an object of nulls; 0 of a count, 1 of a factor.
+  This excludes parts that every decoder has (a norm, a rotation, a gate ...), whose absence would change the model,
+  unless `NEUTRAL` lists the field;
 - it is null, which means absent.
 
 A name that can change the arithmetic of any architecture belongs neither in `HARMLESS` nor in `_PATTERNS`.
@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-# Where the file and the model come from.
+# The source of the file and the model.
 _PROVENANCE = {
     "architectures", "auto_map", "custom_pipelines", "model_name", "model_type", "name_or_path",
     "is_composition", "transformers.js_config",
@@ -60,7 +60,7 @@ HARMLESS = frozenset().union(_PROVENANCE, _TRAINING, _EXECUTION, _LENGTHS, _TASK
 
 _PATTERNS = re.compile(
     "|".join((
-        r"_(?!sliding).*",  # what transformers and tools write for themselves
+        r"_(?!sliding).*",  # written by transformers and tools for themselves
         r".*(dropout|pdrop|drop_path|drop_rate|layerdrop).*|.*(^|_)(initializer|init)(_.*|$)|.*(^|_)loss(_.*|$)",
         r"(aux|router_aux|router_z|z)_.*coef.*|label_smoothing.*|gradient_checkpointing.*|(train|training|freeze|tune)_.*",
         r"(.*_)?(dtype|in_fp32)|(bf|fp|tf)(16|32)|.*(attn|attention|experts)_implementation.*|.*flash_?(attn|attention).*",

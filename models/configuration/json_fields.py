@@ -65,14 +65,14 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 class Fields:
-    """Typed access to the fields of one JSON object, which records what was read.
+    """Typed access to the fields of one JSON object; records the fields that were read.
 
-    `null` means the same as absent, as in transformers. `refuse_unread` refuses every field that nobody read.
+    `null` means the same as absent, as in transformers. `refuse_unread` refuses every field that was not read.
     """
 
     def __init__(self, values: dict[str, Any], where: str, path: tuple[str, ...] = ()) -> None:
         self.where = where  # the file, and the path inside it
-        self.owner = ""  # whose fields they are, such as an architecture
+        self.owner = ""  # such as an architecture, for messages
         self.notes: frozenset[str] = frozenset()  # names that are harmless here, besides those that are so anywhere
         self._path = path  # the objects that these lie in, from the file's own
         self._values = values
@@ -100,7 +100,7 @@ class Fields:
         return name in self._values
 
     def default(self, values: Mapping[str, Any]) -> None:
-        """Fields that are absent have these values; nobody has to read them."""
+        """Sets values of absent fields; these need not be read."""
         self._defaults = {**values, **self._defaults}
 
     def raw(self, name: str) -> Any:
@@ -109,14 +109,14 @@ class Fields:
         return self._values.get(name, self._defaults.get(name))
 
     def expect(self, name: str, *supported: Any) -> None:
-        """Read a field that is absent or one of `supported`: what holds for the architecture anyway."""
+        """Reads a field that must be absent or one of `supported`, the architecture's fixed values."""
         value = self.raw(name)
         if value is not None and not any(type(value) is type(one) and value == one for one in supported):
             known = ", ".join([*dict.fromkeys(map(repr, supported)), "null or absent"])
             raise self._unsupported(name, f": it must be {known}")
 
     def refuse_unread(self, is_harmless: Callable[[str, Any], bool], advice: str = "") -> None:
-        """Raise `ConfigError` for a field that nobody read, here or in an object below, unless it is harmless.
+        """Raises `ConfigError` for a field that was not read, here or in an object below, unless it is harmless.
 
         `advice` ends the message: in it `{null}` stands for a JSON object that makes the field null."""
         for name, value in self._values.items():
@@ -220,7 +220,7 @@ class Fields:
         return self._objects[name]
 
     def insert(self, name: str, values: dict[str, Any], where: str) -> None:
-        """Puts in an object that another file, ``where``, holds."""
+        """Adds an object from another file, ``where``."""
         self._values = {**self._values, name: values}
         self._objects[name] = Fields(values, where, (*self._path, name))
         self._read.add(name)

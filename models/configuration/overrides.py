@@ -1,8 +1,8 @@
 """Fields of `config.json` that a user replaces: `--hf-overrides`, after vLLM's option.
 
 A JSON object, whose fields take the place of the file's. Objects in it are merged into those of the file, but a
-rotation that names its kind (`rope_type`) replaces the file's whole, in either spelling. Null means absent, so that a
-field that nothing here reads is passed over.
+rotation that names its kind (`rope_type`) replaces the file's whole, in either spelling. Null means absent; it also
+removes a field that the engine does not support.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _ROPES = ("rope_parameters", "rope_scaling")
 
 
 def as_text(overrides: Any) -> str:
-    """The overrides, a JSON text or what it stands for, as one line of JSON; "" if there are none.
+    """The overrides, given as JSON text or parsed, as one line of JSON; "" if there are none.
 
-    Raises `InvalidArgumentError` for anything else than an object.
+    Raises `InvalidArgumentError` for anything but an object.
     """
     if overrides in (None, ""):
         return ""
@@ -39,7 +39,7 @@ def as_text(overrides: Any) -> str:
 
 
 def overridden(values: Mapping[str, Any], overrides: str) -> dict[str, Any]:
-    """The fields of a config with what `as_text` gave in their places."""
+    """A config's fields with the overrides of `as_text` applied."""
     return _merged(values, json.loads(overrides) if overrides else {})
 
 

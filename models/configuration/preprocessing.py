@@ -1,5 +1,5 @@
-"""How a model's pictures are prepared, as `preprocessor_config.json` says, or `processor_config.json`, into which
-transformers 5 writes the same as `image_processor`, and which counts where there are both. Neither is needed."""
+"""The preparation of a model's pictures, read from `preprocessor_config.json` or the `image_processor` of transformers
+5's `processor_config.json`, which takes precedence. Both files are optional."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _NOTES = (
 
 
 def read_patch_rule(folder: str | Path, default: Rule) -> Rule:
-    """The rule of a model's folder; `default`, which the model's config gives, where the folder has no such file.
+    """The rule of a model's folder, or `default`, from the model's config, if the folder has no such file.
 
-    Raises `ConfigError` for what contradicts the config, and for what is not supported.
+    Raises `ConfigError` for a value that contradicts the config or is not supported.
     """
     processor = _fields_of(folder, PROCESSOR_FILE)
-    if processor is not None and isinstance(default, SideRule):  # whose processor says how large a token is
+    if processor is not None and isinstance(default, SideRule):  # its processor gives the size of a token
         processor.expect("patch_size", default.patch_size)
         processor.expect("spatial_merge_size", default.merge_size)
     nested = processor is not None and processor.has("image_processor")
@@ -65,7 +65,7 @@ def read_patch_rule(folder: str | Path, default: Rule) -> Rule:
 def read_line_ends(folder: str | Path, default: tuple[int, int]) -> tuple[int, int] | None:
     """The ids of the tokens that end a line of a picture's tokens, and its last line: by the names that the folder's
     processor has for them, or those of Pixtral's; `default` where the folder has no `tokenizer.json`. None, with a
-    warning, where the tokenizer has no such tokens: then the model can be given no pictures.
+    warning, if the tokenizer lacks these tokens: the model then takes no pictures.
 
     Raises `ConfigError`.
     """

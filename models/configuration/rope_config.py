@@ -1,4 +1,4 @@
-"""What a config says about rotary position embeddings, in both of its spellings.
+"""The rotary position embeddings of a config, in both of its spellings.
 
 Older files carry `rope_theta` and `rope_scaling: {"type" or "rope_type", "factor", ...}`; transformers 5
 writes one object, `rope_parameters: {"rope_type", "rope_theta", "factor", ...}`. Both become the same
@@ -97,7 +97,7 @@ def rope_fields(fields: Fields, layer_type: str | None = None) -> Fields:
     for name in {*new.names(), *old.names()} - {"type", "rope_type"}:
         left, right = new.raw(name), old.raw(name)
         if left is None or right is None:
-            # A writer that gives both may leave the base out of the older one, which knew it from outside.
+            # A file with both spellings may lack the base in the older one, which had it outside of the object.
             if name == "rope_theta":
                 continue
             given, other = ("rope_scaling", "rope_parameters") if left is None else ("rope_parameters", "rope_scaling")
@@ -127,9 +127,9 @@ def parse_rope(
         head_dim: elements of a head.
         max_position_embeddings: as the config says.
         default_theta: the base where the file gives none.
-        default_partial_rotary_factor: the share of a head that is rotated where the file gives none; None: the family
-            rotates whole heads, and another share is refused.
-        default_original_context: `original_max_position_embeddings` where the file gives none; None: the same as
+        default_partial_rotary_factor: the share of a head that is rotated where the file gives none. None means that
+            the family rotates whole heads and refuses another share.
+        default_original_context: `original_max_position_embeddings` where the file gives none, or None for
             `max_position_embeddings`.
         interleaved: which elements of a head make a pair; the family knows.
         kinds: those that the family supports.
@@ -199,7 +199,7 @@ def _default(rope: Fields, theta: float, positions: int, original: Callable[[], 
 
 
 def _dynamic(rope: Fields, theta: float, positions: int, original: Callable[[], int]) -> dict[str, Any]:
-    """A base that grows with sequences of more than `max_position_embeddings`, which there are none of: the default."""
+    """The default: "dynamic" grows the base only beyond `max_position_embeddings`, which no sequence exceeds."""
     rope.number("factor", least=1.0, most=_MOST)
     rope.raw("original_max_position_embeddings")  # a note
     return {}
@@ -272,5 +272,5 @@ def _original_context(rope: Fields, fields: Fields, default: int) -> int:
 
 
 def _attention_scale(factor: float, scale: float) -> float:
-    """How much larger cosine and sine are, that attention over a longer context stays as sharp."""
+    """The factor of cosine and sine that keeps attention over a longer context as sharp."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0

@@ -1,14 +1,14 @@
-"""DFlash drafters (arXiv 2602.06036): a few layers that say a block of tokens in one pass; and DSpark's, which are
-these with a bias of each token on the next one's logits.
+"""DFlash drafters (arXiv 2602.06036): a few layers that propose a block of tokens in one pass; and DSpark's, which add
+a bias of each token to the next one's logits.
 
-    c = norm(fc(x_a, x_b, ...))        what the model has behind some of its layers, at token i: the context
+    c = norm(fc(x_a, x_b, ...))        the model's hidden states after some layers, at token i: the context
     block = embed(token n, mask, mask, ...)        the last known token, and the mask's embedding in the others' places
     x = x + attention(norm(x));  x = x + mlp(norm(x))        of the block's rows alone
 
 Keys and values are maps of c at places before n, by each layer's own projections, and of the block's rows from n on.
-A block's rows see each other, unless a layer is causal. Row j says token n + j, or n + j + 1 where the first row says
-one, too (DSpark). DSpark adds `w2(w1[t])` to the logits behind token t, so that its draws come one after another; what
-its `confidence_head` would say is not asked: chances are counted from what was kept.
+A block's rows see each other, unless a layer is causal. Row j proposes token n + j, or n + j + 1 if the first row also
+proposes one (DSpark). DSpark adds `w2(w1[t])` to the logits after token t, so that its tokens are sampled one after
+another. Its `confidence_head` is not used: acceptance rates are counted instead.
 
 Three layouts are read: z-lab's (`dflash_config`), DeepSpec's (`Qwen3DSparkModel`) and that of `speculators`. A
 checkpoint without a token table or head has the model's.
@@ -61,18 +61,18 @@ MOST_BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class DFlashConfig:
-    """What `config.json` says of a drafter.
+    """A drafter's configuration.
 
     Attributes:
         decoder: of its layers.
         draft_vocab_size: tokens that its head knows.
         target_hidden_size: width of the model's hidden states.
-        layers: of the model, behind which it reads them, counted from 1; 0: the embeddings.
+        layers: of the model, after which it reads them, counted from 1; 0 for the embeddings.
         block_size: tokens of a block, the known one included.
         mask_token_id: stands for the others.
         first_proposal: see `BlockDrafter`.
         are_causal: of each layer, whether rows of a block see no later ones.
-        markov_rank: width of the map from a token to the next one's bias; 0: there is none.
+        markov_rank: width of the map from a token to the next one's bias; 0 if there is none.
     """
 
     decoder: LlamaConfig
@@ -87,7 +87,7 @@ class DFlashConfig:
 
 
 def read_dflash(fields: Fields, num_target_layers: int) -> DFlashConfig:
-    """Raises `ConfigError` for a field that is missing, out of range, or known to nobody."""
+    """Reads the config. Raises `ConfigError` for a field that is missing, out of range or unknown."""
     names = fields.strings("architectures") or []
     if not set(names) & set(_ARCHITECTURES):
         known = ", ".join(_ARCHITECTURES)
@@ -108,7 +108,7 @@ def _read_speculators(fields: Fields, num_target_layers: int) -> DFlashConfig:
     if kind not in ("dflash", "dspark"):
         raise fields.error("speculators_model_type", f"{kind!r:.80} must be dflash or dspark")
     fields.expect("tie_word_embeddings", False)
-    for name in ("speculators_config", "dtype", "torch_dtype"):  # how it is used, and the layers' type again
+    for name in ("speculators_config", "dtype", "torch_dtype"):  # its use, and the layers' type again
         fields.raw(name)
     decoder = _read_decoder(fields.object("transformer_layer_config"))
     sees_all = fields.boolean("sliding_window_non_causal", False)
@@ -126,7 +126,7 @@ def _read_speculators(fields: Fields, num_target_layers: int) -> DFlashConfig:
 
 
 def _read_plain(fields: Fields, num_target_layers: int, *, is_deepspec: bool) -> DFlashConfig:
-    """z-lab's layout, or DeepSpec's, whose fields are not in an object of their own."""
+    """z-lab's layout, or DeepSpec's, which has its fields at the top."""
     count = fields.integer("num_target_layers", num_target_layers)
     if count != num_target_layers:
         raise fields.error("num_target_layers", f"= {count}, but the model has {num_target_layers}")
@@ -168,8 +168,8 @@ def _read_decoder(fields: Fields) -> LlamaConfig:
 
 
 def _read_layers(fields: Fields, name: str, added: int, num_target_layers: int) -> tuple[int, ...]:
-    """``added`` to each of the field gives our count. The last layer is refused: trainers do not agree on whether its
-    states are those before or behind the model's last norm."""
+    """``added`` to each of the field gives our count. The last layer is refused: trainers disagree on whether its
+    states are taken before or after the last norm."""
     given = fields.integers(name, least=-added)
     if not given:
         raise fields.error(name, "is missing")
@@ -199,7 +199,7 @@ class DFlashDrafter:
     """See `BlockDrafter`. It shares the model's table and head where it has none.
 
     Attributes:
-        config: what its `config.json` says.
+        config: of its `config.json`.
     """
 
     rotary_switch: int | None = None
@@ -255,7 +255,7 @@ class DFlashDrafter:
         return ops.rms_norm(self._fc(ops.join_columns(states)), self._context_norm, self._eps)
 
     def absorb(self, batch: Batch, hidden: Tensor, pages: KVCache) -> None:
-        """See `BlockDrafter`. Queries are computed, too, and dropped: their map lies in one matrix with the others."""
+        """See `BlockDrafter`. Queries are computed, too, and dropped: they share one matrix with keys and values."""
         for _, attention, _ in self._layers:
             attention.prepare(hidden, batch, pages)
 

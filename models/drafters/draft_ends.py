@@ -1,4 +1,4 @@
-"""What stands before and behind a drafter's layers: a token table and a head, its own ones or the model's.
+"""The ends of a drafter: token table and output head, its own or the model's.
 
 The head may know fewer tokens than the model: `d2t` is what is added to each of its ids.
 """
@@ -25,12 +25,12 @@ from runtime.tensor.tensor import Tensor
 
 @dataclass(frozen=True, slots=True)
 class StoredEnds:
-    """What a drafter's checkpoint has of both.
+    """The table and head of a drafter's checkpoint.
 
     Attributes:
         has_table, has_head: else the model's are used.
         hidden_size, draft_vocab_size: their sizes; the table has all of the model's tokens.
-        token_ids: `[draft_vocab_size]` int32, the model's id of each token of the head; None: they are the same.
+        token_ids: `[draft_vocab_size]` int32, the model's id of each token of the head, or None if they are the same.
     """
 
     has_table: bool
@@ -43,8 +43,8 @@ class StoredEnds:
 def read_ends(
     checkpoint: Checkpoint | None, folder: Path, target: Model, *, hidden_size: int, draft_vocab_size: int
 ) -> StoredEnds:
-    """What the checkpoint of that folder has; None: there is none, and the weights are dummies. Raises `WeightsError`
-    for what is missing and cannot be the model's, and for a wrong `d2t`."""
+    """The ends in that folder's checkpoint; None if the weights are dummies. Raises `WeightsError` for a missing tensor
+    that cannot be the model's, and for a wrong `d2t`."""
     names = [] if checkpoint is None else [name.removeprefix("model.") for name in checkpoint.names()]
     has_table, has_head = "embed_tokens.weight" in names, "lm_head.weight" in names
     vocab_size, width = target.config.vocab_size, target.config.hidden_size
@@ -76,7 +76,7 @@ class DraftEnds:
     def __init__(self, maker: Maker, target: Decoder, stored: StoredEnds) -> None:
         self.token_ids: NDArray[np.int32] | None = None
         self._stored, self._target, self._device = stored, target, maker.options.device
-        self._places: Tensor | None = None  # [vocab_size]: of each of the model's ids among the head's, or behind them
+        self._places: Tensor | None = None  # [vocab_size]: the head's id of each, or its number of ids
         self._table: Tensor | None = None
         if stored.has_table:
             self._table = maker.table("embed_tokens.weight", target.config.vocab_size, stored.hidden_size)
@@ -85,7 +85,7 @@ class DraftEnds:
             self._head = maker.linear("lm_head", outputs=stored.draft_vocab_size, inputs=stored.hidden_size)
 
     def know(self) -> None:
-        """Lay the ids of the head's tokens on the device: once, before the first logits."""
+        """Copies the ids of the head's tokens to the device: once, before the first logits."""
         self.token_ids = self._stored.token_ids
         if self.token_ids is not None:
             count = len(self.token_ids)
@@ -94,7 +94,7 @@ class DraftEnds:
             self._places = Tensor.from_numpy(places).to(self._device)
 
     def embed(self, token_ids: Tensor, *, scale: float = 1.0) -> Tensor:
-        """Rows of the table; ``scale``: of the model's, if it is that."""
+        """Rows of the table; ``scale`` is applied if the table is the model's."""
         if self._table is None:
             return ops.embedding(token_ids, self._target.embed_tokens, scale=scale)
         return ops.embedding(token_ids, self._table)
@@ -108,13 +108,13 @@ class DraftEnds:
         if self._places is None:
             return logits
         count, known = logits.shape
-        columns = Tensor.full((known + 1, count), -np.inf, float32, self._device)  # the last is unknown tokens'
+        columns = Tensor.full((known + 1, count), -np.inf, float32, self._device)  # last: unknown tokens
         columns[:known] = logits.transpose(0, 1)
         return ops.gather_rows(columns, self._places).transpose(0, 1).contiguous()
 
 
 def _token_ids(checkpoint: Checkpoint | None, count: int, vocab_size: int) -> NDArray[np.int32] | None:
-    """The model's id of each of the head's ``count`` tokens, by `d2t`, or the first where there is no checkpoint; None:
+    """The model's id of each of the head's ``count`` tokens, by `d2t`, or the first ones without a checkpoint; None if
     they are the same."""
     if checkpoint is None:
         return None if count == vocab_size else np.arange(count, dtype=np.int32)

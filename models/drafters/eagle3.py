@@ -1,6 +1,6 @@
-"""EAGLE-3 drafters (arXiv 2503.01840): a small decoder that reads a model's hidden states and says what comes next.
+"""EAGLE-3 drafters (arXiv 2503.01840): a small decoder that predicts the next token from a model's hidden states.
 
-    f = fc(x_a, x_b, x_c)                     what the model has behind three of its layers, at token i
+    f = fc(x_a, x_b, x_c)                     the model's hidden states after three layers, at token i
     h = layer(norm(embed(token i + 1)), norm(f))      the first layer's projections read both, side by side
     token i + 2 ~ head(norm(h));  h takes the place of f one token further
 
@@ -52,16 +52,16 @@ _WITHOUT_EFFECT = {"embed_requires_grad", "has_no_defaults_at_init", "speculator
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """What `config.json` says of a drafter.
+    """A drafter's configuration.
 
     Attributes:
         decoder: of its layers.
         draft_vocab_size: tokens that its head knows.
         target_hidden_size: width of the model's hidden states.
-        layers: of the model, behind which it reads them, counted from 1; 0: the embeddings.
+        layers: of the model, after which it reads them, counted from 1; 0 for the embeddings.
         norm_before_residual: the first layer's residual is normalised.
         norm_before_fc, norm_each: the hidden states are normalised, side by side or each for itself.
-        norm_output: what a step is given by the one before is normalised.
+        norm_output: a step's input from the step before is normalised.
     """
 
     decoder: LlamaConfig
@@ -75,7 +75,7 @@ class Eagle3Config:
 
 
 def read_eagle3(fields: Fields, num_target_layers: int) -> Eagle3Config:
-    """Raises `ConfigError` for a field that is missing, out of range, or known to nobody."""
+    """Reads the config. Raises `ConfigError` for a field that is missing, out of range or unknown."""
     names = fields.strings("architectures")
     if names and not set(names) & set(_ARCHITECTURES):
         known = ", ".join(_ARCHITECTURES)
@@ -87,7 +87,7 @@ def read_eagle3(fields: Fields, num_target_layers: int) -> Eagle3Config:
             raise fields.error("speculators_model_type", f"{kind!r:.80} must be eagle3")
         inner = fields.object("transformer_layer_config")
         fields.expect("tie_word_embeddings", False)
-        for name in ("speculators_config", "dtype", "torch_dtype"):  # how it is used, and the layer's type again
+        for name in ("speculators_config", "dtype", "torch_dtype"):  # its use, and the layer's type again
             fields.raw(name)
     for name in _WITHOUT_EFFECT:
         fields.raw(name)
@@ -133,7 +133,7 @@ class Eagle3Drafter:
     """See `SteppingDrafter`. It shares the model's table and head where it has none.
 
     Attributes:
-        config: what its `config.json` says.
+        config: of its `config.json`.
     """
 
     kind = "eagle3"

@@ -1,5 +1,5 @@
-"""What a drafter is that reads a model's hidden states: a small decoder over pairs of a token and what the model has
-one token before. `eagle3` and `mtp` beside it say a token a step, `dflash` a block of them at once;
+"""Interfaces of drafters that read a model's hidden states: small decoders over pairs of a token and the hidden states
+one token before. `eagle3` and `mtp` propose one token a step, `dflash` a block at once;
 `runtime.engine.speculation.state_proposer` runs them.
 """
 
@@ -23,10 +23,10 @@ class HiddenStateDrafter(Protocol):
     """A drafter over the model that it was trained for, whose device it shares.
 
     Attributes:
-        kind: what it is called in logs and counts.
+        kind: its name in logs and metrics.
         target: the model.
-        layers: of the model, behind which it reads hidden states, counted from 1; 0: the embeddings.
-        device, dtype: where its weights lie, and as what.
+        layers: of the model, after which it reads hidden states, counted from 1; 0 for the embeddings.
+        device, dtype: of its weights.
         max_positions: tokens that a sequence may have.
         rotary_switch: see `Model`; None.
         weight_bytes: of its own weights.
@@ -43,7 +43,7 @@ class HiddenStateDrafter(Protocol):
 
     @property
     def token_ids(self) -> NDArray[np.int32] | None:
-        """`[tokens of its head]` int32, the model's id of each; None: they are the same."""
+        """`[tokens of its head]` int32, the model's id of each, or None if they are the same."""
         ...
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
@@ -51,17 +51,17 @@ class HiddenStateDrafter(Protocol):
         ...
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
-        """The model's hidden states of some tokens, behind each of `layers`, `[n, width of the model]` -> `[n, width]`:
-        what it reads of the token before."""
+        """Fuses the model's hidden states after each of `layers`, `[n, width of the model]` -> `[n, width]`: its input
+        from the token before."""
         ...
 
 
 class SteppingDrafter(HiddenStateDrafter, Protocol):
-    """One that goes on with its own result, token by token."""
+    """A drafter that continues from its own result, token by token."""
 
     def forward(self, batch: Batch, hidden: Tensor, pages: KVCache) -> tuple[Tensor, Tensor]:
-        """`hidden [num_tokens, width]` is that of the token before each of the batch's. What `logits` reads, and what
-        takes the place of `hidden` one token further."""
+        """`hidden [num_tokens, width]` is that of the token before each of the batch's. Returns the input of `logits`,
+        and the `hidden` of the next step."""
         ...
 
     def logits(self, normed: Tensor) -> Tensor:
@@ -71,14 +71,14 @@ class SteppingDrafter(HiddenStateDrafter, Protocol):
 
 @runtime_checkable
 class BlockDrafter(HiddenStateDrafter, Protocol):
-    """One whose proposals come out of one pass over a block of tokens: the last one that is known, and others behind
-    it that are not, for which `mask_token_id` stands.
+    """A drafter that proposes a block of tokens in one pass: the block is the last known token followed by
+    `mask_token_id`s.
 
     Attributes:
         block_size: tokens of a block.
         mask_token_id: of the model's ids.
-        first_proposal: the place in a block behind which the first proposal is said: 0, or 1 where each token but the
-            first says itself.
+        first_proposal: the place in a block whose logits give the first proposal: 0, or 1 where each token but the
+            first predicts itself.
         is_chained: whether `logits` of a place read the token before it, so that places come one after another.
     """
 
@@ -88,16 +88,16 @@ class BlockDrafter(HiddenStateDrafter, Protocol):
     is_chained: bool
 
     def absorb(self, batch: Batch, hidden: Tensor, pages: KVCache) -> None:
-        """`hidden [num_tokens, width]` are `fuse`'s, of the batch's places: they go into the pages as keys and
-        values. Token ids are not read."""
+        """`hidden [num_tokens, width]` are `fuse`'s, of the batch's places: their keys and values are written into the
+        pages. Token ids are not read."""
         ...
 
     def forward(self, batch: Batch, pages: KVCache) -> Tensor:
-        """The blocks that the batch's chunks are, each behind what was absorbed: what `logits` reads, `[num_tokens,
-        width]`. The batch's `sees_until` is each block's end; layers that are causal do not use it."""
+        """Computes the batch's chunks, each a block after the absorbed tokens. Returns the input of `logits`,
+        `[num_tokens, width]`. The batch's `sees_until` is each block's end; causal layers do not use it."""
         ...
 
     def logits(self, normed: Tensor, token_ids: Tensor) -> Tensor:
         """`[n, width]` -> `[n, vocab_size]` float32; -inf for tokens that the head does not know. `token_ids [n]` int32
-        are those before the ones that are said; read only where `is_chained`."""
+        are the tokens before the proposed ones; read only where `is_chained`."""
         ...

@@ -1,4 +1,4 @@
-"""From a drafter's constructor and its files to the drafter: declared first, so that its checkpoint is checked."""
+"""Builds a drafter from its constructor and files: declared first, so that its checkpoint is checked."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NO_RENAMES: Mapping[str, str] = MappingProxyType({})
 
 
 def options_of(target: Model, settings: LoadSettings) -> LoadOptions:
-    """How a drafter's weights are kept, which share the device with the model's."""
+    """Load options of a drafter's weights, which share the device with the model's."""
     options = LoadOptions.parse(**settings)
     if options.device.kind != "cpu":
         return LoadOptions(device=options.device, dtype=target.dtype, exact=options.exact)
@@ -48,8 +48,8 @@ def make_drafter(
     prefix: str, harmless: re.Pattern[str], renames: Mapping[str, str] = NO_RENAMES, dummy_dtype: DType, seed: int,
     declares: bool,
 ) -> D:  # fmt: skip
-    """What ``make`` makes of a checkpoint, or of dummy weights where that is None; declared only, if it is to be.
-    Raises `WeightsError` for a checkpoint that has not exactly its tensors."""
+    """The drafter that ``make`` builds from a checkpoint, or from dummy weights if it is None; or only declared.
+    Raises `WeightsError` for a checkpoint that does not hold exactly its tensors."""
     main_dtype = options.dtype or dummy_dtype if checkpoint is None else checkpoint.main_dtype()
     declaring = DeclaringMaker(options, positions, main_dtype)
     declared = make(declaring)
@@ -61,7 +61,7 @@ def make_drafter(
         checkpoint.fit(layout)
         checkpoint.check_numbers()
         source = checkpoint
-    if source.main_dtype() is not main_dtype:  # the model's own tensors in the same files are of another
+    if source.main_dtype() is not main_dtype:  # the model's tensors in the same files have another type
         declaring = DeclaringMaker(options, positions, source.main_dtype())
         declared = make(declaring)
     if declares:

@@ -1,12 +1,12 @@
-"""The layer behind a model's own that predicts the token after the next one (multi-token prediction, DeepSeek-V3,
+"""The layer after a model's own that predicts the token after the next one (multi-token prediction, DeepSeek-V3,
 arXiv 2412.19437, 2.2), as a drafter.
 
-    x = eh_proj([enorm(embed(token i + 1)) | hnorm(h)])      h: the model's at token i, behind its last norm
+    x = eh_proj([enorm(embed(token i + 1)) | hnorm(h)])      h: the model's at token i, after its last norm
     x = layer(x);   token i + 2 ~ head(shared_head.norm(x));   x takes the place of h one token further
 
 A checkpoint has it as layer `num_hidden_layers`; its layer is one of the family's, with experts. Table and head are
-the model's: the copies that a checkpoint stores beside it are passed over. Where there are several such layers, each
-trained for a token further on, the first does it all.
+the model's: the copies that a checkpoint stores beside it are passed over. Of several such layers, each trained for a
+token further on, only the first is used.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class MtpDrafter:
         return self._one.kv_cache_spec(block_size, self.dtype)
 
     def fuse(self, states: Sequence[Tensor]) -> Tensor:
-        """See `HiddenStateDrafter`: what the model's head reads."""
+        """See `HiddenStateDrafter`: the input of the model's head."""
         (x,) = states
         return self.target.finish(x)
 
@@ -83,7 +83,7 @@ class MtpDrafter:
 
 
 def _of_one_layer(target: MoeDecoder) -> MoeDecoder:
-    """The model as if it had one layer, with experts and otherwise as its last one is: what makes layers and pages."""
+    """The model's config reduced to one layer, like its last, with experts; layers and pages are made from it."""
     one, config = copy.copy(target), target.config
     one.config = replace(
         config, num_layers=1, layer_windows=config.layer_windows[-1:], attention_scales=config.attention_scales[-1:],

@@ -56,7 +56,7 @@ def read_apertus(fields: Fields) -> DecoderConfig:
     fields.expect("post_norm", False)
     fields.expect("mlp_bias", False)
     theta, head_dim = 12_000_000.0, common["head_dim"]
-    kinds = (*KINDS, "longrope")  # which a GGUF file has where it stores a factor for each pair
+    kinds = (*KINDS, "longrope")  # used by GGUF files that store a factor for each pair
     rope = parse_rope(fields, head_dim, common["max_position_embeddings"], default_theta=theta, kinds=kinds)
     if not rope_fields(fields).names() and not fields.has("rope_theta"):  # the class's own
         rope = RopeConfig(

@@ -54,7 +54,7 @@ def read_cohere2(fields: Fields) -> CohereConfig:
     names = ("sliding_window_pattern", "_sliding_window_pattern")  # transformers writes it as its own, too
     pattern = next((fields.integer(name) for name in names if fields.has(name)), 4)
     fields.expect("_sliding_window_pattern", pattern)
-    fields.expect("layer_switch", pattern)  # notes of Cohere's own that say what is so anyway
+    fields.expect("layer_switch", pattern)  # notes of Cohere's own that repeat fixed values
     fields.expect("order_of_interleaved_layers", "local_attn_first")
     fields.expect("position_embedding_type", "rope_gptj")
     fields.expect("rotary_pct", 1, 1.0)

@@ -1,5 +1,5 @@
-"""DeepSeek-V2 (arXiv 2405.04434) and V3 (2412.19437): latent attention; dense first layers, then experts, of which some
-are everybody's. V2 chooses by a softmax, V3 by sigmoids and a correction that is in no weight, as GLM-4.5 does.
+"""DeepSeek-V2 (arXiv 2405.04434) and V3 (2412.19437): latent attention; dense first layers, then experts, some of them
+shared. V2 chooses by a softmax, V3 by sigmoids and a correction that is in no weight, as GLM-4.5 does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from runtime.routing import RoutingRule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepseekConfig(MoeConfig):
-    """With the sizes of its latent attention."""
+    """DeepSeek's config, with the sizes of its latent attention."""
 
     latent: LatentForm
 
@@ -47,7 +47,7 @@ class DeepseekV3Model(DeepseekV2Model):
 
 
 def _read_latent(fields: Fields, *, default_max_positions: int) -> tuple[dict[str, Any], LatentForm]:
-    """What all models with latent attention have; heads are as many as there are of queries."""
+    """The fields of all models with latent attention; there are as many heads as query heads."""
     form = LatentForm(
         query_rank=fields.integer("q_lora_rank", None if "q_lora_rank" in fields else 1536) or 0,
         latent_dim=fields.integer("kv_lora_rank", 512, most=1 << 16),
@@ -71,7 +71,7 @@ def _read_latent(fields: Fields, *, default_max_positions: int) -> tuple[dict[st
 def _finish(
     fields: Fields, common: dict[str, Any], form: LatentForm, *, interleaved: bool, default_num_dense: int = 0
 ) -> dict[str, Any]:
-    """With the rotation, and the pages' sizes instead of a head's."""
+    """Adds the rotation, and the pages' sizes instead of a head's."""
     num_layers = common["num_layers"]
     rope = parse_rope(fields, form.rotary_dim, common["max_position_embeddings"], interleaved=interleaved)
     scale = (form.key_dim + form.rotary_dim) ** -0.5

@@ -1,5 +1,5 @@
-"""Ernie 4.5: Llama whose heads are rotated by neighbouring elements, and its mixtures of experts, of which all tokens
-go to some besides. The others are chosen by a softmax and a correction that is in no weight.
+"""Ernie 4.5: Llama whose heads are rotated by neighbouring elements, and its mixtures of experts, some of them shared.
+The others are chosen by a softmax and a correction that is in no weight.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def read_ernie_moe(fields: Fields) -> MoeConfig:
     fields.expect("moe_gate", "topk")  # notes of the official files
     fields.expect("moe_use_aux_free", True)
     fields.raw("moe_capacity")
-    fields.raw("num_nextn_predict_layers")  # which a draft has
-    # The sum of a softmax's best is above any floor that divides by no zero: at least 1 / count of it.
+    fields.raw("num_nextn_predict_layers")  # used by drafters
+    # The sum of the best is at least 1 / count of a softmax, above any floor against division by zero.
     fields.number("moe_norm_min", 1e-12, least=0.0, most=1e-6)
     has_bias = fields.boolean("use_bias", False)
     refuse_tied_bias(fields, "use_bias", common, has_bias)

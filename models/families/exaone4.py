@@ -20,12 +20,12 @@ class Exaone4Model(Decoder):
 
 def read_exaone4(fields: Fields) -> DecoderConfig:
     common = read_common(fields, default_max_positions=2048, default_norm_eps=1e-5)
-    kinds = (*KINDS, "longrope")  # which a GGUF file has where it stores a factor for each pair
+    kinds = (*KINDS, "longrope")  # used by GGUF files that store a factor for each pair
     rope = parse_rope(fields, common["head_dim"], common["max_position_embeddings"], kinds=kinds)
     window = fields.integer("sliding_window", None if "sliding_window" in fields else 4096)
     is_sliding = _sliding_layers(fields, common["num_layers"], has_windows=window is not None)
     common["layer_windows"] = tuple(window if sliding else None for sliding in is_sliding)
-    # Where no layer has a window, all are rotated.
+    # If no layer has a window, all are rotated.
     ropes = tuple(rope if sliding or window is None else None for sliding in is_sliding)
     return DecoderConfig(**common, layer_ropes=ropes)
 

@@ -121,7 +121,7 @@ def _softcap(fields: Fields, name: str, default: float | None) -> float | None:
 
 
 def _read_common(fields: Fields, *, default_max_positions: int, pattern: int) -> dict[str, Any]:
-    """What both read alike; every `pattern`th layer has no window, unless `layer_types` says otherwise."""
+    """The fields that Gemma 2 and 3 share; every `pattern`th layer has no window, unless `layer_types` overrides it."""
     common = read_common(
         fields,
         default_head_dim=256,

@@ -1,4 +1,4 @@
-"""Gemma 3 over text and pictures (arXiv 2503.19786): the text model behind a SigLIP tower for pictures of one size.
+"""Gemma 3 over text and pictures (arXiv 2503.19786): the text model after a SigLIP tower for pictures of one size.
 
     embeddings = rms_norm(average over squares of patches(norm(tower(patches)))) . W
 
@@ -92,7 +92,7 @@ class Gemma3Tower(PictureTower):
         return (made,)
 
     def project(self, x: Tensor, lines: slice) -> Tensor:
-        """What the last layer left, `[side**2, width]` -> some lines of tokens, `[n * tokens_side, hidden_size]`."""
+        """The last layer's result, `[side**2, width]` -> some lines of tokens, `[n * tokens_side, hidden_size]`."""
         side, tokens, width = self.config.side, self.tokens_side, self.width
         kernel, count = side // tokens, lines.stop - lines.start
         rows = x[lines.start * kernel * side : lines.stop * kernel * side]

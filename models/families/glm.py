@@ -1,5 +1,5 @@
 """GLM-4 dense (arXiv 2406.12793): half of each head rotated, in neighbouring pairs, biases of query, key and value, one
-matrix for gate and up. Glm4 has norms behind attention and MLP, too."""
+matrix for gate and up. Glm4 has norms after attention and MLP, too."""
 
 from __future__ import annotations
 

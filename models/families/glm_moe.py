@@ -1,6 +1,6 @@
-"""GLM-4.5 (arXiv 2508.06471): half of each head rotated, dense first layers, then experts, of which all tokens go to
-one (or several in one) besides. The others are chosen as DeepSeek-V3 (2412.19437) does it: by sigmoids and a correction
-that is in no weight, within the best groups.
+"""GLM-4.5 (arXiv 2508.06471): half of each head rotated, dense first layers, then experts, of which one (or several in
+one) is shared. The others are chosen as in DeepSeek-V3 (2412.19437): by sigmoids and a correction that is in no weight,
+within the best groups.
 """
 
 from __future__ import annotations

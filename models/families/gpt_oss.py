@@ -1,8 +1,8 @@
-"""gpt-oss (arXiv 2508.10925): experts behind a clamped SwiGLU with factors plus 1, a sink beside the keys of each head,
+"""gpt-oss (arXiv 2508.10925): experts with a clamped SwiGLU with factors plus 1, a sink beside the keys of each head,
 windows in every other layer, biases in all maps.
 
-Experts are chosen by logits, of which those chosen go through a softmax: as a softmax over all whose chosen scores are
-divided by their sum. Checkpoints hold a layer's experts as one tensor, in floats or in MXFP4.
+Experts are chosen by their logits, and a softmax runs over the chosen ones: the same as a renormalised softmax over
+all. Checkpoints hold a layer's experts as one tensor, in floats or in MXFP4.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class GptOssModel(MoeDecoder):
 
 
 def read_gpt_oss(fields: Fields) -> MoeConfig:
-    """transformers' config has rotary positions of its own where the file has none: here they must be given."""
+    """Rotary positions must be given; transformers' config has defaults for them."""
     common = read_common(
         fields, default_head_dim=64, default_max_positions=131_072, default_norm_eps=1e-5
     )

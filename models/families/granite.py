@@ -1,5 +1,5 @@
 """Granite 3: Llama with four multipliers, of embeddings, of what each half of a layer adds, of scores and of logits.
-Its mixtures of experts may have one of all tokens besides.
+Its mixtures of experts may have a shared one.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Hunyuan dense: Llama with norms over each head of queries and keys after their rotation, by a base that `alpha` has
-stretched."""
+"""Hunyuan dense: Llama with norms over each head of queries and keys after their rotation, by a base stretched by
+`alpha`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_hunyuan(fields: Fields) -> DecoderConfig:
     for name in (
         *tokens, "text_start_id", "cla_share_factor", "class_num", "dense_list", "org_vocab_size", "pool_type"
     ):
-        fields.raw(name)  # the template's tokens, other heads, and what is switched off
+        fields.raw(name)  # the template's tokens, other heads, and features that are switched off
     has_bias = fields.boolean("attention_bias", False)
     rope = _read_rope(fields, common["head_dim"], common["max_position_embeddings"])
     return DecoderConfig(
@@ -40,7 +40,7 @@ def read_hunyuan(fields: Fields) -> DecoderConfig:
 
 
 def _read_rope(fields: Fields, head_dim: int, positions: int) -> RopeConfig:
-    """With an `alpha` "dynamic" is a fixed base, and the file's other numbers are not read, as in transformers."""
+    """With `alpha`, "dynamic" means a fixed base; the file's other numbers are not read, as in transformers."""
     scaling = rope_fields(fields)
     rope = parse_rope(fields, head_dim, positions)
     alpha = scaling.number("alpha", None, least=1e-6, most=1e12)

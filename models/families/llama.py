@@ -5,7 +5,7 @@
     logits = lm_head(rms_norm(x))
 
 with `mlp(h) = down(silu(gate(h)) * up(h))` and causal grouped-query attention over rotated queries and
-keys. What differs, and stands in the config: biases of the projections (Qwen2: query, key and value),
+keys. Differences that the config gives: biases of the projections (Qwen2: query, key and value),
 RMSNorm over each head of queries and keys (Qwen3), sliding windows (Mistral, some Qwen), the scaling of the
 rotary frequencies (Llama 3).
 
@@ -60,7 +60,7 @@ def read_mistral(fields: Fields) -> LlamaConfig:
 
 
 def read_qwen2(fields: Fields) -> LlamaConfig:
-    """Its query, key and value always have biases, its output never."""
+    """Biases: query, key and value always have them, the output never."""
     fields.expect("attention_bias", True)
     _expect_no_bias(fields, "mlp_bias")
     config = _config(fields, attention_bias=True, windows=windows_of_qwen(fields))
@@ -102,7 +102,7 @@ def read_decoder(
     """The fields of `DecoderConfig` without biases, as keyword arguments; `defaults` are `read_common`'s."""
     common = read_common(fields, default_head_dim=default_head_dim, **defaults)
     common["layer_windows"] = agree_with_layer_types(fields, tuple(map(windows, range(common["num_layers"]))))
-    kinds = (*KINDS, "longrope")  # which a GGUF file has where it stores a factor for each pair
+    kinds = (*KINDS, "longrope")  # used by GGUF files that store a factor for each pair
     positions = common["max_position_embeddings"]
     rope = parse_rope(fields, common["head_dim"], positions, kinds=kinds, default_theta=default_theta)
     return {**common, "layer_ropes": (rope,) * common["num_layers"]}

@@ -1,6 +1,6 @@
 """LLaVA (arXiv 2304.08485, 1.5: 2310.03744) and Pixtral (2410.07073): Llama, Mistral or Qwen2 over text and pictures.
 
-    embeddings = linear_2(gelu(linear_1(what a layer of the tower leaves)))
+    embeddings = linear_2(gelu(linear_1(a layer of the tower)))
 
 With CLIP or SigLIP all pictures have one size; the class token, or the first patch, is left out under the strategy
 "default". Pixtral's keep their shape, and each line of their tokens ends with a token of text. A picture's tokens stand
@@ -53,7 +53,7 @@ _LINE_ENDS = (12, 13)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlavaConfig(LlamaConfig):
-    """`kept`: the numbers of layers after which the tower is read. `skips_first`: its first row is left out.
+    """`kept`: the numbers of layers after which the tower is read. `skips_first`: the first row is left out.
     `merge_size`: patches of a token's side."""
 
     tower: PlainVitConfig | PixtralConfig
@@ -164,8 +164,8 @@ def read_llava(fields: Fields) -> LlavaConfig:
             raise fields.error("vision_feature_select_strategy", "= 'default' must be full: Pixtral has no class token")
     elif tower.num_rows <= skips_first:
         raise fields.error("vision_feature_select_strategy", "leaves nothing of the tower's one patch")
-    fields.raw("image_seq_length")  # of processors; the tower says it
-    fields.raw("vocab_size")  # of older files; the text model says it
+    fields.raw("image_seq_length")  # of processors; the tower has it
+    fields.raw("vocab_size")  # of older files; the text model has it
     return LlavaConfig(
         **{**decoder, "tie_word_embeddings": is_tied, **outer_fields(fields)},
         tower=tower,
@@ -179,8 +179,8 @@ def read_llava(fields: Fields) -> LlavaConfig:
 def read_text(
     fields: Fields, kinds: Mapping[str, Callable[[Fields], DecoderConfig]], default: str
 ) -> tuple[Fields, dict[str, Any]]:
-    """`text_config`, and what a reader of these makes of it by its `model_type`, as keyword arguments, without what
-    the file may say beside it."""
+    """`text_config` and its keyword arguments by the reader of its `model_type`, without those that the file may give
+    beside it."""
     text = fields.object("text_config")
     kind = text.string("model_type", default)
     if kind not in kinds:
@@ -192,7 +192,7 @@ def read_text(
 
 
 def read_projector(fields: Fields, *, default_token: int) -> dict[str, Any]:
-    """The picture's token, and what stands between the projector's maps, as keyword arguments."""
+    """The picture's token and the projector's activation, as keyword arguments."""
     token = fields.integer("image_token_index", None, least=0)
     if token is None:
         token = fields.integer("image_token_id", default_token, least=0)
@@ -202,7 +202,7 @@ def read_projector(fields: Fields, *, default_token: int) -> dict[str, Any]:
 
 
 def kept_layers(fields: Fields, num_layers: int, default: int) -> tuple[int, ...]:
-    """How many layers stand before each place where the tower is read: -1 is behind the last."""
+    """The number of layers before each place where the tower is read: -1 is after the last."""
     given = fields.raw("vision_feature_layer")
     listed = [default] if given is None else given if isinstance(given, list) else [given]
     if not listed or any(type(each) is not int or not -num_layers - 1 <= each <= num_layers for each in listed):

@@ -1,7 +1,7 @@
 """Mistral Small 3.1 and 3.2, Magistral, Devstral, Ministral 3: Mistral or Ministral 3 over text and pictures, by
 Pixtral's tower.
 
-    embeddings = linear_2(gelu(linear_1(merge(rms_norm(what a layer of the tower leaves)))))
+    embeddings = linear_2(gelu(linear_1(merge(rms_norm(a layer of the tower)))))
 
 `merge` makes one row of 2 x 2 patches. Each line of a picture's tokens ends with a token of text.
 """
@@ -65,7 +65,7 @@ def read_mistral3(fields: Fields) -> LlavaConfig:
     kept = kept_layers(fields, tower.num_layers, -1)
     if len(kept) != 1:
         raise fields.error("vision_feature_layer", f"names {len(kept)} layers, must name one, for the projector's norm")
-    # Older files say it of the text alone; transformers 5 writes it here, and reads it here alone.
+    # Older files have it in the text config alone; transformers 5 writes and reads it here.
     is_tied = fields.boolean("tie_word_embeddings", text.boolean("tie_word_embeddings", False))
     return LlavaConfig(
         **{**decoder, "tie_word_embeddings": is_tied, **outer_fields(fields)},

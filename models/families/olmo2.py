@@ -1,4 +1,4 @@
-"""OLMo 2 and OLMo 3 (arXiv 2501.00656): norms behind attention and MLP instead of before them, and over all heads of
+"""OLMo 2 and OLMo 3 (arXiv 2501.00656): norms after attention and MLP instead of before them, and over all heads of
 queries and of keys. OLMo 3 has a sliding window in three of four layers, whose rotary positions are not scaled.
 
     x = x + norm(attention(x));  x = x + norm(mlp(x))

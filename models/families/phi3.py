@@ -2,9 +2,9 @@
 up; part of each head rotated (Phi-4 mini), by longrope where the context is long.
 
 Longrope has short factors for sequences within the original context, and long ones for longer sequences. As in
-transformers' `generate`, a sequence begins with those that its prompt asks for. If its answer outgrows the original
-context, all of its keys are computed again by the long factors, once. So its tokens depend on its own length alone, and
-equal transformers' for that sequence. Prefixes are shared by sequences that have the same factors.
+transformers' `generate`, a sequence starts with the factors for its prompt's length. If its answer outgrows the
+original context, all of its keys are computed again by the long factors, once. So its tokens depend on its own length
+alone, and equal transformers'. Prefixes are shared by sequences that have the same factors.
 
 vLLM uses the long factors for all sequences if `max_model_len` exceeds the original context. That computes nothing
 twice, but changes short sequences, which are most.

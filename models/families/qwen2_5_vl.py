@@ -1,8 +1,8 @@
 """Qwen2.5-VL (arXiv 2502.13923) and Qwen2-VL (2409.12191): Qwen2 over text and pictures.
 
 The towers are `models.towers.qwen2_5_vl`, and for Qwen2-VL `models.towers.qwen3_vl`. Tokens have positions in three
-axes, each of which turns a section of a head's pairs (`models.mrope`). Published files are flat: the language model's
-fields stand beside `vision_config`.
+axes, each of which turns a section of a head's pairs (`models.mrope`). In published files the language model's fields
+stand beside `vision_config`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ROOT = "model.language_model"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen25VLConfig(LlamaConfig):
-    """`sections`: pairs of a head that each axis turns. `image_token_id` stands where a picture's tokens go."""
+    """`sections`: pairs of a head that each axis turns. `image_token_id` is the placeholder of a picture's tokens."""
 
     tower: WindowedTowerConfig | TowerConfig
     sections: tuple[int, ...]
@@ -38,7 +38,7 @@ class Qwen25VLConfig(LlamaConfig):
 
 
 class Qwen25VLModel(AxesDecoder, LlamaModel):
-    """`patch_rule`: how pictures are cut, by default as the published models have it."""
+    """`patch_rule`: how pictures are cut, by default as in the published models."""
 
     config: Qwen25VLConfig
     root = _ROOT

@@ -1,7 +1,7 @@
 """Qwen3-VL (arXiv 2511.21631): Qwen3, dense or with experts, over text and pictures.
 
-The tower is `models.towers.qwen3_vl`. Its embeddings stand for a picture's tokens; what it merged from layers in its
-midst is added behind the first layers. Tokens have positions in three axes (`models.mrope`).
+The tower is `models.towers.qwen3_vl`. Its embeddings stand for a picture's tokens; merged outputs of its inner layers
+are added after the first layers. Tokens have positions in three axes (`models.mrope`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from runtime.images.patches import PatchRule
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionConfig:
-    """`sections`: pairs of a head that each axis turns. `image_token_id` stands where a picture's tokens go."""
+    """`sections`: pairs of a head that each axis turns. `image_token_id` is the placeholder of a picture's tokens."""
 
     tower: TowerConfig
     sections: tuple[int, ...]
@@ -43,9 +43,9 @@ class Qwen3VLMoeConfig(MoeConfig):
 
 
 class Qwen3VLDecoder(AxesDecoder):
-    """The tower and the axes, whatever the layers are.
+    """The tower and the axes, for any kind of layers.
 
-    `patch_rule`: how pictures are cut, by default as the published models have it.
+    `patch_rule`: how pictures are cut, by default as in the published models.
     """
 
     config: Qwen3VLConfig | Qwen3VLMoeConfig

@@ -1,4 +1,4 @@
-"""Qwen2-MoE (arXiv 2407.10671), with an expert of all tokens behind a gate, and Qwen3-MoE (2505.09388), without one.
+"""Qwen2-MoE (arXiv 2407.10671), with a gated shared expert, and Qwen3-MoE (2505.09388), without one.
 
 Layers are Qwen2's and Qwen3's; some may have an MLP instead of experts.
 """

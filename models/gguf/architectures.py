@@ -1,5 +1,5 @@
-"""What llama.cpp's converter makes of the families that the engine runs: names of tensors, rows and weights that it
-changes, and the keys that stand for a `config.json`'s fields."""
+"""llama.cpp's conversion of the families that the engine runs: tensor names, the rows and weights that it changes, and
+the metadata keys of the fields of `config.json`."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ class GgufArchitecture:
     """One value of `general.architecture`.
 
     Attributes:
-        config_name: as `architectures` of a config.json names it.
-        layer_names: what a layer's tensors are called there, by their names here; those with "{expert}" are stacks of
-            all experts here, those with "{keys}" and "{values}" the two parts of one map of each head. A name with its
-            ".weight" stands for the whole of the other one.
+        config_name: its name in `architectures` of config.json.
+        layer_names: a layer's tensor names in config.json's model, by their names here; those with "{expert}" are
+            stacks of all experts here, those with "{keys}" and "{values}" the two parts of one map of each head. A name
+            with its ".weight" stands for the whole of the other one.
         has_permuted_heads: rows of queries and keys lie as neighbouring pairs are rotated; config.json's model rotates
             halves.
         norm_offset: is stored added to the weights of norms.
         is_latent: heads' sizes are those of latent attention, which `read` reads; `head_dim` is what is rotated.
-        names: what stands outside of layers, and the layers ("blk"), are called here.
+        names: of tensors outside of layers, and of the layers ("blk"), here.
         transposed: parts of a layer whose matrices are stored inputs first here.
         layer_numbers: metadata with a number for each layer: the tensor and its shape that a layer has here.
         epsilon: the key of the norms' epsilon, under `attention`, and its field in config.json.
-        read: further fields of config.json, out of the keys and those that are read already.
+        read: makes further fields of config.json from the keys and the fields read so far.
     """
 
     config_name: str

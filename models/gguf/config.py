@@ -1,4 +1,4 @@
-"""A `config.json` out of GGUF's metadata: the families read it as they read any other."""
+"""Makes a `config.json` of GGUF's metadata: the families read it as they read any other."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def config_values(
 ) -> dict[str, Any]:
     """The fields of a config.json.
 
-    `tensors` are those of all shards, whose presence says which biases there are; `factors` are the rotary ones, which
-    are stored as tensors. Raises `ConfigError`, naming file, key and value.
+    `tensors` are those of all shards, whose names show which biases exist; `factors` are the rotary ones, stored as
+    tensors. Raises `ConfigError`, naming file, key and value.
     """
     rules, name = find_architecture(file), str(file.metadata["general.architecture"])
     own = {key: plain(value) for key, value in file.metadata.items() if key.startswith(f"{name}.")}
@@ -128,7 +128,7 @@ def _rope(keys: Keys, values: dict[str, Any], stored: Mapping[str, list[float]])
 
 
 def _main_dtype(tensors: Mapping[str, GgufTensor]) -> DType:
-    """The type that most elements have when they are read."""
+    """The type of most elements after reading."""
     counts = Counter[DType]()
     for tensor in tensors.values():
         counts[tensor.format.dtype] += math.prod(tensor.shape)
@@ -140,7 +140,7 @@ def _is_harmless(key: str, value: Any) -> bool:
 
 
 def plain(value: Value) -> Any:
-    """A value as JSON has it. float32 becomes the shortest decimal that it stands for: 1e-6, not 9.99999997e-7."""
+    """A value as JSON has it. float32 becomes its shortest decimal: 1e-6, not 9.99999997e-7."""
     if isinstance(value, float):
         return float(str(np.float32(value))) if math.isfinite(value) else value
     if isinstance(value, np.ndarray):

@@ -1,4 +1,4 @@
-"""Fields of a config.json out of the metadata of one architecture: what each family's keys stand for."""
+"""Makes the fields of config.json from the metadata of one architecture, for each family."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _SOFTMAX, _SIGMOID = 1, 2  # values of `expert_gating_func`
 
 
 class Keys:
-    """The metadata of one architecture, `{name}.key`, as fields that record what was read; `tensors` are the file's."""
+    """The metadata of one architecture, `{name}.key`; records the fields that were read. `tensors` are the file's."""
 
     def __init__(self, fields: Fields, name: str, tensors: Container[str]) -> None:
         self.fields, self.tensors, self._name = fields, tensors, name
 
     def __call__(self, key: str) -> str:
-        """The whole key."""
+        """The key with its prefix."""
         return f"{self._name}.{key}"
 
     def integer(self, key: str, default: Any = None, *, least: int = 1) -> Any:
@@ -34,7 +34,7 @@ class Keys:
 
 
 def read_llama(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    """The converter calls Mistral so, too."""
+    """Llama's fields; the converter also uses this name for Mistral."""
     window = keys.integer("attention.sliding_window", least=0)
     if keys.integer("expert_count", 0, least=0):
         return {"architectures": ["MixtralForCausalLM"], "sliding_window": window or None, **_read_experts(keys)}
@@ -42,7 +42,7 @@ def read_llama(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_experts(keys: Keys) -> dict[str, Any]:
-    """How many experts there are, and how many of them a token goes to."""
+    """The number of experts, and of those that a token goes to."""
     return {
         "num_experts": keys.integer("expert_count", REQUIRED),
         "num_experts_per_tok": keys.integer("expert_used_count", REQUIRED),
@@ -50,7 +50,7 @@ def _read_experts(keys: Keys) -> dict[str, Any]:
 
 
 def read_qwen2_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    """Whether weights are normalised is the architecture's, as it is for the others."""
+    """Adds whether weights are normalised, which the architecture fixes."""
     common.pop("attention_bias")
     return {
         **_read_experts(keys),
@@ -89,7 +89,7 @@ def read_glm4_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_further_layers(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    """Layers that predict further tokens are counted among the others, and may have been left out all the same."""
+    """The layer count includes layers that predict further tokens, even if the file omits them."""
     num_further = keys.integer("nextn_predict_layers", 0, least=0)
     num_layers = common["num_hidden_layers"]
     if num_further >= num_layers:
@@ -98,7 +98,7 @@ def _read_further_layers(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_shared_and_routed(keys: Keys) -> dict[str, Any]:
-    """Of GLM's and DeepSeek's experts."""
+    """The shared and routed experts of GLM and DeepSeek."""
     experts = _read_experts(keys)
     return {
         "n_routed_experts": experts["num_experts"],
@@ -112,8 +112,8 @@ def _read_shared_and_routed(keys: Keys) -> dict[str, Any]:
 
 
 def read_deepseek2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    """V2, whose routers choose by a softmax, or V3, by sigmoids. Newer files tell the sizes of what is kept of a token
-    as a head's, and those of heads apart; older ones tell heads' alone."""
+    """V2, whose routers choose by a softmax, or V3, by sigmoids. Newer files give the sizes of a latent row as a
+    head's, and those of heads apart; older ones only give those of heads."""
     rotary_dim, latent_dim = common["head_dim"], keys.integer("attention.kv_lora_rank", REQUIRED)
     sizes = [keys.integer(f"attention.{name}_length", REQUIRED) for name in ("key", "value")]
     by_head = [keys.integer(f"attention.{name}_length_mla") for name in ("key", "value")]
@@ -135,7 +135,7 @@ def read_deepseek2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
     factor = keys.number("rope.scaling.yarn_log_multiplier")  # a tenth of `mscale_all_dim`, which `mscale` is in all
     if factor is not None and (rope := common.get("rope_scaling", {})).get("rope_type") == "yarn":
         rope["mscale"] = rope["mscale_all_dim"] = round(10.0 * factor, 7)
-    # A file that does not say it has a correction of sigmoids' choices, or none.
+    # A file without the key routes by sigmoids if it has a correction.
     has_correction = f"blk.{found['first_k_dense_replace']}.exp_probs_b.bias" in keys.tensors
     gating = keys.integer("expert_gating_func", _SIGMOID if has_correction else _SOFTMAX, least=0)
     groups, best = keys.integer("expert_group_count", 1), keys.integer("expert_group_used_count", 1)
@@ -154,8 +154,8 @@ def read_olmoe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_gpt_oss(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    """The file does not say that the rotary ramp has no whole ends: gpt-oss's config.json does, and it always says how
-    positions are scaled, where a file without scaling is silent."""
+    """Adds fields that gpt-oss's config.json always has and the file lacks: that the rotary ramp's ends are not
+    rounded, and the scaling of positions."""
     rope = common.get("rope_scaling", {"rope_type": "default"})
     if rope["rope_type"] == "yarn":
         rope["truncate"] = False
@@ -192,14 +192,14 @@ def read_gemma3(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def _score_divisor(common: dict[str, Any], *, num_layers_of_largest: int) -> int:
-    """`query_pre_attn_scalar`, which the file lacks: of the model with 27 billion parameters it is not the head's."""
+    """`query_pre_attn_scalar`, which the file lacks: it differs from the head's size in the 27B model."""
     if common["num_hidden_layers"] == num_layers_of_largest:
         return int(common["hidden_size"] // common["num_attention_heads"])
     return int(common["head_dim"])
 
 
 def _read_pattern(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    """`layer_types` out of one truth for each layer, whether it has a window."""
+    """`layer_types` from one flag a layer: whether it has a window."""
     name, num_layers = keys("attention.sliding_window_pattern"), common["num_hidden_layers"]
     pattern = keys.fields.raw(name)
     if pattern is None:
@@ -244,7 +244,7 @@ def read_use_bias(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_starcoder2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    """Without a window, which the file does not tell."""
+    """StarCoder 2's fields, without a window, which the file does not give."""
     return {**read_use_bias(keys, common), "sliding_window": None}
 
 
@@ -272,7 +272,7 @@ def read_granite_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_ernie_moe(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    """Layers are sparse as their tensors tell."""
+    """Ernie's fields; a layer is sparse if it has a router's tensors."""
     experts, layers = _read_experts(keys), range(common["num_hidden_layers"])
     sparse = [layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" in keys.tensors]
     keys.fields.raw(keys("expert_shared_feed_forward_length"))  # no length of any map
@@ -320,12 +320,12 @@ def read_gpt_neox(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_rotated_part(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    """Of families that rotate a part of a head where the config does not say how much."""
+    """The rotated part of a head, by default all of it, for families whose config must name it."""
     return {"partial_rotary_factor": common.get("partial_rotary_factor", 1.0)}
 
 
 def read_gpt2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    """By its config's own names, without rotary positions."""
+    """GPT-2's fields, under its own config's names, without rotary positions."""
     names = {
         "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
         "max_position_embeddings": "n_positions", "intermediate_size": "n_inner",
@@ -335,7 +335,7 @@ def read_gpt2(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_text(keys: Keys, common: dict[str, Any]) -> dict[str, Any]:
-    """Of models that read pictures, by another file: a text's tokens have one position, whichever axis it counts on."""
+    """The text part of models that read pictures. Text tokens have one position on all axes."""
     for name in ("rope.dimension_sections", "n_deepstack_layers"):
         keys.fields.raw(keys(name))
     return {}

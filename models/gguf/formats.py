@@ -1,7 +1,7 @@
-"""How GGUF keeps numbers: blocks of a row's neighbours that share scales, and the floats that they stand for.
+"""GGUF's number formats: blocks of neighbours in a row that share scales, and their dequantisation.
 
 The layouts are those of llama.cpp's `ggml-common.h`, the products are taken in the order of its `dequantize_row_*`, in
-float32 without fused multiply-adds: each block gives the very bits that the `gguf` package gives.
+float32 without fused multiply-adds: each block gives the same bits as the `gguf` package.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from runtime.dtype import DType, bfloat16, float16, float32
 
 Array = np.ndarray[Any, Any]
 
-_CHUNK_ELEMENTS = 1 << 16  # decoded at once, so that what lies between stays in the cache
+_CHUNK_ELEMENTS = 1 << 16  # decoded at once, so that intermediate results stay in the cache
 
 _IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
 _FP4_VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)  # twice e2m1's
@@ -32,7 +32,7 @@ class GgmlFormat:
         block: elements of a row that lie together.
         layout: of such a block's bytes.
         dtype: what elements become: the stored float type, or float32.
-        decode: blocks `[n]` of the layout to elements `[n, block]` float32; None: they are stored as they are.
+        decode: blocks `[n]` of the layout to elements `[n, block]` float32; None for plain floats.
     """
 
     name: str

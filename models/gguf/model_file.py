@@ -1,4 +1,4 @@
-"""A model in one GGUF file, or in the shards that `gguf-split` makes of it, as the engine asks for a model's files."""
+"""A model in one GGUF file, or in `gguf-split`'s shards, as `ModelFiles`."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ class GgufModel:
         self._first = self._shards[0]
 
     def config(self) -> Fields:
-        """The fields of a config.json that says the same."""
+        """The equivalent fields of a config.json."""
         factors = {name: plain(file.array(name)) for name in _FACTORS if (file := self._file_of.get(name))}
         values = config_values(self._first, self._tensors, factors)
         return Fields(overridden(values, self._overrides), str(self.path))
 
     def generation_config(self) -> Fields:
-        """The fields of a generation_config.json: what ends an answer, and the sampling that the file recommends."""
+        """The fields of a generation_config.json: end-of-answer ids, and the recommended sampling."""
         values: dict[str, Any] = {}
         if self.has_tokenizer():
             try:
@@ -121,7 +121,7 @@ class GgufModel:
                 yield f"{rules.names['blk']}.{layer}.{name}", GgufNumber(self.path.name, key, value, shape)
 
     def _head_maps(self, name: str) -> GgufHeadMaps:
-        """The map of which this tensor is one of two parts."""
+        """The map that this tensor is one of two parts of."""
         names = [name.replace("attn_v_b", "attn_k_b"), name.replace("attn_k_b", "attn_v_b")]
         for part in names:
             if part not in self._file_of:
@@ -134,7 +134,7 @@ class GgufModel:
         return self._first.metadata.get("tokenizer.ggml.model", "none") not in ("none", "no_vocab")
 
     def tokenizer_files(self) -> TokenizerFiles | None:
-        """What a tokenizer's folder would say; None if the file has no vocabulary."""
+        """The equivalent of a tokenizer's folder; None if the file has no vocabulary."""
         return self._vocabulary().files() if self.has_tokenizer() else None
 
     def _vocabulary(self) -> GgufVocabulary:
@@ -153,8 +153,8 @@ class GgufWeight:
     """One tensor of a file, in the rows of the model's safetensors; see `models.checkpoints.checkpoint.StoredTensor`.
 
     `index` is its number among those that are stacked in the file's tensor, of which it has the `rows`; a matrix that
-    `is_transposed` stands inputs first there. `pairs_of` elements of a head, neighbours
-    of which are rotated together, are the two halves there; 0: rows stay. `norm_offset` was added.
+    `is_transposed` stands inputs first there. `pairs_of` elements of a head, rotated as neighbouring pairs in the file,
+    become two halves; 0 keeps the rows. `norm_offset` was added by the converter.
     """
 
     def __init__(
@@ -286,20 +286,20 @@ class GgufNumber:
         raise AssertionError(f"{self.name} is a number")
 
     def check(self) -> None:
-        """It may be any."""
+        """Does nothing: the number may have any value."""
 
     def release(self) -> None:
-        """It is read already."""
+        """Does nothing: the number is read already."""
 
 
 def _part(name: str) -> str:
-    """What of a layer a tensor is, such as "attn_q"; of another tensor its name's stem."""
+    """The part of a layer that a tensor is, such as "attn_q"; for other tensors the stem of the name."""
     stem = name.rpartition(".")[0]
     return stem.split(".", 2)[-1] if stem.startswith("blk.") else stem
 
 
 def _name_in_checkpoint(name: str, rules: GgufArchitecture) -> str:
-    """The name in safetensors; one that the rules do not know stays, and is left over."""
+    """The name in safetensors; an unknown name stays as it is, and fails the check for leftovers."""
     stem, _, kind = name.rpartition(".")
     if stem in rules.names:
         return f"{rules.names[stem]}.{kind}"
@@ -314,7 +314,7 @@ def _name_in_checkpoint(name: str, rules: GgufArchitecture) -> str:
 
 
 def _cut(name: str, parts: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[str, slice]]:
-    """The names of tensors whose rows, so many of each, one holds, and these rows; the last has all that are left."""
+    """The tensors joined in one, each with its rows; the last takes the remaining ones."""
     first = 0
     for number, (part, size) in enumerate(zip(parts, sizes, strict=True), 1):
         yield name.replace(_part(name), part), slice(first, first + size if number < len(parts) else None)

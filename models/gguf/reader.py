@@ -2,8 +2,8 @@
 
 The format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), all little-endian: "GGUF", the version, counts
 of tensors and of metadata; each metadata's key, type and value; each tensor's name, sizes, type and offset; then the
-data, aligned. The file is taken for hostile: every length and count is held against the bytes that are left before
-anything of that size is made, and lists of strings are decoded when they are asked for.
+data, aligned. The file is not trusted: every length and count is checked against the bytes left before anything of that
+size is allocated. Lists of strings are decoded on demand.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from models.gguf.formats import FORMATS, OTHER_NAMES, Array, GgmlFormat
 from tokenizer.lfs import pointer_problem
 
 _VERSIONS = (2, 3)
-_MOST_ENTRIES = 1 << 16  # tensors, and keys; published files have some thousands of the first, sixty of the second
+_MOST_ENTRIES = 1 << 16  # tensors, and keys; published files have thousands of tensors, sixty keys
 _LONGEST_KEY, _LONGEST_NAME = 65_535, 64  # bytes, by the format's description and by ggml
 _MOST_AXES = 4
-_LONGEST_MESSAGE = 600  # names are the file's own
-_LEAST_KEY_BYTES, _LEAST_TENSOR_BYTES = 13, 33  # what an entry takes in the header
+_LONGEST_MESSAGE = 600  # names come from the file
+_LEAST_KEY_BYTES, _LEAST_TENSOR_BYTES = 13, 33  # an entry's size in the header
 
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _NUMBERS: dict[int, np.dtype[Any]] = {
@@ -39,7 +39,7 @@ _NUMBERS: dict[int, np.dtype[Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """What the header says of one tensor; `shape` has the row's length last, `begin` is a byte of the file."""
+    """The header's entry of one tensor; `shape` has the row's length last, `begin` is an offset in the file."""
 
     format: GgmlFormat
     shape: tuple[int, ...]
@@ -90,7 +90,7 @@ class GgufFile:
     """A memory-mapped GGUF file.
 
     Attributes:
-        path: where it lies.
+        path: of the file.
         metadata: numbers, truths, strings, arrays of numbers (views of the mapping) and `Strings`, by key.
         tensors: in the file's order.
         mapping: the file's bytes; lives as long as the object or any array taken from it.
@@ -119,7 +119,7 @@ class GgufFile:
         self.tensors: Mapping[str, GgufTensor] = header.tensors(num_tensors, self._alignment())
 
     def tensor(self, name: str, index: int | None = None) -> GgufTensor:
-        """Where a tensor lies, or one of those that are stacked in it."""
+        """The entry of a tensor, or of one of those that are stacked in it."""
         tensor = self.tensors[name]
         return tensor if index is None else tensor.part(index)
 

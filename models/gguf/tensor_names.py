@@ -1,4 +1,4 @@
-"""Names of a layer's tensors in GGUF, and what they are called in safetensors, by families.
+"""Tensor names of a layer in GGUF, and their names in safetensors, by family.
 
 Names with "{expert}" are stacks of all experts in GGUF, "{keys}" and "{values}" the two parts of one map of each head.
 """

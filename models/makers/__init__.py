@@ -1,1 +1,1 @@
-"""What a model asks for its matrices, vectors and tables."""
+"""The interface that models use to ask for their matrices, vectors and tables."""

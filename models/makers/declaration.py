@@ -1,4 +1,4 @@
-"""What a maker asks a checkpoint for, and where a checkpoint's tensors come from."""
+"""The interface between makers and checkpoints: declarations of maps, and the source of tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Width = int | Share
 
 
 class TensorSource(Protocol):
-    """Where tensors come from: a `Checkpoint` or a `DummyCheckpoint`."""
+    """The source of tensors: a `Checkpoint` or a `DummyCheckpoint`."""
 
     def main_dtype(self) -> DType: ...
 
@@ -42,11 +42,11 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LinearDeclaration:
-    """A linear map: stored as one tensor for each name, or as one for all outputs. Names lack `.weight` and `.bias`.
+    """A linear map, stored as one tensor for each name or one for all outputs. Names lack `.weight` and `.bias`.
 
     `rows` and `columns` are this rank's shares of each of the outputs and of the inputs; tensors are stored whole.
-    `is_segmented`: ranks add up K in the order of `numba_kernels.segments`. `norm` is that of its inputs. `kernel` is
-    the shape that a convolution's inputs are stored in.
+    `is_segmented`: ranks add up K in the order of `numba_kernels.segments`. `norm` is applied to its inputs. `kernel`
+        is the stored shape of a convolution's inputs.
     """
 
     names: tuple[str, ...]
@@ -66,12 +66,12 @@ class LinearDeclaration:
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """This rank's number of each."""
+        """This rank's number of outputs, for each name."""
         return tuple(share.count for share in self.rows)
 
     @property
     def inputs(self) -> int:
-        """This rank's number."""
+        """This rank's number of inputs."""
         return self.columns.count
 
     @property
@@ -115,7 +115,7 @@ class LinearDeclaration:
 
     @property
     def adds_bias(self) -> bool:
-        """Whether this rank adds the bias. Where the ranks' results are added one does; each, to the segments' sum."""
+        """Whether this rank adds the bias: one rank if the ranks' results are added, each for a sum of segments."""
         return self.has_bias and (self.split != "inputs" or self.rank == 0 or self.is_segmented)
 
 

@@ -1,4 +1,4 @@
-"""The maker that takes notes: names, shapes, types and bytes of all that a model asks for, before anything is read."""
+"""The maker that records names, shapes, types and bytes of all pieces of a model, before anything is read."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from runtime.tensor.tensor import Tensor
 
 
 class DeclaringMaker(Maker):
-    """Notes what a model consists of; what it makes has shapes and types but no numbers.
+    """Records the pieces of a model; those that it makes have shapes and types but no numbers.
 
-    Names and shapes are there when the model's constructor has run: a checkpoint is fitted to them (`layout`). How its
-    tensors are kept depends on how they are stored: `settle` says it, from the fitted checkpoint, in the weights that
-    were declared and in `size_bytes`. Before, all are as if stored in `main_dtype`, and matrices have no bytes.
+    Names and shapes are there when the model's constructor has run: a checkpoint is fitted to them (`layout`). The kept
+    formats depend on the stored ones: `settle` takes them from the fitted checkpoint and sets the declared weights and
+    `size_bytes`. Before that, all count as stored in `main_dtype`, and matrices have no bytes.
 
     Attributes:
         matrices, transposed: names of the tensors of linear maps that may be quantised, and of those among them that
             are stored inputs first.
-        rounded_activations: how products round rows of x, by how the weights are stored; none: x stays floats.
+        rounded_activations: how products round rows of x, by how the weights are stored; empty if x stays floats.
     """
 
     def __init__(self, options: LoadOptions, max_positions: int, main_dtype: DType = float32) -> None:
@@ -54,12 +54,12 @@ class DeclaringMaker(Maker):
         self.rounded_activations: dict[str, str] = {}
 
     def layout(self, prefix: str, harmless: Any, renames: Mapping[str, str] = MappingProxyType({})) -> TensorLayout:
-        """What a checkpoint must store; `prefix`, `harmless` and `renames` as there."""
+        """The layout that a checkpoint must have; `prefix`, `harmless` and `renames` as there."""
         return TensorLayout(self._shapes, prefix, harmless, self._copies, self._stacks, renames)
 
     def settle(self, source: TensorSource) -> None:
-        """Decides how all that was declared is kept, by a source that fits the layout. Raises `ModelLoadError` where
-        ranks cannot share a matrix so, and `InvalidArgumentError` where a layer's experts are kept in several ways."""
+        """Decides the kept format of every declared tensor, by a source that fits the layout. Raises `ModelLoadError`
+        if ranks cannot share a matrix, `InvalidArgumentError` if a layer's experts differ."""
         for place, settled_bytes in self._unsettled:
             self._sizes[place] = settled_bytes(source)
         for experts in self._experts:
@@ -77,7 +77,7 @@ class DeclaringMaker(Maker):
         return made
 
     def _settles(self, settled_bytes: Callable[[TensorSource], int], after: int = 0) -> None:
-        """The bytes of the piece that is counted next, or `after` others, are known when the source is."""
+        """Defers the bytes of the next piece, or the one `after` others, until the source is known."""
         self._unsettled.append((len(self._sizes) + after, settled_bytes))
 
     def _linear(self, declaration: LinearDeclaration) -> LinearWeight:

@@ -1,4 +1,4 @@
-"""In which format a map's weights are kept: as they are stored, as was asked for, or as floats."""
+"""Decides the format in which a map's weights are kept: as stored, as requested, or as floats."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from runtime.linear.packed_matrix import packing_for
 
 @dataclass(frozen=True, slots=True)
 class KeptFormats:
-    """What a maker's maps may be kept as.
+    """The formats in which a maker's maps may be kept.
 
     Attributes:
-        options: where weights go, and what was asked for.
-        source: where they come from; None: nobody knows yet.
+        options: the device, and the requested formats.
+        source: of the tensors, or None while it is unknown.
         dtype: the type of most weights.
         prefix: of names, for messages.
         is_expert: whether the maps are experts.
@@ -40,8 +40,8 @@ class KeptFormats:
     keeps_order: bool
 
     def kept(self, name: str, columns: Share, declaration: LinearDeclaration | None = None) -> WeightFormat | None:
-        """The format in which a quantised matrix is kept as it is stored: on the cpu, if nothing else is asked for,
-        there is a kernel for it, and this rank's columns lie between its blocks."""
+        """The format in which a quantised matrix is kept as it is stored: on the cpu, if no other format is requested,
+        there is a kernel for it, and this rank's columns are whole blocks."""
         options = self.options
         layout = None if self.source is None else self.source.quantized(name)
         is_cut = declaration is not None and declaration.is_cut
@@ -65,7 +65,7 @@ class KeptFormats:
         return format
 
     def packing(self, declaration: LinearDeclaration) -> Packing | None:
-        """How a GPU keeps a quantised map as it is stored; None: it becomes floats. Its parts must agree."""
+        """A GPU's packing of a quantised map as stored; None if it is dequantised. Its parts must agree."""
         options = self.options
         if self.source is None or options.device.kind == "cpu":
             return None
@@ -91,24 +91,24 @@ class KeptFormats:
         return packing if self._can_stay(packing, declaration.outputs, declaration.inputs) else None
 
     def _has_one_order(self, declaration: LinearDeclaration) -> bool:
-        """Whether the columns of all parts are stored in the same order, as those of maps of one input mostly are."""
+        """Whether the columns of all parts are stored in the same order, as is usual for maps of one input."""
         assert self.source is not None
         orders = [self.source.order(f"{name}.weight") for name in declaration.names]
         return all(each is not None and np.array_equal(each, orders[0]) for each in orders)  # type: ignore[arg-type]
 
     def _can_reorder(self, declaration: LinearDeclaration) -> bool:
-        """Whether a GPU's map takes x's columns in another order. Ranks cannot, and exact mode has one's bits."""
+        """Whether a GPU's map takes x's columns in another order. Ranks and exact mode cannot."""
         return self.keeps_order and not declaration.is_cut and not declaration.is_segmented
 
     def keeps_asked(self, outputs: int | Sequence[int], inputs: int) -> bool:
-        """Whether experts are kept in the format that the user asked for."""
+        """Whether experts are kept in the requested format."""
         packing = None if self.options.format is None else packing_of(self.options.format.packing)
         each = (outputs,) if isinstance(outputs, int) else outputs
         return self.options.device.kind == "cpu" or packing is None or self._can_stay(packing, each, inputs)
 
     def _can_stay(self, packing: Packing, outputs: Sequence[int], inputs: int) -> bool:
-        """See `can_stay_packed`; `outputs` are this rank's. Raises ModelLoadError where exact mode's ranks would keep
-        floats of what one rank keeps packed."""
+        """See `can_stay_packed`; `outputs` are this rank's. Raises ModelLoadError if exact mode's ranks would keep
+        floats where one rank keeps packed weights."""
         can_stay, num_ranks = can_stay_packed(packing, self.dtype, outputs, inputs), self.options.num_ranks
         whole = [each * num_ranks for each in outputs]
         is_shared = self.options.exact and num_ranks > 1
@@ -121,13 +121,13 @@ class KeptFormats:
 
 
 def is_at_borders(share: Share, unit: int) -> bool:
-    """Whether a share begins and ends between units of the whole."""
+    """Whether a share begins and ends at a unit's border."""
     end = share.first + share.count
     return share.first % unit == 0 and (end % unit == 0 or end == share.whole)
 
 
 def check_cut(declaration: LinearDeclaration, format: WeightFormat) -> None:
-    """Raises `ModelLoadError` where a rank's inputs do not end between units of the format that they are kept in."""
+    """Raises `ModelLoadError` if a rank's inputs do not end at a unit's border of their format."""
     unit = format.segment_step if declaration.is_segmented else format.split
     if declaration.is_cut and not is_at_borders(declaration.columns, unit):
         mode = " in exact mode" if declaration.is_segmented else ""

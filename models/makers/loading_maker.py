@@ -1,4 +1,4 @@
-"""The maker that reads: a model's pieces from a checkpoint, or from dummy weights, put where they are used."""
+"""The maker that reads a model's pieces from a checkpoint, or from dummy weights, and places them on the device."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _FLOAT16_INFINITY = 0x7C00  # its bits; NaN's are greater
 
 
 class LoadingMaker(Maker):
-    """Makes the pieces from a source that fits the model's layout, and tells how many bytes it has made.
+    """Makes the pieces from a source that fits the model's layout, and reports how many bytes it has made.
 
     Attributes:
-        dequantised_bytes: bytes of quantised tensors, as they are stored, that became floats; by what they are.
+        dequantised_bytes: stored bytes of quantised tensors that were dequantised, by kind.
     """
 
     _source: TensorSource
@@ -190,5 +190,5 @@ class LoadingMaker(Maker):
 
 
 def _has_infinity(array: Array) -> bool:
-    """Whether float16 held not all of what was converted to it."""
+    """Whether a conversion to float16 overflowed."""
     return array.size > 0 and int((array.view(np.uint16) & 0x7FFF).max()) >= _FLOAT16_INFINITY

@@ -1,6 +1,6 @@
-"""Makers: a model's constructor asks one for its matrices, vectors and tables, and so says each of them once.
+"""Makers: a model's constructor asks one for its matrices, vectors and tables; each is declared once.
 
-First it runs over a `DeclaringMaker`, which takes notes of names and shapes: a checkpoint is checked against them, and
+First it runs over a `DeclaringMaker`, which records names and shapes: a checkpoint is checked against them, and
 bytes are known by its headers, before anything is read. Then it runs over a `LoadingMaker`, which reads a checkpoint or
 makes dummy weights and holds the source of one map at a time, so that loading needs little more than one copy of the
 weights.
@@ -47,8 +47,8 @@ class Maker(ABC):
     """Makes the pieces of a model, or of a stage of it.
 
     Attributes:
-        options: where weights go, and as what. On a GPU, where the activations have the weights' type, all matrices are
-            of one: `dtype` is never None there, but the checkpoint's main type.
+        options: the device and types of weights. On a GPU, where the activations have the weights' type, all matrices
+            are of one: `dtype` is never None there, but the checkpoint's main type.
         dtype: the type of the weights, or of most of them where each keeps its own.
         max_positions: tokens that a sequence may have, for position tables.
     """
@@ -61,16 +61,16 @@ class Maker(ABC):
         self.max_positions = max_positions
         self._prefix = ""
         self._source: TensorSource | None = None
-        self._sizes: list[int] = []  # shared with the makers below, as is what follows
+        self._sizes: list[int] = []  # shared with the makers below, as are the next ones
         self._layer_spans: list[slice] = []  # of the sizes
         self.tables: set[str] = set()  # names of the token table and the output head
-        self.heads: set[str] = set()  # of the head alone, or of what is both
+        self.heads: set[str] = set()  # of the head alone, or of a tied table
         self._is_quantisable = True
         self._is_expert = False
         self._keeps_order = True
-        self._copies: dict[str, str] = {}  # what may be stored besides, or instead of, the tensor that it must equal
+        self._copies: dict[str, str] = {}  # may be stored besides, or instead of, the tensor that they must equal
         self._head_routings: dict[int, HeadRouting] = {}  # shared with the makers below
-        self._stacks: dict[str, Stack | RowStack] = {}  # what may be stored instead of the tensors that it holds
+        self._stacks: dict[str, Stack | RowStack] = {}  # may be stored instead of the tensors that they hold
 
     def under(self, name: str) -> Self:
         """This maker for names that begin with `name.`."""
@@ -80,7 +80,7 @@ class Maker(ABC):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all that was made, as it is kept."""
+        """Bytes of all pieces, as they are kept."""
         return sum(self._sizes)
 
     @property
@@ -99,18 +99,18 @@ class Maker(ABC):
         return ends_here(self.options.pipeline)
 
     def own_layers(self, count: int) -> range:
-        """The numbers of this stage's layers, of so many."""
+        """The numbers of this stage's layers, out of `count`."""
         pipeline = self.options.pipeline
         return range(count) if pipeline is None else self.options.stages[pipeline.stage]
 
     def in_first(self, make: Callable[[], T]) -> T:
-        """What is made, in the first stage; in others None, and nobody uses it there."""
+        """The result of `make` in the first stage; None in others, which do not use it."""
         nothing: Any = None
         return make() if self.is_first else nothing
 
     def layers(self, name: str, count: int, make: Callable[[int, Maker], T]) -> list[T]:
-        """This stage's layers, of the `count` that stand under `name.0`, `name.1` and so on; `make` is given a number
-        and what makes the layer's pieces."""
+        """This stage's layers, of the `count` that stand under `name.0`, `name.1` and so on; `make` gets a number and
+        the maker of the layer's pieces."""
         made = []
         for index in self.own_layers(count):
             first = len(self._sizes)
@@ -135,7 +135,7 @@ class Maker(ABC):
 
         Several names become one map, their outputs one after another. One name with several outputs is stored so.
         `split` says which side is cut between ranks; sizes of that side are then this rank's shares, and numbers are
-        shares of which each rank has as much. `norm` goes in front of it.
+        split equally. `norm` is applied first.
         """
         assert norm is None or split != "inputs", "a rank does not see the rows that it would normalise"
         names = (names,) if isinstance(names, str) else names
@@ -174,10 +174,10 @@ class Maker(ABC):
         With a `stack` they may all be stored in `<stack> [count, inputs, outputs]`, columns of several names in that
         order, and their biases in `<stack>_bias [count, outputs]`.
 
-        With a `split` a rank has its share of every expert; who adds what ranks have made is the caller.
+        With a `split` a rank has its share of every expert; the caller adds the ranks' results.
 
-        On a GPU quantised experts become floats where no kernel multiplies them (`can_stay_packed`). Raises
-        ModelLoadError where there are no kernels for such experts.
+        On a GPU quantised experts become floats if no kernel multiplies them (`can_stay_packed`). Raises ModelLoadError
+        if there are no kernels for such experts.
         """
         device, gemm = self.options.device, self.options.gemm
         if gemm != "auto":
@@ -200,7 +200,7 @@ class Maker(ABC):
             ]
         )
         if device.kind != "cpu":
-            self._count(16 * count)  # of the table of where they lie
+            self._count(16 * count)  # of the table of their addresses
         return made
 
     def _note_stack(
@@ -217,7 +217,7 @@ class Maker(ABC):
         self, stack: str, parts: Sequence[str], q_heads: Share, kv_heads: Share, head_dim: int, inputs: int, *,
         has_bias: bool,
     ) -> None:  # fmt: skip
-        """That the maps `parts` of queries, keys and values may be stored in one, `stack`, by heads of keys."""
+        """Records that the maps `parts` of queries, keys and values may be stored in one, `stack`, by heads of keys."""
         sizes = (q_heads.whole // kv_heads.whole * head_dim, head_dim, head_dim)
         self.note_row_stack(stack, parts, sizes, inputs, groups=kv_heads.whole, has_bias=has_bias)
 
@@ -225,7 +225,7 @@ class Maker(ABC):
         self, stack: str, parts: Sequence[str], sizes: tuple[int, ...], inputs: int, *, groups: int = 1,
         has_bias: bool = False,
     ) -> None:  # fmt: skip
-        """That the maps `parts` may be stored in one, `stack`: so many rows of each in every one of its groups."""
+        """Records that the maps `parts` may be stored in one, `stack`, with `sizes` rows of each per group."""
         for part, rest in (("weight", (inputs,)), ("bias", ())) if has_bias else (("weight", (inputs,)),):
             names = tuple(f"{self._prefix}{name}.{part}" for name in parts)
             self._stacks[f"{self._prefix}{stack}.{part}"] = RowStack((groups * sum(sizes), *rest), names, sizes)
@@ -237,8 +237,8 @@ class Maker(ABC):
         beside it: for each of this rank's heads one for queries, `[rotary_dim + latent_dim, key_dim + rotary_dim]`, and
         one for results, `[value_dim, latent_dim]`.
 
-        A query comes with the key's part first; it goes out with what is rotated first, unchanged, and then what the
-        latent row is multiplied with. They are floats, whatever the options say.
+        A query comes with the key's part first; it leaves with the rotated part first, unchanged, followed by the part
+        that is multiplied with the latent row. The maps are always floats.
         """
         if self.options.gemm != "auto":
             raise ModelLoadError(
@@ -248,7 +248,7 @@ class Maker(ABC):
         inner.options = replace(self.options, format=None, rounding="")
 
         def maps_of(stored: Array) -> Iterator[Array]:
-            """Of queries for these heads, then of results."""
+            """The maps of queries for these heads, then those of results."""
             parts = stored.reshape(heads.count, key_dim + value_dim, latent_dim)
             for part in parts:
                 keys = np.zeros((rotary_dim + latent_dim, key_dim + rotary_dim), stored.dtype)
@@ -266,11 +266,11 @@ class Maker(ABC):
         for weight in made:
             self._count(weight.size_bytes)
         if self.options.device.kind != "cpu":
-            self._count(2 * 16 * count)  # of the tables of where they lie
+            self._count(2 * 16 * count)  # of the tables of their addresses
         return ExpertsWeight(made[:count]), ExpertsWeight(made[count:])
 
     def head_routing(self, heads: int) -> HeadRouting:
-        """How rows of so many heads find the maps of theirs; one for all layers."""
+        """Maps rows of so many heads to their heads' matrices; shared by all layers."""
         if heads not in self._head_routings:
             self._head_routings[heads] = self._new_head_routing(heads)
             self._count(2 * 4 * heads * MOST_HEAD_TOKENS)
@@ -280,19 +280,19 @@ class Maker(ABC):
         return HeadRouting(heads, self.options.device)
 
     def unrounded(self) -> Self:
-        """This maker for maps that are not quantised, whatever the options say."""
+        """This maker for maps that are never quantised."""
         inner = copy.copy(self)
         inner.options = replace(self.options, format=None, rounding="")
         inner._is_quantisable = False
         return inner
 
     def router(self, name: str, *, outputs: int, inputs: int, has_bias: bool = False) -> Linear:
-        """A small map whose numbers decide what else is computed: it is not quantised, whatever the options say."""
+        """A router's map, which decides which experts are computed: it is never quantised."""
         return self.unrounded().linear(name, outputs=outputs, inputs=inputs, has_bias=has_bias)
 
     def convolution(self, name: str, *, outputs: int, kernel: tuple[int, ...], has_bias: bool) -> Linear:
         """A convolution whose stride is its size, `name.weight [outputs, *kernel]`, as a map of its windows, flat. It
-        is not quantised, whatever the options say."""
+        is never quantised."""
         inner = self.unrounded()
         return inner.linear(name, outputs=outputs, inputs=math.prod(kernel), has_bias=has_bias, kernel=kernel)
 
@@ -303,14 +303,14 @@ class Maker(ABC):
         `has_bias` and `head.bias [rows]`, which a tied one cannot have.
 
         With `is_tied` they are one matrix, kept once, and a checkpoint may store either or both. Ranks share out the
-        columns of the one and the rows of the other, but one matrix lies whole in each. Of several stages the first
-        has the table and the last the head; what a stage has not is None, and nobody uses it there.
+        columns of the one and the rows of the other, but one matrix lies whole in each. Of several stages the first has
+        the table and the last the head; the other is None.
         """
         nothing: Any = None
         self.tables |= {f"{self._prefix}{each}.weight" for each in (name, head)}
         self.heads.add(f"{self._prefix}{name if is_tied else head}.weight")
         inner = copy.copy(self)
-        inner._keeps_order = False  # rows of a table are read as they are
+        inner._keeps_order = False  # a table's rows are read in stored order
         if not is_tied:
             table: Tensor | LinearWeight | SharedTable
             if not self.is_first:
@@ -326,7 +326,7 @@ class Maker(ABC):
         return tied.weight, self._shared_out(tied) if self.is_last else nothing
 
     def _shared_out(self, head: Linear) -> Linear:
-        """The output head, of which each rank multiplies its share where there are several."""
+        """The output head; with several ranks each multiplies its share."""
         communicator, weight = self.options.communicator, head.weight
         if communicator is None or not isinstance(weight, PanelWeight | RowWeight):
             return head
@@ -353,7 +353,7 @@ class Maker(ABC):
         return SharedTable(self.table(name, rows, mine), communicator, share, columns)
 
     def _shared_head(self, name: str, rows: int, columns: int, has_bias: bool) -> Linear:
-        """The output head that is no table, too: each rank has its share of it alone."""
+        """An untied output head: each rank holds only its share."""
         communicator = self.options.communicator
         share = 0 if communicator is None else logits_share(rows, communicator.num_ranks)
         if communicator is None or not share:
@@ -366,15 +366,15 @@ class Maker(ABC):
     def vector(
         self, name: str, size: Width, *, add: float = 0.0, stored: tuple[int, ...] | None = None
     ) -> Tensor:
-        """`name [size]` plus `add` as float32, after rounding to the weights' type; norms are computed in float32. Of a
-        share it is that part. `stored` is the shape in the checkpoint where that is another one of as many elements."""
+        """`name [size]` plus `add` as float32, after rounding to the weights' type; norms are computed in float32. With
+        a share, only that part. `stored` is the checkpoint's shape if it differs, with as many elements."""
         share = self._share(size, is_cut=isinstance(size, Share))
         made = self._vector(self._prefix + name, share, add, stored or (share.whole,))
         self._count(4 * made.size)
         return made
 
     def exact_vector(self, name: str, size: int, *, stored: tuple[int, ...] | None = None) -> Tensor:
-        """The same without rounding: small differences of its numbers decide what else is computed."""
+        """The same without rounding, for vectors that decide which experts are computed."""
         inner = copy.copy(self)
         inner.options = replace(self.options, dtype=None, format=None, rounding="")
         return inner.vector(name, size, stored=stored)
@@ -390,12 +390,12 @@ class Maker(ABC):
         return made
 
     def rms_norm(self, name: str, size: int, eps: float, *, add: float = 0.0) -> RmsNorm:
-        """The norm in front of a linear map, whose weight is the `vector` of that name."""
+        """The norm before a linear map, whose weight is the `vector` of that name."""
         median = self._median(self._prefix + name, add)
         return RmsNorm(self.vector(name, size, add=add), eps, median)
 
     def table(self, name: str, rows: int, columns: Width) -> Tensor:
-        """`name [rows, columns]` in the weights' type, for looking rows up; of a share those columns."""
+        """`name [rows, columns]` in the weights' type, for looking rows up; with a share, those columns."""
         made = self._table(self._prefix + name, rows, self._share(columns, is_cut=isinstance(columns, Share)))
         self._count(made.size * made.dtype.itemsize)
         return made
@@ -405,11 +405,11 @@ class Maker(ABC):
         """The table of rotary positions, up to `max_positions`."""
 
     def _count(self, size_bytes: int) -> None:
-        """So many bytes of weights have been made."""
+        """Counts so many bytes of weights."""
         self._sizes.append(size_bytes)
 
     def _dtype_of(self, stored: DType) -> DType:
-        """The type of a tensor that is stored in this one."""
+        """The kept type of a tensor that is stored in this one."""
         return self.options.dtype or stored
 
     @abstractmethod
@@ -420,7 +420,7 @@ class Maker(ABC):
         self, name: str, rows: Share, columns: int, shapes: Sequence[tuple[int, int]],
         make: Callable[[Array], Iterator[Array]],
     ) -> list[LinearWeight]:  # fmt: skip
-        """Maps of these shapes, which `make` makes of these rows of a stored matrix' floats, in its type."""
+        """Maps of these shapes, made by `make` from these rows of a stored matrix in floats, in its type."""
 
     @abstractmethod
     def _vector(self, name: str, size: Share, add: float, stored: tuple[int, ...]) -> Tensor: ...

@@ -1,4 +1,4 @@
-"""Which part of a model's widths a rank has."""
+"""A rank's share of a model's widths."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ class Share:
     count: int
 
     def times(self, factor: int) -> Share:
-        """The same of something that is so many times as wide: elements of heads."""
+        """The share of a width `factor` times as wide, such as heads' elements."""
         return Share(self.whole * factor, self.first * factor, self.count * factor)
 
     @property
     def is_part(self) -> bool:
-        """Whether somebody else has some, too."""
+        """Whether other ranks have some, too."""
         return self.count < self.whole
 
 
 def equal_share(count: int, rank: int, num_ranks: int) -> Share:
-    """A rank's, where each has as much."""
+    """A rank's share, equal for all ranks."""
     return Share(count * num_ranks, count * rank, count)
 
 
 def share_of_width(width: int, rank: int, num_ranks: int, *, exact: bool) -> Share | None:
     """A rank's share of columns: equal where that is at multiples of `UNIT`, or asked for by `exact`; else the first
-    ranks may have a unit more. None: there are not enough, or, if `exact`, they cannot be equal."""
+    ranks may have a unit more. None if there are too few columns or, with `exact`, shares cannot be equal."""
     is_even = width % num_ranks == 0
     if is_even and (exact or width // num_ranks % UNIT == 0):
         return equal_share(width // num_ranks, rank, num_ranks)
@@ -47,7 +47,7 @@ def share_of_width(width: int, rank: int, num_ranks: int, *, exact: bool) -> Sha
 
 
 def share_of_heads(num_heads: int, rank: int, num_ranks: int) -> Share | None:
-    """A rank's KV heads: its part of them, or, if they are fewer than ranks, the one that it has with others. None:
+    """A rank's KV heads: its part of them, or, if they are fewer than ranks, the one that it has with others. None if
     neither divides the other."""
     if num_heads % num_ranks == 0:
         return equal_share(num_heads // num_ranks, rank, num_ranks)

@@ -1,2 +1,2 @@
-"""Quantised checkpoints in safetensors: which tensors a matrix is stored as, and how they become the one layout of its
-numbers (`runtime.linear.quantized`). A file for each way to store them."""
+"""Quantised checkpoints in safetensors: the tensors that a matrix is stored as, and their conversion to one layout
+(`runtime.linear.quantized`). One file per method."""

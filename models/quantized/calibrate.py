@@ -1,10 +1,10 @@
-"""Scales of channels that lose least of a product on a text's activations, folded into what stands in front of it.
+"""Scales of channels that minimise a product's rounding error on a text's activations, folded into the previous
+weights.
 
-A product ``W x`` is ``(W diag(s)) (x / s)``. Channels that carry much are multiplied before they are rounded, so that
-less of them is lost, and the division goes into weights that exist anyway (AWQ: Lin et al. 2023,
-https://arxiv.org/abs/2306.00978):
+A product ``W x`` is ``(W diag(s)) (x / s)``. Salient channels are scaled up before rounding, so that they lose less,
+and the division goes into existing weights (AWQ: Lin et al. 2023, https://arxiv.org/abs/2306.00978):
 
-    query, key, value     the weights of the norm in front
+    query, key, value     the weights of the norm before them
     gate, up              the same
     down                  the rows of `up`
     output of attention   the rows of `value`; heads that share one share its scales
@@ -53,11 +53,11 @@ _BLOCK_SIZE = 16
 
 @dataclass(slots=True)
 class Folded:
-    """What calibrating changes in a model's tensors, by name.
+    """Calibration's changes to a model's tensors, by name.
 
     Attributes:
-        columns: float32 ``[K]``, which a matrix's columns are multiplied by.
-        rows: rows of a matrix, or elements of a bias, and the float32 numbers that they are divided by.
+        columns: float32 ``[K]``, the factors of a matrix's columns.
+        rows: rows of a matrix, or elements of a bias, and their float32 divisors.
         vectors: the weights of norms, as they are stored.
         gains: the loss of each product over that without scales.
     """
@@ -68,7 +68,7 @@ class Folded:
     gains: dict[str, float] = field(default_factory=dict)
 
     def changes(self, name: str) -> bool:
-        """Whether a matrix or bias is another one than the stored."""
+        """Whether a matrix or bias differs from the stored one."""
         return name in self.columns or name in self.rows
 
     def apply(self, name: str, values: Array) -> Array:
@@ -84,7 +84,7 @@ def calibrate(
     config: ModelConfig, model_class: type[Model], checkpoint: Checkpoint, token_ids: Sequence[int],
     rounding: Callable[[str], Rounding | None], show: Callable[[int, int], None],
 ) -> Folded:  # fmt: skip
-    """The scales for a checkpoint that fits the config. `rounding` says what a matrix becomes, None that it stays.
+    """The scales for a checkpoint that fits the config. `rounding` gives a matrix's new format, or None if it stays.
 
     Raises `InvalidArgumentError` for a family without such folds and for too few tokens, `ModelLoadError` for tensors
     that cannot be read.
@@ -161,7 +161,7 @@ def _forward(model: Model, token_ids: Array, count: int, length: int) -> None:
 
 
 class _StreamingMaker(LoadingMaker):
-    """Makes linear maps that read their weights when they are called, and drop them; tables are read at once."""
+    """Makes linear maps that read their weights at each call and drop them; tables are read at once."""
 
     def __init__(self, options: LoadOptions, max_positions: int, source: Checkpoint) -> None:
         super().__init__(options, max_positions, source)
@@ -182,7 +182,7 @@ class _StreamingMaker(LoadingMaker):
 
 
 class _Unread(LinearWeight):
-    """A weight that is not there yet."""
+    """A weight that is not loaded."""
 
     def __init__(self, declaration: LinearDeclaration, options: LoadOptions) -> None:
         super().__init__(declaration.shape, options.format_of(float32), options.device, 0)
@@ -215,7 +215,7 @@ class _StreamedLinear(Linear):
 
 @dataclass(frozen=True, slots=True)
 class _Search:
-    """Sets what the maps of a model watch for."""
+    """Chooses which activations of a model's maps are watched, and searches their scales."""
 
     checkpoint: Checkpoint
     rounding: Callable[[str], Rounding | None]
@@ -268,12 +268,12 @@ class _Search:
         linear.watch = watch
 
     def _rounded_names(self, linear: _StreamedLinear) -> list[str]:
-        """The map's tensors; none if one of them stays in floats."""
+        """The map's tensors; empty if one of them stays in floats."""
         names = [f"{name}.weight" for name in linear.declaration.names]
         return names if all(self.rounding(name) for name in names) else []
 
     def _best(self, names: list[str], x: Tensor, heads: tuple[int, int, int] | None, folded: Folded) -> Array | None:
-        """The scales ``[K]`` that lose least of all products with the rows ``x [T, K]``; None: none are better.
+        """The scales ``[K]`` with the least error of all products with the rows ``x [T, K]``; None if none improve it.
 
         `heads` (of queries, of keys, their size): channels of heads that share a value head share a scale.
         """
@@ -306,7 +306,7 @@ class _Search:
 
 
 def _least(losses: dict[float, float]) -> float:
-    """The power that loses least."""
+    """The power with the least error."""
     return min(losses, key=lambda power: losses[power])
 
 

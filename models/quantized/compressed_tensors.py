@@ -1,4 +1,4 @@
-"""`quant_method: compressed-tensors`: groups of modules, each with how its weights and activations are quantised.
+"""`quant_method: compressed-tensors`: groups of modules with the formats of their weights and activations.
 
     format                 tensors of a module X                                          scales
     int-quantized          X.weight int8 [N, K]                                           X.weight_scale
@@ -15,8 +15,8 @@ By `strategy` there is a scale for all (`tensor`), one a row (`channel`), a grou
 a block. Integers without `symmetric` have `X.weight_zero_point`, packed along N where the weight is packed. With
 `X.weight_g_idx` columns are in any order of groups.
 
-A group's `targets` are modules' names, patterns (`re:`) or the class `Linear`, which is every matrix; names count
-before patterns, these before classes. What `ignore` names is stored in floats.
+A group's `targets` are modules' names, patterns (`re:`) or the class `Linear`, which is every matrix; names take
+precedence over patterns, and patterns over classes. Modules in `ignore` are stored in floats.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ACTIVATIONS: dict[tuple[str, int], NumberKind] = {("float", 8): "fp8", ("int", 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What the config says of weights or activations."""
+    """The config's description of weights or activations."""
 
     kind: str  # "int" or "float"
     bits: int

@@ -2,7 +2,7 @@
 
     X.weight            e4m3 [N, K]
     X.weight_scale_inv  [ceil(N / rows), ceil(K / elements)] with `weight_block_size`, else one number or one a row;
-                        it is multiplied with, whatever its name says. `X.weight_scale` is the same.
+                        it is a factor, in spite of its name. `X.weight_scale` is the same.
     X.input_scale       of `activation_scheme: static`: one number; or `X.activation_scale`
 
 Scales of e8m0 (`scale_fmt: ue8m0`) are powers of two, and may be stored as bytes.
@@ -50,7 +50,7 @@ class Fp8Scheme:
     """See the module.
 
     Attributes:
-        block: `weight_block_size`; None: a scale for all, or one a row.
+        block: `weight_block_size`, or None for one scale for all or one a row.
         is_static: whether activations have a scale in the checkpoint.
         has_exponents: whether scales are stored as e8m0.
         unconverted: modules that are stored in floats.
@@ -68,7 +68,7 @@ class Fp8Scheme:
         fields.expect("expert_dtype", "fp8")
         fields.expect("modules_to_convert", [])
         fields.expect("kv_cache_scheme", "static", "dynamic")
-        fields.raw("dequantize")  # asks transformers to do so while loading
+        fields.raw("dequantize")  # makes transformers dequantise while loading
         scheme = fields.string("activation_scheme", "dynamic")
         if scheme not in ("dynamic", "static"):
             raise fields.error("activation_scheme", f"is {scheme!r:.80}, must be 'dynamic' or 'static'")

@@ -2,13 +2,13 @@
 
     X.qweight  int32 [K * bits / 32, N], words along K
     X.qzeros   int32 [groups, N * bits / 32], words along N: zeros less 1 in format "gptq", as they are in
-               "gptq_v2"; with `sym` all are the middle by either, whatever the file says
+               "gptq_v2"; with `sym` all are the middle, in either convention
     X.scales   [groups, N]
     X.g_idx    int32 [K]: the group of each column. With `desc_act` they are in any order, and the matrix is kept in
                the groups' order.
 
-`dynamic` says otherwise for modules whose name a pattern matches: other `bits`, `group_size`, `sym` or `desc_act`, or
-(`-:PATTERN`) that they are stored in floats. The first pattern counts.
+`dynamic` overrides `bits`, `group_size`, `sym` or `desc_act` of modules whose name matches a pattern, or (`-:PATTERN`)
+has them stored in floats. The first pattern counts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class GptqScheme:
 
     Attributes:
         usual: of modules that no pattern matches.
-        others: patterns and what they say; None: floats.
+        others: patterns and their overrides, or None for floats.
         has_plain_zeros: whether zeros are stored as they are.
     """
 
@@ -109,7 +109,7 @@ class GptqScheme:
         g_idx = Part(module.take("g_idx", ("I32", "I64"))) if module.has("g_idx") else None
         is_reordered = said.is_reordered and groups > 1
         if is_reordered and g_idx is None:
-            module.take("g_idx", ("I32",))  # says that it is missing
+            module.take("g_idx", ("I32",))  # raises if it is missing
         layout = QuantizedLayout(
             "int4" if said.bits == 4 else "int8", (width, depth), (1, size if groups > 1 else 0),
             SCALES[scales.type_name], has_zeros=not said.is_symmetric, has_order=is_reordered,
@@ -154,8 +154,8 @@ def unpacked(words: Array, bits: int) -> Array:
 
 
 def _check_middle(stored: StoredTensor, numbers: Array, middle: int, has_plain_zeros: bool) -> None:
-    """All zeros of a symmetric matrix are the middle, stored in one of the two ways, whichever the file names: tools
-    convert one and leave the other's name."""
+    """All zeros of a symmetric matrix are the middle, stored in either convention: tools convert one without renaming
+    the format."""
     if (numbers != middle).any() and (numbers != middle - 1).any():
         usual = middle if has_plain_zeros else middle - 1
         found = numbers[numbers != usual][0]

@@ -1,4 +1,4 @@
-"""`quant_method: modelopt`: what NVIDIA's Model Optimizer exports, named by `quant_algo`.
+"""`quant_method: modelopt`: exports of NVIDIA's Model Optimizer, by `quant_algo`.
 
     quant_algo                   tensors of a module X
     FP8                          X.weight e4m3 [N, K]; X.weight_scale and X.input_scale: one number each
@@ -8,8 +8,8 @@
     MXFP8                        X.weight e4m3 [N, K]; X.weight_scale [N, K / 32]: exponents, 127 above their value
     MIXED_PRECISION              `quantized_layers` says which of these for each module
 
-`hf_quant_config.json` says it in an object `quantization`; config.json says it flat, with other names for what is
-excluded (`ignore`) and for pages (`kv_cache_scheme`). Names of excluded modules may have the wildcards of a shell.
+`hf_quant_config.json` has it in an object `quantization`; config.json has it flat, with other names for excluded
+modules (`ignore`) and pages (`kv_cache_scheme`). Names of excluded modules may have the wildcards of a shell.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_PATTERNS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """How a module's matrix is stored; `group_size` 0: there are no groups."""
+    """A module's storage; `group_size` 0 means no groups."""
 
     name: str
     group_size: int
@@ -61,7 +61,7 @@ class ModelOptScheme:
     """See the module.
 
     Attributes:
-        usual: of modules that `layers` does not name; None: they are stored in floats.
+        usual: of modules that `layers` does not name, or None if they are stored in floats.
         layers: of modules by name.
         excluded: patterns of modules that are stored in floats.
     """
@@ -77,7 +77,7 @@ class ModelOptScheme:
         if fields.has("quantization"):
             fields = fields.object("quantization")
             fields.expect("quant_method", "modelopt")
-        fields.raw("config_groups")  # says in other words what quant_algo says
+        fields.raw("config_groups")  # repeats quant_algo
         _read_pages(fields)
         excluded = [name for key in ("exclude_modules", "ignore") for name in fields.strings(key) or ()]
         if len(excluded) > _MOST_PATTERNS:
@@ -88,7 +88,7 @@ class ModelOptScheme:
             layers = {name: Algorithm.read(section.object(name)) for name in section.names()}
         usual = None
         if fields.raw("quant_algo") == _MIXED:
-            fields.raw("group_size")  # each layer says its own
+            fields.raw("group_size")  # each layer has its own
             if not layers:
                 raise fields.error("quantized_layers", f"is missing or empty, which quant_algo {_MIXED} needs")
         elif fields.has("quant_algo"):
@@ -152,7 +152,7 @@ def _reciprocal(array: Array) -> Array:
 
 
 def _read_pages(fields: Fields) -> None:
-    """Checks what is said of the KV cache. Pages here are floats, or have scales of their own."""
+    """Checks the KV cache's fields. Pages here are floats, or have scales of their own."""
     fields.expect("kv_cache_quant_algo", "FP8", "NVFP4")
     if isinstance(fields.raw("kv_cache_scheme"), dict):
         section = fields.object("kv_cache_scheme")

@@ -30,8 +30,8 @@ class Mxfp4Scheme:
     @classmethod
     def read(cls, fields: Fields) -> Self:
         """From `quantization_config`. Raises `ConfigError`."""
-        fields.strings("modules_to_not_convert")  # a note: what is stored in blocks says so itself
-        fields.raw("dequantize")  # asks transformers to do so while loading
+        fields.strings("modules_to_not_convert")  # a note: tensors in blocks are recognised by their names
+        fields.raw("dequantize")  # makes transformers dequantise while loading
         return cls()
 
     def matrix(self, module: ModuleTensors) -> MatrixParts | None:

@@ -1,4 +1,4 @@
-"""Which modules the names and patterns of a config mean."""
+"""Matches modules by the names and patterns of a config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model in floats whose matrices are rounded while they are read: as if a checkpoint stored them so."""
+"""Rounds a float model's matrices while they are read, as if the checkpoint stored them so."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class RoundedSource:
         self, source: TensorSource, rounding: str, matrices: Collection[str], heads: Collection[str],
         shapes: Callable[[str], tuple[int, int]], can_keep: Callable[[QuantizedLayout], bool],
     ) -> None:  # fmt: skip
-        """`matrices` and `heads` are names of tensors, whose `shapes` the layout knows; what the device cannot keep
-        stays floats."""
+        """`matrices` and `heads` are names of tensors, with `shapes` from the layout; matrices that the device cannot
+        keep stay floats."""
         self._source, self._layouts = source, dict[str, QuantizedLayout]()
         self._roundings: dict[str, Rounding] = {}
         for name in (*matrices, *heads):

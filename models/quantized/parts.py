@@ -19,7 +19,7 @@ FLOATS = ("F32", "F16", "BF16")
 
 
 class ModuleTensors:
-    """What is stored under a module's name, such as `model.layers.0.mlp.up_proj`; a reader takes what it uses."""
+    """The tensors under a module's name, such as `model.layers.0.mlp.up_proj`; a reader takes those that it uses."""
 
     def __init__(self, name: str, tensors: Mapping[str, StoredTensor]) -> None:
         self.name = name
@@ -35,7 +35,7 @@ class ModuleTensors:
         return self._tensors[part].type_name if part in self._tensors else ""
 
     def take(self, part: str, types: tuple[str, ...], shape: tuple[int | None, ...] | None = None) -> StoredTensor:
-        """`NAME.part`, which must be of one of these types and of this shape; None: of any size. Raises
+        """`NAME.part`, which must have one of these types and this shape; None allows any size. Raises
         `WeightsError`."""
         if part not in self._tensors:
             there = min(self._tensors.values(), key=lambda stored: stored.name)
@@ -68,13 +68,13 @@ def refusal(stored: StoredTensor, message: str) -> WeightsError:
 
 
 def unchanged(array: Array) -> Array:
-    """For parts that are stored as they are kept."""
+    """The conversion of parts that are kept as stored."""
     return array
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One array of a matrix: the tensor that it is stored as, and how it becomes the layout's."""
+    """One array of a matrix: its stored tensor, and the conversion to the layout."""
 
     stored: StoredTensor
     convert: Callable[[Array], Array] = unchanged
@@ -89,10 +89,10 @@ class MatrixParts:
     """A quantised matrix that is not read yet.
 
     Attributes:
-        layout: what headers and config say.
-        codes, scales, zeros, divisor, factor, input_scale: where its arrays come from.
+        layout: by headers and config.
+        codes, scales, zeros, divisor, factor, input_scale: the sources of its arrays.
         order: gives the group of each column, int ``[K]``, in the matrix's order; codes come so, too.
-        checks: raise `WeightsError` for what else the files must say.
+        checks: raise `WeightsError` if further tensors are wrong.
         stack_shape: of a matrix in which those of all experts stand one under another: the shape of the tensor that
             holds them in floats (`models.checkpoints.stacked`).
     """
@@ -113,7 +113,7 @@ class QuantizedTensor:
     """A matrix as the model asks for it; see `models.checkpoints.stored_tensor.StoredTensor`.
 
     Attributes:
-        dtype: what it is dequantised to if nothing else is asked for.
+        dtype: the default type of its dequantised form.
         quantized: how it is stored.
     """
 
@@ -129,7 +129,7 @@ class QuantizedTensor:
         self._dtype, self._parts, self._tensors = dtype, parts, tensors
 
     def order(self) -> Array | None:
-        """Which of the matrix's columns stands where, int32 ``[K]``; None: they are in order."""
+        """The permutation of the matrix's columns, int32 ``[K]``, or None if they are in order."""
         if self._parts.order is None:
             return None
         return np.argsort(self._parts.order.array(), kind="stable").astype(np.int32)
@@ -152,7 +152,7 @@ class QuantizedTensor:
         )
 
     def check(self) -> None:
-        """Raises `WeightsError` for a number that cannot be: it reads all but the matrix itself."""
+        """Raises `WeightsError` for an impossible number: reads all but the matrix itself."""
         parts = self._parts
         for part in (parts.scales, parts.divisor, parts.factor, parts.input_scale):
             if part is not None:

@@ -1,4 +1,4 @@
-"""`quantization_config` of config.json, and what its `quant_method` makes of a checkpoint's tensors."""
+"""`quantization_config` of config.json, and the conversion of a checkpoint's tensors by its `quant_method`."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class QuantizationScheme(Protocol):
     def matrix(self, module: ModuleTensors) -> MatrixParts | None:
         """The quantised matrix of a module; None if its weight, if it has one, is stored in floats.
 
-        Takes the tensors that it uses. Raises `WeightsError` for what contradicts the config.
+        Takes the tensors that it uses. Raises `WeightsError` for a tensor that contradicts the config.
         """
 
     def is_passed_over(self, name: str) -> bool:
-        """Whether a stored tensor has no say in the products: it scales pages of the KV cache."""
+        """Whether a stored tensor is skipped: it scales pages of the KV cache, not products."""
 
 
 _READERS: dict[str, Callable[[Fields], QuantizationScheme]] = {
@@ -49,8 +49,8 @@ _READERS: dict[str, Callable[[Fields], QuantizationScheme]] = {
 
 
 def add_quantization(fields: Fields, folder: Path) -> Fields:
-    """The same fields; where they have no `quantization_config`, that of the folder's hf_quant_config.json, if there is
-    one. Raises `ConfigError`, also for a folder of MLX."""
+    """The fields, with hf_quant_config.json as `quantization_config` if they have none and the folder has that file.
+    Raises `ConfigError`, also for a folder of MLX."""
     for name in ("quantization", FIELD):
         said = fields.values().get(name)
         if isinstance(said, dict) and {"bits", "group_size"} <= said.keys() and not _OTHER_TOOLS & said.keys():
@@ -89,10 +89,10 @@ def read_quantization(fields: Fields) -> QuantizationScheme | None:
 
 
 def with_quantized(checkpoint: Checkpoint, scheme: QuantizationScheme) -> Checkpoint:
-    """The checkpoint with one tensor, `NAME.weight`, for each quantised matrix instead of those that it is stored as,
+    """The checkpoint with one tensor, `NAME.weight`, for each quantised matrix instead of its stored parts,
     and one, `NAME`, for each stack of them.
 
-    Raises `WeightsError` with every matrix that is not as the scheme says.
+    Raises `WeightsError` with every matrix that contradicts the scheme.
     """
     modules: dict[str, dict[str, StoredTensor]] = {}
     for name, stored in checkpoint.tensors.items():
@@ -124,7 +124,7 @@ def with_quantized(checkpoint: Checkpoint, scheme: QuantizationScheme) -> Checkp
 
 
 def _module_of(name: str) -> tuple[str, str]:
-    """A tensor's module, and what the tensor is of it; `X_blocks` and `X_scales` are parts of X, which is a stack."""
+    """A tensor's module and its part of it; `X_blocks` and `X_scales` are parts of the stack X."""
     for part in STACKED_PARTS:
         if name.endswith(f"_{part}"):
             return name.removesuffix(f"_{part}"), part

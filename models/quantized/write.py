@@ -1,4 +1,4 @@
-"""A model in 16 or 32 bits written again with quantised matrices, as compressed-tensors."""
+"""Writes a 16- or 32-bit model with quantised matrices, as compressed-tensors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class OutputFormat:
     has_exponents: bool = False
 
     def rounding(self, stored: DType) -> Rounding:
-        """Of a matrix that is stored in this type."""
+        """The rounding of a matrix that is stored in this type."""
         return Rounding(self.kind, self.block, _E8M0 if self.has_exponents else stored.numpy)
 
     def config(self, ignored: list[str]) -> dict[str, Any]:
@@ -102,7 +102,7 @@ OUTPUT_FORMATS: dict[str, OutputFormat] = {
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What `quantize_folder` did: counts of matrices, and bytes of all tensors; `gains` are `Folded`'s."""
+    """The result of `quantize_folder`: counts of matrices, and bytes of all tensors; `gains` are `Folded`'s."""
 
     num_quantised: int
     num_kept: int
@@ -221,7 +221,7 @@ def _write(
 
 
 def _parts_of(name: str, shape: tuple[int, int], output: OutputFormat, dtype: DType) -> list[Stored]:
-    """Name, type and shape of what a matrix is stored as, in the order of `_arrays_of`."""
+    """Names, types and shapes of a matrix's stored parts, in the order of `_arrays_of`."""
     (width, depth), (rows, elements) = shape, output.block
     scales = (-(-width // rows), -(-depth // elements) if elements else 1)
     scale: Stored = f"{name}_scale", np.dtype(np.uint8) if output.has_exponents else dtype.numpy, scales

@@ -1,9 +1,9 @@
-"""What all towers share: a picture goes through piece by piece, so that no step of the engine waits for much of it.
+"""The interface of all towers: a picture is encoded piece by piece, so that no step of the engine waits for much of it.
 
 A layer is two passes over a picture's rows. The first makes queries, keys and values of each; in the second each tile
-of queries sees all keys, and goes through the rest of the layer. Both stop behind any piece. On the cpu a row's bits
-depend on no other row, so that pieces may have any size; on a GPU, where they might, all pieces are of one size. So a
-picture's bits are the same however it is shared out between steps.
+of queries sees all keys, and goes through the rest of the layer. Both can stop after any piece. On the cpu a row's bits
+depend on no other row, so pieces may have any size; on a GPU they may, so all pieces have one size. A picture's bits
+are thus the same however it is divided between steps.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Pieces = Generator[int, None, tuple[Tensor, ...]]
 
 @dataclass(slots=True)
 class Pace:
-    """How many rows the next piece has; who computes it may change that between two pieces."""
+    """How many rows the next piece has; the caller may change that between two pieces."""
 
     rows: int
 
@@ -61,17 +61,17 @@ class Encoding:
     """A picture on its way through a tower, which can stop between any two pieces.
 
     Attributes:
-        num_rows: that have been computed; each counts twice in each layer.
+        num_rows: computed so far; each counts twice in each layer.
     """
 
     def __init__(self, pieces: Pieces, pace: Pace, *, is_paced: bool) -> None:
-        """`is_paced`: pieces may have as many rows as are asked for."""
+        """`is_paced`: pieces may have any number of rows."""
         self._pieces, self._pace, self._is_paced, self._rows = pieces, pace, is_paced, pace.rows
         self.num_rows = 0
 
     def advance(self, num_rows: int) -> tuple[Tensor, ...] | None:
-        """Compute pieces until they have so many rows together, on the cpu one of so many; at least one. Behind the
-        last: what the tower makes."""
+        """Compute pieces until they have so many rows together, on the cpu one piece of so many; at least one. Returns
+        the tower's result after the last."""
         if self._is_paced:
             self._pace.rows = max(1, min(num_rows, MOST_CPU_ROWS))
         until = self.num_rows + num_rows
@@ -92,14 +92,14 @@ class Encoding:
 
 
 class PictureTower(ABC):
-    """Makes a picture's embeddings. A tower says how in `pieces`."""
+    """Makes a picture's embeddings; a tower implements `pieces`."""
 
     dtype: DType
     device: Device
 
     @abstractmethod
     def pieces(self, patches: PatchRows, grid: tuple[int, int], pace: Pace) -> Pieces:
-        """Of a picture of `grid` patches, those of a token together."""
+        """Encodes a picture of `grid` patches, those of a token together, piece by piece."""
 
     def start(self, patches: PatchRows, grid: tuple[int, int]) -> Encoding:
         """Begin with a picture; nothing is computed yet."""
@@ -129,12 +129,12 @@ class AttentionLayer(Protocol):
         ...
 
     def rest(self, x: Tensor, attended: Tensor) -> None:
-        """What the layer makes of rows `[n, width]`, in their place, given what they have attended to."""
+        """The rest of the layer for rows `[n, width]`, in place, given their attention's result."""
         ...
 
 
 def through(pace: Pace, layer: AttentionLayer, x: Tensor, attention: FullAttention) -> Iterator[int]:
-    """Rows `x [num_patches, width]` become in place what the layer makes of them; the rows of each piece."""
+    """Applies the layer to rows `x [num_patches, width]` in place; yields the rows of each piece."""
     for rows in pace.slices(x.shape[0]):
         attention.add(rows, layer.qkv_of(x[rows]))
         yield rows.stop - rows.start

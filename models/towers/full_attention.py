@@ -1,8 +1,8 @@
 """Attention among all patches of a picture, or of each of its windows, in both directions, by the paged causal kernels.
 
 A query that stands last in its sequence sees all keys, so that nothing is masked: a block of patches becomes one token
-of as many query heads, which share a KV head. So the keys of a picture are read once for a whole block, and
-no device needs another kernel. A picture's bits depend on no other picture.
+of as many query heads, which share a KV head. So a picture's keys are read once per block, and no further kernel is
+needed. A picture's bits depend on no other picture.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ _PAGE_TOKENS = 16
 
 
 class FullAttention:
-    """Attention over one picture, whose keys and values lie in pages of its own, a layer after the other.
+    """Attention over one picture, whose keys and values lie in pages of its own, one layer at a time.
 
-    `lengths` are those of its windows, which lie one behind the other: a patch sees those of its own. `rope` has a row
-    for each patch; None: nothing is rotated. First all of a layer's rows are added, some at a time; then tiles of
-    queries attend.
+    `lengths` are those of its consecutive windows: a patch sees those of its own. `rope` has a row for each patch; None
+    disables rotation. First all of a layer's rows are added, some at a time; then tiles of queries attend.
 
     Attributes:
-        num_blocks: of queries, of which a tile is some.
+        num_blocks: of queries; a tile is some of them.
         queries_of_block: patches of a block, or fewer.
     """
 
@@ -72,19 +71,19 @@ class FullAttention:
             arrays, device
         )
         self._spread: tuple[Tensor, NDArray[np.int64]] | None = None
-        if (counts[:-1] % queries).any():  # blocks that are not full, between others
+        if (counts[:-1] % queries).any():  # partial blocks between others
             places = self._blocks * queries + inside % queries
             sources = np.zeros(total * queries, np.int32)
             sources[places] = np.arange(num_patches, dtype=np.int32)
             (spread,) = ops.place((sources,), device)
             self._spread = spread, places
-        # A layer's queries, where they lie spread out if that is what all blocks but the last have.
+        # A layer's queries, spread out over their blocks unless only the last block is partial.
         num_rows = total * queries if self._spread is None else num_patches
         self._queries = Tensor.zeros((num_rows, num_heads * head_dim), dtype, device)
         self._batches: dict[tuple[int, int], tuple[Batch, Tensor | None]] = {}
 
     def add(self, rows: slice, qkv: Tensor) -> None:
-        """Some rows' `[n, 3 * num_heads * head_dim]`."""
+        """Adds some rows' `[n, 3 * num_heads * head_dim]`."""
         heads, head_dim = self._num_heads, self._head_dim
         k_cache, v_cache = self._pages.layer(0)
         q = ops.qkv_prepare(
@@ -94,12 +93,12 @@ class FullAttention:
         self._queries[rows] = q.view(q.shape[0], heads * head_dim)
 
     def rows_of(self, blocks: slice) -> slice:
-        """The patches of a tile, which lie one behind the other."""
+        """The patches of a tile, which are consecutive."""
         first, end = np.searchsorted(self._blocks, (blocks.start, blocks.stop))
         return slice(int(first), int(end))
 
     def attend(self, blocks: slice) -> Tensor:
-        """What a tile's patches see, `[n, num_heads * head_dim]`; all rows of the layer have been added."""
+        """The attention of a tile's patches, `[n, num_heads * head_dim]`; all rows of the layer have been added."""
         heads, head_dim, count = self._num_heads, self._head_dim, blocks.stop - blocks.start
         queries = self.queries_of_block
         batch, back = self._batch(blocks)
@@ -121,7 +120,7 @@ class FullAttention:
         return rows[: patches.stop - patches.start]
 
     def _batch(self, blocks: slice) -> tuple[Batch, Tensor | None]:
-        """A tile as a batch of decodes, and where its patches stand among its queries, where that has to be told."""
+        """A tile as a batch of decodes, and the places of its patches among its queries, if they are spread out."""
         found = self._batches.get((blocks.start, blocks.stop))
         if found is None:
             count = blocks.stop - blocks.start
@@ -140,7 +139,7 @@ class FullAttention:
 
 
 def _queries(device: Device, longest: int) -> int:
-    """Patches of a block, where the longest window has so many."""
+    """Patches of a block, for a longest window of so many."""
     if device.kind == "cpu":
         return CPU_QUERIES
     return GPU_QUERIES[longest > GPU_QUERIES[0]]

@@ -3,9 +3,8 @@
     x = rms_norm(patches . W)
     for each layer:   x = x + attention(rms_norm(x));   x = x + mlp(rms_norm(x))      a gated MLP
 
-Queries and keys are rotated by a patch's line and column: of the frequencies that a head's pairs would have in a text,
-every second one, from the first on, belongs to the line, and the others to the column. Nothing is normalised after the
-last layer.
+Queries and keys are rotated by a patch's line and column: the even-numbered frequencies of a text's head belong to the
+line, the odd ones to the column. Nothing is normalised after the last layer.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def read_pixtral(fields: Fields) -> PixtralConfig:
     """`vision_config`; the defaults are transformers'."""
     fields.expect("model_type", KIND)
     fields.expect("num_channels", 3)
-    fields.raw("vocab_size")  # of no meaning
+    fields.raw("vocab_size")  # unused
     width, heads = read_width_and_heads(fields, (1024, 16))
     fields.expect("head_dim", width // heads)
     rope = fields.object("rope_parameters")

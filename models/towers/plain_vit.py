@@ -1,9 +1,9 @@
 """The vision transformers of CLIP (arXiv 2103.00020) and SigLIP (2303.15343): pictures of one size.
 
-    x = patches . W + learned positions                 CLIP: behind a class token, then normalised
+    x = patches . W + learned positions                 CLIP: after a class token, then normalised
     for each layer:   x = x + attention(norm(x));   x = x + mlp(norm(x))
 
-They end where a family says: it reads what chosen layers leave, before any last norm.
+A family chooses the layers whose results it reads, before any last norm.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class PlainVit:
     def kept_rows(
         self, tower: PictureTower, patches: PatchRows, grid: tuple[int, int], pace: Pace
     ) -> Generator[int, None, list[Tensor]]:
-        """What the kept layers leave of a picture, each `[num_rows, hidden_size]`; yields the rows of each piece."""
+        """The kept layers' results for a picture, each `[num_rows, hidden_size]`; yields the rows of each piece."""
         config, first = self.config, int(self.config.has_class)
         assert grid == (config.side, config.side), f"{grid} patches, must be {config.side} x {config.side}"
         assert len(patches) == config.side**2, f"{len(patches)} patches, must be {config.side**2}"

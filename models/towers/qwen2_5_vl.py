@@ -157,7 +157,7 @@ class _TowerLayer:
 
 
 def windows_of(rows: int, columns: int, side: int) -> tuple[Array, list[int]]:
-    """A picture's tokens window by window, those at the right and below being smaller, and how many each has."""
+    """A picture's tokens window by window, smaller at the right and bottom edges, and each window's size."""
     places = np.arange(rows * columns).reshape(rows, columns)
     windows = [
         places[row : row + side, column : column + side].ravel()

@@ -6,7 +6,7 @@ tokens.
     embeddings = mlp(norm(x), 2 x 2 patches a token)
 
 Queries and keys are rotated by a patch's line and column, half of a head's pairs each. Some layers' outputs go through
-mergers of their own: the language model adds them behind its first layers (deepstack).
+mergers of their own: the language model adds them after its first layers (deepstack).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _NORM_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerConfig:
-    """`positions_side`: lines of the grid of learned positions; 0: there are none. `deepstack_layers`: whose outputs
-    are merged, too. `mlp`, `merger`: what a layer's maps, and the merger's norm and maps, are called."""
+    """`positions_side`: lines of the grid of learned positions; 0 if there are none. `deepstack_layers`: layers whose
+    outputs are merged, too. `mlp`, `merger`: names of a layer's maps, and of the merger's norm and maps."""
 
     hidden_size: int
     num_layers: int
@@ -125,8 +125,8 @@ def read_second_tower(fields: Fields, hidden_size: int) -> TowerConfig:
 
 
 class Tower(PictureTower):
-    """See `PictureTower`. The embeddings are `[num_tokens, out_size]`; what is added behind the language model's first
-    layers has the same shape."""
+    """See `PictureTower`. The embeddings are `[num_tokens, out_size]`; those added after the language model's first
+    layers have the same shape."""
 
     def __init__(self, config: TowerConfig, maker: Maker) -> None:
         width = config.hidden_size
@@ -205,7 +205,7 @@ class TowerLayer:
 
 
 class Merger:
-    """The patches of a token become one embedding. `norms_tokens`: they are normalised together, else each alone."""
+    """Merges a token's patches into one embedding. `norms_tokens`: they are normalised together, not one by one."""
 
     def __init__(self, config: TowerConfig, maker: Maker, *, norms_tokens: bool) -> None:
         self.inputs = config.hidden_size * config.merge_size**2
@@ -248,7 +248,7 @@ class _Interpolated:
         ]
 
     def of(self, piece: slice) -> Tensor:
-        """Some patches' `[n, hidden_size]`."""
+        """Some patches' positions, `[n, hidden_size]`."""
         total: Tensor | None = None
         for ids, weights in self._taps:
             rows, factors = ops.place([ids[piece], weights[piece]], self._table.device)

@@ -1,8 +1,8 @@
-"""Which part of a tower a rank has: heads of the attention, columns of the MLP, as of the language model's layers.
+"""A rank's share of a tower: heads of the attention, columns of the MLP, as of the language model's layers.
 
-What cannot be parted lies whole in each rank, which then computes all of it: published towers have widths that ranks
-and formats do not divide, and are small beside their language models. In exact mode that must not depend on the number
-of ranks, since a map that is parted adds up its inputs in another order.
+Widths that cannot be split are whole in each rank: published towers have widths that ranks and formats do not divide,
+and are small beside their language models. In exact mode the choice must not depend on the number of ranks, since a
+split map adds up its inputs in another order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class TowerShare:
 
     Attributes:
         share: this rank's part.
-        outputs, inputs: how the maps are cut that make it and that read it; None: they are whole.
+        outputs, inputs: the cuts of the maps that make it and that read it, or None if they are whole.
     """
 
     def __init__(self, share: Share, *, is_parted: bool) -> None:
