@@ -37,7 +37,7 @@ class Pages:
 
     def __init__(self, limits: EngineLimits) -> None:
         self.block_size = limits.block_size
-        self.windows = tuple(map(window_of, limits.cache_kinds))
+        self.kinds = limits.cache_kinds
         self.blocks = [[GARBAGE] * self.block_size for _ in range(limits.num_blocks)]
         self.host = [[GARBAGE] * self.block_size for _ in range(limits.num_host_blocks)]
 
@@ -52,8 +52,9 @@ class Pages:
     def check(self, chunk: Chunk, history: list[int]) -> None:
         """Before the chunk's tokens are computed, those before them must lie there."""
         size = self.block_size
-        for group, (ids, window) in enumerate(zip(chunk.sequence.blocks, self.windows)):
-            seen = 0 if window is None else max(0, chunk.start - window + 1)
+        for group, (ids, kind) in enumerate(zip(chunk.sequence.blocks, self.kinds)):
+            window = window_of(kind)
+            seen = kind.first_page(chunk.start, size) * size if window is None else max(0, chunk.start - window + 1)
             for place in range(seen // size, -(-chunk.start // size)):
                 first = max(seen, place * size)
                 digests = history[first : min((place + 1) * size, chunk.start)]
