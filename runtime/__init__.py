@@ -1,5 +1,4 @@
-"""The inference runtime. Its public names, which are those of the package `xserv`, are handed on lazily: importing one
-file wakes no other.
+"""The inference runtime. The public names of the package `xserv` are imported lazily, each when it is first used.
 
 Example: `from xserv import LLM, SamplingParams`.
 """
@@ -48,7 +47,7 @@ _HOME = {
     "Tensor": "runtime.tensor.tensor",
 }
 
-__all__ = [  # noqa: RUF022 (as a reader meets them)
+__all__ = [  # noqa: RUF022 (in reading order)
     "LLM",
     "AsyncLLM",
     "EngineArgs",

@@ -1,7 +1,7 @@
-"""One step's ragged batch: plain data that the runner writes and that models and operations read.
+"""One step's ragged batch: plain data that the runner writes and models and operations read.
 
-All tokens of all sequences lie in one row. Sequence ``s`` owns the tokens ``query_start[s] : query_start[s+1]``; its
-``j``-th token stands at position ``seq_lens[s] - query_len + j`` and attends to positions up to its own. A decode is a
+The tokens of all sequences form one row. Sequence ``s`` owns the tokens ``query_start[s] : query_start[s+1]``; its
+``j``-th token has position ``seq_lens[s] - query_len + j`` and attends to positions up to its own. A decode is a
 chunk of length one; there is no padding and no separate prefill path.
 """
 
@@ -16,9 +16,9 @@ from runtime.tensor.tensor import Tensor
 
 @dataclass(frozen=True, slots=True)
 class EncodedTokens:
-    """Tokens from ``first_token`` on whose embeddings an encoder has made.
+    """Tokens from ``first_token`` on whose embeddings come from an encoder.
 
-    ``rows``: each ``[num_tokens, hidden_size]``; the first are the embeddings, the i-th of the others are added behind
+    ``rows``: each ``[num_tokens, hidden_size]``; the first are the embeddings, the i-th of the others are added after
     the i-th layer.
     """
 
@@ -28,32 +28,32 @@ class EncodedTokens:
 
 @dataclass(slots=True)
 class Batch:
-    """What one forward pass needs. Every Tensor lies on the model's device and is C-contiguous.
+    """The input of one forward pass. Every Tensor lies on the model's device and is C-contiguous.
 
-    The runner sets every field, once, before ``Model.forward``; nobody changes one afterwards, but for ``kept``.
+    The runner sets every field once, before ``Model.forward``; only ``kept`` changes afterwards.
     ``slot_mappings`` and ``block_tables`` hold one entry for each KV cache group (full attention, sliding window); most
     models have one.
     """
 
     token_ids: Tensor  # [num_tokens] int32
-    positions: Tensor  # [num_tokens] int32: rows of position tables, mostly places in the sequence
+    positions: Tensor  # [num_tokens] int32: rows of position tables, mostly indices in the sequence
     query_start: Tensor  # [num_seqs + 1] int32: offsets into the token row
     seq_lens: Tensor  # [num_seqs] int32: tokens in the KV cache after this step (context + this chunk)
     slot_mappings: tuple[Tensor, ...]  # each [num_tokens] int64: block * block_size + offset; -1 = not stored
     block_tables: tuple[Tensor, ...]  # each [num_seqs, max_blocks] int32
-    logits_indices: Tensor  # [num_logits] int32: rows of the token row whose logits are wanted
+    logits_indices: Tensor  # [num_logits] int32: rows of the token row that need logits
     max_query_len: int  # longest chunk of this batch, in tokens: for launch plans
     max_seq_len: int  # longest sequence of this batch, in tokens: for launch plans
     exact: bool = False  # a row's result must not depend on the rest of the batch; on the cpu it never does
-    rope: RopeTable | None = None  # the step's own rotations, a row a position; None: the model's
-    encoded: tuple[EncodedTokens, ...] = ()  # what stands for the embeddings of some tokens
-    sees_until: Tensor | None = None  # [num_tokens] int32: the position behind the last that each sees; None: its own
-    kept_layers: tuple[int, ...] = ()  # behind which layers hidden states are kept, counted from 1; 0: the embeddings
-    kept: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)  # by layer: what stands there
-    plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # what ops derived, for all layers
+    rope: RopeTable | None = None  # rotations of this step, a row a position; None for the model's own
+    encoded: tuple[EncodedTokens, ...] = ()  # embeddings of some tokens that come from an encoder
+    sees_until: Tensor | None = None  # [num_tokens] int32: each attends to positions before this one; None for causal
+    kept_layers: tuple[int, ...] = ()  # layers after which hidden states are kept, counted from 1; 0: the embeddings
+    kept: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)  # by layer
+    plans: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)  # derived by ops, for all layers
 
     def keep(self, layer: int, x: Tensor) -> None:
-        """Note ``x [num_tokens, hidden_size]``, which stands behind a layer and is not written to any more."""
+        """Keep ``x [num_tokens, hidden_size]``, the hidden states after a layer, which is not written to any more."""
         if layer in self.kept_layers:
             self.kept[layer] = x
 

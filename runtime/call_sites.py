@@ -1,4 +1,4 @@
-"""Which line of a model called, for messages that tell what ranks did."""
+"""The line of a model's code that called a collective, for messages about what ranks did."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _OWN_FOLDERS = tuple(f"{ROOT / name}{os.sep}" for name in ("runtime", "numba_ker
 
 
 def calling_line() -> tuple[str, int]:
-    """File and line that called, outside of the folders that hand calls on; what there is, where nobody did."""
+    """File and line of the caller outside the folders that pass calls on; the innermost frame if there is none."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_FOLDERS):
         frame = frame.f_back

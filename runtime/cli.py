@@ -1,7 +1,7 @@
 """The program `xserv`, which is also `python -m xserv` and `python -m runtime.cli`.
 
-Typer's own import costs some 70 ms and is most of the start; rich is not used for the help, and everything
-else is imported when a command runs.
+Importing typer takes some 70 ms, most of the start. Help does not use rich, and everything else is imported when a
+command runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ USE, LOOK, MEASURE = "Use a model", "Look at one", "Measure and compile"
 
 
 class Program(CommandGroup):
-    """All commands; those of `bench` are imported when one of them, or the help, is asked for."""
+    """All commands; those of `bench` are imported when one of them, or the help, is requested."""
 
     def list_commands(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         return [*super().list_commands(ctx), "bench"]

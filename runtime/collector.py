@@ -1,7 +1,7 @@
-"""When Python's collector looks for cycles: hardly while a process starts, whose many objects all stay.
+"""Holds off Python's cycle collector while a process starts: nearly all objects made then stay alive.
 
-A start's imports and loading make some 150,000 objects; with Python's usual threshold the collector goes over them
-again and again, which takes a fifth of the start.
+Imports and loading make some 150,000 objects; at Python's usual threshold the collector scans them again and again,
+which takes a fifth of the start.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ import gc
 
 _USUAL = gc.get_threshold()
 _MOST_NEW = 200_000
-"""Objects, more than a start makes."""
+"""An allocation threshold higher than a start reaches."""
 
 
 def hold_off() -> None:
-    """Until `resume`, cycles are looked for after many objects alone."""
+    """Collect rarely until `resume`."""
     gc.set_threshold(_MOST_NEW, *_USUAL[1:])
 
 
 def resume(*, collects: bool = False) -> None:
-    """The start is over. What there is now (Numba's objects are many) is gone through no more.
+    """End the hold and freeze the objects that exist now (Numba's are many), so that no later collection scans them.
 
-    `collects`: cycles that the start has left are freed first, which takes a tenth of a second: for a process that
-    lives long.
+    `collects` frees the cycles left by the start first, which takes a tenth of a second; for long-lived processes.
     """
     if collects:
         gc.collect()

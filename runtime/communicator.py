@@ -1,4 +1,4 @@
-"""What the ranks of a split model say to each other."""
+"""Collectives between the ranks of a split model."""
 
 from __future__ import annotations
 
@@ -12,65 +12,65 @@ from runtime.tensor.tensor import Tensor
 
 
 class CommunicatorError(XservError):
-    """Ranks called different collectives, or one of them cannot come any more; the message names each rank's call.
+    """Ranks called different collectives, or one of them has gone; the message names each rank's call.
 
-    The ranks are of no use from then on.
+    The ranks cannot be used afterwards.
     """
 
 
 class Communicator(Protocol):
-    """One rank of several that compute a model together, each on a device of its own.
+    """One rank of several that compute a model together, each on its own device.
 
     Attributes:
-        rank: this one's number, from 0.
-        num_ranks: how many there are.
+        rank: the number of this rank, from 0.
+        num_ranks: the number of ranks.
     """
 
     rank: int
     num_ranks: int
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Puts the sum of all ranks' tensors into each; every rank calls it in the same order."""
+        """Replaces each rank's tensor by the sum of all; every rank calls it in the same order."""
         ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """All ranks' tensors, each of this one's shape, in the order of ranks: ``[num_ranks, ...]``."""
+        """All ranks' tensors, of the same shape, in rank order: ``[num_ranks, ...]``."""
         ...
 
     def all_gather_columns(self, tensor: Tensor, share: int, columns: int) -> Tensor:
-        """All ranks' matrices ``[T, share]``, the last one's ``[T, rest]``, beside each other: ``[T, columns]``."""
+        """All ranks' matrices ``[T, share]``, the last one's ``[T, rest]``, side by side: ``[T, columns]``."""
         ...
 
     def sum_buffer(self, shape: tuple[int, ...], dtype: DType) -> Tensor | None:
-        """Where numbers should lie that `all_reduce` will add, until the next few of its results are made; None:
-        anywhere. Every rank calls it in the same order."""
+        """A buffer to write an input of `all_reduce` to, valid until its next few results; None if any memory will do.
+        Every rank calls it in the same order."""
         ...
 
 
 class Pipeline(Protocol):
-    """One stage of several that have a model's layers one after another. The ranks of a stage, if there are several,
-    share its layers; the r-th of them speaks with the r-th ones of its neighbours.
+    """One stage of a pipeline, which holds a consecutive part of a model's layers. If a stage has several ranks, they
+    share its layers, and rank r exchanges tensors with rank r of the neighbouring stages.
 
     Attributes:
-        stage: this one's number, from 0.
-        num_stages: how many there are.
+        stage: the number of this stage, from 0.
+        num_stages: the number of stages.
     """
 
     stage: int
     num_stages: int
 
     def send(self, x: Tensor) -> None:
-        """Hands a contiguous tensor to the next stage, behind what was handed over before; the last one's goes to the
+        """Queues a contiguous tensor for the next stage, in the order of calls; the last stage sends to the
         first."""
         ...
 
     def receive(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
-        """What the stage before hands over next; both say the same of its size."""
+        """The next tensor from the previous stage; both stages must agree on its size."""
         ...
 
 
 def check_columns(rank: int, num_ranks: int, width: int, share: int, columns: int) -> None:
-    """That a rank's ``width`` is its part of ``columns``, of which each rank but the last has ``share``. Raises
+    """Checks that a rank's ``width`` is its part of ``columns``, of which each rank but the last has ``share``. Raises
     CommunicatorError."""
     expected = min(share, columns - rank * share)
     if width != expected or not 0 < columns - (num_ranks - 1) * share <= share:
@@ -81,64 +81,64 @@ def check_columns(rank: int, num_ranks: int, width: int, share: int, columns: in
 
 
 def begins_here(pipeline: Pipeline | None) -> bool:
-    """Whether a model begins here; without stages it does."""
+    """Whether this stage has the model's first layers; True without stages."""
     return pipeline is None or pipeline.stage == 0
 
 
 def ends_here(pipeline: Pipeline | None) -> bool:
-    """Whether a model ends here; without stages it does."""
+    """Whether this stage has the model's last layers; True without stages."""
     return pipeline is None or pipeline.stage == pipeline.num_stages - 1
 
 
 class RankCommunicator(Communicator, Pipeline, Protocol):
-    """What whoever runs a rank's steps needs beside that. Ranks and stages together are numbered stage by stage."""
+    """Further calls for the runner of a rank's steps. Ranks are numbered through all stages, stage by stage."""
 
     def begin_step(self, number: int) -> None:
-        """What is handed from stage to stage from now on belongs to this step."""
+        """Sends between stages belong to this step from now on."""
         ...
 
     def begin_pass(self) -> None:
-        """The model is run from its beginning: none of its earlier sums is needed any more."""
+        """A forward pass begins: none of the earlier sums is needed any more."""
         ...
 
     def agree(self, is_so: bool) -> bool:
-        """Whether it is so on all ranks of all stages. Not to be recorded."""
+        """Whether ``is_so`` holds on all ranks of all stages. Not to be recorded in a graph."""
         ...
 
     def end_step(self, number: int) -> None:
-        """All collectives of a step have been called; ranks of this stage that had fewer or more are found."""
+        """All collectives of a step have been called; finds ranks of this stage that called fewer or more."""
         ...
 
     def tallies(self) -> list[Tally]:
-        """What each rank of each stage has done so far, as far as that is known. On any thread."""
+        """Each rank's progress in each stage, as far as it is known. Thread-safe."""
         ...
 
     def spans(self, rank: int, num_known: int) -> tuple[int, list[Span]]:
-        """How many steps one of all ranks has done, and when the latest of them were, the oldest first, without its
-        `num_known` first ones; as far as that is known. On any thread."""
+        """The number of steps that a rank has done, and the times of the latest, oldest first, without its first
+        `num_known`; as far as they are known. Thread-safe."""
         ...
 
     def abort(self, reason: str) -> None:
-        """Ends all that ranks of any stage call, which name the reason. On any thread."""
+        """Ends all pending collectives of all stages with an error that names the reason. Thread-safe."""
         ...
 
     def abort_for(self, rank: int, reason: str) -> None:
-        """The same for a rank that cannot say so itself."""
+        """Aborts on behalf of a rank that cannot do so itself."""
         ...
 
     @property
     def is_aborted(self) -> bool:
-        """Whether a rank has given up."""
+        """Whether a rank has aborted."""
         ...
 
     def last_words(self) -> str:
-        """What each rank has said of it."""
+        """The reason that each rank gave."""
         ...
 
 
 @dataclass(slots=True)
 class DeclaredRank:
-    """Says which rank a model is declared for; there is nobody to talk to, so that it cannot run."""
+    """The rank that a model is declared for; it has no peers, so the model cannot run."""
 
     rank: int
     num_ranks: int
@@ -158,7 +158,7 @@ class DeclaredRank:
 
 @dataclass(slots=True)
 class DeclaredStage:
-    """The same of a stage."""
+    """The stage that a model is declared for; it has no peers, so the model cannot run."""
 
     stage: int
     num_stages: int

@@ -4,7 +4,7 @@ Both fp8 types are those of the OCP 8-bit specification (https://arxiv.org/abs/2
 the one without infinities that ml_dtypes and PyTorch call e4m3fn. There is no float64: neither weights nor
 activations use it.
 
-This file knows nothing of tensors or devices.
+It does not know tensors or devices.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class DType:
 
     @staticmethod
     def parse(value: Any) -> DType:
-        """The DType meant by a DType, a numpy dtype or scalar type, or a name.
+        """The DType of a DType, a numpy dtype or scalar type, or a name.
 
         Names are ours ("bfloat16"), short ("bf16"), PyTorch's ("torch.bfloat16") or safetensors' ("BF16").
 
         Raises:
-            InvalidArgumentError: for anything else, with the names that are understood.
+            InvalidArgumentError: for anything else; the message lists the names that are understood.
         """
         if isinstance(value, DType):
             return value
@@ -82,16 +82,16 @@ bool_ = DType("bool", 1, np.dtype(np.bool_), "u8", "BOOL", False)
 ALL_DTYPES = (float32, float16, bfloat16, float8_e4m3, float8_e5m2, int8, uint8, int32, int64, bool_)
 
 STORED: dict[DType, Any] = {float32: np.float32, bfloat16: np.uint16, float16: np.int16}
-"""The types of weights and pages, and what carries their bits in numba's code for the cpu, which knows neither of the
-16-bit ones as a number."""
+"""The types of weights and pages, and the types that carry their bits in numba's CPU code, which has no 16-bit
+floating-point number."""
 
 PAGES: dict[DType, Any] = {**STORED, int8: np.int8, float8_e4m3: np.uint8}
-"""The types of KV pages, and what carries their bits on the cpu. Those of a byte have a scale a token and head."""
+"""The types of KV pages, and those that carry their bits on the CPU. One-byte types have a scale a token and head."""
 
 KV_DTYPES: dict[str, DType] = {
     "float32": float32, "float16": float16, "bfloat16": bfloat16, "int8": int8, "fp8": float8_e4m3
 }  # fmt: skip
-"""The user's names of the types of KV pages."""
+"""The names of the types of KV pages, as users write them."""
 
 _ALIASES = {
     "float": float32, "f32": float32, "fp32": float32,
@@ -114,7 +114,7 @@ def dtype_of_array(array: np.ndarray[Any, Any]) -> DType:
     """The DType of a numpy array's elements.
 
     Raises:
-        InvalidArgumentError: where no Tensor can hold them (float64, foreign byte order, objects ...).
+        InvalidArgumentError: if no Tensor can hold them (float64, foreign byte order, objects ...).
     """
     found = _BY_NUMPY.get(array.dtype)
     if found is None:
@@ -126,9 +126,9 @@ def dtype_of_array(array: np.ndarray[Any, Any]) -> DType:
 def promote(left: DType, right: DType) -> DType:
     """The element type in which two tensors are combined.
 
-    - bool gives way to every other type, an integer to every floating-point type.
-    - Of two integers the wider; int8 with uint8 gives int32, the narrowest here that holds both.
-    - Of two floating-point types the wider. float16 with bfloat16 gives float32, since neither holds the
+    - A bool gives way to every other type, an integer to every floating-point type.
+    - Two integers give the wider; int8 with uint8 gives int32, the narrowest here that holds both.
+    - Two floating-point types give the wider. float16 with bfloat16 gives float32, since neither holds the
       other; so do the two fp8 types; fp8 with any other gives the other.
 
     Example: `promote(int64, bfloat16)` is bfloat16.

@@ -1,6 +1,6 @@
-"""What is checked before a request gets anywhere near the loop, so that nothing bad reaches it.
+"""Checks a request before it reaches the engine's loop.
 
-It depends on the request and on ``EngineInfo`` alone: any client can ask beforehand, on any thread.
+The checks need the request and ``EngineInfo`` alone, so any client can make them on any thread.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from runtime.images.errors import ImageError
 
 
 def prepare(request: EngineRequest, info: EngineInfo) -> Request:
-    """The engine's record of a request, all of whose fields are sound and whose ``max_tokens`` ends with the
+    """Check a request and make the engine's record of it; ``max_tokens`` is capped at the end of the
     context.
 
     Raises ``ContextLengthExceededError``, ``RequestError``.
@@ -147,7 +147,7 @@ def as_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> NDArr
     if not token_ids:
         raise RequestError(f"{field} must have at least one token", param=field)
     for kind in set(map(type, token_ids)) - {int}:
-        if not issubclass(kind, np.integer):  # a bool is no id
+        if not issubclass(kind, np.integer):  # a bool is not an id
             raise RequestError(f"{field} must hold integers, got {kind.__name__}", param=field)
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         check_token_ids(field, token_ids, vocab_size)

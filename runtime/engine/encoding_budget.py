@@ -1,9 +1,9 @@
-"""How much of pictures is encoded between two steps.
+"""How much of the pending images is encoded between two steps.
 
-Where the host waits for the device, on the cpu, time is counted: while others decode, half of what a step of decodes
-usually takes, so that their tokens come at most half as late again: in pieces that are enough for the threads and the
-tiles of products, and over after milliseconds. While nothing else is there to do, pieces are larger, which is faster.
-On a GPU, which goes on by itself, rows are counted.
+On the CPU, where the host waits for the device, the budget is time. While other requests decode, it is half of the
+usual time of a decode step, so that their tokens come at most half as late again; a piece is large enough for the
+threads and the tiles of products, and takes milliseconds. While the engine is otherwise idle, pieces are larger, which
+is faster. On a GPU, which runs asynchronously, the budget is a number of rows.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from statistics import median
 from numba_kernels.cpu.running.pool import most_threads
 
 SHARE = 0.5
-"""Of the time of a usual step of decodes."""
+"""As a share of the usual time of a decode step."""
 
 FIRST_S, IDLE_S, MOST_S = 0.02, 0.05, 0.1
-"""Before a step of decodes was seen; while nobody decodes, after which arrivals and cancellations are looked at again;
-and at most."""
+"""Seconds: before a decode step was seen; while idle, until arrivals and cancellations are polled again; the upper
+limit."""
 
 PIECE_ROWS, IDLE_PIECE_ROWS = 32, 96
-"""Of a piece on the cpu, for each thread, of which two are counted at least; and of one while nobody waits for it."""
+"""Rows of a piece on the CPU, for each thread (at least two are counted); and of one while the engine is idle."""
 
 _STEPS = 15
-"""Of which the median is the usual one."""
+"""Decode steps of which the median is taken."""
 
 
 class EncodingBudget:
     """Belongs to the engine's loop.
 
-    rows  between two steps, where a row counts twice in each layer; None: time is counted
+    rows  between two steps, where a row counts twice in each layer; None means that time is counted
     """
 
     def __init__(self, rows: int | None) -> None:
@@ -41,11 +41,11 @@ class EncodingBudget:
         self._is_first, self._is_idle = True, False
 
     def observe(self, step_s: float) -> None:
-        """What a step of decodes took."""
+        """Record the duration of a decode step."""
         self._steps.append(step_s)
 
     def begin(self, *, is_idle: bool) -> None:
-        """A step is over. `is_idle`: nothing else is there to do."""
+        """Start the budget after a step. `is_idle` means that there is no other work."""
         self._is_first, self._is_idle = True, is_idle
         if is_idle:
             self._left_s = IDLE_S
@@ -54,8 +54,8 @@ class EncodingBudget:
         self._left_rows = self._rows or 0
 
     def next_rows(self) -> int:
-        """Rows that may be encoded next; 0: the budget is spent. A piece is always allowed; of more, those of which
-        the last one says that they fit."""
+        """Rows that may be encoded next; 0 when the budget is spent. The first piece is always allowed; further ones if
+        they fit by the time of the last."""
         if self._rows is not None:
             return max(0, self._left_rows)
         if not self._is_first and self._last_s > self._left_s:

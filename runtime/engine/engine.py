@@ -1,12 +1,12 @@
-"""The engine's loop: schedule → run → commit, one step after another or the next one planned while one runs.
+"""The engine's loop: schedule → run → commit, step by step or with the next step planned while one runs.
 
-The plain loop is the oracle of the overlapped one. Both give the same outputs: what depends on the tokens of the step
-before (the last token ids, penalties, who has ended) is filled in when that step is over, between its commit and the
-next one's start; everything else of the next step was done while it ran. Where decode graphs run both, the next step
-starts before the one before it is over (`OpenSteps.lead`).
+The plain loop is the oracle of the overlapped one. Both give the same outputs: everything that depends on the tokens
+of the previous step (the last token ids, penalties, finished choices) is filled in between its commit and the next
+step's start; the rest of the next step is prepared while the previous one runs. If decode graphs run both, the next
+step starts before the previous one is over (`OpenSteps.lead`).
 
-It works in token ids alone; text, stop strings and parsers are the client's side (``runtime.text``). One thread owns
-an ``Engine``; others reach it through ``runtime.engine.process.client``. From anywhere they may call ``prepare`` and
+The engine works in token ids alone; text, stop strings and parsers belong to the client (``runtime.text``). One thread
+owns an ``Engine``; others reach it through ``runtime.engine.process.client``. Any thread may call ``prepare`` and
 ``stats``, and read ``timeline``.
 """
 
@@ -46,24 +46,24 @@ from runtime.engine.timeline import Timeline
 logger = logging.getLogger("xserv.engine")
 
 GPU_ROWS_PER_TOKEN = 16
-"""Rows of pictures that a GPU encodes between two steps, for each token that a step may have: an eighth of a picture of
+"""Image rows that a GPU encodes between two steps, for each token that a step may have: an eighth of an image of
 1,024 tokens by Qwen3-VL-8B's tower, where steps may have 2,048."""
 
 GRAMMAR_WAIT_S = 1e-3
-"""How long a step without work waits for a grammar, before it returns so that others are heard."""
+"""How long a step without work waits for a grammar before it returns, so that messages are polled."""
 
 
 class Engine:
     """A model, its KV cache, its scheduler.
 
-    info      what clients are told
+    info      static facts for clients
     executor  runs the steps
     limits    as ``runtime.engine.config.resolve`` gives them
-    seed      of the generator that draws seeds for requests without one; None: from the OS
+    seed      of the generator that draws seeds for requests without one; None takes it from the OS
     timeline  a record of each of the latest steps
-    embedder  what computes embeddings, a forward pass at a time between two steps
-    vocabulary  the text of the model's ids, for grammars; None: requests with a grammar are refused
-    speculator  proposes tokens for decodes to try; None: nobody does
+    embedder  computes embeddings, one forward pass at a time between two steps
+    vocabulary  the text of the model's ids, for grammars; with None, requests with a grammar are refused
+    speculator  proposes draft tokens for decodes, or None
     """
 
     def __init__(
@@ -109,8 +109,8 @@ class Engine:
         self._last_step_s = time.monotonic()
 
     def use(self, speculator: Speculator | None) -> None:
-        """Let it propose tokens from the next step on; None: nobody does. Raises ``RequestError`` where several steps
-        are open at once."""
+        """Propose draft tokens with it from the next step on; None ends speculation. Raises ``RequestError`` if several
+        steps are open at once."""
         self.scheduler.drafts = {}
         if speculator is None:
             self.steps.speculator = self.opened.on_end = None
@@ -133,13 +133,13 @@ class Engine:
         return self.steps.timeline
 
     def publish_blocks(self, secret: bytes) -> None:
-        """From now on ``take_block_changes`` tells which contents its blocks hold, by digests that this secret keys
+        """From now on ``take_block_changes`` reports the contents of its blocks, as digests keyed by this secret
         (``SharedDigest``). To be called before the first request."""
         picture_of = None if self.pictures is None else self.pictures.keys.digest_of
         self._block_events = self.pool.publish(SharedDigest(secret, picture_of))
 
     def take_block_changes(self) -> BlockChanges | None:
-        """Those since the last call; None: there are none, or nobody wants to know."""
+        """The changes since the last call; None if there are none, or if blocks are not published."""
         return None if self._block_events is None else self._block_events.take()
 
     @property
@@ -149,12 +149,12 @@ class Engine:
 
     @property
     def requests(self) -> dict[str, Request]:
-        """The open ones, by id."""
+        """The open requests, by id."""
         return self.opened.by_id
 
     @property
     def num_unscheduled(self) -> int:
-        """Requests of which nothing was scheduled yet: those that count against ``max_waiting``."""
+        """Requests of which nothing has been scheduled: those that count against ``max_waiting``."""
         return self.opened.num_unscheduled
 
     @property
@@ -174,8 +174,8 @@ class Engine:
         self.admit(self.prepare(request))
 
     def admit(self, request: Request) -> None:
-        """Put a prepared request in the waiting queue, with a grammar as soon as that is compiled. Raises
-        ``RequestError`` when its id is in use."""
+        """Put a prepared request in the waiting queue, once its grammar, if any, is compiled. Raises
+        ``RequestError`` if its id is in use."""
         self.opened.admit(request)
         if self.speculator is not None:
             self.speculator.expect(request)
@@ -187,7 +187,7 @@ class Engine:
             self.pictures.add(request)
 
     def embed(self, embedding: Embedding) -> None:
-        """Begin with a prepared embedding: with its pictures first, if it has any."""
+        """Start a prepared embedding, with its images first if it has any."""
         if embedding.pictures is None:
             self.embedder.add(embedding)
         else:
@@ -197,7 +197,7 @@ class Engine:
     def cancel(self, request_id: str, index: int | None = None) -> list[EngineOutput]:
         """End a request (or one choice of it) now and free its blocks.
 
-        Returns one output with "abort" for each choice that it ended; none for unknown ids.
+        Returns one output with "abort" for each choice that it ended, none for an unknown id.
         """
         return self.opened.cancel(request_id, index)
 
@@ -214,12 +214,12 @@ class Engine:
         return [output for request_id in list(self.requests) for output in self.cancel(request_id)]
 
     def step(self, poll: Poll = list) -> list[EngineOutput]:
-        """Run one step to its end and return its outputs; nothing when there is no work.
+        """Run one step to its end and return its outputs; an empty list if there is no work.
 
-        In the overlapped loop the next step runs already on return. ``poll`` is called before it begins.
+        In the overlapped loop the next step is already running on return. ``poll`` is called before it begins.
 
-        When the model fails, the requests of this step end with "error" and all others go on. What raises here (the
-        scheduler's bookkeeping, a transfer of blocks) leaves pages in doubt: the engine must not go on.
+        If the model fails, the requests of this step end with "error" and all others go on. An exception raised here
+        (by the scheduler's bookkeeping or a transfer of blocks) leaves pages in doubt: the engine must not go on.
         """
         outputs: list[EngineOutput] = []
         if self.pictures is not None and len(self.pictures) > 0:
@@ -249,12 +249,12 @@ class Engine:
         return outputs
 
     def rest(self) -> None:
-        """Do what can wait until there is no work: record the decode graph that the last step was without."""
+        """Do deferred work while idle: record the decode graph that the last step lacked."""
         if not self.has_work:
             self.executor.record()
 
     def close(self) -> None:
-        """Wait for the step that runs, and let it go; no more are run."""
+        """Wait for the running step and drop it; no further step runs."""
         self.grammars.close()
         self.executor.close()
         self.steps.close()
@@ -337,7 +337,7 @@ class Engine:
         assert all(step in running for step in self.scheduler.open_steps), "an ended step is open"
 
     def _encode(self, pictures: PictureQueue, outputs: list[EngineOutput]) -> None:
-        """Go on with the pictures that requests wait for."""
+        """Encode more of the images that requests wait for."""
 
         def start(request: Request | Embedding) -> None:
             if isinstance(request, Embedding):
@@ -355,7 +355,7 @@ class Engine:
         pictures.advance(start, fail, is_idle=not (self.steps.open or self.scheduler.has_work))
 
     def _start_compiled(self, outputs: list[EngineOutput]) -> bool:
-        """Let the requests queue whose grammars are compiled; False when there is nothing else to do yet."""
+        """Queue the requests whose grammars are compiled; False if there is no other work yet."""
         if not self.steps.open and not self.scheduler.has_work:
             self.grammars.wait(GRAMMAR_WAIT_S)
         for compiled in self.grammars.take():

@@ -4,7 +4,7 @@ XservError
 ├── RequestError            a field of a request or of the config is wrong (a ValueError): `.param`,
 `.code`
 │   ├── ContextLengthExceededError   the prompt does not fit the context; code "context_length_exceeded"
-│   └── UnknownOptionError           a keyword that there is not (also a TypeError)
+│   └── UnknownOptionError           an unknown keyword (also a TypeError)
 ├── InvariantError          the scheduler's bookkeeping is broken: a bug
 ├── QueueFullError          the waiting queue is full: `.retry_after_s`
 └── EngineDeadError         the engine was closed, or has died: `.retry_after_s`
@@ -43,7 +43,7 @@ class ContextLengthExceededError(RequestError):
 
 
 class UnknownOptionError(RequestError, TypeError):
-    """A function or a type has no option of this name; the message has the nearest one."""
+    """A function or a type has no option of this name; the message suggests the nearest one."""
 
 
 class InvariantError(XservError):
@@ -51,8 +51,8 @@ class InvariantError(XservError):
 
 
 class QueueFullError(XservError):
-    """The waiting queue holds as many requests, or as many of their tokens (`unit`), as it may: `limit`, which `option`
-    says. Worth trying again after `retry_after_s` seconds."""
+    """The waiting queue is at its `limit` of requests or prompt tokens (`unit`), which `option` sets. Retry after
+    `retry_after_s` seconds."""
 
     def __init__(self, limit: int, retry_after_s: float, unit: str = "requests") -> None:
         self.option = "max_waiting_tokens" if unit == "tokens" else "max_waiting"
@@ -64,8 +64,8 @@ class QueueFullError(XservError):
 
 
 class EngineDeadError(XservError):
-    """The engine was closed, or has died. `retry_after_s`: in about how many seconds it will have been started again;
-    None: no request is taken any more."""
+    """The engine was closed, or has died. `retry_after_s` is the estimated time in seconds until it has restarted, or
+    None if it will not restart."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)

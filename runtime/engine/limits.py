@@ -1,7 +1,7 @@
 """The engine's limits, and how many KV blocks it gets.
 
-``resolve`` turns what the user asks for (``EngineConfig``), with the model's numbers, into the ``EngineLimits`` that
-the scheduler works with, or raises ``RequestError`` with the numbers that do not fit.
+``resolve`` turns an ``EngineConfig``, with the model's numbers, into the ``EngineLimits`` that the scheduler works
+with, or raises ``RequestError`` with the numbers that do not fit.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from runtime.engine.errors import RequestError
 from runtime.kv.kinds import FULL, AnyKind, blocks_of_sequence
 
 DEFAULT_KV_CACHE_BYTES = 4 << 30
-"""Most bytes the KV cache takes unless the user names a size (never more than a quarter of free memory)."""
+"""Default upper limit of the KV cache in bytes (never more than a quarter of free memory)."""
 
 GPU_BATCHED_TOKENS, CPU_BATCHED_TOKENS = 2048, 512
-"""Most tokens in a step unless the user says. On two cores a prompt of 2,000 tokens takes as long in steps of 512 as in
-one, with 1 M weights and with 600 M; other streams stand still for a quarter of it."""
+"""Default upper limit of tokens in a step. On two cores a prompt of 2,000 tokens takes as long in steps of 512 as in
+one, with 1 M weights and with 600 M; other streams stall for a quarter of the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """The numbers the engine runs with. One request at ``max_model_len`` always fits ``num_blocks``, and
+    """The numbers that the engine runs with. One request at ``max_model_len`` always fits ``num_blocks``, and
     every running sequence can decode in each step: ``max_num_seqs <= max_num_batched_tokens``.
     ``num_host_blocks`` is the swap space in blocks, ``cache_kinds`` the kind of each cache group;
-    ``rotary_switch`` as the model has it, None where no sequence can be longer. ``most_whole`` tokens of pictures that
-    may not be cut fit a step and the pool; None: there are none such."""
+    ``rotary_switch`` is the model's, or None if no sequence can be longer. ``most_whole`` tokens of images that
+    may not be cut fit a step and the pool; None if there are none."""
 
     max_model_len: int
     max_num_seqs: int
@@ -68,16 +68,16 @@ def resolve(
     rotary_switch: int | None = None,
     whole_tokens: int | None = None,
 ) -> EngineLimits:
-    """The limits for a model with this many positions, this many bytes in one KV block (all layers of a cache group),
-    these kinds of its cache groups, and this ``rotary_switch``.
+    """The limits for a model with these positions, bytes in one KV block (all layers of a cache group),
+    kinds of cache groups, and ``rotary_switch``.
 
-    ``whole_tokens``: those of a picture, which one step computes, beside the decodes of all other sequences; None:
-    pictures may be cut. ``draft_bytes_per_block``: what a draft model keeps beside each block, out of the same memory.
-    ``available_bytes`` are free on the device; ``has_own_memory`` says that they are a GPU's own, of which the KV cache
-    may take nine tenths unless the user names a size: not those of an emulated one (``is_gpu``).
+    ``whole_tokens`` counts those of an image that one step computes, beside the decodes of all other sequences; None
+    means that images may be cut. ``draft_bytes_per_block`` is the size of a draft model's block beside each block.
+    ``available_bytes`` are free on the device; ``has_own_memory`` means that they are a real GPU's, of which the KV
+    cache may take nine tenths by default. An emulated GPU (``is_gpu``) has none of its own.
 
-    Raises ``RequestError`` when ``max_model_len`` exceeds the model's positions, a picture what a step computes, or a
-    KV cache whose size the user names what is free, and when that cannot hold one request of that length.
+    Raises ``RequestError`` if ``max_model_len`` exceeds the model's positions, an image exceeds a step, a requested
+    KV cache size exceeds the free memory, or the KV cache cannot hold one request of that length.
     """
     block_size = config.block_size
     num_host_blocks = config.swap_space_bytes // bytes_per_block
@@ -117,7 +117,7 @@ def resolve(
             num_engines = config.data_parallel_size if config.distributed_executor_backend == "mp" else 1
             budget = min(DEFAULT_KV_CACHE_BYTES, available_bytes // 4 // num_engines)
         chunks = -(-max_num_batched_tokens // block_size) * sum(not kind.is_whole for kind in cache_kinds)
-        most = config.max_num_seqs * blocks_for(wanted_len) + 2 * chunks  # of a step that runs, and of the next
+        most = config.max_num_seqs * blocks_for(wanted_len) + 2 * chunks  # of the running step and of the next
         num_blocks = min(budget // bytes_per_block, most)
     if num_blocks * bytes_per_block > available_bytes:
         raise RequestError(
@@ -164,14 +164,14 @@ def resolve(
 
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
-    """Bytes of host memory that can be taken without swapping (an estimate; the cgroup's limit counts, and what files
-    that were read hold of it does not: a model's weights lie there after they were packed). ``root`` holds proc and
+    """Bytes of host memory that can be taken without swapping (an estimate within the cgroup's limit). The page cache
+    counts as free: it may hold a model's weights after they were packed. ``root`` holds proc and
     sys."""
     meminfo = root / "proc/meminfo"
     available = 0
     if meminfo.exists():
         available = 1024 * _field(meminfo, "MemAvailable:")
-    if available == 0:  # not Linux: half of what is installed
+    if available == 0:  # not Linux: half of the installed memory
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     group = root / "sys/fs/cgroup"
     limit, used, parts = group / "memory.max", group / "memory.current", group / "memory.stat"
@@ -182,7 +182,7 @@ def available_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def _field(file: Path, name: str) -> int:
-    """The number behind `name` in a file of lines of names and numbers; 0 without such a line."""
+    """The number after `name` in a file of lines of names and numbers; 0 without such a line."""
     for line in file.read_text(encoding="utf-8").splitlines():
         if line.split(maxsplit=1)[:1] == [name]:
             return int(line.split()[1])

@@ -1,4 +1,4 @@
-"""From a model's name to a client of its engine, or of several: in processes of their own, or in this one."""
+"""Starts the client of a model's engine, or of several: in processes of their own, or in this one."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from runtime.engine.process.supervision import Supervision
 from runtime.engine.process.supervisor import ProcessEngineClient
 from runtime.progress import ON_STDERR
 
-if TYPE_CHECKING:  # what one engine does without
+if TYPE_CHECKING:  # unused with one engine
     from runtime.parallel.fleet import Fleet
 
 
 def is_fleet(config: EngineConfig) -> bool:
-    """Whether these are engines in processes of their own, behind a router."""
+    """Whether the config means several engines, in processes of their own, with a router."""
     return config.data_parallel_size > 1 or config.distributed_executor_backend != "mp"
 
 
@@ -33,10 +33,10 @@ def start_client(
 ) -> EngineClient:
     """A client of a new engine.
 
-    in_process      no process of its own; for debugging: what breaks the engine breaks its server, too
-    hang_timeout_s  see ``Supervision``, whose default is None's meaning; positive
-    ray_address     engines run on the nodes of this Ray cluster: "auto" (this machine's), HOST:PORT. None: "auto" if
-                    ``distributed_executor_backend`` is "ray"
+    in_process      run in this process, for debugging: a crash of the engine ends the server as well
+    hang_timeout_s  see ``Supervision``, whose default None means; positive
+    ray_address     engines run on the nodes of this Ray cluster: "auto" (this machine's) or HOST:PORT.
+                    The default None is "auto" if ``distributed_executor_backend`` is "ray"
     options         ``build_engine``'s
 
     Raises what ``build_engine`` raises, ``EngineDeadError``, and ``RequestError`` for a wrong ``hang_timeout_s``.
@@ -47,8 +47,8 @@ def start_client(
 
 
 class StartingClient:
-    """An engine that is being started; the arguments are ``start_client``'s. The constructor returns at once, and
-    raises what is wrong with the options. An engine in this process is not started before ``wait``."""
+    """An engine that is starting; the arguments are ``start_client``'s. The constructor returns at once, and
+    raises the errors of options. An engine in this process starts in ``wait``."""
 
     def __init__(
         self,
@@ -90,11 +90,11 @@ class StartingClient:
             self._client = ProcessEngineClient(model, supervision=supervision, waits=False, **options)
 
     def wait(self) -> EngineClient:
-        """The client, when requests are taken. Raises as ``start_client`` does; ``EngineDeadError`` after ``close``."""
+        """The client, once it takes requests. Raises as ``start_client`` does; ``EngineDeadError`` after ``close``."""
         if self._client is not None and not isinstance(self._client, ThreadEngineClient):
             self._client.wait_until_started()
             return self._client
-        from runtime.engine.make_engine import engine_of  # wakes numba
+        from runtime.engine.make_engine import engine_of  # imports numba
 
         client = ThreadEngineClient(engine_of(self._model, self._config, ON_STDERR))
         with self._lock:
@@ -106,7 +106,7 @@ class StartingClient:
         return client
 
     def close(self) -> None:
-        """Stop the engine, also while it starts. May be called again, on any thread."""
+        """Stop the engine, even while it starts. Idempotent and thread-safe."""
         with self._lock:
             self._is_closed = True
             client = self._client

@@ -1,4 +1,4 @@
-"""From a model's name to a running engine: the one place that ``LLM``, the commands and the server use."""
+"""Builds a running engine from a model's name, for ``LLM``, the commands and the server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from runtime.linear.options import LoadOptions, LoadSettings
 from runtime.progress import SILENT, Reporter
 from runtime.text.load import load_tokenizer
 
-if TYPE_CHECKING:  # brings processes, which a model in one piece does without
+if TYPE_CHECKING:  # imports processes, which an unsplit model does not need
     from runtime.engine.process.wire import RemoteRank
     from runtime.engine.ranks.group import RankGroup
     from runtime.engine.ranks.messages import Loaded
@@ -51,7 +51,7 @@ if TYPE_CHECKING:  # brings processes, which a model in one piece does without
 logger = logging.getLogger("xserv.engine")
 
 KEPT_PICTURE_BYTES = 512 << 20
-"""Device memory for the embeddings of pictures, those of open requests included."""
+"""Device memory for the embeddings of images, those of open requests included."""
 
 
 def build_engine(
@@ -73,10 +73,10 @@ def engine_of(
     model: str | Path | None, config: EngineConfig, reporter: Reporter = SILENT, *,
     most_open_steps: int | None = None, remote_ranks: Sequence[RemoteRank] = (),
 ) -> Engine:  # fmt: skip
-    """Resolve the model (None: the bundled one), load it, size and allocate its KV cache; the reporter shows it.
+    """Resolve the model (None for the bundled one), load it, size and allocate its KV cache; report the progress.
 
-    ``most_open_steps`` of a model in stages; None: `EngineConfig.most_open_steps`. ``remote_ranks``: ranks 1 and
-    following, which wait for this one; without them they are processes of this machine, and started here.
+    ``most_open_steps`` applies to a model in stages, by default `EngineConfig.most_open_steps`. ``remote_ranks`` are
+    ranks 1 and following, which wait for this one; without them they are started here, as processes.
 
     Raises ``ModelLoadError``, ``DeviceError``, ``RequestError``, ``OutOfMemoryError``.
     """
@@ -99,8 +99,8 @@ def engine_of(
 
 
 def lone_rank(folder: Path, config: EngineConfig) -> Engine:
-    """An engine over rank 0's part of a model in a folder, on a device that does nothing, whose other ranks there are
-    not. Raises as `engine_of`."""
+    """An engine over rank 0's part of a model in a folder, on a device that does nothing, without the other ranks.
+    Raises as `engine_of`."""
     from runtime.engine.ranks.joining import Shape, join, new_memory
 
     device, shape = Device.parse(config.device), Shape(config.tensor_parallel_size)
@@ -118,10 +118,10 @@ def lone_rank(folder: Path, config: EngineConfig) -> Engine:
 
 
 def declared_rank(config: EngineConfig) -> tuple[Communicator | None, Pipeline | None]:
-    """Which rank and stage a model is declared for, where it is split: the first ones; all ranks of a stage have as
-    many bytes. Raises ``RequestError``."""
+    """The first rank and stage of a split model, for its declaration; all ranks of a stage have the same
+    number of bytes. Raises ``RequestError``."""
     num_ranks, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
-    is_here = config.distributed_executor_backend == "mp"  # else each rank's machine has its own
+    is_here = config.distributed_executor_backend == "mp"  # otherwise each rank is on another machine
     if config.num_ranks > 1 and is_here and (device := Device.parse(config.device)).kind == "cuda":
         from runtime.engine.ranks.joining import device_of_rank
 
@@ -143,8 +143,8 @@ def load_settings(
     config: EngineConfig, communicator: Communicator | None = None, pipeline: Pipeline | None = None,
     stages: tuple[range, ...] = (),
 ) -> LoadSettings:  # fmt: skip
-    """The part of a config that says where weights go, and as what; the others, which rank and stage has them, and
-    which layers each stage has."""
+    """The settings of a config for loading: device and types of the weights, and the rank, the stage and the
+    layers of each stage."""
     return LoadSettings(
         device=Device.parse(config.device), dtype=config.dtype, quantization=config.quantization,
         kv_cache_dtype=config.kv_cache_dtype,
@@ -155,8 +155,8 @@ def load_settings(
 
 
 def layers_of_stages(folder: Path, config: EngineConfig) -> tuple[range, ...]:
-    """The layers of each stage of the model in a folder, by its files' headers; where there is one stage, nothing.
-    Raises ``ConfigError`` where there are not enough layers, or not as many as ``pipeline_layers`` has."""
+    """The layers of each stage of the model in a folder, by its files' headers; empty for one stage.
+    Raises ``ConfigError`` unless there are enough layers, and as many as ``pipeline_layers`` has."""
     if config.pipeline_parallel_size == 1:
         return ()
     rank, _ = declared_rank(config)
@@ -167,7 +167,7 @@ def layers_of_stages(folder: Path, config: EngineConfig) -> tuple[range, ...]:
 
 
 def declared_settings(config: EngineConfig, layers: tuple[range, ...], stage: int = 0) -> LoadSettings:
-    """`load_settings` of the first rank of a stage that is declared; `layers` are those of all stages."""
+    """`load_settings` of a stage's first rank, for a declaration; `layers` are those of all stages."""
     rank, pipeline = declared_rank(config)
     if pipeline is None:
         return load_settings(config, rank)
@@ -175,8 +175,8 @@ def declared_settings(config: EngineConfig, layers: tuple[range, ...], stage: in
 
 
 def declared_model(folder: Path, config: EngineConfig, settings: LoadSettings) -> Declaration:
-    """The model in a folder, or the part of it that the settings say, before it is loaded. The config's seed is that of
-    dummy weights, too (None: 0). Raises as `declare`."""
+    """The model in a folder, or the part that the settings name, before it is loaded. The config's seed is also that of
+    dummy weights (0 for None). Raises as `declare`."""
     return declare(
         folder, load_format=config.load_format, seed=config.seed or 0, max_model_len=config.max_model_len, **settings
     )
@@ -185,7 +185,7 @@ def declared_model(folder: Path, config: EngineConfig, settings: LoadSettings) -
 def loaded_model(
     folder: Path, config: EngineConfig, reporter: Reporter = SILENT, communicator: RankCommunicator | None = None
 ) -> Model:
-    """The model in a folder, or the part of a rank that is there. Raises as `declare`."""
+    """The model in a folder, or a rank's part of it. Raises as `declare`."""
     if communicator is None:
         settings = load_settings(config)
     else:
@@ -201,7 +201,7 @@ def load_declared(
     declared: Declaration, config: EngineConfig, reporter: Reporter = SILENT,
     communicator: RankCommunicator | None = None,
 ) -> Model:  # fmt: skip
-    """A model that was declared, or a rank's part of it, which joins the others by this communicator. Tables of
+    """Loads a declared model, or a rank's part of it, which joins the others by this communicator. Tables of
     positions are as long as the longest sequence that could ever be served."""
     logger.info("loading %s on %s", declared.folder, declared.options.device)
     return declared.load(
@@ -215,10 +215,10 @@ def engine_over(
     loaded: Model, folder: Path, config: EngineConfig, name: str, ranks: RankGroup | None = None,
     most_open_steps: int = 1,
 ) -> Engine:  # fmt: skip
-    """An engine over a model that is loaded from ``folder``, with a KV cache of its own; or over rank 0's part of it,
-    and the other ranks, which load theirs.
+    """An engine with its own KV cache over a model that is loaded from ``folder``; or over rank 0's part of it and
+    the other ranks, which load theirs.
 
-    Whether products are exact and weights quantised was settled when the model was loaded. Raises ``RequestError``,
+    Exact products and quantisation were chosen when the model was loaded. Raises ``RequestError``,
     ``OutOfMemoryError``, what a rank raises, and ``CommunicatorError``.
     """
     draft = drafter_of(config, loaded, folder)
@@ -236,7 +236,7 @@ def engine_over(
         ranks.allocate(limits, info.vocab_size)
         local = executor_over(loaded, folder, config, limits, info.vocab_size, ranks.communicator)
         executor = ParallelExecutor(local, ranks, most_open_steps)
-    # Of requests' own predictions nothing is tried where several steps are open.
+    # A request's own prediction is not tried if several steps are open.
     speculator = None if executor.depth > 1 else speculator_of(config, info.vocab_size, limits, draft)
     return Engine(executor, limits, info, config.seed, vocabulary, speculator)
 
@@ -245,7 +245,7 @@ def executor_over(
     loaded: Model, folder: Path, config: EngineConfig, limits: EngineLimits, vocab_size: int,
     communicator: RankCommunicator | None = None,
 ) -> LocalExecutor:  # fmt: skip
-    """Runs steps of a model from ``folder``, or of a rank's part of it, over pages of its own. Raises
+    """An executor of a model from ``folder``, or of a rank's part of it, over its own pages. Raises
     ``OutOfMemoryError``."""
     spec = loaded.kv_cache_spec(config.block_size)
     logger.info("allocating %d KV blocks of %d bytes", limits.num_blocks, spec.bytes_per_block)
@@ -255,12 +255,12 @@ def executor_over(
 
 
 Draft = Model | SteppingDrafter | BlockDrafter
-"""What has weights and pages of its own, and proposes tokens."""
+"""A drafter with weights and pages of its own."""
 
 
 def drafter_of(config: EngineConfig, target: Model, folder: Path, *, declares: bool = False) -> Draft | None:
-    """What the configuration says that proposes tokens, loaded or declared, if that has weights. Raises as `load_model`
-    and what loads a drafter, and ``RequestError`` for what does not fit the target of that folder."""
+    """The drafter that the config names, loaded or declared, or None if it has no weights. Raises as `load_model`
+    and the loader of drafters, and ``RequestError`` if it does not fit the target of that folder."""
     if config.draft_model is not None:
         return declared_draft(config, target, folder) if declares else loaded_draft(config, target, folder)
     if not config.reads_hidden_states:
@@ -286,14 +286,14 @@ def drafter_of(config: EngineConfig, target: Model, folder: Path, *, declares: b
 
 
 def _settings_of_another_model(config: EngineConfig) -> LoadSettings:
-    """`load_settings` of what proposes tokens: the overrides are of the model's own config."""
+    """`load_settings` of a drafter: overrides apply to the model's own config alone."""
     settings = load_settings(config)
     del settings["hf_overrides"]
     return settings
 
 
 def declared_draft(config: EngineConfig, target: Model, folder: Path) -> Model:
-    """`loaded_draft` without its numbers."""
+    """`loaded_draft` without its weights."""
     draft_folder = resolve_model(config.draft_model)
     draft = declare_model(
         draft_folder, load_format=config.load_format, max_model_len=None, **_settings_of_another_model(config)
@@ -304,7 +304,7 @@ def declared_draft(config: EngineConfig, target: Model, folder: Path) -> Model:
 
 def loaded_draft(config: EngineConfig, target: Model, folder: Path) -> Model:
     """The draft model that the config names, for a target of that folder. Raises as `load_model`, and ``RequestError``
-    for another vocabulary."""
+    if the vocabularies differ."""
     draft_folder = resolve_model(config.draft_model)
     settings = _settings_of_another_model(config)
     declared = declare(draft_folder, load_format=config.load_format, seed=config.seed or 0, **settings)
@@ -346,7 +346,7 @@ def _draft_bytes_per_block(draft: Draft | None, config: EngineConfig) -> int:
 def speculator_of(
     config: EngineConfig, vocab_size: int, limits: EngineLimits, draft: Draft | None
 ) -> Speculator | None:
-    """What proposes tokens, as the configuration says; None: nothing does."""
+    """The proposer of draft tokens that the config names, or None."""
     if config.speculation == "off":
         return None
     drafter: Drafter | None = None
@@ -365,8 +365,8 @@ def speculator_of(
 
 
 def describe_engine(model: str | Path | None, config: EngineConfig) -> EngineInfo:
-    """What the engine of this config would say of itself. Nothing is loaded: the headers of the model's files tell its
-    bytes. Raises as `engine_of`."""
+    """The `EngineInfo` of an engine of this config. Nothing is loaded: sizes come from the headers of the model's
+    files. Raises as `engine_of`."""
     LoadOptions.parse(**load_settings(config, *declared_rank(config)))
     folder = resolve_model(None if model is None else str(model))
     layers = layers_of_stages(folder, config)
@@ -392,7 +392,7 @@ def _info(
     model: Model, folder: Path, config: EngineConfig, limits: EngineLimits, name: str, draft: Draft | None,
     of_ranks: Sequence[int],
 ) -> EngineInfo:  # fmt: skip
-    """`of_ranks`: bytes of the weights of each."""
+    """`of_ranks` are the bytes of each rank's weights."""
     spec = model.kv_cache_spec(config.block_size)
     bytes_per_block = sum(_bytes_of_ranks(model, config)) + _draft_bytes_per_block(draft, config)
     return EngineInfo(
@@ -428,7 +428,7 @@ def _info(
 def _ranks(
     model: Model, config: EngineConfig, limits: EngineLimits, of_ranks: Sequence[int]
 ) -> tuple[RankInfo, ...]:
-    """What each of several ranks holds."""
+    """The part of each of several ranks."""
     if config.num_ranks == 1:
         return ()
     stages = model.stages or (model.own_layers,)
@@ -442,14 +442,14 @@ def _ranks(
 
 
 def _bytes_of_ranks(model: Model, config: EngineConfig) -> list[int]:
-    """Of one block in the memory of each rank; the model is of any stage."""
+    """Bytes of one block in the memory of each rank; the model may be of any stage."""
     spec = model.kv_cache_spec(config.block_size)
     of_stages = [replace(spec, own_layers=own).bytes_per_block for own in model.stages] or [spec.bytes_per_block]
     return [size for size in of_stages for _ in range(config.tensor_parallel_size)]
 
 
 def read_picture_files(model: PictureModel, folder: Path) -> bool:
-    """Reads the files on a model's pictures; returns whether it can be given pictures. Raises `ConfigError`."""
+    """Reads a model's image settings; returns whether it accepts images. Raises `ConfigError`."""
     model.patch_rule = read_patch_rule(folder, model.patch_rule)
     if model.line_ends is None:
         return True
@@ -458,7 +458,7 @@ def read_picture_files(model: PictureModel, folder: Path) -> bool:
 
 
 def _image_support(model: Model, folder: Path, limits: EngineLimits) -> ImageSupport | None:
-    """How the model reads pictures, if it does."""
+    """How the model reads images, or None if it does not."""
     if not isinstance(model, PictureModel) or not read_picture_files(model, folder):
         return None
     return ImageSupport(
@@ -476,10 +476,10 @@ def limits_of(
     model: Model, config: EngineConfig, *, num_bytes_to_load: int = 0, draft: Draft | None = None,
     free_bytes: Sequence[int] = (),
 ) -> EngineLimits:  # fmt: skip
-    """What an engine over the model runs with, by the memory that is free now, less what is still to be loaded;
+    """The limits of an engine over the model, by the memory that is free now, less what is still to be loaded;
     ``free_bytes`` of other ranks' GPUs. Raises ``RequestError``.
 
-    Ranks that share a memory have one block in it each; of GPUs the one that has the least for its pages counts.
+    Ranks that share a memory have one block in it each; of several GPUs the one with least room for pages counts.
     """
     spec, has_own_memory = model.kv_cache_spec(config.block_size), model.device.kind == "cuda"
     of_ranks = _bytes_of_ranks(model, config)
@@ -503,7 +503,7 @@ def limits_of(
 
 
 def _eos_token_ids(folder: Path, overrides: str, vocab_size: int) -> tuple[int, ...]:
-    """The model's ids that end a choice, without those that its vocabulary lacks: no step ever draws them."""
+    """The model's end-of-sequence ids, without those outside its vocabulary, which are never sampled."""
     given = load_end_ids(folder, overrides)
     kept = tuple(token_id for token_id in given if token_id < vocab_size)
     if kept != given:
@@ -515,10 +515,10 @@ def _eos_token_ids(folder: Path, overrides: str, vocab_size: int) -> tuple[int, 
 
 
 def free_memory_bytes(device: Device) -> int:
-    """Bytes of a device's memory that nobody has taken. An emulated device's memory is the host's, too."""
+    """Free bytes of a device's memory. An emulated device's memory is the host's."""
     if device.kind == "cpu":
         return available_memory_bytes()
-    from runtime.device.gpu import Gpu  # brings the driver, which the cpu does without
+    from runtime.device.gpu import Gpu  # imports the driver, which the CPU does not need
 
     free, _ = Gpu.of(device).context.call("cuMemGetInfo")
     return int(free) if device.kind == "cuda" else min(int(free), available_memory_bytes())

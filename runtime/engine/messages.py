@@ -1,8 +1,8 @@
-"""What crosses the line between the engine and its users: plain tagged messages, never pickle.
+"""Messages between the engine and its clients: plain tagged structs, never pickle.
 
-The same types pass between threads and, encoded by msgspec (``wire``), between processes. Times are seconds
-of ``time.monotonic()``, which all processes of a machine share; token ids are ints; nothing here is text but ``error``
-and names.
+The same types pass between threads and, encoded by msgspec (``wire``), between processes. Times are seconds of
+``time.monotonic()``, which all processes of a machine share; token ids are ints; the only texts are ``error`` and
+names.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ ErrorCode = Literal["unsatisfiable_request", "invalid_grammar"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 EngineState = Literal["ready", "draining", "starting", "down", "closing"]
-"""Whether requests are taken. "draining": it ends those that it has, and is then started anew; "starting": soon, or
-soon again; "down": broken, and either waiting for its next start or for good; "closing": closed, or about to be."""
+"""Whether requests are accepted. "draining": open requests finish before a restart; "starting": soon, or soon again;
+"down": broken, until the next start or for good; "closing": closed, or about to be."""
 
 
 ITERATION_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -27,10 +27,10 @@ ITERATION_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 819
 
 
 class ImageItem(msgspec.Struct, frozen=True, kw_only=True):
-    """A picture of a prompt.
+    """An image of a prompt.
 
-    digest       of its patches and its grid: pictures with the same digest are taken for the same
-    first_token  where its tokens begin in the prompt; they are ``ImageSupport.token_id``
+    digest       of its patches and its grid: images with the same digest are taken to be the same
+    first_token  index of its first token in the prompt; its tokens are ``ImageSupport.token_id``
     rows, columns  of patches
     patches      uint8, ``rows * columns`` of ``ImageSupport.patch_bytes`` each, those of a token together
     """
@@ -49,14 +49,14 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prompt_token_ids  at least one id
     eos_token_ids     ids that end a choice unless ``params.ignore_eos``; the sender takes them from
                       ``EngineInfo.eos_token_ids``
-    priority          smaller is admitted first; equal ones in the order of arrival
-    cache_salt        the request shares cached prefixes only with those of the same salt
+    priority          smaller is admitted first; equal ones in order of arrival
+    cache_salt        the request shares cached prefixes only with requests of the same salt
     ttft_target_s, tpot_target_s  when its first token is due, and each following one, under the deadline policy;
-                      None: as configured
-    arrival_time_s    when the user's request came in; 0.0: the time of submission
-    speculates        its tokens may be proposed; False: each comes from a step of its own
-    prediction        token ids that the answer may repeat: they are proposed as it follows them
-    images            in the order of the prompt
+                      None for the config's
+    arrival_time_s    when the user's request came in; 0.0 for the time of submission
+    speculates        its tokens may be speculated; False: each is sampled in a step of its own
+    prediction        token ids that the answer may repeat: they are proposed as drafts while it follows them
+    images            in prompt order
     """
 
     request_id: str
@@ -75,7 +75,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One token's log probability under the raw logits, its 1-based rank, and the most probable
-    alternatives (as many as were asked for, most probable first)."""
+    alternatives (as many as were requested, most probable first)."""
 
     token_id: int
     logprob: float
@@ -85,7 +85,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of ``time.monotonic()``; None for what never happened."""
+    """Seconds of ``time.monotonic()``; None for events that did not happen."""
 
     arrival_s: float
     first_scheduled_s: float | None
@@ -94,8 +94,8 @@ class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProposalCounts(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Of one choice: tokens that were proposed and tried, and kept; and how many of both came from its request's
-    prediction."""
+    """Draft tokens of one choice that were tried, and accepted; and the counts of both that came from its
+    request's prediction."""
 
     num_tried: int = 0
     num_kept: int = 0
@@ -104,22 +104,22 @@ class ProposalCounts(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):
-    """What one step gave to one choice of a request.
+    """The output of one step for one choice of a request.
 
     index             the choice, 0 … n-1
-    new_token_ids     the ids of this step; an id that ended the choice (EOS, stop id) is among them
-    logprobs          one entry an id when asked for, else None
-    prompt_logprobs   on the first output of choice 0 when asked for: one entry a prompt token, the first None
-    num_cached_tokens on the first output of a choice: prompt tokens that were not computed for it, since the prefix
-                      cache or another choice had them
+    new_token_ids     the ids of this step, including an id that ended the choice (EOS, stop id)
+    logprobs          one entry an id if requested, else None
+    prompt_logprobs   on the first output of choice 0 if requested: one entry a prompt token, the first None
+    num_cached_tokens on the first output of a choice: prompt tokens that were found in the prefix cache or shared with
+                      another choice
     finish_reason     None while the choice goes on. "stop": EOS or a stop id; "length": max_tokens or the
                       context's end; "abort": cancelled or the engine closed; "error": see ``error``
-    stop_reason       the id of ``stop_token_ids`` that ended the choice; None for EOS
+    stop_reason       the id of ``stop_token_ids`` that ended the choice, None for EOS
     times             on the last output of a choice
-    proposals         there, too, where tokens were proposed
-    error_code        with "error", where the request itself was at fault: its fields left no token to draw, or its
-                      grammar could not be followed; then ``error`` says why
-    engine_died       with "error": the engine broke down, not this request; worth another try later
+    proposals         on the last output, too, if tokens were speculated
+    error_code        with "error", if the request itself was at fault: its fields left no token to sample, or its
+                      grammar could not be followed; ``error`` has the reason
+    engine_died       with "error": the engine failed, not this request, which may be sent again later
     """
 
     request_id: str
@@ -142,30 +142,30 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The engine's state now, and its counters since it started.
 
     num_running, num_waiting        choices in the running batch; requests and preempted choices in the queue
-    kv_cache_usage                  used share of the blocks, 0 … 1
+    kv_cache_usage                  used fraction of the blocks, 0 … 1
     num_preemptions, num_steps      since the start
-    prompt_tokens, generation_tokens  of admitted requests, recomputation not counted; sampled tokens
+    prompt_tokens, generation_tokens  of admitted requests, without recomputation; sampled tokens
     num_requests, num_errors        admitted so far; choices that ended with "error"
     last_step_s                     monotonic time of the end of the last step (the loop's heartbeat)
-    num_cached_blocks               free blocks whose content can be found again
+    num_cached_blocks               free blocks whose content is in the prefix cache
     prefix_cache_queries, prefix_cache_hits  tokens of sequences that started for the first time, and how many of
-                                    those were found; prefix_cache_evictions: cached blocks given up for others
+                                those were found; prefix_cache_evictions: cached blocks that were evicted
     num_swaps                       preemptions that swapped
     swapped_out_blocks, swapped_in_blocks  blocks moved to the host and back, evicted prefixes included
-    num_host_blocks, num_free_host_blocks  the swap space, and what of it a swapped sequence could get
-    num_decode_graphs, decode_graph_bytes  recorded so far, and the device memory that they and their arrays hold
-    num_graph_steps                 steps that ran as one of them, since the start
-    num_recorded_forwards, num_forward_steps  recorded passes of other steps, as those with prompts; steps that ran so
-    num_failed_graphs               recordings of either kind that failed
-    num_paused                      requests that hold still until their outputs are read
-    num_waiting_tokens              prompt tokens of the requests of which nothing was scheduled yet
-    rank_step_s, rank_waited_s      of each of several ranks: seconds in steps, and of these those in which it waited
-                                    for another stage; on GPUs nobody measures them
-    num_drafts, num_draft_tokens, num_accepted_tokens  of speculation: proposals of one sequence in one step, their
-                                    tokens, and those that the draws agreed with; accepted_by_position: of the first
-                                    proposed token, the second, ...; empty where nothing is proposed
-    iteration_token_counts          steps by their tokens: at most each of ``ITERATION_TOKEN_BOUNDS``, and more than the
-                                    last; empty: not counted. iteration_tokens: their sum
+    num_host_blocks, num_free_host_blocks  the swap space, and the part that a swapped sequence could get
+    num_decode_graphs, decode_graph_bytes  recorded so far, and device memory of them and their arrays
+    num_graph_steps                 steps that ran as a decode graph, since the start
+    num_recorded_forwards, num_forward_steps  recorded passes of other steps, such as those with prompts; steps run so
+    num_failed_graphs               failed recordings of either kind
+    num_paused                      requests that are paused until their outputs are read
+    num_waiting_tokens              prompt tokens of requests of which nothing has been scheduled
+    rank_step_s, rank_waited_s      of each of several ranks: seconds in steps, and the part spent waiting for
+                                another stage; not measured on GPUs
+    num_drafts, num_draft_tokens, num_accepted_tokens  of speculation: drafts (one a sequence and step), their tokens,
+                                and accepted tokens; accepted_by_position: acceptances of the first draft token, the
+                                second, ...; empty without speculation
+    iteration_token_counts          steps by their tokens: up to each of ``ITERATION_TOKEN_BOUNDS``, and above the
+                                last; empty if not counted. iteration_tokens: their sum
     """
 
     num_running: int
@@ -209,14 +209,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RoutingStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What the router of several engines has done since it started.
+    """Counters of the router of several engines since its start.
 
     policy            see ``EngineConfig.routing_policy``
-    num_requests      that it sent to each engine
-    num_found_tokens  of their prompts, that it took the engine to have
-    num_moved         requests that went elsewhere than where their prefix was, since too many had gone there
-    num_digests       contents of blocks that it knows of now
-    num_untaken       of which it was told while it had no room
+    num_requests      sent to each engine
+    num_found_tokens  prompt tokens that it expected in the engine's cache
+    num_moved         requests sent elsewhere than to the engine with their prefix, which was overloaded
+    num_digests       block contents that it knows of now
+    num_untaken       reported contents for which it had no room
     """
 
     policy: str
@@ -228,8 +228,8 @@ class RoutingStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheGroupInfo(msgspec.Struct, frozen=True):
-    """Layers that share a block table: see ``runtime.kv.groups``. ``num_padding`` layers more have room in its blocks.
-    ``window``: tokens that they see; None: all."""
+    """Layers that share a block table: see ``runtime.kv.groups``. Its blocks have room for ``num_padding`` layers more.
+    ``window`` is the attention window in tokens, None for full attention."""
 
     window: int | None
     num_layers: int
@@ -237,7 +237,7 @@ class CacheGroupInfo(msgspec.Struct, frozen=True):
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """What one of several ranks holds: in its stage the layers from ``first_layer`` to before ``end_layer``, of these
+    """One of several ranks: it has the layers of its stage from ``first_layer`` to before ``end_layer``, and of these
     its part of the weights and of the KV cache."""
 
     number: int
@@ -249,16 +249,16 @@ class RankInfo(msgspec.Struct, frozen=True):
 
 
 class ImageSupport(msgspec.Struct, frozen=True):
-    """How a model reads pictures.
+    """How a model reads images.
 
-    token_id    stands for each of their tokens
+    token_id    of each image token
     rule        how they are resized and cut into patches
-    max_tokens  most tokens of all pictures of a request
-    has_axes    tokens have positions on three axes; False: their places alone
-    frame       tokens before and behind a picture's, of which templates write the first alone; None: there are none
-    line_ends   the last token of each line of a picture's tokens, and of the last line; None: lines have no ends
-    most_whole  most tokens of pictures side by side, where a picture's tokens see each other, so that one step computes
-                them; None: pictures may be cut
+    max_tokens  most image tokens of a request
+    has_axes    tokens have positions on three axes; False: their index alone
+    frame       tokens before and after an image's, of which templates write only the first; None if there are none
+    line_ends   the last token of each line of an image's tokens, and of the last line; None if lines have no ends
+    most_whole  most tokens of adjacent images whose tokens attend to each other, so that one step computes
+                them; None if images may be cut
     """
 
     token_id: int
@@ -274,7 +274,7 @@ class ImageSupport(msgspec.Struct, frozen=True):
         return 3 * self.rule.patch_size**2
 
     def picture_ids(self, lines: int, across: int) -> list[int]:
-        """The tokens of a picture of such a grid."""
+        """The tokens of an image of such a grid."""
         if self.line_ends is None:
             return [self.token_id] * (lines * across)
         line_end, end = self.line_ends
@@ -283,20 +283,20 @@ class ImageSupport(msgspec.Struct, frozen=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What a client has to know about the engine; fixed while it runs.
+    """Static facts about the engine for its clients.
 
     max_model_len   most tokens of prompt and output together
-    vocab_size      ids in [0, vocab_size)
-    eos_token_ids   of the generation config, else of the config
-    max_waiting, max_waiting_tokens  most requests that wait, and most prompt tokens of them together
+    vocab_size      ids are in [0, vocab_size)
+    eos_token_ids   of the generation config, or of the config
+    max_waiting, max_waiting_tokens  most waiting requests, and most prompt tokens of them together
     scheduling_policy  "fcfs" takes no priority, only "deadline" takes targets
-    quantization    of the weights while they were loaded, or "none"; ``dtype`` is that of what is not quantised
+    quantization    of the weights as loaded, or "none"; ``dtype`` is that of unquantised values
     kv_cache_dtype  of the KV pages
     kv_cache_bytes, weight_bytes  device memory held by each
-    cache_groups    of the layers, in the order of the block tables; a block is a page of one of them
-    images          None: the model reads none
-    rotary_switch   prompts of more tokens are rotated otherwise, and share no prefixes with shorter ones
-    ranks           that the model is split over; empty: it is in one piece
+    cache_groups    of the layers, in block table order; a block is a page of one of them
+    images          None if the model reads none
+    rotary_switch   longer prompts are rotated otherwise, and share no prefixes with shorter ones
+    ranks           of a split model; empty for one in one piece
     """
 
     model_name: str
@@ -326,7 +326,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 class ChunkView(msgspec.Struct, frozen=True, gc=False):
     """Tokens ``start : start + count`` of a choice, computed in one step; those from ``num_prompt_tokens`` on were
-    drawn by it. ``arrival_s``: ``time.monotonic()`` when the request came in."""
+    sampled by it. ``arrival_s``: ``time.monotonic()`` when the request came in."""
 
     request_id: str
     index: int
@@ -337,7 +337,7 @@ class ChunkView(msgspec.Struct, frozen=True, gc=False):
 
 
 class RankSpan(msgspec.Struct, frozen=True):
-    """A step of one of several ranks; `waited_s` of it for another stage, at its beginning."""
+    """A step of one of several ranks; for the first `waited_s` seconds it waited for another stage."""
 
     rank: int
     start_s: float
@@ -346,18 +346,18 @@ class RankSpan(msgspec.Struct, frozen=True):
 
 
 class StepView(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One step, for whoever looks on.
+    """One step, for observers.
 
     step                      counts planned steps; a few have no view
     start_s, duration_s       ``time.monotonic()`` of its beginning, and seconds
     num_running, num_waiting  when it was planned
-    num_free_blocks           after it: those that nobody holds; ``num_cached_blocks`` of them can be found again
+    num_free_blocks           after it; ``num_cached_blocks`` of them are in the prefix cache
     preempted                 ids of the requests that gave up blocks for it
     block_map                 every block in order, run-length: "12u5w3s40c900f" is 12 used by one choice, 5 more in
                               groups with a window, 3 shared by several, 40 cached, 900 empty; at most four times a
                               second, else None
-    engine                    which of several engines ran it
-    ranks                     what its ranks did since the view before, where there are several: at most 64 steps each
+    engine                    the number of the engine that ran it
+    ranks                     steps of its ranks since the previous view, if there are several: at most 64 each
     """
 
     step: int

@@ -1,4 +1,4 @@
-"""Which kernels a model needs: its engine is run on a device that does nothing, and asked for all kinds of batches."""
+"""Lists the kernels that a model needs, by running all kinds of batches on a device that does nothing."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from numba_kernels.cuda.specialisation import Specialisation
 
 MOST_LAYERS = 2
-"""Layers beyond these launch what those before them do, where all are of one kind."""
+"""Layers beyond these launch the same kernels, if all are of one kind."""
 
 KINDS_OF_LAYERS = ("layer_types", "sliding_window_pattern")
-"""Fields of a config that make layers differ; Gemma's text models have the last one by default."""
+"""Config fields that make layers differ; Gemma's text models have the last one by default."""
 
 TOKEN_GRIDS = ((1, 1), (1, 2), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16), (16, 32), (32, 32), (34, 60))
-"""Of pictures that keep their shape: lines and columns of tokens; the last is one of 1,920 x 1,080 pixels."""
+"""Lines and columns of tokens of images that keep their shape; the last is an image of 1,920 x 1,080 pixels."""
 
 NUM_PROMPTS = (1, 2, 3, 4, 5, 8, 12, 16, 17, 32, 48, 64, 65, 96, 128, 192, 256)
 PROMPT_LENGTHS = (1, 5, 16, 17, 33, 64, 65, 129, 300, 513, 1025, 2000)
@@ -48,10 +48,10 @@ SAMPLED = tuple(
 
 
 def kernels_of_model(folder: Path, arch: str, config: EngineConfig) -> list[Specialisation]:
-    """Those that prompts of many lengths and batches of many sizes launch on a device of that architecture, by an
-    engine of that config, whose device, memory, weights and stages are no matter.
+    """The kernels that prompts of many lengths and batches of many sizes launch on a device of that architecture, by an
+    engine of that config; its device, memory, weights and stages are ignored.
 
-    The process's emulated device of that architecture does nothing from then on. Raises what `engine_of` raises.
+    The process's emulated device of that architecture does nothing afterwards. Raises what `engine_of` raises.
     """
     from runtime.device.device import Device
     from runtime.device.driver import Driver, cuda_bindings
@@ -82,13 +82,13 @@ def kernels_of_model(folder: Path, arch: str, config: EngineConfig) -> list[Spec
 
 
 def shallow_copy(model: Path, folder: Path, overrides: str = "") -> Path:
-    """The model's config with fewer layers, where its layers are all of one kind. Quantised weights are linked to, as
-    their headers say which kernels read them."""
+    """Writes the model's config with fewer layers, if its layers are all of one kind. Quantised weights are linked,
+    since their headers determine which kernels read them."""
     fields = open_model(model, overrides).config().values()
     if "quantization_config" in fields:
         for file in model.glob("*.safetensors*"):
             (folder / file.name).symlink_to(file.resolve())
-    for inner in (fields, fields.get("text_config")):  # the latter of models that read pictures
+    for inner in (fields, fields.get("text_config")):  # the latter of models that read images
         if inner is None or any(name in inner for name in KINDS_OF_LAYERS) or inner.get("model_type") == "gemma3_text":
             continue
         for name in ("num_hidden_layers", "n_layer"):
@@ -99,7 +99,7 @@ def shallow_copy(model: Path, folder: Path, overrides: str = "") -> Path:
 
 
 def run_batches(client: ThreadEngineClient) -> None:
-    """Prompts of each length alone, batches of each size, each kind of sampling, and pictures of many sizes."""
+    """Run prompts of each length alone, batches of each size, each kind of sampling, and images of many sizes."""
     most = max(1, client.info.max_model_len - 3)
     for length in PROMPT_LENGTHS:
         _run(client, 1, min(length, most), GREEDY)
@@ -112,7 +112,7 @@ def run_batches(client: ThreadEngineClient) -> None:
 
 
 def run_pictures(client: ThreadEngineClient, support: ImageSupport, most: int) -> None:
-    """A picture of each size that fits, in a prompt of `most` tokens at most, and a prompt that has several."""
+    """Run an image of each size that fits, in a prompt of at most `most` tokens, and a prompt with several images."""
     rule = support.rule
     grids = [rule.grid] if isinstance(rule, FixedRule) else [
         (lines * rule.merge_size, columns * rule.merge_size)
@@ -145,7 +145,7 @@ def _run(client: ThreadEngineClient, num_prompts: int, length: int, params: Samp
 
 
 def _submit(client: ThreadEngineClient, requests: Sequence[EngineRequest]) -> None:
-    """All at once; returns when they have ended."""
+    """Submit all at once; return when they have ended."""
     outputs: SimpleQueue[EngineOutput] = SimpleQueue()
     for request in requests:
         client.submit(request, outputs.put)

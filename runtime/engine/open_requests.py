@@ -1,6 +1,6 @@
-"""The open requests: how they come in, grow token by token, and end.
+"""The open requests: how they are admitted, grow token by token, and end.
 
-It queues choices at the scheduler and takes them out, and makes the outputs; when steps run is the engine's business.
+This module queues choices at the scheduler, removes them, and makes the outputs; the engine decides when steps run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ logger = logging.getLogger("xserv.engine")
 
 @dataclass(slots=True)
 class RequestCounters:
-    """Since the engine's start: requests admitted, prompt tokens of those that have drawn their first, tokens drawn,
-    choices that ended with an error."""
+    """Counts since the engine's start: admitted requests, prompt tokens of those that have sampled their first token,
+    sampled tokens, choices that ended with an error."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -36,12 +36,12 @@ class RequestCounters:
 
 
 class OpenRequests:
-    """Requests that have choices without an end. Not thread-safe: it belongs to the engine's loop.
+    """Requests with unfinished choices. Not thread-safe: it belongs to the engine's loop.
 
     by_id            the requests
-    num_unscheduled  those of which nothing was scheduled yet; num_unscheduled_tokens: their prompts' tokens
-    on_end           is told of each choice that has ended; None: nobody is
-    on_request_end   is told of each request all of whose choices have ended; None: nobody is
+    num_unscheduled  those of which nothing has been scheduled; num_unscheduled_tokens: their prompts' tokens
+    on_end           called with each finished choice, or None
+    on_request_end   called with each finished request, or None
     """
 
     def __init__(self, scheduler: Scheduler, seed: int | None) -> None:
@@ -57,8 +57,8 @@ class OpenRequests:
     def admit(self, request: Request) -> None:
         """Put a prepared request in the waiting queue.
 
-        Its first choice computes the prompt; the others join the queue when that is done, and share its
-        blocks. With a grammar it joins when that is compiled (``start``). Raises ``RequestError`` when the id is in
+        Its first choice computes the prompt; the others join the queue afterwards, and share its blocks. A request
+        with a grammar is queued once that is compiled (``start``). Raises ``RequestError`` if the id is in
         use.
         """
         if request.request_id in self.by_id:
@@ -75,14 +75,14 @@ class OpenRequests:
             self._scheduler.add(request.sequences[0])
 
     def start(self, request: Request, matchers: list[GrammarMatcher]) -> None:
-        """Put a request in the waiting queue whose grammar is compiled, one matcher a choice."""
+        """Queue a request whose grammar is compiled, with one matcher a choice."""
         request.awaits_grammar = False
         for sequence, matcher in zip(request.sequences, matchers, strict=True):
             sequence.matcher = matcher
         self._queue(request)
 
     def start_with_pictures(self, request: Request) -> None:
-        """The same for a request whose pictures are encoded."""
+        """Queue a request whose images are encoded."""
         request.awaits_pictures = False
         self._queue(request)
 
@@ -97,7 +97,7 @@ class OpenRequests:
     def cancel(self, request_id: str, index: int | None = None) -> list[EngineOutput]:
         """End a request (or one choice of it) now and free its blocks.
 
-        Returns one output with "abort" for each choice that it ended; none for unknown ids.
+        Returns one output with "abort" for each choice that it ended, none for an unknown id.
         """
         request = self.by_id.get(request_id)
         if request is None:
@@ -117,7 +117,7 @@ class OpenRequests:
             self._scheduler.paused.add(request)
 
     def resume(self, request_id: str) -> None:
-        """A paused request goes on; others are left as they are."""
+        """Continue a paused request; others are left as they are."""
         request = self.by_id.get(request_id)
         if request is None or request not in self._scheduler.paused:
             return
@@ -129,7 +129,7 @@ class OpenRequests:
             self._scheduler.add(first)
 
     def append(self, assembled: Assembled, drawn: Drawn, now: float, outputs: list[EngineOutput]) -> None:
-        """Append and hand out the drawn tokens."""
+        """Append and output the sampled tokens."""
         for request, entries in zip(assembled.prompt_requests, drawn.prompt_logprobs):
             assert request.prompt_logprobs is not None
             request.prompt_logprobs += entries
@@ -143,7 +143,7 @@ class OpenRequests:
             zip(sequences, drawn.token_ids, drawn.is_valid, logprobs)
         ):
             if sequence.state is finished:
-                continue  # cancelled, ended by a token before, or by a failure of a sibling in this very step
+                continue  # cancelled, ended by an earlier token, or by a failure of a sibling in this very step
             try:
                 if not is_valid:
                     reason, code = "its sampling parameters failed", None
@@ -163,7 +163,7 @@ class OpenRequests:
                 ):
                     outputs += self._first_or_last(sequence, token_id, entry, now)
                     continue
-                outputs.append(  # nearly always
+                outputs.append(  # the usual case
                     EngineOutput(
                         request_id=request.request_id,
                         index=sequence.index,
@@ -179,7 +179,7 @@ class OpenRequests:
     def _first_or_last(
         self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, now: float
     ) -> list[EngineOutput]:
-        """The output of the token just appended, with all that any token may bring; and one without a token where the
+        """The output of the token just appended, with all that any token may bring; and one without a token if the
         grammar has ended the choice."""
         request = sequence.request
         is_first = sequence.num_output_tokens == 1
@@ -215,7 +215,7 @@ class OpenRequests:
         return [output, self._end_choice(sequence, "stop")] if is_complete else [output]
 
     def _release_held(self, request: Request) -> None:
-        """Let the choices queue that are held."""
+        """Queue the choices that are held."""
         if request.is_awaiting:
             return
         for sequence in request.sequences:
@@ -270,7 +270,7 @@ def _proposals(sequence: Sequence) -> ProposalCounts | None:
 
 
 def _reason(sequence: Sequence) -> str:
-    """Why nothing could be drawn."""
+    """The reason why nothing could be sampled."""
     if sequence.matcher is None or sequence.matcher.error is None:
         return "the logits held NaN or allowed no token"
     logger.warning("request %s: its grammar failed: %s", sequence.request.request_id, sequence.matcher.error[:400])
@@ -278,7 +278,7 @@ def _reason(sequence: Sequence) -> str:
 
 
 def _error_code(sequence: Sequence) -> ErrorCode | None:
-    """Which of the request's own fields left nothing to draw; None: the logits were at fault."""
+    """The request's field that left nothing to sample; None if the logits were at fault."""
     if sequence.matcher is not None and sequence.matcher.error is not None:
         return "invalid_grammar"
     params = sequence.request.params
@@ -291,7 +291,7 @@ def _error_code(sequence: Sequence) -> ErrorCode | None:
 
 
 def _forbidden_ids(sequence: Sequence) -> set[int]:
-    """The ids that ``min_tokens`` and bad words forbid to be drawn next."""
+    """The ids that ``min_tokens`` and bad words forbid next."""
     request, params = sequence.request, sequence.request.params
     forbidden = set(last_ids(params.bad_words_token_ids or [], sequence.output_ids).tolist())
     if sequence.num_output_tokens < params.min_tokens:
@@ -300,7 +300,7 @@ def _forbidden_ids(sequence: Sequence) -> set[int]:
 
 
 def finish_of(sequence: Sequence) -> tuple[FinishReason | None, int | None]:
-    """Whether the token just appended ends the choice: (finish_reason, stop_reason), in vLLM's order."""
+    """(finish_reason, stop_reason) if the token just appended ends the choice, in vLLM's order; else None for both."""
     request = sequence.request
     token_id, count = sequence.last_token_id, sequence.num_output_tokens
     if token_id in request.stop_ids and count >= request.params.min_tokens:

@@ -1,7 +1,7 @@
 """The open steps: how each is planned, laid out, started and finished.
 
-Which of these comes when is the engine's loop (``runtime.engine.engine``). Steps end in the order in which they were
-started; a step that is planned while another runs is brought up to date before it starts.
+The engine's loop (``runtime.engine.engine``) decides their order. Steps end in the order in which they were started;
+a step that is planned while another runs is brought up to date before it starts.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from runtime.engine.timeline import TIMELINE_STEPS, ChunkKey, StepRecord, Timeli
 logger = logging.getLogger("xserv.engine")
 
 Poll = Callable[[], list[EngineOutput]]
-"""Asks for what has come in (``admit``, ``cancel``); the outputs of cancelled requests."""
+"""Admits and cancels what has come in (``admit``, ``cancel``); returns the outputs of cancelled requests."""
 
 
 @dataclass(slots=True)
 class StepCounters:
-    """Since the engine's start: steps, blocks that they moved to the host and back, tokens that they computed, and how
-    many steps had how many (``ITERATION_TOKEN_BOUNDS``)."""
+    """Counts since the engine's start: steps, blocks that they swapped out and in, tokens that they computed, and a
+    histogram of tokens a step (``ITERATION_TOKEN_BOUNDS``)."""
 
     steps: int = 0
     swapped_out_blocks: int = 0
@@ -55,7 +55,7 @@ class StepCounters:
 
 @dataclass(slots=True)
 class OpenStep:
-    """A planned step. ``assembled`` is None and nothing is to be started where it has no work; ``computation`` is there
+    """A planned step. ``assembled`` is None if it has no work, and then it is not started; ``computation`` is set
     once it runs, unless it only moves blocks."""
 
     step: Step
@@ -66,12 +66,12 @@ class OpenStep:
 
 
 class OpenSteps:
-    """Steps that are planned or run. Not thread-safe: it belongs to the engine's loop.
+    """Steps that are planned or running. Not thread-safe: it belongs to the engine's loop.
 
     open        those that were started and are not finished, in order
     timeline    a record of each of the latest steps
-    speculator  proposes tokens for decodes to try; None: nobody does
-    pictures    whose budget is told how long steps of decodes take; None: the model reads none
+    speculator  proposes draft tokens for decodes, or None
+    pictures    its budget observes the times of decode steps; None if the model reads none
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class OpenSteps:
         self._overlaps = executor.overlaps
         self._masks = MaskComputer()
         self._keys: list[ChunkKey] = [ChunkKey("", 0, 0, 0.0)] * max_num_seqs  # by row
-        self._chunk_keys: list[ChunkKey] = []  # of the step assembled last, and the rows that it has
+        self._chunk_keys: list[ChunkKey] = []  # of the step assembled last, with its rows
         self._chunk_rows: NDArray[np.int64] | None = None
 
     def fill(self, poll: Poll, outputs: list[EngineOutput]) -> OpenStep:
@@ -108,7 +108,7 @@ class OpenSteps:
                 return self.open[0] if self.open else planned
 
     def plan(self, outputs: list[EngineOutput]) -> OpenStep:
-        """Choose the next step and lay it out; the step before it may still run."""
+        """Schedule the next step and lay it out; the previous one may still run."""
         record = StepRecord(self._scheduler.num_steps, time.monotonic())
         record.num_running, record.num_waiting = len(self._scheduler.running), len(self._scheduler.waiting)
         speculator = self.speculator
@@ -127,11 +127,11 @@ class OpenSteps:
         return opened
 
     def lead(self, following: OpenStep, poll: Poll, outputs: list[EngineOutput]) -> bool:
-        """Start a planned step while the one before it runs, if both are a graph's and nobody has just arrived.
+        """Start a planned step while the previous one runs, if a graph runs both and no request has just arrived.
 
-        The sequences that the step before ends are computed once more, for nobody. What they wrote lies behind their
-        committed tokens, and whoever gets the blocks next writes after them. Those who wait for what they leave have to
-        wait for one step more.
+        Sequences that the previous step ends are computed once more, and the result is dropped. Their last writes lie
+        after their committed tokens, and the next owner of the blocks writes later. Waiting sequences get their blocks
+        one step later.
         """
         assembled, waiting = following.assembled, self._scheduler.waiting
         if assembled is None or not self._executor.can_lead(assembled.input):
@@ -145,7 +145,7 @@ class OpenSteps:
         return True
 
     def revise(self, opened: OpenStep, outputs: list[EngineOutput]) -> OpenStep:
-        """Bring a planned step up to date: without those who have ended, with those who have arrived."""
+        """Update a planned step: drop finished sequences and add new arrivals."""
         step, record = opened.step, opened.record
         begun = time.monotonic()
         planned, num_left = step.chunks, len(step.chunks)
@@ -155,13 +155,13 @@ class OpenSteps:
         if step.chunks is not planned or len(step.chunks) > num_left:
             self._assemble(opened, outputs)
             record.prepare_s += time.monotonic() - extended
-        if not step.chunks:  # the commit may have made room for sequences that had to pause
+        if not step.chunks:  # the commit may have made room for paused sequences
             self.finish(self.start(opened), outputs)
             return self.plan(outputs)
         return opened
 
     def _assemble(self, opened: OpenStep, outputs: list[EngineOutput]) -> None:
-        """Make the step's value."""
+        """Make the step's input."""
         step, record = opened.step, opened.record
         loads = self._loads(step, outputs)
         opened.assembled = self._assembler.assemble(step, loads) if step.has_work else None
@@ -172,7 +172,7 @@ class OpenSteps:
             record.set_chunks(self._chunk_keys, made.starts, made.counts)
 
     def _loads(self, step: Step, outputs: list[EngineOutput]) -> list[RowLoad]:
-        """The rows of sequences that start to run; one that has none that can be made ends its request alone."""
+        """The rows of sequences that start to run; a sequence whose row cannot be made ends its own request."""
         starting = [chunk.sequence for chunk in step.chunks if chunk.is_first]
         if not starting:
             return []
@@ -180,7 +180,7 @@ class OpenSteps:
         for sequence in starting:
             request, row = sequence.request, sequence.row
             if sequence.is_finished:
-                continue  # a choice before it could not be started
+                continue  # an earlier choice could not be started
             if sequence.first_scheduled_s is None:
                 sequence.first_scheduled_s = now
             self._requests.mark_scheduled(request)
@@ -200,7 +200,7 @@ class OpenSteps:
         return loads
 
     def start(self, opened: OpenStep) -> OpenStep:
-        """Begin the step, all before which are over. Without chunks it is done already."""
+        """Start the step after all earlier ones are over. Without chunks it is done at once."""
         step, record, assembled = opened.step, opened.record, opened.assembled
         opened.started_s = time.monotonic()
         if self._overlaps:
@@ -208,7 +208,7 @@ class OpenSteps:
         if assembled is None:
             return opened
         made = assembled.input
-        if made.has_transfers:  # those of sequences that have ended since were dropped
+        if made.has_transfers:  # those of sequences that have since ended were dropped
             made.swap_out, made.swap_in, made.copies = step.swap_out, step.swap_in, step.copies
             self._count_transfers(step, record)
         drafts: dict[Sequence, list[int]] = {}
@@ -239,7 +239,7 @@ class OpenSteps:
         speculator.observe(step.number, drafted, kept, is_pure=is_pure)
 
     def _show_states(self, speculator: Speculator, assembled: Assembled) -> None:
-        """Tell the drafter what the step that is just over left of hidden states."""
+        """Give the drafter the hidden states of the step that is just over."""
         kept, made = self._executor.kept_rows, assembled.input
         if kept is None or kept.number != made.number:
             return
@@ -252,7 +252,7 @@ class OpenSteps:
         self.counters.swapped_in_blocks += record.swapped_in
 
     def finish(self, opened: OpenStep, outputs: list[EngineOutput]) -> None:
-        """Wait for the step and hand out what it drew."""
+        """Wait for the step and output its sampled tokens."""
         step, record = opened.step, opened.record
         drawn: Drawn | None = None
         if opened.computation is not None:
@@ -301,13 +301,13 @@ class OpenSteps:
         record.preempted = [(s.request.request_id, s.index, way) for s, way in step.preempted]
         record.end_s = time.monotonic()
         record.commit_s = record.end_s - ended
-        if following is not None:  # it was queued behind this one
+        if following is not None:  # it was queued after this one
             following.started_s, following.record.start_s = ended, record.end_s
         if opened.computation is not None or step.has_transfers:
             self.timeline.append(record)
 
     def close(self) -> None:
-        """Let go the steps that run; the executor is closed."""
+        """Drop the running steps; the executor is closed."""
         self._masks.close()
         for opened in self.open:
             self._scheduler.abandon(opened.step)
@@ -315,7 +315,7 @@ class OpenSteps:
 
 
 def _left_chunks(assembled: Assembled, kept: KeptRows) -> list[LeftChunk]:
-    """Whose hidden states a step left, as far as the tokens behind them are known."""
+    """The sequences whose hidden states a step kept, as far as the tokens after them are known."""
     made = assembled.input
     places = zip(assembled.sequences, kept.first.tolist(), made.starts.tolist(), made.counts.tolist(), strict=True)
     chunks = [

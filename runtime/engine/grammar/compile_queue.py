@@ -1,4 +1,4 @@
-"""Requests that wait for their grammars, which are compiled in threads of their own while the engine runs others."""
+"""Requests that wait for their grammars, which are compiled in threads while the engine runs other requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_THREADS = 2
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A request whose grammar is done with: a matcher for each of its choices, or the error."""
+    """A request whose grammar was compiled: a matcher for each of its choices, or the error."""
 
     request: Request
     matchers: list[GrammarMatcher]
@@ -25,7 +25,7 @@ class Compiled:
 
 
 class GrammarQueue:
-    """Belongs to the engine's loop, but for the threads that compile."""
+    """Belongs to the engine's loop, except for the threads that compile."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
@@ -45,7 +45,7 @@ class GrammarQueue:
         self._pool.submit(self._compile, request, vocabulary)
 
     def take(self) -> list[Compiled]:
-        """Those that are done; never waits."""
+        """The compiled ones; never waits."""
         while self._num_under_way:
             try:
                 self._receive(self._done.get_nowait())
@@ -55,14 +55,14 @@ class GrammarQueue:
         return taken
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until one is done, at most so long."""
+        """Wait at most ``timeout_s`` until one is compiled."""
         if self._taken or not self._num_under_way:
             return
         with suppress(queue.Empty):
             self._receive(self._done.get(timeout=timeout_s))
 
     def close(self) -> None:
-        """Compile no more; what is under way is waited for."""
+        """Compile no more; waits for those in progress."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
@@ -71,13 +71,13 @@ class GrammarQueue:
         self._taken.append(compiled)
 
     def _compile(self, request: Request, vocabulary: LazyVocabulary) -> None:
-        """In a thread of the pool."""
+        """Runs in a thread of the pool."""
         matchers: list[GrammarMatcher] = []
         error: Exception | None = None
         try:
             grammar = request.params.grammar
             assert grammar is not None
-            if request.open_sequences:  # else it was cancelled
+            if request.open_sequences:  # otherwise it was cancelled
                 matchers = compile_grammar(grammar, vocabulary.get(), request.params.n)
         except Exception as failure:
             error = failure

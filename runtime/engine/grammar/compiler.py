@@ -1,10 +1,10 @@
-"""From a grammar to matchers that follow a choice's tokens, by llguidance.
+"""Compiles grammars, with llguidance, to matchers that follow a choice's tokens.
 
     check_grammar(grammar, vocabulary)           # on the caller's thread: bounded, and typed errors
     compile_grammar(grammar, vocabulary, n)      # in the engine: a matcher for each of n choices
 
-llguidance reads Lark's notation, with JSON schemas in it, and keeps to limits of its own: the size of the grammar, the
-work for its lexer, the work for one mask. It recurses along chains of rules, hence the deep stack.
+llguidance reads Lark's notation, with JSON schemas in it, and has limits of its own: the size of the grammar, the
+lexer's work, the work for one mask. It recurses along chains of rules, hence the deep stack.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ if TYPE_CHECKING:
     from runtime.engine.grammar.vocabulary import LazyVocabulary, Vocabulary
 
 NUM_REMEMBERED = 256
-"""Grammars that were found good, of which a checker knows that they are."""
+"""Accepted grammars that a checker remembers."""
 ANSWER_MARGIN = 3
-"""How many times more an answer's masks may take than those of a trial: what is admitted is followed to its end."""
+"""How many times a trial's limits the masks of an answer may take, so that an admitted grammar can finish."""
 MAX_PLACES_TRIED = 256
-"""Schemas within one that are tried by themselves, to find which of them is at fault."""
+"""Nested schemas that are tried alone, to find the faulty one."""
 MAX_MESSAGE_LENGTH = 400
-"""Characters of what llguidance says of a grammar that are handed on."""
+"""Characters of an llguidance error that are passed on."""
 
 
 def check_grammar(grammar: Grammar, vocabulary: Vocabulary) -> None:
-    """Raises ``RequestError`` (param "grammar") where the grammar is too large, too deep, wrong, asks for what cannot
-    be promised, or takes too much work to compile."""
+    """Raises ``RequestError`` (param "grammar") if the grammar is too large, too deep, wrong, not enforceable, or too
+    expensive to compile."""
     check_limits(grammar)
     try:
         _matcher(grammar, vocabulary, is_trial=True)
@@ -53,7 +53,7 @@ def check_grammar(grammar: Grammar, vocabulary: Vocabulary) -> None:
 
 
 def _placed(error: RequestError, grammar: Grammar, vocabulary: Vocabulary) -> RequestError:
-    """The same error with the place of the innermost schema that has it by itself, so far as that is found soon."""
+    """The same error with the place of the innermost schema that causes it alone, if that is found in time."""
     schema = prepared(parse_json(grammar))
     definitions = schema.schema.get("$defs", {}) if isinstance(schema.schema, dict) else {}
     for place, node in schema.nodes[:MAX_PLACES_TRIED]:
@@ -69,7 +69,7 @@ def _placed(error: RequestError, grammar: Grammar, vocabulary: Vocabulary) -> Re
 
 
 class GrammarChecker:
-    """Checks the grammars of a model's requests, each but once. Threads may share it."""
+    """Checks the grammars of a model's requests, each once. Thread-safe."""
 
     def __init__(self, vocabulary: LazyVocabulary) -> None:
         self._vocabulary = vocabulary
@@ -77,11 +77,11 @@ class GrammarChecker:
         self._good: dict[Grammar, None] = {}
 
     def is_known(self, grammar: Grammar | None) -> bool:
-        """Whether ``check`` has nothing to do."""
+        """Whether ``check`` would return at once."""
         return grammar is None or grammar in self._good
 
     def check(self, grammar: Grammar | None) -> None:
-        """Raises as ``check_grammar`` does, and where the model has no tokenizer."""
+        """Raises as ``check_grammar`` does, and if the model has no tokenizer."""
         if grammar is None or grammar in self._good:
             return
         check_grammar(grammar, self._vocabulary.get())
@@ -92,7 +92,7 @@ class GrammarChecker:
 
 
 def compile_grammar(grammar: Grammar, vocabulary: Vocabulary, count: int) -> list[GrammarMatcher]:
-    """As many matchers, each at the beginning. Raises as ``check_grammar`` does."""
+    """``count`` matchers, each at the start. Raises as ``check_grammar`` does."""
     check_limits(grammar)
     first = _matcher(grammar, vocabulary)
     matchers = [first, *(first.deep_copy() for _ in range(count - 1))]
@@ -100,8 +100,8 @@ def compile_grammar(grammar: Grammar, vocabulary: Vocabulary, count: int) -> lis
 
 
 def _matcher(grammar: Grammar, vocabulary: Vocabulary, *, is_trial: bool = False) -> LLMatcher:
-    """With its first mask computed, which may be the one that is too much, and takes longest. `is_trial`: with texts
-    of the grammar drawn, too, under narrower limits than those of an answer."""
+    """A matcher with its first mask computed, often the most expensive one. `is_trial` also draws texts of the
+    grammar, under tighter limits than those of an answer."""
     text = lark_of(grammar, is_canonical=vocabulary.is_canonical)
     matcher, error = on_deep_stack(partial(_compiled, text, vocabulary, is_trial))
     if error is not None:
@@ -113,7 +113,7 @@ def _matcher(grammar: Grammar, vocabulary: Vocabulary, *, is_trial: bool = False
 
 
 def _compiled(text: str, vocabulary: Vocabulary, is_trial: bool) -> tuple[LLMatcher, str | None]:
-    """The matcher, and what is wrong with it."""
+    """The matcher, and its error if there is one."""
     from llguidance import LLMatcher
 
     matcher = LLMatcher(vocabulary.ll_tokenizer, text, log_level=0, limits=_limits(1 if is_trial else ANSWER_MARGIN))
@@ -124,8 +124,8 @@ def _compiled(text: str, vocabulary: Vocabulary, is_trial: bool) -> tuple[LLMatc
 
 
 def _limits(margin: int) -> LLParserLimits:
-    """The symbols of a grammar; the states of its lexer, of half a kilobyte and more each; the work for the lexer, for
-    its part in one mask, and for the parser's part in it: a mask of a trial stays beneath some thirty milliseconds."""
+    """Limits on the grammar's symbols; on the lexer's states, of half a kilobyte and more each; on the lexer's work in
+    all and for one mask; on the parser's work for one mask. A trial's mask takes at most some thirty milliseconds."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
@@ -140,7 +140,7 @@ def _limits(margin: int) -> LLParserLimits:
 
 
 def readable(message: str) -> str:
-    """llguidance's error in one line: with its reason, without the place in a text that is not the user's."""
+    """llguidance's error in one line: the reason, without the position in a text that is not the user's."""
     lines = message.removeprefix("at 1(8): ").split("\n")
     kept = [line.strip() for line in lines if not _OF_PLACES.match(line)]
     text = " ".join(kept).removeprefix("failed to compile JSON schema: ").strip()

@@ -1,4 +1,4 @@
-"""Calls on a deep stack: for code that recurses as deeply as its input says, and would end the process otherwise."""
+"""Runs a call on a deep stack, for code that recurses as deeply as its input and could overflow the usual one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 STACK_BYTES = 512 << 20
-"""Bytes of addresses: memory is taken for what is touched of it."""
+"""Bytes of address space; only touched pages take memory."""
 
 _starting = threading.Lock()
 
@@ -24,7 +24,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def on_deep_stack(function: Callable[[], T]) -> T:
-    """What ``function`` returns or raises, in a thread of its own with ``STACK_BYTES`` of stack."""
+    """Return or raise as ``function`` does, run in a thread with ``STACK_BYTES`` of stack."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -35,7 +35,7 @@ def on_deep_stack(function: Callable[[], T]) -> T:
             errors.append(error)
 
     thread = threading.Thread(target=run, name="xserv-deep-stack", daemon=True)
-    with _starting:  # the size is the process's, for all threads that start
+    with _starting:  # the stack size applies to every thread that the process starts
         usual = threading.stack_size(STACK_BYTES)
         try:
             thread.start()

@@ -1,6 +1,5 @@
-"""What a choice's text has to look like, as a request says it: a JSON schema, a regular expression, texts to choose
-among, a grammar. Plain data that crosses the line to the engine; `runtime.engine.grammar.compiler` checks and compiles
-it.
+"""The constraint on a choice's text, as a request gives it: a JSON schema, a regular expression, a choice of texts or
+a grammar. Plain data that is sent to the engine; `runtime.engine.grammar.compiler` checks and compiles it.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ GrammarKind = Literal["json_schema", "json_object", "regex", "choice", "lark"]
 
 MAX_GRAMMAR_BYTES = 128 * 1024
 MAX_LARK_BYTES = 512 * 1024
-"""Of a grammar: the schemas of many tools are in it."""
+"""Bytes of a grammar, which may hold the schemas of many tools."""
 MAX_REGEX_BYTES = 8 * 1024
 MAX_GRAMMAR_DEPTH = 48
 """Levels of nesting: of a schema's objects and arrays, or of brackets in a grammar or a regular expression."""
 MAX_SCHEMA_NODES = 20_000
-"""Values in a schema, of any kind, its objects and arrays among them."""
+"""Values in a schema of any kind, objects and arrays included."""
 MAX_ENUM_VALUES = 1000
 MAX_CHOICES = 1000
 MAX_REPEATS = 10_000
-"""The highest number of items, characters or properties that a schema may ask for at least."""
+"""The highest minimum of items, characters or properties that a schema may set."""
 MAX_MAXIMUM = 1_000_000
-"""The same for what there may be at most: no answer comes to more, so that a higher bound is none."""
+"""The highest such maximum: no answer is longer, so a higher bound is dropped."""
 
 
 class Grammar(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -39,7 +38,7 @@ class Grammar(msgspec.Struct, frozen=True, tag=True, kw_only=True):
           "lark": a text of a context-free grammar in Lark's notation, as llguidance reads it
     text  the schema as JSON; ""; the expression; a JSON list of strings; the grammar
 
-    Raises ``RequestError`` where the text is too long for its kind.
+    Raises ``RequestError`` if the text is too long for its kind.
     """
 
     kind: GrammarKind
@@ -69,7 +68,7 @@ _LIMITS: dict[str, int] = {
 
 
 def grammar_error(reason: str) -> RequestError:
-    """What is wrong with a request's grammar."""
+    """The error for a request's grammar."""
     return RequestError(f"grammar: {reason}", param="grammar", code="invalid_grammar")
 
 

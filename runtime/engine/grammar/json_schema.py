@@ -1,9 +1,9 @@
-"""A JSON schema as llguidance is given it: the same values, said in the few keywords that it keeps to.
+"""Rewrites a JSON schema for llguidance: the same values, with the few keywords that it supports.
 
-Schemas come from many generators, of every draft. Values decide here, not keywords: what constrains nothing is left
-out, what other keywords can say is said by these, and what cannot be promised is refused, with its place. References
-are left that point to `#/$defs/…`. A format to which no answer is held is an annotation, as the specification has it,
-and so is OpenAPI's `nullable`.
+Schemas come from many generators and every draft. Keywords that constrain nothing are dropped, those that others can
+express are replaced, and those that cannot be enforced are refused with their place. The remaining references point to
+`#/$defs/…`. A format that is not enforced is an annotation, as the specification has it, and so is OpenAPI's
+`nullable`.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _BY_TYPE = {
 _KNOWN = frozenset({"type", "const", "enum", "not", *IN_PLACE}.union(*_BY_TYPE.values()))
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _WIDEST = 9 * 10**18
-"""The bounds of numbers that llguidance can keep go a little further."""
+"""llguidance supports bounds of numbers slightly beyond these."""
 _SIGNS_OF_CONTROL_CHARACTERS = ("\\x0", "\\x1", "\\x7f", "\\x7F", "\\u00")
 
 
 def prepared(schema: Any, *, closes: bool = False) -> Prepared:
-    """The schema as llguidance is given it.
+    """The schema rewritten for llguidance.
 
-    closes  an object that declares properties and does not say whether it may have further ones has none
+    closes  an object with declared properties and no rule for further ones gets none
 
-    Raises ``RequestError`` whose `param` is "grammar" and the place of what cannot be honoured.
+    Raises ``RequestError`` with param "grammar" and the place of the keyword that cannot be enforced.
     """
     if not isinstance(schema, (dict, bool)):
         raise grammar_error(f"a JSON schema must be an object, true or false, got {schema!r:.40}")
@@ -56,7 +56,7 @@ def prepared(schema: Any, *, closes: bool = False) -> Prepared:
 
 
 def _check_size(schema: Any) -> None:
-    """Looks level by level, so that no depth can exhaust the stack."""
+    """Walks level by level, so that no depth can exhaust the stack."""
     num_nodes = 0
     level: list[Any] = [schema]
     for _ in range(MAX_GRAMMAR_DEPTH):
@@ -96,7 +96,7 @@ class _Preparer:
         return self._notes
 
     def _schema(self, node: Any, place: str, is_part: bool) -> Schema:
-        """`is_part`: it stands beside others that declare properties, so that it does not know all of them."""
+        """`is_part` means that sibling schemas declare properties too, so that this one does not know all of them."""
         if isinstance(node, bool):
             return node
         if not isinstance(node, dict):
@@ -123,7 +123,7 @@ class _Preparer:
         self._notes.nodes.append((place, result))
         return result or True
 
-    # Each of these adds what its keywords say to `result`. Those that hold for any type give False if no value is left.
+    # Each of these adds its keywords' meaning to `result`. Those for any type return False if no value is left.
 
     def _values(self, found: dict[str, Any], result: dict[str, Any], place: str) -> bool:
         values = found.get("enum")
@@ -141,7 +141,7 @@ class _Preparer:
         return values != []
 
     def _check_value(self, value: Any, place: str) -> None:
-        """Raises where an answer could not have the value as it is."""
+        """Raises if an answer could not have exactly this value."""
         if isinstance(value, int) and not isinstance(value, bool):
             if abs(value) > 2**53 and (abs(value) > 10**300 or int(Decimal(repr(float(value)))) != value):
                 reason = "has more digits than a grammar of numbers keeps; it must be at most 2**53 or end in zeros"
@@ -180,7 +180,7 @@ class _Preparer:
             elif value < 0 if name.lower().endswith("maximum") else value > 0:
                 reason = f"{name} must be from -{_WIDEST} to {_WIDEST}, got {value!r:.60}"
                 raise schema_error(place_in(place, name), reason)
-            elif abs(value) < sys.float_info.max:  # a narrower bound, which the grammar can keep
+            elif abs(value) < sys.float_info.max:  # a narrower bound, which the grammar can enforce
                 result[name] = _WIDEST if value > 0 else -_WIDEST
 
     def _strings(self, found: dict[str, Any], result: dict[str, Any], place: str) -> None:
@@ -286,7 +286,7 @@ class _Preparer:
         return False not in parts
 
     def _check_apart(self, options: list[Any], kept: list[int], node: dict[str, Any], place: str) -> None:
-        """`oneOf` is `anyOf` where no value is of two options."""
+        """`oneOf` equals `anyOf` if no value matches two options."""
         for n, i in enumerate(kept):
             for j in kept[:n]:
                 if not self._disjointness.are_apart(options[j], options[i], node):
@@ -341,7 +341,7 @@ class _Preparer:
 
 
 def _types(found: dict[str, Any], place: str) -> list[str]:
-    """Those that `type` names, "integer" only where "number" is not among them; else all."""
+    """The types that `type` names, or all; "integer" only without "number"."""
     given = found.get("type", ALL_TYPES)
     names = given if isinstance(given, list) else [given]
     for name in names:

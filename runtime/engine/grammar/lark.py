@@ -13,13 +13,13 @@ from runtime.engine.grammar.json_schema import prepared
 from runtime.engine.grammar.schema_formats import with_narrow_formats
 
 _TOKENS = re.compile(r'(?:\#|//)[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?P<json>%json\b)')
-"""Comments, strings and regular expressions, within which nothing is a schema; and what begins one."""
+"""Comments, strings and regular expressions, which cannot hold a schema; and the start of a schema."""
 
 _JSON_OPTIONS: dict[str, Any] = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
     "key_separator": ": ?",
-    # No \uXXXX unless it has to be: else a key has two spellings, and can come twice.
+    # \uXXXX only where it is needed: otherwise a key has two spellings, and can occur twice.
     "json_allowed_escapes": 'nrbtf\\"',
     "coerce_one_of": False,
     "lenient": False,
@@ -29,9 +29,9 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
 def lark_of(grammar: Grammar, *, is_canonical: bool) -> str:
-    """All of a grammar.
+    """The whole grammar in Lark's notation.
 
-    is_canonical  False: bytes that are forced may be tokenized in any way, and the model chooses
+    is_canonical  False lets the model choose the tokenization of forced bytes
     """
     from llguidance import regex_to_lark
 
@@ -48,9 +48,9 @@ def lark_of(grammar: Grammar, *, is_canonical: bool) -> str:
 
 
 def schemas_in(text: str) -> Iterator[tuple[int, int, Any]]:
-    """The JSON schemas in a text in Lark's notation: where each begins (with ``%json``) and ends, and what it is.
+    """The JSON schemas in a text in Lark's notation: start (at ``%json``), end and value of each.
 
-    Raises ``RequestError`` where one is not JSON.
+    Raises ``RequestError`` if one is not JSON.
     """
     decoder = json.JSONDecoder()
     position = 0
@@ -76,7 +76,7 @@ def _with_options(text: str) -> str:
 
 
 def _embedded(schema: Any) -> str:
-    """A schema as a part of a grammar: no white space but for one blank behind a comma or a colon."""
+    """A schema as a part of a grammar: no whitespace except one blank after a comma or a colon."""
     ready = prepared(schema)
     if ready.schema is False:
         raise grammar_error("no value matches this schema; change it")
@@ -90,8 +90,8 @@ def _embedded(schema: Any) -> str:
 
 
 def _hold_spelling(node: dict[str, Any]) -> None:
-    """If \\uXXXX is allowed, llguidance lets every character of a further key be written so, and a declared key come
-    again in that way. Under `patternProperties` it does not."""
+    """If \\uXXXX is allowed, llguidance lets every character of an undeclared key be escaped, so that a declared key
+    could occur again. Under `patternProperties` it does not."""
     further = node.get("additionalProperties", True)
     if further is False or not node.keys() & {"properties", "required"}:
         return

@@ -1,5 +1,5 @@
-"""Checks a grammar before llguidance reads it. Its size was checked when it was made; JSON schemas are checked where
-they are prepared. Pure checks, in time proportional to the text."""
+"""Checks a grammar's limits before llguidance reads it, in time proportional to the text. Its size is checked by its
+constructor, JSON schemas when they are rewritten."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IGNORED_ATTRIBUTE = re.compile(r"^[ \t]*[!?_a-z][\w-]*[ \t]*\[[^\]\n]*\b(temper
 
 
 def check_limits(grammar: Grammar) -> None:
-    """Raises ``RequestError`` that names what is too much, how much there is, and the limit."""
+    """Raises ``RequestError`` with the quantity, its value and its limit."""
     if grammar.kind == "choice":
         _check_choices(parse_json(grammar))
     elif grammar.kind == "regex":
@@ -49,7 +49,7 @@ def _check_lark(text: str) -> None:
 
 
 def _check_brackets(text: str) -> None:
-    """Brackets in strings count, too: where they close, they do no harm."""
+    """Brackets in strings count too, which does no harm if they close."""
     depth = 0
     for character in text:
         if character in _OPENING:

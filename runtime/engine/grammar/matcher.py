@@ -1,7 +1,7 @@
-"""Where a choice is in its grammar, and the masks of the ids that may come next.
+"""The state of a choice in its grammar, and masks of the ids allowed next.
 
-A step's masks are computed beside its forward pass, in threads of llguidance's that do not hold Python's lock; they
-are waited for where tokens are drawn.
+A step's masks are computed during its forward pass, in llguidance's threads, which do not hold the GIL; the sampler
+waits for them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GrammarMatcher:
-    """One choice's place in its grammar. What goes wrong in it stays in it: see ``error``."""
+    """One choice's state in its grammar. Its failures stay local: see ``error``."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
         self.ll_matcher = matcher
@@ -30,32 +30,32 @@ class GrammarMatcher:
 
     @property
     def error(self) -> str | None:
-        """What went wrong, for the log; nothing can be drawn any more."""
+        """The failure, for the log, after which nothing can be sampled; None if there is none."""
         return self.ll_matcher.get_error() if self.ll_matcher.is_error() else None
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text is whole, and nothing but the end can follow."""
+        """Whether the text is complete and only an end can follow."""
         return self.ll_matcher.is_stopped() and not self.ll_matcher.is_error()
 
     def num_allowed(self, token_ids: list[int]) -> int:
-        """How many of these, one after the other, the grammar has a place for. The matcher stays where it is."""
+        """How many of these ids, in order, the grammar accepts. The state does not change."""
         return 0 if self.ll_matcher.is_error() else self.ll_matcher.validate_tokens(token_ids)
 
     def forced(self) -> list[int]:
-        """What has to come next, as the tokenizer would write it: what is drawn may be cut differently."""
+        """The ids that have to come next, as the tokenizer would cut them; sampled ids may be cut differently."""
         return [] if self.ll_matcher.is_error() else self.ll_matcher.compute_ff_tokens()
 
     def consume(self, token_id: int) -> bool:
-        """Go on by a token that was drawn; False where the grammar has no place for it."""
+        """Advance by a sampled token; False if the grammar does not accept it."""
         return self.ll_matcher.consume_token(token_id)
 
 
 class PendingMasks:
-    """The masks of one step, under way; see `DrawMasks`.
+    """The masks of one step, being computed; see `DrawMasks`.
 
-    draws      the step's draws that they belong to
-    sequences  of each of them
+    draws      indices of the step's draws that have a mask
+    sequences  the sequence of each of them
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PendingMasks:
         self._done = done
 
     def wait(self) -> tuple[NDArray[np.intp], NDArray[np.uint32], list[int]]:
-        """The draws ``[m]``, the ids that each allows ``[m, words]``, and the draws without any: their matchers have
+        """The draws ``[m]``, the ids that each allows ``[m, words]``, and the draws without a mask, whose matchers have
         failed."""
         self._done.result()
         failed = []
@@ -84,18 +84,18 @@ class PendingMasks:
 
 
 class FailedMasks:
-    """Masks that could not be begun; see `DrawMasks`."""
+    """Masks whose computation could not start; see `DrawMasks`."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
 
     def wait(self) -> Never:
-        """Raises what was raised, so that the step fails and the engine goes on."""
+        """Raises the original error, so that the step fails and the engine goes on."""
         raise self._error
 
 
 class MaskComputer:
-    """Computes masks of a step's sequences, all at once, in threads. Belongs to the engine's loop."""
+    """Computes the masks of a step's sequences, in threads. Belongs to the engine's loop."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
@@ -104,10 +104,10 @@ class MaskComputer:
     def start(
         self, sequences: Sequences[Sequence], num_draws: NDArray[np.int64], drafts: Mapping[Sequence, list[int]]
     ) -> PendingMasks | FailedMasks | None:
-        """Begin with those of the drawing sequences that have a grammar; None: none has. ``num_draws``: of each
-        of the step's chunks: the first, and one behind each of its sequence's ``drafts``.
+        """Start on the sampling sequences that have a grammar; None if none has. ``num_draws`` counts the draws of
+        each of the step's chunks: one, and one after each of its sequence's ``drafts``.
 
-        Until the masks were waited for nobody may touch the matchers. An error is raised by that wait.
+        The matchers must not be touched until the masks were waited for; an error is raised by that wait.
         """
         if all(sequence.matcher is None for sequence in sequences):
             return None
@@ -121,7 +121,7 @@ class MaskComputer:
     ) -> PendingMasks:
         draws: list[int] = []
         owners: list[Sequence] = []
-        work: list[tuple[LLMatcher, int, list[int]]] = []  # matcher, its first mask, its proposals
+        work: list[tuple[LLMatcher, int, list[int]]] = []  # matcher, its first mask, its draft tokens
         num_words = first = 0
         for sequence, count in zip(sequences, num_draws):
             if sequence.matcher is not None:
@@ -136,7 +136,7 @@ class MaskComputer:
         return PendingMasks(draws, owners, buffer, self._thread.submit(self._fill, work, buffer))
 
     def close(self) -> None:
-        """Compute no more."""
+        """Stop computing masks."""
         if self._thread is not None:
             self._thread.shutdown()
 
@@ -150,13 +150,13 @@ class MaskComputer:
             self._executor.unsafe_compute_mask_ptr(plain, *memory)
         if len(plain) < len(work):
             drafted = [one for one in work if one[2]]
-            for _, first, proposals in drafted:  # behind one that ends the text, or has no place, nothing is kept
+            for _, first, proposals in drafted:  # a draft token after an end or a rejected one is not kept
                 buffer[first : first + len(proposals) + 1] = 0xFFFFFFFF
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *memory)
 
 
 def idle_ends(request: Request, vocabulary: Vocabulary) -> list[int]:
-    """The ends of sequence that do not end a choice of this request: a grammar's text has no place for them."""
+    """End-of-sequence ids that do not end a choice of this request, since its grammar does not accept them."""
     return [token_id for token_id in vocabulary.eos_token_ids if token_id not in request.stop_ids]
 
 

@@ -1,4 +1,4 @@
-"""Whether no value is of two schemas at once, as far as that can be seen. `oneOf` of such schemas is `anyOf`."""
+"""Finds schemas that no value matches at once, as far as that is visible. `oneOf` of such schemas is `anyOf`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _NAMES = {bool: "boolean", int: "number", float: "number", str: "string", list: 
 
 
 class Disjointness:
-    """Prepares the schemas within one, and follows its references."""
+    """Rewrites the schemas within one, and follows its references."""
 
     def __init__(self, references: References) -> None:
         self._references = references
 
     def are_apart(self, one: Any, other: Any, beside: dict[str, Any] | None = None) -> bool:
-        """True only if no value is of both. `beside` holds for either, too."""
+        """True only if no value matches both. `beside` holds for either as well."""
         required = set(_strings(beside.get("required"))) if beside else set()
         return self._apart(one, other, required, 0)
 
@@ -50,7 +50,7 @@ class Disjointness:
         )
 
     def _alternatives(self, schema: Any) -> list[list[dict[str, Any]]]:
-        """Groups of keywords, all of which hold, for each way in which a value may be of the schema."""
+        """Groups of keywords that hold together, one group for each way to match the schema."""
         found: list[list[dict[str, Any]]] = [[]]
         for each in self._in_place(schema):
             options = next((each[name] for name in ("oneOf", "anyOf") if isinstance(each.get(name), list)), None)
@@ -62,7 +62,7 @@ class Disjointness:
         return found
 
     def _in_place(self, schema: Any) -> Iterator[dict[str, Any]]:
-        """The schema and those that hold where it does."""
+        """The schema and those that apply to the same value."""
         waiting, seen = [schema], set()
         while waiting:
             each = waiting.pop()
@@ -95,7 +95,7 @@ def _values(schema: dict[str, Any]) -> list[Any] | None:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Equality that knows True from 1, within lists and objects never sure of a difference between them."""
+    """Equality that tells True from 1; values inside lists and objects are never reported as different for it."""
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 
@@ -113,7 +113,7 @@ def _is_below(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _property(schema: dict[str, Any], key: str) -> Any:
-    """The schema of a value under the key."""
+    """The schema of the value at the key."""
     properties = schema.get("properties")
     if isinstance(properties, dict) and key in properties:
         return properties[key]

@@ -1,8 +1,8 @@
-"""Dates and times in JSON schemas, narrowed to what every reader takes.
+"""Dates and times in JSON schemas, narrowed to values that every parser accepts.
 
-llguidance's "date" has a 29th of February in every year and a year 0000; its "time" has a second 60 and a small z, as
-RFC 3339 allows. Many a parser refuses these, and the usual validators with it. So a string of such a format gets a
-pattern, too.
+llguidance's "date" has a 29th of February in every year and a year 0000; its "time" has a second 60 and a lower-case z,
+as RFC 3339 allows. Many parsers refuse these, and so do the usual validators. A string of such a format therefore gets
+a pattern as well.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _TIME = rf"{_HOUR_AND_MINUTE}:[0-5][0-9](?:\.[0-9]{{1,6}})?(?:Z|[+-]{_HOUR_AND_M
 ENFORCED = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 )
-"""The formats to which an answer is held: those that llguidance knows."""
+"""The formats that are enforced: those that llguidance supports."""
 
 PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
 
 NAME_PATTERNS = PATTERNS | {"uuid": "^[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$"}
-"""The same for names of properties."""
+"""The same for property names."""
 
 _OF_SCHEMAS = {"properties", "patternProperties", "$defs", "definitions"}
 """Keywords whose values map names to schemas."""
@@ -36,7 +36,7 @@ _DATA = {"const", "enum", "default", "examples"}
 
 
 def with_narrow_formats(schema: Any) -> Any:
-    """The schema with patterns beside those formats; all that it accepts, the given one accepts."""
+    """The schema with patterns beside those formats; it accepts a subset of the values."""
     if isinstance(schema, list):
         return [with_narrow_formats(item) for item in schema]
     if not isinstance(schema, dict):
@@ -55,7 +55,7 @@ def with_narrow_formats(schema: Any) -> Any:
         if schema.get("type") == "string" and "pattern" not in schema:
             result["pattern"] = pattern
         elif isinstance(schema.get("allOf", []), list):
-            # It may be another type's value, which a format says nothing of.
+            # It may be a value of another type, to which a format does not apply.
             others = {"type": ["null", "boolean", "number", "array", "object"]}
             result["allOf"] = [*result.get("allOf", []), {"anyOf": [wanted, others]}]
     return result

@@ -1,4 +1,4 @@
-"""Keys that an object of a JSON schema may have, and the schemas of their values."""
+"""The keys that an object of a JSON schema may have, and the schemas of their values."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from runtime.engine.grammar.schema_places import (
 from runtime.engine.grammar.schema_references import References
 
 IN_PLACE = ("anyOf", "oneOf", "allOf", "$ref", "$dynamicRef", "$recursiveRef", "if", "then", "else", "dependentSchemas")
-"""Keywords of schemas that hold for the same value."""
+"""Keywords of schemas that apply to the same value."""
 _SAYS_WHICH_KEYS = ("additionalProperties", "unevaluatedProperties", "patternProperties")
 
 
 class ObjectKeywords:
     """
-    prepare     a subschema, its place, and whether it is a part of what declares an object's properties
+    prepare     a subschema, its place, and whether it is one part of an object's declaration
     references  of the whole schema
-    notes       get what is found
-    closes      an object that declares properties and does not say whether it may have further ones has none
+    notes       collects the findings
+    closes      an object with declared properties and no rule for further ones gets none
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ObjectKeywords:
     def take(
         self, node: dict[str, Any], found: dict[str, Any], result: dict[str, Any], place: str, is_part: bool
     ) -> None:
-        """Adds to `result` what the keywords `found` of `node` say."""
+        """Adds the meaning of the keywords `found` of `node` to `result`."""
         take_counts(found, result, place, "minProperties", "maxProperties")
         required = self._required(found, place)
         parts = self._dependencies(found, place, required)
@@ -80,7 +80,7 @@ class ObjectKeywords:
         return list(required)
 
     def _dependencies(self, found: dict[str, Any], place: str, required: list[str]) -> list[Schema]:
-        """Those on properties that are there anyway: further names go to `required`, schemas are returned."""
+        """Dependencies on required properties: further names go to `required`, schemas are returned."""
         parts: list[Schema] = []
         for name in ("dependentRequired", "dependencies", "dependentSchemas"):
             table = found.get(name) or {}
@@ -100,7 +100,7 @@ class ObjectKeywords:
     def _further(
         self, node: dict[str, Any], found: dict[str, Any], result: dict[str, Any], place: str, is_part: bool
     ) -> Schema:
-        """The schema of further properties: `additionalProperties`, or what other keywords and `closes` imply."""
+        """The schema of further properties: `additionalProperties`, or that implied by other keywords and `closes`."""
         if "additionalProperties" in found:
             return self._prepare(found["additionalProperties"], place_in(place, "additionalProperties"), False)
         unevaluated = found.get("unevaluatedProperties", True)
@@ -121,7 +121,7 @@ class ObjectKeywords:
         return True
 
     def _property_names(self, names: Any, result: dict[str, Any], place: str) -> None:
-        """By other keywords, as far as they can say it."""
+        """Expressed by other keywords, as far as they can."""
         where = place_in(place, "propertyNames")
         try:
             names = self._references.followed(names)
@@ -141,7 +141,7 @@ class ObjectKeywords:
         said = wanted.keys() - {"type"} if isinstance(wanted, dict) else set()
         if not said or wanted is True:
             return
-        if said == {"format", "pattern"}:  # one of them can be kept
+        if said == {"format", "pattern"}:  # only one of them can be kept
             self._notes.ignored.append(f"{place_in(where, 'format')}={wanted['format']}")
             said = {"pattern"}
         further = result.get("additionalProperties", True)
@@ -159,7 +159,7 @@ class ObjectKeywords:
             raise schema_error(where, f"with these keywords {NO_PROMISE}")
 
     def _check_numbers(self, result: dict[str, Any], place: str) -> None:
-        """Bounds that hold anyway are left out, and one that keys which come twice could break is refused."""
+        """Drops bounds that always hold, and refuses one that repeated keys could violate."""
         required = result.get("required", [])
         least, most = result.get("minProperties", 0), result.get("maxProperties")
         is_closed = result.get("additionalProperties") is False and "patternProperties" not in result
@@ -172,7 +172,7 @@ class ObjectKeywords:
             del result["maxProperties"]
 
     def _names_of_parts(self, node: dict[str, Any]) -> list[str] | None:
-        """The properties of a schema and of its parts in `allOf` and `$ref`; None: it cannot be told."""
+        """The properties of a schema and of its parts in `allOf` and `$ref`; None if they cannot be determined."""
         names: list[str] = []
         waiting: list[Any] = [node]
         while waiting:
@@ -191,7 +191,7 @@ class ObjectKeywords:
 
 
 def has_several_parts(found: Mapping[str, Any]) -> bool:
-    """Whether what holds for the same value declares properties in more than one place, none of which knows all."""
+    """Whether several of the schemas for one value declare properties, so that none knows all of them."""
     parts: list[Any] = [each for each in as_list(found.get("allOf")) if _may_declare(each)]
     parts += [name for name in ("anyOf", "oneOf") if any(map(_may_declare, as_list(found.get(name))))]
     parts += [name for name in IN_PLACE[3:] if name in found]
@@ -209,7 +209,7 @@ def _has_declaring_parts(found: Mapping[str, Any]) -> bool:
 
 
 def _wanted(found: Mapping[str, Any], result: Mapping[str, Any]) -> set[str]:
-    """Properties that a value must have: an object that does not declare them cannot be closed."""
+    """Required properties: an object that does not declare them cannot be closed."""
     parts = [each for each in as_list(found.get("allOf")) if isinstance(each, dict)]
     lists = [result.get("required"), *(each.get("required") for each in parts)]
     return {name for names in lists for name in as_list(names) if isinstance(name, str)}
@@ -231,7 +231,7 @@ def _key_pattern(pattern: str, place: str) -> str:
 
 
 def _pattern_of(schema: Any, said: set[str]) -> str | None:
-    """The pattern of all texts that the schema takes, if there is one."""
+    """The pattern of all texts that match the schema, if there is one."""
     if said == {"pattern"}:
         return str(schema["pattern"])
     if said == {"format"}:

@@ -1,7 +1,7 @@
-"""Patterns of JSON schemas, which are ECMAScript's, in the syntax of Rust's regex crate.
+"""Translates patterns of JSON schemas, which are ECMAScript's, to the syntax of Rust's regex crate.
 
-Look-around is not in that syntax. In front of a pattern some of it can be said by patterns of its own: what zod and
-pydantic write for addresses and decimals.
+That syntax has no look-around. Some look-ahead at the start of a pattern can be expressed by separate patterns: that
+of zod and pydantic for addresses and decimals.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _NOT_BUILT = re.compile(r"\\[bB1-9]|\\k<|\(\?<?[=!]")
 _QUANTIFIER = re.compile(r"\{\d+(?:,\d*)?\}")
 _IN_FRONT = re.compile(r"\^?\(\?([=!])((?:\\.|\[(?:\\.|[^\]\\])*\]|[^()\\\[])*)\)")
 _ONE = r"(\[\^?(?:\\.|[^\]\\])+\]|\\[^\w\s]|\\[dsw]|[^\\\[\](){}.*+?|^$])"
-"""One character: a class, an escaped one, a plain one."""
+"""One character: a class, an escape or a plain character."""
 _BEGINS = re.compile(f"{_ONE}")
 _HOLDS = re.compile(rf"\.\*{_ONE}(?:\1)*")
 _IS_ALL = re.compile(rf"\^?{_ONE}([*+])\$")
@@ -20,7 +20,7 @@ _ANY = "(?s:.*)"
 
 
 def patterns_of(pattern: str) -> list[str]:
-    """Patterns all of which a text matches exactly if it matches the given one. Raises `ValueError` with the reason."""
+    """Patterns that a text matches together exactly if it matches the given one. Raises `ValueError`."""
     patterns, rest = [], pattern
     while (found := _IN_FRONT.match(rest)) is not None and pattern.startswith("^"):
         body = found[2]
@@ -42,7 +42,7 @@ def patterns_of(pattern: str) -> list[str]:
 
 
 def _other_than(one: str) -> str:
-    """Any other character than this one, or of this class."""
+    """A pattern of any character except this one, or those of this class."""
     if one.startswith("[^"):
         return f"[{one[2:]}"
     return f"[^{one[1:]}" if one.startswith("[") else f"[^{one}]"

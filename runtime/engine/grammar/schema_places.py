@@ -1,4 +1,4 @@
-"""The form of a prepared JSON schema, and of a place in a schema."""
+"""A rewritten JSON schema, and places in a schema."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ NO_PROMISE = "no grammar can enforce this; leave it out, and ask for it in the p
 @dataclass(slots=True)
 class Prepared:
     """
-    schema          for llguidance, with all that it refers to under "$defs"
-    ignored         where keywords stand to which an answer is not held: "properties.path.format=file-path"
-    nodes           the schemas within `schema`, inner ones first, and where they stood
+    schema          for llguidance, with all definitions under "$defs"
+    ignored         places of keywords that are not enforced: "properties.path.format=file-path"
+    nodes           the schemas within `schema`, inner ones first, and their places
     num_closed      objects that got `additionalProperties: false`
-    has_control_characters  texts are in it that only `\\uXXXX` can write
+    has_control_characters  it has texts that only `\\uXXXX` can write
     """
 
     schema: Schema = True
@@ -32,13 +32,13 @@ class Prepared:
     has_control_characters: bool = False
 
     def note_characters(self, text: str) -> None:
-        """A text that an answer may have to have."""
+        """Record a text that an answer may have to contain."""
         if any((c < " " and c not in "\b\f\n\r\t") or c == "\x7f" for c in text):
             self.has_control_characters = True
 
 
 def schema_error(place: str, reason: str) -> RequestError:
-    """The error for what is wrong with the schema at `place`."""
+    """The error for the schema at `place`."""
     error = grammar_error(reason)
     if not place:
         return error
@@ -46,7 +46,7 @@ def schema_error(place: str, reason: str) -> RequestError:
 
 
 def place_in(place: str, *keys: str | int) -> str:
-    """A place further within: "properties.a.anyOf[0]"."""
+    """A nested place: "properties.a.anyOf[0]"."""
     for key in keys:
         if isinstance(key, int):
             place += f"[{key}]"
@@ -61,7 +61,7 @@ _PLAIN = str.maketrans("", "", "$_-")
 
 
 def take_counts(found: dict[str, Any], result: dict[str, Any], place: str, least: str, most: str) -> None:
-    """The two keywords that bound a number, where they bound it."""
+    """Copy the two keywords that bound a number, if they constrain it."""
     for name in (least, most):
         count = found.get(name)
         if count is None:

@@ -1,6 +1,6 @@
-"""Resolves the references of a JSON schema: by JSON pointer, by anchor, by `$id`; within the schema alone.
+"""Resolves the references of a JSON schema by JSON pointer, anchor and `$id`, within the schema alone.
 
-Nothing is fetched. A reference to another document is an error that says so.
+Nothing is fetched. A reference to another document is an error with that reason.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SCHEMA_TABLES = ("properties", "patternProperties", "$defs", "definitions", "dep
 
 
 def subschemas(node: dict[str, Any]) -> Iterator[Any]:
-    """The schemas that stand within one."""
+    """The direct subschemas of a schema."""
     yield from (node[name] for name in SUBSCHEMAS if name in node)
     for name in SCHEMA_LISTS:
         if isinstance(node.get(name), list):
@@ -29,25 +29,25 @@ def subschemas(node: dict[str, Any]) -> Iterator[Any]:
 
 
 class References:
-    """Those of one schema. Subschemas are known by their identity, so that `root` must be a tree.
+    """The references of one schema. Subschemas are keyed by identity, so `root` must be a tree.
 
-    constraining  the keywords that say anything of values
+    constraining  the keywords that constrain values
     """
 
     def __init__(self, root: dict[str, Any], constraining: Collection[str] = ()) -> None:
         self._constraining = frozenset(constraining) - {"$ref"}
-        self._bases: dict[int, tuple[str, ...]] = {}  # of each schema: its own base, then those of what it stands in
+        self._bases: dict[int, tuple[str, ...]] = {}  # of each schema: its own base, then those of its parents
         self._resources: dict[str, Any] = {"": root}
         self._anchors: dict[tuple[str, str], dict[str, Any]] = {}
         self._dynamic: dict[str, list[dict[str, Any]]] = {}
         self._index(root, ("",))
 
     def target(self, node: dict[str, Any], reference: Any) -> Any:
-        """The schema that `reference` means in `node`. Raises `LookupError` with the reason."""
+        """The schema that `reference` names in `node`. Raises `LookupError` with the reason."""
         if not isinstance(reference, str):
             raise LookupError(f"$ref must be a string, got {reference!r:.60}")
         first: LookupError | None = None
-        for base in self._bases[id(node)]:  # outer ones, too: drafts up to 7 pass over an `$id` beside `$ref`
+        for base in self._bases[id(node)]:  # outer ones, too: drafts up to 7 ignore an `$id` beside `$ref`
             try:
                 return self._target(base, reference)
             except LookupError as error:
@@ -56,7 +56,7 @@ class References:
         raise first
 
     def followed(self, schema: Any) -> Any:
-        """The schema, or what it means if it says nothing but `$ref`. Raises `LookupError`, also for a circle."""
+        """The schema, or its target if it has no other keyword than `$ref`. Raises `LookupError`, also for a cycle."""
         seen = set()
         while isinstance(schema, dict) and "$ref" in schema and not schema.keys() & self._constraining:
             if id(schema) in seen:
@@ -66,7 +66,7 @@ class References:
         return schema
 
     def dynamic_target(self, node: dict[str, Any], reference: str) -> Any:
-        """The schema that a `$dynamicRef` or `$recursiveRef` means, if only one place can be meant."""
+        """The target of a `$dynamicRef` or `$recursiveRef`, if it is unambiguous."""
         candidates = self._dynamic.get(reference.partition("#")[2], [])
         if len(candidates) > 1:
             raise LookupError(f"{len(candidates)} schemas have the dynamic anchor {reference!r:.80}")
@@ -91,7 +91,7 @@ class References:
                 found = found[name]
             else:
                 raise LookupError(f"{reference!r:.200} points to nothing: there is no {name!r:.80}")
-        if isinstance(found, dict) and id(found) not in self._bases:  # it stands under no keyword of schemas
+        if isinstance(found, dict) and id(found) not in self._bases:  # it is not under a keyword for schemas
             self._index(found, (address,))
         return found
 
@@ -122,5 +122,5 @@ class References:
 
 
 def _joined(base: str, reference: str) -> str:
-    """The whole address; Python's own way knows no fragments of addresses such as urn:uuid:…"""
+    """The joined URI; Python's urljoin does not handle fragments of URIs such as urn:uuid:…"""
     return base + reference if reference.startswith("#") or not reference else urljoin(base, reference)

@@ -1,4 +1,4 @@
-"""A grammar in vLLM's words: ``StructuredOutputsParams``."""
+"""vLLM's form of a grammar: ``StructuredOutputsParams``."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from runtime.engine.option_names import KnownOptions
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, tag=True, metaclass=KnownOptions):
-    """What an answer has to be; exactly one of
+    """The constraint on an answer; exactly one of
 
-    json         a value of this JSON schema, given as a mapping or as JSON; an object that names its properties has no
-                 others, unless `additionalProperties` says so
+    json         a value of this JSON schema, given as a mapping or as JSON; an object with declared properties has no
+                 others, unless `additionalProperties` allows them
     regex        a text that the regular expression matches from end to end
     choice       one of these texts
     grammar      a text of a context-free grammar in Lark's notation
-    json_object  True: any JSON object
+    json_object  True for any JSON object
 
-    JSON is written without whitespace but for one blank behind "," and ":". Raises ``RequestError``.
+    JSON is written without whitespace except one blank after "," and ":". Raises ``RequestError``.
     """
 
     json: str | dict[str, Any] | None = None
@@ -42,7 +42,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, tag=Tru
         self.as_grammar()
 
     def as_grammar(self) -> Grammar:
-        """The same as the engine knows it. Raises ``RequestError`` for a value of a wrong type."""
+        """The engine's form of it. Raises ``RequestError`` for a value of a wrong type."""
         if self.json is not None:
             if not isinstance(self.json, (str, dict)):
                 raise _wrong("json", "a schema, or its text", self.json)

@@ -1,5 +1,5 @@
-"""A grammar tried out before a request is admitted: some texts of it are drawn, so that one whose masks are too much
-work is refused with the reason, and does not end an answer in its midst."""
+"""Tries out a grammar before a request is admitted, by drawing some texts of it. One whose masks take too much work is
+refused with the reason, instead of ending an answer half-way."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 NUM_TEXTS = 2
 NUM_CHOICES = 24
-"""Tokens of each text among many that there may be; those that the grammar all but says come beside them."""
+"""Sampled tokens of each trial text; forced ones are not counted."""
 MANY = 16
 MAX_TOKENS = 400
 TIME_LIMIT_S = 0.3
-"""The trial ends then, whatever it has seen: the engine's own limits are wider than the trial's."""
+"""Seconds after which a trial ends; the engine's own limits are wider."""
 _SHORT = 100
-"""Ids in front of the vocabulary, among them the characters that end strings and objects."""
+"""The first ids of the vocabulary, which include the characters that end strings and objects."""
 
 
 def fails(matcher: LLMatcher, vocabulary: Vocabulary) -> str | None:
-    """What llguidance says where it cannot follow a text; None: all went well. The same for the same grammar, unless
-    time ran out."""
+    """llguidance's error if it cannot follow a text, None if it can. Deterministic for a grammar, unless time ran
+    out."""
     deadline_s = time.monotonic() + TIME_LIMIT_S
     for seed in range(NUM_TEXTS):
         error = _text_fails(matcher.deep_copy(), vocabulary, random.Random(seed), deadline_s)

@@ -1,6 +1,6 @@
-"""A tokenizer's ids as llguidance knows them: the bytes of each, which are special, which end a text.
+"""A tokenizer's ids in llguidance's form: the bytes of each, special ids, and ends of sequence.
 
-It takes about a second for 150,000 ids, so it is built when the first grammar comes, once for an engine.
+Building it takes about a second for 150,000 ids, so it is done once an engine, for the first grammar.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class Vocabulary:
     """The ids ``[0, vocab_size)`` of a model.
 
-    ll_tokenizer   what llguidance's matchers are made with
-    num_mask_words of 32 bits that a mask of its ids has; where a model has no end of sequence, there is one id more
-    is_canonical   whether forced bytes have one tokenization, which the tokenizer gives; else a model chooses
+    ll_tokenizer   for llguidance's matchers
+    num_mask_words of 32 bits in a mask of its ids; a model without an end of sequence has one id more
+    is_canonical   whether the tokenizer's tokenization of forced bytes is the only one; else the model chooses
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -33,14 +33,14 @@ class Vocabulary:
         self.is_canonical = tokenizer.decoder.is_byte_level
         adapter = _adapter(tokenizer, vocab_size, self.eos_token_ids)
         self.ll_tokenizer: LLTokenizer = LLTokenizer(adapter, eos_token=list(self.eos_token_ids) or None)
-        adapter.tokens = []  # it has been copied
+        adapter.tokens = []  # it was copied
         self.num_mask_words = -(-self.ll_tokenizer.vocab_size // 32)
 
 
 class LazyVocabulary:
-    """A vocabulary that is built when it is first asked for, on whichever thread that happens.
+    """A vocabulary that is built on first use, on the thread that uses it.
 
-    load  gives the tokenizer; None: the model has none
+    load  returns the tokenizer, or None if the model has none
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LazyVocabulary:
         self._vocabulary: Vocabulary | None = None
 
     def get(self) -> Vocabulary:
-        """Raises ``RequestError`` where the model has no tokenizer, ``TokenizerFileError``."""
+        """Raises ``RequestError`` if the model has no tokenizer, ``TokenizerFileError``."""
         with self._lock:
             if self._vocabulary is None:
                 tokenizer = self._load()
@@ -64,7 +64,7 @@ class LazyVocabulary:
 
 
 def _adapter(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> TokenizerWrapper:
-    """What llguidance asks of a tokenizer, by the names that it asks for."""
+    """A tokenizer with the attributes that llguidance reads."""
     from llguidance import TokenizerWrapper
 
     class Adapter(TokenizerWrapper):
@@ -73,13 +73,13 @@ def _adapter(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]
             texts = (tokenizer.id_to_token(token_id) for token_id in range(vocab_size))
             self.tokens = [b"" if text is None else token_bytes(text) for text in texts]
             self.special_token_ids = [i for i in tokenizer.all_special_ids if i < vocab_size]
-            # Without one llguidance makes itself a further id.
+            # Without one llguidance adds an id of its own.
             self.eos_token_id = eos_token_ids[0] if eos_token_ids else None  # type: ignore[assignment]
             self.bos_token_id = None
             self.is_tokenizer_wrapper = True
 
         def __call__(self, text: str) -> list[int]:
-            """The ids of bytes that a grammar forces. A special token's text is ordinary text here."""
+            """The ids of bytes that a grammar forces. A special token's text counts as ordinary text here."""
             return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
 
     return Adapter()
