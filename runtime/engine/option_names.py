@@ -1,4 +1,4 @@
-"""What an option that does not exist is answered with: the name that was probably meant."""
+"""Errors for unknown options, with the name that was probably meant."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ R = TypeVar("R")
 
 
 def nearest_name(name: str, names: Iterable[str]) -> str | None:
-    """The one of ``names`` that was probably meant; None if none is like it."""
+    """The one of ``names`` most like ``name``, or None if none is close."""
     return next(iter(difflib.get_close_matches(name, sorted(names), n=1)), None)
 
 
 def unknown_option(
     owner: str, name: str, names: Iterable[str], param: str | None = None
 ) -> UnknownOptionError:
-    """The error for ``owner(name=…)``, which takes ``names``; ``param`` is what a server would name, else ``name``."""
+    """The error for ``owner(name=…)``, which takes ``names``; ``param`` is the server's name, if it differs."""
     near = nearest_name(name, names)
     hint = f"; did you mean {near!r}?" if near else ""
     return UnknownOptionError(f"{owner} has no option {name!r}{hint}", param=param or name)
 
 
 def known_options(*more: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a method, so that a keyword that it does not have raises ``UnknownOptionError``. ``more`` are names
-    that it takes beside those of its signature."""
+    """Decorates a method: unknown keywords raise ``UnknownOptionError``. ``more`` are names that it takes beside those
+    of its signature."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -55,7 +55,7 @@ def known_options(*more: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 class KnownOptions(msgspec.StructMeta):
-    """Makes structs whose constructor raises ``UnknownOptionError`` for a keyword that is no field."""
+    """Makes structs whose constructor raises ``UnknownOptionError`` for a keyword that is not a field."""
 
     def __call__(cls, *args: Any, **options: Any) -> Any:
         names = cls.__struct_fields__

@@ -1,8 +1,8 @@
-"""Pictures of requests: encoded between steps, piece by piece, and kept for the next request that has them.
+"""Encodes images of requests between steps, piece by piece, and caches the results for later requests.
 
-A request queues when all of its pictures are encoded, and holds them until it ends: a preempted sequence computes its
-prompt again. What nobody holds is kept, the latest longest, within a bound of tokens. Requests are served in order; one
-waits until there is room for all of its pictures, so that no two wait for each other.
+A request is queued once all of its images are encoded, and holds them until it ends, since a preempted sequence
+computes its prompt again. Unheld images stay cached, least recently used first out, within a number of tokens. Requests
+are served in order; each waits until all of its images fit, so that no two wait for each other.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from runtime.engine.steps.executor import Executor
 logger = logging.getLogger("xserv.engine")
 
 Holder = Request | Embedding
-"""Whose prompt has pictures."""
+"""A request or embedding whose prompt has images."""
 
 Key = tuple[str | None, bytes]
-"""Whose pictures, and which: nothing is shared across tenants."""
+"""A tenant and an image: nothing is shared across tenants."""
 
 
 @dataclass(slots=True)
 class _Entry:
-    """A picture in a slot. ``holders``: open requests that have it."""
+    """An image in a slot. ``holders`` are the open requests that have it."""
 
     slot: int
     num_tokens: int
@@ -49,14 +49,14 @@ class PictureQueue:
         self._support = support
         self.budget = budget
         self.keys = PictureKeys()
-        self._entries: OrderedDict[Key, _Entry] = OrderedDict()  # the one that was let go last comes last
+        self._entries: OrderedDict[Key, _Entry] = OrderedDict()  # most recently released last
         self._waiting: deque[Holder] = deque()
         self._num_tokens = 0
         self._next_slot = 0
         self._current: Key | None = None
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Waiting requests."""
         return len(self._waiting)
 
     @property
@@ -64,14 +64,14 @@ class PictureQueue:
         return self._num_tokens
 
     def add(self, request: Holder) -> None:
-        """A request that awaits its pictures."""
+        """Enqueue a request that needs its images."""
         assert request.pictures is not None
         self._waiting.append(request)
         if isinstance(request, Request):
             request.prefix_keys = self.keys.prompt_keys(request.prompt_ids, request.pictures)
 
     def release(self, request: Holder) -> None:
-        """The request has ended."""
+        """Release the images of a request that has ended."""
         for key in list(self._entries):
             entry = self._entries[key]
             if request in entry.holders:
@@ -82,8 +82,8 @@ class PictureQueue:
     def advance(
         self, start: Callable[[Holder], None], fail: Callable[[Holder], None], *, is_idle: bool
     ) -> None:
-        """Encode for a while. ``start`` is told of requests whose pictures are all there, ``fail`` of those whose
-        pictures could not be encoded. ``is_idle``: nothing else is there to do."""
+        """Encode within the budget. ``start`` is called with each request whose images are ready, ``fail`` with each
+        whose images could not be encoded. ``is_idle`` means that there is no other work."""
         self.budget.begin(is_idle=is_idle)
         while self._waiting and self.budget.next_rows():
             request = self._waiting[0]
@@ -111,7 +111,7 @@ class PictureQueue:
         return request.cache_salt, item.digest
 
     def _hold(self, request: Holder) -> bool:
-        """Make room for all pictures of a request, and hold them; False: there is none yet."""
+        """Make room for all images of a request, and hold them; False if there is none yet."""
         assert request.pictures is not None
         wanted = {self._key(request, item): item for item in request.pictures.items}
         lacking = sum(item.num_tokens for key, item in wanted.items() if key not in self._entries)
@@ -132,7 +132,7 @@ class PictureQueue:
         return True
 
     def _encode_some(self, request: Holder) -> None:
-        """Compute a piece of a picture, or several."""
+        """Encode one piece of an image, or several."""
         pictures = request.pictures
         assert pictures is not None
         for item, patches, grid in zip(pictures.items, pictures.patches, pictures.grids, strict=True):
@@ -142,7 +142,7 @@ class PictureQueue:
                 continue
             if self._current != key:
                 self._current = key
-                self._executor.drop_encoded(entry.slot)  # begun for a request that has ended meanwhile
+                self._executor.drop_encoded(entry.slot)  # begun for a request that has ended since
                 self._executor.start_encoding(entry.slot, patches, grid)
             done = self._executor.encode(entry.slot, self.budget.next_rows())
             self.budget.spend(done.num_rows, done.seconds)
@@ -152,7 +152,7 @@ class PictureQueue:
             return
 
     def _forget_unmade(self) -> None:
-        """Only the first request that waits holds pictures that are not made, and it has ended."""
+        """Drop unfinished images: they belong to the first waiting request, which has ended."""
         for key in [key for key, entry in self._entries.items() if not entry.is_made]:
             self._drop(key)
 

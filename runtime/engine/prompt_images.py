@@ -1,4 +1,4 @@
-"""Pictures of a prompt: prepared as the model reads them, and put in the place of their tokens."""
+"""Images of a prompt: preprocessed for the model, and inserted at their placeholder tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class PreparedImage(msgspec.Struct, frozen=True, tag=True):
-    """A picture's patches as `ImageItem` has them, and the digest of these and their grid."""
+    """An image's patches in `ImageItem`'s form, and the digest of these and their grid."""
 
     digest: bytes
     rows: int
@@ -28,20 +28,20 @@ class PreparedImage(msgspec.Struct, frozen=True, tag=True):
 
 
 def prepare_image(image: NDArray[np.uint8] | Image, rule: Rule) -> PreparedImage:
-    """An RGB picture, or its pixels ``[height, width, 3]``, cut into patches. Raises ImageError."""
+    """An RGB image, or its pixels ``[height, width, 3]``, cut into patches. Raises ImageError."""
     patches = make_patches(image, rule)
     return PreparedImage(digest_of(patches), patches.rows, patches.columns, patches.pixels.tobytes())
 
 
 def digest_of(patches: Patches) -> bytes:
-    """32 bytes that no other picture, and no other grid of these patches, has."""
+    """A 32-byte digest of the image's patches and their grid."""
     digest = hashlib.sha256(b"%d,%d:" % patches.grid)
     digest.update(patches.pixels.data)
     return digest.digest()
 
 
 def image_places(token_ids: Sequence[int], num_images: int, support: ImageSupport) -> list[int]:
-    """Where the prompt has the pictures' token. Raises ``RequestError`` unless there is one for each."""
+    """The indices of image tokens in the prompt. Raises ``RequestError`` unless there is one for each image."""
     places = [place for place, token_id in enumerate(token_ids) if token_id == support.token_id]
     if len(places) != num_images:
         raise RequestError(
@@ -54,7 +54,7 @@ def image_places(token_ids: Sequence[int], num_images: int, support: ImageSuppor
 def place_images(
     token_ids: list[int], images: Sequence[PreparedImage], support: ImageSupport
 ) -> tuple[list[int], tuple[ImageItem, ...]]:
-    """The prompt with all tokens of each picture, where it has the picture's token once, and the pictures.
+    """The prompt with each image token expanded to all tokens of its image, and the images.
 
     Raises ``RequestError``.
     """

@@ -1,5 +1,5 @@
-"""How a model's authors mean it to be sampled: the one reading of ``generation_config.json`` that ``LLM`` and
-the server share."""
+"""The model's recommended sampling parameters, read from ``generation_config.json`` for ``LLM`` and
+the server."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from models.configuration.generation_config import load_generation_config
 
 
 def recommended_sampling(folder: str | Path) -> dict[str, Any]:
-    """The recommended values by ``SamplingParams``' names, for where a user says nothing.
+    """The recommended values by ``SamplingParams``' names, used where a user sets none.
 
     Raises ``ConfigError``.
     """

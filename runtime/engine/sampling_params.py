@@ -1,8 +1,8 @@
-"""How one request wants its tokens chosen: vLLM's names, defaults and meanings.
+"""One request's sampling parameters, with vLLM's names, defaults and meanings.
 
 A ``SamplingParams`` is checked when it is made (types, ranges, NaN) and again at admission against the model
-(``validate``: token ids within the vocabulary, lengths). Everything wrong is a ``RequestError`` that names
-the field, the value and the limit. It knows nothing of text: ``stop`` strings are matched in
+(``validate``: token ids within the vocabulary, lengths). Every error is a ``RequestError`` that names
+the field, the value and the limit. Text is not handled here: ``stop`` strings are matched in
 ``runtime.text``.
 """
 
@@ -34,11 +34,11 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 64
 """Bounds of ``bad_words_token_ids``: how many sequences, and how many ids each."""
 GREEDY_TEMPERATURE = 1e-5
-"""Below this temperature the draw is the argmax, as in vLLM."""
+"""Below this temperature sampling is greedy, as in vLLM."""
 
 
 class RequestOutputKind(Enum):
-    """What each output of a stream holds: all so far, what is new, or all at the end and nothing before."""
+    """The content of each output of a stream: all so far, what is new, or all at the end and nothing before."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -59,29 +59,29 @@ else:
 
 class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=True, metaclass=KnownOptions):
     """Sampling parameters of one request: the numbers of ``runtime.sampling_table``, ``temperature`` to
-    ``frequency_penalty``, whose meanings and bounds stand there, and
+    ``frequency_penalty``, with their meanings and bounds, and
 
-    n                       choices to generate, 1 … 128; choice ``i`` draws with ``(seed, i)``
-    seed                    a draw depends on seed, choice index and output position only; None: a random seed
+    n                       choices to generate, 1 … 128; choice ``i`` is sampled with ``(seed, i)``
+    seed                    a sample depends on seed, choice index and output position only; None for a random seed
     stop, stop_token_ids    strings in the content, and token ids, that end a choice ("stop")
     ignore_eos              the model's end-of-sequence ids do not end a choice
-    min_tokens, max_tokens  output tokens; ``max_tokens=None``, or -1: up to the context's end
+    min_tokens, max_tokens  output tokens; ``max_tokens=None`` or -1 allows all up to the context's end
     logprobs                None, or alternatives beside each token, 0 … 20; of the raw logits
     prompt_logprobs         the same for the prompt's tokens
-    truncate_prompt_tokens  ``LLM`` reads so many of the prompt's last tokens; -1: as many as leave the answer room
+    truncate_prompt_tokens  ``LLM`` keeps so many of the prompt's last tokens; -1: as many as leave the answer room
     detokenize              False: no text is made (stop strings are then refused)
     skip_special_tokens     special tokens leave no text
     include_stop_str_in_output  the matched stop string (or stop token's text) stays in the text
     logit_bias              token id → number in [-100, 100] added to its logit
-    allowed_token_ids       only these ids can be drawn
+    allowed_token_ids       only these ids can be sampled
     bad_words               texts that the output will not hold as tokens; ``LLM`` turns them into
-    bad_words_token_ids     sequences of ids that the output will not hold: the last id of one cannot be drawn
-                            where the output ends with those before it
-    grammar                 the text is one of these; it ends ("stop") where nothing can follow
-    structured_outputs      a grammar in vLLM's words; it is kept as ``grammar``
-    output_kind             what each output of ``AsyncLLM.generate`` holds; ``LLM`` gives whole answers alone
+    bad_words_token_ids     sequences of ids that the output will not hold: the last id of one cannot be sampled
+                            after those before it
+    grammar                 a constraint on the text; it ends ("stop") when nothing can follow
+    structured_outputs      a grammar in vLLM's form; it is kept as ``grammar``
+    output_kind             the content of each output of ``AsyncLLM.generate``; ``LLM`` gives whole answers alone
 
-    A keyword that is none of these raises ``UnknownOptionError`` with the nearest one; a value of a wrong type or out
+    An unknown keyword raises ``UnknownOptionError`` with the nearest one; a value of a wrong type or out
     of its range, ``RequestError`` (a ``ValueError``) naming the field.
     """
 
@@ -149,7 +149,7 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def stop_strings(self) -> list[str]:
-        """``stop`` as a list, empty when there is none."""
+        """``stop`` as a list, empty if there is none."""
         if self.stop is None:
             return []
         return [self.stop] if isinstance(self.stop, str) else self.stop
@@ -159,7 +159,7 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
         return any(getattr(self, name) != neutral for name, neutral in PENALTIES.items())
 
     def validate(self, vocab_size: int) -> None:
-        """Check what depends on the model: every token id lies in ``[0, vocab_size)``.
+        """Check that every token id lies in ``[0, vocab_size)``.
 
         Raises ``RequestError``.
         """
@@ -300,7 +300,7 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def check_truncation(most: int | None) -> None:
-    """Raises ``RequestError`` for what ``truncate_prompt_tokens`` cannot mean."""
+    """Raises ``RequestError`` for an invalid ``truncate_prompt_tokens``."""
     if most is not None and most < 1 and most != -1:
         raise RequestError(
             f"truncate_prompt_tokens must be at least 1, or -1 for as many as leave room for the answer, got {most}",
@@ -315,7 +315,7 @@ def last_tokens(ids: list[int], most: int | None, room: int) -> list[int]:
 
 
 def check_token_ids(field: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    """Raise ``RequestError`` when an id lies outside ``[0, vocab_size)``."""
+    """Raise ``RequestError`` if an id lies outside ``[0, vocab_size)``."""
     for token_id in token_ids:
         if not 0 <= token_id < vocab_size:
             raise RequestError(

@@ -1,4 +1,4 @@
-"""A started engine process as its server sees it: messages in both directions, and its end."""
+"""The server's side of an engine process: messages in both directions, and its end."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from runtime.own_packages import python_module
 logger = logging.getLogger("xserv.engine")
 
 COMMAND = python_module("runtime.engine.process.main")
-"""What Python runs in the process."""
+"""The command line of the process, for Python."""
 
 READ_TIMEOUT_S = 1
 EXIT_TIMEOUT_S = 5.0
-"""How long a process may take to end after its socket has been closed; then it is killed."""
+"""How long a process may take to end after its socket was closed, before it is killed."""
 
 
 class RunningEngine(Protocol):
-    """A process that was told to start an engine, wherever it runs, as its supervisor sees it."""
+    """A process that starts and runs an engine, on this machine or another, for its supervisor."""
 
     pid: int
-    """On its machine."""
+    """The process id, on its machine."""
     clock_offset_s: float
-    """What its machine's ``time.monotonic()`` is before this one's."""
+    """Its machine's ``time.monotonic()`` minus this one's."""
 
     def send(self, data: bytearray) -> None:
         """See ``EngineConnection.send``."""
@@ -49,10 +49,10 @@ class RunningEngine(Protocol):
         """See ``EngineConnection.receive``."""
 
     def kill(self) -> None:
-        """At once. May be called on any thread."""
+        """Kill it at once. Thread-safe."""
 
     def end(self) -> str:
-        """Have it end, if it has not, and wait for that; returns how it ended, in words."""
+        """End the process if it still runs, and wait; returns how it ended, in words."""
 
 
 class EngineConnection:
@@ -69,23 +69,23 @@ class EngineConnection:
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
     def send(self, data: bytearray) -> None:
-        """A message's ``frame``. Never waits. A process that has ended gets nothing, and nobody is told: ``receive``
-        tells."""
+        """Queue a message's ``frame``; never waits. Frames for a process that has ended are dropped: ``receive``
+        reports its end."""
         self._writer.send(data)
 
     def receive(self) -> list[FromEngine] | None:
-        """The messages that have come; none after a second in which none came. None: the process has closed the socket,
-        so it has ended or is about to. Raises ``WireError`` and msgspec's errors when it sends nonsense."""
+        """The messages that have come, or none after a second without any. None means that the process has closed the
+        socket: it has ended or is about to. Raises ``WireError`` and msgspec's errors for malformed messages."""
         try:
             frames = self._reader.read()
         except BlockingIOError:
             return []
-        except OSError:  # reset: it ended with our messages unread
+        except OSError:  # reset: it ended with unread messages
             return None
         return [self._decoder.decode(data) for data in frames] or None
 
     def close(self) -> None:
-        """With it the process ends."""
+        """Close the socket, which ends the process."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._writer.close()
@@ -93,10 +93,10 @@ class EngineConnection:
 
 
 class EngineProcess(EngineConnection):
-    """A process that has been told to start an engine, and the socket to it.
+    """A process that starts and runs an engine, and the socket to it.
 
     The thread that makes it must live as long as the process: on Linux that dies with its thread. Raises ``OSError``
-    when there is no process to be had.
+    if the process cannot be started.
     """
 
     def __init__(self, start: Start, command: Sequence[str] = COMMAND) -> None:
@@ -114,11 +114,11 @@ class EngineProcess(EngineConnection):
         self.send(frame(start))
 
     def kill(self) -> None:
-        """At once, by SIGKILL. May be called on any thread."""
+        """Send SIGKILL at once. Thread-safe."""
         self._process.kill()
 
     def end(self) -> str:
-        """Close the socket, with which the process ends, and wait for that; returns how it ended, in words."""
+        """Close the socket, which ends the process, and wait; returns how it ended, in words."""
         self.close()
         try:
             status = self._process.wait(EXIT_TIMEOUT_S)
@@ -129,14 +129,14 @@ class EngineProcess(EngineConnection):
 
 
 def spawn(command: Sequence[str], descriptor: int) -> subprocess.Popen[bytes]:
-    """Python, without the current folder among the places of modules. It inherits the socket's descriptor."""
-    # Blocked until the process ignores them itself. This thread is not the one that Python hands signals to.
+    """Start Python, without the current folder on its module path. It inherits the socket's descriptor."""
+    # Blocked until the process ignores them itself. Python does not handle signals on this thread.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         return subprocess.Popen(
             [sys.executable, "-P", *command, "--fd", str(descriptor)],
             stdin=subprocess.DEVNULL,
-            stdout=2,  # what is printed there by mistake is no answer of the server's
+            stdout=2,  # stray prints must not reach the server's output
             pass_fds=(descriptor,),
         )
     finally:
@@ -144,7 +144,7 @@ def spawn(command: Sequence[str], descriptor: int) -> subprocess.Popen[bytes]:
 
 
 def how_it_ended(status: int) -> str:
-    """A process's status in words."""
+    """A process's exit status in words."""
     return f"was ended by {_signal_name(-status)}" if status < 0 else f"ended with status {status}"
 
 

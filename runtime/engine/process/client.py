@@ -1,6 +1,6 @@
-"""``EngineClient``: the only way to the engine, whether it runs in this process or in another.
+"""``EngineClient``: the only interface to the engine, in this process or in another.
 
-client.submit(request, sink)   # typed errors here, before admission; then outputs go to the sink
+client.submit(request, sink)   # raises before admission; then outputs go to the sink
 client.cancel(request_id)
 client.stats(), client.info
 client.close()
@@ -37,7 +37,7 @@ from runtime.engine.process.origin import Origin
 from runtime.engine.queue_limit import RETRY_AFTER_S, check_room
 from runtime.engine.step_views import StepViews, Watchers
 
-if TYPE_CHECKING:  # so that a user of the interface wakes neither numpy nor numba
+if TYPE_CHECKING:  # so that users of the interface import neither numpy nor numba
     import numpy as np
     from numpy.typing import NDArray
 
@@ -52,16 +52,16 @@ logger = logging.getLogger("xserv.engine")
 
 BURST_PAUSE_S = 0.3e-3
 BURST_MOST_S = 2e-3
-"""An idle engine that gets a request waits until no other has come for the first of these, at most for the second, so
+"""An idle engine with a new request waits until no other has come for the first of these, at most for the second, so
 that a burst shares its first forward pass."""
 
 
 class EngineClient(Protocol):
-    """What the server, the commands and ``LLM`` know of the engine. All methods are thread-safe."""
+    """The interface that the server, the commands and ``LLM`` have to the engine. All methods are thread-safe."""
 
     @property
     def info(self) -> EngineInfo:
-        """Fixed facts about the model and the limits."""
+        """Static facts about the model and the limits."""
         ...
 
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
@@ -70,49 +70,49 @@ class EngineClient(Protocol):
         Each of its ``params.n`` choices ends with exactly one output that has a ``finish_reason``; after the
         last of them the sink is not called again.
 
-        Raises, before anything is admitted: ``ContextLengthExceededError`` (the prompt leaves no room for one
+        Raises, before admission: ``ContextLengthExceededError`` (the prompt leaves no room for one
         token), ``RequestError`` (any other wrong field; an id that is in use), ``QueueFullError``,
         ``EngineDeadError``.
         """
         ...
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one choice of it: the blocks are free within one step, each open choice that this
+        """End a request, or one choice of it. Its blocks are free within one step, and each open choice that this
         ends gets a last output with ``finish_reason="abort"``. Unknown and finished ones are ignored."""
         ...
 
     def pause(self, request_id: str) -> None:
-        """Let a request hold still, since nobody reads its outputs: within a step or two no more come, and it gives up
-        its blocks. It can be cancelled as ever. Unknown and finished ones are ignored."""
+        """Pause a request whose outputs are not being read: within a step or two no more come, and its blocks are
+        freed. It can still be cancelled. Unknown and finished ones are ignored."""
         ...
 
     def resume(self, request_id: str) -> None:
-        """Let a paused request go on as if it had never held still: its outputs are the same."""
+        """Resume a paused request; its outputs are the same as without the pause."""
         ...
 
     @property
     def state(self) -> EngineState:
-        """Whether requests are taken."""
+        """Whether requests are accepted."""
         ...
 
     @property
     def engines(self) -> Sequence[EngineClient]:
-        """The engines that share the requests, in the order of their numbers; itself where it is one."""
+        """The engines that share the requests, in the order of their numbers; a single engine is its own."""
         ...
 
     @property
     def routing(self) -> RoutingStats | None:
-        """How requests were shared out among several engines; None: there is one."""
+        """Counters of the router of several engines; None for one engine."""
         ...
 
     def stats(self) -> EngineStats:
-        """A snapshot, at most about a second old; never waits for a step. Raises ``EngineDeadError`` when the engine
+        """A snapshot, at most about a second old; never waits for a step. Raises ``EngineDeadError`` if the engine
         has died."""
         ...
 
     def watch(self, sink: Callable[[StepView], None]) -> Callable[[], None]:
-        """Show the sink every step from now on, on any thread; it must not block. Returns the way to stop, which may
-        be called again. Costs nothing while nobody watches."""
+        """Call the sink with every step from now on, on any thread; it must not block. Returns an idempotent function
+        that stops it. Costs nothing without watchers."""
         ...
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
@@ -131,7 +131,7 @@ class EngineClient(Protocol):
     ) -> Future[NDArray[np.float32]]:
         """The hidden states after the final norm, pooled ("last", "mean"): ``[hidden_size]`` float32, of any length.
 
-        ``images`` are the prompt's; ``cache_salt`` says whose encoded pictures it may find.
+        ``images`` are the prompt's; encoded images are shared within a ``cache_salt``.
 
         Returns at once; a cancelled future costs no further forward pass. Raises ``RequestError``,
         ``QueueFullError``, ``EngineDeadError``; the future, ``EmbeddingError`` and ``EngineDeadError``.
@@ -139,27 +139,26 @@ class EngineClient(Protocol):
         ...
 
     def reset_prefix_cache(self) -> Future[NDArray[np.float32]]:
-        """Forget the prefixes that no running request has, in the host's memory, too; those that are held can be found
-        on. Returns at once; the future's numbers are the blocks that were dropped and those that are held. Raises
+        """Drop the prefixes that no running request holds, in the host's memory as well; held ones remain cached.
+        Returns at once; the future's numbers are the blocks that were dropped and those that are held. Raises
         ``EngineDeadError``, as the future does, and ``QueueFullError``."""
         ...
 
     def close(self, drain: bool = False) -> None:
-        """Stop the engine; with ``drain``, after the open requests have finished, paused ones too, else these end with
-        "abort". New requests are refused at once. Returns when the engine has stopped; may be called
-        again."""
+        """Stop the engine. With ``drain`` the open requests finish first, paused ones included, otherwise they end with
+        "abort". New requests are refused at once. Returns when the engine has stopped. Idempotent."""
         ...
 
 
 class ThreadEngineClient:
     """An engine in a daemon thread of this process, which owns it from now on.
 
-    The thread sleeps on a condition while there is nothing to do. If the loop itself fails (a bug: requests'
-    own failures never get there), every open request ends with "error" and ``EngineDeadError`` answers all
-    calls.
+    The thread sleeps on a condition while idle. If the loop itself fails (a bug: requests' own failures never get
+    there), every open request ends with "error", and all calls raise ``EngineDeadError``.
 
-    after_delivery  called on the engine's thread when the outputs of a step, or of what users asked for, are with
-                    their sinks; it may block, and then the engine waits
+
+    after_delivery  called on the engine's thread after the outputs of a step, or of commands, were given to their
+                    sinks; it may block the engine
     """
 
     def __init__(self, engine: Engine, after_delivery: Callable[[], None] | None = None) -> None:
@@ -248,7 +247,7 @@ class ThreadEngineClient:
 
     @property
     def waiting(self) -> tuple[int, int]:
-        """Requests of which nothing was scheduled yet, and their prompts' tokens."""
+        """Requests of which nothing has been scheduled, and their prompts' tokens."""
         with self._condition:
             engine = self._engine
             return (
@@ -258,7 +257,7 @@ class ThreadEngineClient:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is anything to do, or being done."""
+        """Whether work is pending or running."""
         return bool(self._commands) or self._engine.has_work or self._engine.embedder.has_work
 
     def take_block_changes(self) -> BlockChanges | None:
@@ -274,7 +273,7 @@ class ThreadEngineClient:
         return self.start_logits(token_ids).result()
 
     def start_logits(self, token_ids: Sequence[int]) -> Future[NDArray[np.float32]]:
-        """``logits`` that does not wait; they are computed between two steps. Raises ``EngineDeadError``."""
+        """``logits`` that does not wait; computed between two steps. Raises ``EngineDeadError``."""
         return self._compute(partial(self._engine.logits, token_ids))
 
     def embed(
@@ -318,7 +317,7 @@ class ThreadEngineClient:
             self._thread.join()
 
     def _tell(self, command: Callable[[str], None], request_id: str) -> None:
-        """Have the engine's thread call it between two steps, if the request is open."""
+        """Queue a call for the engine's thread between two steps, if the request is open."""
 
         def run() -> list[EngineOutput]:
             command(request_id)
@@ -331,7 +330,7 @@ class ThreadEngineClient:
                 self._enqueue(run)
 
     def _compute(self, work: Callable[[], T]) -> Future[T]:
-        """Have the engine's thread do this between two steps. Raises ``EngineDeadError``."""
+        """Queue work for the engine's thread between two steps. Raises ``EngineDeadError``."""
         self._origin.check()
         future: Future[T] = Future()
 
@@ -383,7 +382,7 @@ class ThreadEngineClient:
         self._end_all("error" if self._has_died else "abort")
 
     def _wait_for_work(self) -> bool:
-        """Sleep while there is nothing to do; False: stop."""
+        """Sleep while idle; False means stop."""
         with self._condition:
             was_idle = not self.has_work
             while not (self.has_work or (self._is_closing and not self._awaits_readers)):
@@ -396,7 +395,7 @@ class ThreadEngineClient:
 
     @property
     def _awaits_readers(self) -> bool:
-        """Whether a drain waits for paused requests, to be resumed or cancelled."""
+        """Whether a drain waits for paused requests to be resumed or cancelled."""
         return self._drains and bool(self._delivery)
 
     def _await_burst(self) -> None:
@@ -407,7 +406,7 @@ class ThreadEngineClient:
                 return
 
     def _obey(self) -> list[EngineOutput]:
-        """Do what users have asked for since the last time."""
+        """Run the queued commands."""
         with self._condition:
             commands = list(self._commands)
             self._commands.clear()
@@ -438,13 +437,13 @@ class ThreadEngineClient:
             self._after_delivery()
 
     def _drop(self, request_id: str) -> None:
-        """Nobody reads the outputs of this request."""
+        """Cancel a request whose outputs are not read."""
         for output in self._engine.cancel(request_id):
             self._delivery.deliver(output)
 
     def _end_all(self, reason: FinishReason) -> None:
-        """Give a last output to every choice that has none: requests that never reached the engine, or all of
-        them when the loop has died."""
+        """Give a last output to every choice that has none: to requests that never reached the engine, or to all of
+        them after the loop has died."""
         with self._condition:
             futures = [*self._futures, *self._embeddings]
         for future in futures:

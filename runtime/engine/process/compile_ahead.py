@@ -1,9 +1,9 @@
-"""Compiling before anything is loaded, in processes that take the compiler's memory with them.
+"""Compiles before anything is loaded, in processes that free the compiler's memory when they end.
 
-LLVM and numba keep 100 MB and more of what they have compiled from, as long as the process lives: neither a server nor
-its engine is to hold them. So the engine's process has its kernels compiled first, by processes side by side that end
-when they have done it. Those for the cpu compile the tokenizer's loops, too: `python -m
-runtime.engine.process.compile_ahead STORED IS_INT8 BLOCK_SIZE PAGES HAS_EXPERTS [FORMATS] TICKETS`. Those for a GPU,
+LLVM and numba keep 100 MB and more of compiler state for the life of a process, which neither a server nor its engine
+should hold. The engine's process therefore first runs several compiler processes. Those for the CPU also compile the
+tokenizer's loops: `python -m runtime.engine.process.compile_ahead STORED IS_INT8 BLOCK_SIZE PAGES HAS_EXPERTS [FORMATS]
+TICKETS`. Those for a GPU, real or emulated, are `compile_kernels`.
 real or emulated, are `compile_kernels`.
 """
 
@@ -40,7 +40,7 @@ from runtime.own_packages import python_module
 from runtime.progress import Reporter, Show
 
 ROUNDED_BLOCKS = {"int4": "Q4_0", "mxfp4": "MXFP4", "fp8": "fp8"}
-"""In which of ggml's blocks the cpu keeps what `--quantization` asks for."""
+"""The block formats of ggml in which the CPU keeps weights, by `--quantization`."""
 
 DONE = b"done\n"
 MOST_TASKS = 256
@@ -49,11 +49,11 @@ logger = logging.getLogger("xserv.engine")
 
 
 def compile_ahead(model: str | Path | None, config: EngineConfig, reporter: Reporter) -> None:
-    """Sees to it that what an engine needs lies compiled on the disk, and shows how far it is. A server calls it before
-    anything wakes the kernels.
+    """Makes sure that the code of an engine is compiled on disk, and shows the progress. A server calls it before
+    the kernels are imported.
 
-    Where nothing can be compiled for the cpu, or nobody can tell what a GPU needs, code is compiled when it is used
-    first, and a warning says so. Arguments are ``engine_of``'s, which is left to refuse them. Raises
+    If nothing can be compiled for the CPU, or the kernels for a GPU are unknown, code is compiled on first use, with a
+    warning. The arguments are ``engine_of``'s, which validates them. Raises
     ``ModelLoadError``, ``DeviceError``; ``CompileError`` for a kernel that does not compile.
     """
     device = Device.parse(config.device)
@@ -75,12 +75,12 @@ def compile_ahead(model: str | Path | None, config: EngineConfig, reporter: Repo
     logger.info("compiling for this processor, once")
     with reporter.shown("compiling for this processor, once") as show, locked(done):
         if not done.exists() and _compile_elsewhere(arguments, show):
-            with suppress(OSError):  # a disk that cannot be written: it is only done again
+            with suppress(OSError):  # a read-only disk: it is only done again
                 done.touch()
 
 
 def _block_formats(path: Path, config: EngineConfig) -> set[str]:
-    """Names of the formats that the cpu keeps matrices in, those of GGUF files among them."""
+    """Names of the formats in which the CPU keeps matrices, including those of GGUF files."""
     if config.quantization in ROUNDED_BLOCKS:
         return {ROUNDED_BLOCKS[config.quantization]}
     if config.dtype != "auto" or config.quantization != "none" or config.load_format == "dummy":
@@ -113,13 +113,13 @@ def _compile_kernels(model: str | Path | None, config: EngineConfig, device: Dev
         except XservError as error:
             logger.warning("which kernels the model needs is not known; they are compiled as they are met: %s", error)
             return
-        with suppress(OSError):  # a disk that cannot be written: it is only done again
+        with suppress(OSError):  # a read-only disk: it is only done again
             done.touch()
     logger.info("%d kernels for %s: %d were compiled", found.num_done, arch, found.num_new)
 
 
 def marker(*arguments: str) -> Path:
-    """The file that says that it is done, by these sources and for this processor."""
+    """The marker file of finished work, for these sources and this processor."""
     import llvmlite.binding as llvm
 
     from numba_kernels.cpu import CODE_FOLDER
@@ -131,8 +131,8 @@ def marker(*arguments: str) -> Path:
 
 
 def _compile_elsewhere(arguments: Sequence[str], show: Show) -> bool:
-    """In as many processes as there are processors; whether all of it was done. The tasks have numbers, which lie as
-    bytes in a pipe: each process takes the next one from there until it finds none."""
+    """Runs the tasks in one process for each processor; returns whether all were done. The numbers of the tasks lie as
+    bytes in a pipe, from which each process takes the next one until it is empty."""
     tickets, writer = os.pipe()
     os.write(writer, bytes(range(MOST_TASKS)))
     os.close(writer)
@@ -155,7 +155,7 @@ def _compile_elsewhere(arguments: Sequence[str], show: Show) -> bool:
 
 
 def main(*arguments: str) -> None:
-    """One of the processes: it writes how many tasks there are as soon as it knows, and DONE after each of its own."""
+    """One of the processes: it writes the number of tasks as soon as it knows, and DONE after each of its own."""
     end_with_parent()
 
     def write(line: bytes) -> None:
@@ -180,7 +180,7 @@ def main(*arguments: str) -> None:
 def _tasks(
     stored: str, is_int8: str, block_size: str, pages: str, has_experts: str, *formats: str
 ) -> Iterator[Callable[[], object]]:
-    """The tasks: the tokenizer's loops, so that a process may begin with these ahead of importing all kernels; then the
+    """The tasks: first the tokenizer's loops, which a process can start before it imports the kernels; then the
     kernels in the order of `kernels_of`, the slowest first."""
     from tokenizer.warm_up import LOOPS
 

@@ -1,9 +1,9 @@
-"""GPU kernels compiled beforehand, in processes side by side that end when they have done it.
+"""Compiles GPU kernels ahead of time, in several processes that end afterwards.
 
     python -m runtime.engine.process.compile_kernels WANTED SHARE NUM_SHARES
 
-is such a process. Each finds out for itself which kernels are wanted, since these are closures that cannot be sent,
-compiles its share, and writes a line of JSON about each. No GPU is needed.
+is such a process. Each determines the wanted kernels itself, since these are closures, which cannot be sent;
+it compiles its share and writes a line of JSON about each. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = python_module("runtime.engine.process.compile_kernels")
-"""What Python runs in each process."""
+"""The command line of each process, for Python."""
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """Kernels for an architecture, `is_ptx` for an emulated device: those that a model's engine needs (`model`, a
-    folder, and `config`), or all that are registered and have `match` in their names."""
+    """Kernels for an architecture, `is_ptx` for an emulated device: those of a model's engine (`model`, a
+    folder, and `config`), or all registered ones with `match` in their names."""
 
     arch: str
     is_ptx: bool
@@ -46,7 +46,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     match: str = ""
 
     def find(self) -> list[Specialisation]:
-        """Each once. Raises what `kernels_of_model` raises, and InvalidArgumentError for a name that is no arch."""
+        """Each once. Raises what `kernels_of_model` raises, and InvalidArgumentError for an unknown architecture."""
         from numba_kernels.cuda.registry import specialisations
         from runtime.device.kernel_cache import is_meant_for
         from runtime.engine.model_kernels import kernels_of_model
@@ -58,8 +58,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
         return [each for each in known if self.match in each.name and is_meant_for(each, self.arch)]
 
     def digest(self) -> str:
-        """Of what decides which kernels these are: the fields, the model's config, all of this project's sources; and
-        of what compiles them."""
+        """A digest of all that determines the kernels: the fields, the model's config, this project's sources and the
+        compiler."""
         from runtime.device.kernel_key import tool_versions
 
         words = hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(self, model=None)))
@@ -73,13 +73,13 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Found(msgspec.Struct, frozen=True, tag=True):
-    """How many kernels are wanted, by all processes together."""
+    """The number of wanted kernels, for all processes together."""
 
     total: int
 
 
 class Compiled(msgspec.Struct, frozen=True, tag=True):
-    """One is there. `is_new`: it was not on disk."""
+    """A kernel is compiled. `is_new` means that it was not on disk."""
 
     name: str
     is_new: bool
@@ -87,14 +87,14 @@ class Compiled(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The process cannot go on."""
+    """The process has failed."""
 
     problem: Problem
 
 
 @dataclass(slots=True)
 class Progress:
-    """How many kernels are wanted (None: not known yet), and what has become of them."""
+    """The number of wanted kernels (None until it is known), and the results so far."""
 
     total: int | None = None
     num_new: int = 0
@@ -108,11 +108,11 @@ class Progress:
 
 
 def compile_kernels(wanted: Wanted, show: Show, num_processes: int | None = None) -> Progress:
-    """Compiles what is not on disk yet, in so many processes (None: one for each processor, as far as memory goes).
+    """Compiles missing kernels, in so many processes (None for one a processor, if memory allows).
 
-    `show` is told how many are there. Raises CompileError for the first kernel that does not compile or
-    a process that goes down, and what `Wanted.find` raises: for a name that is no architecture before any process
-    starts, since looking for all kernels takes seconds.
+    `show` is called with the progress. Raises CompileError for the first kernel that does not compile or
+    a process that crashes, and what `Wanted.find` raises. An unknown architecture is refused before any process
+    starts, since finding all kernels takes seconds.
     """
     from runtime.device.kernel_cache import capability_of
 

@@ -1,4 +1,4 @@
-"""Processes side by side that compile, say what they have done line by line, and end."""
+"""Compiler processes that run side by side, report progress line by line, and end."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ MOST_PROCESSES = 16
 
 
 def num_processes() -> int:
-    """One for each processor, as far as memory goes."""
+    """One for each processor, if memory allows."""
     cores, room = len(os.sched_getaffinity(0)), available_memory_bytes() // PROCESS_BYTES
     return max(1, min(cores, room, MOST_PROCESSES))
 
 
 def lines_of(commands: Sequence[Sequence[str]], pass_fds: Sequence[int] = ()) -> Generator[bytes, None, None]:
-    """Starts Python with each command's words and gives every line that one of the processes writes, as it comes, until
-    all have ended. They end when the iterator is closed.
+    """Starts Python with each command's arguments and yields every line that a process writes, until
+    all have ended. Closing the iterator ends them.
 
-    Raises CompileError, with what a process said on stderr, if its exit status is not 0.
+    Raises CompileError, with a process's stderr, if its exit status is not 0.
     """
     with ExitStack() as stack, selectors.DefaultSelector() as selector:
         for words in commands:
@@ -50,7 +50,7 @@ def lines_of(commands: Sequence[Sequence[str]], pass_fds: Sequence[int] = ()) ->
 class _Worker:
     process: subprocess.Popen[bytes]
     lines: IO[bytes]
-    said: IO[bytes]  # on stderr
+    said: IO[bytes]  # the process's stderr
 
     def check_end(self) -> None:
         status = self.process.wait()
@@ -62,9 +62,9 @@ class _Worker:
 
 @contextmanager
 def _started(command: list[str], pass_fds: Sequence[int]) -> Iterator[_Worker]:
-    """A worker, which ends when the block does."""
+    """A worker, which ends with the block."""
     with tempfile.TemporaryFile() as said:
-        # Unbuffered, so that what the selector does not see is not waiting here.
+        # Unbuffered, so that the selector sees all pending output.
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, bufsize=0, pass_fds=pass_fds
         )

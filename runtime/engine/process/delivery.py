@@ -1,4 +1,4 @@
-"""Which sink gets the outputs of which request, until each of its choices has had its last one."""
+"""Delivers outputs to the sink of each request, until each of its choices has had its last one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from runtime.engine.messages import EngineOutput, EngineRequest, ErrorCode, Fini
 logger = logging.getLogger("xserv.engine")
 
 OutputSink = Callable[[EngineOutput], None]
-"""Receives a request's outputs, in order. Called on the engine's thread: it must not block (hand over to a
-queue or ``loop.call_soon_threadsafe``). What it raises is logged and cancels its own request; nobody else
-notices."""
+"""Receives a request's outputs, in order. Called on the engine's thread: it must not block (use a
+queue or ``loop.call_soon_threadsafe``). An exception is logged and cancels this request alone.
+"""
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class _Open:
 class Delivery:
     """The open requests and their sinks.
 
-    lock    guards the requests; ``open``, ``check_free`` and ``in`` are for those who hold it, the others take it
+    lock    guards the requests; callers of ``open``, ``check_free`` and ``in`` must hold it, the others take it
     cancel  called, without the lock, with the id of a request whose sink has failed; its last outputs are dropped
     """
 
@@ -44,16 +44,16 @@ class Delivery:
         return request_id in self._open
 
     def check_free(self, request_id: str) -> None:
-        """Raises ``RequestError`` when the id is in use."""
+        """Raises ``RequestError`` if the id is in use."""
         if request_id in self._open:
             raise RequestError(f"request_id {request_id!r} is in use", param="request_id")
 
     def open(self, request: EngineRequest, sink: OutputSink) -> None:
-        """From now on the request's outputs are for this sink."""
+        """From now on the request's outputs go to this sink."""
         self._open[request.request_id] = _Open(sink, len(request.prompt_token_ids), set(range(request.params.n)))
 
     def deliver(self, output: EngineOutput) -> None:
-        """Give an output to its sink; one of an ended request is dropped. To be called on one thread."""
+        """Give an output to its sink; outputs of ended requests are dropped. To be called on one thread."""
         request = self._open.get(output.request_id)
         if request is None:
             return
@@ -98,7 +98,7 @@ class Delivery:
             )
 
     def end_all(self, reason: FinishReason, error: str | None) -> None:
-        """``end`` every request; with "error" it is the engine that has died."""
+        """``end`` every request; "error" means that the engine has died."""
         with self._lock:
             request_ids = list(self._open)
         for request_id in request_ids:
@@ -106,4 +106,4 @@ class Delivery:
 
 
 def _drop(output: EngineOutput) -> None:
-    """The sink of a request whose own has failed."""
+    """Replaces a sink that has failed."""

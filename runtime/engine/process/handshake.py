@@ -1,12 +1,12 @@
-"""How two processes that share a secret connect: both prove that they know it before anything else is said.
+"""Mutual authentication of two processes that share a secret, before any other message.
 
     server → engine   MAGIC, a random number
     engine → server   another one, HMAC-SHA256(secret, "engine", both)
     server → engine   HMAC-SHA256(secret, "server", both)
-    server ↔ engine   a few questions for the engine's clock, so that its times can be told in the server's
+    server ↔ engine   a few clock exchanges, to convert the engine's times to the server's
 
-Nothing is encrypted: the network between the machines is taken to be one's own. Whoever does not know the secret is
-cut off, and learns nothing from the try.
+Nothing is encrypted: the network between the machines is taken to be private. A peer without the secret is
+disconnected, and learns nothing from the attempt.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ MAGIC = b"xserv-1\n"
 SECRET_BYTES = 32
 NONCE_BYTES = 32
 TIMEOUT_S = 5.0
-"""For all of a handshake."""
+"""Seconds for a whole handshake."""
 MOST_AT_ONCE = 16
 NUM_CLOCK_QUESTIONS = 4
 _CLOCK = struct.Struct("<d")
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3))
-"""The kernel asks a silent other side each second, whatever its processes do."""
+"""The kernel probes a silent peer each second, independently of the processes."""
 SILENT_MS = 3_500
-"""How long it may acknowledge nothing: a machine that has gone is noticed after 3.5 to 4.5 s. So is a process that
-leaves as much unread as both kernels hold, megabytes; here a thread of its own reads all the time."""
+"""How long it may acknowledge nothing: a machine that has gone is detected after 3.5 to 4.5 s. So is a process that
+leaves both kernels' buffers full, megabytes; here a separate thread reads all the time."""
 
 
 def watch_connection(connection: socket.socket) -> None:
-    """Has the kernel end a connection whose other machine has gone without a word."""
+    """Have the kernel end a connection whose other machine has silently gone."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in KEEPALIVE:
@@ -49,11 +49,11 @@ def watch_connection(connection: socket.socket) -> None:
 
 
 class HandshakeError(XservError):
-    """The other side does not know the secret, or speaks otherwise; or nobody came in time."""
+    """The peer does not know the secret or speaks another protocol, or none came in time."""
 
 
 class Listener:
-    """Waits on a free port of an address for one process that knows the secret. The port is given back when it has
+    """Waits on a free port of an address for one process that knows the secret. The port is freed when it has
     come, or the wait is over."""
 
     def __init__(self, host: str, secret: bytes) -> None:
@@ -68,8 +68,8 @@ class Listener:
         threading.Thread(target=self._listen, name="xserv-handshake", daemon=True).start()
 
     def wait(self, timeout_s: float) -> tuple[socket.socket, float]:
-        """The connection, and the seconds that its side's clock is before ours. Raises ``HandshakeError`` when nobody
-        has come in time."""
+        """The connection, and the seconds by which the peer's clock is ahead of ours. Raises ``HandshakeError`` if no
+        peer has come in time."""
         with self._condition:
             self._condition.wait_for(lambda: self._found is not None, timeout_s)
             self._is_over = True
@@ -80,7 +80,7 @@ class Listener:
         return found
 
     def close(self) -> None:
-        """Wait no more. May be called again."""
+        """Stop waiting. Idempotent."""
         self._is_over = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread
@@ -115,7 +115,7 @@ class Listener:
 
 
 def welcome(connection: socket.socket, secret: bytes) -> float:
-    """The server's side. Returns how many seconds the other clock is before this one. Raises ``HandshakeError``,
+    """The server's side. Returns the seconds by which the other clock is ahead. Raises ``HandshakeError``,
     ``OSError``."""
     deadline_s = time.monotonic() + TIMEOUT_S
     ours = secrets.token_bytes(NONCE_BYTES)
@@ -139,7 +139,7 @@ def welcome(connection: socket.socket, secret: bytes) -> float:
 
 
 def join(host: str, port: int, secret: bytes) -> socket.socket:
-    """The engine's side: a connection to a server that has proven to know the secret. Raises ``HandshakeError``,
+    """The engine's side: a connection to a server that has proved that it knows the secret. Raises ``HandshakeError``,
     ``OSError``."""
     deadline_s = time.monotonic() + TIMEOUT_S
     connection = socket.create_connection((host, port), TIMEOUT_S)

@@ -1,11 +1,11 @@
-"""The engine's own process: what ``ProcessEngineClient`` starts, and what stands at the other end of its socket.
+"""The engine's process, which ``ProcessEngineClient`` starts and talks to over a socket.
 
     python -m runtime.engine.process.main --fd N
 
-It reads messages from the inherited socket N and obeys them, and writes what the engine gives, a step's outputs in one
-message. While nobody reads them the engine waits, so that it holds no more than a step's outputs. It ends when it is
-told to, when the socket is closed (so with its server, however that ends), when the engine's loop has died, and when
-the engine has work and gets nowhere for too long. Signals from the terminal are for the server.
+It reads commands from the inherited socket N and writes outputs, those of a step in one message. While the server does
+not read them the engine waits, so that it buffers at most a step's outputs. The process ends on command, when the
+socket is closed (so with its server, however that ends), when the engine's loop has died, and when the
+engine has work but finishes no step for too long. Signals from the terminal are for the server.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class ProcessServer:
         self._progress_s = time.monotonic()
 
     def run(self) -> NoReturn:
-        """Serve until one of the ends that the file names. To be called on the main thread."""
+        """Serve until one of the ends listed in the module's docstring. To be called on the main thread."""
         start = self._read_start()
         _send_log(self, start.log_level)
         if not start.draws_bars:
@@ -116,14 +116,14 @@ class ProcessServer:
         self._serve(engine, start.hang_timeout_s)
 
     def make_engine(self, start: Start) -> Engine:
-        """See ``engine_of``, which raises. Kernels for the cpu are compiled before, and not in this process."""
+        """See ``engine_of``, whose errors it raises. CPU kernels are compiled first, in other processes."""
         if start.cores:
-            os.sched_setaffinity(0, start.cores)  # before any thread is started, and before they are counted
+            os.sched_setaffinity(0, start.cores)  # before threads are started, and counted
         from runtime.engine.process.compile_ahead import compile_ahead
 
         reporter = Reporter(logger.info) if logger.isEnabledFor(logging.INFO) else SILENT
         compile_ahead(start.model, start.config, reporter)
-        from runtime.engine.make_engine import engine_of  # wakes the kernels
+        from runtime.engine.make_engine import engine_of  # imports the kernels
 
         engine = engine_of(start.model, start.config, reporter, remote_ranks=start.remote_ranks)
         if start.routing_secret is not None:
@@ -169,10 +169,10 @@ class ProcessServer:
     # On the engine's thread
 
     def _report(self) -> None:
-        """Send what has gathered since the last time."""
+        """Send what has gathered since the last report."""
         assert self._client is not None
         client, outputs = self._client, self._outputs
-        received = self._num_received, self._num_received_tokens  # before the queue: who comes in between counts twice
+        received = self._num_received, self._num_received_tokens  # before the queue: a request in between counts twice
         report = (*received, *client.waiting)
         changes = client.take_block_changes()
         if outputs or changes is not None or report != self._reported:
@@ -195,7 +195,7 @@ class ProcessServer:
         num_received = self._num_received
         try:
             self.send(Pulse(self._client.stats(), num_received))
-        except XservError:  # the loop has died: the end is near
+        except XservError:  # the loop has died: the process will end
             return
 
     def _answer(self, call_id: int, future: Future[NDArray[np.float32]]) -> None:
@@ -284,7 +284,7 @@ class ProcessServer:
 
 
 class _LogSender(logging.Handler):
-    """Sends records to the server, which has the handlers that its operator chose."""
+    """Sends log records to the server, which has the handlers that its operator chose."""
 
     def __init__(self, server: ProcessServer) -> None:
         super().__init__()
@@ -308,11 +308,11 @@ def _send_log(server: ProcessServer, level: int) -> None:
 
 
 def _do_nothing() -> None:
-    """Nobody watches."""
+    """The sink without watchers."""
 
 
 def _exit(status: int) -> NoReturn:
-    """At once: nothing here outlives the process, and its memory is wanted by the next one."""
+    """Exit at once: nothing outlives the process, and the next one needs its memory."""
     with suppress(Exception):  # a full disk, a closed pipe
         sys.stderr.flush()
     os._exit(status)

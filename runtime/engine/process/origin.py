@@ -1,4 +1,4 @@
-"""The process in which a client was made: a child forked from it has the client's memory, and no thread to serve it."""
+"""The process that made a client: a child forked from it has the client's memory, but no thread to serve it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from runtime.engine.errors import EngineDeadError
 
 
 class Origin:
-    """Tells a client whether it is used where it was made. Asked before any lock, which the child may have for ever."""
+    """Detects use in a forked child. Checked before any lock is taken, which might be held for ever in the child."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()

@@ -1,4 +1,4 @@
-"""How a process ends with the one that started it, however that ends."""
+"""Ends a process with its parent, however that ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import threading
 
 
 def die_with_parent() -> None:
-    """Have Linux kill this process with the thread that started it. A socket's end says so, too, but to a Python that
+    """Have Linux kill this process with the thread that started it. A closed socket is noticed only by a Python that
     still runs."""
     if sys.platform == "linux":
         set_parent_death_signal = 1

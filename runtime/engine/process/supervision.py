@@ -1,4 +1,4 @@
-"""How an engine's process is watched, and what it has beside others where it is one of several."""
+"""Settings for the supervision of an engine's process, and for an engine that is one of several."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from runtime.engine.scheduling.block_events import BlockChanges
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervision:
-    """How an engine process is watched and started again.
+    """How an engine process is monitored and restarted.
 
-    first_delay_s, most_delay_s  before the first new start after a death, and before any; each is twice the one before
-    healthy_s                    an engine that has served so long is started again after the first delay
-    hang_timeout_s               an engine is ended that has work and finishes no step for so long, and a process of
-                                 which nothing is heard
+    first_delay_s, most_delay_s  before the first restart after a death, and before any; each is twice the previous one
+    healthy_s                    after serving so long, an engine is restarted after the first delay again
+    hang_timeout_s               an engine with work is ended if it finishes no step for so long, and so is a silent
+                                 process
     close_timeout_s              how long it may take to close without a drain; then the process is killed
-    command                      what Python runs; for tests
+    command                      Python's command line; for tests
     """
 
     first_delay_s: float = 1.0
@@ -31,20 +31,20 @@ class Supervision:
 
 
 Launch = Callable[[Start], RunningEngine]
-"""Has a process start an engine somewhere. Called on the supervisor's thread, which lives as long as the process.
-Raises ``OSError`` and ``XservError`` when there is none to be had."""
+"""Starts an engine's process somewhere. Called on the supervisor's thread, which lives as long as the process.
+Raises ``OSError`` and ``XservError`` if it cannot be started."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Membership:
-    """What an engine that is one of several has beside the others.
+    """Settings of an engine that is one of several.
 
     name            in the log
-    launch          None: a process of this machine
-    cores           the processors that it keeps to; none: all
+    launch          starts the process, or None for one on this machine
+    cores           its processors; all if empty
     routing_secret  keys the digests of ``on_blocks``
-    on_blocks       told which contents its blocks hold, on the supervisor's thread, before the outputs of the step that
-                    changed them; None: it has ended, and they are gone
+    on_blocks       called with changes of its block contents, on the supervisor's thread, before the outputs of
+                    the step that made them, and with None when it has ended and they are gone
     """
 
     name: str = "the engine"

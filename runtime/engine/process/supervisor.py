@@ -1,9 +1,9 @@
-"""``EngineClient`` over a socket: the engine runs in a process of its own, which is started again when it dies.
+"""``EngineClient`` over a socket: the engine runs in a process of its own, which is restarted when it dies.
 
     client = ProcessEngineClient(model, device="cpu", max_num_seqs=64)   # ``build_engine``'s arguments, and its errors
 
-One thread, the supervisor, starts the process, hands out what comes from it, and when it ends tells everybody, waits a
-moment and starts the next one.
+One thread, the supervisor, starts the process and delivers its outputs; when the process ends, it ends the open
+requests, waits a moment and starts the next one.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ logger = logging.getLogger("xserv.engine")
 
 @dataclass(slots=True)
 class _Queue:
-    """The waiting queue as far as it is known here: what the engine last said of it, and what was sent since then."""
+    """An estimate of the waiting queue: the engine's last report, and the requests sent since."""
 
     num_sent: int = 0
     num_sent_tokens: int = 0
@@ -90,13 +90,13 @@ class _Queue:
 class ProcessEngineClient:
     """An engine in a process of its own.
 
-    Sinks are called on the supervisor's thread, with all outputs of a step in one go. If the process ends, is killed or
+    Sinks are called on the supervisor's thread, with all outputs of a step at once. If the process ends, is killed or
     falls silent, every open choice gets a last output with "error" and ``engine_died``; until the next one is ready
-    ``EngineDeadError`` says in how many seconds to come again. The process ends with this one, however that ends.
+    calls raise ``EngineDeadError`` with the seconds to wait. The process ends with this one, however that ends.
 
-    The arguments are ``build_engine``'s, and so is what is raised when the engine cannot be started the first time; in
-    addition ``EngineDeadError`` when its process ends meanwhile. With ``waits=False`` that is raised by
-    ``wait_until_started``, before which there is no ``info`` and nothing can be asked but ``state`` and ``close``.
+    The arguments are ``build_engine``'s, and so are the errors if the engine cannot be started the first time; in
+    addition ``EngineDeadError`` if its process ends meanwhile. With ``waits=False`` these are raised by
+    ``wait_until_started``, before which there is no ``info``, and only ``state`` and ``close`` may be used.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class ProcessEngineClient:
         # Guarded by the lock:
         self._process: RunningEngine | None = None
         self._state: EngineState = "starting"
-        self._renewed: Future[None] | None = None  # of a renewal that is under way
+        self._renewed: Future[None] | None = None  # of a renewal in progress
         self._info: EngineInfo | None = None
         self._pulse: Pulse | None = None
         self._queue = _Queue()
@@ -151,7 +151,7 @@ class ProcessEngineClient:
             self.wait_until_started()
 
     def wait_until_started(self) -> None:
-        """Returns when requests are taken for the first time. Raises as the constructor does."""
+        """Returns when requests are first accepted. Raises as the constructor does."""
         try:
             self._started.result()
         except BaseException:
@@ -176,8 +176,8 @@ class ProcessEngineClient:
         return None if process is None else process.pid
 
     def submit(self, request: EngineRequest, sink: OutputSink) -> None:
-        """See ``EngineClient.submit``; the queue counts as full a little early: a request waits until the step that
-        computes the beginning of its prompt is over."""
+        """See ``EngineClient.submit``; the queue counts as full a little early, since a request counts as waiting until
+        the step with the first chunk of its prompt is over."""
         self._origin.check()
         self.admit(request, prepare(request, self.info), sink)
 
@@ -218,7 +218,7 @@ class ProcessEngineClient:
                 self._process.send(frame(message))
 
     def stats(self) -> EngineStats:
-        """See ``EngineClient.stats``: the latest that came, at most a second old unless the engine is stuck."""
+        """See ``EngineClient.stats``: the latest report, at most a second old unless the engine is stuck."""
         self._origin.check()
         with self._lock:
             pulse = self._pulse
@@ -249,7 +249,7 @@ class ProcessEngineClient:
         images: Sequence[ImageItem] = (),
         cache_salt: str | None = None,
     ) -> Future[NDArray[np.float32]]:
-        """See ``EngineClient.embed``; what it raises there the future may raise here."""
+        """See ``EngineClient.embed``; errors raised there may come from the future here."""
         return self._call("embed", token_ids, pooling, cache_salt, images=images)
 
     def reset_prefix_cache(self) -> Future[NDArray[np.float32]]:
@@ -274,14 +274,14 @@ class ProcessEngineClient:
 
     @property
     def num_calls(self) -> int:
-        """Computations beside the requests that have no answer yet."""
+        """Unanswered computations other than requests."""
         return len(self._calls)
 
     def renew(self, drain_timeout_s: float) -> None:
-        """Have the engine end its requests and start it anew; returns when it is ready again. Meanwhile it takes no new
-        ones. What is still open after ``drain_timeout_s`` ends with "error" and ``engine_died``.
+        """Drain the engine and start it anew; returns when it is ready again. Meanwhile it refuses new requests.
+        Those still open after ``drain_timeout_s`` end with "error" and ``engine_died``.
 
-        Raises ``EngineDeadError`` unless it is ready, and what its new start raises: then it is tried again, as after a
+        Raises ``EngineDeadError`` unless it is ready, and the error of a failed restart, which is retried as after a
         death.
         """
         renewed: Future[None] = Future()
@@ -343,7 +343,7 @@ class ProcessEngineClient:
         return future
 
     def _cancel_call(self, call_id: int, future: Future[NDArray[np.float32]]) -> None:
-        """The future is done. If that is because nobody wants the answer, tell the process; the call counts until the
+        """Called when the future is done. If it was cancelled, tell the process; the call counts until the
         process has replied."""
         with self._lock:
             if future.cancelled() and call_id in self._calls and self._process is not None:
@@ -369,7 +369,7 @@ class ProcessEngineClient:
 
     @property
     def ready_in_s(self) -> float | None:
-        """An estimate of when it takes requests again, for one that does not; None: never."""
+        """The estimated time in seconds until it accepts requests again, or None if it never will."""
         if self._state == "closing" or not self._supervisor.is_alive():
             return None
         if self._renewed is not None:
@@ -418,7 +418,7 @@ class ProcessEngineClient:
                 renewed.set_exception(closed)
 
     def _run_process(self, started: Future[None]) -> Exception:
-        """Start a process and hand out what comes from it until it ends. Returns why it did."""
+        """Start a process and deliver its outputs until it ends. Returns the reason."""
         begun_s = time.monotonic()
         process: RunningEngine | None = None
         failure: Exception | None = None
@@ -448,7 +448,7 @@ class ProcessEngineClient:
         return failure or EngineDeadError(f"the engine's process {how}")
 
     def _take_up(self, info: EngineInfo, begun_s: float) -> None:
-        """The engine is ready."""
+        """Serve requests with the engine that is now ready."""
         with self._lock:
             self._info = info
             self._ready_s = time.monotonic()
@@ -462,7 +462,7 @@ class ProcessEngineClient:
         self._tell_watched()
 
     def _let_go(self) -> None:
-        """The process has ended, or will have in a moment: tell everybody, forget what it was told."""
+        """Clean up after a process that has ended or is about to: end the open requests and calls."""
         now = time.monotonic()
         if self._state == "ready" and now - self._ready_s >= self._supervision.healthy_s:
             self._delay_s = self._supervision.first_delay_s
@@ -477,8 +477,8 @@ class ProcessEngineClient:
         self._end_all()
 
     def _is_renewed(self) -> bool:
-        """A process has ended. Whether it was told to, for a new one to be started at once; if that one has ended, too,
-        whoever waits for it is told."""
+        """Called when a process has ended: whether it was drained for a renewal, so that a new one starts at once. If
+        the new one has ended as well, the renewal fails."""
         with self._lock:
             renewed, is_drained = self._renewed, self._is_drained
             self._is_drained = renewed is not None and not is_drained
@@ -495,7 +495,7 @@ class ProcessEngineClient:
         return True
 
     def _end_all(self) -> None:
-        """Nothing that is open goes on."""
+        """End all open requests and calls."""
         with self._lock:
             futures = list(self._calls.values())
             self._calls.clear()

@@ -1,7 +1,7 @@
-"""What crosses the socket between a server and its engine process, and how: typed messages in frames.
+"""The messages between a server and its engine process, and their framing on the socket.
 
 A frame is the length of a message (4 bytes, little-endian) and the message, as msgspec encodes it to MessagePack: one
-of the structs of this file or of ``messages``, told apart by its tag. Nothing is ever executed.
+of the structs of this file or of ``messages``, distinguished by its tag. Nothing is ever executed.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from runtime.engine.messages import EngineInfo, EngineOutput, EngineRequest, Eng
 from runtime.errors import XservError
 
 MAX_FRAME_BYTES = 1 << 30
-"""A longer message is refused by whoever sends it, and ends the connection of whoever is sent it."""
+"""A longer message is refused by its sender, and ends the connection of its receiver."""
 
 BUFFER_BYTES = 1 << 18
-"""What is read at once: many steps' outputs."""
+"""Bytes of one read: many steps' outputs."""
 
 SOCKET_BUFFER_BYTES = 1 << 20
-"""What the kernel is asked to hold of a slow reader's messages; then the writer waits."""
+"""Bytes that the kernel is asked to buffer for a slow reader; then the writer waits."""
 
 CallName = Literal["logits", "embed", "reset_prefix_cache"]
-"""Computations beside the requests, by ``EngineClient``'s names; each has one answer."""
+"""Computations other than requests, by ``EngineClient``'s names; each has one answer."""
 
 
 class WireError(XservError):
-    """The other side sent what is no message, or a message is too long to be sent."""
+    """The peer sent a malformed message, or a message is too long to be sent."""
 
 
 # To the engine
 
 
 class RemoteRank(msgspec.Struct, frozen=True):
-    """A rank of a split model that is started elsewhere: where it waits for its engine, the secret that both know, and
-    its device there."""
+    """A rank of a split model that was started elsewhere: the address where it waits for its engine, the shared
+    secret, and its device there."""
 
     host: str
     port: int
@@ -50,11 +50,11 @@ class RemoteRank(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The first message: ``engine_of``'s arguments. ``log_level``: log lines from it on are sent back;
-    ``hang_timeout_s``: an engine that has work and gets nowhere for so long gives up; ``cores``: the processors that it
-    keeps to, all if there are none; ``routing_secret``: what its blocks hold is told, by digests that this keys;
-    ``remote_ranks``: those from 1 on, where the engine does not start them itself; ``draws_bars``: bars on a terminal
-    show its progress, else log lines."""
+    """The first message: ``engine_of``'s arguments. Log lines from ``log_level`` on are sent back. An engine with work
+    that finishes no step for ``hang_timeout_s`` gives up. ``cores`` are its processors, all if empty;
+    ``routing_secret`` keys the digests of reported block contents; ``remote_ranks`` are ranks 1 and following, if the
+    engine does not start them itself; with ``draws_bars`` progress is shown as bars on a terminal, else as log
+    lines."""
 
     model: str | None
     config: EngineConfig
@@ -81,13 +81,13 @@ class Pause(msgspec.Struct, frozen=True, tag=True):
 
 
 class Watch(msgspec.Struct, frozen=True, tag=True):
-    """Whether views of the steps are wanted."""
+    """Turns views of the steps on or off."""
 
     is_wanted: bool
 
 
 class Call(msgspec.Struct, frozen=True, tag=True):
-    """Compute something, with these arguments, and a prompt's images; ``Answer`` or ``CallFailed`` comes once."""
+    """Compute something with these arguments and a prompt's images; answered once by ``Answer`` or ``CallFailed``."""
 
     call_id: int
     name: CallName
@@ -96,7 +96,7 @@ class Call(msgspec.Struct, frozen=True, tag=True):
 
 
 class CancelCall(msgspec.Struct, frozen=True, tag=True):
-    """Nobody wants the answer any more; there is one all the same."""
+    """The answer is not needed any more; it is sent all the same."""
 
     call_id: int
 
@@ -114,7 +114,7 @@ ToEngine = Start | EngineRequest | Cancel | Pause | Watch | Call | CancelCall | 
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """An error: its class and the classes above it, nearest first; its text; its plain attributes. See
+    """An error: its class and base classes, nearest first; its text; its plain attributes. See
     ``wire_errors``."""
 
     kinds: list[str]
@@ -123,7 +123,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """Requests are taken."""
+    """Requests are accepted."""
 
     info: EngineInfo
 
@@ -135,9 +135,9 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """What a step gave, and how full the queue is: ``num_waiting`` requests of ``num_waiting_tokens`` prompt tokens
-    were not scheduled yet, among the first ``num_received`` that were sent, which have ``num_received_tokens``.
-    ``stored_blocks`` and ``removed_blocks``: ``BlockChanges`` as bytes."""
+    """The outputs of a step, and the state of the queue: ``num_waiting`` requests of ``num_waiting_tokens`` prompt
+    tokens have not been scheduled, among the first ``num_received`` that were sent, which have ``num_received_tokens``.
+    ``stored_blocks`` and ``removed_blocks`` are ``BlockChanges`` as bytes."""
 
     outputs: list[EngineOutput]
     num_received: int
@@ -156,14 +156,14 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Pulse(msgspec.Struct, frozen=True, tag=True):
-    """The engine lives, and this is its state."""
+    """The engine is alive, with this state."""
 
     stats: EngineStats
     num_received: int
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """``data``: float32 of this shape."""
+    """``data`` is float32 of this shape."""
 
     call_id: int
     shape: list[int]
@@ -191,7 +191,7 @@ _LENGTH = struct.Struct("<I")
 
 
 def _plain(value: object) -> object:
-    """numpy's numbers as Python's."""
+    """Converts numpy's numbers to Python's."""
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value)} cannot be sent")
@@ -201,7 +201,7 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 
 
 def frame(message: object, encoder: msgspec.msgpack.Encoder = _ENCODER) -> bytearray:
-    """A message, ready to be sent. Raises ``WireError`` when it is too long."""
+    """A message, ready to be sent. Raises ``WireError`` if it is too long."""
     data = bytearray(_LENGTH.size)
     encoder.encode_into(message, data, _LENGTH.size)
     size = len(data) - _LENGTH.size
@@ -212,20 +212,20 @@ def frame(message: object, encoder: msgspec.msgpack.Encoder = _ENCODER) -> bytea
 
 
 class FrameReader:
-    """The messages that come over a socket, as they were encoded."""
+    """Reads messages from a socket, still encoded."""
 
     def __init__(self, connection: socket.socket, most_bytes: int = MAX_FRAME_BYTES) -> None:
-        """``most_bytes`` of a message."""
+        """``most_bytes`` bounds a message."""
         self._connection = connection
         self._most_bytes = most_bytes
         self._buffer = bytearray(BUFFER_BYTES)
-        self._start = self._end = 0  # of what was read and not taken
+        self._start = self._end = 0  # of the bytes that were read and not taken
 
     def read(self) -> list[memoryview]:
-        """The messages that have come, at least one; waits for it. Valid until the next call. Nothing: the other side
+        """The messages that have come, at least one; waits for it. Valid until the next call. Empty if the peer
         has closed.
 
-        Raises ``BlockingIOError`` when the socket has a timeout and it has passed, ``WireError``, ``OSError``.
+        Raises ``BlockingIOError`` after the socket's timeout, ``WireError``, ``OSError``.
         """
         while not (messages := self._take()):
             self._make_room()
@@ -255,7 +255,7 @@ class FrameReader:
         return size
 
     def _make_room(self) -> None:
-        """See that what is left of the buffer can take the whole of the next message, and something in any case."""
+        """Make room in the buffer for the whole of the next message, and for something in any case."""
         left = self._end - self._start
         if left == 0:
             self._start = self._end = 0
@@ -263,27 +263,27 @@ class FrameReader:
         size = max(BUFFER_BYTES, needed)
         if self._start + needed <= len(self._buffer) <= size and self._end < len(self._buffer):
             return
-        buffer = bytearray(size)  # a new one: views of the old one may still be about
+        buffer = bytearray(size)  # a new one: views of the old one may still exist
         buffer[:left] = memoryview(self._buffer)[self._start : self._end]
         self._buffer, self._start, self._end = buffer, 0, left
 
 
 class WaitingWriter:
-    """Sends frames; who calls waits while the other side does not read. Thread-safe."""
+    """Sends frames; callers wait while the peer does not read. Thread-safe."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._lock = threading.Lock()
 
     def send(self, data: bytearray) -> None:
-        """Raises ``OSError`` when the other side is gone."""
+        """Raises ``OSError`` if the peer is gone."""
         with self._lock:
             self._connection.sendall(data)
 
 
 class PatientWriter:
-    """Sends frames without ever making a caller wait: what the socket does not take, a thread of its own sends later.
-    Thread-safe. When the other side is gone, frames are dropped: whoever reads will notice."""
+    """Sends frames and never makes a caller wait: a thread sends what the socket does not take at once.
+    Thread-safe. Frames to a peer that is gone are dropped: the reader will notice."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -311,7 +311,7 @@ class PatientWriter:
                 self._condition.notify()
 
     def close(self) -> None:
-        """The socket must have been shut down, so that nobody waits for it."""
+        """The socket must have been shut down, so that the thread does not wait for it."""
         with self._condition:
             self._is_closed = True
             self._condition.notify()

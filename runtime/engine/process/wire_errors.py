@@ -1,6 +1,6 @@
-"""Errors that are raised on one side of the socket and caught on the other, as the same type with the same text.
+"""Sends errors over the socket, to be raised on the other side as the same type with the same text.
 
-Only classes of ``XservError``'s tree and ``OSError`` are made on the other side, and no constructor of theirs runs.
+Only classes of ``XservError``'s tree and ``OSError`` are rebuilt there, without running their constructors.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from runtime.engine.process.wire import Problem
 from runtime.errors import OutOfMemoryError, XservError
 
 _TREES = (models.errors, runtime.device.errors, runtime.engine.errors)
-"""Rooms whose errors cross: they are imported, so that their classes are known."""
+"""Modules whose errors are sent: they are imported, so that their classes are known."""
 
 
 def problem_of(error: BaseException) -> Problem:
-    """An error as a message. A plain ``MemoryError`` becomes an ``OutOfMemoryError``; what is none of ours becomes an
-    ``XservError`` that names its type."""
+    """An error as a message. A plain ``MemoryError`` becomes an ``OutOfMemoryError``; any other foreign error becomes
+    an ``XservError`` that names its type."""
     if isinstance(error, OSError) and error.errno is not None:
         filename = None if error.filename is None else str(error.filename)
         return Problem(["OSError"], error.strerror or str(error), {"errno": error.errno, "filename": filename})
@@ -30,7 +30,7 @@ def problem_of(error: BaseException) -> Problem:
 
 
 def error_of(problem: Problem) -> Exception:
-    """The error that a message tells of: of the nearest class that is known here."""
+    """The error of a message, as the nearest class that is known here."""
     if problem.kinds == ["OSError"]:
         return OSError(problem.attributes.get("errno"), problem.message, problem.attributes.get("filename"))
     known = _known()
@@ -55,7 +55,7 @@ def _known() -> dict[str, type[XservError]]:
 
 
 def _attributes(error: XservError) -> dict[str, str | int | float | bool | list[str] | None]:
-    """Those that can be sent."""
+    """The attributes that can be sent."""
     found: dict[str, str | int | float | bool | list[str] | None] = {}
     for name, value in vars(error).items():
         if isinstance(value, (tuple, list)) and all(isinstance(each, str) for each in value):

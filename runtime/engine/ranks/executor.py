@@ -1,4 +1,4 @@
-"""Runs steps of a model that is split over ranks: this process's part itself, and the others' in their processes."""
+"""Runs steps of a model that is split over ranks: this process is rank 0, the others have processes of their own."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ T = TypeVar("T")
 
 
 class ParallelExecutor:
-    """See `Executor`. All ranks are told what to do, do it at the same time and draw the same; who they are told by is
-    one of them. The first error of any of them is the end of all: `ExecutorLostError`.
+    """See `Executor`. All ranks get the same commands from rank 0, run them at the same time and sample the same
+    tokens. The first error on any of them ends all: `ExecutorLostError`.
 
-    Of several stages this process is one of the first. It has done its part of a step, or queued it, before it starts
-    the next, while the others do theirs; the last stage draws and tells. So as many steps are open as there are stages.
+    With several stages this process belongs to the first. It runs or queues its part of a step before it starts the
+    next, while the others run theirs; the last stage samples and reports. So there are as many open steps as stages.
     """
 
     def __init__(self, local: LocalExecutor, ranks: RankGroup, depth: int = 1) -> None:
@@ -95,7 +95,7 @@ class ParallelExecutor:
             self._opened.finish()
 
     def drawn_by_last_stage(self, step: StepInput) -> Drawn:
-        """What the last stage has drawn, of which the others are told."""
+        """The tokens that the last stage has sampled, passed on to the others."""
         drawn = self.ranks.wait_drawn(step.number)
         if drawn.token_ids:
             note = Note(step.number, *_places_of(step, drawn, self.local.rows.sampling.num_prompt_tokens),
@@ -148,18 +148,18 @@ class ParallelExecutor:
     def close(self) -> None:
         self.ranks.expect_end()
         if not self.ranks.communicator.is_aborted:
-            self.local.wait_for_queued(END_S)  # else an abort would end what is under way, and the device's context
+            self.local.wait_for_queued(END_S)  # otherwise an abort would end running work, and the device's context
         self.ranks.communicator.abort("was closed")  # for ranks that wait for this one
         try:
-            with suppress(LaunchError):  # of a GPU whose collectives have ended so
+            with suppress(LaunchError):  # of a GPU whose collectives were aborted
                 self.local.close()
         finally:
             self.ranks.close()
 
     def together(self, message: ToRank, work: Callable[[], T]) -> T:
-        """The same on all ranks, behind the step that is under way: what is left of that, others have done by then."""
+        """Do the work on all ranks, queued after the running step, whose rest the others have done by then."""
         data = frame(message)
-        # Ranks that wait for this one's part of a step read nothing.
+        # Ranks that wait for this one's part of a step do not read messages.
         if self._opened is not None and (len(data) > UNREAD_BYTES or not self.local.may_be_led):
             self._opened.finish()
         self._tell(data)
@@ -178,7 +178,7 @@ class ParallelExecutor:
         self.ranks.send_frame(data)
 
     def lost(self, error: Exception) -> ExecutorLostError:
-        """What an error of this rank means for all, and what the others say of theirs."""
+        """The error for all ranks after one on this rank, with the others' reasons."""
         communicator = self.ranks.communicator
         before = communicator.last_words()
         communicator.abort(f"failed: {type(error).__name__}: {error}")
@@ -201,7 +201,7 @@ class _Shared:
         return self._drawn
 
     def finish(self) -> None:
-        """Have the result, or the error that it raises."""
+        """The result, or its error raised."""
         if self._drawn is None:
             try:
                 self._drawn = self._computation.result()
@@ -210,7 +210,7 @@ class _Shared:
 
 
 class _Staged:
-    """A computation of which this process does the first stage's part."""
+    """A computation of which this process runs the first stage."""
 
     def __init__(self, computation: Computation, executor: ParallelExecutor, step: StepInput) -> None:
         self.started_s = computation.started_s
@@ -229,7 +229,7 @@ class _Staged:
 def _places_of(
     step: StepInput, drawn: Drawn, num_prompt_tokens: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The row of each token that was drawn, and its place in the row's output."""
+    """The row of each sampled token, and its index in the row's output."""
     chunks = step.num_draws.nonzero()[0]
     rows, ends, draws = step.rows[chunks], (step.starts + step.counts)[chunks], step.num_draws[chunks]
     first = ends - draws + 1 - num_prompt_tokens[rows]
@@ -241,7 +241,7 @@ def _places_of(
 
 
 class _SharedMasks:
-    """See `DrawMasks`: sent to the other ranks as they come."""
+    """See `DrawMasks`: also sent to the other ranks."""
 
     def __init__(self, masks: DrawMasks, ranks: RankGroup) -> None:
         self._masks, self._ranks = masks, ranks

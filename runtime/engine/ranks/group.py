@@ -1,5 +1,5 @@
-"""The ranks of a model that are processes, as their driver sees them, which is rank 0 itself. It starts them, or, where
-they have GPUs on other machines, connects to them."""
+"""The other ranks of a split model, for their driver, which is rank 0. It starts their processes, or connects to those
+with GPUs on other machines."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ from runtime.own_packages import python_module
 logger = logging.getLogger("xserv.engine")
 
 COMMAND = python_module("runtime.engine.ranks.main")
-"""What Python runs in the processes."""
+"""The command line of the processes, for Python."""
 
 END_S = 2.0
-"""How long processes may take to end when they are told to; then they are killed."""
+"""How long processes may take to end on command, before they are killed."""
 
 UNREAD_BYTES = 1 << 16
-"""Of messages that a connection takes in any case before they are read."""
+"""Bytes of messages that a connection always buffers before they are read."""
 
 LOOK_S = 0.1
-"""How often who waits for a rank looks whether another has given up."""
+"""Seconds between checks for aborted ranks while waiting for one."""
 
 Answer = TypeVar("Answer", Loaded, Allocated, Drew)
 
@@ -62,14 +62,14 @@ Answer = TypeVar("Answer", Loaded, Allocated, Drew)
 class RankGroup:
     """The processes of all ranks but 0. Belongs to the engine's thread.
 
-    The processors are shared out among the ranks, this process included, which keeps to its number of threads.
+    The processors are divided among the ranks; this process keeps to its number of threads.
 
     communicator  rank 0's
     """
 
     def __init__(self, folder: Path, config: EngineConfig, remote: Sequence[RemoteRank] = ()) -> None:
-        """Starts the processes, or connects to those that are started elsewhere, and waits until all have joined.
-        Raises CommunicatorError, HandshakeError, OSError, and what a rank raised."""
+        """Starts the processes, or connects to those that were started elsewhere, and waits until all have joined.
+        Raises CommunicatorError, HandshakeError, OSError, and a rank's error."""
         self.shape = Shape(config.tensor_parallel_size, config.pipeline_parallel_size)
         num_ranks = self.shape.count
         device = Device.parse(config.device)
@@ -111,7 +111,7 @@ class RankGroup:
             os.close(memory)
 
     def _joined(self, device: Device, memory: int, unique_ids: list[bytes]) -> RankCommunicator:
-        """Rank 0's communicator, once all have joined, on a thread: NCCL would wait for a rank that has ended."""
+        """Rank 0's communicator, once all have joined; on a thread, since NCCL would wait for a rank that has ended."""
         found: list[RankCommunicator | BaseException] = []
 
         def work() -> None:
@@ -131,58 +131,58 @@ class RankGroup:
         return found[0]
 
     def wait_loaded(self) -> list[Loaded]:
-        """Waits until all have their weights. Raises what a rank raised, and CommunicatorError."""
+        """Waits until all have their weights. Raises a rank's error, and CommunicatorError."""
         loaded = [rank.wait_for(Loaded) for rank in self._ranks]
         forget_unique_ids(*self._joining)
         return loaded
 
     def allocate(self, limits: EngineLimits, vocab_size: int) -> None:
-        """Has all make their pages, and waits for it. Raises as `wait_loaded`."""
+        """Has all allocate their pages, and waits. Raises as `wait_loaded`."""
         self.send(Allocate(limits, vocab_size))
         for rank in self._ranks:
             rank.wait_for(Allocated)
 
     def send(self, message: ToRank) -> None:
-        """The same to all. A rank that has ended gets nothing: the next collective tells."""
+        """Sends a message to all. One for a rank that has ended is dropped: the next collective fails."""
         self.send_frame(frame(message))
 
     def send_frame(self, data: bytearray) -> None:
-        """The same. Ranks read what they are told when they have done what they were told before; with more than
-        `UNREAD_BYTES` who sends waits for that."""
+        """Sends a frame to all. Ranks read a command after they have done the previous one; beyond
+        `UNREAD_BYTES` the sender waits."""
         for rank in self._ranks:
             rank.send(data)
 
     def send_to_last_stage(self, message: ToRank) -> None:
-        """To those that draw; of several stages."""
+        """To the ranks that sample; with several stages."""
         data = frame(message)
         for rank in self._ranks[-self.shape.num_ranks :]:
             rank.send(data)
 
     def send_to_earlier_stages(self, message: ToRank) -> None:
-        """To those that draw nothing; of several stages."""
+        """To the ranks that do not sample; with several stages."""
         data = frame(message)
         for rank in self._ranks[: -self.shape.num_ranks]:
             rank.send(data)
 
     def wait_drawn(self, number: int) -> Drawn:
-        """What the last stage has drawn in this step, the next of those that draw. Raises CommunicatorError, with what
-        each rank says where one has given up."""
+        """The tokens that the last stage has sampled in this step, in order of the sampling steps. Raises
+        CommunicatorError, with each rank's reason if one has aborted."""
         drew = self._ranks[-self.shape.num_ranks].wait_for(Drew)
         assert drew.number == number, f"step {drew.number} came instead of step {number}"
         return drew.drawn
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that this one has started, in the order of ranks from 1 on."""
+        """The ids of the processes that this one has started, in the order of ranks from 1 on."""
         return [rank.process.pid for rank in self._ranks if rank.process is not None]
 
     def expect_end(self) -> None:
-        """From now on the end of a rank is nothing to tell of."""
+        """From now on the end of a rank is not an error."""
         for rank in self._ranks:
             rank.expect_end()
 
     def close(self) -> None:
-        """Ends the processes, whatever they do."""
+        """Ends the processes unconditionally."""
         for rank in self._ranks:
             rank.close()
         until = time.monotonic() + END_S
@@ -192,7 +192,7 @@ class RankGroup:
 
 
 def _started(memory: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """A process of this machine, which shares the memory, and the socket to it."""
+    """Starts a process on this machine, which shares the memory, and the socket to it."""
     connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     with theirs:
         for each in (connection, theirs):
@@ -212,14 +212,14 @@ def _started(memory: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
 
 
 def _connected(remote: RemoteRank) -> socket.socket:
-    """A connection to a rank that waits for it. Raises HandshakeError, OSError."""
+    """Connects to a rank that waits for it. Raises HandshakeError, OSError."""
     connection = meet(remote.host, remote.port, remote.secret)
     watch_connection(connection)
     return connection
 
 
 class _Rank:
-    """A rank, and the thread that hears of its end. ``process``: None: somebody else has started it."""
+    """A rank, and the thread that detects its end. ``process`` is None if it was started elsewhere."""
 
     def __init__(
         self, rank: int, connection: socket.socket, process: subprocess.Popen[bytes] | None = None
@@ -234,19 +234,19 @@ class _Rank:
         self._thread.start()
 
     def send(self, data: bytearray) -> None:
-        try:  # noqa: SIM105  each step goes this way
+        try:  # noqa: SIM105  on the path of every step
             self._writer.send(data)
         except OSError:
             pass
 
     def tell_its_end_to(self, communicator: RankCommunicator) -> None:
-        """From now on, if it has not ended yet."""
+        """From now on, or at once if it has ended."""
         with self._condition:
             self._communicator = communicator
         self.raise_if_ended()
 
     def raise_if_ended(self) -> None:
-        """Raises what a rank raised that has not come as far as that, and CommunicatorError."""
+        """Raises the error of a rank that has failed before it was ready, and CommunicatorError."""
         with self._condition:
             if not self._has_ended:
                 return
@@ -287,7 +287,7 @@ class _Rank:
         self._connection.close()
 
     def _listen(self) -> None:
-        """Until the rank ends, of which all others are told."""
+        """Listens until the rank ends, and aborts all others then."""
         reason = "ended"
         with suppress(OSError):
             while frames := self._reader.read():

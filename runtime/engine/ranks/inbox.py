@@ -1,5 +1,5 @@
-"""What a rank is told, in the order in which it was: read by the thread that does it, so that no other has to hand it
-over. The driver's end is noticed whatever the rank does."""
+"""The commands to a rank, in order, read by the thread that runs them, without a hand-over. The driver's end is
+detected even while the rank computes."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Inbox:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to do."""
+        """Whether no command is pending."""
         return not (self._pending or self._poll.poll(0))
 
     def get(self, wait_s: float | None = None) -> ToRank | None:
-        """The next message; None: it did not come in time. Raises what a message that is none does."""
+        """The next message; None if it did not come in time. Raises the errors of malformed messages."""
         if not self._pending and wait_s is not None and not self._poll.poll(1000.0 * wait_s):
             return None
         while not self._pending:
@@ -56,8 +56,8 @@ class Inbox:
         return message
 
     def _watch(self) -> NoReturn:
-        """Ends the process with the connection, also while its thread computes or waits for other ranks."""
+        """Ends the process with the connection, even while its thread computes or waits for other ranks."""
         poll = select.poll()
-        poll.register(self._connection, getattr(select, "POLLRDHUP", 0))  # and whatever else ends it
+        poll.register(self._connection, getattr(select, "POLLRDHUP", 0))  # and anything else that ends it
         poll.poll()
         os._exit(EXIT_DRIVER_GONE)

@@ -1,4 +1,4 @@
-"""How a process becomes a rank: by memory that all map, and on GPUs by NCCL."""
+"""Makes a process a rank: through memory that all map, and on GPUs through NCCL."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ if TYPE_CHECKING:
 
 
 def device_of_rank(device: Device, rank: int) -> Device:
-    """Where a rank computes whose first one is on this device: each on a GPU of its own, the next ones; emulated ones
-    are of processes anyway."""
+    """The device of a rank, if rank 0 computes on this one: consecutive GPUs; emulated devices are per
+    process."""
     return Device(f"cuda:{device.index + rank}") if device.kind == "cuda" else device
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a model is split: stages, each of so many ranks. All together are numbered stage by stage."""
+    """A model's split: stages, each with the same number of ranks, numbered stage by stage."""
 
     num_ranks: int
     num_stages: int = 1
 
     @property
     def count(self) -> int:
-        """Of processes."""
+        """The number of processes."""
         return self.num_ranks * self.num_stages
 
     def place_of(self, number: int) -> tuple[int, int]:
-        """The stage of one of all, and its rank in that."""
+        """The stage of a process, and its rank in that stage."""
         return divmod(number, self.num_ranks)
 
 
 def new_memory(device: Device, shape: Shape) -> int:
-    """What the ranks share: its descriptor, which they inherit."""
+    """Makes the memory that the ranks share; returns its descriptor, which they inherit."""
     if device.kind != "cpu":
         return shared_memory(notices_bytes(shape.count))
     from runtime.shared_communicator import shared_file
@@ -45,7 +45,7 @@ def new_memory(device: Device, shape: Shape) -> int:
 
 
 def new_unique_ids(device: Device, shape: Shape) -> list[bytes]:
-    """Of new communicators, on GPUs: that of all, and, where there are stages of several ranks, that of each stage.
+    """The ids of new communicators, on GPUs: of all ranks, and, if stages have several ranks, of each stage.
     Raises NoNcclError, NcclError."""
     if device.kind == "cpu":
         return []
@@ -58,7 +58,7 @@ def new_unique_ids(device: Device, shape: Shape) -> list[bytes]:
 
 
 def forget_unique_ids(device: Device, unique_ids: list[bytes]) -> None:
-    """All ranks have joined."""
+    """Forgets the ids after all ranks have joined."""
     if unique_ids:
         from runtime.device.gpu import Gpu
         from runtime.device.nccl import open_nccl
@@ -67,7 +67,7 @@ def forget_unique_ids(device: Device, unique_ids: list[bytes]) -> None:
 
 
 def join(device: Device, memory: int, unique_ids: list[bytes], number: int, shape: Shape) -> RankCommunicator:
-    """The communicator of one of all, on its own device; on GPUs it waits for the others. Raises NoNcclError,
+    """The communicator of one process, on its own device; on GPUs it waits for the others. Raises NoNcclError,
     NcclError."""
     stage, rank = shape.place_of(number)
     if device.kind == "cpu":

@@ -1,10 +1,10 @@
-"""The process of a rank: it loads its part of a model, and does what the driver does, at the same time.
+"""The process of a rank: it loads its part of a model and runs the driver's commands in step with the other ranks.
 
     python -m runtime.engine.ranks.main --fd N [--memory M]
 
-N is a socket to the driver, M the memory that the ranks share; without it the driver is on another machine, and each
-rank has such memory to itself: of another's end it hears by the socket. It ends when the driver closes the socket or
-ends, and with the first error of its own, of which it tells the driver and the other ranks.
+N is a socket to the driver, M the memory that the ranks share. Without M the driver is on another machine; each
+rank then has such memory to itself and learns of another's end over the socket. The process ends when the driver closes
+the socket or ends, and with its own first error, which it reports to the driver and the other ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("xserv.engine")
 
 LEAD_S = 0.005
-"""How long a rank whose graph runs waits for a step that may be queued behind it, before it looks at the result."""
+"""How long a rank with a running graph waits for a step to queue after it, before it reads the result."""
 
 EXIT_FAILED = 1
 
@@ -68,7 +68,7 @@ class RankProcess:
         self._communicator: RankCommunicator | None = None
 
     def run(self) -> NoReturn:
-        """Do what the driver says until one of the ends that the file names. To be called on the main thread."""
+        """Run the driver's commands until one of the ends that the module lists. To be called on the main thread."""
         try:
             self._obey()
         except BaseException as error:
@@ -86,7 +86,7 @@ class RankProcess:
         _settle(load)
         executor = self._made(load)
         side_pass: SidePass | None = None
-        running: Computation | None = None  # a graph, behind which the next step's may be queued
+        running: Computation | None = None  # a graph, after which the next step's may be queued
         while True:
             if running is None and self._inbox.is_empty:
                 executor.finish_queued()
@@ -113,7 +113,7 @@ class RankProcess:
                 case DropEncoded(slot):
                     executor.drop_encoded(slot)
                 case StartPass(lengths):
-                    side_pass = None  # before there is room for another
+                    side_pass = None  # frees its room for the next
                     side_pass = executor.side_pass(lengths)
                 case RunPass(token_ids, starts, pictures):
                     assert side_pass is not None, "a pass was started"
@@ -144,12 +144,12 @@ class RankProcess:
         return executor
 
     def _started(self, executor: LocalExecutor, step: StepInput, has_masks: bool) -> Computation | None:
-        """The step under way if another may be queued behind it; else it is over."""
+        """The running step if another may be queued after it; else None, and it is over."""
         from runtime.engine.steps.executor import UnsupportedStepError
 
         try:
             computation = executor.start(step, _SentMasks(self._inbox) if has_masks else None)
-        except UnsupportedStepError:  # the driver has met it, too, and tells
+        except UnsupportedStepError:  # the driver raises it, too
             return None
         if executor.may_be_led:
             return computation
@@ -161,14 +161,14 @@ class RankProcess:
 
     @property
     def _tells_draws(self) -> bool:
-        """Whether this is the first rank of the last of several stages."""
+        """Whether this is the first rank of the last of several stages, which reports the sampled tokens."""
         ranks = self._communicator
         assert ranks is not None, "it has joined"
         return ranks.num_stages > 1 and ranks.stage == ranks.num_stages - 1 and ranks.rank == 0
 
 
 class _SentMasks:
-    """See ``DrawMasks``: the driver's."""
+    """See ``DrawMasks``: received from the driver."""
 
     def __init__(self, inbox: Inbox) -> None:
         self._inbox = inbox
@@ -180,7 +180,7 @@ class _SentMasks:
 
 
 def _settle(load: Load) -> None:
-    """Before anything asks how many processors there are."""
+    """Settings that must precede any count of processors."""
     if load.dies_with_thread:
         from runtime.engine.process.parent import die_with_parent
 

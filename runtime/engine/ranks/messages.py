@@ -1,7 +1,7 @@
-"""What the driver of a split model tells its other ranks, which are processes, and what they answer.
+"""The messages between the driver of a split model and its other ranks, which are processes.
 
-Frames are `runtime.engine.process.wire`'s. Whoever computes needs no answer: the ranks meet in their collectives. What
-the last of several stages draws it tells.
+Frames are `runtime.engine.process.wire`'s. Computations are not answered, since the ranks meet in their collectives;
+only the last of several stages reports its sampled tokens.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from runtime.engine.steps.step_input import BlockAddition, PassPictures, StepInp
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The first message: load this rank's part of the model in a folder.
 
-    config   of this rank, whose device is its own
+    config   of this rank, with its own device
     number   of this rank among those of all stages
     num_ranks, num_stages  ranks of a stage, and stages
-    unique_ids  of the communicators, on GPUs (`runtime.device.nccl`); on the cpu there are none
-    cores    processors that the rank keeps to; none: all
+    unique_ids  of the communicators, on GPUs (`runtime.device.nccl`); empty on the CPU
+    cores    the rank's processors; all if empty
     threads  that compute
     dies_with_thread  whether the thread that started the process lives as long as the driver does
     """
@@ -45,21 +45,21 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Allocate(msgspec.Struct, frozen=True, tag=True):
-    """Make the pages; steps follow."""
+    """Allocate the pages; steps follow."""
 
     limits: EngineLimits
     vocab_size: int
 
 
 class RunStep(msgspec.Struct, frozen=True, tag=True):
-    """See ``Executor.start``. ``has_masks``: masks of its draws follow."""
+    """See ``Executor.start``. With ``has_masks``, masks of its draws follow."""
 
     step: StepInput
     has_masks: bool
 
 
 class RunNext(msgspec.Struct, frozen=True, tag=True):
-    """The same of a step that goes on with what the step before did: see ``StepInput.next``. ``starts``: int64."""
+    """A step that continues the previous one: see ``StepInput.next``. ``starts``: int64."""
 
     number: int
     starts: bytes
@@ -68,7 +68,7 @@ class RunNext(msgspec.Struct, frozen=True, tag=True):
 
 
 class Masks(msgspec.Struct, frozen=True, tag=True):
-    """What ``DrawMasks.wait`` gave the driver."""
+    """The result of the driver's ``DrawMasks.wait``."""
 
     places: NDArray[np.intp]
     words: NDArray[np.uint32]
@@ -110,7 +110,7 @@ class DropEncoded(msgspec.Struct, frozen=True, tag=True):
 
 
 class StartPass(msgspec.Struct, frozen=True, tag=True):
-    """See ``Executor.side_pass``; the one before is of no use any more."""
+    """See ``Executor.side_pass``; it replaces the previous one."""
 
     lengths: list[int]
 
@@ -136,14 +136,14 @@ ToRank = (
 
 
 def step_message(step: StepInput, before: StepInput | None, *, has_masks: bool) -> RunStep | RunNext:
-    """What tells ranks of a step that were told of the one before, if there was one."""
+    """The shortest message about a step for ranks that have the previous one, if there was one."""
     if before is not None and step.goes_on(before):
         return RunNext(step.number, step.starts.tobytes(), step.additions, has_masks)
     return RunStep(step, has_masks)
 
 
 def told_step(message: RunStep | RunNext, before: StepInput | None) -> StepInput:
-    """What a rank was told of so."""
+    """The step of such a message."""
     if isinstance(message, RunStep):
         return message.step
     assert before is not None, "it goes on with another"
@@ -154,25 +154,25 @@ def told_step(message: RunStep | RunNext, before: StepInput | None) -> StepInput
 
 
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """This rank's part of the weights lies in memory; so much of its device's is free."""
+    """This rank's part of the weights is in memory; ``free_bytes`` of its device are free."""
 
     weight_bytes: int
     free_bytes: int
 
 
 class Allocated(msgspec.Struct, frozen=True, tag=True):
-    """Its pages do."""
+    """The pages are allocated."""
 
 
 class Drew(msgspec.Struct, frozen=True, tag=True):
-    """What the last stage has drawn in a step; of its ranks the first one tells."""
+    """The tokens that the last stage has sampled in a step; sent by its first rank."""
 
     number: int
     drawn: Drawn
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The last message of a rank that cannot go on."""
+    """The last message of a rank that has failed."""
 
     problem: Problem
 
@@ -185,5 +185,5 @@ ANSWERS: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 
 def frame(message: ToRank | FromRank) -> bytearray:
-    """A message, ready to be sent. Raises ``WireError`` when it is too long."""
+    """A message, ready to be sent. Raises ``WireError`` if it is too long."""
     return wire.frame(message, _ENCODER)

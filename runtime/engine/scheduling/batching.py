@@ -1,8 +1,8 @@
-"""How decodes and prompts share the steps: the default, and what went before it, for comparison.
+"""Policies for batching decodes and prompts: the default, and its predecessors, for comparison.
 
-A style composes three parts of the scheduler: ``decode`` (every running sequence whose last token is all that is
-missing), ``prefill`` (chunks of prompts that have begun) and ``admit`` (waiting sequences, as long as rows, blocks and
-budget last). ``extend`` adds to a planned step what arrived since.
+A policy composes three parts of the scheduler: ``decode`` (running sequences that lack only their last token),
+``prefill`` (chunks of prompts that have begun) and ``admit`` (waiting sequences, as long as rows, blocks and
+budget last). ``extend`` adds new arrivals to a planned step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class StallFree:
-    """Decodes first, then prompts in chunks that fill what is left of the budget (Sarathi-Serve, Agrawal et al.
+    """Decodes first, then prompts in chunks that fill the rest of the budget (Sarathi-Serve, Agrawal et al.
     2024)."""
 
     cuts_prompts = True
@@ -62,7 +62,7 @@ class PrefillFirst:
 
 
 class Static:
-    """A batch is admitted when the one before has ended."""
+    """A batch is admitted when the previous one has ended."""
 
     cuts_prompts = False
 

@@ -1,8 +1,8 @@
-"""Which contents an engine's KV blocks hold, told to a router that sends prompts to one of several engines.
+"""Reports the contents of an engine's KV blocks to a router over several engines.
 
 A content's digest covers its tokens and all before them, its cache group and its salt, so that one number stands for a
-whole prefix. It is keyed by a secret that the router chooses: engines and router compute the same numbers, clients
-cannot. Digests of two contents may collide; whoever routes by them then errs, and no page is ever shared by them alone.
+whole prefix. It is keyed by a secret of the router: engines and router compute the same numbers, clients cannot.
+Digests of two contents may collide; routing then errs, but no page is ever shared by digest alone.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ SECRET_BYTES = 16
 
 
 class BlockChanges(NamedTuple):
-    """Digests, ``[count]`` uint64, of contents that came to lie on the device or in the host pool, and of those that no
-    longer lie anywhere."""
+    """Digests, ``[count]`` uint64, of contents that are newly cached on the device or in the host pool, and of those
+    that no longer are."""
 
     stored: NDArray[np.uint64]
     removed: NDArray[np.uint64]
 
 
 class SharedDigest:
-    """``prefix_cache.Digest`` that every process with the same secret computes alike.
+    """A ``prefix_cache.Digest`` that every process with the same secret computes alike.
 
-    picture_of  the digest of the picture that a key stands for, which each process numbers as pictures come; None: no
-                prompt has any
+    picture_of  the digest of the image that a key stands for, since each process numbers images as they come; None if
+                no prompt has any
     """
 
     def __init__(self, secret: bytes, picture_of: Callable[[int], bytes] | None = None) -> None:
@@ -47,7 +47,7 @@ class SharedDigest:
 
 
 def _with_pictures(tokens: bytes, picture_of: Callable[[int], bytes]) -> bytes:
-    """A page's tokens with each key of a picture replaced by its number on the page, and the pictures' digests."""
+    """A page's tokens with each image key replaced by its number on the page, and the images' digests."""
     keys = np.frombuffer(tokens, np.int32)
     if keys.min(initial=0) >= 0:
         return tokens
@@ -59,18 +59,18 @@ def _with_pictures(tokens: bytes, picture_of: Callable[[int], bytes]) -> bytes:
 
 
 class BlockEvents:
-    """Collects the changes between two calls of ``take``: what came and went in between is not told."""
+    """Collects the net changes between two calls of ``take``."""
 
     def __init__(self) -> None:
         self._touched: dict[int, CachedBlock] = {}
-        self._told: set[int] = set()  # digests of contents that lie somewhere, as far as anybody was told
+        self._told: set[int] = set()  # digests of contents that were reported as cached
 
     def touch(self, node: CachedBlock) -> None:
-        """The content of a full block may have come or gone."""
+        """The content of a full block may have been cached or evicted."""
         self._touched[node.digest] = node
 
     def take(self) -> BlockChanges | None:
-        """What has changed; None: nothing."""
+        """The changes, or None if there are none."""
         if not self._touched:
             return None
         stored: list[int] = []

@@ -1,16 +1,15 @@
-"""Which KV blocks are free, how many sequences hold each of the others, and which content can be found again.
+"""Free, held and cached KV blocks.
 
-A block is a number; its bytes live in ``runtime.kv.cache``. A block is held by sequences (its reference count), or
-nobody holds it: then it is either empty or cached, that is, its content can be found and shared until the block is
-needed for something else. Who the holders are is the scheduler's knowledge: its ``check_invariants`` compares the
-counts with the sequences.
+A block is a number; its bytes live in ``runtime.kv.cache``. A block is either held by sequences (its reference count),
+or free: then it is empty or cached, that is, its content can be found and shared until the block is reallocated.
+The scheduler knows the holders: its ``check_invariants`` compares the counts with the sequences.
 
 All cache groups (``runtime.kv.groups``) draw on the same blocks; each has trees of its own in the prefix cache, and a
-prefix is found as far as all groups can give it: each kind says which pages it needs (``runtime.kv.kinds``).
+prefix is a hit as far as all groups have it: each kind determines which pages it needs (``runtime.kv.kinds``).
 
-Whoever holds a block of a group that keeps all tokens holds all blocks before it, too, or a copy of them. The pool
-keeps it so that a content that somebody holds is found in a block that somebody holds; what nobody holds is therefore
-never in the middle of a prefix that somebody does.
+A sequence that holds a block of a group that keeps all tokens also holds all blocks before it, or copies of them. The
+pool keeps a content that is held in a block that is held, so a free block is never in the middle of a held
+prefix.
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ T = TypeVar("T")
 
 
 class TokenSource(Protocol):
-    """A sequence, as far as the pool reads it."""
+    """A sequence, as the pool reads it."""
 
     def prefix_keys(self, start: int, end: int) -> NDArray[np.int32]:
-        """What stands for the tokens ``start:end`` where prefixes are compared: mostly their ids."""
+        """The keys of the tokens ``start:end`` for comparing prefixes: mostly their ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """The longest findable prefix of some tokens.
+    """The longest cached prefix of some tokens.
 
-    blocks       by group: the block on the device of each full page; None where only the host has it, ``NO_BLOCK``
+    blocks       by group: the device block of each full page; None if only the host has it, ``NO_BLOCK``
                  before ``first_pages``
-    first_pages  by group: pages before this one are not needed by what is to be computed
-    host_slots   by group: where the host has the pages that are None in ``blocks``
-    partial      by group: a block on the device that continues them; empty when there is none or the host has any
+    first_pages  by group: the computation does not need pages before this one
+    host_slots   by group: the host slots of the pages that are None in ``blocks``
+    partial      by group: a block on the device that continues them; empty if there is none or the host has any
     num_partial  how many of its first tokens match
     num_tokens   tokens of all pages
     """
@@ -61,12 +60,12 @@ class Hit:
 
     @classmethod
     def none(cls, num_groups: int) -> Hit:
-        """Nothing was found."""
+        """No hit."""
         return cls([[] for _ in range(num_groups)], [0] * num_groups, [[] for _ in range(num_groups)])
 
     @property
     def shared(self) -> list[int]:
-        """The blocks of all groups on the device, in the order of the pages, without ``partial``."""
+        """The blocks of all groups on the device, in page order, without ``partial``."""
         return [block_id for block_id in by_page(self.blocks, self.first_pages) if block_id is not None]
 
     @property
@@ -80,11 +79,11 @@ class Hit:
 
 @dataclass(slots=True)
 class CacheCounters:
-    """What the prefix cache has done so far.
+    """Counters of the prefix cache.
 
-    queried_tokens, hit_tokens  counted by whoever admits a sequence (``count_query``)
-    evictions                   cached blocks that were given up for others
-    offloads                    of those, the ones copied to the host pool
+    queried_tokens, hit_tokens  of admitted sequences (``count_query``)
+    evictions                   cached blocks that were evicted
+    offloads                    evicted blocks that were copied to the host pool
     """
 
     queried_tokens: int = 0
@@ -94,7 +93,7 @@ class CacheCounters:
 
 
 class Chain:
-    """How far a sequence's blocks are recorded; lives on the sequence, and the pool forgets it when its blocks are
+    """How many of a sequence's blocks are recorded; belongs to the sequence, and the pool resets it when its blocks are
     released."""
 
     __slots__ = ("is_broken", "nodes", "num_blocks", "salt")
@@ -114,13 +113,13 @@ class BlockPool:
     loop.
 
     kinds      of each cache group
-    host_pool  where evicted content goes; None: it is lost
+    host_pool  takes evicted content, or None to drop it
     eviction   one of ``runtime.engine.scheduling.eviction.POLICIES``; RequestError for any other
     digest     of a block's tokens after its parent's (for tests of collisions)
-    chunked_blocks  tells the blocks that are held in groups that give pages up; the scheduler's
+    chunked_blocks  returns the held blocks of groups that give pages up; the scheduler's
     ref_counts how often each block is held
-    offloads   (block, host slot) pairs whose bytes are to be copied before anything is written to the block; whoever
-               plans the step drains the list
+    offloads   (block, host slot) pairs whose bytes are to be copied before the block is written; the planner of the
+               step drains the list
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class BlockPool:
         self.counters = CacheCounters()
         self.offloads: list[tuple[int, int]] = []
         self._cache = PrefixCache(block_size, digest)
-        self._idle: EvictionPolicy = eviction_policy(eviction, num_blocks)  # cached, held by nobody
+        self._idle: EvictionPolicy = eviction_policy(eviction, num_blocks)  # cached and free
         self._empty = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is warm in the cache
         self.ref_counts = [0] * num_blocks
         self._nodes: list[CachedBlock | None] = [None] * num_blocks  # the content of each block, once recorded
@@ -152,7 +151,7 @@ class BlockPool:
             host_pool.on_drop = self._cache.prune
 
     def publish(self, digest: Digest) -> BlockEvents:
-        """From now on tell which contents lie somewhere, by these digests. To be called while none does."""
+        """From now on report cached contents by these digests. To be called while there are none."""
         assert not len(self._cache), "there are contents already, under other digests"
         events = BlockEvents()
         self._cache = PrefixCache(self.block_size, digest, events.touch)
@@ -162,16 +161,16 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds, empty or cached."""
+        """Free blocks, empty or cached."""
         return len(self._empty) + len(self._idle)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds and whose content can be found."""
+        """Free blocks that are cached."""
         return len(self._idle)
 
     def run_lengths(self) -> str:
-        """What every block is, in order, as in ``StepView.block_map``. O(num_blocks)."""
+        """The state of every block, in order, as in ``StepView.block_map``. O(num_blocks)."""
         kinds = np.minimum(self.ref_counts, 2)
         kinds[self._empty] = 3
         chunked = np.array(self.chunked_blocks(), np.intp)
@@ -182,13 +181,13 @@ class BlockPool:
         )
 
     def count_query(self, num_tokens: int, hit_tokens: int) -> None:
-        """Count an admitted sequence that looked for ``num_tokens`` and took over ``hit_tokens``."""
+        """Count an admitted sequence that looked up ``num_tokens`` and hit ``hit_tokens``."""
         self.counters.queried_tokens += num_tokens
         self.counters.hit_tokens += hit_tokens
 
     def allocate(self, count: int) -> list[int]:
         """Take ``count`` free blocks, each with reference count 1: empty ones first, then cached ones, whose content
-        goes to the host pool if there is room. The caller has looked at ``num_free``."""
+        goes to the host pool if there is room. The caller has checked ``num_free``."""
         assert count <= self.num_free, f"{count} blocks wanted, {self.num_free} are free"
         block_ids = [self._empty.pop() if self._empty else self._evict() for _ in range(count)]
         for block_id in block_ids:
@@ -206,7 +205,7 @@ class BlockPool:
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Count one holder less of each block, given in the order of the sequence. Those without a holder are free;
-        the last is evicted first, so that a prefix outlives what continues it."""
+        the last is evicted first, so that a prefix outlives its continuations."""
         for block_id in reversed(list(block_ids)):
             count = self.ref_counts[block_id] - 1
             assert count >= 0, f"block {block_id} was released twice"
@@ -219,10 +218,10 @@ class BlockPool:
                     self._clear(block_id)
 
     def find(self, tokens: NDArray[np.int32], salt: Salt = None) -> Hit:
-        """The longest prefix of ``tokens [num_tokens]`` int32 that all groups can give; holders do not change.
+        """The longest prefix of ``tokens [num_tokens]`` int32 that all groups have; holders do not change.
 
-        To use it: ``share`` the blocks at once; ``hold`` the host slots until the step that reads them was run, and
-        copy them into fresh blocks; ``share`` the partial blocks until the step that copies them was run. Pass all
+        To use it: ``share`` the blocks at once; ``hold`` the host slots until the step that reads them has run, and
+        copy them into fresh blocks; ``share`` the partial blocks until the step that copies them has run. Pass all
         known tokens but the last, whose logits must be computed.
         """
         if not self.enable_prefix_caching:
@@ -249,7 +248,7 @@ class BlockPool:
     def on_device(
         self, tokens: NDArray[np.int32], salt: Salt, first_pages: list[int], num_pages: int
     ) -> list[list[int | None]]:
-        """By group: the blocks that have the first ``num_pages`` full pages of ``tokens``, None where none has;
+        """By group: the blocks that have the first ``num_pages`` full pages of ``tokens``, or None for a missing one;
         ``NO_BLOCK`` before ``first_pages``."""
         found: list[list[int | None]] = []
         for group, first in enumerate(first_pages):
@@ -268,11 +267,11 @@ class BlockPool:
         *,
         is_final: bool = False,
     ) -> None:
-        """Make the pages that became full since the last call findable.
+        """Cache the pages that became full since the last call.
 
         ``blocks`` are a sequence's, by group, held by it from ``first_pages`` on, ``num_computed`` of its ``tokens``
-        lie in them, ``chain`` is the sequence's own. ``is_final`` says that it is about to release them: then the
-        partial last page is recorded, too. Constant time but for new full pages.
+        lie in them, ``chain`` is the sequence's own. ``is_final`` means that it is about to release them: then the
+        partial last page is recorded, too. Constant time except for new full pages.
         """
         last = num_computed // self.block_size
         rest = num_computed % self.block_size if is_final else 0
@@ -320,7 +319,7 @@ class BlockPool:
         chain.reset()
 
     def drop_prefixes(self) -> tuple[int, int]:
-        """Make every cached block that nobody holds empty, on the host, too. Returns how many were dropped on the
+        """Empty every cached free block, and those on the host. Returns how many were dropped on the
         device, and how many blocks are held."""
         num_dropped = len(self._idle)
         while self._idle:
@@ -336,7 +335,7 @@ class BlockPool:
         return num_dropped, self.num_blocks - len(self._empty)
 
     def check_invariants(self, holders: Iterable[Iterable[int]]) -> None:
-        """Assert that every block is held exactly as often as ``holders`` (one list of blocks a sequence) say, that
+        """Assert that every block is held exactly as often as ``holders`` (one list of blocks a sequence) have it, that
         the others are either empty or cached, and that index and blocks agree. For tests: O(num_blocks)."""
         expected = [0] * self.num_blocks
         for block_ids in holders:
@@ -377,7 +376,7 @@ class BlockPool:
             assert self._is_held(parent) or not self._is_held(node), f"block {block_id}'s parent is not held"
 
     def _num_findable(self, paths: list[list[CachedBlock]]) -> int:
-        """The most pages of these paths, one a group, that all groups can give."""
+        """The most pages of these paths, one a group, that all groups have."""
         return findable_pages(
             [[node.lies_somewhere for node in path] for path in paths], self.kinds, self.block_size
         )
@@ -398,7 +397,7 @@ class BlockPool:
         return partial, num_partial
 
     def _pin(self, nodes: list[CachedBlock], count: int) -> None:
-        """Keep nodes of groups that give pages up, which their sequence need not hold, or let them go."""
+        """Pin nodes of groups that give pages up, which their sequence need not hold, or unpin them."""
         for node, kind in zip(nodes, self.kinds):
             if not kind.is_whole:
                 node.num_pins += count
@@ -416,7 +415,7 @@ class BlockPool:
         elif self._is_held(node):
             node.copies.append(block_id)
             return node
-        else:  # the block that somebody holds takes over from the one that nobody does
+        else:  # the held block takes over from the free one
             self._idle.reuse(node)
             old, node.block_id = node.block_id, block_id
             self._nodes[old] = None
@@ -443,7 +442,7 @@ class BlockPool:
         return block_id
 
     def _clear(self, block_id: int) -> None:
-        """Make an unheld block empty; a copy of its content takes its place."""
+        """Make a free block empty; a copy of its content takes its place."""
         node = self._nodes[block_id]
         if node is not None:
             self._nodes[block_id] = None
@@ -459,7 +458,7 @@ class BlockPool:
 
 
 def by_page(blocks: Sequence[Sequence[T]], first_pages: Sequence[int]) -> list[T]:
-    """What stands in these lists, one a group, from each ``first_pages`` on, in the order of the pages."""
+    """The entries of these lists, one list a group, from each ``first_pages`` on, in page order."""
     if len(blocks) == 1:
         return list(blocks[0][first_pages[0] :])
     pages = range(min(first_pages, default=0), max(map(len, blocks), default=0))

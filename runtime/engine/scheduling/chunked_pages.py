@@ -1,4 +1,4 @@
-"""Pages in cache groups that do not keep all tokens: a running sequence gets them chunk by chunk, and gives them up."""
+"""Pages in cache groups that do not keep all tokens: allocated chunk by chunk, and released early."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ChunkedPages:
         self.shortest = self.groups[0] if self.groups else 0
 
     def grow(self, sequence: Sequence, count: int) -> int:
-        """Give a sequence the pages of its next ``count`` tokens, as far as there are blocks. Returns for how many
-        tokens it has them."""
+        """Give a sequence the pages of its next ``count`` tokens, as far as there are blocks. Returns the number of
+        tokens that have pages."""
         pool, shortest = self.pool, sequence.blocks[self.shortest]
         wanted = -(-(sequence.num_computed + count) // pool.block_size) - len(shortest)
         num_pages = max(0, min(wanted, pool.num_free // len(self.groups)))
@@ -34,8 +34,8 @@ class ChunkedPages:
         return min(count, len(shortest) * pool.block_size - sequence.num_computed)
 
     def give_up(self, sequence: Sequence) -> None:
-        """Release the pages that nothing needs after a sequence's committed tokens; what was drawn since may be taken
-        back. They can still be found."""
+        """Release the pages that are not needed after a sequence's committed tokens; later ones may be rejected.
+        They stay cached."""
         pool, before = self.pool, sequence.first_pages
         num_tokens, size = sequence.num_committed, pool.block_size
         after = [max(first, kind.first_page(num_tokens, size)) for first, kind in zip(before, pool.kinds)]
@@ -48,12 +48,12 @@ class ChunkedPages:
         sequence.first_pages = after
 
     def num_reserved(self, remaining: int) -> int:
-        """The blocks that the next chunks of a prompt need beside the first, while nothing is given up."""
+        """The blocks that the chunks of a prompt after the first need, while nothing is released."""
         size = self.pool.block_size
         return sum(-(-self.pool.kinds[group].reserved_tokens(remaining) // size) for group in self.groups)
 
     def blocks_of(self, running: Iterable[Sequence]) -> list[int]:
-        """All blocks that these sequences hold here."""
+        """All blocks that these sequences hold in these groups."""
         return [
             block_id
             for sequence in running

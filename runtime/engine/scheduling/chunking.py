@@ -1,8 +1,8 @@
-"""How many tokens of one prompt a step takes at most.
+"""The most tokens of one prompt in a step.
 
 Smaller chunks let the decodes of other sequences go on sooner, larger ones read the weights less often. Sarathi-Serve
-(Agrawal et al., 2024, and its scheduler's dynamic chunking) lets them shrink as a prompt proceeds: attention to a
-longer context makes the later chunks dearer, so equal times need smaller ones.
+(Agrawal et al., 2024, and its scheduler's dynamic chunking) shrinks them as a prompt proceeds: attention to a
+longer context makes later chunks more expensive, so equal times need smaller ones.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ CHUNK_MULTIPLE = 32
 
 
 class Chunking(Protocol):
-    """``most(num_computed)``: tokens of a prompt in one step when so many are computed."""
+    """``most(num_computed)`` is the most tokens of a prompt in one step after ``num_computed`` tokens."""
 
     def most(self, num_computed: int) -> int: ...
 
 
 class FixedChunks:
-    """The same at any place."""
+    """The same everywhere in a prompt."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -49,8 +49,8 @@ class StagedChunks:
 
 
 class EqualChunks:
-    """Chunks that take as long as the first ``size`` tokens of a prompt, by measured times, in multiples of 32: where
-    several steps are open, one behind the other in a model's stages."""
+    """Chunks that take as long as the first ``size`` tokens of a prompt, by measured times, in multiples of 32. For
+    several open steps, one after another in a model's stages."""
 
     def __init__(self, size: int, times: PromptTimes) -> None:
         self.size, self.times = size, times
@@ -69,8 +69,8 @@ def round_up(size: float) -> int:
 def chunking_of(
     config: SchedulingConfig, max_num_batched_tokens: int, depth: int, times: PromptTimes
 ) -> Chunking:
-    """The chunking that the configuration names; without one a step's budget is the only limit, or, where ``depth``
-    steps are open, all of them share it and take as long as each other."""
+    """The chunking that the configuration names. By default a step's budget is the only limit, or, with ``depth``
+    open steps, all of them share it and take equal times."""
     if config.prefill_chunk_stages is not None:
         return StagedChunks(*config.prefill_chunk_stages)
     if depth > 1 and config.prefill_chunk is None:
@@ -81,14 +81,14 @@ def chunking_of(
 
 @dataclass(frozen=True, slots=True)
 class PromptChunks:
-    """How prompts are cut into steps, if they may be."""
+    """Cuts prompts into steps, if they may be cut."""
 
     chunking: Chunking
     cuts_prompts: bool
 
     def size(self, step: Step, num_computed: int, remaining: int, pictures: Pictures | None) -> int:
-        """How many of a prompt's ``remaining`` tokens the step may compute. A prompt that may not be cut runs beyond
-        the budget if it is alone; a picture that may not be cut, beyond the chunk's size."""
+        """How many of a prompt's ``remaining`` tokens the step may compute. A prompt that may not be cut may exceed
+        the budget if it is alone; an image that may not be cut may exceed the chunk's size."""
         if self.cuts_prompts:
             most = min(remaining, step.budget)
             count = min(most, self.chunking.most(num_computed))

@@ -1,4 +1,4 @@
-"""Proposals for a sequence's next tokens (speculative decoding): a decode computes them, too, and draws behind each."""
+"""Draft tokens of a sequence (speculative decoding): a decode computes them, too, and samples after each."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from runtime.engine.scheduling.step import Chunk, Step
 
 
 def reserve_drafts(chunk: Chunk, drafts: list[int], step: Step, pool: BlockPool, num_running: int) -> None:
-    """Let a decode try its sequence's proposals, as far as the budget goes and blocks are free beside one page for each
+    """Let a decode verify its sequence's draft tokens, within the budget and the blocks left after one page for each
     of ``num_running`` sequences. Nothing else is planned for the sequence until the step is committed."""
     sequence = chunk.sequence
     if sequence.num_pending != 1:
-        return  # they stand behind another token
+        return  # they follow another token
     count = min(len(drafts), step.budget, sequence.max_tokens - sequence.num_output_tokens - 1)
     size, end = pool.block_size, chunk.start + 1
     room = min(map(len, sequence.blocks)) * size - end
@@ -33,8 +33,8 @@ def reserve_drafts(chunk: Chunk, drafts: list[int], step: Step, pool: BlockPool,
 
 
 def take_back(chunk: Chunk, num_accepted: int) -> int:
-    """Count what a chunk with proposals has computed for nobody as neither computed nor pending. Returns the end of
-    its tokens that are known."""
+    """Uncount the rejected tokens of a chunk with drafts, as neither computed nor pending. Returns the end of
+    its known tokens."""
     sequence = chunk.sequence
     sequence.num_pending -= chunk.num_draws - num_accepted
     if sequence.row is not None:

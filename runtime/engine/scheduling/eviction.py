@@ -1,9 +1,9 @@
-"""In which order cached blocks that nobody holds are given up.
+"""The order in which cached free blocks are evicted.
 
-The block pool tells a policy which blocks have lost their last holder and which are used again; the policy names the
-next victim. A sequence's blocks come in the order last to first, and whoever holds a block holds those before it, so
+The block pool reports to a policy which blocks have lost their last holder and which are reused; the policy picks the
+next victim. A sequence's blocks come last to first, and a sequence that holds a block holds those before it, so
 a block's parent is never older than the block and was reused at least as often. Both policies rely on that: they never
-give up a block before those that continue it. Blocks that fall behind a window come first to last, and go in that
+evict a block before its continuations. Blocks that leave an attention window come first to last, and go in that
 order: a prefix needs only its last ones. Every operation takes constant time.
 """
 
@@ -18,11 +18,11 @@ from runtime.engine.scheduling.prefix_cache import CachedBlock
 _GHOSTS_PER_BLOCK = 4  # evicted contents that are remembered, for each block of the pool
 _RESPITES = (0.0, 1.5, 2.5, 3.5, 4.5)  # in typical gaps, by times reused: how much longer than a new block one is kept
 _GAP_RATE = 0.002  # weight of one observation in the running mean of the gaps
-_LEAST_NEW_SHARE = 0.02  # of the pool: what reused blocks leave to those that were not, or old favourites could fill it
+_LEAST_NEW_SHARE = 0.02  # of the pool: left by reused blocks to those that were not, or old favourites could fill it
 
 
 class EvictionPolicy(Protocol):
-    """The cached blocks that nobody holds."""
+    """The cached free blocks."""
 
     def __len__(self) -> int: ...
 
@@ -32,18 +32,18 @@ class EvictionPolicy(Protocol):
         """``node`` has lost its last holder."""
 
     def reuse(self, node: CachedBlock) -> None:
-        """Take out a node that another sequence holds from now on."""
+        """Remove a node that another sequence holds from now on."""
 
     def discard(self, node: CachedBlock) -> None:
-        """Take out a node whose content is of no more use."""
+        """Remove a node whose content is no longer useful."""
 
     def pop(self) -> CachedBlock:
-        """Take out the next victim. There must be one."""
+        """Remove the next victim. There must be one."""
         ...
 
 
 class LeastRecentlyUsed:
-    """The block whose last holder left first."""
+    """Evicts the block whose last holder left first."""
 
     def __init__(self) -> None:
         self._nodes: OrderedDict[CachedBlock, None] = OrderedDict()
@@ -68,13 +68,13 @@ class LeastRecentlyUsed:
 
 
 class ReuseGap:
-    """Least recently used, but blocks that came back are given longer to come back again.
+    """Least recently used, but reused blocks are given longer to be reused again.
 
-    Most blocks are never asked for again; one that was is likely to be, the more often the likelier. How long that
+    Most blocks are never reused; one that was is likely to be reused again, the more often the likelier. How long that
     takes is learned: the running mean of the gaps between a block's last use and its next, in blocks evicted meanwhile.
     A reused block counts as younger by a small multiple of it. The digests of the latest victims are remembered, so a
     block that comes back too late is known as reused, and its gap counts, too (the ghosts of 2Q, Johnson and Shasha
-    1994, and ARC, Megiddo and Modha 2003). Where nothing comes back, or all at once, this is least recently used.
+    1994, and ARC, Megiddo and Modha 2003). If nothing comes back, or all at once, this is least recently used.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -99,7 +99,7 @@ class ReuseGap:
             self._count(node, last_used)
         parent = node.parent  # its own ghost may be gone, or hidden by one with the same digest
         if parent is not None and parent.times_reused < node.times_reused and parent not in self:
-            parent.times_reused = node.times_reused  # it is still held; behind a window it need not be
+            parent.times_reused = node.times_reused  # it is still held, unless it has left a window
         node.last_used = self._clock
         self._queues[node.times_reused][node] = None
 
@@ -119,7 +119,7 @@ class ReuseGap:
         return victim
 
     def _next_queue(self) -> OrderedDict[CachedBlock, None]:
-        """The queue whose head is due first; of equals, the least reused."""
+        """The queue whose head is due first; on a tie, the least reused."""
         gap = 0.0 if len(self._queues[0]) < self._least_new else self._gap
         best, earliest = self._queues[0], float("inf")
         for queue, respite in zip(self._queues, _RESPITES):

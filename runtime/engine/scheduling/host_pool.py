@@ -1,8 +1,8 @@
-"""Which slots of the host's memory hold what: swapped sequences, and prefixes evicted from the device.
+"""Allocates slots of the host's memory to swapped sequences and to prefixes evicted from the device.
 
 A slot is a number; its bytes (one block of all layers) lie in ``runtime.kv.transfer``'s host pages. A slot is free,
-taken by a swapped sequence, or holds an offloaded prefix block. Those go, least recently used first, when a slot is
-wanted, unless a step that reads them is under way (``hold``).
+taken by a swapped sequence, or holds an offloaded prefix block. Prefixes are dropped, least recently used first, for
+other uses, unless a running step reads them (``hold``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class HostPool:
         return len(self._prefixes) + len(self._held)
 
     def take(self, count: int) -> list[int] | None:
-        """``count`` slots for a sequence that is swapped out, or None when there are not so many."""
+        """``count`` slots for a sequence that is swapped out, or None if there are not so many."""
         if count > self.num_free:
             return None
         slots = [self._next() for _ in range(count)]
@@ -50,7 +50,7 @@ class HostPool:
             self._free.append(slot)
 
     def hold(self, slots: Iterable[int]) -> None:
-        """Keep prefix blocks in place until ``release``: a step that is being planned reads them. In a sequence's
+        """Keep prefix blocks in place until ``release``: a planned step reads them. In a sequence's
         order; they count as used, the first latest."""
         for slot in reversed(list(slots)):
             node, count = self._held.get(slot) or (self._prefixes.pop(slot), 0)
@@ -66,7 +66,7 @@ class HostPool:
                 self._prefixes[slot] = node
 
     def store(self, node: CachedBlock) -> int | None:
-        """A slot for a block that is leaving the device, to be filled by the caller. None: it is here already (and is
+        """A slot for a block that is leaving the device, to be filled by the caller. None if it is here already (and is
         now the latest used), or there is no room."""
         if node.host_slot is not None:
             if node.host_slot in self._prefixes:
@@ -111,4 +111,4 @@ class HostPool:
 
 
 def _ignore(node: CachedBlock) -> None:
-    """Nobody else knows the node."""
+    """The default callback: does nothing."""
