@@ -7,8 +7,7 @@
     decoder = IncrementalDecoder(tokenizer, prompt_ids=ids)
     text = decoder.push([9906]) + decoder.flush()
 
-Nothing here knows of models, engines or servers. `regex`, `jinja2`, numpy and numba are imported when they are
-first needed.
+The package does not depend on models, engines or servers. `regex`, `jinja2`, numpy and numba are imported on first use.
 """
 
 from tokenizer.errors import ChatTemplateError, TokenIdError, TokenizerError, TokenizerFileError

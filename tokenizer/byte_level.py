@@ -28,7 +28,7 @@ CHAR_TO_BYTE: dict[str, int] = {character: byte for byte, character in enumerate
 
 # Mapping through Latin-1 lets str.translate do the whole word in C.
 _TRANSLATION: dict[int, str] = dict(enumerate(BYTE_TO_CHAR))
-# Latin-1 characters outside the alphabet go where Latin-1 cannot follow.
+# Bytes of the alphabet beyond Latin-1 are mapped back through other Latin-1 characters.
 _BACK: dict[int, int] = {
     **dict.fromkeys(range(256), 0xFFFF),
     **{ord(character): byte for character, byte in CHAR_TO_BYTE.items()},
@@ -53,8 +53,7 @@ def from_byte_level(token: str) -> bytes:
 
 
 def encode_utf8(text: str) -> bytes:
-    """UTF-8, with U+FFFD for each lone surrogate: those reach us through JSON escapes and have no UTF-8
-    form."""
+    """UTF-8, with U+FFFD for each lone surrogate: JSON escapes can hold them, and they have no UTF-8 form."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError:

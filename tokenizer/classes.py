@@ -4,8 +4,8 @@ A folder names its class, or has the one of its model's type (`AutoTokenizer`). 
 merges: its own pre-tokenizer turns blanks into "▁" and puts one in front, unless the text begins with one; the
 normalizer of older files ("prepend, then replace") would make two of a leading blank. Classes that cut bytes put a
 blank in front of a text by `add_prefix_space` of tokenizer_config.json alone, and GPTNeoXTokenizer drops the
-post-processor. They are read so, since that is what a user of transformers gets. How such a class cuts words is
-taken from the file, which is what the model was trained with.
+post-processor. They are read like this to agree with transformers. The word splitting of such a class is taken from the
+file, which the model was trained with.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LLAMA, GPT2, QWEN2, GPT_NEOX = "LlamaTokenizer", "GPT2Tokenizer", "Qwen2Tokenize
 _COHERE, _QWEN3_5 = "CohereTokenizer", "Qwen3_5Tokenizer"
 _HAS_OWN_PREFIX = (GPT2, QWEN2, GPT_NEOX, _COHERE, _QWEN3_5)
 
-# Model types whose tokenizer.json transformers takes as it is, whatever class the folder names.
+# Model types whose tokenizer.json transformers takes as it is, for any class that the folder names.
 _TAKEN_AS_STORED = {
     "ernie4_5", "ernie4_5_moe", "flex_olmo", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v", "glm4v_moe",
     "gpt_bigcode", "granite", "granitemoe", "granitemoehybrid", "granitemoeshared", "internlm2", "internlm3", "jamba",
@@ -27,7 +27,7 @@ _TAKEN_AS_STORED = {
     "stablelm", "vipllava", "voxtral",
 }  # fmt: skip
 _FORCED = {"qwen2": QWEN2, "qwen3_5": _QWEN3_5, "qwen3_5_moe": _QWEN3_5, "qwen3_5_moe_text": _QWEN3_5}
-_OF_MODEL_TYPE = {  # where no class is named
+_OF_MODEL_TYPE = {  # if no class is named
     **dict.fromkeys(("codegen", "dbrx", "gpt2", "gpt_neo", "gptj", "jais2", "opt", "phi", "starcoder2"), GPT2),
     **dict.fromkeys(
         ("hunyuan_vl", "internvl", "ovis2", "qwen2_5_omni", "qwen2_5_vl", "qwen2_moe", "qwen2_vl", "qwen3", "qwen3_moe",
@@ -52,7 +52,7 @@ _NAMED: dict[str, dict[str, str]] = {
 
 
 def tokens_of_class(name: str) -> dict[str, str]:
-    """The special tokens that a class has where a folder does not name them."""
+    """The default special tokens of a class."""
     return _NAMED.get(name, {})
 
 
@@ -68,7 +68,7 @@ def class_of(config: Fields, model_config: Fields) -> str:
 
 
 def as_class_has_it(content: Fields, name: str, config: Fields) -> Fields:
-    """`tokenizer.json` as the class of this name has it. Raises `TokenizerFileError`."""
+    """`tokenizer.json` as changed by the class of this name. Raises `TokenizerFileError`."""
     if name == LLAMA and _has_own_words(content):
         return _rebuilt(content, config)
     if name not in _HAS_OWN_PREFIX or not _has_byte_level(content.get("pre_tokenizer")):
@@ -89,7 +89,7 @@ def _has_own_words(content: Fields) -> bool:
 
 
 def _rebuilt(content: Fields, config: Fields) -> Fields:
-    """`tokenizer.json` as the class has it. Raises `TokenizerFileError`."""
+    """`tokenizer.json` rebuilt by the class's rules. Raises `TokenizerFileError`."""
     has_prefix = config.get("add_prefix_space") is None or config.boolean("add_prefix_space")
     is_legacy = config.get("legacy") is not None and config.boolean("legacy")
     model = content.object("model")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tokenizer.components.added_tokens import AddedToken
 from tokenizer.loading import TokenizerFiles
 
-# Ends of a turn by their text: files name one of them at most.
+# Ends of a turn by their text: files name at most one of them.
 _TURN_ENDS = {
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>",
     "<|end_of_text|>", "<end_of_utterance>", "<｜end▁of▁sentence｜>", "<EOT>", "[EOT]", "[EOS]", "<eos>", "</s>",
@@ -25,16 +25,16 @@ class EndTokens:
 
 
 def known_ends(named: Mapping[int, str], special: Mapping[int, str]) -> tuple[int, ...]:
-    """The ids that end an answer: those that files name for it, then special ones that are known to. Both are given by
-    id, with the token's text."""
+    """The ids that end an answer: those that the files name, then special ones known to. Both are mappings from id to
+    the token's text."""
     ids = {**named, **{i: text for i, text in special.items() if text in _TURN_ENDS}}
-    if {"<|return|>", "<|call|>", "<|end|>"} <= set(ids.values()):  # harmony's, in which the last ends a message alone
+    if {"<|return|>", "<|call|>", "<|end|>"} <= set(ids.values()):  # harmony's, where the last ends only a message
         ids = {i: text for i, text in ids.items() if text != "<|end|>"}
     return tuple(ids)
 
 
 def end_tokens(files: TokenizerFiles) -> EndTokens:
-    """Those of a folder's files. Raises `TokenizerFileError`."""
+    """The end tokens of a folder's files. Raises `TokenizerFileError`."""
     model = files.tokenizer.optional_object("model")
     vocab = model.optional_object("vocab") if model is not None else None
     special: dict[int, str] = {}

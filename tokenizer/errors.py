@@ -10,7 +10,7 @@ from __future__ import annotations
 
 
 class TokenizerError(ValueError):
-    """The base of every error that this package raises on purpose."""
+    """The base of this package's errors."""
 
 
 class TokenizerFileError(TokenizerError):

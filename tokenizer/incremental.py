@@ -16,14 +16,12 @@ if TYPE_CHECKING:
 class IncrementalDecoder:
     """Decodes one continuation, piece by piece.
 
-    However the ids are cut into pushes, the texts of all pushes and of `flush`, put together, are the text
-    that
-    `Tokenizer.decode` gives for all ids at once; each id costs O(1) amortised. With `prompt_ids` it is what
-    the ids add to the decoded prompt: the leading space that SentencePiece tokenizers strip at the beginning
-    of a text stays. Bytes that cannot begin or end a character become U+FFFD, incomplete characters wait;
-    tokenizers with byte fallback hold a run of byte tokens until it ends, since one bad byte spoils the run.
-    A character that the prompt began and the continuation completes comes out whole. The special tokens `kept_ids`
-    are never skipped.
+    The concatenated texts of all pushes and of `flush` are the text that `Tokenizer.decode` gives for all ids at once;
+    each id costs O(1) amortised. With `prompt_ids` it is what the ids add to the decoded prompt: the leading space that
+    SentencePiece tokenizers strip at the beginning of a text stays. Bytes that cannot begin or end a character become
+    U+FFFD, incomplete characters wait; tokenizers with byte fallback hold a run of byte tokens until it ends, since one
+    bad byte spoils the run. A character that the prompt began and the continuation completes comes out whole. The
+    special tokens `kept_ids` are never skipped.
 
     Ids outside the vocabulary add nothing (a model's embedding may be padded beyond it), as in the
     `tokenizers` library.
@@ -53,7 +51,7 @@ class IncrementalDecoder:
                 self._prompt_length = len(tokenizer.decode_but(prompt, self._skipped))
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text that is certain now that `ids` have come.
+        """The text that is certain after these ids.
 
         Raises `TokenIdError` for an id that is negative or not below 2**32, and `TokenizerError` after
         `flush`.
@@ -73,7 +71,7 @@ class IncrementalDecoder:
         return _text(events)
 
     def flush(self) -> str:
-        """The rest of the text: the ids have ended."""
+        """Ends the stream and returns the rest of the text."""
         if self._is_finished:
             return ""
         self._is_finished = True

@@ -23,9 +23,8 @@ def shown(value: object) -> str:
 class Fields:
     """One JSON object of a tokenizer file, with the path that leads to it.
 
-    The readers (`string`, `boolean`, ...) raise `TokenizerFileError` when a value has the wrong type. A
-    reader without
-    `default` demands the field.
+    The readers (`string`, `boolean`, ...) raise `TokenizerFileError` for a value of the wrong type. Without `default`
+    the field is required.
     """
 
     def __init__(self, values: Mapping[str, Any], file: str, path: str = "") -> None:
@@ -70,7 +69,7 @@ class Fields:
         self.fail(name, f"expected {expected}, found {shown(self.values[name])}")
 
     def known(self, names: Iterable[str]) -> None:
-        """Refuse every field that is not one of `names`: what is not known cannot be honoured."""
+        """Refuses every field that is not one of `names`."""
         for name in self.values.keys() - set(names):
             self.fail(name, f"is not supported (value {shown(self.values[name])})")
 

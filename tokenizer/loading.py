@@ -3,7 +3,7 @@
 `tokenizer.json` is read first; without it, `vocab.json` and `merges.txt` in GPT-2's form, or `tokenizer.model`.
 `tokenizer_config.json`,
 `special_tokens_map.json`, `added_tokens.json`, `chat_template.jinja`, `chat_template.json` and the template of
-`processor_config.json` are read where they are.
+`processor_config.json` are read if they exist.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 
 @dataclass(slots=True)
 class TokenizerFiles:
-    """What the files of a folder say."""
+    """The contents of a folder's files."""
 
     tokenizer: Fields
     """The content of tokenizer.json, or the same made of vocab.json and merges.txt."""
@@ -65,7 +65,7 @@ def read_folder(folder: Path) -> TokenizerFiles:
     has_json = (folder / "tokenizer.json").is_file()
     if has_json:
         files = TokenizerFiles(as_class_has_it(Fields.read(folder / "tokenizer.json"), name, config))
-    else:  # tokenizer.json says itself what is added to a text
+    else:  # tokenizer.json itself has the tokens added to a text
         is_sentencepiece = (folder / PIECES_FILE).is_file() and not (folder / "vocab.json").is_file()
         if is_sentencepiece:
             files = _read_sentencepiece(folder, config, name)
@@ -128,7 +128,7 @@ def _read_vocabulary(folder: Path, config: Fields, kind: str) -> Fields:
 
 
 def _read_sentencepiece(folder: Path, config: Fields, name: str) -> TokenizerFiles:
-    """Of a `tokenizer.model` alone. Tokens that tokenizer_config.json lists take the places of those of their ids."""
+    """The content of a `tokenizer.model` alone. Tokens that tokenizer_config.json lists replace those of their ids."""
     pieces = read_pieces(folder / PIECES_FILE)
     listed = config.get("added_tokens_decoder")
     for key, entry in listed.items() if isinstance(listed, dict) else ():
@@ -160,7 +160,7 @@ def _read_special_tokens(folder: Path, config: Fields, files: TokenizerFiles, of
                 decoder.fail(key, "is not a token id")
             files.config_tokens.append((int(key), AddedToken.read(decoder.object(key))))
         files.config_tokens.sort(key=lambda entry: entry[0])
-    else:  # the older files count only where the newer one does not list the tokens
+    else:  # the older files count only if the newer one does not list the tokens
         sources.insert(0, _read_optional(folder / "special_tokens_map.json"))
     for source in sources:
         for name in NAMED_TOKENS:
@@ -201,8 +201,8 @@ def _read_token(source: Fields, name: str, value: object) -> AddedToken:
 
 
 def _read_chat_templates(folder: Path, config: Fields, files: TokenizerFiles) -> None:
-    """A template that cannot be read is a warning; in its place stands one that refuses every chat, with the reason. A
-    file's default template stands for all of tokenizer_config.json's, as in transformers, which writes no others beside
+    """A template that cannot be read is a warning, and is replaced by one that refuses every chat with the reason. A
+    file's default template replaces all of tokenizer_config.json's, as in transformers, which writes no others beside
     it."""
 
     def read(name: str, text: Callable[[], str]) -> None:
@@ -232,7 +232,7 @@ def _read_chat_templates(folder: Path, config: Fields, files: TokenizerFiles) ->
     for name, path in paths.items():
         if path.is_file():
             read(name, partial(_read_text, path))
-    processor = _read_optional(folder / "processor_config.json")  # which counts before all, as in transformers
+    processor = _read_optional(folder / "processor_config.json")  # takes precedence over all, as in transformers
     if isinstance(processor.get("chat_template"), str):
         read("default", partial(processor.string, "chat_template"))
     if files.chat_templates and "default" not in files.chat_templates:

@@ -1,8 +1,8 @@
 """SentencePiece's models of the BPE kind (Kudo and Richardson 2018, https://arxiv.org/abs/1808.06226) in the form of
 `tokenizer.json`: from `tokenizer.model`, a protobuf (`sentencepiece_model.proto`), or from GGUF's copy of its lists.
 
-A token's type says what it is: control tokens are special, user-defined ones are found in a text first, bytes stand for
-what no other token covers. Scores become merges, as transformers makes them.
+By a token's type, control tokens are special, user-defined ones are found in a text first, and bytes encode text that
+no other token covers. Scores become merges, as transformers makes them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tokenizer.errors import TokenizerFileError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 _SPACE = "▁"
-_KINDS = {1: "Unigram", 3: "words", 4: "characters"}  # which are no BPE
+_KINDS = {1: "Unigram", 3: "words", 4: "characters"}  # not BPE
 _SPECIAL_IDS = {"unk_token": (40, 0), "bos_token": (41, 1), "eos_token": (42, 2), "pad_token": (43, -1)}
 
 
@@ -32,13 +32,13 @@ class Pieces:
     has_prefix: bool
 
     def replace(self, i: int, token: str) -> None:
-        """Another token has this id: a fine-tune puts its own in the places of unused ones."""
+        """Replaces the token of an id: a fine-tune replaces unused ones."""
         if 0 <= i < len(self.tokens) and self.tokens[i] != token:
             self.tokens[i], self.types[i] = token, UNUSED
 
 
 def read_pieces(file: Path) -> Pieces:
-    """Raises `TokenizerFileError` for a file that is no SentencePiece model, or one of another kind than BPE."""
+    """Reads the vocabulary. Raises `TokenizerFileError` for a file that is not a SentencePiece model of kind BPE."""
 
     def refuse(problem: str) -> TokenizerFileError:
         return TokenizerFileError(file.name, "", problem)
@@ -72,7 +72,7 @@ def read_pieces(file: Path) -> Pieces:
 def content_of(
     tokens: Sequence[str], scores: Sequence[float], types: Sequence[int], *, unknown: int | None, has_prefix: bool
 ) -> dict[str, Any]:
-    """The steps and the model of a `tokenizer.json`, without its added tokens."""
+    """The normalizer, model and decoder of a `tokenizer.json`, without its added tokens."""
     prefix, strip = [], []
     if has_prefix:
         prefix = [{"type": "Prepend", "prepend": _SPACE}]
@@ -106,11 +106,11 @@ def added_tokens(
 
 
 def _merges_by_score(tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]) -> list[list[str]]:
-    """Every way to put a normal token together of two others, the highest score first.
+    """Every split of a normal token into two others, the highest score first.
 
-    As transformers' `generate_merges`: ways of one score by the lengths of the parts, then by the token's id, then
-    by the parts' ids. Where llama.cpp's converter had a tokenizer.json alone it gives every token the same score;
-    then the lowest id comes first, as the scores of a SentencePiece model fall from id to id.
+    As transformers' `generate_merges`: equal scores are sorted by the lengths of the parts, then by the token's id,
+    then by the parts' ids. llama.cpp's converter gives every token the same score if it had only a tokenizer.json; then
+    the lowest id comes first, as a SentencePiece model's scores fall from id to id.
     """
     normal = {token: i for i, token in enumerate(tokens) if types[i] == NORMAL}
     if len({scores[i] for i in normal.values()}) == 1:

@@ -1,8 +1,8 @@
 """The tokenizer: text to token ids and back.
 
-A text goes through five stations, each in a file of its own: added tokens are cut out (`added_tokens`), what
-is left is normalized (`normalizers`), cut into words (`pre_tokenizers`), each word is encoded (`bpe`), and
-special ids are put around the result (`post_processors`). `decoders` leads back.
+A text goes through five steps, each in a file of its own: added tokens are cut out (`added_tokens`), the rest is
+normalized (`normalizers`) and cut into words (`pre_tokenizers`), each word is encoded (`bpe`), and special ids are put
+around the result (`post_processors`). `decoders` is the way back.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ class Tokenizer:
     """
 
     def __init__(self, files: TokenizerFiles) -> None:
-        """Build from what `loading.read_folder` read. Raises `TokenizerFileError` for what is not
-        supported."""
+        """Builds from `loading.read_folder`'s result. Raises `TokenizerFileError` for an unsupported feature."""
         fields = files.tokenizer
         _check_top_level(fields)
         self._model = BpeModel(fields.object("model"), passes_over_merges=files.passes_over_merges)
@@ -56,7 +55,7 @@ class Tokenizer:
         self._post_processor = build_post_processor(fields.optional_object("post_processor"))
         self.decoder = build_decoder(fields.optional_object("decoder"))
         empty = [name for name, template in files.chat_templates.items() if not template.strip()]
-        if empty:  # it would write nothing of a conversation
+        if empty:  # it would write none of a conversation
             warn_once(f"{files.tokenizer.file}: the chat template {empty[0]!r} is empty, and counts as none")
         kept = {name: template for name, template in files.chat_templates.items() if name not in empty}
         self.chat_templates: Mapping[str, str] = kept
@@ -92,7 +91,7 @@ class Tokenizer:
 
     @classmethod
     def from_files(cls, files: TokenizerFiles) -> Tokenizer:
-        """Build from what a folder, or another source, says. Raises `TokenizerFileError`."""
+        """Builds from the files of a folder or another source. Raises `TokenizerFileError`."""
         try:
             return cls(files)
         except RecursionError as error:
@@ -122,7 +121,7 @@ class Tokenizer:
 
     @property
     def unk_token_id(self) -> int | None:
-        """The id that stands for what the vocabulary lacks, or None."""
+        """The id of unknown text, or None."""
         return self._named_id("unk_token")
 
     @property
@@ -156,7 +155,7 @@ class Tokenizer:
     ) -> list[int]:
         """The ids of `text`.
 
-        With `split_special_tokens` (None: as tokenizer_config.json says, usually false) the text of a special token
+        With `split_special_tokens` (by default tokenizer_config.json's, usually false) the text of a special token
         ("<|im_end|>" typed by a user) is ordinary text; added tokens that are not special ("<think>") are still found,
         as in transformers. Lone surrogates are encoded as U+FFFD.
         """
@@ -164,7 +163,7 @@ class Tokenizer:
         return self._post_processor.process(self._encode(text, is_split), add_special_tokens)
 
     def encode_ordinary(self, text: str) -> list[int]:
-        """The ids of `text`, in which no added token is found, special or not, and to which none is added."""
+        """The ids of `text` without any added token, special or not, found in it or put around it."""
         ids: list[int] = []
         self._encode_piece(_valid(text), True, ids)
         return ids
@@ -216,14 +215,14 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """The text of `ids`. Bytes that are not UTF-8 become U+FFFD.
 
-        Ids that the vocabulary does not hold add nothing, as in the `tokenizers` library: a model's
+        Ids outside the vocabulary add nothing, as in the `tokenizers` library: a model's
         embedding may be padded beyond the vocabulary. Raises `TokenIdError` for ids that no vocabulary can
         hold.
         """
         return self.decode_but(ids, self._special_ids if skip_special_tokens else frozenset())
 
     def decode_but(self, ids: Iterable[int], skipped: frozenset[int]) -> str:
-        """The text of `ids` without those that are `skipped`."""
+        """The text of `ids` without the `skipped` ones."""
         if self.decoder.is_byte_level:
             return self.bytes_of(ids, skipped).decode("utf-8", "replace")
         events: list[str | None] = []
@@ -241,7 +240,7 @@ class Tokenizer:
         return b"".join([table[token_id] for token_id in ids if token_id not in skipped])
 
     def tokens_of(self, ids: Iterable[int], skipped: frozenset[int]) -> Iterator[str]:
-        """The strings of the ids that the vocabulary holds and that are not `skipped`."""
+        """The strings of the ids in the vocabulary that are not `skipped`."""
         for token_id in ids:
             token = self._tokens.get(_checked(token_id))
             if token is not None and token_id not in skipped:
@@ -255,7 +254,7 @@ class Tokenizer:
         return bool(self.chat_templates)
 
     def chat_template(self, name: str | None = None, has_tools: bool = False) -> str:
-        """The template of that name; without a name the one for tools where there is one, or the default.
+        """The template of that name; without a name the one for tools if there is one, or the default.
 
         Raises `ChatTemplateError` when there is none.
         """
@@ -267,7 +266,7 @@ class Tokenizer:
         return self.chat_templates[name]
 
     def template_forms(self, chat_template: str | None = None, *, has_tools: bool = False) -> TemplateForms:
-        """In which form the template takes content and calls; found by rendering, once. Raises `ChatTemplateError`."""
+        """The template's forms of content and calls, found by rendering, once. Raises `ChatTemplateError`."""
         if chat_template is None or chat_template in self.chat_templates:
             chat_template = self.chat_template(chat_template, has_tools=has_tools)
         return forms_of(chat_template, tuple(self._named_tokens.items()), has_tools)
@@ -316,9 +315,9 @@ class Tokenizer:
         """Render a conversation, and encode it unless `tokenize` is false.
 
         `chat_template` is a template, or the name of one of the folder's. `template_kwargs` are names that
-        the template may read ("enable_thinking", "documents", ...); "now", a datetime, stands for the
-        current time. `replaced` are texts of the rendered conversation, and what comes in their places; they stay in
-        what users write as text. The template writes its special tokens itself, so none are added.
+        the template may read ("enable_thinking", "documents", ...); "now", a datetime, replaces the current time.
+        `replaced` maps texts of the rendered conversation to their replacements; in users' strings they stay as they
+        are. The template writes its special tokens itself, so none are added.
 
         Raises `ChatTemplateError`.
         """
@@ -353,7 +352,7 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def _content_marks(self, template: str) -> ContentMarks:
-        """Marks for special tokens, and for others with which the template parts messages."""
+        """Marks for special tokens, and for others that separate messages in the template."""
         if (found := self._marks.get(template)) is None:
             tokens = {*self._special_texts, *self._turn_tokens(template)}
             found = self._marks[template] = ContentMarks({token: self._added_ids[token] for token in tokens}, template)
@@ -391,7 +390,7 @@ class Tokenizer:
         return text if turns == strict_turns else strict_text, mark
 
     def _encode_marked(self, text: str, mark: str) -> list[int]:
-        """The ids of a text without its marks, where no added token is found that holds one."""
+        """The ids of a text without its marks; added tokens that hold a mark are not found."""
         if without(text, mark) == text:
             return self.encode(text, add_special_tokens=False)
         ids: list[int] = []
@@ -417,10 +416,10 @@ class Tokenizer:
                 continue
             place = self._model.vocab.get(token.content, self._next_id())
             if token.content in self._model.vocab or place < files.num_embeddings:
-                self._add_token(token, place, fields)  # else it stays a mere name: the model knows no such id
+                self._add_token(token, place, fields)  # otherwise it stays a mere name: the model has no such id
 
     def _next_id(self) -> int:
-        """The id of a token that is added after all."""
+        """The id of a token that is added after the vocabulary."""
         return max(len(self._model.vocab), max(self._id_to_added, default=-1) + 1)
 
     def _add_token(self, token: AddedToken, declared_id: int, source: Fields) -> None:
@@ -429,7 +428,7 @@ class Tokenizer:
         known_id = self.token_to_id(token.content)
         if known_id is None:
             known_id = self._next_id()
-        if known_id != declared_id:  # the library warns of it, too, and goes by the vocabulary
+        if known_id != declared_id:  # the library also warns, and uses the vocabulary's
             warn_once(
                 f"{source.file}: added_tokens: {shown(token.content)} is declared with id {declared_id}, but has id"
                 f" {known_id} by the vocabulary and its place; {known_id} is taken"
@@ -438,7 +437,7 @@ class Tokenizer:
         self._added_ids[token.content] = known_id
 
     def _set_added_bos_eos(self, files: TokenizerFiles) -> None:
-        """BOS and EOS that files without a post-processor ask for."""
+        """Adds BOS and EOS for files without a post-processor."""
         if files.add_bos_token or files.add_eos_token:
             bos = [self.bos_token_id] if files.add_bos_token else []
             eos = [self.eos_token_id] if files.add_eos_token else []
@@ -465,7 +464,7 @@ class Tokenizer:
         self._bytes = _TokenBytes(self)
 
     def _build_byte_encoder(self) -> ByteEncoder | None:
-        """The compiled encoder, where words and model are such that it can serve."""
+        """The compiled encoder, if it supports the words and the model; else None."""
         self._adds_prefix_space = self._finds_added_tokens = False
         found = word_pattern(self._steps)
         if found is None or not self._model.is_byte_level:

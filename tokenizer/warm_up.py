@@ -1,4 +1,4 @@
-"""What a process may do before it needs its tokenizer: compiled loops are read from disk, or compiled."""
+"""Warm-up of a tokenizer's process: compiled loops are read from disk, or compiled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tokenizer.tokenizer import Tokenizer
 
 
 def is_compiled() -> bool:
-    """Whether a process before has compiled the loops, so that `warm_up` takes no compiler."""
+    """Whether an earlier process has compiled the loops, so that `warm_up` runs no compiler."""
     from numba_kernels.cache import cache_folder
 
     return any(cache_folder(Path(__file__).parent / "bpe" / "encode_kernel.py").iterdir())
@@ -36,9 +36,9 @@ LOOPS = (_byte_level, _merges)
 
 
 def warm_up() -> None:
-    """Run each compiled loop once: half a second, and some seconds where no compiled code is on disk yet.
+    """Runs each compiled loop once: half a second, or some seconds without compiled code on disk.
 
-    A thread may do it while the process waits for something else.
+    It may run in a thread.
     """
     for run in LOOPS:
         run()

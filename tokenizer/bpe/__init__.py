@@ -1,1 +1,1 @@
-"""Byte pair encoding: the model of a tokenizer.json, its merge table, and the compiled loops that encode."""
+"""Byte pair encoding: the model of a tokenizer.json, its merge table, and the compiled loops."""

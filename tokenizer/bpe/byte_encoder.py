@@ -1,8 +1,8 @@
 """The compiled encoder of byte-level tokenizers: text in, ids out, added tokens and all.
 
 It serves a tokenizer whose words are those of one pattern that `automaton` can express and whose model is plain
-byte-level BPE. What a call changes (the words already encoded, scratch) is a workspace that it takes from a stack and
-puts back, so that threads never share one, and the interpreter's lock is free while text is encoded.
+byte-level BPE. The state that a call changes (words already encoded, scratch) is a workspace taken from a stack and put
+back, so that threads never share one and the GIL is released while text is encoded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _PADDING = b"\0" * 8  # `kernel_support.PADDING`
 _NUM_SLOTS = 1 << 15
 _POOL_CHUNKS = 1 << 16  # of 8 bytes
-_MOST_IDS = 1 << 15  # that one call of the kernel writes: the interpreter's lock is held while they become a list
+_MOST_IDS = 1 << 15  # written by one call of the kernel: the GIL is held while they become a list
 
 
 class ByteEncoder:
@@ -36,7 +36,7 @@ class ByteEncoder:
     ) -> None:
         """The tables.
 
-        symbol_of_letter  the symbols of the byte-level alphabet, as far as the vocabulary has them
+        symbol_of_letter  the symbols of the byte-level alphabet's letters in the vocabulary
         added             (string to seek, id, whether it is special) of the added tokens, all different
         """
         import numpy as np
@@ -75,7 +75,7 @@ class ByteEncoder:
     def encode(self, text: str, seeks_added: bool, skips_special: bool) -> list[int]:
         """The ids of `text`, which holds no lone surrogates.
 
-        `seeks_added`: added tokens are found; `skips_special`: but those that are special are ordinary text.
+        `seeks_added`: added tokens are found; `skips_special`: special ones among them are ordinary text.
         """
         data = text.encode()
         padded = self._frombuffer(data + _PADDING, self._uint8)
@@ -89,7 +89,7 @@ class ByteEncoder:
 
 
 class _Workspace:
-    """What one call at a time changes: the words already encoded and their ids, scratch and room for the result."""
+    """The state of one call: the words already encoded and their ids, scratch and room for the result."""
 
     def __init__(self) -> None:
         import numpy as np
@@ -113,7 +113,7 @@ class _Workspace:
     def encode(
         self, text: np.ndarray, end: int, seeks_added: bool, skips_special: bool, tables: np.ndarray
     ) -> list[int]:
-        """The ids of `text[:end]`; `end` has padding behind it."""
+        """The ids of `text[:end]`; `end` is followed by padding."""
         fields, encode = self._fields, self._kernel
         fields[self._position] = 0
         fields[self._stop] = -1

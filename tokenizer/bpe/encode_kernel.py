@@ -1,9 +1,9 @@
-"""Byte-level encoding, compiled: UTF-8 in, token ids out, in one pass without the interpreter's lock.
+"""Byte-level encoding, compiled: UTF-8 in, token ids out, in one pass without the GIL.
 
-Each turn of the loop finds where the next word ends (`automaton`), looks for the word among those already encoded, and
-only where it is new merges its bytes (`merge_kernel`). Added tokens are found on the way by a trie.
+Each iteration finds the end of the next word (`automaton`), looks the word up among those already encoded, and merges
+its bytes if it is new (`merge_kernel`). A trie finds added tokens on the way.
 
-Two blocks of int64 hold addresses and numbers. The tables, which nobody changes:
+Two blocks of int64 hold addresses and numbers. The tables, which are read-only:
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ ROOM = 6  # symbols that scratch is for
 OUT = 7  # uint32: the ids
 OUT_ROOM = 8
 POSITION = 9  # the next byte to encode
-STOP = 10  # where the ordinary text in front of the next added token ends; -1: not looked for yet
-AFTER = 11  # where that token ends
+STOP = 10  # end of the ordinary text before the next added token; -1: not searched yet
+AFTER = 11  # end of that token
 ADDED = 12  # its number; -1: the text ends first
 NUM_FIELDS = 13
 
-_LONGEST_KEPT = 248  # bytes of the longest word that is remembered
+_LONGEST_KEPT = 248  # bytes of the longest word that is cached
 _PROBES = 4  # slots in which a word may stand
 _EIGHT, _SIXTEEN, _LOW_BYTE = np.uint64(8), np.uint64(16), np.uint64(0xFF)
 
@@ -71,7 +71,7 @@ def _character(text, position):
 
 @njit
 def word_end(text, start, stop, classes, transitions, width):
-    """Where the word that begins at `start` ends, at `stop` at the latest."""
+    """The end of the word that begins at `start`, at most `stop`."""
     state = width
     position = start
     end = start
@@ -94,7 +94,7 @@ def word_end(text, start, stop, classes, transitions, width):
 
 @njit
 def _next_added(text, position, end, tables, skips_special):
-    """The next added token, leftmost, then longest: where it begins and ends, and its number."""
+    """The next added token, leftmost, then longest: its beginning, its end and its number."""
     nodes, roots, is_special = i32_at(tables[NODES]), i32_at(tables[ROOTS]), u8_at(tables[ADDED_SPECIAL])
     while position < end:
         node = np.int64(roots[text[position]])
@@ -118,7 +118,7 @@ def _next_added(text, position, end, tables, skips_special):
 
 @njit
 def _find_word(text, start, size, work):
-    """A word among those that are known: its entry (0: unknown), its hash, and the slot to keep it in."""
+    """Looks a word up in the cache: its entry (0 if it is not cached), its hash, and the slot for it."""
     slots, pool, mask = u64_at(work[SLOTS]), u64_at(work[POOL]), work[SLOT_MASK]
     key = hash_bytes(text, start, start + size)
     slot = np.int64(key & np.uint64(mask))
@@ -136,12 +136,12 @@ def _find_word(text, start, size, work):
             if place >= size:
                 return entry, key, slot
         slot = (slot + 1) & mask
-    return ZERO, key, first  # which another word has to leave
+    return ZERO, key, first  # evicts another word
 
 
 @njit
 def _keep_word(text, start, size, ids, num_ids, key, slot, work):
-    """Remember the ids of a word; when the pool is full, all others are forgotten."""
+    """Caches the ids of a word; when the pool is full, the cache is cleared."""
     slots, pool = u64_at(work[SLOTS]), u64_at(work[POOL])
     chunk = work[POOL_USED]
     if chunk + (size + 7) // 8 + (num_ids + 1) // 2 > work[POOL_CHUNKS]:
@@ -161,7 +161,7 @@ def _keep_word(text, start, size, ids, num_ids, key, slot, work):
 
 @njit
 def _encode_word(text, start, end, ids, tables, scratch, room):
-    """Encode a word that is not known, into `ids`; how many."""
+    """Encodes a word that is not cached into `ids`; returns their number."""
     symbols = symbols_at(scratch, room)
     id_of = u32_at(tables[IDS])
     if tables[IGNORES_MERGES]:
@@ -192,13 +192,13 @@ def _encode_word(text, start, end, ids, tables, scratch, room):
 
 @njit
 def encode(text_array, end, seeks_added, skips_special, table_array, work_array):
-    """Encode from `work[POSITION]` on until `end` is reached or `OUT` is full; how many ids were written.
+    """Encode from `work[POSITION]` on until `end` is reached or `OUT` is full; returns the number of ids written.
 
     text_array     [end + PADDING] uint8: valid UTF-8
     seeks_added    whether added tokens are looked for
     skips_special  whether special ones among them are ordinary text
 
-    At the end `work[STOP]` is -1. Where nothing was written before that, a word is longer than `OUT` and `SCRATCH`.
+    At the end `work[STOP]` is -1. If nothing was written before that, a word is longer than `OUT` and `SCRATCH`.
     """
     text, tables, work = u8_at(text_array.ctypes.data), i64_at(table_array.ctypes.data), i64_at(work_array.ctypes.data)
     classes, transitions, width = u8_at(tables[CLASSES]), i32_at(tables[TRANSITIONS]), tables[WIDTH]

@@ -1,7 +1,7 @@
 """Compiled loops over a whole vocabulary: the tables of tokens and of merges, made when a tokenizer is loaded.
 
-A symbol is a token's place in the vocabulary's order. Strings come joined, each ended by the byte 0xFF, which UTF-8
-does not have. The tables:
+A symbol is a token's place in the vocabulary's order. Strings are joined, each ended by the byte 0xFF, which never
+occurs in UTF-8. The tables:
 
     tokens   uint8: the tokens' strings
     starts   [num_tokens + 1] int64: where each begins
@@ -25,7 +25,7 @@ _RANK_SHIFT = np.uint64(32)
 
 @njit
 def string_end(text, position):
-    """Where the string that begins at `position` ends."""
+    """The end of the string that begins at `position`."""
     while text[position] != END:
         position += 1
     return position
@@ -47,7 +47,7 @@ def find_token(text, start, end, tokens, starts, slots, mask):
 
 @njit
 def index_tokens(tokens_address, num_tokens, starts_address, slots_address, mask):
-    """Fill `starts`, and `slots`, which is -1 throughout."""
+    """Fills `starts` and `slots`; `slots` is -1 throughout before."""
     tokens, starts, slots = u8_at(tokens_address), i64_at(starts_address), i32_at(slots_address)
     position = np.int64(0)
     for symbol in range(num_tokens):
@@ -66,7 +66,7 @@ def index_merges(
     merges_address, num_merges, middle, prefix_size,
     tokens_address, starts_address, slots_address, mask, pairs_address, shift, joined_address,
 ):  # fmt: skip
-    """Fill `pairs`, which is NOTHING throughout.
+    """Fills `pairs`, which is NOTHING throughout before.
 
     merges       strings: left, the byte `middle` and right of each merge
     prefix_size  bytes of the right one that its merged token lacks

@@ -1,7 +1,7 @@
-"""What the compiled loops share: eight bytes at once, hashes.
+"""Helpers of the compiled loops: eight bytes at once, hashes.
 
-Texts and tables come in as addresses (`numba_kernels.pointers`). Hashes are unsigned; numba would make a float of a
-signed and an unsigned number together.
+Texts and tables are passed as addresses (`numba_kernels.pointers`). Hashes are unsigned: numba makes a float of a
+signed and an unsigned number.
 """
 
 from __future__ import annotations
@@ -78,5 +78,5 @@ def pair_key(left, right):
 
 @njit
 def pair_slot(key, shift):
-    """Where to look for a pair in a table of 2**(64 - shift) entries."""
+    """The first slot of a pair in a table of 2**(64 - shift) entries."""
     return np.int64((key * _MULTIPLIER) >> np.uint64(shift))

@@ -26,7 +26,7 @@ _HIGH = ~_LOW
 
 @njit
 def symbols_at(scratch, room):
-    """Where the symbols stand in scratch for `room` symbols."""
+    """The address of the symbols in scratch for `room` symbols."""
     return i32_at(scratch + 16 * room)
 
 
@@ -92,7 +92,7 @@ def _sift_down(heap, size, place):
 
 @njit
 def _queue(heap, size, left, right, place, symbols, pairs, shift):
-    """Put the pair of symbols at `left` and `right` into the heap, if it is one; the heap's new size."""
+    """Pushes the pair of symbols at `left` and `right` onto the heap, if it is a merge; returns the heap's size."""
     found = _find_pair(symbols[left], symbols[right], pairs, shift)
     if found == NOTHING:
         return size
@@ -154,7 +154,7 @@ def _merge_heaped(symbols, num_symbols, heap, following, preceding, pairs, shift
 
 @njit
 def merge(scratch, room, num_symbols, pairs, shift):
-    """Merge the first `num_symbols` symbols in `scratch` (for `room`) in place; how many are left."""
+    """Merge the first `num_symbols` symbols in `scratch` (for `room`) in place; returns how many are left."""
     symbols = symbols_at(scratch, room)
     if num_symbols <= _LONGEST_LISTED:
         return _merge_listed(symbols, num_symbols, u64_at(scratch), pairs, shift)
@@ -166,7 +166,7 @@ def merge(scratch, room, num_symbols, pairs, shift):
 def merge_tokens(
     text_address, num_tokens, tokens_address, starts_address, slots_address, mask, pairs_address, shift, scratch
 ):
-    """Merge a word that comes as joined strings, each of the vocabulary; how many symbols there are (`symbols_at`)."""
+    """Merges a word of joined strings, each of the vocabulary; returns the number of symbols (`symbols_at`)."""
     text = u8_at(text_address)
     symbols = symbols_at(scratch, num_tokens)
     tokens, starts, slots = u8_at(tokens_address), i64_at(starts_address), i32_at(slots_address)

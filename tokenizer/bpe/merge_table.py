@@ -1,4 +1,4 @@
-"""A vocabulary and its merges as tables: what the compiled loops look tokens and pairs up in.
+"""A vocabulary and its merges as hash tables for the compiled loops.
 
 A symbol is a token's place in the vocabulary's order.
 """
@@ -21,7 +21,7 @@ _PADDING = b"\0" * 8  # `kernel_support.PADDING`
 
 
 class MergeError(TokenizerError):
-    """A merge that is no pair, or names a token that is not there."""
+    """A merge that is not a pair, or names an unknown token."""
 
     def __init__(self, place: int) -> None:
         super().__init__(f"merge {place} is not one of two known tokens")
@@ -37,7 +37,7 @@ class MergeTable:
     """
 
     def __init__(self, vocab: dict[str, int], merges: Sequence[str], separator: str, prefix: str) -> None:
-        """`merges`: left, `separator` and right of each, by rank; `prefix`: what the right one loses.
+        """`merges`: left, `separator` and right of each, by rank; `prefix`: removed from the right one.
 
         Raises `MergeError`, and UnicodeEncodeError for a lone surrogate.
         """
@@ -65,7 +65,7 @@ class MergeTable:
             raise MergeError(offender)
 
     def encode(self, tokens: Sequence[str]) -> list[int]:
-        """The ids of a word, given as the tokens to begin with; all are in the vocabulary."""
+        """The ids of a word, given as its initial tokens; all are in the vocabulary."""
         import numpy as np
 
         from tokenizer.bpe.merge_kernel import SCRATCH_BYTES, merge_tokens
@@ -79,12 +79,12 @@ class MergeTable:
 
 
 def address(array: np.ndarray) -> int:
-    """Where an array's data lies, for the compiled loops; the caller keeps the array."""
+    """The address of an array's data, for the compiled loops; the caller keeps the array alive."""
     return int(array.ctypes.data)
 
 
 def _packed(strings: Iterable[str]) -> np.ndarray:
-    """Strings, each ended by 0xFF, as bytes with what the kernels need behind them."""
+    """Strings, each ended by 0xFF, as bytes followed by the kernels' padding."""
     import numpy as np
 
     joined = _END.join([*strings, ""])
@@ -92,5 +92,5 @@ def _packed(strings: Iterable[str]) -> np.ndarray:
 
 
 def _table_size(num_entries: int) -> int:
-    """A power of two that leaves a hash table a third empty, at the least."""
+    """A power of two that leaves at least a third of a hash table empty."""
     return max(2, 1 << (3 * num_entries // 2).bit_length())

@@ -1,10 +1,10 @@
 """The BPE model: one word in, its token ids out.
 
 Byte pair encoding (Sennrich et al. 2016, https://arxiv.org/abs/1508.07909): the word's characters are merged
-pair by pair, always the pair of lowest rank, leftmost first. Here the word becomes the tokens to begin with;
-the merging itself is compiled (`merge_kernel`).
+pair by pair, always the pair of lowest rank, leftmost first. This module makes the word's initial tokens; the merging
+is compiled (`merge_kernel`).
 
-It knows nothing of bytes and spaces: the words come from the pre-tokenizer.
+The pre-tokenizer makes the words.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class BpeModel:
     """A vocabulary and its merges. Immutable after construction, so that threads may share it."""
 
     def __init__(self, fields: Fields, *, passes_over_merges: bool = False) -> None:
-        """Read the "model" object; `passes_over_merges` of tokens that the vocabulary lacks. Raises
+        """Read the "model" object; with `passes_over_merges`, skip those of unknown tokens. Raises
         `TokenizerFileError`."""
         if fields.get("type") is not None:
             fields.one_of("model", ["BPE"])
@@ -82,7 +82,7 @@ class BpeModel:
             fields.fail(f"merges[{error.place}]", f"the token {shown(missing)} is not in the vocabulary")
 
     def _table_of_known(self, fields: Fields, pairs: list[str], separator: str) -> MergeTable:
-        """The table without merges of, or to, a token that is not there."""
+        """The table without merges of, or to, an unknown token."""
         known = []
         for pair in pairs:
             left, _, right = pair.partition(separator)
@@ -104,7 +104,7 @@ class BpeModel:
         return self._is_plain and (has_all or (self._unk_token is None and not self._falls_back))
 
     def letter_symbols(self) -> dict[str, int]:
-        """The symbols of the byte-level alphabet in `table`, as far as the vocabulary has them."""
+        """The symbols of the byte-level alphabet that the vocabulary has, in `table`."""
         symbols = dict(zip(self.vocab, range(len(self.vocab))))
         return {letter: symbols[letter] for letter in BYTE_TO_CHAR if letter in symbols}
 
@@ -115,7 +115,7 @@ class BpeModel:
         return self.table.encode(self._character_tokens(word))
 
     def _character_tokens(self, word: str) -> list[str]:
-        """The tokens to begin with, one for each character that the vocabulary knows."""
+        """The word's initial tokens, one for each character in the vocabulary."""
         if self._is_plain and all(map(self.vocab.__contains__, word)):
             return list(word)
         tokens: list[str] = []
@@ -161,7 +161,7 @@ class WordCache(dict[str, tuple[int, ...]]):
 
 
 def _pass_over_dropout(fields: Fields) -> None:
-    """Merges left out at random are of training: with them a text has other ids each time."""
+    """Refuses dropout of merges, which is for training: a text would get other ids each time."""
     share = fields.get("dropout")
     if share is None:
         return

@@ -66,7 +66,7 @@ class AddedTokenFinder:
     def split(self, text: str, is_special_split: bool) -> list[tuple[str, int, int]]:
         """Cut `text` into (piece, start, id): id -1 is ordinary text, of which no piece is empty.
 
-        With `is_special_split`, special tokens are passed over like ordinary text.
+        With `is_special_split`, special tokens are ordinary text.
         """
         if self._candidates is None:
             return [(text, 0, -1)] if text else []

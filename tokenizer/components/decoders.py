@@ -32,20 +32,20 @@ class Stage(Protocol):
     """One step of a decoder, with the state of one stream."""
 
     def feed(self, events: Events) -> Events:
-        """Take events in, give out what is certain."""
+        """Takes events, and returns those that are certain."""
 
     def finish(self) -> Events:
-        """Give out the rest: the stream has ended."""
+        """The stream has ended: returns the rest."""
 
     def end_prompt(self) -> None:
-        """What came so far was the prompt: its text is not wanted, only its effect on what follows."""
+        """Ends the prompt: drops its text but keeps its effect on later text."""
 
 
 StageFactory = Callable[[], Stage]
 
 
 class DecoderChain:
-    """What a "decoder" object describes: the factories of its stages."""
+    """The factories of the stages of a "decoder" object."""
 
     def __init__(self, factories: list[StageFactory], is_byte_level: bool, is_streaming: bool) -> None:
         self.factories = factories
@@ -78,7 +78,7 @@ class DecoderChain:
 
 
 def build_decoder(fields: Fields | None) -> DecoderChain:
-    """The chain that the "decoder" object describes. Raises `TokenizerFileError` for a type that is not
+    """The chain of a "decoder" object. Raises `TokenizerFileError` for a type that is not
     supported."""
     if fields is None:
         return DecoderChain([JoinStage], is_byte_level=False, is_streaming=True)
@@ -186,7 +186,7 @@ class ByteLevelStage:
         return [self._utf8.decode(b"", True), None]
 
     def end_prompt(self) -> None:
-        """A character that the prompt began stays pending: the continuation gives it out whole."""
+        """A character that the prompt began stays pending: the continuation returns it whole."""
 
 
 class ByteFallbackStage:
@@ -268,7 +268,7 @@ class ReplaceStage:
 
 
 class StripStage:
-    """Takes up to `start` characters off each token's beginning and up to `stop` off its end, where they are
+    """Strips up to `start` characters from each token's beginning and up to `stop` from its end, if they are
     `content`."""
 
     def __init__(self, content: str, start: int, stop: int) -> None:
@@ -276,7 +276,7 @@ class StripStage:
         self._start = start
         self._stop = stop
         self._to_strip = start  # still to be taken off the current token's beginning
-        self._held = ""  # the current token's last characters, which go if the token ends here
+        self._held = ""  # the current token's last characters, dropped if the token ends here
 
     def feed(self, events: Events) -> Events:
         out: Events = []

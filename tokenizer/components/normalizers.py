@@ -1,4 +1,4 @@
-"""Normalizers: what is done to a piece of text before it is cut into words.
+"""Normalizers: changes to a piece of text before it is cut into words.
 
 A normalizer takes the text and whether it stands at the very start of the input, and returns both anew: a
 Metaspace pre-tokenizer with the scheme "first" asks whether the first character still comes from the input's
@@ -34,7 +34,7 @@ _TYPES = (*_FORMS, "Prepend", "Replace", "Lowercase", "Strip", "StripAccents", "
 
 
 def build_normalizer(fields: Fields | None) -> Normalizer | None:
-    """The normalizer that the "normalizer" object describes, or None when there is nothing to do.
+    """The normalizer of a "normalizer" object, or None if it does nothing.
 
     Raises `TokenizerFileError` for a type that is not supported.
     """
@@ -69,7 +69,7 @@ def build_normalizer(fields: Fields | None) -> Normalizer | None:
 
 
 def leaves_alone(normalizer: Normalizer | None, text: str) -> bool:
-    """Whether it is known that `text`, and each part of it, is normalized already."""
+    """Whether `text`, and each part of it, is known to be normalized already."""
     if normalizer is None:
         return True
     if not isinstance(normalizer, functools.partial) or normalizer.func is not _unicode_form:
@@ -172,7 +172,7 @@ _NMT_TABLE: dict[int, str | None] = {**dict.fromkeys(_NMT_REMOVED), **dict.fromk
 
 
 def _nmt(text: str, is_at_start: bool) -> tuple[str, bool]:
-    """SentencePiece's "nmt": control characters go, other white space becomes a space."""
+    """SentencePiece's "nmt": control characters are dropped, other white space becomes a space."""
     is_at_start = is_at_start and ord(text[0]) not in _NMT_REMOVED if text else is_at_start
     return text.translate(_NMT_TABLE), is_at_start
 

@@ -1,4 +1,4 @@
-"""Post-processors: which special ids stand around the ids of a text.
+"""Post-processors: the special ids around the ids of a text.
 
 Supported: TemplateProcessing (its "single" template), BertProcessing, RobertaProcessing, ByteLevel (which
 only concerns offsets), Sequence.
@@ -37,7 +37,7 @@ class PostProcessor:
 
 
 def build_post_processor(fields: Fields | None) -> PostProcessor:
-    """The post-processor that the "post_processor" object describes.
+    """The post-processor of a "post_processor" object.
 
     Raises `TokenizerFileError` for a type that is not supported.
     """

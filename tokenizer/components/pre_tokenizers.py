@@ -41,7 +41,7 @@ _TYPES = (
 
 
 def build_pre_tokenizer(fields: Fields | None) -> list[Step]:
-    """The steps that the "pre_tokenizer" object describes, in order; none when there is nothing to do.
+    """The steps of a "pre_tokenizer" object, in order.
 
     Raises `TokenizerFileError` for a type that is not supported.
     """
@@ -101,7 +101,7 @@ def pre_tokenize(steps: Iterable[Step], text: str, is_at_start: bool) -> list[st
 def word_pattern(steps: list[Step]) -> tuple[bool, str] | None:
     """Whether a space is put in front of each text, and the pattern whose matches are the words (of `regex`'s syntax).
 
-    None where the steps are something else than one pattern's and ByteLevel's.
+    None unless the steps are those of one pattern and ByteLevel.
     """
     rest = list(steps)
     adds_prefix_space = bool(rest) and rest[0] is _prefix_space
@@ -142,7 +142,7 @@ def _build_metaspace(fields: Fields) -> Step:
 
 
 def read_prepend_scheme(fields: Fields) -> str:
-    """Metaspace's "prepend_scheme", or what the older "add_prefix_space" means by it."""
+    """Metaspace's "prepend_scheme", or the one that the older "add_prefix_space" stands for."""
     scheme = fields.choice("prepend_scheme", ("first", "never", "always"), "always")
     if fields.get("add_prefix_space") is not None and not fields.boolean("add_prefix_space"):
         if scheme != "never" and "prepend_scheme" in fields.values:
@@ -192,7 +192,7 @@ def _isolate(pattern: Pattern, pieces: list[str], is_at_start: bool) -> tuple[li
     words: list[str] = []
     for piece in pieces:
         found: list[str] = pattern.for_text(piece).findall(piece)
-        if sum(map(len, found)) != len(piece) or "" in found:  # not everything is part of a match
+        if sum(map(len, found)) != len(piece) or "" in found:  # some text is not part of a match
             found = [piece[start:end] for start, end, _ in find_spans(pattern, piece) if start != end]
         if len(pieces) == 1:
             return found, is_at_start
@@ -214,7 +214,7 @@ def _split(
 
 
 def _merge_spans(spans: list[tuple[int, int, bool]], behavior: str) -> list[tuple[int, int]]:
-    """Join or drop delimiters (the spans that match) as `behavior` says; empty spans go last of all."""
+    """Joins or drops delimiters (the spans that match) by `behavior`; empty spans are dropped last."""
     if behavior == "Removed":
         merged = [(start, end) for start, end, is_match in spans if not is_match]
     elif behavior == "MergedWithNext":

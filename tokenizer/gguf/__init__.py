@@ -1,1 +1,1 @@
-"""A tokenizer out of a GGUF file's metadata: the same as the `tokenizer.json` that the file was made from."""
+"""A tokenizer from a GGUF file's metadata, equal to the `tokenizer.json` that the file was made from."""

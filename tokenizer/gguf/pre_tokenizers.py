@@ -1,7 +1,7 @@
-"""What `tokenizer.ggml.pre` stands for: the normalizer, the cuts and the model's mode of the tokenizer.json that
-llama.cpp's converter knows by that name.
+"""The pre-tokenizers of `tokenizer.ggml.pre`: the normalizer, splits and model mode of the tokenizer.json that
+llama.cpp's converter calls by that name.
 
-A name that is not here is refused: another way of cutting words gives other ids, and worse answers.
+An unknown name is refused: another way of splitting words gives other ids, and worse answers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def byte_level(use_regex: bool) -> Json:
 
 
 def _words(*patterns: str, **more: Any) -> PreTokenizer:
-    """Words by patterns, one after another."""
+    """Splits by patterns, one after another."""
     return PreTokenizer((*map(_split, patterns), byte_level(False)), **more)
 
 

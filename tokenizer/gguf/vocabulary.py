@@ -1,4 +1,4 @@
-"""From GGUF's metadata to what `tokenizer.loading` reads out of a folder: tokens, merges, special tokens, templates.
+"""Converts GGUF's metadata to the files of a tokenizer's folder: tokens, merges, special tokens, templates.
 
 Two kinds of vocabulary become one: byte-level BPE has its merges in the file; SentencePiece's has scores
 (`tokenizer.sentencepiece`).
@@ -20,7 +20,7 @@ from tokenizer.warn import warn_once
 
 _PREFIX = "tokenizer.ggml."
 _NAMED = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
-_BEGINS_WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "tekken")  # where the file does not say
+_BEGINS_WITH_BOS = ("llama3", "llama-v3", "llama-bpe", "tekken")  # if the file does not say
 
 
 class GgufVocabulary:
@@ -30,8 +30,8 @@ class GgufVocabulary:
         tokens: by id.
         types: of the tokens, as the file numbers them.
 
-    Raises `TokenizerFileError`, naming file, key and value, for lists that do not fit each other, a token that is there
-    twice, an id outside of the vocabulary, and a model or pre-tokenizer that is not supported.
+    Raises `TokenizerFileError`, naming file, key and value, for lists of different lengths, a duplicate token, an id
+    outside of the vocabulary, and an unsupported model or pre-tokenizer.
     """
 
     def __init__(self, metadata: Mapping[str, Any], file: str) -> None:
@@ -51,7 +51,7 @@ class GgufVocabulary:
             self.types = self._numbers("token_type", (int,))
 
     def end_ids(self) -> tuple[int, ...]:
-        """The ids that end an answer: those that the file names, and control tokens that are known to."""
+        """The ids that end an answer: those that the file names, and control tokens known to."""
         named = (self._id(f"{name}_token_id") for name in ("eos", "eot", "eom"))
         control = {i: token for i, token in enumerate(self.tokens) if self.types[i] == CONTROL}
         return known_ends({i: self.tokens[i] for i in named if i is not None}, control)
@@ -65,7 +65,7 @@ class GgufVocabulary:
         return self._id("padding_token_id")
 
     def files(self) -> TokenizerFiles:
-        """What a folder with a `tokenizer.json` would say."""
+        """The equivalent of a folder with a `tokenizer.json`."""
         content = self._sentencepiece() if self._is_sentencepiece else self._byte_level()
         content["version"] = "1.0"
         content["added_tokens"] = list(self._added_tokens())
@@ -82,7 +82,7 @@ class GgufVocabulary:
         return files
 
     def _added_tokens(self) -> Iterable[dict[str, Any]]:
-        # Phi-3's special tokens swallow the blanks behind them, which the file does not say.
+        # Phi-3's special tokens swallow the blanks after them, which the file does not say.
         strips = self._is_sentencepiece and self._metadata.get("general.architecture") == "phi3"
         strips_right = frozenset(self.tokens) - {"<unk>", "<s>", "<|endoftext|>"} if strips else frozenset()
         return added_tokens(self.tokens, self.types, strips_right)
@@ -129,7 +129,7 @@ class GgufVocabulary:
         return value
 
     def _list(self, name: str) -> list[str]:
-        """A list of strings, which may be decoded only now."""
+        """A list of strings, decoded here if it was not yet."""
         value = self._metadata.get(_PREFIX + name)
         if value is None:
             self._fail(name, "is missing")

@@ -1,16 +1,16 @@
-"""A split pattern as a table: each step reads one character's class and says where the word ends.
+"""A split pattern as a table: each step reads one character's class and finds the word's end.
 
 A backtracking matcher tries the alternatives of a pattern one after another; a deterministic automaton follows all of
-them at once, one table entry a character. A state is the list of places in the pattern at which a match may be, in the
-order in which a backtracking matcher would try them (R. Cox, "Regular Expression Matching: the Virtual Machine
-Approach", https://swtch.com/~rsc/regexp/regexp2.html), so that the match found is the same, not the longest. A place
-behind a match that has been reached is never tried, and is left out.
+them at once, one table entry a character. A state is the list of possible places in the pattern, in the order in which
+a backtracking matcher would try them (R. Cox, "Regular Expression Matching: the Virtual Machine Approach",
+https://swtch.com/~rsc/regexp/regexp2.html), so that the match found is the same, not the longest. Places less preferred
+than a match are never tried, and are left out.
 
-Matches are seen one character late: an entry tells whether a match ends before the character that is read. So a
+Matches are seen one character late: an entry records whether a match ends before the character being read. So a
 look-ahead at one character, as in ``\\s+(?!\\S)``, is no more than a condition on that character.
 
-Supported is what the split patterns of known tokenizers are made of; everything else raises `NotTabularError`, and the
-pattern is matched by the `regex` module as it stands (`pre_tokenizers`).
+The syntax of known tokenizers' split patterns is supported; anything else raises `NotTabularError`, and the `regex`
+module matches the pattern (`pre_tokenizers`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _MOST_STATES = 512
 _MOST_PLACES = 4096
-_MATCH = -1  # the place behind the whole pattern
+_MATCH = -1  # the place after the whole pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Automaton:
     classes      [0x110000] uint8: the class of each character
     transitions  [num_states * (num_classes + 1)] int32: at `state + class`, where state is a row's first index and the
                  last class stands for the end of the text: the next state times 2, plus 1 if a match ends before this
-                 character. State 0 is dead, the second row is where a word begins.
+                 character. State 0 is dead, the second row is the start of a word.
     num_classes  characters' classes, the end not counted
     """
 
@@ -54,8 +54,8 @@ class Automaton:
 def compile_automaton(pattern: str) -> Automaton:
     """The tables of a pattern in the syntax of the `regex` module, as `oniguruma.translate` writes it.
 
-    Raises `NotTabularError` for syntax that no table expresses, for a pattern that matches the empty text, and for one
-    that does not match at every character: every text must fall into words without gaps.
+    Raises `NotTabularError` for unsupported syntax, for a pattern that matches the empty text, and for one that does
+    not match at every character: words must cover every text without gaps.
     """
     import numpy as np
 
@@ -73,9 +73,9 @@ def compile_automaton(pattern: str) -> Automaton:
 class _Program:
     """The pattern as numbered places. A place reads a character, chooses, looks ahead, or is the end.
 
-    readers    place: (atom, place behind it)
+    readers    place: (atom, place after it)
     choices    place: places in order of preference
-    lookaheads place: (atom, whether it must not match, place behind it)
+    lookaheads place: (atom, whether it must not match, place after it)
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class _Program:
         return self.atoms.index(atom)
 
     def add(self, node: Node, behind: int) -> int:
-        """The place at which `node` begins when `behind` follows it."""
+        """The place at which `node` begins, given the place after it."""
         match node:
             case Character(atom):
                 place = self._new_place()
@@ -139,7 +139,7 @@ class _Program:
 
 def _rows(program: _Program, classified: ClassTable) -> list[list[tuple[int, int]]]:
     """The table: for each state and class (the end last) the next state's number and whether a match has ended."""
-    members = [*classified.members, None]  # None: the end of the text
+    members = [*classified.members, None]  # None is the end of the text
     numbers: dict[tuple[int, ...], int] = {(): 0, (program.first,): 1}
     states = list(numbers)
     rows: list[list[tuple[int, int]]] = []
@@ -164,7 +164,7 @@ def _rows(program: _Program, classified: ClassTable) -> list[list[tuple[int, int
 def _step(
     program: _Program, places: Sequence[int], member: frozenset[int] | None
 ) -> tuple[tuple[int, ...], bool]:
-    """The places behind one character, and whether a match ends before it.
+    """The places after one character, and whether a match ends before it.
 
     `member`: the atoms that match the character; None at the end of the text.
     """
@@ -174,7 +174,7 @@ def _step(
     while pending:
         place = pending.pop()
         if place == _MATCH:
-            return tuple(behind), True  # what is less preferred than a match is not tried
+            return tuple(behind), True  # places less preferred than a match are not tried
         if place in seen:
             continue
         seen.add(place)

@@ -1,8 +1,7 @@
-"""Characters in classes: two characters are of one class when no part of a pattern tells them apart.
+"""Classes of characters: two characters are in one class if no part of a pattern distinguishes them.
 
-Unicode's general categories and the `regex` module's view of them decide, as in `patterns`; only U+0295 stands where
-the reference has it. A pattern's atoms are matched against one character of each kind, so that a table of all 1,114,112
-characters is made in milliseconds.
+General categories are the `regex` module's, as in `patterns`, except that U+0295 has the reference's. A pattern's atoms
+are matched against one character of each kind, so that a table of all 1,114,112 characters takes milliseconds.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _CATEGORIES = (
 _PROPERTIES = {*_CATEGORIES, *"LMNPSZC"}
 _ASSIGNED = ((0, 0x40000), (0xE0000, 0xE0200))  # outside, all characters are of one kind: C
 _MOST_CLASSES = 255
-_FOLDED_TO_ASCII = "\u017f\u212a"  # long s and the Kelvin sign: what lies beyond ASCII and folds to one letter of it
+_FOLDED_TO_ASCII = "\u017f\u212a"  # long s and the Kelvin sign: characters beyond ASCII that fold to one ASCII letter
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +48,9 @@ class ClassTable:
 
 
 def classify(atoms: Sequence[str]) -> ClassTable:
-    """The classes that `atoms` (each matches one character, in the syntax of the `regex` module) tell apart.
+    """The classes that `atoms` distinguish; each atom matches one character, in the syntax of the `regex` module.
 
-    Raises `NotTabularError` for a property that is no general category, and for too many classes.
+    Raises `NotTabularError` for a property that is not a general category, and for too many classes.
     """
     import numpy as np
     import regex  # type: ignore[import-untyped]
@@ -85,7 +84,7 @@ def classify(atoms: Sequence[str]) -> ClassTable:
 
 
 def _literals(atoms: Sequence[str]) -> set[str]:
-    """The characters that atoms name, the ends of ranges among them."""
+    """The characters named in atoms, including the ends of ranges."""
     found = set()
     for atom in atoms:
         plain = re.sub(r"\\[pP]\{\w+\}", "", atom)
@@ -96,7 +95,7 @@ def _literals(atoms: Sequence[str]) -> set[str]:
 
 @functools.cache
 def _runs(properties: frozenset[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Where runs of characters begin that `properties` do not tell apart, and a number for each run's kind."""
+    """The beginnings of runs of characters with equal `properties`, and a number for each run's kind."""
     import numpy as np
     import regex
 

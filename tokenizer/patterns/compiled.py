@@ -75,7 +75,7 @@ def compile_raw(pattern: str) -> Any:
 def find_spans(pattern: Pattern, text: str) -> list[tuple[int, int, bool]]:
     """Cut `text` into (start, end, is_match), covering all of it in order.
 
-    An empty match right behind a match is passed over, as Oniguruma's iterator does.
+    An empty match right after a match is skipped, as in Oniguruma's iterator.
     """
     spans: list[tuple[int, int, bool]] = []
     previous = 0

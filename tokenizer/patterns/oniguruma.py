@@ -1,8 +1,8 @@
 """Oniguruma's regular expressions, as `tokenizer.json` writes them, in the syntax of the `regex` module.
 
-Most of the syntax is shared; this module parses a pattern and writes again what differs: line anchors,
+Most of the syntax is shared; this module parses a pattern and rewrites the differences: line anchors,
 `\\Z` and `\\z`, `\\h`, `{n,m}+` (a repeated interval, not a possessive one), POSIX brackets, `\\w`,
-case-insensitive matching, and `.` under `(?m)`. What it does not know it refuses by name: backreferences,
+case-insensitive matching, and `.` under `(?m)`. Unsupported syntax is refused by name: backreferences,
 named and conditional groups, absent operators, callouts.
 """
 
@@ -14,7 +14,7 @@ from typing import NoReturn
 from tokenizer.errors import TokenizerError
 
 UNICODE_WORD = r"\p{Alphabetic}\p{M}\p{Nd}\p{Pc}"
-# Outside of classes Oniguruma's \w has these Latin-1 superscripts and fractions besides.
+# Outside of classes Oniguruma's \w also matches these Latin-1 superscripts and fractions.
 _WORD = UNICODE_WORD + r"\xb2\xb3\xb9\xbc-\xbe"
 MOVED_LETTER = "\u0295"  # LATIN LETTER PHARYNGEAL VOICED FRICATIVE: Ll until Unicode 16, Lo since
 
@@ -36,7 +36,7 @@ _SIMPLE_ESCAPES = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v", "a": "
 _CATEGORY_ALIASES = {"letter": "L", "lowercaseletter": "Ll", "otherletter": "Lo", "ll": "Ll", "lo": "Lo"}
 
 
-# What single characters fold to, as far as it is ASCII: Oniguruma's (?i:ss) also matches "ß".
+# ASCII strings that single characters fold to: Oniguruma's (?i:ss) also matches "ß".
 _FOLDED_CHARACTERS = ("ff", "fi", "fl", "ss", "st")
 
 
@@ -145,7 +145,7 @@ class _Translator:
             return self.group()
         if character == ".":
             return r"(?s:.)" if self.dot_all else "."
-        if character == "^":  # always an anchor of lines, but not behind the last line feed
+        if character == "^":  # always an anchor of lines, but not after the last line feed
             return r"(?:\A|(?<=\n)(?!\Z))"
         return r"(?=\n|\Z)"  # "$"
 
@@ -229,7 +229,7 @@ class _Translator:
         return written.get(letter, "\\" + letter)
 
     def property(self, letter: str) -> str:
-        """What follows \\p or \\P, as the body of a class."""
+        """The class body of the property after \\p or \\P."""
         if self.peek() != "{":
             self.fail(f"\\{letter} needs braces")
         end = self.pattern.find("}", self.position)
@@ -248,7 +248,7 @@ class _Translator:
         return f"\\{'P' if negated else 'p'}{{{name}}}"
 
     def with_old_category(self, written: str, body: str, negated: bool = False) -> str:
-        """Put U+0295 where the reference has it, whatever the `regex` module says."""
+        """Puts U+0295 into the reference's category, independently of the `regex` module."""
         if not self.is_exact:
             return written
         properties = set(_properties(body))
@@ -302,7 +302,7 @@ class _Translator:
                 suffix = interval
                 if (
                     "," in interval and self.peek() == "?"
-                ):  # "{n}?" is an optional "{n}", which the loop sees to
+                ):  # "{n}?" is an optional "{n}", which the loop handles
                     suffix += self.take()
                 atom = f"(?:{atom}){suffix}"
             else:

@@ -1,8 +1,8 @@
-"""A split pattern, read into a tree: what `automaton` makes its table of.
+"""A split pattern's syntax tree, the input of `automaton`.
 
-The syntax is what `oniguruma.translate` writes, as far as a table can express it: characters, classes, groups,
-alternatives, greedy repetition, and a look-ahead at one character. Atoms (what matches exactly one character) stay
-text: `character_classes` asks the `regex` module what they match.
+The syntax is the part of `oniguruma.translate`'s output that a table can express: characters, classes, groups,
+alternatives, greedy repetition, and a look-ahead at one character. Atoms (patterns of exactly one character) stay text:
+`character_classes` matches them by the `regex` module.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """`body` from `least` to `most` times (None: without end), as often as possible."""
+    """`body` from `least` to `most` times (unbounded if None), as often as possible."""
 
     body: Node
     least: int
@@ -107,7 +107,7 @@ class _Parser:
         return node
 
     def takes(self, text: str) -> bool:
-        """Whether `text` comes next; if so, it is passed."""
+        """Consumes `text` if it comes next; returns whether it did."""
         if not self.pattern.startswith(text, self.position):
             return False
         self.position += len(text)

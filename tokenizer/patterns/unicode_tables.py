@@ -1,9 +1,9 @@
-"""Character sets that tokenizer files mean by an older Unicode than Python's.
+"""Character sets of tokenizer files, by an older Unicode than Python's.
 
 The reference implementation of `tokenizer.json` (the Rust library `tokenizers`) takes punctuation and
-combining marks from crates that stand at Unicode 8 and 9. The sets below say, in code point ranges, what it
-means by them; the tests compare every code point with it. Everything else (letters, digits, white space,
-case) follows current Unicode, where the reference does too.
+combining marks from crates that stand at Unicode 8 and 9. The sets below are its code point ranges; the tests compare
+every code point with it. Everything else (letters, digits, white space, case) follows current Unicode, where the
+reference does too.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _COMBINING_MARKS = (
     "1E000-1E006 1E008-1E018 1E01B-1E021 1E023-1E024 1E026-1E02A 1E8D0-1E8D6 1E944-1E94A E0100-E01EF "
 )
 
-# Characters that the reference's normalisation takes for plain starters: marks whose combining class came
-# later, and the parts of the one composition (U+11938) that came later.
+# Characters that the reference's normalisation takes for plain starters: marks whose combining class is newer, and the
+# parts of the one newer composition (U+11938).
 _NORMALIZATION_BARRIERS = (
     "7FD 898-89F 8CA-8D3 9FE C3C D3B-D3C EBA 1715 1ABF-1ACE 1DF6-1DFA A82C 10D24-10D27 10EAB-10EAC "
     "10F46-10F50 10F82-10F85 11070 1133B 1145E 11839-1183A 1193D-1193E 11943 119E0 11A34 11A47 11A99 "

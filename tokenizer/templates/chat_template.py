@@ -1,4 +1,4 @@
-"""Chat templates: a conversation to the text that the model was trained on.
+"""Renders a conversation by a chat template.
 
 The templates are Jinja, with the environment of Hugging Face transformers (`utils/chat_template_utils.py`):
 the immutable sandbox, trimmed blocks, loop controls, the `{% generation %}` tag, `tojson` without HTML
@@ -20,7 +20,7 @@ from tokenizer.templates.functions import to_json
 Message = Mapping[str, Any]
 
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-# The names under which a message's reasoning comes; templates read the first, gpt-oss's the second.
+# The names of a message's reasoning: most templates read the first, gpt-oss's the second.
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -37,12 +37,11 @@ def render_chat(
 ) -> str:
     """Render `messages` with `template`.
 
-    Message fields that are None count as missing, but for "content": some templates tell an answer of tool calls
-    alone by `content is none`. Where a template fails on it, or would print the word None or null, it gets "".
-    `continue_final_message` leaves the last message open for
-    the model to go on with: True means its "content", a string names another field. `variables` are further
-    names that the template may read. `now` stands for the current
-    time in `strftime_now`, so that a prompt can be made again.
+    Message fields that are None count as missing, except "content": some templates detect an answer of tool calls alone
+    by `content is none`. If a template fails on it, or would print None or null, it gets "". `continue_final_message`
+    leaves the last message open for the model to continue: True means its "content", a string names another field.
+    `variables` are further names that the template may read. `now` replaces the current time in `strftime_now`, so that
+    a prompt is reproducible.
 
     Raises `ChatTemplateError` when the template does not compile, fails, or refuses the conversation.
     """
@@ -99,7 +98,7 @@ def _render_once(compiled: Any, names: dict[str, Any]) -> str:
         raise ChatTemplateError(f"the chat template refuses the conversation: {error.message}") from error
     except RecursionError as error:
         raise ChatTemplateError("the chat template recurses without end") from error
-    except Exception as error:  # the template is foreign code: whatever it does wrong is its error, not ours
+    except Exception as error:  # any error of the template, which is foreign code, becomes a typed one
         raise ChatTemplateError(f"the chat template fails: {type(error).__name__}: {error}") from error
     return rendered
 
@@ -120,7 +119,7 @@ def compile_template(template: str) -> Any:
 
 
 def variables_of(template: str) -> frozenset[str]:
-    """The names that a template reads of what it is given. Raises `ChatTemplateError` when it does not compile."""
+    """The variables that a template reads from its context. Raises `ChatTemplateError` when it does not compile."""
     from jinja2 import meta
 
     compile_template(template)
@@ -157,10 +156,9 @@ def _plain(value: Any) -> Any:
 
 
 class _Tools(list[Any]):
-    """The tools as the template sees them: a list that is JSON where a template writes it out whole.
+    """The template's list of tools; converted to a string it is JSON.
 
-    Python would write single quotes; the templates that do so (`tools|string`) mean JSON, and huggingface.js
-    writes it.
+    Python would write single quotes; templates with `tools|string` mean JSON, which huggingface.js writes.
     """
 
     def __str__(self) -> str:
@@ -168,7 +166,7 @@ class _Tools(list[Any]):
 
 
 def _mark_final_message(chat: list[dict[str, Any]], continued: bool | str, template: str) -> str:
-    """Put the mark behind the text to be continued, and return that text."""
+    """Puts the mark after the text to be continued, and returns that text."""
     field = continued if isinstance(continued, str) else "content"
     final = chat[-1]
     content = final.get(field)

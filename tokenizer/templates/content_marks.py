@@ -1,14 +1,14 @@
-"""Special tokens in what users write: marks that keep their text from becoming the token.
+"""Marks that keep the text of special tokens in users' messages from becoming those tokens.
 
 A chat template writes special tokens around the messages, and the rendered text is encoded as one; so
 "<|im_end|>" in a message would end its turn. Before rendering, a mark (a character that occurs nowhere) is put into
-each such text in messages, tools and variables. The template does with the strings what it always does; while the
-text is encoded, a token that holds a mark is not found, and the mark is dropped. What holds none is untouched.
+each such text in messages, tools and variables. The template handles the strings as usual; while the text is encoded, a
+token that holds a mark is not found, and the mark is dropped. Strings without marks are untouched.
 
-A template may put strings together so that a token arises which no string held (a tool's parameter is called
-"|im_end|", and the template writes it between "<" and ">"). Therefore, where a string holds a character with which a
-protected token begins, or begins with one from within a token, the conversation is rendered again with a mark at each
-such place. If the two disagree about the special tokens, the second counts.
+A template may join strings into a token that none of them held (a tool's parameter is named "|im_end|", and the
+template writes it between "<" and ">"). Therefore, if a string holds a protected token's first character, or begins
+with one from inside a token, the conversation is rendered again with a mark at each such place. If the two renderings
+differ in special tokens, the second is used.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ContentMarks:
         return any(self._at(text) is not None for text in strings_of(value))
 
     def strict(self, mark: str) -> Callable[[str], str]:
-        """Marks each place where a token could begin or go on."""
+        """Marks each place where a token could begin or continue."""
 
         def put(text: str) -> str:
             marked = text if self._first is None else self._first.sub(lambda found: found.group() + mark, text)
@@ -70,7 +70,7 @@ class ContentMarks:
         return put
 
     def exact(self, mark: str, *, is_answer: bool) -> Callable[[str], str]:
-        """Marks the texts of whole tokens; in the assistant's messages not those that the template looks for."""
+        """Marks the texts of whole tokens, except those in the assistant's messages that the template looks for."""
         pattern = self._turns if is_answer else self._whole
 
         def put(text: str) -> str:
@@ -101,13 +101,13 @@ def _inside(texts: Sequence[str]) -> re.Pattern[str] | None:
 
 
 def _any_of(characters: Iterable[str]) -> re.Pattern[str] | None:
-    """Letters and digits stand for themselves in names that templates compare, so they are left alone."""
+    """A pattern of these characters, without letters and digits: templates compare names."""
     kept = [c for c in characters if not c.isalnum() and c not in _PLAIN]
     return re.compile(f"[{''.join(map(re.escape, sorted(kept)))}]") if kept else None
 
 
 def strings_of(value: Any) -> Iterator[str]:
-    """Every string in a value of plain types, keys included. Goes by levels, so that no depth is too much."""
+    """Every string in a value of plain types, keys included. Iterates by levels, so no depth overflows the stack."""
     level = [value]
     while level:
         following: list[Any] = []
@@ -122,7 +122,7 @@ def strings_of(value: Any) -> Iterator[str]:
 
 
 def mapped(value: Any, put: Callable[[str], str]) -> Any:
-    """The value with each string replaced, keys included. Raises `RecursionError` for what is nested too deeply."""
+    """The value with each string replaced, keys included. Raises `RecursionError` if it is nested too deeply."""
     if isinstance(value, str):
         return put(value)
     if isinstance(value, Mapping):
@@ -149,7 +149,7 @@ def free_mark(value: Any, template: str) -> str:
 
 
 def escape_of(mark: str) -> str:
-    """As JSON and Python write it where they write ASCII alone."""
+    """The mark's escape, as in ASCII-only JSON and Python."""
     return f"\\u{ord(mark):04x}"
 
 

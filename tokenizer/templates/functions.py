@@ -1,4 +1,4 @@
-"""What a chat template may call besides Jinja's own. Imports no jinja2, so that nothing waits for it."""
+"""The functions of chat templates beside Jinja's own. Imports no jinja2, which is slow to import."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ from tokenizer.templates.functions import strftime_now, to_json
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}`: marks what the assistant said; here only its content
-    counts."""
+    """`{% generation %}...{% endgeneration %}`: marks the assistant's text; here only its content counts."""
 
     tags: set[str] = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -32,8 +31,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """`namespace(...)` without names that begin with an underscore: they would lead into Python's
-    internals."""
+    """`namespace(...)` without names that begin with an underscore, which give access to Python's internals."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # as in Jinja, so that namespace(self=...) works
         self, positional = args[0], args[1:]

@@ -1,8 +1,8 @@
-"""`TemplateForms`: in which form a chat template takes content, pictures and the arguments of calls.
+"""`TemplateForms`: the forms in which a chat template takes content, pictures and the arguments of calls.
 
-Some templates take content as a string, others as a list of parts, others either, and each role may differ. A template
-writes nothing, or Python's text of a list, where it is given the other form, and says nothing of it. So the form is
-found by rendering marks: a form is taken if the marks are in the text, and not within the text of a list or mapping.
+Some templates take content as a string, others as a list of parts, others either, and each role may differ. Given the
+other form, a template silently writes nothing, or Python's text of a list. So the form is found by rendering marks: a
+form works if the marks are in the text, and not inside the text of a list or mapping.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class ContentForm(NamedTuple):
 
     text      a string
     parts     texts in a list of parts; "one": a single one of them
-    picture   the part that means a picture between texts; None: it writes none, or not the texts beside it
-    fields    of a part, which have its text
+    picture   the part that means a picture between texts, or None if it writes none, or not the texts beside it
+    fields    of a part that hold its text
     """
 
     text: bool
@@ -49,7 +49,7 @@ class ContentForm(NamedTuple):
 
 
 class TemplateForms:
-    """The forms of one template, each found when it is first asked for. `variables` are the special tokens' names."""
+    """The forms of one template, each found on first use. `variables` are the special tokens' names."""
 
     def __init__(self, template: str, variables: Mapping[str, str], *, has_tools: bool) -> None:
         self.template, self._variables = template, variables
@@ -63,7 +63,7 @@ class TemplateForms:
         return found
 
     def content_of(self, message: Mapping[str, Any]) -> ContentForm:
-        """How it takes the content of such a message: that beside calls may differ from the role's other."""
+        """How it takes the content of such a message: content beside calls may have another form."""
         role = str(message.get("role"))
         return self.content(_WITH_CALLS if role == "assistant" and message.get("tool_calls") else role)
 
@@ -103,8 +103,8 @@ class TemplateForms:
 
     @functools.cached_property
     def arguments(self) -> tuple[bool, bool]:
-        """Whether the template takes a call's arguments as a mapping, and whether as JSON's text. Some take both; one
-        that writes no calls takes neither."""
+        """Whether the template takes a call's arguments as a mapping, and whether as JSON's text. Some take both; a
+        template without calls takes neither."""
         as_text = f'{{"{_ONE}": "{_TWO}"}}'
         return _written_as_json(self._call_of({_ONE: _TWO})), _written_as_json(self._call_of(as_text))
 
@@ -117,7 +117,7 @@ class TemplateForms:
         return None
 
     def _writes(self, role: str, content: list[Any], *marks: str) -> str | None:
-        """The conversation's text, if all marks are in it, and no mark as JSON or Python would write the part."""
+        """The conversation's text if all marks are in it, and none inside a part written as JSON or Python."""
         text = self._rendered(role, content)
         if text is None or not all(mark in text for mark in marks):
             return None
@@ -143,7 +143,7 @@ def forms_of(template: str, variables: tuple[tuple[str, str], ...], has_tools: b
 
 
 def _conversations(role: str, content: Any) -> Iterator[list[dict[str, Any]]]:
-    """Those in which such a message may stand: a template may refuse some."""
+    """Conversations in which such a message may stand: a template may refuse some."""
     message = {"role": role, "content": content}
     for filler in _fillers():
         user = _user(filler)
@@ -179,7 +179,7 @@ def _call(arguments: Any) -> dict[str, Any]:
 
 
 def _has_picture(written: str, without: str) -> bool:
-    """Whether a picture was written: more than white space, and not as JSON or Python would write the part."""
+    """Whether a picture was written: more than white space, and not the part as JSON or Python."""
     is_more = "".join(written.split()) != "".join(without.split())
     return is_more and re.search(r"""['"]type\\*['"]\s*:\s*\\*['"]image""", written) is None
 
