@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass, make_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_args, get_type_hints
 
@@ -17,36 +17,67 @@ import typer
 from runtime.commands.speculative_config import options_of
 from runtime.engine.config import OPTIONS, EngineConfig
 from runtime.engine.errors import RequestError
-from runtime.engine.option import Heading
+from runtime.engine.option import OptionField
 from runtime.sampling_table import COLUMNS
 
 _CONFIG = EngineConfig()
 
+HEADINGS = "Model", "Memory and batches", "Execution", "Scheduling"
+"""Of the engine's flags in the help, in this order."""
 
-def _engine_flags() -> Iterator[tuple[str, Any, Any]]:
-    """Name, annotation and default of each flag: the model's, and those of `runtime.engine.config.OPTIONS`, by
-    heading."""
-    help = "A folder, a GGUF file or a hub id (owner/name:Q4_K_M of a GGUF); without it, the bundled one."
-    yield "model", Annotated[str | None, typer.Option("--model", "-m", metavar="PATH|HUB_ID", help=help)], None
-    flagged = [each for each in OPTIONS if each.option.heading]
-    for each in sorted(flagged, key=lambda each: get_args(Heading).index(each.option.heading)):
+
+def flag_class(name: str, table: Iterable[OptionField], headings: Sequence[str], *more: tuple[str, Any, Any]) -> type:
+    """A dataclass with a field for each flag of a table, by heading: its name, annotation and default; `more` stand
+    before them."""
+    flags = list(more)
+    for each in sorted(_flagged(table), key=lambda each: headings.index(each.option.heading)):
         flag, default = each.option.flag, each.default
         kind = flag.kind or each.kind
         if flag.write is not None:
             default = flag.write(default)
         if default is None:
             kind = kind | None
-        declared = typer.Option(*flag.declarations, metavar=flag.metavar, help=each.option.help, min=flag.least)
-        yield flag.name or each.name, Annotated[kind, declared], default
+        declared = typer.Option(
+            *flag.declarations, metavar=flag.metavar, help=each.option.help, min=flag.least, envvar=flag.variable
+        )
+        flags.append((each.flag_name, Annotated[kind, declared], default))
+    return make_dataclass(name, flags, frozen=True, kw_only=True)
+
+
+def headings_of(table: Iterable[OptionField]) -> dict[str, str]:
+    """Under which heading of the help each flag of a table stands."""
+    return {each.flag_name: each.option.heading for each in _flagged(table)}
+
+
+def values_of(flags: DataclassInstance, table: Iterable[OptionField]) -> dict[str, Any]:
+    """The values that flags have, under their options' names and in their units; those that are None are left out.
+    Raises `RequestError` for a text that cannot be read."""
+    values = {each.name: value for each in fields(flags) if (value := getattr(flags, each.name)) not in (None, [])}
+    for each in _flagged(table):
+        if each.flag_name in values:
+            value, read = values.pop(each.flag_name), each.option.flag.read
+            values[each.name] = value if read is None else read(value)
+    return values
+
+
+def _flagged(table: Iterable[OptionField]) -> list[OptionField]:
+    return [each for each in table if each.option.heading]
 
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
     @dataclass(frozen=True, kw_only=True)
-    class _EngineFlags:
+    class AnyFlags:
+        """What `flag_class` makes."""
+
         def __getattr__(self, name: str) -> Any: ...
+
+    _EngineFlags = AnyFlags
 else:
-    _EngineFlags = make_dataclass("_EngineFlags", _engine_flags(), frozen=True, kw_only=True)
+    _help = "A folder, a GGUF file or a hub id (owner/name:Q4_K_M of a GGUF); without it, the bundled one."
+    _model = Annotated[str | None, typer.Option("--model", "-m", metavar="PATH|HUB_ID", help=_help)]
+    _EngineFlags = flag_class("_EngineFlags", OPTIONS, HEADINGS, ("model", _model, None))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +87,7 @@ class EngineOptions(_EngineFlags):
     HEADINGS: ClassVar = {
         "model": "Model",
         "speculative_config": "Execution",
-        **{each.option.flag.name or each.name: each.option.heading for each in OPTIONS if each.option.heading},
+        **headings_of(OPTIONS),
     }
     """Under which heading of the help an option and those after it stand."""
 
@@ -69,21 +100,15 @@ class EngineOptions(_EngineFlags):
 
         Raises `RequestError` for stages that are not four integers, and a wrong `speculative_config`.
         """
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        if (text := values.pop("speculative_config")) is not None:
+        values = values_of(self, OPTIONS)
+        if (text := values.pop("speculative_config", None)) is not None:
             for name, value in options_of(text).items():
                 if values[name] not in (value, getattr(_CONFIG, name)):
                     option = f"--{name.replace('_', '-')} {values[name]}"
                     problem = f"{option} and --speculative-config say different things"
                     raise RequestError(problem, param="speculative_config")
                 values[name] = value
-        for each in OPTIONS:
-            flag = each.option.flag
-            if flag.name:
-                values[each.name] = values.pop(flag.name)
-            if flag.read is not None and values[each.name] is not None:
-                values[each.name] = flag.read(values[each.name])
-        return {name: value for name, value in values.items() if value is not None}
+        return values
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from models.base import Model
 from models.checkpoints.hub import model_name, resolve_model
@@ -23,7 +23,7 @@ from models.registry import Declaration, declare, declare_model, stages_of
 from runtime.communicator import Communicator, DeclaredRank, DeclaredStage, Pipeline, RankCommunicator
 from runtime.device.device import Device
 from runtime.device.errors import InvalidDeviceError
-from runtime.engine.config import DFLASH_PREFIX, EAGLE3_PREFIX, OWN_DRAFTER, EngineConfig
+from runtime.engine.config import DFLASH_PREFIX, EAGLE3_PREFIX, OPTIONS, OWN_DRAFTER, EngineConfig
 from runtime.engine.engine import Engine
 from runtime.engine.errors import RequestError
 from runtime.engine.grammar.vocabulary import LazyVocabulary
@@ -145,13 +145,9 @@ def load_settings(
 ) -> LoadSettings:  # fmt: skip
     """The settings of a config for loading: device and types of the weights, and the rank, the stage and the
     layers of each stage."""
-    return LoadSettings(
-        device=Device.parse(config.device), dtype=config.dtype, quantization=config.quantization,
-        kv_cache_dtype=config.kv_cache_dtype,
-        kv_cache_dtype_skip_layers=config.kv_cache_dtype_skip_layers, gemm=config.gemm, exact=config.exact,
-        activations=config.activations, communicator=communicator, pipeline=pipeline, stages=stages,
-        hf_overrides=config.hf_overrides,
-    )  # fmt: skip
+    options = {each.name: getattr(config, each.name) for each in OPTIONS if each.name in LoadSettings.__annotations__}
+    options["device"] = Device.parse(config.device)
+    return cast("LoadSettings", {**options, "communicator": communicator, "pipeline": pipeline, "stages": stages})
 
 
 def layers_of_stages(folder: Path, config: EngineConfig) -> tuple[range, ...]:

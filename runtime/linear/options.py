@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 from numba_kernels.segments import SEGMENTS
 from runtime.communicator import Communicator, Pipeline
@@ -35,6 +35,10 @@ class LoadSettings(TypedDict, total=False):
     pipeline: Pipeline | None
     stages: tuple[range, ...]
     hf_overrides: str  # of the model's config, which is no matter of `LoadOptions`
+
+
+UNCHANGED = ("gemm", "exact", "activations", "communicator", "pipeline", "stages")
+"""Settings that `LoadOptions` has as they are given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +119,7 @@ class LoadOptions:
             raise InvalidArgumentError(
                 f"kv_cache_dtype is {kv_dtype!r}, must be one of auto, {', '.join(KV_DTYPES)}", param="kv_cache_dtype"
             )
+        unchanged: dict[str, Any] = {name: value for name, value in settings.items() if name in UNCHANGED}
         return LoadOptions(
             device=Device.parse(settings.get("device", "cpu")),
             dtype=None if dtype == "auto" else DType.parse(dtype),
@@ -122,12 +127,7 @@ class LoadOptions:
             rounding=quantization if quantization in ROUNDED else "",
             kv_dtype=KV_DTYPES.get(kv_dtype),
             kv_skip_layers=_skip_layers(settings.get("kv_cache_dtype_skip_layers", ""), kv_dtype),
-            gemm=settings.get("gemm", "auto"),
-            exact=settings.get("exact", False),
-            activations=settings.get("activations", "auto"),
-            communicator=settings.get("communicator"),
-            pipeline=settings.get("pipeline"),
-            stages=settings.get("stages", ()),
+            **unchanged,
         )
 
     @property

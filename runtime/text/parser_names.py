@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 TOOL_CALL_PARSERS = (
     "auto",
     "none",
@@ -28,4 +30,4 @@ TOOL_CALL_PARSERS = (
 )
 """Those that vLLM has, too, bear its names."""
 
-REASONING_PARSERS = ("auto", "think", "none")
+ReasoningParser = Literal["auto", "think", "none"]

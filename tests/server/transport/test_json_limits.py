@@ -21,7 +21,7 @@ from runtime.commands.server_options import ServerOptions
 from runtime.engine.errors import QueueFullError
 from runtime.engine.messages import EngineRequest
 from runtime.engine.queue_limit import check_room
-from server.config import ServerConfig, ServerConfigError
+from server.config import OPTIONS, ServerConfig, ServerConfigError
 from server.transport.json_limits import is_deeper, kinds_of
 from server.transport.protocol import RESERVED_CONNECTIONS
 from tests.server.conftest import ANSWER, Served, answer_of, serving
@@ -454,19 +454,32 @@ def test_a_full_queue_says_when_to_come_again(tokenizer: Tokenizer) -> None:
     engine.close()
 
 
-def test_every_option_is_in_the_operators_page() -> None:
+def default_of(text: str) -> object:
+    """A default as the operators' page has it."""
+    if number := re.fullmatch(r"([\d.,]+)( KiB| MiB| s)?", text):
+        unit = {" KiB": 1 << 10, " MiB": 1 << 20}.get(number[2], 1)
+        return float(number[1].replace(",", "")) * unit
+    return {"on": True, "off": False, "any": ()}.get(text, text)
+
+
+def test_every_option_is_in_the_operators_page_with_its_default() -> None:
     page = (Path(__file__).parents[3] / "docs" / "server.md").read_text(encoding="utf-8")
-    singular = {"api_keys": "api_key", "api_key_files": "api_key_file", "allowed_origins": "allowed_origin",
-                "allowed_hosts": "allowed_host", "allow_image_hosts": "allow_image_host"}  # fmt: skip
-    for field in fields(ServerOptions):
-        option = "--" + singular.get(field.name, field.name).replace("_", "-")
-        assert f"`{option}" in page, f"{option} is not described"
+    limits, shown = page.partition("\n## Limits\n")[2].partition("\n## ")[0], dict[str, object]()
+    for flags, defaults in re.findall(r"^\| (`--[^|]+`) \| ([^|]+) \|", limits, re.M):
+        names, texts = flags.split(", "), defaults.split(", ")
+        shown |= zip(names, map(default_of, texts if len(texts) > 1 else texts * len(names)), strict=True)
+    for each in OPTIONS:
+        flag = (each.option.flag.declarations or ("--" + each.name.replace("_", "-"),))[0]
+        assert f"`{flag}" in page, f"{flag} is not described"
+        assert shown.get(f"`{flag}`", each.default) == each.default, flag
+    assert len(shown) > len(OPTIONS) / 2
 
 
 def test_every_setting_has_an_option_with_its_default() -> None:
     options = ServerOptions()
     assert {field.name for field in fields(ServerOptions)} == {field.name for field in fields(ServerConfig)}
     assert options.config() == ServerConfig()
+    assert ServerOptions(drain_timeout_s=0.0).config().drain_timeout_s == 0.0
     assert ServerOptions(max_tools=3, allowed_hosts=["a"]).config() == ServerConfig(max_tools=3, allowed_hosts=("a",))
 
 
@@ -476,6 +489,13 @@ def test_every_setting_has_an_option_with_its_default() -> None:
         ({"max_tools": 0}, "max_tools must be at least 1, got 0"),
         ({"header_timeout_s": 0.0}, "header_timeout_s must be above 0"),
         ({"header_timeout_s": float("nan")}, "header_timeout_s must be above 0"),
+        ({"max_tools": "3"}, "max_tools must be at least 1, got '3'"),
+        ({"header_timeout_s": "3"}, "header_timeout_s must be above 0"),
+        ({"body_timeout_s": 1e6}, "body_timeout_s must be above 0 and below 1,000,000 seconds, got 1000000.0"),
+        ({"drain_timeout_s": -1.0}, "drain_timeout_s must be at least 0 and below 1,000,000 seconds"),
+        ({"share_prefix_cache": 1}, "share_prefix_cache must be True or False, got 1"),
+        ({"tool_call_parser": "nope"}, "tool_call_parser must be one of auto, none, .*, got 'nope'"),
+        ({"reasoning_parser": "nope"}, "reasoning_parser must be one of auto, think, none, got 'nope'"),
         ({"log_format": "xml"}, "log_format must be one of"),
         ({"log_level": "loud"}, "log_level must be one of"),
         ({"allowed_origins": ("chat.example",)}, "must be an origin"),
