@@ -79,7 +79,7 @@ def _gelu_erf(builder, x):
     for coefficient in _ERFCX[-2::-1]:
         scaled = fma(builder, scaled, t, constant_like(x, coefficient))
     erfcx = builder.fdiv(scaled, fma(builder, a, constant_like(x, 2.0), constant_like(x, 1.0)))
-    # e^(-a^2) from |x| itself: a^2 = x^2 / 2, whose rounding error fma hands back
+    # e^(-a^2) from |x| itself: a^2 = x^2 / 2, with the rounding error by fma
     minus_half = constant_like(x, -0.5)
     square = builder.fmul(size, size)
     error = fma(builder, size, size, builder.fsub(constant_like(x, -0.0), square))
@@ -110,8 +110,8 @@ NAMES = ("silu", "gelu_sigmoid", "gelu_tanh", "gelu_erf", "clamped_silu")  # in 
 
 @intrinsic
 def _apply(typingctx, which, x, up, out, count):
-    """``out[i] = f(x[i])`` for ``count`` floats, times ``up[i]``, or what a clamped function makes of it, where
-    that address is not 0; ``out`` may be ``x``.
+    """``out[i] = f(x[i])`` for ``count`` floats, times ``up[i]``, or a clamped function's factor of it, where that
+    address is not 0; ``out`` may be ``x``.
 
     ``which`` is a literal index into _FUNCTIONS.
     """
@@ -171,7 +171,8 @@ SHAPED_NAMES = ("clamp", "xielu")  # in the same order
 
 @intrinsic
 def _apply_shaped(typingctx, which, x, out, count, first, second, third, fourth):
-    """``out[i] = f(x[i], ...)`` for ``count`` floats; ``out`` may be ``x``. ``which``: a literal place in _SHAPED."""
+    """``out[i] = f(x[i], ...)`` for ``count`` floats; ``out`` may be ``x``. ``which`` is a literal index into
+    _SHAPED."""
     if not isinstance(which, types.IntegerLiteral):
         raise RequireLiteralValue("which must be a literal")
     function, index = _SHAPED[which.literal_value], types.intp

@@ -1,22 +1,22 @@
-"""What ranks that are processes of one machine say to each other: kernels over memory that all of them map.
+"""Collectives of ranks that are processes of one machine: kernels over memory that all of them map.
 
 The memory, in cache lines of 64 bytes, for R ranks:
 
 | lines | what |
 |---|---|
-| 0 | 0, or 1 + the rank that has given up; where there are several such memories, that of the first counts |
-| 1 … R | how many collectives each rank has come to |
-| then `DESCRIBED` times R, by turns | what each rank's collective is, and the place in the model that called it |
+| 0 | 0, or 1 + the rank that has given up; of several such memories the first one's counts |
+| 1 … R | how many collectives each rank has reached |
+| then `DESCRIBED` times R, by turns | each rank's collective, and the place in the model that called it |
 
-and two slots a rank, by turns, for what a collective carries. Such a collective is three launches: `publish` copies
-this rank's numbers to its slot, `meet` says so and waits until all have, and a third reads the slots. Who has met the
-others at one has read the slots of the one before, so that two slots are enough. Numbers are added in the order of
+and two slots a rank, by turns, for a collective's data. Such a collective is three launches: `publish` copies this
+rank's numbers to its slot, `meet` posts that and waits until all have, and a third reads the slots. A rank that has met
+the others has read the slots of the collective before, so that two slots are enough. Numbers are added in the order of
 ranks, on every rank. As all kernels do these run in recordings; in memory of their own they count, in words of 8
-bytes: the collectives that this rank has come to, those of them that it has compared with all others', those that
-carried something, and the one that was not as another rank's.
+bytes: the collectives that this rank has reached, those compared with all others', those with data, and the one that
+differed from another rank's.
 
-The end of a step carries nothing. There `meet` waits for nobody: the rank goes on, and compares later. Only a rank that
-is `MOST_AHEAD` collectives before another waits, until that has caught up.
+The end of a step carries no data. There `meet` does not wait: the rank goes on, and compares later. Only a rank that is
+`MOST_AHEAD` collectives ahead of another waits, until that has caught up.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from numba_kernels.cpu.running.launch import Fields, Kernel, copy_bytes, float32
 LINE_BYTES = 64
 HAS_ABORTED = 1
 DIFFER = 2
-"""What `meet` sets its status to: a rank has given up, or ranks called different collectives."""
+"""Statuses of `meet`: a rank has given up, or ranks called different collectives."""
 
 CHUNK_BYTES = 1 << 15  # a ticket's
 MOST_AHEAD = 31
 DESCRIBED = 2 * MOST_AHEAD + 2
-"""Who has come to collective n knows that all have come to n - 1 - MOST_AHEAD, and so that all have compared what was
-called before n - DESCRIBED + 1, in whose place n is described."""
+"""A rank that has reached collective n knows that all have reached n - 1 - MOST_AHEAD, and so have compared all before
+n - DESCRIBED + 1; the description of n takes that one's place."""
 POSTED, COMPARED, CARRIED, DIFFERENT = range(4)
-"""Of a rank's own words."""
+"""The fields of a rank's own words."""
 SPINS = 2_000  # looks before the processor is left to others
 YIELDS = 2_000  # times that it is left before the thread sleeps for a moment
 _NAP_US = 50
@@ -83,7 +83,7 @@ _usleep = _called("usleep", 1)
 
 @njit(nogil=True)
 def wait_a_moment(looks, spins=SPINS, yields=YIELDS, nap_us=_NAP_US):
-    """What somebody does who has looked so often, before the next look."""
+    """The back-off of a waiter that has polled so often, before its next poll."""
     if looks < spins:
         atomic.pause()
     elif looks < spins + yields:
@@ -94,12 +94,12 @@ def wait_a_moment(looks, spins=SPINS, yields=YIELDS, nap_us=_NAP_US):
 
 @njit(nogil=True)
 def _slot(a, number, rank):
-    """Where a rank's slot of a collective lies, the number-th that carries something."""
+    """The address of a rank's slot for a collective, the number-th with data."""
     return a.shared + a.slots + ((number & 1) * a.ranks + rank) * a.slot_bytes
 
 
 def description_at(num_ranks: int, rank: int, collective: int) -> int:
-    """Where two words say what a rank's collective is: bytes from the begin of the memory."""
+    """The offset in the memory of the two words that describe a rank's collective, in bytes."""
     return (1 + num_ranks + collective % DESCRIBED * num_ranks + rank) * LINE_BYTES
 
 
@@ -122,14 +122,14 @@ def publish_kernel() -> Kernel:
 
 @functools.cache
 def meet_kernel() -> Kernel:
-    """Says what this rank's collective is, and compares it with the others'; one ticket. With ``waits`` it waits until
-    all have come; without, it compares what it can. It looks ``spins`` times at once and ``yields`` times when others
-    have had the processor, then from time to time."""
+    """Posts this rank's collective, and compares it with the others'; one ticket. With ``waits`` it waits for all
+    ranks; without, it compares those posted. It polls ``spins`` times at once and ``yields`` times after yielding the
+    processor, then from time to time."""
 
     @njit(nogil=True)
     @name_by_content
     def wait_for(shared, flag, line, count, spins, yields, nap_us):
-        """Whether the rank has come; no: one has given up."""
+        """Whether the rank has come; False if one has given up."""
         looks = 0
         while atomic.load(shared + line * LINE_BYTES) < count:
             if atomic.load(flag) != 0:
@@ -142,7 +142,7 @@ def meet_kernel() -> Kernel:
     @name_by_content
     def has_come(a, count):
         """Whether all ranks have come to a collective."""
-        for rank in range(a.ranks):  # noqa: SIM110  Numba knows no all()
+        for rank in range(a.ranks):  # noqa: SIM110  Numba lacks all()
             if atomic.load(a.shared + (1 + rank) * LINE_BYTES) < count:
                 return False
         return True
@@ -150,7 +150,7 @@ def meet_kernel() -> Kernel:
     @njit(nogil=True)
     @name_by_content
     def described(a, rank, count):
-        """What a rank's collective is, and its place."""
+        """A rank's collective, and its place."""
         return int64_at(a.shared + _description_at(a.ranks, rank, count), 2)
 
     def meet(arguments, ticket):

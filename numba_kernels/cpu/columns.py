@@ -1,5 +1,4 @@
-"""Columns of matrices in other places: in another order, as a weight whose columns are stored reordered is multiplied
-with; and side by side."""
+"""Columns of matrices in other places: in another order, for a weight with reordered columns; and side by side."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What completes the inputs of a recorded decode step: block tables that have grown, tokens that lie in another array.
+"""Completes the inputs of a recorded decode step: block tables that have grown, tokens that lie in another array.
 
-Places and sources have been checked by who wrote them.
+The writers of places and sources have checked them.
 """
 
 from __future__ import annotations

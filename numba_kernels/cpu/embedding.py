@@ -1,7 +1,7 @@
 """Rows of a table, picked by number, widened and multiplied: token embeddings, and positions added to them.
 
-A table is stored row by row, or as the panels of a linear layer whose weight it shares (`panels`). Bytes are int8,
-ZERO_POINT above what they mean, with a scale for each row.
+A table is stored row by row, or as the panels of a linear layer whose weight it shares (`panels`). Bytes are int8 plus
+ZERO_POINT, with a scale for each row.
 
 Status 1: a number outside the table.
 """
@@ -29,8 +29,8 @@ BAD_INDEX = 1
 
 @njit(nogil=True)
 def _rows_of(a, ticket):
-    """All indices, and the range of the ticket's rows, which is empty where one lies outside the table: the status
-    says so."""
+    """All indices, and the range of the ticket's rows, which is empty where one lies outside the table, with status
+    1."""
     indices = int32_at(a.indices, a.num_rows)
     start = ticket * a.rows_a_ticket
     end = min(a.num_rows, start + a.rows_a_ticket)

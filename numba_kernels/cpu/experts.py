@@ -1,9 +1,9 @@
-"""What stands around the products of experts: which experts a token goes to, tokens put together by expert, and the
-sum of what a token's experts give.
+"""Kernels around the products of experts: routing, grouping tokens by expert, and the weighted sum of a token's
+experts.
 
     scores = softmax(logits) or sigmoid(logits)                    over all experts
     ids    = the top_k largest of scores + bias, largest first; of equals the lower one
-    weights = scores[ids], over their sum if asked for, times a scale
+    weights = scores[ids], over their sum if configured, times a scale
 
 or, as SparseMixer (2310.00811) chooses: one expert after another, the largest logit l that is left, weighed by a
 softmax over those that are left and for which (l - logit) / max(|logit|, l) is not above a threshold.
@@ -59,7 +59,7 @@ def _best(values):
 
 @njit(nogil=True)
 def _mix_sparsely(logits, left, ids, weights, threshold, scale):
-    """``left`` is a copy of the logits, in which what was chosen becomes -inf."""
+    """``left`` is a copy of the logits, in which chosen ones become -inf."""
     for j in range(ids.size):
         best = _best(left)
         peak = left[best]
@@ -101,8 +101,8 @@ def _leave_groups(choice, num_groups, top_groups, adds_two):
 def route_kernel() -> Kernel:
     """Writes ``ids [T, k]`` int32 and ``weights [T, k]`` float32 for ``logits [T, E]`` float32; a ticket is some rows.
 
-    ``bias [E]`` float32, if any, is added for the choice alone. ``num_groups`` 1: there are no groups. A row with NaN
-    gets experts that there are, and NaN as a weight.
+    ``bias [E]`` float32, if any, is added for the choice alone. ``num_groups`` is 1 without groups. A row with NaN gets
+    valid experts, and NaN as a weight.
     """
 
     def route(arguments, ticket):
@@ -162,8 +162,8 @@ def route_kernel() -> Kernel:
 def group_kernel() -> Kernel:
     """Puts the ``[T, k]`` draws of ``ids`` together by expert, in the order of tokens; one ticket.
 
-    Writes ``starts [E + 1]``, where each expert's rows begin; ``active [num_active]``, the experts that have rows, -1
-    behind the last; ``tokens [T k]``, each row's token; ``places [T, k]``, each draw's row. All are int32.
+    Writes ``starts [E + 1]``, where each expert's rows begin; ``active [num_active]``, the experts that have rows, then
+    -1; ``tokens [T k]``, each row's token; ``places [T, k]``, each draw's row. All are int32.
     """
 
     def group(arguments, ticket):

@@ -1,11 +1,11 @@
-"""What happens to queries and a token's latent row between their projections and attention (MLA, DeepSeek-V2,
+"""Prepares queries and a token's latent row between their projections and attention (MLA, DeepSeek-V2,
 https://arxiv.org/abs/2405.04434), in one pass over the tokens.
 
     q[t, h]  = [rotated q[t, h, :R] | q[t, h, R:]]
     row[t]   = [rotated k[t] | RMSNorm(c[t]) * weight]        written to the token's slot
 
-``latent [T, C + R]`` holds c, then k, as the projection gives them; queries ``[T, H, R + C]`` begin with what is
-rotated, and so do rows of pages. Queries are changed in place. A slot of -1 is not written.
+``latent [T, C + R]`` holds c, then k, as the projection gives them; queries ``[T, H, R + C]`` begin with the rotated
+part, and so do rows of pages. Queries are changed in place. A slot of -1 is not written.
 
 Status 1: a position without a row in the rotation table. Status 2: a slot beyond the pages.
 """

@@ -1,11 +1,11 @@
-"""How weights, and rows that meet them, lie in memory, and the shapes of register tiles: the layout in force.
+"""The layout in force: of weights and rows of x in memory, and the shapes of register tiles.
 
-It belongs to the kind of tile (`target`) and says nothing of instructions: every layout is compiled for every
+It belongs to the kind of tile (`target`) and does not depend on instructions: every layout is compiled for every
 processor, with the same results.
 
 Vectors are always ``<16 x float>`` in the IR; LLVM splits them where registers are narrower (two AVX2 or four NEON
-registers each). So only the number of accumulators has to know the machine: with 32 registers of 16 lanes a product's
-tile of 8 rows x 3 vectors keeps 24 of them busy, and what is multiplied has the others (attention's has a power of two
+registers each). So only the number of accumulators depends on the machine: with 32 registers of 16 lanes a product's
+tile of 8 rows x 3 vectors keeps 24 of them busy, and the factors have the others (attention's tile has a power of two
 of rows anyway; 9 rows would leave none for bfloat16). With 16 registers of 8 lanes, 6 rows x 1 vector (12 registers)
 leave room for two halves of a weight and a broadcast; NEON's 32 registers of 4 lanes hold 4 rows x 1 vector (16
 registers) and operands.
@@ -26,7 +26,7 @@ class Layout:
     rows             of a product's tile, at most
     attention_rows   of attention's tile, at most: a power of two
     vectors          of LANES columns, of a panel and of a product's tile
-    dot              what int8 rows of x become: words of four ``bytes``, for vpdpbusd, or ``pairs`` of int16, for
+    dot              the form of int8 rows of x: words of four ``bytes``, for vpdpbusd, or ``pairs`` of int16, for
                      vpmaddwd (in blocks of small integers bytes, for vpmaddubsw)
     rounds_to_bf16   whether rows of x are rounded to pairs of bfloat16 before they meet a bfloat16 weight
     """

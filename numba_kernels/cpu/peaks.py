@@ -1,4 +1,4 @@
-"""What the processor can reach: loops that only read memory, or only multiply in registers.
+"""The processor's peak rates: loops that only read memory, or only multiply in registers.
 
 Their rates are the limits beside which `bench peers` puts the engine's. Each loop is one thread's; the caller runs as
 many as there are cores. The multiplying ones keep enough independent sums under way to hide the latency of an
@@ -115,7 +115,7 @@ def fma_loop(iterations):
 
 @njit
 def read_loop(address, size_bytes):
-    """Reads `size_bytes` at `address`, less what is no multiple of READ_STREAMS * READ_BYTES."""
+    """Reads `size_bytes` at `address`, rounded down to a multiple of READ_STREAMS * READ_BYTES."""
     return _read(address, size_bytes)
 
 

@@ -1,5 +1,4 @@
-"""What one stage of a model hands to the next, where both are processes of one machine: kernels over memory that both
-map.
+"""Pipes between pipeline stages that are processes of one machine: kernels over memory that both map.
 
 A pipe's memory, in cache lines of 64 bytes:
 
@@ -9,9 +8,9 @@ A pipe's memory, in cache lines of 64 bytes:
 | 1 | how many the receiver has taken |
 | 2 … 1 + SLOTS | of the piece in each slot: the step that it belongs to, and the bytes of its message |
 
-and the slots. A sender goes on as soon as its piece lies in a slot, and waits only where all are full: who receives may
-still be busy with what came before. As all kernels do these run in recordings; the step is read from memory of the
-process's own, behind which a receiver adds the nanoseconds that it has waited.
+and the slots. A sender goes on as soon as its piece lies in a slot, and waits only where all are full: the receiver may
+still be busy with earlier pieces. As all kernels do these run in recordings; the step is read from memory of the
+process's own, and the word after it counts the nanoseconds that a receiver has waited.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from numba_kernels.cpu.running.launch import Fields, Kernel, copy_bytes, int64_a
 
 SLOTS = 16
 SLOT_BYTES = 1 << 21
-"""Of a piece; memory that nobody has written costs nothing."""
+"""Bytes of a piece; memory that is never written costs nothing."""
 PIPE_BYTES = 4096 + SLOTS * SLOT_BYTES
 
 HAND_OVER = Fields("*pipe *flag *step *numbers num_bytes message_bytes")
@@ -55,7 +54,7 @@ def monotonic_ns(typingctx, unused):
 
 @njit(nogil=True)
 def _slot(pipe, number):
-    """Where a piece lies."""
+    """The address of a piece."""
     return pipe + 4096 + (number % SLOTS) * SLOT_BYTES
 
 
@@ -64,7 +63,7 @@ def _wait_above():
     @njit(nogil=True)
     @name_by_content
     def wait_above(flag, address, count):
-        """Whether a counter has risen above `count`; no: a rank has given up."""
+        """Whether a counter has risen above `count`; False if a rank has given up."""
         looks = 0
         while atomic.load(address) <= count:
             if atomic.load(flag) != 0:
@@ -97,7 +96,7 @@ def send_kernel() -> Kernel:
 
 @functools.cache
 def receive_kernel() -> Kernel:
-    """Takes a piece of a message out of the pipe, which has to be of this step and of a message of this size; one
+    """Takes a piece of a message out of the pipe, which must be of this step and of a message of this size; one
     ticket."""
     wait_above = _wait_above()
 

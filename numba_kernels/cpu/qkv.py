@@ -1,4 +1,4 @@
-"""What happens to q, k and v between their projection and attention, in one pass over the tokens.
+"""Prepares q, k and v between their projection and attention, in one pass over the tokens.
 
 Each row of ``qkv [T, (Hq + 2 Hkv) D]`` is split into heads; q and k are normalised (RMSNorm, over each head as Qwen3
 does, or over all heads together as OLMo 2 does; LayerNorm over each head as Cohere does) and rotated by their position
@@ -36,7 +36,7 @@ _NO_NORM, _BY_HEAD, _BY_ROW, _CENTRED, _AFTER = range(5)
 
 @njit(nogil=True)
 def norm_scale(source, eps):
-    """What RMSNorm multiplies ``source`` by."""
+    """RMSNorm's factor of ``source``."""
     total = np.float32(0.0)
     for i in range(source.shape[0]):
         total += source[i] * source[i]

@@ -34,7 +34,7 @@ def largest_number(stored: type) -> np.float32:
 
 
 def read_factor(stored: type) -> np.float32:
-    """What `load_page` leaves out of each number."""
+    """The factor that `load_page` leaves out of each number."""
     return np.float32(256) if stored is np.uint8 else np.float32(1)
 
 

@@ -1,9 +1,9 @@
-"""Which proposals that were drawn from a distribution of their own are kept, so that what is kept has the wanted one.
+"""Rejection sampling of draft tokens, so that the accepted tokens have the target distribution.
 
 A proposal x, drawn from q, is kept with probability min(1, p(x) / q(x)). The first that is not is replaced by a draw
-from what p has more than q, max(p - q, 0) (Leviathan et al. 2023, Chen et al. 2023). Numbers at random are Philox's,
-with the request's seed as key and (0, choice, position, 1) as counter: those of other draws have a 0 there. Two words
-of it decide, two draw. Sums are of float64.
+from max(p - q, 0) (Leviathan et al. 2023, Chen et al. 2023). Random numbers are Philox's, with the request's seed as
+key and (0, choice, position, 1) as counter: those of other draws have a 0 there. Two words of it decide, two draw. Sums
+are of float64.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _uniform(high, low):
 
 @njit(nogil=True)
 def _replacement(p, q, uniform):
-    """A token drawn from max(p - q, 0); from p where rounding has left nothing of that."""
+    """A token drawn from max(p - q, 0); from p where rounding has made that 0."""
     vocab, total = p.shape[0], 0.0
     for i in range(vocab):
         total += max(np.float64(p[i]) - np.float64(q[i]), 0.0)
@@ -54,8 +54,8 @@ def _replacement(p, q, uniform):
 def rejection_kernel() -> Kernel:
     """A ticket is a sequence, with ``counts`` proposals from ``first_row`` on: ``wanted`` and ``proposed [num_rows,
     vocab]`` float32 are p and q of each, ``drafts`` and ``positions [num_rows]`` int32. ``kept`` gets how many are
-    kept, ``replacements`` the token instead of the next one, -1 where all are kept. p of all zeros keeps nothing, and
-    has no replacement."""
+    kept, ``replacements`` the token instead of the next one, -1 where all are kept. A p of all zeros keeps no draft,
+    and has no replacement."""
 
     def rejection(arguments, ticket):
         a = carray(arguments, 1)[0]

@@ -1,7 +1,7 @@
-"""Where the end of a text stood before: in itself, or in another text.
+"""N-gram lookup: finds the end of a text earlier in itself, or in another text.
 
 A text has an index: for each place the latest place before it that has the same token, and a hash table of the latest
-place of each token. The table's keys are the tokens at these places. So a look goes from place to place of the last
+place of each token. The table's keys are the tokens at these places. So a lookup goes from place to place of the last
 token, the latest first, and compares backwards; a token that is added costs one access of the table.
 """
 
@@ -15,28 +15,28 @@ from numba_kernels.cpu.running.launch import Fields, Kernel, int32_at, int64_at
 
 TOKENS, PREVIOUS, HEADS, NUM_HEADS, NUM_INDEXED, NUM_DISTINCT, START, END, TEXT_WORDS = range(9)
 """Words of a text: addresses of ``tokens [END]``, ``previous [END]`` and ``heads [NUM_HEADS]``, all int32; there is a
-power of two of heads, -1 where nothing stands. Then how many tokens are indexed, and how many of them are different;
+power of two of heads, -1 if empty. Then how many tokens are indexed, and how many of them are different;
 from where on tokens count, and where they end."""
 
 LIMIT, COUNT, DEPTH, PLACE, IDS = range(5)
-"""The question, int32: at most so many tokens. The answer: how many there are, how many agree before them, and at which
-place of ``first`` they begin (-1: nowhere, or in ``second``); then the tokens."""
+"""The query, int32: at most so many tokens. The answer: how many there are, how many agree before them, and at which
+place of ``first`` they begin (-1 if there is none, or in ``second``); then the tokens."""
 
 LEAST_MATCH, MOST_MATCH = 2, 15
-"""Tokens that have to agree (after a single one the next is anybody's guess), and that are compared."""
+"""The least tokens that must agree (a single one predicts little), and the most compared."""
 
 MOST_PLACES = 64
 """Places that are compared; the latest."""
 
 BREAK = -1
-"""Stands between texts in one array: nothing is found before it, and nothing goes on behind it."""
+"""Separates texts in one array: no match begins before it, and no continuation goes past it."""
 
 FIELDS = Fields("*ending *first *second *answer room")
 
 
 @njit(nogil=True)
 def _slot(tokens, heads, num_heads, token):
-    """Where the token's latest place stands, or would."""
+    """The slot of the token's latest place, or an empty one for it."""
     mask = num_heads - 1
     slot = (token * 0x9E3779B1 >> 8) & mask
     while heads[slot] >= 0 and tokens[heads[slot]] != token:
@@ -46,7 +46,7 @@ def _slot(tokens, heads, num_heads, token):
 
 @njit(nogil=True)
 def _follow(text):
-    """Index what has been added. False: the table is three quarters full."""
+    """Indexes added tokens. False if the table is three quarters full."""
     end, num_heads = text[END], text[NUM_HEADS]
     tokens, previous = int32_at(text[TOKENS], end), int32_at(text[PREVIOUS], end)
     heads = int32_at(text[HEADS], num_heads)
@@ -64,15 +64,15 @@ def _follow(text):
 
 @njit(nogil=True)
 def _find(text, ending, length, least):
-    """Behind which place the longest agreement with the end of a text is, the latest of equals, and for how many tokens
-    it lasts, if for ``least``; else (-1, 0). ``ending [length]``: the last tokens."""
+    """The place after the longest match of the end of a text, the latest of equals, and the match's length, if at least
+    ``least``; else (-1, 0). ``ending [length]`` are the last tokens."""
     end, start, num_heads = text[END], text[START], text[NUM_HEADS]
     tokens, previous = int32_at(text[TOKENS], end), int32_at(text[PREVIOUS], end)
     heads = int32_at(text[HEADS], num_heads)
     best, longest, last = -1, least - 1, ending[length - 1]
     place, num_left = heads[_slot(tokens, heads, num_heads, last)], MOST_PLACES
     while place >= start and num_left > 0 and longest < length:
-        if place < end - 1:  # nothing follows the last
+        if place < end - 1:  # the last has no successor
             num_left -= 1
             if tokens[place + 1] != BREAK:
                 depth, most = 1, min(length, place - start + 1)
@@ -86,10 +86,9 @@ def _find(text, ending, length, least):
 
 @functools.cache
 def repeats_kernel() -> Kernel:
-    """Looks where the end of the text ``ending`` stood in ``first``, and in ``second`` (0: none) if that may agree for
-    longer. ``answer [IDS + room]`` int32 gets what follows there, up to a break; what would run over the text's end
-    repeats itself. Indices follow the texts before. Status 1: the first's table is full; 2: the second's. One
-    ticket."""
+    """Finds the end of the text ``ending`` in ``first``, and in ``second`` (0 for none) if that may match longer.
+    ``answer [IDS + room]`` int32 gets the tokens that follow there, up to a break; past the text's end they repeat.
+    Updates the texts' indices first. Status 1: the first's table is full; 2: the second's. One ticket."""
 
     def repeats(arguments, ticket):
         a = carray(arguments, 1)[0]

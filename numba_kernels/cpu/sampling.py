@@ -96,14 +96,14 @@ def _race(logits, weights, threshold, last_id, seed, choice, position):
 
 @njit(nogil=True)
 def _range_of(starts, ends, num_rows, row):
-    """Where a row's list begins, and how long it is."""
+    """The beginning of a row's list, and its length."""
     start = np.int64(int32_at(starts, num_rows)[row])
     return start, np.int64(int32_at(ends, num_rows)[row]) - start
 
 
 @njit(nogil=True)
 def _first_equal(logits, value):
-    """The first place of the value, which is there: found block by block, since a loop that stops is not vectorised."""
+    """The first place of a value known to be there: found block by block, since a loop that stops is not vectorised."""
     size = logits.shape[0]
     for start in range(0, size, _BLOCK):
         stop = min(size, start + _BLOCK)
@@ -197,7 +197,7 @@ def _draw(a, row):
 
 @functools.cache
 def sampling_kernel() -> Kernel:
-    """Draws ``token_ids [num_rows]``; a ticket is one row. A row with NaN, +inf or nothing to draw gives -1, and 1 in
+    """Draws ``token_ids [num_rows]``; a ticket is one row. A row with NaN, +inf or no token to draw gives -1, and 1 in
     ``statuses`` (0 = no such array), which else is 0."""
 
     def sampling(arguments, ticket):
@@ -215,8 +215,9 @@ def sampling_kernel() -> Kernel:
 
 @functools.cache
 def distributions_kernel() -> Kernel:
-    """What `sampling_kernel` draws from: in ``token_ids``, an address of float32 ``[num_rows, vocab]``, each token's
-    probability. A ticket is one row; one with nothing to draw is all zeros. ``statuses`` is not read."""
+    """The distributions of `sampling_kernel`'s draws: ``token_ids`` is an address of float32 ``[num_rows, vocab]``,
+    each token's probability. A ticket is one row; one without a token to draw is all zeros. ``statuses`` is not
+    read."""
 
     def distributions(arguments, ticket):
         a = carray(arguments, 1)[0]

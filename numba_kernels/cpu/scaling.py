@@ -1,4 +1,4 @@
-"""Multipliers and soft caps: what Granite scales, and what Gemma 2 caps (``cap tanh(x / cap)``, arXiv 2408.00118)."""
+"""Multipliers (as in Granite) and soft caps (as in Gemma 2: ``cap tanh(x / cap)``, arXiv 2408.00118)."""
 
 from __future__ import annotations
 

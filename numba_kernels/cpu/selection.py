@@ -1,4 +1,4 @@
-"""Top-k and top-p without sorting: where in a row's order the kept tokens end.
+"""Top-k and top-p without sorting: finds the last kept token in a row's order.
 
 The order is by logit, the highest first, and by token id among equals. Tokens fall into buckets by their distance from
 the largest logit; only the bucket in which the k-th token, or the mass p, is reached is put in order, by a heap.
@@ -58,7 +58,7 @@ def _heap_of_bucket(logits, largest, bucket, lowest, size):
 
 @njit(nogil=True)
 def _pop(heap, ids, count):
-    """Removes the top of the heap: it lies behind the heap's new end."""
+    """Removes the top of the heap: it is left after the heap's new end."""
     last = count - 1
     heap[0], heap[last] = heap[last], heap[0]
     ids[0], ids[last] = ids[last], ids[0]
@@ -71,7 +71,7 @@ def last_kept(logits, weights, largest, top_k, top_p):
     """(logit, id) of the last token kept: a token stays if its logit is higher, or equal and its id not higher.
 
     ``weights`` are e^(logit - largest). Top-k keeps all that tie with the k-th; top-p then keeps the smallest set, in
-    order, whose share of what is left reaches ``top_p``, and at least one token.
+    order, whose share of the rest reaches ``top_p``, and at least one token.
     """
     vocab = logits.shape[0]
     counts = np.zeros(_NUM_BUCKETS, np.int64)

@@ -72,7 +72,7 @@ def available_tiles() -> tuple[str, ...]:
 
 
 def _choose() -> str:
-    """The kind in force, of which LLVM has been told where its instructions are forced.
+    """The kind in force. Configures LLVM for it if its instructions are forced.
 
     Raises:
         InvalidArgumentError: if the variable names none of the kinds, or one that the processor cannot run.
@@ -109,5 +109,5 @@ HAS_HALF = compiled_for("f16c") or not _IS_X86  # an instruction that widens flo
 
 
 def layout_name() -> str:
-    """The kind whose layout is in force; `EMULATED_BF16` for that one, which is made of another."""
+    """The kind whose layout is in force; `EMULATED_BF16` for that derived one."""
     return TILES if TILES == EMULATED_BF16 else TILES.removeprefix(_EMULATED)

@@ -17,9 +17,9 @@ Latent pages (`runtime.kv.cache`) hold one row a token, keys and values of all h
 transposed into memory of the ticket's own, as keys of other pages lie, before its scores are computed.
 
 Sinks (a logit of each query head) join a row's sum once, at its end. With a soft cap c > 0 (Gemma 2,
-https://arxiv.org/abs/2408.00118) a score s becomes c tanh(s / c). Pages behind a window are not read. A row that may
-attend to nothing gives zeros.
-Status 1: a block table entry outside the pages. Status 2: a sequence longer than its row of the block table.
+https://arxiv.org/abs/2408.00118) a score s becomes c tanh(s / c). Pages outside the window are not read. A row without
+visible keys gives zeros. Status 1: a block table entry outside the pages. Status 2: a sequence longer than its row of
+the block table.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ def _height(rows):
 
 @njit(nogil=True)
 def _hold(work, tables):
-    """A last use: numba frees an array after its last use by name, whoever still has its address."""
+    """A last use: numba frees an array after its last use by name, even if its address is in use."""
 
 
 @njit(nogil=True)
 def _triple(start, rows, width):
-    """Addresses of weighted values ``[rows, width]``, largest scores and sums ``[rows]``, one behind the other."""
+    """Addresses of weighted values ``[rows, width]``, largest scores and sums ``[rows]``, one after the other."""
     return start, start + rows * width * 4, start + rows * (width + 1) * 4
 
 
 @njit(nogil=True)
 def _clear(sums_of, rows, width):
-    """Sets weighted values, largest scores and sums (addresses) of ``rows`` rows to nothing seen."""
+    """Sets weighted values, largest scores and sums (addresses) of ``rows`` rows to their initial values."""
     out_at, maxima_at, sums_at = sums_of
     out = float32_at(out_at, rows * width)
     maxima, sums = float32_at(maxima_at, rows), float32_at(sums_at, rows)
@@ -195,11 +195,11 @@ def attention_kernel(stored: type, span: int, is_latent: bool = False) -> Kernel
     KV head, or with ``num_segments > 1`` one segment of them.
 
     Values are ``value_dim`` long; their sums have rows of ``value_width``, whole vectors, and pages rows of
-    ``value_stride``. Of latent pages ``v_cache`` is where the first value begins.
+    ``value_stride``. For latent pages ``v_cache`` is the address of the first value.
 
-    ``group_starts [num_seqs + 1]`` counts the row groups before each sequence, tickets of more groups than there are do
-    nothing; ``window`` 0 = all. With segments, the sums of each ticket go to
-    ``partial [tickets, group_tokens * share, value_width + 2]``.
+    ``group_starts [num_seqs + 1]`` counts the row groups before each sequence, tickets beyond the last group do
+    nothing; ``window`` 0 = all. With segments, the sums of each ticket go to ``partial [tickets, group_tokens * share,
+    value_width + 2]``.
     """
     itemsize = np.dtype(stored).itemsize
     has_scales, factor = is_quantised(stored), read_factor(stored)
@@ -253,7 +253,7 @@ def attention_kernel(stored: type, span: int, is_latent: bool = False) -> Kernel
         keys_at = address(tables)  # where the keys of each half of a chunk begin
         values_at = keys_at + _HALVES * 8
         next_at = values_at + _HALVES * 8  # the keys of the next chunk, or the same
-        ends_at = next_at + _HALVES * 8  # the key behind the last one that each row sees
+        ends_at = next_at + _HALVES * 8  # one past the last key that each row sees
         firsts_at = ends_at + capacity * 8  # the first that it sees, or an earlier one
         ends = tables[3 * _HALVES : 3 * _HALVES + capacity]
         firsts = tables[3 * _HALVES + capacity :]
@@ -285,7 +285,7 @@ def attention_kernel(stored: type, span: int, is_latent: bool = False) -> Kernel
             for chunk in range(start, stop, CHUNK_TOKENS):
                 for half in range(_HALVES):
                     token = chunk + half * HALF_TOKENS
-                    block = np.int64(0)  # whatever lies there is masked; but a span is read from its first half's block
+                    block = np.int64(0)  # keys there are masked; but a span is read from its first half's block
                     if token < last_key and token // span * span + span > first_key:
                         block = np.int64(table[entry])
                         if block < 0 or block >= a.num_blocks:
@@ -313,7 +313,7 @@ def attention_kernel(stored: type, span: int, is_latent: bool = False) -> Kernel
                 for half in range(_HALVES):
                     tables[2 * _HALVES + half] = tables[half]
                     if not is_latent and chunk + CHUNK_TOKENS + half * HALF_TOKENS < stop:
-                        page = np.int64(table[ahead]) * a.kv_heads + head  # only asked for: need not exist
+                        page = np.int64(table[ahead]) * a.kv_heads + head  # only prefetched: need not exist
                         tables[2 * _HALVES + half] = (
                             a.k_cache + (page * a.head_dim * a.block_size + ahead_inside) * itemsize
                         )

@@ -31,7 +31,8 @@ HEIGHTS = tuple(height for height in (1, 2, 4, 8) if height <= TILE_ROWS)
 
 
 def _if_fetching(builder, table, height, emit):
-    """Runs ``emit(fetches)``: True for a low tile that was given a table (an address, not 0) of what to ask for."""
+    """Runs ``emit(fetches)``: True for a low tile that was given a table (an address, not 0) of addresses to
+    prefetch."""
     if height > _FETCHING_ROWS:
         emit(False)
         return
@@ -43,8 +44,8 @@ def _if_fetching(builder, table, height, emit):
 
 
 def _fetch(builder, start, turn, kind):
-    """Asks for as many cache lines as an element has bytes, those with number ``turn`` from an address on: in as many
-    turns as a head has dimensions a whole chunk is asked for, when the turns go round its pages or halves."""
+    """Prefetches as many cache lines as an element has bytes, those with number ``turn`` from an address on. After
+    head_dim turns over its pages or halves a whole chunk is prefetched."""
     size = kind.bitwidth // 8
     at = builder.add(start, builder.mul(turn, _constant(size * _LINE_BYTES)))
     for line in range(size):
@@ -56,7 +57,7 @@ def _constant(value: int) -> ir.Constant:
 
 
 def _for_each_height(builder, rows, emit):
-    """Runs ``emit(height)`` for the height that ``rows`` names."""
+    """Runs ``emit(height)`` for the height ``rows``."""
     done = builder.append_basic_block("rows.done")
     switch = builder.switch(rows, done)
     for height in HEIGHTS:
@@ -80,12 +81,12 @@ def _entry(builder, table, index):
 @intrinsic
 def score_tile(typingctx, stored, span, q, keys, key_stride, head_dim, scores, tokens, values, rows):
     """``scores[r, t] = sum_d q[d, r] * key[d, t]`` for ``rows`` (one of HEIGHTS) rows and at least the first ``tokens``
-    of a chunk (what lies behind them is left undefined).
+    of a chunk (scores past them are undefined).
 
     ``q`` is ``[head_dim, rows]``; ``keys`` a table of addresses, one for each HALF_TOKENS tokens, of their first
     dimension, the next being ``key_stride`` bytes further; ``scores`` is ``[rows, CHUNK_TOKENS]``. ``span`` tokens,
-    a literal, HALF_TOKENS or LANES, are sure to lie side by side. A low tile, which waits for memory, meanwhile fetches
-    the chunk's values from where the table ``values`` says (0: it does not).
+    a literal, HALF_TOKENS or LANES, are sure to lie side by side. A low tile, which waits for memory, meanwhile
+    prefetches the chunk's values at the addresses in the table ``values``, unless that is 0.
     """
     kind = stored.instance_type
     index = types.intp
@@ -221,7 +222,7 @@ def softmax_tile(typingctx, scores, ends, firsts, chunk, maxima, sums, factors, 
 
 
 def _origin(builder, largest):
-    """``largest``, or 0 where it is -inf: a row that has seen nothing yet."""
+    """``largest``, or 0 where it is -inf: a row that has seen no key yet."""
     nothing = builder.fcmp_ordered("==", largest, simd.constant_like(largest, float("-inf")))
     return builder.select(nothing, simd.constant_like(largest, 0.0), largest)
 
@@ -234,8 +235,8 @@ def value_tile(
 
     ``weights`` is ``[rows, CHUNK_TOKENS]``; ``values`` a table of addresses, one for each HALF_TOKENS tokens, of their
     first row, the next being ``value_stride`` bytes further; ``out`` is ``[rows, out_vectors]`` vectors of float32. A
-    low tile meanwhile fetches the keys of the next chunk, a page of LANES tokens for each second entry of the table
-    ``next_keys`` (0: it does not).
+    low tile meanwhile prefetches the keys of the next chunk, a page of LANES tokens for each second entry of the table
+    ``next_keys``, unless that is 0.
     """
     kind = stored.instance_type
     index = types.intp

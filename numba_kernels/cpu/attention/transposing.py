@@ -17,7 +17,7 @@ from numba_kernels.cpu.target import LANES
 def transpose_rows(typingctx, stored, source, width, target):
     """``target[d, t] = source[t, d]`` for HALF_TOKENS rows of ``width`` elements, a multiple of LANES.
 
-    ``source`` has elements of ``stored``, rows one behind the other; ``target`` float32 rows of CHUNK_TOKENS, of which
+    ``source`` has elements of ``stored``, rows one after the other; ``target`` float32 rows of CHUNK_TOKENS, of which
     the first HALF_TOKENS are written. Both are addresses.
     """
     kind = stored.instance_type

@@ -4,7 +4,7 @@ Rows come in tiles of at most GEMM_ROWS. A tile of h rows holds words of 32 bits
 row, ``[words, h]``, so that a tile reads one stream however far apart rows lie:
 
     float32 and widened weights   the elements themselves, with zeros up to a whole word of the weight
-    bfloat16 by vdpbf16ps         pairs of elements rounded to bfloat16; so for e4m3, which else takes floats
+    bfloat16 by vdpbf16ps         pairs of elements rounded to bfloat16; so for e4m3, which otherwise takes floats
     int8                          groups of GROUP elements: their words of four int8 (see DOT_WORDS), then ``[h]``
                                   scales and ``[h]`` sums of a group times -ZERO_POINT: where integer sums begin
     blocks of integers            groups of X_GROUP elements: words of four int8 (of pairs of int16 in some cases, see
@@ -44,7 +44,7 @@ from numba_kernels.cpu.running.launch import float32_at, int32_at
 from numba_kernels.cpu.target import LANES
 
 ELEMENTS_A_WORD = {"float32": 1, "uint16": 2, "int16": 2, "uint8": 4}
-"""Of a weight, by the name of the numpy class that carries it."""
+"""The layout of x for a weight, by the name of the numpy class that carries it."""
 
 DOT_WORDS = GROUP_WORDS * (2 if DOT == "pairs" else 1)
 """Words of a group of quantised activations: bytes for vpdpbusd, pairs of int16 for vpmaddwd."""
@@ -85,7 +85,7 @@ def are_pairs(stored: Any) -> bool:
 
 @njit(nogil=True)
 def arrange_floats(x, depth, rows, words, target):
-    """A tile's ``words`` elements; those behind ``depth`` are zeros."""
+    """A tile's ``words`` elements; those past ``depth`` are zeros."""
     end = target + words * rows * 4
     for word in range(0, depth, LANES):
         arrange_words(x + word * 4, depth * 4, rows, min(LANES, depth - word), target + word * rows * 4, end)

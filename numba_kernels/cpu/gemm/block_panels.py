@@ -46,7 +46,7 @@ def pack_blocks(stored: str, panels: np.ndarray, rows: np.ndarray, first_column:
 
 
 def _runs(block: Block) -> list[tuple[int, int, int]]:
-    """What a block consists of, as (first byte in the file, first byte here, size): neighbours in both are one run."""
+    """A block's runs, as (first byte in the file, first byte here, size): neighbours in both are one run."""
     runs: list[tuple[int, int, int]] = []
     for _, place, moved, size in block.copies:
         if runs and (place - runs[-1][0], moved - runs[-1][1]) == (runs[-1][2],) * 2:
@@ -57,7 +57,7 @@ def _runs(block: Block) -> list[tuple[int, int, int]]:
 
 
 def _pieces_and_words(block: Block) -> tuple[list[tuple[int, int]], dict[int, list[tuple[int, int, int]]]]:
-    """Where a column of a block comes from: (first byte in the file, first word here) of whole pieces, and the other
+    """The sources of a column of a block: (first byte in the file, first word here) of whole pieces, and the other
     words, each as (first byte in the file, first byte in the word, 1, 2 or 4 bytes)."""
     pieces: list[tuple[int, int]] = []
     words: dict[int, list[tuple[int, int, int]]] = {word: [] for word in range(block.words)}
@@ -88,11 +88,11 @@ def _piece_around(place: int, within: int, size: int, source_bytes: int) -> tupl
 
 
 def _arrange_block_of(stored, is_whole):
-    """An intrinsic that puts a block of ``columns`` rows, ``row_bytes`` apart, at ``target [words, LANES]``, and asks
-    for the cache lines of as many bytes as LANES of them have from ``ahead`` on, a few at a time.
+    """An intrinsic that puts a block of ``columns`` rows, ``row_bytes`` apart, at ``target [words, LANES]``, and
+    prefetches as many bytes as LANES of them have from ``ahead`` on, a few lines at a time.
 
-    Lanes from ``columns`` on repeat the last row. With ``is_whole`` there are LANES of them, and what is written, in
-    whole vectors, goes past the caches: nobody reads it soon, and a line that is written as a whole need not be read
+    Lanes from ``columns`` on repeat the last row. With ``is_whole`` there are LANES of them, and the stores, in whole
+    vectors, bypass the caches: the data is not read soon, and a line that is written as a whole need not be read
     before.
     """
 

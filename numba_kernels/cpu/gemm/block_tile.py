@@ -8,7 +8,7 @@ times the sum of x, below zero. Then, in float32 and in the order of K,
 
 A register of columns goes through some blocks with all rows before the next one does: as many integer sums as rows are
 under way, and rows' values are operands in memory. Signed bytes without vpdpbusd take both registers of a vector at
-once from four rows on, so that what is spread of x, and what goes around the loops, serves both.
+once from four rows on, so that broadcasts of x, and values carried around the loops, serve both.
 
 vpdpbusd multiplies and adds four pairs of bytes; vpmaddubsw's sums of two products have 16 bits, which those of few
 bits fit for some words. Bytes would not: without vpdpbusd their magnitudes are multiplied, and x has the weights'
@@ -42,22 +42,22 @@ _PARTS_A_VECTOR = LANES // PART
 
 
 def is_signed(block: Block) -> bool:
-    """Whether weights are signed bytes in registers, and x takes their signs."""
+    """Whether weights are signed bytes in registers, with x multiplied by their signs."""
     return DOT == "pairs" and block.zero == 128
 
 
 def is_one_stream(block: Block) -> bool:
-    """Whether a block's lines are read one after the other, so that processors fetch them ahead by themselves.
+    """Whether a block's lines are read in order, so that hardware prefetching works.
 
-    A prefetch of each line would then keep the loads' own places occupied until memory answers, and a few are enough to
-    show the way: so it is on Zen 4. Zen 3, which has AVX2 alone and takes more instructions for a line, wants each line
-    named: Q4_0 went from 8.8 to 16.6 GB/s there. Long blocks, whose scales and planes are read in turns, want all their
-    lines named everywhere, and early."""
+    A prefetch of each line would then occupy the loads' line fill buffers, and a few prefetches are enough: so it is on
+    Zen 4. Zen 3, which has AVX2 alone and takes more instructions for a line, needs a prefetch for each: Q4_0 went from
+    8.8 to 16.6 GB/s there. Long blocks, whose scales and planes are read in turns, need all their lines prefetched
+    everywhere, and early."""
     return block.elements < 256
 
 
 def start_of(block: Block) -> int:
-    """What integer sums begin at, times the sum of x."""
+    """The initial value of integer sums, to be multiplied by the sum of x."""
     return 0 if is_signed(block) else -block.zero
 
 
@@ -90,7 +90,7 @@ class BlockSums:
         self.lines_a_prefetch = 4 if streams and DOT == "bytes" else 1
         self.is_signed = is_signed(self.block)
         self.short_words = short_words_of(self.block)
-        # Signed bytes: what is spread of x meets all columns of a vector, so many rows at a time.
+        # Signed bytes: a broadcast of x meets all columns of a vector, so many rows at a time.
         is_wide = self.is_signed and height >= _FEW_ROWS
         self.parts = range(_PARTS_A_VECTOR if is_wide else 1)
         turns = -(-height // _MOST_WIDE_ROWS) if is_wide else 1
@@ -249,7 +249,7 @@ class BlockSums:
             if DOT == "pairs" and len(self.parts) == 1 and (number % self.short_words == 0 or number == len(words)):
                 for key in wholes:
                     wholes[key] = builder.add(wholes[key], joined(builder, shorts[key]))
-                    if self.is_signed:  # else LLVM goes row by row, for which all words' magnitudes find no room
+                    if self.is_signed:  # else LLVM goes row by row, and all words' magnitudes do not fit in registers
                         wholes[key] = simd.left_alone(builder, wholes[key])
                 shorts = dict.fromkeys(wholes)
         return {key: one if others[key] is None else builder.add(one, others[key]) for key, one in wholes.items()}
@@ -269,7 +269,7 @@ class BlockSums:
 
 
 def places_of_unit(builder, block, index):
-    """Of each plane: how many bytes, and bits, the unit of this number lies behind the first one."""
+    """For each plane: how many bytes, and bits, after the first unit this one lies."""
     unit, moved = block.unit, {}
     for plane in block.planes:
         is_within = unit % plane.period != 0
@@ -281,7 +281,7 @@ def places_of_unit(builder, block, index):
 
 def weights_of(builder, block, at, moved, element):
     """Four elements from ``element`` on, as bytes in each lane, signed where `is_signed`; of the registers at ``at``,
-    whose planes are ``moved`` as `places_of_unit` says."""
+    whose planes are ``moved`` by `places_of_unit`."""
     found, above = None, 0
     for plane in block.planes:
         byte, shift = plane.place(element)
@@ -372,7 +372,7 @@ def _look_up(builder, indices, values):
 
 
 def add_bytes(builder, sums, weight, value):
-    """The sums of 16 bits (None: there are none yet) and the products of two bytes in each half lane."""
+    """The sums of 16 bits, or None before the first, and the products of two bytes in each half lane."""
     pairs = dots.multiply_bytes(builder, weight, value)
     return pairs if sums is None else builder.add(sums, pairs)
 

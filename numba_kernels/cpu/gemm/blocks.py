@@ -57,12 +57,12 @@ class Block:
         elements: of a row in a block of panels.
         group: elements that share a scale, 16 or 32.
         planes: where the integers' bits lie.
-        zero: the integer that stands for 0 (of a table: how much its stored values lie above what they mean).
+        zero: the integer that stands for 0 (of a table: the offset of its stored values).
         scale: how groups' scales are kept: "half", "bfloat" and "float", `d` for each; "six_bits", `d` times six bits,
             and `dmin` times six bits the minima; "byte", `d` times int8; "e8m0", a power of two, halved.
-        minimum: the field that minima come from, None: there are none. `m` is a float16 that is added; `z` a byte, the
+        minimum: the field of the minima, or None. `m` is a float16 that is added; `z` a byte, the
             integer that stands for 0 in the group.
-        table: what integers stand for, as unsigned bytes, `zero` above their meaning; None: themselves.
+        table: the integers' values, as unsigned bytes, plus `zero`; None without a table.
         is_e4m3: whether the bytes are such numbers and no integers.
         fields: ggml's block, of which `pairs` make one here.
         pairs: 2 where two of ggml's blocks are joined, else 1.
@@ -104,7 +104,7 @@ class Block:
 
     @cached_property
     def copies(self) -> tuple[tuple[str, int, int, int], ...]:
-        """Field, first byte in the file, first byte here and size of what a block consists of."""
+        """Field, first byte in the file, first byte here and size of each part of a block."""
         found = []
         for name, place in self.places.items():
             assert self.fields.fields is not None
@@ -213,6 +213,6 @@ BLOCKS: dict[str, Block] = {
     )
 }  # fmt: skip
 """By name. Integers of 8 bits are signed in rows of blocks and in panels; 5-bit integers' highest bits lie in panels as
-`_FIFTH` says, in files one after another. int4 and int8 with float16 scales and no zeros are Q4_0 and Q8_0. NVFP4's
+in `_FIFTH`, in files one after another. int4 and int8 with float16 scales and no zeros are Q4_0 and Q8_0. NVFP4's
 scales are already divided by twice the matrix's divisor. fp8's codes are no NaN: a group that had one has such a
 scale."""

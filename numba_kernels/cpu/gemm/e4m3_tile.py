@@ -7,7 +7,7 @@ A low tile multiplies numbers as it unpacks them. For more rows some blocks of a
 (`float_tile.Sums`): a block there is its scales and its words of all columns, one after another. Where the layout
 has pairs of bfloat16, numbers become such pairs, exactly, and x is rounded to them.
 
-A number's bits, moved, are those of a float that is 2^120 times smaller, subnormals too, and a product brings it back.
+A number's shifted bits are those of a float that is 2^120 times smaller, subnormals too; a multiplication restores it.
 With AVX512-VBMI two tables of 128 bytes give bfloat16 at once, 64 numbers at a time.
 """
 
@@ -28,7 +28,7 @@ from numba_kernels.cpu.target import HAS_BF16_DOT, LANES, compiled_for
 _SMALLER = 2.0**120  # by the exponents' biases, 127 and 7
 BLOCK = BLOCKS["fp8"]
 UNPACKED = "unpacked fp8"
-"""What the tile calls blocks in the buffer."""
+"""The tile's name of blocks in the buffer."""
 
 PARTS = 2 if ROUNDS_TO_BF16 else 4  # that a word of codes becomes
 _FIRST_WORD = BLOCK.places["q"] // 4
@@ -156,7 +156,7 @@ def _add_product(builder, total, value, number):
 
 
 def _parts(builder, codes):
-    """A word of codes in each lane, as what is multiplied."""
+    """A word of codes in each lane, converted to factors."""
     return _pairs(builder, codes) if ROUNDS_TO_BF16 else _floats(builder, codes)
 
 

@@ -1,10 +1,10 @@
-"""Products of rows with experts: rows that stand together by expert, each run times its expert's matrix.
+"""Products of rows with experts: rows grouped by expert, each run times its expert's matrix.
 
     out[r] = x[r] . weight[e]^T + bias[e]        for starts[e] <= r < starts[e + 1]
 
 An expert that has rows is read once. Tickets are fixed by the most experts that can have rows, since a recorded launch
-does not know which will: the first ones arrange a tile of rows each, the others multiply some panels of an expert with
-all its rows, and those that are left over do nothing. A row's bits are those of `linear`.
+cannot depend on the routing: the first ones arrange a tile of rows each, the others multiply some panels of an expert
+with all its rows, and those that are left over do nothing. A row's bits are those of `linear`.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def experts_kernel(stored: Any) -> Kernel:
     """Writes ``out [R, N]`` for ``x [R, K]``, float32, and experts' panels of ``stored``.
 
     ``tables [3, E]`` int64 holds the addresses of each expert's panels, scales and bias. ``active`` int32 are the
-    ``num_active`` experts that may have rows, -1 behind the last; ``starts [E + 1]`` int32 says where their rows begin.
+    ``num_active`` experts that may have rows, then -1; ``starts [E + 1]`` int32 has their first rows.
     """
     arrange, multiply, elements, unit_words = product_parts(stored)
 
     @njit(nogil=True)
     @name_by_content
     def fill(a, expert, product):
-        """The product of one expert's rows, as `linear_kernel` would be asked for it."""
+        """The product of one expert's rows, as arguments of `linear_kernel`."""
         starts, tables = int32_at(a.starts, a.num_experts + 1), int64_at(a.tables, 3 * a.num_experts)
         first = starts[expert]
         rows = starts[expert + 1] - first
@@ -109,7 +109,7 @@ def multiply(
     stored: Any, x: int, tables: int, starts: int, active: int, out: int, rows: int, num_experts: int,
     num_active: int, depth: int, width: int, out_width: int, num_workers: int,
 ) -> None:  # fmt: skip
-    """``out [rows, width]`` from ``x [rows, depth]`` and experts as `experts_kernel` says; rows of out are
+    """``out [rows, width]`` from ``x [rows, depth]`` and experts as in `experts_kernel`; rows of out are
     ``out_width`` elements apart."""
     row_words = operand_words(stored, depth)
     operands = new_array((rows * row_words,), np.float32)

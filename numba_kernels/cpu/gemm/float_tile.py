@@ -3,10 +3,10 @@
     out[r, c] = sum_k x[r, k] * panel[k, c] + bias[c] + residual[r, c]        r < rows, c < columns
 
 A row's result does not depend on how many rows were computed with it: every output is one chain of operations in the
-order of k, whatever the tile's height. What it teaches: the accumulators of an outer product stay in registers, so that
+order of k, whatever the tile's height. It teaches: the accumulators of an outer product stay in registers, so that
 each loaded vector of the weight serves ``rows`` multiply-adds and each broadcast serves TILE_VECTORS.
 
-Panels and operands (`operands`) come in words of 32 bits, neighbours in K. What a word means is the stored type's:
+Panels and operands (`operands`) come in words of 32 bits, neighbours in K. The stored type defines a word's contents:
 
     float32     one element
     bfloat16    two: a shift and a mask make them floats; or a pair for one vdpbf16ps, where the processor has it

@@ -1,8 +1,8 @@
 """Sums of int8 products, for the register tile: exact in int32 within a group of GROUP elements of K, then scaled.
 
-Weights are unsigned bytes, ZERO_POINT above what they mean, since the one instruction that multiplies four pairs of
-bytes and adds them up, vpdpbusd, takes one side unsigned. What is too much, ZERO_POINT times the sum of a group of x,
-does not depend on the column: the integer sums begin below zero by it.
+Weights are unsigned bytes, with ZERO_POINT added, since vpdpbusd, the one instruction that multiplies four pairs of
+bytes and adds them up, takes one side unsigned. The excess, ZERO_POINT times the sum of a group of x, does not depend
+on the column: the integer sums begin at minus this.
 
 Layouts for processors without that instruction multiply pairs of int16 (vpmaddwd, exact, unlike vpmaddubsw, which
 saturates): a word of four bytes is split into bytes 0 and 2 and bytes 1 and 3, and so are the activations when they are
@@ -111,7 +111,7 @@ def _parts_of_x(builder, word):
 
 
 def _dot(builder, total, weights, values, index):
-    """``total`` and the products of four bytes (word 0 or, of pairs, of two: ``index`` says which) in each lane."""
+    """``total`` and the products of four bytes (word 0), or, for pairs, of the two in word ``index``, in each lane."""
     if DOT == "bytes":
         return dots.add_four(builder, total, weights, values, in_register=True)
     return builder.add(total, dots.multiply_pairs(builder, weights[index], values[0]))

@@ -1,13 +1,13 @@
 """Matrix product with a packed weight: ``out[T, N] = x[T, K] . weight[N, K]^T + bias + residual``.
 
 The first tickets of a launch arrange the rows of x for the tiles (`operands`), the others wait for them and multiply.
-A product with few rows streams the panels once, which is all that memory allows; with many rows each panel is cut along
-K into blocks that stay in the first-level cache while all row tiles pass over them, and the tiles fetch the next block
-meanwhile (`simd.prefetch` says where to).
+A product with few rows streams the panels once, which is the limit of memory bandwidth; with many rows each panel is
+cut along K into blocks that stay in the first-level cache while all row tiles pass over them, and the tiles prefetch
+the next block meanwhile (to the cache level of `simd.prefetch`).
 
 In exact mode K may be cut into segments, whose sums are added in a tree (`numba_kernels.segments`). Sums of segments
-wait in slots: that of segment s in the slot whose number is the count of ones in s, until the one below it is complete.
-A last turn of the tile, over no words, finishes what is in slot 0. Where ranks have added up the segments, a launch
+wait in slots: segment s in the slot numbered by the count of ones in s, until the one below it is complete.
+A last turn of the tile, over no words, finishes the sum in slot 0. Where ranks have added up the segments, a launch
 takes their sums instead of panels and rows (`add_partials`), and finishes them in the same way.
 """
 
@@ -68,7 +68,7 @@ _ARRANGED, _FINISHED = (FIELDS.offset(name) for name in ("arranged", "finished")
 
 @njit(nogil=True)
 def _first_row(a, tile):
-    """Of a tile; behind the last one: the number of rows. Heights of tiles differ by one at most."""
+    """First row of a tile; after the last one: the number of rows. Heights of tiles differ by one at most."""
     return a.num_rows * tile // a.num_tiles
 
 
@@ -105,7 +105,7 @@ def _take(partial, row_bytes, rows, columns, slot, slot_columns):
 
 
 class ProductParts(NamedTuple):
-    """What kernels of products consist of.
+    """The parts of a product's kernel.
 
     Attributes:
         arrange: fills ``operands`` of an argument block ``a`` with one ticket's rows; K has so many ``words``.
@@ -121,7 +121,7 @@ class ProductParts(NamedTuple):
 
 @functools.cache
 def product_parts(stored: Any) -> ProductParts:
-    """For panels of ``stored``: a class, or a block's name. `linear_kernel` says what the fields mean."""
+    """For panels of ``stored``: a class, or a block's name. `linear_kernel` documents the fields."""
     is_block = stored in BLOCKS
     is_int8, is_pairs, is_integers = stored is np.uint8, are_pairs(stored), are_integers(stored)
     # K is cut at multiples of `span` words.
@@ -276,7 +276,7 @@ def linear_kernel(stored: Any) -> Kernel:
     shares of the tiles. Without arranging tickets ``operands`` has been filled. ``arranged`` and ``finished`` are 0
     before a launch and after it.
 
-    K is cut into ``num_segments`` (1: it is not) at multiples of ``step_elements``. Where ``partials [num_segments, T,
+    K is cut into ``num_segments``, 1 or more, at multiples of ``step_elements``. Where ``partials [num_segments, T,
     N]`` are given, they are the segments' sums, and ``depth`` is 0.
     """
     arrange, multiply, elements, unit_words = product_parts(stored)
@@ -341,7 +341,8 @@ def add_partials(
 
 
 def _arranging_parts(rows: int, depth: int, tickets: Tickets) -> int:
-    """Into how many parts a tile's K is cut, so that no thread waits for another that quantises few rows alone."""
+    """The number of parts that a tile's K is cut into, so that no thread waits for another that quantises few rows
+    alone."""
     return max(1, min(-(-tickets.num_workers // tickets.num_tiles), rows * depth // _ARRANGED_ALONE))
 
 

@@ -31,7 +31,7 @@ def _shuffle(builder, a, b, order):
 
 
 def _unpack(builder, a, b, width, upper):
-    """Of each four lanes of two vectors the lower (or upper) halves, ``width`` words in turn."""
+    """The lower (or upper) halves of each four lanes of two vectors, ``width`` words in turn."""
     order = []
     for first in range(0, LANES, 4):
         for word in range(2 * upper, 2 * upper + 2, width):
@@ -88,7 +88,7 @@ def words_of_rows(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]
 def transpose_words(typingctx, source, source_stride, num_rows, num_words, target, target_stride):
     """``target[w, r] = source[r, w]`` for at most LANES rows and LANES words.
 
-    Strides are bytes from row to row of the source, and from word to word of the target. Nothing else is read or
+    Strides are bytes from row to row of the source, and from word to word of the target. No other memory is read or
     written.
     """
     signature = types.void(*[types.intp] * 6)
@@ -129,10 +129,10 @@ def transpose_words(typingctx, source, source_stride, num_rows, num_words, targe
 
 @intrinsic
 def arrange_words(typingctx, source, source_stride, num_rows, num_words, target, end):
-    """``target[w, r] = source[r, w]`` for at most LANES rows and LANES words, columns one behind the other.
+    """``target[w, r] = source[r, w]`` for at most LANES rows and LANES words, columns one after the other.
 
     ``source_stride`` is bytes from row to row. Columns are written in whole vectors, in their order, so that bytes
-    behind the last one are written, too, but none at ``end`` (an address) or behind it.
+    after the last one are written, too, but none at ``end`` (an address) or after it.
     """
     signature = types.void(*[types.intp] * 6)
     few = LANES // 2
@@ -222,7 +222,7 @@ def scale_of(typingctx, bits):
 
 @intrinsic
 def inverse_of(typingctx, bits):
-    """What to multiply with before rounding to int8: 127 over the magnitude with these bits.
+    """The factor before rounding to int8: 127 over the magnitude with these bits.
 
     0 where that is too small, or is NaN or infinity: the scale then carries it into every product.
     """
@@ -253,7 +253,7 @@ def rounded(builder: ir.IRBuilder, values: ir.Value, inverse: ir.Value) -> ir.Va
 @intrinsic
 def quantize_words(typingctx, stored, source, count, inverse, added, target):
     """GROUP_WORDS words of ``rint(element * inverse) + added`` as bytes, of the ``count`` (at most GROUP) elements at
-    ``source`` and zeros behind them. Returns the sum of the rounded elements."""
+    ``source`` and zeros after them. Returns the sum of the rounded elements."""
     kind = stored.instance_type
     signature = types.int32(stored, types.intp, types.intp, types.float32, types.int32, types.intp)
 
@@ -356,8 +356,8 @@ def join_rows(typingctx, stored, packed, source, source_stride, depth, columns, 
     """Words of LANES columns each from rows of the source: ``depth`` elements of K in each of ``columns`` columns.
 
     A word holds one row's float32, two rows' 16-bit elements, or four rows' elements rounded to int8 after they were
-    multiplied with ``inverses`` (the address of LANES float32), ZERO_POINT added; rows behind ``depth`` count as zeros.
-    Columns behind ``columns`` are not written.
+    multiplied with ``inverses`` (the address of LANES float32), ZERO_POINT added; rows from ``depth`` on count as
+    zeros. Columns from ``columns`` on are not written.
     """
     kind, packed_kind = stored.instance_type, packed.instance_type
     signature = types.void(stored, packed, *[types.intp] * 7)
@@ -402,7 +402,7 @@ def _part_of_word(builder, values, stored, factor):
 @intrinsic
 def round_pairs(typingctx, source, count, target):
     """LANES words of two bfloat16 each: the ``count`` (at most 2 * LANES) floats at ``source``, rounded to nearest
-    even, and zeros behind them. NaN stays NaN."""
+    even, and zeros after them. NaN stays NaN."""
     signature = types.void(*[types.intp] * 3)
     shorts = 2 * LANES
 

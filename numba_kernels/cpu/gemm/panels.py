@@ -2,7 +2,7 @@
 
 Panels ``[ceil(N / PANEL_COLUMNS), ceil(K / e), PANEL_COLUMNS, e]``: a word of 32 bits holds e neighbours in K of one
 column, and PANEL_COLUMNS words lie side by side. e is 1 for float32, 2 for bfloat16 and float16 and 4 for int8, whose
-elements are unsigned bytes ZERO_POINT above what they mean. Whatever lies behind N or K is 0 (for int8, any).
+elements are unsigned bytes with ZERO_POINT added. Padding past N or K is 0 (for int8, any).
 
 A weight is read once, a panel a ticket: rows of K are transposed 16 x 16 words at a time in registers; a source that
 lies the other way round is joined row by row. int8 needs each row's largest magnitude first, which leaves the row in
@@ -76,8 +76,8 @@ def empty_panels(num_columns: int, depth: int, dtype: np.dtype) -> np.ndarray:
 
 
 def _huge_pages(size: int) -> np.ndarray:
-    """Zeroed bytes that begin a huge page, where the system grants one. The end that fills none has small pages: a huge
-    one would take all its memory, which for matrices of 4 MB and a little more is a third of it."""
+    """Zeroed bytes that begin a huge page, where the system grants one. The rest that does not fill one has small
+    pages: a huge one would waste up to a third of the memory for matrices of a little more than 4 MB."""
     memory = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     data = np.frombuffer(memory, np.uint8)
     start = -data.ctypes.data % _HUGE_PAGE_BYTES
@@ -128,7 +128,7 @@ def pack(
 ) -> None:  # fmt: skip
     """Copies ``weight [n, K]`` (float32, uint16 or int16 bits, any strides) into the panels' columns from
     ``first_column`` on; into panels of uint8 it is rounded, and ``scales`` gets a float32 for each column: by the
-    ``largest`` magnitude of its row, float32 ``[n]``, where that is given because the row goes on elsewhere."""
+    ``largest`` magnitude of its row, float32 ``[n]``, where that is given because the row is sharded."""
     if weight.size == 0:
         return
     itemsize = weight.itemsize

@@ -6,7 +6,7 @@ A block in the buffer is
 
     [vector of columns][scales of groups, minima of groups, words][column of the vector]
 
-So a tile needs no instructions but those of its sums, and takes all columns of a vector at once: what is spread of x
+So a tile needs no instructions but those of its sums, and takes all columns of a vector at once: a broadcast of x
 serves both registers. Bytes are pairs of int16 there, for vpmaddwd: those of even and those of odd places in a word,
 and so is x beside them. Results are those of `block_tile.BlockSums`, to the bit.
 """
@@ -38,7 +38,7 @@ from numba_kernels.cpu.layout import PANEL_COLUMNS, TILE_VECTORS
 from numba_kernels.cpu.target import LANES
 
 PREFIX = "unpacked "
-"""What the tile calls blocks in the buffer, before their name."""
+"""The tile's name of blocks in the buffer, before their own name."""
 
 _MOST_ROWS, _MOST_JOINED_ROWS = 6, 3  # whose sums stay in registers; of those that are joined word by word
 _LINE_BYTES = 64
@@ -49,7 +49,7 @@ _WORDS, _FLOATS, _SHORTS = simd.vector(I32, PART), simd.vector(F32, PART), simd.
 
 def group_row_words(block: Block) -> int:
     """Words that a row of x takes beside X_GROUP elements of a block in the buffer: of pairs, the even ones and then
-    the odd ones; behind them what `X_ROW_WORDS` counts."""
+    the odd ones; after them the words of `X_ROW_WORDS`."""
     return X_ROW_WORDS + X_WORDS * is_signed(block)
 
 
@@ -64,7 +64,7 @@ def _words_a_word(block: Block) -> int:
 
 
 def _first_word(block: Block) -> int:
-    """Where integers begin in the buffer."""
+    """The first word of the integers in the buffer."""
     return block.num_groups * (2 if block.minimum else 1)
 
 
@@ -253,7 +253,7 @@ def _unpack(builder, block, at, target):
 
 
 def _operands(builder, block, word):
-    """What a word of four elements is multiplied as."""
+    """The factors of a word of four elements."""
     if not is_signed(block):
         return [word]
     pairs = builder.bitcast(word, _SHORTS)

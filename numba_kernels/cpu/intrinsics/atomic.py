@@ -18,7 +18,7 @@ def _word(builder, address):
 
 @intrinsic
 def load(typingctx, address):
-    """The int64 at ``address``, and whatever was written before it was."""
+    """The int64 at ``address``, with all writes before it (acquire)."""
 
     def codegen(context, builder, signature, args):
         return builder.load_atomic(_word(builder, args[0]), "acquire", 8)
@@ -47,7 +47,7 @@ def add(typingctx, address, value):
 
 @intrinsic
 def fence(typingctx):
-    """Whatever was written before, also past the caches, is there for all before what follows."""
+    """Orders earlier stores, also those that bypass the caches, before later ones, for all threads."""
 
     def codegen(context, builder, signature, args):
         builder.fence("seq_cst")
@@ -58,7 +58,7 @@ def fence(typingctx):
 
 @intrinsic
 def pause(typingctx):
-    """Tells the core that this is a waiting loop, where LLVM has a word for it."""
+    """Hints to the core that this is a waiting loop, where LLVM has an instruction for it."""
 
     def codegen(context, builder, signature, args):
         if platform.machine() in ("x86_64", "AMD64"):

@@ -1,7 +1,7 @@
-"""Sums of products of bytes, of int16 and of pairs of bfloat16: by the instruction that does it, or spelled out.
+"""Sums of products of bytes, of int16 and of pairs of bfloat16: by the instruction for it, or emulated.
 
-A layout (`layout`) decides which of them a tile needs, the processor whether it has the instruction. What is spelled
-out rounds and saturates as the instruction does, so that results are the same to the bit. Vectors are of any number of
+A layout (`layout`) decides which of them a tile needs, the processor whether it has the instruction. The emulation
+rounds and saturates as the instruction does, so that results are the same to the bit. Vectors are of any number of
 32-bit lanes; AVX2's instructions take a vector of LANES in two halves.
 """
 
@@ -127,7 +127,7 @@ def bf16_pairs_spelled_out(builder, total, pairs, weights):
 
 
 def _normal(builder, value):
-    """``value``, and a zero of its sign for what is smaller than the smallest normal number."""
+    """``value``, with subnormal numbers replaced by a zero of their sign."""
     lanes, bits = value.type.count, builder.bitcast(value, simd.vector(I32, value.type.count))
     exponent = builder.and_(bits, simd.splat_constant(I32, 0x7F800000, lanes))
     is_tiny = builder.icmp_unsigned("==", exponent, simd.splat_constant(I32, 0, lanes))

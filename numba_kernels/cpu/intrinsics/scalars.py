@@ -88,8 +88,8 @@ def store_f32(typingctx, stored, address, index, value):
 
 
 def _to_float16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """Without an instruction for it, in integers: what is too small for a whole mantissa is rounded by adding a half,
-    whose last bit is worth as much as float16's least number."""
+    """Without an instruction for it, in integers: subnormal results are rounded by adding a half, whose last bit is
+    worth as much as float16's least number."""
     if HAS_HALF:
         return builder.bitcast(builder.fptrunc(value, ir.HalfType()), I16)
 

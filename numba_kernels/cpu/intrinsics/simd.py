@@ -1,7 +1,7 @@
 """LLVM IR building blocks that the tiles share: vector loads with widening, broadcasts, fma, exp, masked stores.
 
 A stored element type is named by the numba type whose bits carry it: float32 itself, uint16 for bfloat16, int16 for
-float16 (numba knows neither of the two as a number). Addresses are integers.
+float16 (numba has neither type). Addresses are integers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def load(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, align: int) ->
 def store(
     builder: ir.IRBuilder, value: ir.Value, address: ir.Value, align: int = 4, *, is_read_soon: bool = True
 ) -> None:
-    """What is not read soon goes past the caches, if ``align`` is the vector's size; `atomic.fence` then orders it."""
+    """Non-temporal stores bypass the caches, if ``align`` is the vector's size; `atomic.fence` then orders them."""
     stored = builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=align)
     if not is_read_soon:
         stored.set_metadata("nontemporal", builder.module.add_metadata([ir.Constant(I32, 1)]))
@@ -177,30 +177,30 @@ def exp(builder: ir.IRBuilder, x: ir.Value, *, at_most_zero: bool = False) -> ir
 
 
 def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
-    """Asks for the cache line at ``address`` for reading; any address is allowed. With AVX-512, whose panels are three
-    times as wide, the second-level cache takes it, else the first."""
+    """Prefetches the cache line at ``address`` for reading; any address is allowed. With AVX-512, whose panels are
+    three times as wide, the second-level cache takes it, else the first."""
     read, keep, data = ir.Constant(I32, 0), ir.Constant(I32, 2 if compiled_for("avx512f") else 3), ir.Constant(I32, 1)
     pointer = builder.inttoptr(address, I8.as_pointer())
     call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, read, keep, data])
 
 
 def forget_loads(builder: ir.IRBuilder) -> None:
-    """What was loaded before is loaded again where it is needed again, instead of being kept in a register."""
+    """Makes values loaded before be loaded again where needed, instead of being kept in a register."""
     llvm.initialize_native_asmparser()
     nothing = ir.InlineAsm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", side_effect=True)
     builder.call(nothing, [])
 
 
 def not_unrolled(builder: ir.IRBuilder, count: int) -> ir.Value:
-    """``count`` (i64) as the end of a loop that LLVM shall not unroll."""
+    """``count`` (i64) as the end of a loop that LLVM must not unroll."""
     llvm.initialize_native_asmparser()
     same = ir.InlineAsm(ir.FunctionType(I64, [I64]), "", "=r,0")
     return builder.call(same, [ir.Constant(I64, count)])
 
 
 def left_alone(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """A vector's value as it is here: LLVM makes it here, not later or in another order, and takes it for unknown. On
-    processors whose registers are shorter than AVX2's it may do as it likes."""
+    """A vector's value, opaque to LLVM and computed here, not later or in another order. Without effect on processors
+    whose registers are shorter than AVX2's."""
     if not compiled_for("avx2"):
         return value
     llvm.initialize_native_asmparser()
@@ -231,7 +231,7 @@ def masked_load(
 
 def masked_store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, mask: ir.Value) -> None:
     """Writes the lanes whose mask is set; memory is not touched elsewhere. Before AVX-512 a mask with all lanes set is
-    an ordinary store, which Zen 3 does sooner: 48 x 64 times 64 x 3,072 in float32 took 0.30 and 0.34 ms, and 0.23."""
+    an ordinary store, which is faster on Zen 3: 48 x 64 times 64 x 3,072 in float32 took 0.30 and 0.34 ms, and 0.23."""
     lanes = mask.type.count
     pointer = builder.inttoptr(address, value.type.as_pointer())
 

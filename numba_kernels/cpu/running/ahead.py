@@ -1,4 +1,4 @@
-"""Which kernels a model will use: what can be compiled before it is loaded (`runtime.engine.process.compile_ahead`)."""
+"""The kernels that a model will use, to be compiled before it is loaded (`runtime.engine.process.compile_ahead`)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def kernels_of(
 ) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Factories and arguments of all that a model's forward passes and draws use, those first that take longest.
 
-    stored      what carries the bits of its weights: "float32", "uint16" (bfloat16), "int16" (float16)
+    stored      carrier of the bits of its weights: "float32", "uint16" (bfloat16), "int16" (float16)
     is_int8     whether its matrices are made into int8
     block_size  tokens in a page
-    pages       what carries the bits of its pages, if not `stored`; also "int8", and "uint8" (fp8)
+    pages       carrier of the bits of its pages, if not `stored`; also "int8", and "uint8" (fp8)
     formats     ggml's, in whose blocks matrices are kept
     has_experts whether there are mixtures of experts
     """

@@ -1,9 +1,9 @@
-"""Memory that recordings share: what one of them needs lies where another's lies.
+"""Memory shared by recordings; their arrays overlap.
 
 An array is cut from the first gap that holds it and leaves a gap when its last view is gone, so that a recording of
-many layers needs little more than its widest moment. Addresses stay valid as long as the arena does. It asks for far
-more addresses than it needs, since the system takes memory for what is touched of them: so gaps are never in two
-pieces of memory, and nothing is held that a wider moment could not use.
+many layers needs little more than its widest moment. Addresses stay valid as long as the arena does. It reserves far
+more addresses than it needs, since the system takes memory only for touched pages: so gaps are never in two pieces of
+memory.
 """
 
 from __future__ import annotations

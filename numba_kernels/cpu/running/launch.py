@@ -1,11 +1,11 @@
-"""How a kernel is compiled, packed and run: one function ``body(arguments, ticket)`` called for each ticket.
+"""Compiles, packs and runs kernels: one function ``body(arguments, ticket)`` is called for each ticket.
 
 A kernel is a C function of two arguments: a pointer to a block of 8-byte fields (addresses, sizes, float64 parameters)
 and the number of the piece of work to do. The threads of `pool` draw tickets until none is left, so that a slow core
-simply draws fewer. Numba compiles a loop body into every library that links it; behind a function pointer each kernel
-is compiled once, and the machinery that runs them once for all.
+simply draws fewer. Numba compiles a loop body into every library that links it; with a function pointer each kernel,
+and the machinery that runs them, is compiled once.
 
-Kernels do not raise: what they find wrong with their input they write into the field ``status``.
+Kernels do not raise: they report errors of their input in the field ``status``.
 
 A launch runs at once, or is noted down where the thread records (`recording`).
 """
@@ -39,7 +39,7 @@ _block_address = _block.ctypes.data
 
 
 def address_of(array: np.ndarray) -> int:
-    """Where the array's first element lies."""
+    """The address of the array's first element."""
     return array.__array_interface__["data"][0]
 
 
@@ -75,7 +75,7 @@ class Kernel:
     Attributes:
         address: of the machine code.
         packer: makes an argument block.
-        fields: what that holds.
+        fields: of that block.
     """
 
     def __init__(self, body: Callable[..., None], fields: Fields, fastmath: set[str] | bool = False) -> None:
@@ -86,7 +86,7 @@ class Kernel:
         self._name = body.__name__
 
     def __call__(self, num_tickets: int, num_workers: int, *values: float, explain: Explain | None = None) -> None:
-        """``values`` are the fields in their order. Raises what ``explain`` makes of a status that the kernel set; in a
+        """``values`` are the fields in their order. Raises ``explain``'s error for a status that the kernel set; in a
         recording its replay does."""
         recording = current()
         if recording is not None:
@@ -123,7 +123,7 @@ class OwnLaunch:
         self._kernel = kernel
 
     def __call__(self, value: int) -> int:
-        """The status that the kernel set; 0: none."""
+        """The status that the kernel set, or 0."""
         words = self._words
         words[self._place] = value
         pool.run_alone(self._kernel.address, self._arguments, 1)
@@ -153,8 +153,8 @@ def int8_at(address, size):
 
 @njit
 def copy_bytes(target, source, size):
-    """Copies ``size`` bytes from one address to another; they do not overlap. By words: numba's assignment of arrays of
-    bytes looks at each byte alone."""
+    """Copies ``size`` bytes from one address to another; they do not overlap. By words: numba assigns arrays of bytes
+    byte by byte."""
     num_words = size >> 3
     words, given = int64_at(target, num_words), int64_at(source, num_words)
     for i in range(num_words):
@@ -182,5 +182,5 @@ def int64_at(address, size):
 
 @njit
 def address(array):
-    """Where a local array lies, as a signed integer (numba would make a float of unsigned plus signed)."""
+    """The address of a local array, as a signed integer (numba would make a float of unsigned plus signed)."""
     return np.int64(array.ctypes.data)

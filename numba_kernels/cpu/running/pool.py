@@ -8,11 +8,11 @@ it, and meanwhile draws the tickets itself.
 The protocol, over the words of `_words` (each on a cache line of its own):
 
 - A job is open while NEXT < CLOSED. The launcher writes the job's words while it is closed, opens it by NEXT = 0, draws
-  tickets like everybody, closes it by NEXT = CLOSED, and waits until ACTIVE is 0.
-- A helper counts itself in ACTIVE, then draws. What it drew from an open job is that job's, whose words cannot change
-  while the helper is counted; what it drew from a closed one is at least CLOSED, and it leaves.
+tickets like the helpers, closes it by NEXT = CLOSED, and waits until ACTIVE is 0.
+- A helper counts itself in ACTIVE, then draws. A ticket drawn from an open job belongs to that job, whose words cannot
+change while the helper is counted; a ticket of a closed one is at least CLOSED, and it leaves.
 
-One launch at a time, or one program of launches: whoever calls `run` or `run_program` holds the lock. Helpers are
+One launch at a time, or one program of launches: callers of `run` or `run_program` hold the lock. Helpers are
 daemon threads, joined when the process ends.
 """
 
@@ -38,7 +38,7 @@ SPIN_ROUNDS = 20_000  # a round is a pause instruction and two loads, 10 to 60 n
 _most_threads = NUM_THREADS
 
 PROGRAM_COLUMNS = 4
-"""Of a program, int64 ``[launches, 4]``: function, arguments, tickets, helpers."""
+"""A program, int64 ``[launches, 4]``: function, arguments, tickets, helpers."""
 
 lock = threading.Lock()
 CLOSED = 1 << 40
@@ -188,7 +188,7 @@ def _help(words, index, rounds):
 
 
 class _Helpers:
-    """The helper threads of this process, started by the first launch that wants them."""
+    """The helper threads of this process, started by the first launch that needs them."""
 
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []
@@ -206,7 +206,7 @@ class _Helpers:
             self.wake.notify_all()
 
     def begin(self) -> None:
-        """Nobody goes to sleep from now on until BUSY is 0 again, and who sleeps is roused."""
+        """Wakes sleeping helpers; none goes to sleep until BUSY is 0 again."""
         with self.wake:
             _words[BUSY] = 1
             if _words[ASLEEP]:
@@ -237,8 +237,8 @@ _helpers = _Helpers()
 
 
 def limit_threads(count: int) -> None:
-    """Lets launches, and recordings that are made from now on, have at most so many threads (1 … NUM_THREADS): others
-    of this machine compute the same model."""
+    """Lets launches, and recordings that are made from now on, have at most so many threads (1 … NUM_THREADS): other
+    processes of this machine compute the same model."""
     global _most_threads
     _most_threads = count
 
@@ -268,7 +268,7 @@ def run(function: int, arguments: int, num_tickets: int, num_threads: int) -> No
 
 def run_program(program: np.ndarray, most_helpers: int) -> tuple[int, int]:
     """Runs launch after launch, all threads from one to the next, until one has set the first word of its arguments:
-    (its number, what it set), which is 0 again; or (-1, 0). No launch has more than ``most_helpers``."""
+    (its number, the status), which is then reset to 0; or (-1, 0). No launch has more than ``most_helpers``."""
     if most_helpers:
         _helpers.begin()
     try:

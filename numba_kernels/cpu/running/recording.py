@@ -4,14 +4,14 @@
         step(tensors)
     recording.replay()                   # they run, with the same arguments at the same addresses
 
-Running a step's kernels together keeps the threads at work from the first to the last: what Python does between two of
-them, in caches that the first has swept, takes longer than many a kernel.
+Running a step's kernels together keeps the threads at work from the first to the last: Python's work between two of
+them, with cold caches, takes longer than many a kernel.
 
-Every address that a recording holds is one of three. It lies in the arena, where `new_array` makes what kernels write;
-or in an array that is older than the recording (weights, pages, inputs that are overwritten in place), as operations
-tell by `lives_on`; or in a constant that an operation gives away (`hold`). The recording keeps the latter two alive.
-Any other address ends it at once with NotRecordableError: a replay would find a temporary array (numpy's result, say)
-freed, or with the numbers of the first time.
+Every address that a recording holds is one of three. It lies in the arena, where `new_array` makes the kernels'
+outputs; or in an array that is older than the recording (weights, pages, inputs that are overwritten in place), as
+operations declare by `lives_on`; or in a constant that an operation gives away (`hold`). The recording keeps the latter
+two alive. Any other address ends it at once with NotRecordableError: a replay would find a temporary array (numpy's
+result, say) freed, or with the numbers of the first time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LINE_BYTES = 64
 
 
 class _Numbered(Protocol):
-    """What was given a number of `creation_order` when it was made."""
+    """An object numbered by `creation_order` when it was made."""
 
     @property
     def number(self) -> int: ...
@@ -52,7 +52,7 @@ _thread = _Thread()
 
 
 def current() -> Recording | None:
-    """What this thread records; None: its kernels run when they are called."""
+    """This thread's recording; None if its kernels run when they are called."""
     return _thread.recording
 
 
@@ -63,7 +63,7 @@ def new_array(shape: tuple[int, ...], dtype: type | np.dtype) -> np.ndarray:
 
 
 def hold(*arrays: np.ndarray) -> None:
-    """Keeps arrays that kernels read, and nobody writes to, as long as what this thread records, if it records."""
+    """Keeps read-only arrays of kernels alive as long as this thread's recording, if any."""
     if _thread.recording is not None:
         for array in arrays:
             _thread.recording.hold(array)
@@ -71,7 +71,7 @@ def hold(*arrays: np.ndarray) -> None:
 
 @contextlib.contextmanager
 def record(arena: Arena) -> Iterator[Recording]:
-    """Notes down what this thread's kernels would do. Raises NotRecordableError for what has no replay."""
+    """Records this thread's kernels instead of running them. Raises NotRecordableError for work that has no replay."""
     assert _thread.recording is None, "the thread records already"
     recording = Recording(arena)
     _thread.recording = recording
@@ -91,7 +91,7 @@ class Recording:
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
         self._number = next_number()
-        self._held: dict[int, tuple[object, int]] = {}  # by address: whose life keeps it valid, and how many bytes
+        self._held: dict[int, tuple[object, int]] = {}  # by address: the owner that keeps it valid, and bytes
         self._launches: list[tuple[int, bytes, int, int, Explain | None]] = []
         self._blocks = np.empty(0, np.uint8)
         self._program = np.empty((0, pool.PROGRAM_COLUMNS), np.int64)
@@ -103,7 +103,7 @@ class Recording:
 
     @property
     def size_bytes(self) -> int:
-        """Of launches and arguments; the arena is not counted."""
+        """Bytes of launches and arguments; the arena is not counted."""
         return self._blocks.nbytes + self._program.nbytes
 
     def add(self, function: int, arguments: bytes, num_tickets: int, num_workers: int, explain: Explain | None) -> None:
@@ -146,7 +146,7 @@ class Recording:
         self._launches = [(0, b"", 0, 0, explain) for *_, explain in self._launches]
 
     def replay(self) -> None:
-        """Runs it all. Raises what the first launch with a nonzero status explains; those behind it do not run."""
+        """Runs all launches. Raises the error of the first launch with a nonzero status; later ones do not run."""
         with pool.lock:
             failed, status = pool.run_program(self._program, self._num_helpers)
         if failed >= 0:

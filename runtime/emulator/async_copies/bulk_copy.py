@@ -205,7 +205,7 @@ HINT = "L2::cache_hint"
 
 
 def last_operands(low: Lowering, ins: Instruction, first: int) -> Operand:
-    """After the operands that always stand: the block mask of .multicast::cluster (or 0), then a cache policy."""
+    """After the fixed operands: the block mask of .multicast::cluster (or 0), then a cache policy."""
     rest = list(ins.operands[first:])
     if HINT in ins.parts and rest:
         rest.pop()
@@ -231,7 +231,7 @@ def lower_load(low: Lowering, ins: Instruction) -> None:
 
 
 def reducer_of(low: Lowering, reduction: int) -> Value:
-    """The address of the operation that reduces, or 0 where nothing is reduced."""
+    """The address of the operation that reduces, or 0 for a plain copy."""
     return 0 if reduction == NO_REDUCTION else low.operation_address("reduce_run")
 
 

@@ -1,11 +1,10 @@
-"""Bulk copies in flight: what `cp.async.bulk…` asked for and nobody has waited for yet.
+"""Bulk copies in flight: those that `cp.async.bulk…` started and no wait has covered yet.
 
-Each block keeps a list of records (BLOCK_ASYNC). A record is carried out as late as it may: one with an mbarrier when
-somebody waits for that mbarrier in vain, one of a bulk group at the `wait_group` of its thread, whose `.read` form
+Each block keeps a list of records (BLOCK_ASYNC). A record is carried out as late as it may: one with an mbarrier when a
+thread waits for that mbarrier in vain, one of a bulk group at the `wait_group` of its thread, whose `.read` form
 carries out the reading alone. Until then its target bytes are marked in flight and its source bytes as being read.
 
-A record's source is read in two places: shared memory when the copy lands (or at `wait_group.read`, into a snapshot);
-global memory when the copy lands.
+A record's source is read when the copy lands, or, in shared memory, at `wait_group.read`, into a snapshot.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
@@ -133,7 +132,8 @@ def _land(record):
 
 @njit
 def land_for(warp, mbarrier):
-    """Carries out all that the cluster's blocks have in flight towards an mbarrier. Returns 1 and a fault, or 0."""
+    """Carries out all copies that the cluster's blocks have in flight towards an mbarrier. Returns 1 and a fault, or
+    0."""
     cluster = i64_at(i64_at(warp[WARP_BLOCK])[BLOCK_CLUSTER])
     for rank in range(i64_at(warp[WARP_LAUNCH])[LAUNCH_CLUSTER_SIZE]):
         queue = i64_at(cluster[rank])[BLOCK_ASYNC]
@@ -197,7 +197,7 @@ def first_into(block, queue_block):
 
 @njit
 def finish(warp):
-    """Carries out what is left of the warp's bulk groups, when it has exited. Returns 1 and a fault, or 0."""
+    """Carries out the rest of the warp's bulk groups, after its exit. Returns 1 and a fault, or 0."""
     for lane in range(32):
         if land_groups(warp, lane, 1 << 62, False):
             return 1

@@ -1,4 +1,4 @@
-"""What a record of a bulk copy in flight holds, in 64-bit words: see bulk_queue.py."""
+"""Layout of the record of a bulk copy in flight, in 64-bit words: see bulk_queue.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts what bulk copies ask of device memory, where a launch counts (`execution/traffic.py`)."""
+"""Counts bulk copies' traffic with device memory, where a launch counts (`execution/traffic.py`)."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
 

@@ -1,7 +1,7 @@
 """`cp.async` of 4, 8 or 16 bytes a lane, its groups, and the mbarrier arrivals that it can trigger.
 
-Each warp keeps a list of the copies in flight. They land at the `wait_group` or `wait_all` of their lane, or when
-somebody waits for an mbarrier on which `cp.async.mbarrier.arrive` stands behind them; until then their target in shared
+Each warp keeps a list of the copies in flight. They land at the `wait_group` or `wait_all` of their lane, or when a
+thread waits for an mbarrier at which a later `cp.async.mbarrier.arrive` arrives; until then their target in shared
 memory may not be touched. Groups are counted by lane, since lanes may commit under divergence.
 """
 
@@ -130,7 +130,7 @@ def _sweep(warp):
 
 @njit
 def _land_lane_before(warp, lane, count):
-    """Carries out a lane's entries among the first `count`: what precedes an arrival."""
+    """Carries out a lane's entries among the first `count`: those before an arrival."""
     for index in range(count):
         entry = _entry_at(warp, index)
         if (entry[_LANES] >> lane) & 1 and _land_lane(warp, entry, lane):
@@ -163,7 +163,7 @@ def land_arrivals(warp, mbarrier):
 
 @njit
 def _count(warp, site, entry, mask, blocks, size):
-    """Counts both sides of a copy: what it writes to shared memory and, unless it fills with zeros, what it reads."""
+    """Counts both sides of a copy: its write to shared memory and, unless it fills with zeros, its read."""
     if i64_at(warp[WARP_LAUNCH])[LAUNCH_TRAFFIC] == 0:
         return
     count_access(warp, site, mask, i64_at(address_of(entry) + 8 * _TARGETS), blocks, size)
@@ -211,7 +211,7 @@ def cp_async(warp, mask, site, targets, target_offset, sources, source_offset, s
 
 @operation("cp_async_arrive", "qli")
 def cp_async_arrive(warp, mask, site, addresses, offset, is_counted):
-    """`is_counted`: .noinc, the arrival is one of those that the mbarrier expects."""
+    """`is_counted` means .noinc: the arrival is one of those that the mbarrier expects."""
     entry = _new_entry(warp, site, _ARRIVAL)
     for lane in range(32):
         if (mask >> lane) & 1:
@@ -234,7 +234,7 @@ def cp_async_commit(warp, mask, site):
 
 @operation("cp_async_wait", "l")
 def cp_async_wait(warp, mask, site, pending):
-    """Waits for all groups but the last `pending`; -1: for every copy, committed or not."""
+    """Waits for all groups but the last `pending`; for every copy, committed or not, if that is -1."""
     copies = copies_of(warp)
     for index in range(copies[_COUNT]):
         entry = _entry_at(warp, index)
@@ -251,7 +251,7 @@ def cp_async_wait(warp, mask, site, pending):
 
 @njit
 def close_copies(warp):
-    """Forgets what is in flight and frees the list. An arrival that stands behind copies is still carried out."""
+    """Forgets the copies in flight and frees the list. An arrival that follows copies is still carried out."""
     failed = 0
     if warp[WARP_COPIES] != 0:
         for index in range(copies_of(warp)[_COUNT]):

@@ -1,13 +1,13 @@
-"""Which bytes of shared memory were written through the generic proxy and not yet fenced for the async proxy.
+"""The check that bytes of shared memory written through the generic proxy are fenced for the async proxy.
 
-TMA stores, bulk copies and wgmma read shared memory through the async proxy. What `st.shared` or cp.async wrote has to
-be followed by `fence.proxy.async`, in the writer or after a synchronisation in whoever goes on to start the read (PTX
-ISA, "Memory consistency model", proxies).
+TMA stores, bulk copies and wgmma read shared memory through the async proxy. Writes by `st.shared` or cp.async need a
+`fence.proxy.async` before that, in the writer, or, after a synchronisation, in the warp that starts the read (PTX ISA,
+"Memory consistency model", proxies).
 
 Each 4 bytes carry a stamp: the writer's warp and the block's time, which every fence and every passed barrier moves on.
-A fence covers all that its warp wrote before, and what any warp wrote before the fencing warp's last synchronisation.
-So no correct program is blamed; a program that synchronised with another warp than the writer may be missed, which is
-what the race checker is for.
+A fence covers its warp's earlier writes, and every warp's writes before the fencing warp's last synchronisation. So
+there are no false reports; a program that synchronised with another warp than the writer may be missed: the race
+checker is for that.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
@@ -44,7 +44,7 @@ def needs_proxy(kernel: Kernel) -> bool:
 
 
 def proxy_bytes(shared_bytes: int) -> int:
-    """What BLOCK_PROXY must point at, zeroed when a block starts."""
+    """Bytes of the array at BLOCK_PROXY, which is zeroed when a block starts."""
     return _HEADER_BYTES + (shared_bytes + 3) // 4 * 4
 
 

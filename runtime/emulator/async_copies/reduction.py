@@ -1,7 +1,7 @@
 """Reductions of an asynchronous copy: ``target[i] = op(target[i], source[i])`` for runs of elements.
 
 Element types are those of tensor_map.py. 16-bit floats are added, compared and rounded once (to nearest even), as
-``.noftz`` says; f32 keeps subnormals.
+``.noftz`` requires; f32 keeps subnormals.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"

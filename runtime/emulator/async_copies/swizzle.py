@@ -1,4 +1,4 @@
-"""Shared memory's swizzles: which 16-byte chunk of a 128-byte line a chunk of a tile lies in.
+"""Shared memory's swizzles: permutations of the 16-byte chunks of a 128-byte line.
 
 The 32-, 64- and 128-byte modes exchange chunks within lines by address bits alone: bits 4 (… 5, … 6) are XORed with
 bits 7 (… 8, … 9). The numbers of the modes are those of tensor maps; wgmma's descriptors count them the other way.
@@ -16,5 +16,5 @@ SWIZZLE_BYTES = (16, 32, 64, 128)  # the widest row of each mode; 16: chunks sta
 
 @njit
 def swizzled(address, mode):
-    """A shared address as its data lies under a mode (0 … 3)."""
+    """The shared address of the data under a mode (0 … 3)."""
     return address ^ ((address >> 7) & ((1 << mode) - 1)) << 4

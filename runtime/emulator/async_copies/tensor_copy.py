@@ -80,7 +80,7 @@ _MAP = int(FaultKind.TENSOR_MAP)
 _MAP_FENCE = int(FaultKind.MISSING_TENSOR_MAP_FENCE)
 _RANK = int(FaultKind.CLUSTER_RANK)
 
-# What is wrong with a map: the field of the fault's message.
+# The fault of a map: the field of the fault's message.
 _NOT_A_MAP, _WRONG_RANK, _WRONG_TYPE, _WRONG_ADDRESS, _WRONG_STRIDE, _WRONG_ROW, _WRONG_SWIZZLE, _WRONG_INTERLEAVE = (
     range(8)
 )

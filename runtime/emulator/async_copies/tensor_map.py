@@ -1,7 +1,7 @@
 """A tensor map: the 128 bytes that describe a tensor in global memory to TMA, in an encoding of our own.
 
-Hardware's encoding is not published; ours is 16 int64 words. `encode` is what the emulated driver's
-cuTensorMapEncodeTiled calls, `tensormap.replace` writes single fields, the compiled copies read them.
+Hardware's encoding is not published; ours is 16 int64 words. The emulated driver's cuTensorMapEncodeTiled calls
+`encode`, `tensormap.replace` writes single fields, the compiled copies read them.
 
 Word 0 global address; 1 element type | rank - 1 << 8 | swizzle << 16 | interleave << 24 | fill << 32; 2-6 sizes in
 elements, innermost first; 7-10 strides in bytes of dimensions 1-4; 11 box sizes minus 1 (8 bits a dimension);

@@ -1,7 +1,7 @@
 """The tile that TMA moves: a box of a tensor in global memory, packed in shared memory and swizzled there.
 
-Rows of the innermost dimension lie one after another in shared memory, the second dimension next, and so on. What lies
-outside of the tensor is zero (or NaN) on the way in and left alone on the way out (PTX ISA, "Tensors": tiled mode,
+Rows of the innermost dimension lie one after another in shared memory, the second dimension next, and so on. Elements
+outside of the tensor are zero (or NaN) on the way in and left alone on the way out (PTX ISA, "Tensors": tiled mode,
 out-of-bound access, swizzling modes).
 """
 
@@ -100,7 +100,7 @@ def num_rows(words):
 
 @njit
 def row_address(words, coordinates, index, first):
-    """Where element `first` of a box's row `index` lies; 0 for a row outside of the tensor."""
+    """The address of element `first` of a box's row `index`; 0 for a row outside of the tensor."""
     address = words[MAP_ADDRESS] + (coordinates[0] + first * map_step(words, 0)) * element_bytes(map_type(words))
     rest, inside = index, True
     for dimension in range(1, map_rank(words)):

@@ -2,7 +2,7 @@
 
 OS threads never share device memory while a kernel has atomics, so plain loads and stores do. Floating-point sums round
 once to nearest even; add.f32 on device memory flushes subnormal inputs and results to zero and on shared memory does
-not, as PTX says; 16-bit floats are never flushed (.noftz). Vectors are that many scalar operations.
+not, as in PTX; 16-bit floats are never flushed (.noftz). Vectors are that many scalar operations.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _integer(code, kind, old, operand, size):
 
 @njit
 def result_of(code, kind, old, operand, other, size):
-    """What is stored; `other` is the third operand of cas, which stores it where `old` equals `operand`."""
+    """The value to store; `other` is the third operand of cas, which stores it where `old` equals `operand`."""
     if code == EXCH:
         return operand
     if code == CAS:
@@ -186,7 +186,7 @@ def _leave(warp, place, size):
 
 @njit
 def _run(warp, mask, site, addresses, offset, space, code, size, align, flags, target, operands, others, is_wide):
-    """Slots come as addresses. `code` is kind << 8 | operation; `align` what the address is a multiple of."""
+    """Slots come as addresses. `code` is kind << 8 | operation; `align` is the address's alignment."""
     kind, code = code >> 8, code & 255
     place, places, blocks = stack_longs(3), stack_longs(32), stack_longs(32)
     low = types.uint64(0xFFFFFFFFFFFFFFFF) >> types.uint64(64 - 8 * size)

@@ -1,6 +1,6 @@
-"""A warp's loads and stores, the careful way: lane by lane, with every check that the launch asks for.
+"""A warp's loads and stores, the careful way: lane by lane, with every check of the launch.
 
-`quick_access.py` sends here whatever it cannot do. Also the ranges that asynchronous instructions touch.
+`quick_access.py` falls back to this. Also the ranges that asynchronous instructions touch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from runtime.emulator.races.accesses import ACCESS_NC, ACCESS_SAME, ACCESS_STRON
 from runtime.emulator.races.clocks import SCOPE_GPU, strong_read, strong_write
 from runtime.emulator.translation.operations import operation
 
-# --- what an instruction's modifiers mean, as bits of `flags` ---
+# --- an instruction's modifiers, as bits of `flags` ---
 IS_STORE = 1
 IS_SIGNED = 2  # a loaded element is extended with its sign, to 32 or 64 bits as the slot is
 IS_HALF = 4  # …but into a 16-bit register: the upper half of the slot stays 0
@@ -88,7 +88,7 @@ def slot_value(slot, lane, is_wide):
 
 @njit
 def _is_same(places, slots, lane, size, count, is_wide):
-    """Whether a store would change nothing."""
+    """Whether a store would keep the contents."""
     mask = types.uint64(0xFFFFFFFFFFFFFFFF) >> types.uint64(64 - 8 * size)
     for index in range(count):
         if element(places[lane] + index * size, size) != slot_value(slots[index], lane, is_wide) & mask:
@@ -156,7 +156,7 @@ def _move_lanes(mask, places, slots, size, count, is_wide, is_store):
 
 @njit
 def _after_store(warp, site, mask, places, blocks, shadows, slots, size, count, is_wide, space, checks):
-    """Marks what was written, and finds lanes that wrote different values to one place."""
+    """Marks written bytes, and finds lanes that wrote different values to one place."""
     total = size * count
     for lane in range(32):
         if mask >> lane & 1:
@@ -179,7 +179,7 @@ def _after_store(warp, site, mask, places, blocks, shadows, slots, size, count, 
 def memory_careful(
     warp, mask, site, addresses, offset, space, size, count, is_wide, flags, s0, s1, s2, s3, s4, s5, s6, s7
 ):  # fmt: skip
-    """A load or store of any kind, with every check that the launch asks for. Slots come as addresses."""
+    """A load or store of any kind, with every check of the launch. Slots come as addresses."""
     places, blocks, shadows, slots = stack_longs(32), stack_longs(32), stack_longs(32), stack_longs(8)
     place = stack_longs(3)
     slots[0], slots[1], slots[2], slots[3], slots[4], slots[5], slots[6], slots[7] = s0, s1, s2, s3, s4, s5, s6, s7
@@ -226,7 +226,7 @@ def extend_sign(mask, slot, size, is_wide, flags):
 
 @njit
 def note_range(warp, site, lane, block_address, host, size, action, source):
-    """Tells the race checker of a range that an instruction reads or writes at once, outside of loads and stores.
+    """Reports to the race checker a range that an instruction reads or writes at once, outside of loads and stores.
 
     `block_address`: the block whose shared memory it is, 0 for device memory. `source`: the host address of the bytes
     that a store writes; 0 for a load, or where they do not lie in one piece. Returns 1 with a fault reported, or 0.
@@ -247,7 +247,7 @@ def note_range(warp, site, lane, block_address, host, size, action, source):
 def check_range(warp, site, lane, block_address, host, size, action, source):
     """Bounds, life and contents of a range that an asynchronous instruction of one lane touches, and its races.
 
-    A store is not marked as written: that is for when it lands. `source` is as in `note_range`. Returns 1 with a fault
+    A store is marked as written only when it lands. `source` is as in `note_range`. Returns 1 with a fault
     reported, or 0.
     """
     launch = i64_at(warp[WARP_LAUNCH])

@@ -1,8 +1,8 @@
 """Checked ranges of memory for instructions that touch more than a load or a store does.
 
-Each function checks bounds, life, contents, data in flight and races, and reports what is wrong. The checks themselves
-are two operations, called by symbol. Who writes gives the host address of the bytes, `source`, since two writes of the
-same value are no race, whichever instructions make them; 0 stands for bytes that do not lie in one piece.
+Each function checks bounds, life, contents, data in flight and races, and reports faults. The checks themselves are two
+operations, called by symbol. A write passes the host address of its bytes, `source`, since two writes of the same value
+are no race; 0 stands for bytes that do not lie in one piece.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"

@@ -1,7 +1,7 @@
-"""Where an address of the asynchronous instructions points: a block of the cluster, host bytes, their shadow bytes.
+"""Addresses of the asynchronous instructions, resolved: a block of the cluster, host bytes, their shadow bytes.
 
 Such an address is a shared one (offset, with the rank above it when `mapa` made it), or generic; a device address is
-the host address itself. Errors are reported in the warp's fault record; a function that may fail says so in its result.
+the host address itself. Errors are reported in the warp's fault record; a function that may fail returns so.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"

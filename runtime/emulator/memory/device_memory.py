@@ -1,16 +1,16 @@
 """One emulated device's memory: a sparse mapping of this process with a shadow byte beside each byte.
 
-A device address is the host address itself, so translated kernels dereference it directly. The shadow says of each byte
-whether it belongs to a live allocation, has been written, or was freed; kernels' loads and stores look at it
-(`careful_access.py`) and so does everything the host does here. Allocations keep at least REDZONE_BYTES of dead bytes
-between each other and exact ends, so that an access one byte outside is seen. What is freed stays dead until the rest
+A device address is the host address itself, so translated kernels dereference it directly. The shadow of a byte records
+whether it belongs to a live allocation, has been written, or was freed; kernels' loads and stores check it
+(`careful_access.py`), and so do the host's functions here. Allocations keep at least REDZONE_BYTES of dead bytes
+between each other and exact ends, so that an access one byte outside is found. Freed memory stays dead until the rest
 of the address range, which is twice the device's memory, has been used.
 
 Device memory and pinned host memory lie in the same mapping; pinned bytes carry IS_HOST in their shadow, and every
 machine that is connected may touch them. Machines of one process that are connected (`connect`) can be given peer
 access to each other's device memory, one direction at a time.
 
-It knows nothing of kernels, streams or contexts.
+Kernels, streams and contexts are handled elsewhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 IS_ALLOCATED, IS_INITIALISED, IS_FREED, IS_HOST, IS_IN_FLIGHT, IS_BEING_READ, IS_IMMUTABLE = 1, 2, 4, 8, 16, 32, 64
 """The bits of a shadow byte. A byte that was never allocated, or lies between allocations, has none. IS_IN_FLIGHT: an
 asynchronous write will land here; IS_BEING_READ: an asynchronous read has not happened yet; IS_IMMUTABLE: the program
-has declared that nothing writes here again while the allocation, or the pool's block, lives."""
+has declared the bytes constant while the allocation, or the pool's block, lives."""
 
 REDZONE_BYTES = 256
 PAGE_BYTES = 4096
@@ -136,11 +136,11 @@ class Machine:
     """The memory of one emulated device.
 
     Attributes:
-        size_bytes: what can be allocated as device memory at once.
+        size_bytes: device memory, the most that can be allocated at once.
         arch: the architecture that the device poses as, "sm_90a".
         index: the device's number, for messages.
         base, span: the arena's first address and its length in bytes.
-        shadow_delta: what to add to an address of the arena to get its shadow byte's address.
+        shadow_delta: the address of a shadow byte minus that of its byte in the arena.
         used_bytes: device memory allocated now; pinned memory is not counted.
 
     Args:
@@ -159,8 +159,8 @@ class Machine:
         self.shadow_delta = self.span
         self.used_bytes = 0
         self.neighbours: list[Machine] = []
-        self.pool_blocks: PoolBlocks | None = None  # where a caching allocator has said what it does
-        self.race_clock = 0  # what the race checker's clocks have reached; see races/accesses.py
+        self.pool_blocks: PoolBlocks | None = None  # where a caching allocator reports its blocks
+        self.race_clock = 0  # the race checker's latest clock; see races/accesses.py
         self.race_shadows: dict[int, Mapping] = {}  # its shadow of the arena, by granule
         self._peers: set[int] = set()
         self._live, self._dead = _Extents(), _Extents()
@@ -223,7 +223,7 @@ class Machine:
             self._release(len(self._quarantine) // 2 + 1)
 
     def _release(self, count: int) -> None:
-        """Makes the `count` ranges freed first usable again; from now on nothing remembers them."""
+        """Makes the `count` ranges freed first usable again; from now on they are forgotten."""
         for start in self._quarantine[:count]:
             old = self._dead.remove(start)
             size = -(-(old.size_bytes + REDZONE_BYTES) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
@@ -255,7 +255,7 @@ class Machine:
         self._quarantine.append(address)
 
     def live_allocations(self) -> list[Allocation]:
-        """What is allocated now, oldest first: at the end of a program, its leaks."""
+        """Live allocations, oldest first: at the end of a program, its leaks."""
         return sorted(self._live.by_start.values(), key=lambda allocation: allocation.serial)
 
     def allocation_of(self, address: int) -> Allocation | None:
@@ -292,7 +292,7 @@ class Machine:
             )
 
     def declare_immutable(self, address: int, size_bytes: int) -> None:
-        """Says that nothing writes a range inside one allocation again. Raises DeviceMemoryError."""
+        """Freezes a range inside one allocation. Raises DeviceMemoryError."""
         self.check(address, size_bytes, "declaration of immutable memory")
         states = ctypes.string_at(address + self.shadow_delta, size_bytes)
         ctypes.memmove(address + self.shadow_delta, states.translate(_MADE_IMMUTABLE), size_bytes)
@@ -315,7 +315,7 @@ class Machine:
         self.mark_written(address, len(view))
 
     def read(self, address: int, size_bytes: int) -> bytes:
-        """A copy of device memory. Raises DeviceMemoryError, but not for bytes that nothing wrote."""
+        """A copy of device memory. Raises DeviceMemoryError, but not for bytes never written."""
         self.check(address, size_bytes, "read")
         return ctypes.string_at(address, size_bytes)
 
@@ -326,7 +326,8 @@ class Machine:
         self.mark_written(address, size_bytes)
 
     def copy(self, destination: int, source: int, size_bytes: int, source_machine: Machine | None = None) -> None:
-        """Copies between allocations, of this machine or from another's; carries over what was never written."""
+        """Copies between allocations, of this machine or from another's; carries over which bytes were never
+        written."""
         other = source_machine or self
         self.check(destination, size_bytes, "copy to", is_write=True)
         other.check(source, size_bytes, "copy from")
@@ -344,7 +345,7 @@ class Machine:
         return not states.translate(None, bytes(state for state in range(256) if state & IS_INITIALISED))
 
     def mark_written(self, address: int, size_bytes: int) -> None:
-        """Says that a range inside one allocation now has contents."""
+        """Marks a range inside one allocation as written."""
         allocation = self.allocation_of(address)
         host = IS_HOST if allocation is not None and allocation.is_host else 0
         self.shade(address, size_bytes, IS_ALLOCATED | IS_INITIALISED | host)
@@ -374,7 +375,8 @@ class Machine:
         return other is self or other.index in self._peers
 
     def regions(self) -> list[tuple[int, int, int, int]]:
-        """What its kernels may reach: (base, span, shadow delta, 1 where only pinned bytes may be touched)."""
+        """The memory that its kernels may reach: (base, span, shadow delta, 1 where only pinned bytes may be
+        touched)."""
         others = [(m.base, m.span, m.shadow_delta, 0 if self.can_access(m) else 1) for m in self.neighbours]
         return [(self.base, self.span, self.shadow_delta, 0), *others]
 
@@ -386,7 +388,7 @@ class Machine:
     # -- words for messages --------------------------------------------------------------------------------------
 
     def describe(self, address: int) -> str:
-        """What lies at an address, or next to it: for the message of a fault."""
+        """A description of the memory at an address, or next to it: for the message of a fault."""
         for other in self.neighbours:
             if other.base <= address < other.base + other.span:
                 mine = other.allocation_of(address)

@@ -1,6 +1,6 @@
-"""The sentence for a fault of memory: what was done, to which bytes, what lies there or next to them, and who else.
+"""The sentence for a fault of memory: the action, its bytes, the memory there or next to them, and the other access.
 
-Needs what a fault record's numbers do not say: the machine's allocations, the kernel's shared variables, the shape of
+Needs, beyond the fault record: the machine's allocations, the kernel's shared variables, the shape of
 the launch.
 """
 
@@ -53,7 +53,7 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class LaunchShape:
-    """What a sentence needs to know of a launch: blocks, threads a block, blocks a cluster, dynamic shared bytes."""
+    """The part of a launch in messages: blocks, threads a block, blocks a cluster, dynamic shared bytes."""
 
     grid: Dim3
     block: Dim3
@@ -92,7 +92,7 @@ def is_memory_fault(kind: FaultKind) -> bool:
 
 
 def kind_of(kind: FaultKind, record: Sequence[int], machine: Machine) -> FaultKind:
-    """The kind that a record means: its shadow bytes alone do not tell what was freed from what never was."""
+    """The kind of a record: shadow bytes alone do not distinguish freed memory from memory never allocated."""
     in_device_memory = int(record[8]) in (GENERIC, GLOBAL, CONST)
     if kind == FaultKind.OUT_OF_BOUNDS and in_device_memory and machine.is_freed(int(record[5])):
         return FaultKind.ACCESS_AFTER_FREE
@@ -100,7 +100,7 @@ def kind_of(kind: FaultKind, record: Sequence[int], machine: Machine) -> FaultKi
 
 
 def explain(kind: FaultKind, record: Sequence[int], machine: Machine, layout: SharedLayout, shape: LaunchShape) -> str:
-    """The sentence for a memory fault's record (execution/fault.py and locate.py say what its numbers mean)."""
+    """The sentence for a memory fault's record (its numbers are documented in execution/fault.py and locate.py)."""
     _, _, _, _, block, address, a, b, c, d = (int(value) for value in record[:10])
     if kind in _RACES:
         is_shared = a == IN_SHARED
@@ -123,7 +123,7 @@ def _place(address: int, space: int, machine: Machine, layout: SharedLayout, sha
 
 
 def _there(address: int, space: int, machine: Machine, layout: SharedLayout, shape: LaunchShape) -> str:
-    """What lies at an address of a space, or next to it."""
+    """A description of the memory at an address of a space, or next to it."""
     if space in (GENERIC, GLOBAL, CONST):
         return machine.describe(address)
     if space == LOCAL:

@@ -1,9 +1,8 @@
-"""The quick way of a warp's load or store: 32 lanes at once as LLVM vectors, for what is almost always the case.
+"""The quick way of a warp's load or store: 32 lanes at once as LLVM vectors, for the common case.
 
 `load_lanes` and `store_lanes` make intrinsics for Numba: bounds, alignment and shadow bytes of all lanes are tested as
-vectors; then the data is moved, contiguous lanes by plain vector loads and stores, others one by one. Where
-any lane fails a test nothing is done and the result is 0: the careful way (`careful_access.py`) goes lane by lane and
-knows what to say.
+vectors; then the data is moved, contiguous lanes by plain vector loads and stores, others one by one. If any lane fails
+a test no data is moved and the result is 0: the careful way (`careful_access.py`) then goes lane by lane and reports.
 """
 
 from __future__ import annotations

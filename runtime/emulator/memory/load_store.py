@@ -1,6 +1,6 @@
-"""ld, st, and what only concerns addresses: cvta.
+"""ld, st, and cvta.
 
-Cache hints change nothing here. Memory order is the program's; .volatile, .relaxed, .acquire and .release matter to the
+Cache hints are ignored here. Memory order is the program's; .volatile, .relaxed, .acquire and .release matter to the
 race checker alone.
 """
 
@@ -51,7 +51,7 @@ def space_of(mods: Modifiers) -> int:
 
 
 def take_cache_hints(mods: Modifiers) -> bool:
-    """Takes every word that is only about caches; whether a cache policy is an operand."""
+    """Takes every cache modifier; returns whether a cache policy is an operand."""
     has_policy = False
     for word in list(mods.words):
         level, _, hint = word.partition("::")

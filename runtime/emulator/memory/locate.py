@@ -1,6 +1,6 @@
-"""Where one lane's address points, in any state space, and whether the bytes there may be touched.
+"""Resolves one lane's address, in any state space, and checks whether its bytes may be touched.
 
-The careful way, one lane at a time: whatever is wrong becomes a fault that names the first byte at fault. In the fault
+The careful way, one lane at a time: an error becomes a fault that names the first bad byte. In the fault
 record `a` is the action, `b` the access's size in bytes, `c` the state space, `d` the lane's own address; addresses are
 as the program sees them (shared and local ones are offsets).
 """
@@ -55,9 +55,9 @@ GENERIC, GLOBAL, SHARED, SHARED_CLUSTER, LOCAL, PARAM, CONST = range(7)
 SPACE_NAMES = ("generic", "global", "shared", "shared::cluster", "local", "param", "const")
 
 HOST, BLOCK, SHADOW = range(3)
-"""What `locate` fills in: host address; address of the block array whose shared memory it is, else 0; address of the
-first shadow byte, or 0 where nothing is to be checked."""
-NOT_DEVICE = -1  # BLOCK of local, param and const places, which nobody can race for
+"""The result of `locate`: host address; address of the block array whose shared memory it is, else 0; address of the
+first shadow byte, or 0 without checks."""
+NOT_DEVICE = -1  # BLOCK of local, param and const places, which cannot race
 
 _OUT_OF_BOUNDS = int(FaultKind.OUT_OF_BOUNDS)
 _ACCESS_AFTER_FREE = int(FaultKind.ACCESS_AFTER_FREE)
@@ -109,7 +109,7 @@ def _shared_place(warp, site, lane, address, size, action, space, place):
 
 @njit
 def _may_touch_early(launch, address, size, action):
-    """Whether a dependent launch may touch a range before griddepcontrol.wait: it reads what nothing writes."""
+    """Whether a dependent launch may touch a range before griddepcontrol.wait: it only reads immutable bytes."""
     relative = address - launch[LAUNCH_ARENA]
     if action != LOAD or not 0 <= relative <= launch[LAUNCH_ARENA_BYTES] - size:
         return False
@@ -150,8 +150,8 @@ def global_place(warp, site, lane, address, size, action, space, place):
 def locate(warp, site, lane, address, size, action, space, place):
     """Fills `place` for the `size` bytes (a power of two) at a lane's address. Returns 1 with a fault reported, or 0.
 
-    The address is a device address, a shared one, an offset, or generic, as `space` says. The bytes themselves are
-    `check_bytes`'s business.
+    The address is a device address, a shared one, an offset, or generic, by `space`. `check_bytes` checks the bytes
+    themselves.
     """
     launch = i64_at(warp[WARP_LAUNCH])
     if address & (size - 1):

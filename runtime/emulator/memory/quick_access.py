@@ -1,7 +1,7 @@
 """A warp's loads and stores, the quick way: the operations ``load_32x1`` … ``store_64x4`` (slot width, vector length).
 
-They try `lane_vectors`, after the race checker has been asked about the whole warp. Whatever does not pass, and every
-access while traffic is counted, goes to one operation, ``memory_careful`` of `careful_access.py`.
+They try `lane_vectors`, after the race checker has checked the whole warp. Accesses that fail, and all while traffic is
+counted, go to one operation, ``memory_careful`` of `careful_access.py`.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _CAREFUL = by_symbol("memory_careful", "qliiiiillllllll")
 
 @njit
 def window_of(warp, addresses, offset, mask, space, flags, total):
-    """Where a warp access of `total` bytes a lane most likely goes: (start, bytes, host, shadow, need, want) for
-    `lane_vectors`. Zero bytes where only the careful way will do. The race checker has been asked."""
+    """The likely window of a warp access of `total` bytes a lane: (start, bytes, host, shadow, need, want) for
+    `lane_vectors`. Zero bytes where only the careful way will do. The race checker has run."""
     block, launch = i64_at(warp[WARP_BLOCK]), i64_at(warp[WARP_LAUNCH])
     checks = launch[LAUNCH_CHECKS]
     start, size, host, shadow = types.int64(0), types.int64(0), types.int64(0), types.int64(0)

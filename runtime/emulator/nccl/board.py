@@ -1,15 +1,15 @@
-"""What the ranks of one emulated communicator share: memory in which each says what it calls, and leaves its numbers.
+"""The memory shared by the ranks of one emulated communicator, with each rank's calls and numbers.
 
-The memory has no name: the unique id holds the process and the descriptor that whoever made it keeps open until all
-ranks have joined, so that nothing is left of it when the last rank ends. For R ranks, each part in pages of its own:
+The memory has no name: the unique id holds its maker's process and descriptor, kept open until all ranks have joined,
+so that the memory is freed with the last rank. For R ranks, each part in pages of its own:
 
 | part | what |
 |---|---|
-| head | 0, or 1 + the rank that found something wrong |
+| head | 0, or 1 + the rank that found a fault |
 | R records | process and thread, whether it has joined or left, what it has posted and published, its last words |
 | R rings | the calls that it has posted, each a `Call` |
 | 2 R slots | by turns, the numbers of its collective, a piece at a time |
-| R x R channels | of what one rank sends to another: two records, two rings and a slot |
+| R x R channels | of messages from one rank to another: two records, two rings and a slot |
 
 Words that others wait for are stored and loaded in order (`_store`, `_load`).
 """
@@ -57,13 +57,13 @@ def _store(address, value):  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What one rank calls, as the others see it.
+    """A rank's call, as the others see it.
 
     Attributes:
         kind: the function without its prefix, "AllReduce".
         count: elements, as the call counts them; for a mark that is no collective, its number.
         dtype, operation, root: the numbers of nccl.h; -1 where the call has none.
-        source, target: where its buffers lie in a window, as 1 + the window's number << 40 | offset; 0: in none.
+        source, target: where its buffers lie in a window, as 1 + the window's number << 40 | offset; 0 outside windows.
         place: the model's line that called, "families/llama.py:61".
     """
 
@@ -92,7 +92,7 @@ class Call:
 
     @staticmethod
     def unpacked(data: bytes) -> Call:
-        """What `packed` made."""
+        """The inverse of `packed`."""
         count, dtype, operation, root, source, target = np.frombuffer(data[:48], np.int64).tolist()
         kind, place, *_ = data[48:].split(b"\0")
         words = place.decode(errors="replace")
@@ -145,10 +145,10 @@ class Ring:
 
 
 class Channel:
-    """What one rank sends to another.
+    """Messages from one rank to another.
 
     Attributes:
-        sender, receiver: their words: what they have posted, and pieces published and taken.
+        sender, receiver: their words: calls posted, and pieces published and taken.
         sends, receives: their calls.
         slot: one piece.
     """
@@ -175,7 +175,7 @@ class Board:
         channels_at = slots_at + 2 * num_ranks * SLOT_BYTES
         size = channels_at + num_ranks * num_ranks * channel
         if os.fstat(descriptor).st_size < size:
-            os.ftruncate(descriptor, size)  # of zeros, which cost nothing until they are written
+            os.ftruncate(descriptor, size)  # of zeros, which cost no memory until they are written
         memory = self._memory = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
         self._head = Record(memory, 0)
         self.records = [Record(memory, _PAGE + each * record) for each in range(num_ranks)]
@@ -184,7 +184,7 @@ class Board:
         self._channels: dict[tuple[int, int], Channel] = {}
 
     def join(self) -> None:
-        """Says that this rank is there. Raises ValueError where another has its number."""
+        """Registers this rank. Raises ValueError where another has its number."""
         mine = self.records[self.rank]
         if mine[STATE] != NOT_JOINED:
             raise ValueError(f"rank {self.rank} has joined before")
@@ -193,12 +193,12 @@ class Board:
         mine[STATE] = JOINED
 
     def slot(self, rank: int, turn: int) -> NDArray[np.uint8]:
-        """Where a rank's numbers lie."""
+        """A rank's slot for its numbers."""
         first = self._slots_at + (2 * rank + (turn & 1)) * SLOT_BYTES
         return self._memory[first : first + SLOT_BYTES]
 
     def channel(self, source: int, target: int) -> Channel:
-        """What one rank sends to the other."""
+        """The channel from one rank to the other."""
         found = self._channels.get((source, target))
         if found is None:
             at = self._channels_at + (source * self.num_ranks + target) * self._channel_bytes
@@ -209,11 +209,11 @@ class Board:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a rank found something wrong, or gave up."""
+        """Whether a rank found a fault, or gave up."""
         return self._head[0] != 0
 
     def fail(self, reason: str) -> None:
-        """Ends the communicator for all ranks; the first reason is the one that all tell."""
+        """Ends the communicator for all ranks; all ranks report the first reason."""
         at = _PAGE + self.rank * _PAGE + 64
         if not self.has_failed:
             data = reason.encode()[: _TEXT_BYTES - 1]
@@ -222,12 +222,12 @@ class Board:
 
     @property
     def failure(self) -> str:
-        """What `fail` was told first."""
+        """The reason given to the first `fail`."""
         at = _PAGE + (self._head[0] - 1) * _PAGE + 64
         return bytes(self._memory[at : at + _TEXT_BYTES]).rstrip(b"\0").decode(errors="replace")
 
     def why_it_cannot_come(self, rank: int, *, has_called: bool = False) -> str:
-        """Why a rank will call nothing more, or, if it `has_called`, not do what it has called; "": it may."""
+        """Why a rank will make no more calls, or, if it `has_called`, not run its call; "" if it may."""
         record = self.records[rank]
         state, pid = record[STATE], record[PID]
         if state == NOT_JOINED:

@@ -1,8 +1,8 @@
-"""One rank of an emulated communicator: what it has called, how far it has come, and whether the others can come, too.
+"""One rank of an emulated communicator: its calls, its progress, and whether the others can join.
 
-Each collective is compared among all ranks before anything moves: function, count, type, operation, root, and the
-places in windows. Where ranks differ, or one cannot come any more, the communicator fails for all of them, and each
-tells every rank's call and the model's line.
+Each collective is compared among all ranks before data moves: function, count, type, operation, root, and the
+places in windows. If ranks differ, or one cannot join any more, the communicator fails for all of them, and each error
+has every rank's call and the model's line.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from runtime.emulator.nccl.board import ABORTED, LEFT, POSTED, RING, STATE, THRE
 from runtime.emulator.nccl.words import described, window_place
 
 LOOK_S = 0.05
-"""How often a waiting rank looks whether the others still live."""
+"""Interval at which a waiting rank checks that the others still live."""
 PATIENCE_S = 0.4
-"""How long it waits for one that the waiting thread itself called last."""
+"""Wait for a rank that the waiting thread itself called last."""
 
 
 class CheckedMemory:
@@ -36,8 +36,8 @@ class CheckedMemory:
         self._driver, self._machine = driver, context.machine
 
     def check(self, work: Work, label: str, address: int, size: int, *, is_write: bool) -> None:
-        """What a copy of these bytes checks, and that what is read was written. Raises as a copy, DeviceMemoryError
-        and Conflict."""
+        """Makes a copy's checks of these bytes, and checks that bytes read were written. Raises DeviceMemoryError and
+        Conflict, as a copy."""
         if not size:
             return
         machine = self._machine
@@ -61,9 +61,9 @@ class Communicator:
     """One rank.
 
     Attributes:
-        board: what the ranks share.
+        board: shared by the ranks.
         memory: this rank's device's.
-        context: whose works are its own.
+        context: of its works.
         done: collectives that this rank has done; turn: pieces of them.
         windows: (address, bytes) of each that was registered; None once it was deregistered.
     """
@@ -80,14 +80,14 @@ class Communicator:
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def place_of(self, address: int, size: int) -> int:
-        """Where a buffer lies in a window, as `Call` has it; 0: in none."""
+        """A buffer's place in a window, as in `Call`; 0 outside windows."""
         for number, window in enumerate(self.windows):
             if window is not None and window[0] <= address and address + size <= window[0] + window[1]:
                 return window_place(number, address - window[0])
         return 0
 
     def post(self, call: Call) -> int:
-        """The others know of this rank's next collective from now on: its number."""
+        """Posts this rank's next collective to the others; returns its number."""
         while self.posted - self.done >= RING - 1:
             self.driver.scheduler.finish_all(self.context)
         self.posted += 1
@@ -114,7 +114,7 @@ class Communicator:
         return False
 
     def _wait_for_words(self, number: int) -> None:
-        """Other ranks' calls may be a moment away."""
+        """Waits a moment for other ranks' calls."""
         until = time.monotonic() + 0.2
         while time.monotonic() < until:
             if all(record[POSTED] >= number for record in self.board.records):
@@ -124,14 +124,14 @@ class Communicator:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def raise_if_failed(self) -> None:
-        """Raises DriverFault where a rank found something wrong."""
+        """Raises DriverFault where a rank found a fault."""
         if self.board.has_failed:
             raise _fault(self.board.failure)
         if self.board.records[self.rank][STATE] in (LEFT, ABORTED):
             raise _fault(f"rank {self.rank} has left the communicator")
 
     def fail_by(self, calls: Sequence[tuple[int, Call]]) -> None:
-        """Ranks differ. Raises DriverFault with every rank's call."""
+        """For ranks that differ: raises DriverFault with every rank's call."""
         said = dict(calls)
         words = []
         for rank in range(self.num_ranks):
@@ -142,7 +142,7 @@ class Communicator:
         self.fail("; ".join(word for word in words if word))
 
     def look_for_the_missing(self, number: int, is_missing: Callable[[int], bool]) -> None:
-        """Now and then: whether a rank that is missing at this collective cannot come any more. Raises DriverFault."""
+        """Checks now and then whether a rank missing at this collective cannot join any more. Raises DriverFault."""
         self.raise_if_failed()
         if not self._is_time_to_look():
             return
@@ -201,5 +201,5 @@ class Communicator:
 
 
 def _fault(text: str) -> DriverFault:
-    """Ranks that do not do the same."""
+    """Ranks whose calls differ."""
     return DriverFault(FaultKind.RANKS_DIFFER, text)

@@ -1,4 +1,4 @@
-"""An NCCL that does nothing, for the driver that does nothing (`driver.dry_driver`): one rank of any number."""
+"""An NCCL without effects, for the dry driver (`driver.dry_driver`): one rank of any number."""
 
 from __future__ import annotations
 

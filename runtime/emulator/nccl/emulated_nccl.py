@@ -1,8 +1,8 @@
 """The functions of NCCL that `runtime.device.nccl` calls, for the devices of an emulated driver.
 
 Names, arguments and results are those of `runtime.device.nccl.PROTOTYPES`. Ranks may be processes, or devices of one
-driver, whose calls then stand in groups where they wait for each other, as with a real NCCL. Beside NCCL's functions
-there is `emuEndStep`, which no real one has: a mark that ranks compare as they do collectives.
+driver, whose calls must then be grouped where they wait for each other, as with a real NCCL. There is one more
+function, `emuEndStep`: a mark that ranks compare as they do collectives.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def _function(
 
 
 class _Group(threading.local):
-    """Calls of a thread that wait for the end of its group: how deep it is, what is queued then, who is waited for."""
+    """Calls of a thread that wait for the end of its group: its depth, the works to queue at its end, the ranks to wait
+    for."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -84,7 +85,7 @@ class EmulatedNccl:
 
     Attributes:
         driver: the driver.
-        last_error: what the last call that failed was told.
+        last_error: the text of the last failed call.
     """
 
     def __init__(self, driver: EmulatedDriver) -> None:
@@ -103,7 +104,7 @@ class EmulatedNccl:
         return _of_drivers[driver]
 
     def words(self, code: int, comm: Any = None) -> str:
-        """What NCCL says of a result, and of the last error."""
+        """NCCL's text of a result, and of the last error."""
         text = _TEXTS.get(code, "internal error")
         return f"{text}: {self.last_error}" if self.last_error else text
 
@@ -314,7 +315,7 @@ class EmulatedNccl:
         status, pointer = self.driver.cuMemAlloc(-(-size // _ALIGNMENT) * _ALIGNMENT + _ALIGNMENT)
         if status:
             raise _Failed(_CUDA_ERROR, self.driver.last_reason)
-        # The device's own addresses are not aligned so: what lies in front is not handed out.
+        # The device's own addresses are not aligned so: the bytes before that are unused.
         first = -(-int(pointer) // _ALIGNMENT) * _ALIGNMENT
         self._allocated[first] = int(pointer)
         return first

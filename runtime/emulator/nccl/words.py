@@ -1,4 +1,4 @@
-"""Calls of NCCL in words, for messages."""
+"""Calls of NCCL as text, for messages."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def described(call: Call) -> str:
 
 
 def window_place(number: int, offset: int) -> int:
-    """A place in a window as `Call` has it."""
+    """A place in a window, as in `Call`."""
     return (number + 1) << _WINDOW_SHIFT | offset

@@ -1,4 +1,4 @@
-"""Collectives and messages as works of a stream, which park until the other ranks have come.
+"""Collectives and messages as works of a stream, which park until the other ranks have joined.
 
 A work is done in pieces: this rank's numbers are read from its device's memory with all checks and put into its slot
 of the board; when all ranks' are there the result is written with all checks. Ranks' numbers are added in the order of
@@ -31,10 +31,10 @@ ELEMENTS: dict[int, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Template(MeetingTemplate):
-    """A collective as it was called: what a stream queues, or a graph holds, for every time that it runs.
+    """A collective as it was called, queued in a stream, or held by a graph for every run.
 
     Attributes:
-        call: what the other ranks see of it.
+        call: its record for the other ranks.
         source, target: addresses; 0 where the rank has no such buffer.
     """
 
@@ -50,7 +50,7 @@ class Template(MeetingTemplate):
         return f"nccl{self.call.kind} at {self.call.place}"
 
     def queued(self) -> Meeting:
-        """The work of one run, which the other ranks know of from now on."""
+        """The work of one run, posted to the other ranks."""
         return _Collective(self, self.comm.post(self.call))
 
 
@@ -73,7 +73,7 @@ class _Collective(Meeting):
         return self._template.label
 
     def advance(self, work: Work) -> bool:
-        """Does what can be done; whether all is. Raises DriverFault where the ranks do not do the same."""
+        """Makes progress; returns whether it is done. Raises DriverFault where the ranks' calls differ."""
         comm = self._comm
         if comm.done != self._number - 1:  # of another stream, and called earlier
             comm.raise_if_failed()
@@ -100,7 +100,7 @@ class _Collective(Meeting):
         return True
 
     def _check(self, work: Work) -> None:
-        """The whole of what is read and written, as the checkers see it."""
+        """All bytes read and written, for the checkers."""
         template, ranks, label = self._template, self._comm.num_ranks, self.label
         count, size = template.call.count if self._pieces else 0, self._element.itemsize
         reads = count * size * (ranks if self._kind == "ReduceScatter" else 1)
@@ -175,7 +175,7 @@ class Messages(MeetingTemplate):
         return f"nccl{call.kind} at {call.place}"
 
     def queued(self) -> Meeting:
-        """The work of one run; peers know of it from now on."""
+        """The work of one run, posted to the peers."""
         return _Exchange(self, [_Message(self.comm, *each) for each in self.messages])
 
 
@@ -190,7 +190,7 @@ class _Exchange(Meeting):
         return self._messages.label
 
     def advance(self, work: Work) -> bool:
-        """Does what can be done; whether all is. Raises DriverFault where a peer calls something else."""
+        """Makes progress; returns whether it is done. Raises DriverFault where a peer's call differs."""
         self._parts = [part for part in self._parts if not part.advance(work)]
         return not self._parts
 

@@ -1,4 +1,4 @@
-"""The race checker's doors for accesses. The rules are in `rules.py`, its memory in `launch_memory.py`."""
+"""The race checker's entries for accesses. The rules are in `rules.py`, its memory in `launch_memory.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ACCESS_STRONG, ACCESS_NC, ACCESS_SAME = 1, 2, 4
 
 @njit
 def lane_races(warp, site, place, block_address, size, lane, action, flags):
-    """Asks about one lane's access, of `action`, with ACCESS_… flags, at host address `place` (of the shared memory of
+    """Checks one lane's access, of `action`, with ACCESS_… flags, at host address `place` (of the shared memory of
     a block, or of device memory where `block_address` is 0). Returns 1 with a fault reported, or 0."""
     races = i64_at(i64_at(warp[WARP_CLOCK])[CLOCK_RACES])
     entry = races[RACES_CALLS + CALL_LANE]

@@ -1,12 +1,11 @@
-"""Who is ordered after whom: what barriers, fences and atomics tell the race checker.
+"""The order between warps: the race checker's view of barriers, fences and atomics.
 
-Doors to `vector_clocks.py` for the operations of every room: cheap where races are not checked (warp[WARP_CLOCK] is 0),
-and small, since the work lies in functions that are compiled once and called by address. Also the layout of what the
-race checker keeps.
+Entries to `vector_clocks.py` for all operations: cheap where races are not checked (warp[WARP_CLOCK] is 0), and small,
+since the work is in functions that are compiled once and called by address. Also the layout of the race checker's data.
 
-A strong write (an atomic, .relaxed, .release, .volatile) publishes what fences of its warp, and of warps that it is
-ordered after, have covered, or all that its warp knows when it is a .release itself; a strong read takes over what is
-published at its address, with or without a fence after it: a missing release fence is found, a missing acquire fence
+A strong write (an atomic, .relaxed, .release, .volatile) publishes the accesses covered by fences of its warp, and of
+warps that it is ordered after, or all that its warp is ordered after if it is a .release; a strong read acquires those
+published at its address, with or without a fence after it. So a missing release fence is found, a missing acquire fence
 is not.
 """
 
@@ -23,7 +22,7 @@ from runtime.emulator.memory.pointers import address_of
 
 SCOPE_CTA, SCOPE_CLUSTER, SCOPE_GPU = 1, 2, 3
 
-# --- what one OS thread keeps for a launch: int64 array at launch[LAUNCH_GLOBAL_RACES] ---
+# --- one OS thread's data of a launch: int64 array at launch[LAUNCH_GLOBAL_RACES] ---
 RACES_BASE = 0  # clocks up to here are of earlier launches
 RACES_CLOCK = 1  # the highest clock given out on this thread
 RACES_NEXT = 2  # memory for vectors, taken from here upwards
@@ -40,7 +39,7 @@ RACES_SCRATCH = 12  # address of a vector over a cluster
 RACES_CALLS = 13  # addresses of the compiled entries: CALL_… are offsets from here
 RACES_FIELDS = 24
 
-# --- what a block keeps: int64 array at block[BLOCK_SHARED_RACES] ---
+# --- a block's data: int64 array at block[BLOCK_SHARED_RACES] ---
 SHARED_WRITES = 0  # address of uint64 for each granule: epoch of the last write
 SHARED_LATEST_READ = 1  # address of uint32 for each granule: the highest clock of a read
 SHARED_READS = 2  # address of uint32[warps of the cluster, granules]: the clock of each warp's last read
@@ -53,20 +52,20 @@ SHARED_FIELDS = 8
 CLOCK_NOW = 0
 CLOCK_FLOOR = 1  # everything of the cluster up to this clock is ordered before the warp
 CLOCK_INDEX = 2  # of the warp in its cluster
-CLOCK_VECTOR = 3  # address of uint32[3, stride]: the vector; what fences of any scope, of gpu scope have covered
+CLOCK_VECTOR = 3  # address of uint32[3, stride]: the vector; covered by fences of any scope; of gpu scope
 CLOCK_STRIDE = 4  # warps of the cluster, rounded up to 16
-CLOCK_HAS_FENCE = 6  # bit 0: the second row holds something, bit 1: the third does
-CLOCK_OTHERS = 7  # address of uint32[warps of the launch], or 0 while nothing is known of other clusters
+CLOCK_HAS_FENCE = 6  # bit 0: the second row is in use, bit 1: the third is
+CLOCK_OTHERS = 7  # address of uint32[warps of the launch], or 0 before any order with other clusters
 CLOCK_OTHERS_VERSION = 8
 CLOCK_CLUSTER = 9  # the number of the cluster's first warp among all warps of the launch
 CLOCK_RACES = 10  # address of the launch's array
-CLOCK_OTHERS_MEMORY = 11  # what CLOCK_OTHERS uses when it is needed; kept from block to block
+CLOCK_OTHERS_MEMORY = 11  # CLOCK_OTHERS's memory when needed; kept from block to block
 CLOCK_FIELDS = 16
 
 # --- an entry of the hash table ---
 ENTRY_KEY = 0
 ENTRY_PENDING = 1  # rows as CLOCK_VECTOR's: arrived, phase not complete
-ENTRY_COMPLETED = 2  # rows as CLOCK_VECTOR's: what a waiter is ordered after
+ENTRY_COMPLETED = 2  # rows as CLOCK_VECTOR's: a waiter is ordered after them
 ENTRY_LAUNCH = 3  # vector over all warps, published at gpu scope
 ENTRY_CLUSTER = 4  # vector over a cluster, published at a smaller scope
 ENTRY_CLUSTER_OWNER = 5  # CLOCK_CLUSTER of the cluster that ENTRY_CLUSTER is of
@@ -106,19 +105,19 @@ def _order(what, warp, key, scope, is_release):
 
 @njit
 def release(warp, key):
-    """An arrival at what `key` names (the host address of an mbarrier, say): held back until `complete`."""
+    """An arrival at the object `key` (such as the host address of an mbarrier), held back until `complete`."""
     _order(RELEASE, warp, key, 0, 1)
 
 
 @njit
 def arrive_relaxed(warp, key):
-    """The same without a release: only what the warp's fences have covered is seen by those who wait."""
+    """The same without a release: waiters see only accesses that the warp's fences have covered."""
     _order(RELEASE, warp, key, 0, 0)
 
 
 @njit
 def complete(warp, key):
-    """The phase of `key` is complete: who acquires it from now on is ordered after all who arrived."""
+    """The phase of `key` is complete: later acquirers are ordered after all arrivals."""
     _order(COMPLETE, warp, key, 0, 0)
 
 
@@ -130,25 +129,27 @@ def acquire(warp, key):
 
 @njit
 def on_warp_barrier(warp):
-    """bar.warp.sync: what lanes wrote before, the others may read after."""
+    """bar.warp.sync: the others may read lanes' earlier writes."""
     _order(WARP_BARRIER, warp, 0, 0, 0)
 
 
 @njit
 def on_fence(warp, scope):
-    """membar or fence (not of a proxy): later strong writes of the warp publish what came before it."""
+    """membar or fence (not of a proxy): later strong writes of the warp publish the accesses before it."""
     _order(FENCE, warp, 0, scope, 0)
 
 
 @njit
 def strong_write(warp, address, scope, is_release):
-    """An atomic or another strong write at host address `address`: publishes what the warp's fences let it."""
+    """An atomic or another strong write at host address `address`: publishes the accesses that the warp's fences
+    allow."""
     _order(STRONG_WRITE, warp, address, scope, 1 if is_release else 0)
 
 
 @njit
 def strong_read(warp, address, scope):
-    """An atomic or another strong read at host address `address`: orders the warp after what is published there."""
+    """An atomic or another strong read at host address `address`: orders the warp after the accesses published
+    there."""
     _order(STRONG_READ, warp, address, scope, 0)
 
 

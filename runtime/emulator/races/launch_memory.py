@@ -1,4 +1,4 @@
-"""What the race checker keeps for one launch, and its compiled entries."""
+"""The race checker's data of one launch, and its compiled entries."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _CLOCK_LIMIT = 1 << 30
 
 
 class RaceMemory:
-    """What the race checker keeps for one launch: one array for each OS thread, and the machine's global shadow.
+    """The race checker's data of one launch: one array for each OS thread, and the machine's global shadow.
 
     Args:
         machine: whose memory the kernel runs on.
@@ -103,11 +103,11 @@ class RaceMemory:
             self._addresses.append(address)
 
     def address(self, thread: int) -> int:
-        """What belongs into LAUNCH_GLOBAL_RACES of an OS thread's launch array."""
+        """The value of LAUNCH_GLOBAL_RACES in an OS thread's launch array."""
         return self._addresses[thread]
 
     def close(self) -> None:
-        """Ends the launch: whatever it wrote is in order for the next."""
+        """Ends the launch: its writes are ordered before the next."""
         for address in self._addresses:
             fields = (ctypes.c_int64 * RACES_FIELDS).from_address(address)
             self._machine.race_clock = max(self._machine.race_clock, fields[RACES_CLOCK])

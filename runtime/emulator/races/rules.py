@@ -1,17 +1,17 @@
-"""The rules of races: accesses to one place that nothing orders, at least one of them a write.
+"""The rules of races: unordered accesses to one place, at least one of them a write.
 
 For each granule (1, 2 or 4 bytes, the smallest access of the kernel) of shared memory: the epoch of its last write and
 the clock of every warp's last read; of device memory: the epoch of its last write, and of its last read by a warp of an
 even and of an odd cluster (so some reads are forgotten before a conflicting write comes: a race may be missed there,
 none is invented). An epoch is clock << 32 | warp << 6 | is strong << 5 | lane.
 
-Not races: two strong accesses (atomics, .volatile, .relaxed and stronger), two writes of the same value, whatever a
-barrier, an mbarrier or a published fence orders. A plain read of what another lane of the same warp wrote since the
-last bar.warp.sync is one.
+Not races: two strong accesses (atomics, .volatile, .relaxed and stronger), two writes of the same value, accesses
+ordered by a barrier, an mbarrier or a published fence. A plain read of another lane's write in the same warp since the
+last bar.warp.sync is a race.
 
-A `_run` looks at a contiguous range at once and says True where nothing can be wrong, having noted the access; else the
-caller asks lane by lane, by a `_lane`, which reports. `lane_entry` and `run_entry` are compiled once, for the first
-launch that checks races, and called by their addresses (`accesses.py`).
+A `_run` checks a contiguous range at once: True if there can be no race, having noted the access; else the caller
+checks lane by lane, by a `_lane`, which reports. `lane_entry` and `run_entry` are compiled once, for the first launch
+that checks races, and called by their addresses (`accesses.py`).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _epoch(record, agent, lane, strong):
 
 @njit
 def _highest(address, count):
-    """Of `count` epochs."""
+    """The highest of `count` epochs."""
     highest = types.uint64(0)
     while count >= CHUNK:
         highest = max(highest, highest_16_longs(address))
@@ -97,7 +97,7 @@ def _highest(address, count):
 
 @njit
 def _highest_clock(address, count):
-    """Of `count` clocks."""
+    """The highest of `count` clocks."""
     highest = types.int64(0)
     while count >= CHUNK:
         highest = max(highest, highest_16_words(address))
@@ -216,7 +216,7 @@ def _shared_read_lane(warp, site, record, area, offset, size, lane, strong):
 
 @njit
 def _shared_write_lane(warp, site, record, area, offset, size, lane, strong, same):
-    """A write by one lane; `same`: the value is what is there already. Returns 1 with the fault reported, or 0."""
+    """A write by one lane; with `same` the value is already there. Returns 1 with the fault reported, or 0."""
     races = i64_at(record[CLOCK_RACES])
     shift, width = races[RACES_SHIFT], races[RACES_WIDTH]
     first = offset >> shift
@@ -321,7 +321,7 @@ def _global_read_lane(warp, site, record, address, size, lane, strong, is_nc):
 
 @njit
 def _global_write_lane(warp, site, record, address, size, lane, strong, same):
-    """A write by one lane; `same`: the value is what is there already. Returns 1 with the fault reported, or 0."""
+    """A write by one lane; with `same` the value is already there. Returns 1 with the fault reported, or 0."""
     races, launch = i64_at(record[CLOCK_RACES]), i64_at(warp[WARP_LAUNCH])
     shift, base = races[RACES_SHIFT], races[RACES_BASE]
     first = (address - launch[LAUNCH_ARENA]) >> shift
@@ -373,7 +373,7 @@ def lane_entry(warp_address, site, place, block_address, size, lane, action, fla
 
 @njit
 def run_entry(warp_address, first, block_address, size, is_store, lane, lane_bytes):
-    """A contiguous range of lanes from `lane` on. Returns 1 where nothing can be wrong, having noted it, or 0."""
+    """A contiguous range of lanes from `lane` on. Returns 1 if there can be no race, having noted it, or 0."""
     warp = i64_at(warp_address)
     record = i64_at(warp[WARP_CLOCK])
     if block_address == 0:
@@ -389,7 +389,7 @@ def run_entry(warp_address, first, block_address, size, is_store, lane, lane_byt
 
 @njit
 def warp_entry(warp_address, mask, addresses_address, offset, start, limit, block_address, shape):
-    """A whole warp's plain access. Returns 1 where nothing can be wrong, having noted it, or 0.
+    """A whole warp's plain access. Returns 1 if there can be no race, having noted it, or 0.
 
     The lanes' addresses, plus `offset`, lie in a window that begins at `start` and has `limit` bytes: shared memory of
     a block, or the arena. `shape` is the bytes a lane, plus 256 for a store. Lanes of a store have to ascend.

@@ -1,16 +1,16 @@
-"""Which work of which stream is ordered before which, and the memory that each has touched: missing events.
+"""The order of works between streams, and the memory that each has touched, to find missing events.
 
 Every stream (and every branch of a graph) is a slot with a counter; a work's epoch is ``slot << 24 | count``, its
 vector clock holds for each slot the last count that stream order, events and the host's synchronisations put before it.
 For every GRANULE_BYTES of memory the epochs of the last write and of up to three unordered reads are kept (after
-Flanagan and Freund, "FastTrack: efficient and precise dynamic race detection", PLDI 2009). A work that touches what
-another has written, or writes what another has read, without that other in its clock, is at fault, in whatever order
-the two have really run.
+Flanagan and Freund, "FastTrack: efficient and precise dynamic race detection", PLDI 2009). A work that touches memory
+which another has written, or writes memory which another has read, without that other in its clock, is at fault, in
+whichever order the two have run.
 
-What it does not know: what kernels do with other devices' memory and with pinned memory that another device's context
-made; more than three readers that are unordered among each other; neighbours within one granule are taken for one
-(allocations never share one). Atomic operations count as writes. The host counts as one thread, and what it does with
-pinned memory itself is not seen.
+Limits: kernels' accesses to other devices' memory and to pinned memory of another device's context are not checked; at
+most three readers unordered among each other are kept; neighbours within one granule are taken for one (allocations
+never share one). Atomic operations count as writes. The host counts as one thread, and its own accesses to pinned
+memory are not seen.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ _CHUNK = 1 << 18  # granules looked at in one go
 
 
 class Overlap(Enum):
-    """How a work stands to the kernel right in front of it in its stream."""
+    """A work's dependence on the kernel right before it in its stream."""
 
     NONE = auto()  # it is no kernel: all of the stream comes before it
     KERNEL = auto()  # a kernel that all of the stream comes before
     WAITING = auto()  # a dependent launch that executes griddepcontrol.wait: it comes after that kernel
-    UNORDERED = auto()  # a dependent launch that never does: it comes after what that kernel comes after
+    UNORDERED = auto()  # a dependent launch that never does: ordered only after that kernel's predecessors
 
 
 class Conflict(Exception):
-    """Two works touch the same memory and nothing orders them.
+    """Two unordered works touch the same memory.
 
     Attributes:
         address: the first granule in question.
         earlier: the epoch of the work that ran first.
-        earlier_wrote, later_writes: what each does.
+        earlier_wrote, later_writes: whether each writes.
     """
 
     def __init__(self, address: int, earlier: int, *, earlier_wrote: bool, later_writes: bool) -> None:
@@ -60,17 +60,17 @@ class Conflict(Exception):
 
 
 class StreamOrder:
-    """Vector clocks of one driver's streams and what they have touched.
+    """Vector clocks of one driver's streams and the memory that they have touched.
 
     Attributes:
-        is_active: whether anything is kept. It begins when there is a second queue: one alone is ordered.
+        is_active: whether accesses are kept, from the second queue on: one alone is ordered.
     """
 
     def __init__(self, *, is_wanted: bool = True) -> None:
         self.is_active = False
         self._is_wanted = is_wanted
         self._host = np.zeros(MAX_SLOTS, np.uint32)
-        self._host_version = 0  # counts what the host has learned; a queue that has it in its clock has its number
+        self._host_version = 0  # counts the host's waits; a queue that has it in its clock has its number
         self._counts = [0] * MAX_SLOTS  # the last count of each slot: a slot that is used again goes on
         self._free: deque[int] = deque(range(MAX_SLOTS))
         self._num_queues = 0
@@ -97,9 +97,10 @@ class StreamOrder:
     def stamp(
         self, work: Work, after: Iterable[Work] = (), *, label: str = "", overlap: Overlap = Overlap.NONE
     ) -> None:
-        """Sets a work's clock and epoch: after its queue, after `after`, after what the host knows of.
+        """Sets a work's clock and epoch: after its queue, after `after`, after the host's waits.
 
-        Dependent launches may come after less than all of their queue. What follows without being one comes after all.
+        Dependent launches may come after less than all of their queue. A later launch that is not dependent comes after
+        all.
         """
         queue = work.queue
         before, queue.kernel = queue.kernel, work if overlap is not Overlap.NONE else None
@@ -146,7 +147,7 @@ class StreamOrder:
         return max(self._counts[slot] for slot in (queue.slot, *queue.side_slots)) >= MAX_SEQUENCE
 
     def restart(self, queues: Iterable[Queue]) -> None:
-        """Begins anew, all that was so far being done and known to the host."""
+        """Restarts after the host has waited for all works."""
         for mapping, _ in self._cells.values():
             mapping.drop(mapping.address, mapping.size_bytes)
         self._host[:] = 0
@@ -179,7 +180,7 @@ class StreamOrder:
         return found[0].address, found[1]
 
     def forget(self, machine: Machine, address: int, size_bytes: int) -> None:
-        """Nobody has touched a range: it has just been freed or allocated."""
+        """Forgets the accesses to a range, just freed or allocated."""
         found = self._cells.get(machine)
         if found is None or size_bytes <= 0:
             return
@@ -195,9 +196,9 @@ class StreamOrder:
             cells[first:last] = 0
 
     def launch_fields(self, work: Work, machine: Machine) -> Any:
-        """What `launch` needs to check a kernel: an array whose address it takes and which must outlive the launch.
+        """The data for `launch` to check a kernel: an array, passed by address, which must outlive the launch.
 
-        None where nothing is kept of the work.
+        None where the work is not checked.
         """
         if work.clock is None:
             return None

@@ -31,7 +31,7 @@ def _is_unordered(clock, epoch):
 
 @njit
 def _touch(order, granule, is_write):
-    """Notes a read or write of a granule; True where nothing orders it and what another stream's work did there."""
+    """Notes a read or write of a granule; True if it is unordered with another stream's access there."""
     cells = u32_at(order[ORDER_CELLS] + granule * (4 * CELLS))
     epoch = order[ORDER_EPOCH]
     clock = u32_at(order[ORDER_CLOCK])

@@ -1,11 +1,11 @@
-"""The vector clocks behind `clocks.py`: how barriers, releases and acquires order the warps of a launch.
+"""The vector clocks of `clocks.py`: how barriers, releases and acquires order the warps of a launch.
 
 (Lamport's clocks and the happens-before of FastTrack, Flanagan and Freund, PLDI 2009, with warps as agents.)
 
 Every warp of a cluster has a clock and a vector: for each warp of its cluster the highest clock that it is ordered
 after. Barriers join vectors; a release stores a vector under an address, an acquire joins what is stored there. Other
-clusters' warps are known by a second vector over all warps of the launch, which a warp gets when it first reads what a
-strong operation of theirs published at gpu scope.
+clusters' warps are known by a second vector over all warps of the launch, which a warp gets at its first read of a
+value that a strong operation of theirs published at gpu scope.
 
 Clocks start above everything that an earlier launch, or an earlier block in the same place, has left in the shadows, so
 that nothing has to be cleared.
@@ -114,7 +114,7 @@ def entry_of(races, key, create):
         if entry[ENTRY_KEY] == 0:
             break
         slot = (slot + 1) & (TABLE_ENTRIES - 1)
-    if races[RACES_TABLE_USED] >= TABLE_LIMIT and create != MUST_CREATE:  # everybody's place, behind the hashed ones
+    if races[RACES_TABLE_USED] >= TABLE_LIMIT and create != MUST_CREATE:  # the overflow entry, after the hashed ones
         address = races[RACES_TABLE] + TABLE_ENTRIES * (ENTRY_FIELDS * 8)
         i64_at(address)[ENTRY_KEY] = OVERFLOW_KEY
         return address
@@ -163,7 +163,7 @@ def _settle(record, races):
 
 @njit
 def tick(record, races):
-    """From now on the warp's accesses are told apart from those before."""
+    """Separates the warp's later accesses from earlier ones."""
     now = record[CLOCK_NOW] + 1
     record[CLOCK_NOW] = now
     u32_at(record[CLOCK_VECTOR])[record[CLOCK_INDEX]] = now
@@ -232,8 +232,8 @@ def _rows(record, has_fence):
 
 @njit
 def _release(warp, key, is_release):
-    """An arrival at what `key` names (the host address of an mbarrier, say): held back until `complete`. One that is no
-    release brings what fences have covered."""
+    """An arrival at the object `key` (such as the host address of an mbarrier), held back until `complete`. Without a
+    release it brings the accesses that fences have covered."""
     record = i64_at(warp[WARP_CLOCK])
     races = i64_at(record[CLOCK_RACES])
     entry = i64_at(entry_of(races, key, MUST_CREATE))
@@ -250,7 +250,7 @@ def _release(warp, key, is_release):
 
 @njit
 def _complete(warp, key):
-    """The phase of `key` is complete: who acquires it from now on is ordered after all who arrived."""
+    """The phase of `key` is complete: later acquirers are ordered after all arrivals."""
     record = i64_at(warp[WARP_CLOCK])
     races = i64_at(record[CLOCK_RACES])
     entry = i64_at(entry_of(races, key, MUST_CREATE))
@@ -336,7 +336,7 @@ def _on_barrier(block, key, waiting):
 
 @njit
 def _share_others(races, warps, num_warps, waiting):
-    """What one warp of a barrier knows of other clusters, all know."""
+    """Shares the warps' order after other clusters among all warps of a barrier."""
     count = races[RACES_AGENTS]
     races[RACES_VERSION] += 1
     for index in range(num_warps):
@@ -365,14 +365,14 @@ def others_of(record, races):
 
 @njit
 def _on_warp_barrier(warp):
-    """bar.warp.sync: what lanes wrote before, the others may read after."""
+    """bar.warp.sync: the others may read lanes' earlier writes."""
     record = i64_at(warp[WARP_CLOCK])
     tick(record, i64_at(record[CLOCK_RACES]))
 
 
 @njit
 def _on_fence(warp, scope):
-    """membar or fence (not of a proxy): later strong writes of the warp publish what came before it."""
+    """membar or fence (not of a proxy): later strong writes of the warp publish the accesses before it."""
     record = i64_at(warp[WARP_CLOCK])
     races = i64_at(record[CLOCK_RACES])
     vector, stride = record[CLOCK_VECTOR], record[CLOCK_STRIDE]
@@ -386,7 +386,8 @@ def _on_fence(warp, scope):
 
 @njit
 def _strong_write(warp, address, scope, is_release):
-    """An atomic or another strong write at host address `address`: publishes what the warp's fences let it."""
+    """An atomic or another strong write at host address `address`: publishes the accesses that the warp's fences
+    allow."""
     record = i64_at(warp[WARP_CLOCK])
     races = i64_at(record[CLOCK_RACES])
     if not is_release and record[CLOCK_HAS_FENCE] == 0:
@@ -412,7 +413,8 @@ def _strong_write(warp, address, scope, is_release):
 
 @njit
 def _strong_read(warp, address, scope):
-    """An atomic or another strong read at host address `address`: orders the warp after what is published there."""
+    """An atomic or another strong read at host address `address`: orders the warp after the accesses published
+    there."""
     record = i64_at(warp[WARP_CLOCK])
     races = i64_at(record[CLOCK_RACES])
     found = entry_of(races, address, FIND)
@@ -452,7 +454,7 @@ def known(record, races, agent):
 
 @njit
 def order_entry(what, warp_address, key, scope, is_release):
-    """Everything that one warp does, by the number of the door in `clocks.py`."""
+    """One warp's events, by the entry's number in `clocks.py`."""
     warp = i64_at(warp_address)
     if what == RELEASE:
         _release(warp, key, is_release)

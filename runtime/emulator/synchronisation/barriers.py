@@ -36,7 +36,7 @@ Warp = Any
 NUM_BARRIERS = 16
 # One barrier: an array of int64.
 GENERATION = 0
-EXPECTED = 1  # threads; 0: all of the block; -1: nobody has come yet
+EXPECTED = 1  # threads; 0 for all of the block; -1 before the first arrival
 ARRIVED = 2  # threads
 RED_COUNT, RED_AND, RED_OR = 3, 4, 5  # of the generation that is gathering
 RESULT = 6  # count, and, or of the generation before, for even generations; then for odd ones
@@ -50,7 +50,7 @@ SYNC, ARRIVE = 0, 1
 
 @njit
 def reset_barriers(address):
-    """All sixteen as a block finds them."""
+    """The initial state of all sixteen."""
     for number in range(NUM_BARRIERS):
         barrier = i64_at(address + number * BARRIER_FIELDS * 8)
         for field in range(BARRIER_FIELDS):
@@ -66,7 +66,7 @@ def _live(block, index):
 
 @njit
 def _complete_if_full(block, barrier):
-    """Ends the barrier's generation when everybody expected has arrived."""
+    """Ends the barrier's generation when all expected threads have arrived."""
     expected = barrier[EXPECTED]
     if expected < 0:
         return
@@ -98,7 +98,7 @@ def _complete_if_full(block, barrier):
 
 @njit
 def settle_barriers(block):
-    """After lanes of the block have exited: barriers that waited for nobody else complete."""
+    """After lanes of the block have exited: completes barriers that waited only for them."""
     for number in range(NUM_BARRIERS):
         barrier = i64_at(block[BLOCK_BARRIERS] + number * BARRIER_FIELDS * 8)
         if barrier[EXPECTED] == 0:

@@ -239,7 +239,7 @@ def lower_proxy_fence(low: Lowering, ins: Instruction) -> None:
 
 @lowers("fence.mbarrier_init")
 def lower_init_fence(low: Lowering, ins: Instruction) -> None:
-    """Makes mbarrier.init visible to the cluster: a relaxed arrival asks for it. (Values are visible at once here.)"""
+    """Makes mbarrier.init visible to the cluster: a relaxed arrival needs it. (Values are visible at once here.)"""
     if ins.parts[2:] != ("release", "cluster"):
         raise low.refuse("modifiers")
     low.call("init_fence")

@@ -1,4 +1,4 @@
-"""Control flow and what a warp does as a whole: branches, exits, barriers, fences, traps."""
+"""Control flow and instructions of whole warps: branches, exits, barriers, fences, traps."""
 
 from __future__ import annotations
 
@@ -152,8 +152,8 @@ def _which(low: Lowering, operands: list[Operand]) -> tuple[Any, Any, int]:
 
 @lowers("membar", "fence")
 def lower_fence(low: Lowering, ins: Instruction) -> None:
-    """Every access here is complete in the program's order: a fence matters to the race checker alone. It does not
-    know that one restricted to shared memory leaves device memory out: a race there may be missed, none is invented."""
+    """Every access here is complete in the program's order: a fence matters to the race checker alone. A fence
+    restricted to shared memory counts for device memory, too: a race there may be missed, but none is invented."""
     if ins.parts[1:] not in _RESTRICTED:
         _only(low, ins, *_SCOPES, "sc", "acq_rel", "acquire", "release")
     scopes = [_SCOPES[part] for part in ins.parts[1:] if part in _SCOPES]

@@ -53,7 +53,7 @@ def _park(warp, mask, needed, site, pc, kind):
 
 @operation("gather_all", "ii")
 def gather_all(warp: Warp, mask: int, site: int, pc: int, kind: int) -> int:
-    """The lanes of `mask` are about to run the chunk at `pc` whose instruction `site` wants all that live."""
+    """The lanes of `mask` are about to run the chunk at `pc` whose instruction `site` needs all live lanes."""
     lanes, live = int(mask), warp[WARP_LIVE]
     if lanes != live:
         return _park(warp, lanes, live, site, pc, kind)
@@ -69,7 +69,7 @@ def gather_all(warp: Warp, mask: int, site: int, pc: int, kind: int) -> int:
 
 @operation("gather_members", "p")
 def gather_members(warp: Warp, mask: int, site: int, members: Any) -> int:
-    """Each lane of `mask` wants the live lanes of its own member mask beside it at instruction `site`."""
+    """Each lane of `mask` needs the live lanes of its own member mask beside it at instruction `site`."""
     lanes, live = int(mask), warp[WARP_LIVE]
     needed = 0
     for lane in range(32):

@@ -1,9 +1,9 @@
 """The mbarrier instructions: init, inval, arrive and arrive_drop in all forms, expect_tx, complete_tx, waits.
 
-A wait that finds its phase under way first carries out what is in flight towards the mbarrier (bulk copies, cp.async
-arrivals): that is when asynchronous work lands. If the phase is still not over, `try_wait` blocks until somebody makes
-progress, so a deadlock is seen as one; `test_wait` answers false and lets others run, until it has been asked thousands
-of times while nothing moved: then it blocks too.
+A wait that finds its phase under way first carries out the work in flight towards the mbarrier (bulk copies, cp.async
+arrivals): that is when asynchronous work lands. If the phase is still not over, `try_wait` blocks until another warp
+makes progress, so a deadlock is detected; `test_wait` returns false and lets others run, until thousands of calls have
+seen no progress: then it blocks too.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"
@@ -110,7 +110,7 @@ def mbarrier_transactions(warp, mask, site, addresses, offset, counts, sign):
 
 @njit
 def _polls_in_vain(warp):
-    """Whether a warp has asked so often, while nothing moved in its block, that it may as well wait."""
+    """Whether a warp has polled so often, without progress in its block, that it may as well wait."""
     progress = i64_at(warp[WARP_BLOCK])[BLOCK_PROGRESS]
     if warp[WARP_POLLS_PROGRESS] != progress:
         warp[WARP_POLLS_PROGRESS], warp[WARP_POLLS] = progress, 0

@@ -69,7 +69,7 @@ def parity_of(word):
 
 @njit
 def progress(warp):
-    """Something happened that a blocked warp of the cluster may have waited for."""
+    """Counts an event that a blocked warp of the cluster may have waited for."""
     cluster = i64_at(i64_at(warp[WARP_BLOCK])[BLOCK_CLUSTER])
     for rank in range(i64_at(warp[WARP_LAUNCH])[LAUNCH_CLUSTER_SIZE]):
         i64_at(cluster[rank])[BLOCK_PROGRESS] += 1
@@ -77,7 +77,7 @@ def progress(warp):
 
 @njit
 def locate(warp, site, lane, address, is_new):
-    """The host address of an mbarrier; 0 and a fault if it is none. `is_new`: it need not be initialised."""
+    """The host address of an mbarrier; 0 and a fault if it is none. With `is_new` it need not be initialised."""
     block = shared_block(warp, site, lane, address)
     if block == 0:
         return 0
@@ -98,7 +98,7 @@ def locate(warp, site, lane, address, is_new):
 
 @njit
 def _settle(warp, host):
-    """Ends the phase if nothing is pending."""
+    """Ends the phase if no arrival or transaction is pending."""
     word = i64_at(host)[0]
     if pending_of(word) == 0 and transactions_of(word) == 0:
         count = (word >> 20) & _FIELD

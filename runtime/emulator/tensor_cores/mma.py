@@ -1,4 +1,4 @@
-"""`mma.sync`: m16n8k4 … k64 of tf32, f16, bf16, e4m3, e5m2, s8, u8, s4, u4, whose arithmetic is products.py's; and
+"""`mma.sync`: m16n8k4 … k64 of tf32, f16, bf16, e4m3, e5m2, s8, u8, s4, u4, with the arithmetic of products.py; and
 m8n8k4 of f64.
 """
 

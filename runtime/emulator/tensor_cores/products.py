@@ -224,8 +224,8 @@ def _store_accumulator(
 def multiply_accumulate(typing_context, code, accumulator, k, a, b, negate, keep, c0, c1, c2, c3, d0, d1, d2, d3):
     """``d = [keep] c ± a b`` for a 16 x `k` and a `k` x 8 tile that were spread.
 
-    `code` is A's (B's may be another of the same width). `negate` and `keep` are runtime booleans (int32): the sign of
-    the product, whether c is read at all. f16 accumulators use c0, c1, d0, d1. c and d may be the same registers.
+    `code` is A's (B's may be another of the same width). `negate` (the product's sign) and `keep` (whether c is read)
+    are runtime booleans (int32). f16 accumulators use c0, c1, d0, d1. c and d may be the same registers.
     """
     element, kind, depth = _literal(code), _literal(accumulator), _literal(k)
     per_word, integer = PER_WORD[element], IS_INTEGER[element]

@@ -1,8 +1,8 @@
 """`wgmma.mma_async` and its fence, commit_group and wait_group.
 
-Each of a warpgroup's four warps computes its own 16 rows of the 64, so nothing here crosses warps. An instruction is
+Each of a warpgroup's four warps computes its own 16 rows of the 64, so no data crosses warps. An instruction is
 recorded; operands are read and accumulators written at the `wait_group` that covers it. In between its registers may
-not be touched (wgmma_registers.py), and its shared memory must not change: a digest of what it was is compared.
+not be touched (wgmma_registers.py), and its shared memory must not change: a digest of it is compared.
 
 Shared operands are described by 64 bits (PTX ISA, "Matrix descriptor format"): address, leading and stride byte offset
 each / 16 in bits 0-13, 16-29, 32-45, base offset 49-51 (only 0 here), swizzle 62-63 (0 none, 1 128, 2 64, 3 32 bytes).
@@ -139,7 +139,7 @@ def _digest_of(warp, record):
 
 @njit
 def _check_operand(warp, site, record, operand):
-    """Bounds always; life, initialisation, races and the proxy fence as the launch's checks say."""
+    """Bounds always; life, initialisation, races and the proxy fence by the launch's checks."""
     block = warp[WARP_BLOCK]
     fields = i64_at(block)
     checks = i64_at(warp[WARP_LAUNCH])[LAUNCH_CHECKS]
@@ -192,7 +192,8 @@ def _set_state(warp, table, set_bits):
 
 @operation("wgmma_issue", "llqqpii")
 def wgmma_issue(warp, mask, site, run, table_address, a, b, keep, flags, columns):
-    """Records one instruction. `a` is the descriptor of A unless it lies in registers; `keep`: lanes with scale-d."""
+    """Records one instruction. `a` is the descriptor of A unless it lies in registers; `keep` is the mask of lanes with
+    scale-d."""
     if mask != FULL_MASK:
         return report(warp, _DIVERGENT, site, 0, 0, mask, FULL_MASK, 0, 0)
     block = i64_at(warp[WARP_BLOCK])
@@ -279,7 +280,7 @@ def wgmma_touched(warp, mask, site):
 
 @njit
 def close_wgmma(warp):
-    """Frees the list. The site of an instruction that nobody waited for, or -1."""
+    """Frees the list. The site of an instruction that was never waited for, or -1."""
     site = -1
     if warp[WARP_WGMMA] != 0:
         if _list_of(warp)[_COUNT] != 0:

@@ -46,11 +46,11 @@ class WgmmaRegisters:
         return bool(self.index)
 
     def forget(self) -> None:
-        """After a wgmma instruction: what was looked at before says nothing any more."""
+        """After a wgmma instruction: earlier checks no longer hold."""
         self._seen.clear()
 
     def watch(self, low: Lowering) -> None:
-        """Emits the look at the state bytes before the instruction that the translation stands at."""
+        """Emits the check of the state bytes before the current instruction."""
         instruction = low.instruction
         if instruction.opcode.startswith("wgmma.mma_async"):
             self.forget()
