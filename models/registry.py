@@ -23,7 +23,7 @@ from models.configuration.missing_operations import missing_operations
 from models.configuration.overrides import changes
 from models.configuration.rope_config import RopeConfig
 from models.errors import ModelLoadError
-from models.families import known_architectures
+from models.families import architecture_named, architectures_naming, known_architectures
 from models.makers.declaration import TensorSource
 from models.makers.declaring_maker import DeclaringMaker
 from models.makers.loading_maker import LoadingMaker
@@ -92,8 +92,10 @@ def find_architecture(fields: Fields) -> Architecture:
     Qwen3Model, or an unknown name such as LLaMAForCausalLM.
 
     An unknown `model_type`, such as kimi_k2, is ignored beside a known architecture."""
-    known = known_architectures()
     names, model_type = fields.strings("architectures"), fields.string("model_type", None)
+    known = architectures_naming(*(names or ()), *([model_type] if model_type else []))
+    if known.keys().isdisjoint(names or ()):
+        known = known_architectures()
     of_type = next((one for one in known.values() if one.model_type == model_type), None)
     architecture = next((known[name] for name in names or () if name in known), None)
     if architecture is None:
@@ -289,7 +291,7 @@ def _layout(config: ModelConfig, maker: DeclaringMaker) -> TensorLayout:
     """The layout that a checkpoint must have for the model that ran over this maker: of all stages."""
     if maker.options.pipeline is not None:
         return tensor_layout(config)
-    model_class = known_architectures()[config.architecture].model_class
+    model_class = architecture_named(config.architecture).model_class
     return maker.layout(model_class.prefix, model_class.harmless_tensors(config), model_class.renames)
 
 
@@ -338,7 +340,7 @@ def quantisable_matrices(
 def _built(config: ModelConfig, maker: Maker) -> Model:
     options = maker.options
     config = config.of_a_rank(options.rank, options.num_ranks, exact=options.exact)
-    model = known_architectures()[config.architecture].model_class(config, maker)
+    model = architecture_named(config.architecture).model_class(config, maker)
     model.weight_bytes, model.layer_bytes = maker.size_bytes, maker.layer_bytes
     return model
 

@@ -5,8 +5,10 @@ A file of this folder names its `ARCHITECTURES`; nothing else lists them. `docs/
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 
 from models.architecture import Architecture
@@ -15,9 +17,32 @@ from models.architecture import Architecture
 @cache
 def known_architectures() -> dict[str, Architecture]:
     """Every architecture of the files here, by its name in `config.json`."""
+    return _of_modules(module.name for module in iter_modules(__path__))
+
+
+def architectures_naming(*words: str) -> dict[str, Architecture]:
+    """The architectures of those files that have one of the words, in quotes: a start imports one family, not all."""
+    quoted = [f'"{word}"'.encode(errors="replace") for word in words]
+    return _of_modules(name for name, source in _sources() if any(word in source for word in quoted))
+
+
+def architecture_named(name: str) -> Architecture:
+    """The architecture of this name, which is known."""
+    return architectures_naming(name)[name]
+
+
+def _sources() -> Iterator[tuple[str, bytes]]:
+    """Each module's name and source."""
+    for folder in __path__:
+        for path in Path(folder).glob("*.py"):
+            if path.stem != "__init__":
+                yield path.stem, path.read_bytes()
+
+
+def _of_modules(names: Iterable[str]) -> dict[str, Architecture]:
     found: dict[str, Architecture] = {}
-    for module in iter_modules(__path__):
-        for architecture in import_module(f"{__name__}.{module.name}").ARCHITECTURES:
+    for name in names:
+        for architecture in import_module(f"{__name__}.{name}").ARCHITECTURES:
             assert architecture.name not in found, f"two families name {architecture.name}"
             found[architecture.name] = architecture
     return dict(sorted(found.items()))

@@ -18,7 +18,7 @@ from models.checkpoints.model_files import ModelFolder
 from models.checkpoints.safetensors_file import write_tensors
 from models.checkpoints.weight_files import INDEX_FILE, SINGLE_FILE
 from models.errors import ModelLoadError, WeightsError
-from models.families import known_architectures
+from models.families import architecture_named
 from models.quantized.calibrate import Folded, calibrate
 from models.quantized.parts import refusal
 from models.quantized.scheme import FIELD
@@ -156,7 +156,7 @@ def quantize_folder(
     folded = None
     if calibration is not None:
         folded = calibrate(
-            model_config, known_architectures()[model_config.architecture].model_class, checkpoint,
+            model_config, architecture_named(model_config.architecture).model_class, checkpoint,
             calibration.token_ids,
             lambda name: output.rounding(checkpoint.dtype(name)) if name in taken else None,
             lambda done, total: show(done, total + len(names)),
