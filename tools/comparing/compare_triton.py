@@ -30,29 +30,26 @@ from tools.kernel_costs.machine_code import NoDisassemblerError, find_nvdisasm  
 from tools.kernel_costs.page import table  # noqa: E402
 
 NOTES = """
-Its kernels do what the tutorials 03 (matrix multiplication) and 06 (fused attention, forward, causal) do, in those of
-the configurations that the tutorials' tuners try whose tiles are ours. Both sides run on the same emulated GPU on the
-same numbers, each result is verified, and both are assembled by the same ptxas. Ours stands beside the configuration
-with the nearest tile; the mix of their instructions is in [triton_comparison.json](triton_comparison.json). In each
-cell: ours / Triton's.
+Its kernels do the work of Triton's tutorials 03 (matrix multiplication) and 06 (fused attention, forward, causal), in
+those of the tutorials' tuner configurations whose tiles are ours. Both sides run on the same emulated GPU on the same
+numbers, each result is verified, and one ptxas assembles both. Ours stands beside the configuration with the nearest
+tile; the mix of their instructions is in [triton_comparison.json](triton_comparison.json). In each cell: ours /
+Triton's.
 
 *Bytes* are those that lanes and TMA copies ask of device memory, *sectors* the 32-byte pieces that they touch. *Bank
-conflicts* are turns of shared memory beyond the fewest (what TMA writes and wgmma reads there is not modelled, on
-either side). *Barriers* are warp instructions at which a warp waits for others or for TMA: barriers of the block or the
-cluster, mbarriers; arrivals, which do not wait, are left out. *Machine instructions / operation* are those of the main
-loop, as nvdisasm shows it, for each product of 16 x 8 x 16 that a warp's tensor-core instructions do in it (a wgmma of
-64 x N x 16 is N / 8 of them). Where a kernel has several such loops (one masks, say), it is the leanest, on both sides,
-and of a loop its leanest turn: what a branch skips that skips no tensor-core work is not in it.
-Ours reads its keys from shuffled pages by a block table, Triton's from rows: what ours reads of tables and lengths is
-in a column of its own.
+conflicts* are turns of shared memory beyond the fewest (what TMA writes and wgmma reads there is not modelled).
+*Barriers* are warp instructions that wait: barriers of the block or the cluster, mbarriers. *Machine instructions /
+operation* are those of the main loop, as nvdisasm shows it, for each product of 16 x 8 x 16 of a warp's tensor-core
+instructions (a wgmma of 64 x N x 16 is N / 8 of them); of several loops, and of a loop's turns, the leanest. *Sectors
+of tables* are those of our block tables and lengths: our keys come from shuffled pages, Triton's from rows.
 
-Triton's fused mixture of experts is of our own writing (tools/references/anchors/triton_experts.py), in the form
-that engines with Triton kernels share: draws sorted by expert and padded to whole tiles, rows gathered by the sorted
-draws, results in the draws' places. Experts have equally many rows but for two, which have three more and three
-fewer, so that tiles are not whole: there ours copies the last row again, where Triton's copies nothing, and each
-thread of ours asks for its tile's entry and its expert's addresses (16 bytes, and twice 8, the same for all), which
-are the bytes and sectors in which it is worse. The activation, which ours has in the epilogue, is a launch of its
-own beside Triton's ([kernels.md](kernels.md) has whole layers, modelled by these counts)."""
+The fused mixture of experts in Triton is our own (tools/references/anchors/triton_experts.py), in the form that
+engines with Triton kernels share: token-expert pairs sorted by expert and padded to whole tiles, rows gathered in
+that order, results in the pairs' places. Experts have equally many rows except two, with three more and three fewer,
+so that tiles are not whole: ours copies the last row again, Triton's copies nothing, and each thread of ours asks for
+its tile's entry and its expert's addresses (16 bytes, and twice 8, the same for all). These are the bytes and sectors
+in which ours is worse. The activation, in our epilogue, is a launch of its own beside Triton's
+([kernels.md](kernels.md))."""
 
 
 TITLES = {
