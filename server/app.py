@@ -2,9 +2,9 @@
 
     app = create_app(client, tokenizer, model_name="xserv-demo")
 
-From the outside in: the gate (ids, Host and Origin, draining, log, metrics), CORS where origins are allowed, API keys
-where there are any, Starlette. No CORS headers are sent by default and only JSON bodies are read, so a page of another
-origin cannot use a server on localhost."""
+From the outside in: the gate (ids, Host and Origin, draining, log, metrics), CORS if origins are allowed, API keys if
+there are any, Starlette. No CORS headers are sent by default and only JSON bodies are read, so a page of another origin
+cannot use a server on localhost."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ from tokenizer import Tokenizer
 
 
 class Application(Starlette):
-    """Starlette, with our own layers around all of its. It answers probes and the page from its start on, and takes
-    requests from `take_up` on.
+    """Starlette inside our own layers. It answers probes and the page from its start, and accepts requests after
+    `take_up`.
 
-    model_names  under which the model is asked for; answers have the first
-    log_writer   whose lost lines the metrics count
-    tracing      is told of every answer; the caller closes it
+    model_names  the model's names in requests; answers have the first
+    log_writer   counts the lost lines for the metrics
+    tracing      observes every answer; the caller closes it
     lifecycle    whether it drains, and how many requests are open
-    keys         the API keys, to be read again when their files change
+    keys         the API keys, for reloading their files
 
     Raises `ServerConfigError` for API keys that cannot be read.
     """
@@ -119,7 +119,7 @@ class Application(Starlette):
         tokenizer: Tokenizer | None,
         default_sampling: Mapping[str, float | int],
     ) -> None:
-        """The model is loaded: requests are taken from now on, or from the application's start. To be called once, on
+        """Sets the loaded model: requests are accepted from now on, or from the application's start. Call it once, on
         the event loop if that runs. The arguments are `create_app`'s."""
         self._model = client, tokenizer, default_sampling
         if self._is_running:
@@ -171,12 +171,12 @@ def create_app(
 ) -> Application:
     """An application that serves one engine's model, from its start on.
 
-    client            stays the caller's, who closes it after the application has stopped
-    tokenizer         None: prompts and answers are token ids
-    model_name        the name, or names, under which the model is asked for. None: the engine's
-    default_sampling  what a silent request means, by `SamplingParams`' names. None: what the model's files recommend
+    client            the caller closes it after the application has stopped
+    tokenizer         None if prompts and answers are token ids
+    model_name        the model's name, or names, in requests; the engine's by default
+    default_sampling  defaults by `SamplingParams`' names; those of the model's files by default
 
-    The others are `Application`'s, as is what is raised.
+    Other arguments and errors are `Application`'s.
     """
     names = (model_name,) if isinstance(model_name, str) else tuple(model_name or ())
     app = Application(names or (client.info.model_name,), config, log_writer=log_writer, tracing=tracing)

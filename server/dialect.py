@@ -1,4 +1,4 @@
-"""Which API's shapes an answer has. Errors come from every layer, so the path decides, not the endpoint."""
+"""Chooses an answer's API dialect by its path, not by endpoint: errors come from every layer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ANTHROPIC_VERSION = b"anthropic-version"
 
 
 def dialect_of(scope: Scope) -> Dialect:
-    """`/v1/models` is Anthropic's for who sends its header, `/v1/messages` always."""
+    """`/v1/models` is Anthropic's with its header, `/v1/messages` always."""
     path: str = scope["path"]
     if path.startswith("/api/"):
         return "ollama"

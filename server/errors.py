@@ -1,5 +1,5 @@
-"""Every error the server answers with: in OpenAI's shape, `{"error": {message, type, param, code}}`, and on the routes
-of other APIs in theirs (`ApiError.body`).
+"""The server's errors, in OpenAI's shape, `{"error": {message, type, param, code}}`, and on the routes of other APIs in
+theirs (`ApiError.body`).
 
     status  type                   code
     400     invalid_request_error  invalid_json, invalid_type, invalid_value, unknown_parameter, …
@@ -12,13 +12,13 @@ of other APIs in theirs (`ApiError.body`).
     415     invalid_request_error  unsupported_media_type
     429     rate_limit_error       queue_full            (with Retry-After)
     500     server_error           internal_error
-    503     server_error           engine_unavailable    (with Retry-After when it is being started again)
+    503     server_error           engine_unavailable    (with Retry-After when it is restarting)
     503     server_error           draining, overloaded  (with Retry-After)
 
-Before these stand the ones of the outer layers: 401 invalid_api_key, 403 host_not_allowed and origin_not_allowed, 431
+The outer layers also answer 401 invalid_api_key, 403 host_not_allowed and origin_not_allowed, 431
 headers_too_large, 408 header_timeout, 400 invalid_http.
 
-A message is written for the user, here or where a field is checked (`RequestError`, which names field,
+Messages are written for the user, here or where a field is checked (`RequestError`, which names field,
 value and limit). The text of any other exception stays in the server's log."""
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _not_built(path: str) -> str | None:
 
 
 class ApiError(Exception):
-    """An answer that is not 200: status, OpenAI's four fields, and headers; other APIs say less."""
+    """An answer that is not 200: status, OpenAI's four fields, and headers; other APIs use fewer fields."""
 
     def __init__(
         self,
@@ -141,19 +141,19 @@ class ApiError(Exception):
 
 
 def json_text(value: Any) -> str:
-    """A value as it was sent, in few characters."""
+    """A value as it was sent, shortened."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= MAX_SHOWN_VALUE else f"{text[:MAX_SHOWN_VALUE]}…"
 
 
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> ApiError:
-    """400: the field `param` has a value that cannot be honoured."""
+    """400: the field `param` has an unsupported value."""
     return ApiError(400, message, param=param, code=code)
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """The same error where a request has other names for a chat's fields: `names` maps these ("stop", "messages[1]")
-    to the request's own. Of several that fit, the longest counts."""
+    """The error with a chat's field renamed: `names` maps a chat's names ("stop", "messages[1]") to the request's own.
+    The longest match is used."""
     name = _fitting(error.param or "", names)
     if name is None:
         return error
@@ -184,7 +184,7 @@ def below(path: str, error: ApiError) -> ApiError:
 
 
 def internal_error() -> ApiError:
-    """500, with nothing of what went wrong: that is in the log."""
+    """500, without details: these are in the log."""
     return ApiError(
         500,
         "The server had an error while processing your request.",
@@ -194,7 +194,7 @@ def internal_error() -> ApiError:
 
 
 def engine_unavailable(retry_after_s: float | None = None) -> ApiError:
-    """503: the engine is stopping or has died; with a number, it is being started again."""
+    """503: the engine is stopping or has died; with a number, it is restarting."""
     return ApiError(
         503,
         "The engine does not take requests any more."
@@ -207,7 +207,7 @@ def engine_unavailable(retry_after_s: float | None = None) -> ApiError:
 
 
 def starting() -> ApiError:
-    """503: the port is open, and the model is not loaded yet."""
+    """503: the port is open, but the model is not loaded yet."""
     return ApiError(
         503,
         "The server is starting: the model is being loaded.",
@@ -234,12 +234,12 @@ def overloaded() -> ApiError:
 
 
 def cancelled() -> ApiError:
-    """409: somebody cancelled the request by its name, so that its client gets no answer."""
+    """409: the request was cancelled by its name."""
     return ApiError(409, "The request was cancelled.", code="request_cancelled")
 
 
 def unsatisfiable() -> ApiError:
-    """400: found out while generating, when what had to be drawn was all forbidden."""
+    """400: during generation, every token that could be sampled was forbidden."""
     return ApiError(
         400,
         "The request's allowed_token_ids, bad_words, min_tokens or structure left no token to generate.",
@@ -248,10 +248,10 @@ def unsatisfiable() -> ApiError:
 
 
 def from_engine(error: Exception, renamed: Mapping[str, str]) -> ApiError:
-    """The answer for what `EngineClient.submit` or `SamplingParams` raised.
+    """The answer for an error of `EngineClient.submit` or `SamplingParams`.
 
-    `renamed` maps the engine's field names to the request's where they differ. Raises `error` again where
-    it is none of the engine's typed errors."""
+    `renamed` maps the engine's field names to the request's if they differ. Raises `error` again if it is not one of
+    the engine's typed errors."""
     if isinstance(error, RequestError):
         param = renamed.get(error.param, error.param) if error.param is not None else None
         return ApiError(400, str(error), param=param, code=error.code)
@@ -276,7 +276,7 @@ async def handle_api_error(request: Request, error: Exception) -> Response:
 
 
 async def handle_http_exception(request: Request, error: Exception) -> Response:
-    """What the router raises: an unknown route, a method that a route does not have."""
+    """The router's errors: an unknown route, or a method that a route does not have."""
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
         message, code = f"Unknown request URL: {request.method} {request.url.path}.", "unknown_url"
@@ -294,13 +294,13 @@ async def handle_http_exception(request: Request, error: Exception) -> Response:
 
 
 async def handle_unexpected(request: Request, error: Exception) -> Response:
-    """Anything else: logged by the layer above with its traceback, answered without it. uvicorn then closes the
-    connection, and a client that is not told would send its next request into the closing one."""
+    """Other errors: logged by the layer above with their traceback, answered without it. uvicorn then closes the
+    connection; the answer says so, or the client would send its next request on it."""
     response = internal_error().response(request.scope)
     response.headers["Connection"] = "close"
     return response
 
 
 async def handle_client_disconnect(request: Request, error: Exception) -> Response:
-    """The client left before it had sent its request, or before it had its answer; nobody reads this one."""
+    """The client disconnected before its request or its answer was complete; this answer is not read."""
     return Response(status_code=499)

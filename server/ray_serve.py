@@ -1,8 +1,8 @@
-"""The server as a Ray Serve application: replicas that Ray Serve starts, watches, scales by load and routes to.
+"""The server as a Ray Serve application: replicas started, watched, scaled and routed to by Ray Serve.
 
 Each replica is a whole server with an engine's process (or a fleet of them) of its own; Ray Serve's proxy, not ours,
 holds the port, and chooses the less busy of two replicas for each request. So the limits of our own transport (headers,
-connections, slow readers) are Ray's business here, and prefixes are followed within a replica alone.
+connections, slow readers) do not apply here, and prefix caches are per replica.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ UPSCALE_DELAY_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """What is deployed.
+    """The settings of a deployment.
 
     engine_options  `start_client`'s
-    min_replicas, max_replicas  between which Ray Serve scales; equal: so many
-    target_requests  open requests of a replica that Ray Serve aims at when it scales
-    num_cpus        processors that a replica asks a node for, and computes with where it has no GPU
+    min_replicas, max_replicas  the bounds of Ray Serve's scaling
+    target_requests  open requests per replica that Ray Serve scales for
+    num_cpus        processors that a replica reserves, and computes with if it has no GPU
     """
 
     model: str | None
@@ -91,8 +91,8 @@ class Replica:
 
 
 def application(deployment: Deployment) -> Any:
-    """The Ray Serve application, for `serve.run`. Raises `RayError` where Ray Serve is not installed, and what is wrong
-    with the options."""
+    """The Ray Serve application, for `serve.run`. Raises `RayError` if Ray Serve is not installed, and for wrong
+    options."""
     serve = import_serve()
     options = dict(deployment.engine_options)
     config = EngineConfig(**options)
@@ -132,8 +132,8 @@ def application(deployment: Deployment) -> Any:
 
 
 def deploy(deployment: Deployment, *, address: str, host: str, port: int) -> None:
-    """Has a cluster serve it at this port of its nodes, and returns when it does; it goes on when this process ends.
-    Deployed again it is changed in place, replica by replica. Raises `RayError`."""
+    """Deploys it at this port of a cluster's nodes, and returns when it is ready; it outlives this process. Deploying
+    again updates it in place, replica by replica. Raises `RayError`."""
     serve = import_serve()
     import ray
 
@@ -146,7 +146,7 @@ def deploy(deployment: Deployment, *, address: str, host: str, port: int) -> Non
 
 
 def remove(address: str) -> None:
-    """Take it down. Raises `RayError` where it is not there."""
+    """Removes the deployment. Raises `RayError` if there is none."""
     serve = import_serve()
     connect(address)
     if APPLICATION not in serve.status().applications:
@@ -155,7 +155,7 @@ def remove(address: str) -> None:
 
 
 def connect(address: str) -> None:
-    """Connect this process to a cluster, if it is not. Raises `RayError`."""
+    """Connects this process to a cluster, unless it is connected. Raises `RayError`."""
     import ray
 
     if ray.is_initialized():

@@ -1,9 +1,9 @@
-"""From a model's name to a running server, and down again.
+"""Starts a server for a model, and shuts it down.
 
-`serve` is what `xserv serve` calls. The port is open while the model is loaded: probes and the page answer, and
-requests get 503 with Retry-After until all is ready. SIGINT and SIGTERM drain: `/ready` says no, new requests are
-answered with 503, the open ones may finish within `drain_timeout_s`; only then the port is given back. A second signal
-ends the open ones at once. SIGHUP reads the files of API keys again; without any, it ends no request."""
+`xserv serve` calls `serve`. The port is open while the model is loaded: probes and the page answer, and requests get
+503 with Retry-After until it is ready. SIGINT and SIGTERM drain: `/ready` answers 503, as do new requests, and open
+ones may finish within `drain_timeout_s`; then the port is closed. A second signal ends the open ones at once. SIGHUP
+reloads the files of API keys; without any, it ends no request."""
 
 from __future__ import annotations
 
@@ -76,17 +76,18 @@ def serve(
 ) -> None:
     """Serve a model until SIGINT or SIGTERM; then returns.
 
-    model              None: the bundled one; a folder; a GGUF file; a hub id
-    port               0: any free one; the log and the line that is printed when all is ready name it
-    served_model_name  the name in the API, or several, in a list or between commas; None: the folder's or the hub id
-    config             limits, keys, log; where only this machine can connect, the Host header must name it, or be among
-                       `allowed_hosts`, and pages that it serves itself may ask
+    model              a folder, a GGUF file, a hub id, or None for the bundled one
+    port               0 for any free one, which the log and the line printed at the end name
+    served_model_name  the name in the API, or several, in a list or between commas; the folder's or the hub id by
+                       default
+    config             limits, keys, log; if only this machine can connect, the Host header must name it, or be among
+                       `allowed_hosts`, and its own pages are allowed
     in_process         the engine in a thread of this process, not in one of its own; for debugging
     chat_template      a Jinja template, or a file that holds one, instead of the model's own
     engine_options     `start_client`'s, so `build_engine`'s: device, dtype, max_model_len, max_num_seqs, …
 
-    Raises `ServerStartError`, `ServerConfigError`, and what `start_client` and `Tokenizer.from_pretrained` raise: for
-    the address, wrong options and a model that is nowhere before the port is open, else for the model after that.
+    Raises `ServerStartError`, `ServerConfigError`, and the errors of `start_client` and `Tokenizer.from_pretrained`:
+    for the address, wrong options and a missing model before the port is open, for the model's content after it.
     """
     config = config or ServerConfig()
     config = replace(
@@ -105,7 +106,7 @@ def serve(
         template = read_chat_template(chat_template)
         is_textless = model is not None and Path(model).exists() and not open_model(model).has_tokenizer()
         engine = stack.enter_context(closing(StartingClient(model, in_process=in_process, **engine_options)))
-        if not in_process and not is_textless:  # while the engine's process starts, this one would wait
+        if not in_process and not is_textless:  # while the engine's process starts, this one is idle
             device = engine_options.get("device", "auto")
             threading.Thread(target=_warm_up_tokenizer, args=(device,), name="tokenizer", daemon=True).start()
         names = names or [model_name(model)]
@@ -118,7 +119,7 @@ def serve(
 
 
 def served_names(given: str | Sequence[str] | None) -> list[str]:
-    """The model's names in the API, each once. Raises `ServerConfigError` for one that could not be asked for."""
+    """The model's names in the API, each once. Raises `ServerConfigError` for one that no request can contain."""
     parts = [given] if isinstance(given, str) else list(given or ())
     names = list(dict.fromkeys(name.strip() for part in parts for name in part.split(",")))
     for name in names:
@@ -129,14 +130,14 @@ def served_names(given: str | Sequence[str] | None) -> list[str]:
 
 
 def _warm_up_tokenizer(device: str) -> None:
-    """What is not compiled yet, the process of an engine on the cpu has compiled first (`compile_ahead`)."""
-    with suppress(XservError):  # a wrong device: of it the engine's start tells
+    """Warms the tokenizer up. On the cpu the engine's process compiles missing loops first (`compile_ahead`)."""
+    with suppress(XservError):  # a wrong device: the engine's start reports it
         if tokenizer_warm_up.is_compiled() or Device.parse(device).kind != "cpu":
             tokenizer_warm_up.warm_up()
 
 
 def check_files(config: ServerConfig) -> None:
-    """Read API keys and certificates once, before the model is loaded for nothing. Raises `ServerConfigError`."""
+    """Reads API keys and certificates once, to fail before the model is loaded. Raises `ServerConfigError`."""
     ApiKeys(config.api_keys, config.api_key_files)
     if config.ssl_certfile is not None:
         try:
@@ -146,9 +147,9 @@ def check_files(config: ServerConfig) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with another beginning: the model is loaded, on a thread, while it listens already. And with another
-    end: it goes on listening while it drains. When the time is up, or at a second signal, the engine is closed, so that
-    every request that still runs is told so and ends by itself. Only then, or at a third signal, uvicorn cuts off."""
+    """uvicorn with another start: the model is loaded on a thread while it already listens; and another end: it keeps
+    listening while it drains. At the timeout, or at a second signal, the engine is closed, so that every running
+    request ends with an error. After that, or at a third signal, uvicorn closes connections."""
 
     def __init__(self, app: Application, engine: StartingClient, chat_template: str | None) -> None:
         super().__init__(uvicorn_config(app, app.config, graceful_timeout_s=GRACE_S))
@@ -161,7 +162,7 @@ class _Server(uvicorn.Server):
         self.failure: BaseException | None = None
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Until it is told to end. Raises what is wrong with the model."""
+        """Runs until it is stopped. Raises the errors of loading the model."""
         super().run(sockets)
         if self.failure is not None:
             raise self.failure
@@ -170,18 +171,18 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         assert sockets is not None
         self.loop = asyncio.get_running_loop()
-        if threading.current_thread() is threading.main_thread():  # as uvicorn has it for its own signals
+        if threading.current_thread() is threading.main_thread():  # as uvicorn does for its own signals
             self.loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         host, port = sockets[0].getsockname()[:2]
         shown_host = f"[{host}]" if ":" in host else host
         scheme = "https" if self.app.config.ssl_certfile else "http"
         self.address = f"{scheme}://{shown_host}:{port}"
         logger.info("listening at %s, loading %s", self.address, self.app.model_names[0])
-        # A daemon, so that an engine that is being built in this process keeps nobody from leaving.
+        # A daemon, so that an engine being built in this process does not block the exit.
         threading.Thread(target=self._load, args=(self.loop,), name="xserv-load", daemon=True).start()
 
     def _load(self, loop: asyncio.AbstractEventLoop) -> None:
-        """On a thread of its own."""
+        """Loads the model, on a thread of its own."""
         try:
             client = self.engine.wait()
             folder = Path(client.info.model_path)
@@ -205,7 +206,7 @@ class _Server(uvicorn.Server):
         print(f"Serving {name} at {self.address}/v1\nThe page is at {self.address}", flush=True)
 
     def _fail(self, error: BaseException) -> None:
-        if not self.should_exit:  # else it may be because the engine was closed
+        if not self.should_exit:  # else closing the engine may be the cause
             self.failure = error
             self.should_exit = True
 
@@ -215,7 +216,7 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _drain(self) -> None:
-        """Until no request is open, the time is up, or somebody is in a hurry."""
+        """Waits until no request is open, the timeout, or a second signal."""
         lifecycle = self.app.lifecycle
         lifecycle.begin_drain()
         idle = asyncio.create_task(lifecycle.wait_idle())
@@ -249,8 +250,8 @@ class _Server(uvicorn.Server):
 
 
 def allow_connections(max_connections: int) -> None:
-    """Raise this process's limit of open files, as far as it may, so that there is one for every connection. Raises
-    `ServerStartError` when there are too few."""
+    """Raises this process's limit of open files to the number of connections, as far as allowed. Raises
+    `ServerStartError` if there are too few."""
     needed = max_connections + RESERVED_CONNECTIONS + 256
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     unlimited = resource.RLIM_INFINITY
@@ -264,8 +265,8 @@ def allow_connections(max_connections: int) -> None:
 
 
 def warm_up(client: EngineClient) -> None:
-    """One short request, so that kernels are compiled before the first user waits, and a model that cannot
-    run is known at once. Raises `ServerStartError`."""
+    """Runs one short request, so that kernels are compiled before the first user's, and a model that cannot run fails
+    at once. Raises `ServerStartError`."""
     outputs: SimpleQueue[EngineOutput] = SimpleQueue()
     prompt_length = max(1, min(4, client.info.max_model_len - 2))
     request = EngineRequest(
@@ -281,12 +282,12 @@ def warm_up(client: EngineClient) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to the address. Raises `ServerStartError`, which says what to do."""
+    """A socket bound to the address. Raises `ServerStartError`, with advice."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
         raise ServerStartError(f"{host!r} is not an address of this machine") from None
-    # "localhost" is two addresses; most clients try the older one.
+    # "localhost" has two addresses; most clients try the older one.
     family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
     listener = socket.socket(family, kind, protocol)
     try:

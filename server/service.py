@@ -1,5 +1,5 @@
-"""What every endpoint shares: the engine, the tokenizer, the settings; and what all generations have in
-common, from the model's name to the prompt's ids."""
+"""The state shared by all endpoints: engine, tokenizer and settings; and the steps common to all generations, from the
+model's name to the prompt's ids."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class AppState(State):
     """An application's state, `app.state`, from the opening of the port to its end.
 
     lifecycle  whether it drains, and how many requests are open
-    metrics    what `/metrics` tells
-    service    what endpoints need of a loaded model; until there is one it raises `ApiError`, 503
+    metrics    the metrics of `/metrics`
+    service    of the loaded model; raises `ApiError`, 503, until then
     """
 
     lifecycle: Lifecycle
@@ -96,15 +96,15 @@ class AppState(State):
 
 @dataclass(slots=True)
 class Service:
-    """What endpoints share once the model is loaded, until the server stops: `app.state.service`.
+    """The endpoints' shared state from the model's loading until the server stops: `app.state.service`.
 
-    model_name          the first of model_names, under which the model is asked for; answers have it
-    answer_format       what its answers may hold beside content
+    model_name          the first of model_names, the model's names in requests; answers have it
+    answer_format       the parts of its answers beside content
     default_sampling    the model's own sampling defaults, by `SamplingParams`' names
-    running             what runs, to be cancelled by name
-    responses           what `/v1/responses` keeps; running_responses: those that are being made
+    running             running generations, to be cancelled by name
+    responses           the store of `/v1/responses`; running_responses: those being generated
     renderer            formulas and code of answers, for the page
-    pictures            what reads pictures; None: the model reads none
+    pictures            the picture reader, or None if the model reads none
     """
 
     client: EngineClient
@@ -139,7 +139,7 @@ class Service:
         lifecycle: Lifecycle,
         metrics: Metrics,
     ) -> Service:
-        """To be called on the event loop that will serve."""
+        """Starts the service; call it on the event loop that will serve."""
         info = client.info
         return cls(
             client=client,
@@ -168,7 +168,7 @@ class Service:
         )
 
     def note_tools(self) -> None:
-        """Says in the log, once, where tools come with a request and the model's chat template leaves them out."""
+        """Logs, once, that a request has tools and the model's chat template leaves them out."""
         if self.answer_format.tells_tools and self.answer_format.tools is not None and not self.has_noted_tools:
             self.has_noted_tools = True
             logger.warning(
@@ -178,7 +178,7 @@ class Service:
             )
 
     def end(self) -> None:
-        """Ends what `begin` began. The client belongs to whoever made it."""
+        """Stops the service. The caller closes the client."""
         self.bridge.close()
         self.renderer.close()
         if self.pictures is not None:
@@ -198,9 +198,8 @@ class Service:
     async def check_grammar(
         self, request: Request, generation: Generation, schemas: RequestSchemas, names: Mapping[str, str]
     ) -> None:
-        """Compiles the generation's grammar, if it has one that is not known, to see whether that can be done: on a
-        thread, since it may take a second. The answer's headers will say what became of its schemas. `names` are those
-        that a chat's fields have in the request. Raises `ApiError`."""
+        """Compiles the generation's grammar, unless cached, on a thread, since it may take a second. The answer's
+        headers name changes to its schemas. `names` maps a chat's field names to the request's. Raises `ApiError`."""
         exchange = Exchange.of(request)
         names = {**exchange.sent, **names}
         exchange.ignored += [own_name(name, names) for name in schemas.ignored]
@@ -224,18 +223,18 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self.executor, work)
 
     async def prepare_conversation(self, body: bytes, work: Callable[[], T]) -> T:
-        """The same for a body that may have pictures, or continue what has some: on a thread of those that wait for
-        pictures."""
+        """The same for a body that may have pictures, or continue a conversation with some: on the pictures'
+        threads."""
         if self.pictures is None or not any(sign in body for sign in _SIGNS_OF_PICTURES):
             return await self.prepare(len(body), work)
         return await asyncio.get_running_loop().run_in_executor(self.pictures.threads, work)
 
     def salt_of(self, tenant: str | None, given: str | None = None) -> str | None:
-        """What tells a tenant's cached prefixes and pictures from others', beside a salt that the request gives."""
+        """The cache salt that separates a tenant's prefixes and pictures from others', beside the request's own."""
         return given if tenant is None or self.config.share_prefix_cache else f"{tenant}:{given or ''}"
 
     def admit(self, request: Request, generation: Generation, names: Mapping[str, str]) -> None:
-        """Admits the generation, under its tenant's salt where there are tenants. Raises `ApiError`; `names` maps the
+        """Admits the generation, under its tenant's salt if there are tenants. Raises `ApiError`; `names` maps the
         engine's field names to the request's."""
         exchange = Exchange.of(request)
         exchange.generation = generation
@@ -261,7 +260,7 @@ class Service:
             logger.info("a prompt of %d tokens", len(token_ids), extra={FIELDS: fields})
 
     def failure(self, request_id: str, error: GenerationError) -> ApiError:
-        """What the client is told of a generation that broke off; the cause goes to the log."""
+        """The client's error for a generation that failed; the cause goes to the log."""
         if error.is_cancelled:
             return cancelled()
         if error.code == "unsatisfiable_request":
@@ -273,13 +272,12 @@ class Service:
 
 
 def new_id(kind: str) -> str:
-    """ "chatcmpl-…", "cmpl-…": unique, and nothing else."""
+    """ A unique id: "chatcmpl-…", "cmpl-…"."""
     return f"{kind}-{uuid4().hex}"
 
 
 def _fingerprint(client: EngineClient, model_name: str) -> str:
-    """Changes with whatever may change the answer to a seeded request: the release, the model, its
-    numbers."""
+    """A hash of everything that may change a seeded request's answer: the release, the model, its numbers."""
     info = client.info
     parts = (release(), model_name, info.architecture, info.device, info.dtype, info.quantization, str(info.vocab_size))
     return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:10]

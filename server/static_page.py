@@ -1,9 +1,8 @@
-"""The page: `GET /`, the files that it is made of, `GET /page/{name}`, and `GET /page/about`, the model behind it.
+"""The page: `GET /`, its files, `GET /page/{name}`, and `GET /page/about`, its model.
 
-They are plain files under `server/page/`, read once and served with the strictest policy that they work under:
-scripts, styles and connections of this server alone, nothing inline, no string that becomes markup. Where the server
-wants a key, it wants one for these too: the browser asks its user (`server.transport.auth`), and sends it along with
-all that the page asks for."""
+They are plain files under `server/page/`, read once and served with a strict content security policy: scripts, styles
+and connections of this server only, nothing inline, no strings as markup. If the server requires a key, the page does,
+too: the browser asks its user (`server.transport.auth`), and sends it with all of the page's requests."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",  # kept, but asked about each time: a newer server shows its own page at once
+    "Cache-Control": "no-cache",  # revalidated each time: a newer server shows its own page at once
 }
 
 
@@ -78,7 +77,7 @@ def page_files() -> Mapping[str, PageFile]:
 
 class About(msgspec.Struct):
     """has_chat_template: whether it can chat; else it continues text. reads_images: whether its messages may have
-    some."""
+    images."""
 
     model: str
     max_model_len: int
@@ -87,7 +86,7 @@ class About(msgspec.Struct):
 
 
 async def get_about(request: Request) -> Response:
-    """`GET /page/about`: what the page has to know of the model."""
+    """`GET /page/about`: the page's information on the model."""
     service: Service = request.app.state.service
     tokenizer = service.tokenizer
     about = About(
@@ -100,7 +99,7 @@ async def get_about(request: Request) -> Response:
 
 
 async def get_page(request: Request) -> Response:
-    """`GET /`, and `GET /page/{name}`: 304 where the client has it already, 404 for a name that is no file."""
+    """`GET /`, and `GET /page/{name}`: 304 if the client has it already, 404 for an unknown name."""
     file = page_files().get(request.path_params.get("name", INDEX))
     if file is None:
         raise HTTPException(404)

@@ -1,8 +1,8 @@
-"""Processes that do one job at a time for the server, with code of other people over input of strangers.
+"""Processes that run third-party code over untrusted input for the server, one job at a time.
 
-The server's side is a `WorkerProcess`, which is ended when a job takes too long; the other side's `main` is one call of
-`answer_jobs`. Jobs and answers are frames of `runtime.engine.process.wire` over a socket, and the process ends with
-that. What is large goes through memory that both sides see.
+The server's side is a `WorkerProcess`, which is killed when a job takes too long; the other side's `main` is one call
+of `answer_jobs`. Jobs and answers are frames of `runtime.engine.process.wire` over a socket; the process ends when that
+closes. Large data goes through shared memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ START_TIMEOUT_S = 30.0
 
 _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
-    # memory of one job is kept for the next: to give it back and take it again costs as much as decoding
+    # memory of one job is kept for the next: allocating it again costs as much as decoding
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(64 << 20),
 }
@@ -36,7 +36,7 @@ class WorkerProcess:
     """The server's side.
 
     module            its `main` answers jobs
-    shared_bytes      of memory that both sides see; its pages are taken when they are written
+    shared_bytes      of shared memory; its pages are allocated when they are written
     most_bytes        of an answer
     """
 
@@ -62,12 +62,12 @@ class WorkerProcess:
 
     @staticmethod
     def command(module: str) -> tuple[str, ...]:
-        """Behind Python's name."""
+        """The arguments after Python's name."""
         return ("-P", *python_module(module))
 
     def ask(self, job: object, timeout_s: float) -> memoryview:
         """The answer to a job, encoded; valid until the next. Raises TimeoutError, and EOFError, OSError or WireError
-        where the process has ended or does not do as it should: then it is to be ended."""
+        if the process has ended or misbehaves: the caller then kills it."""
         self.connection.settimeout(timeout_s + (START_TIMEOUT_S if self.is_new else 0.0))
         self.connection.sendall(frame(job))
         frames = self._reader.read()
@@ -86,8 +86,8 @@ class WorkerProcess:
 
 def answer_jobs(answer: Callable[[memoryview, memoryview], object], *, max_memory_bytes: int) -> None:
     """The process's side: `answer(job, memory)` for each job, as it was encoded, until the server closes the socket.
-    From now on this process may have so many bytes of addresses and write no files."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is the terminal's, for the server
+    It limits this process's address space and forbids it to write files."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's SIGINT is for the server
     connection, memory_file = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     num_bytes = os.fstat(memory_file).st_size
     memory = memoryview(mmap.mmap(memory_file, num_bytes)) if num_bytes else memoryview(b"")

@@ -1,4 +1,4 @@
-"""From Anthropic's messages of blocks to a chat's messages, with where each came from."""
+"""Converts Anthropic's messages of blocks to a chat's messages, with each one's place in the request."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Conversation:
 
     paths      each message's place in the request, such as "messages[2].content[0]"
     parts      a chat's names of parts to their places in the request
-    continues  the last message is the assistant's, whose text the answer goes on with
+    continues  the last message is the assistant's, and the answer continues its text
     """
 
     def __init__(self, asked: ConversationFields, ignored: list[str]) -> None:
@@ -176,7 +176,7 @@ def _inner(content: str | list[dict[str, Any]], path: str, *, is_result: bool) -
 
 
 def _assistant(blocks: list[Block]) -> Message:
-    """One turn: what was thought, what was said, what was called."""
+    """One assistant turn: its reasoning, text and calls."""
     texts = [block.text for block in blocks if isinstance(block, TextInput)]
     thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingInput) and block.thinking]
     calls = [

@@ -1,4 +1,4 @@
-"""What the types of `/v1/messages` do not say of themselves in the API's description."""
+"""Schema details of `/v1/messages` that its types do not express."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`POST /v1/messages` and `POST /v1/messages/count_tokens`: Anthropic's way to a chat. A request becomes the chat's
-request that it is, and takes its way."""
+"""`POST /v1/messages` and `POST /v1/messages/count_tokens`: Anthropic's chat API. A request is converted to a chat's
+request, and handled as one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from server.transport.sse import EventStreamResponse, event_frame, named_frame
 
 @dataclass(slots=True, kw_only=True)
 class RunningMessage:
-    """A message while it is made."""
+    """A message while it is generated."""
 
     chat: Chat
     answer: MessageAnswer
@@ -69,7 +69,7 @@ class RunningMessage:
         return "tool_use" if self.content.has_calls else "end_turn"
 
     def finish(self) -> Iterator[MessageEvent]:
-        """All has come."""
+        """Records the end of the message."""
         yield from self.content.finish()
         answer, generation = self.answer, self.chat.generation
         answer.content = self.content.blocks
@@ -85,7 +85,7 @@ class RunningMessage:
 
 
 async def create_message(request: Request) -> Response:
-    """Checks everything, admits the request, then answers at once with a stream or at the end with the whole."""
+    """Checks and admits the request, then answers at once with a stream, or in full at the end."""
     service: Service = request.app.state.service
     arrival_time_s = time.monotonic()
     body = await read_body(request, service.config)
@@ -109,7 +109,7 @@ async def create_message(request: Request) -> Response:
 
 
 def _prepare(service: Service, tenant: str | None, body: Body, arrival_time_s: float) -> RunningMessage:
-    """All that a request costs before the engine has it. Raises `ApiError`."""
+    """Prepares the request for the engine. Raises `ApiError`."""
     asked = decode_body(body, MessagesRequest, service.config)
     conversation = Conversation(asked, body.ignored)
     answer_id = f"msg_{uuid4().hex}"
@@ -151,7 +151,7 @@ async def _events(running: RunningMessage) -> AsyncGenerator[bytes, None]:
 
 
 async def count_tokens(request: Request) -> Response:
-    """How many tokens the request would come to, however many."""
+    """The number of tokens of the request, without a limit."""
     service: Service = request.app.state.service
     body = await read_body(request, service.config)
     work = partial(_count, service, Exchange.of(request).tenant, body)

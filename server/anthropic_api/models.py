@@ -1,4 +1,4 @@
-"""The served model in Anthropic's shape, for `GET /v1/models` where Anthropic's header comes along."""
+"""The served model in Anthropic's shape, for `GET /v1/models` with Anthropic's header."""
 
 from __future__ import annotations
 

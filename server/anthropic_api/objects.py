@@ -1,4 +1,4 @@
-"""What `/v1/messages` answers, and the events of its streams, as typed objects in Anthropic's shapes."""
+"""The answers of `/v1/messages`, and the events of its streams, as typed objects in Anthropic's shapes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class OutputTokensDetails(msgspec.Struct):
 
 
 class MessageUsage(msgspec.Struct, kw_only=True):
-    """input_tokens: those of the prompt that the prefix cache did not have; cache_read_input_tokens: those it had."""
+    """input_tokens: tokens of the prompt that missed the prefix cache; cache_read_input_tokens: those that hit it."""
 
     input_tokens: int
     output_tokens: int

@@ -1,8 +1,8 @@
-"""One message's content as it grows: deltas of text, reasoning and tool calls become blocks, and the events that tell
-of them, in Anthropic's order: start, deltas, stop, one block after the other.
+"""One message's content as it grows: deltas of text, reasoning and tool calls become blocks and their events, in
+Anthropic's order: start, deltas, stop, one block after the other.
 
-A block is open until a delta of another kind, or of another call, comes. An answer that is not streamed is what the
-blocks are at the end, so both say the same."""
+A block is open until a delta of another kind, or of another call, comes. A whole answer holds the final blocks, so both
+agree."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ SIGNATURE = "unsigned"
 
 
 class MessageContent:
-    """The blocks so far. `push` and `finish` give events that are to be encoded at once: they hold the blocks
-    themselves, which go on to change. `omits_thinking`: blocks of thinking stay empty."""
+    """The blocks so far. The events of `push` and `finish` must be encoded at once: they hold the blocks themselves,
+    which still change. `omits_thinking`: blocks of thinking stay empty."""
 
     def __init__(self, *, omits_thinking: bool = False) -> None:
         self.blocks: list[Block] = []
@@ -41,7 +41,7 @@ class MessageContent:
         self._arguments: list[str] = []
 
     def push(self, delta: Delta) -> Iterator[MessageEvent]:
-        """What a delta adds."""
+        """Adds a delta; returns its events."""
         if delta.reasoning:
             yield from self._add_thinking("" if self._omits_thinking else delta.reasoning)
         if delta.text:
@@ -55,7 +55,7 @@ class MessageContent:
                 yield BlockDelta(self._index, InputJsonDelta(call.arguments))
 
     def finish(self) -> Iterator[MessageEvent]:
-        """The end of the last block."""
+        """Ends the last block."""
         block, self._open = self._open, None
         if block is None:
             return

@@ -1,4 +1,4 @@
-"""From a request of `/v1/messages` to the chat's request that it is."""
+"""Converts a request of `/v1/messages` to a chat's request."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def chat_request(
     answer_format: AnswerFormat,
     ignored: list[str],
 ) -> ChatCompletionRequest:
-    """The chat's request. `ignored` gets the names of fields that the model's chat template takes otherwise, or not at
-    all. Raises `ApiError` 400."""
+    """The chat's request. `ignored` gets the names of fields that the model's chat template changes or does not use.
+    Raises `ApiError` 400."""
     tools = [_tool(fields, f"tools[{i}]") for i, fields in enumerate(asked.tools)] if asked.tools else None
     choice = asked.tool_choice
     has_tools = tools is not None and not (choice is not None and choice.type == "none")
@@ -74,7 +74,7 @@ def chat_request(
     variables |= asked.chat_template_kwargs or {}
     is_off = variables.get("enable_thinking") is False
     effort = nearest_effort(effort, name, tokenizer, answer_format, ignored, has_tools=has_tools, is_off=is_off)
-    if name == "thinking.budget_tokens" and len(ignored) == num_ignored:  # a budget is never meant as a level
+    if name == "thinking.budget_tokens" and len(ignored) == num_ignored:  # a budget is never an exact level
         ignored.append(f"{name}={effort}")
     own: dict[str, Any] = {}
     if isinstance(asked, MessagesRequest):

@@ -1,7 +1,7 @@
-"""The requests of `/v1/messages`: Anthropic's fields, and of ours those that a chat has, too.
+"""The requests of `/v1/messages`: Anthropic's fields, and ours that a chat also has.
 
-What has no effect or is not built is in `server.openai_api.fields`. `cache_control` is taken everywhere: prefixes are
-cached without being asked for."""
+Fields without effect and unsupported ones are in `server.openai_api.fields`. `cache_control` is accepted everywhere:
+prefixes are always cached."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CacheControl = dict[str, Any]
 class ThinkingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Whether the model may think: the chat template's variable `enable_thinking`.
 
-    budget_tokens  the level of effort that it stands for, where the template knows levels; no limit of its own:
+    budget_tokens  mapped to a level of effort, if the template has levels; not a limit of its own:
                    `max_tokens` bounds thinking and answer together
     display        "omitted": the thinking blocks of the answer are empty
     """
@@ -34,14 +34,14 @@ class JsonOutputFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """effort: the chat template's variable `reasoning_effort`, where it has one. format: what the answer must be."""
+    """effort: the chat template's variable `reasoning_effort`, if it has one. format: the answer's required form."""
 
     effort: ReasoningEffort | None = None
     format: JsonOutputFormat | None = None
 
 
 class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """name: with type "tool", which must be called."""
+    """name: with type "tool", the tool that must be called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
@@ -49,9 +49,9 @@ class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MessageTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool of the client's own; Anthropic's have other types and are refused.
+    """A tool of the client; Anthropic's have other types and are refused.
 
-    eager_input_streaming  taken without effect: the input is always sent as it is written
+    eager_input_streaming  accepted without effect: the input is always streamed
     allowed_callers        only "direct"
     """
 
@@ -66,7 +66,7 @@ class MessageTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ConversationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What `/v1/messages` and `/v1/messages/count_tokens` have in common."""
+    """The common fields of `/v1/messages` and `/v1/messages/count_tokens`."""
 
     model: str
     messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
@@ -94,7 +94,7 @@ class MessagesRequest(SampledConversation, kw_only=True, forbid_unknown_fields=T
     """`POST /v1/messages`.
 
     system          the system message: a text, or blocks of text
-    messages        turns of texts or blocks; where the last is the assistant's, its text is continued
+    messages        turns of texts or blocks; if the last is the assistant's, its text is continued
     tool_choice     "any" and "tool" force a call
     thinking        see `ThinkingConfig`
     """
@@ -188,7 +188,7 @@ class ToolUseInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ToolResultInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """is_error: the model reads "Error: " in front of the content."""
+    """is_error: the model reads "Error: " before the content."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -205,7 +205,7 @@ class ThinkingInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RedactedThinkingInput(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Thinking that another server has encrypted. It is taken and not read."""
+    """Thinking encrypted by another server. It is accepted and not read."""
 
     type: Literal["redacted_thinking"]
     data: str

@@ -1,4 +1,4 @@
-"""`GET /docs`: the API's description as a page to read. It is made of `/openapi.json`, without any script."""
+"""`GET /docs`: the API's description as a page to read. It is made from `/openapi.json`, without scripts."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _fields(schema: Json) -> str:
 
 
 def _type(schema: Json) -> str:
-    """A schema in a few words, with a link to what it names."""
+    """A schema in a few words, with a link to the type that it names."""
     if (reference := schema.get("$ref")) is not None:
         name = escape(reference.rpartition("/")[2])
         return f"<a href='#{name}'>{name}</a>"

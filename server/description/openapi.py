@@ -1,7 +1,7 @@
-"""`GET /openapi.json`: the API described by the very types that requests are decoded into and answers encoded from.
+"""`GET /openapi.json`: the API's description, from the types that requests are decoded into and answers encoded from.
 
-What the types do not say is added to the requests' schemas (`request_schemas`): what the description allows is taken,
-or refused for a reason that no schema can say (a token id beyond the vocabulary)."""
+Details that types do not express are added to the requests' schemas (`request_schemas`). A request that the description
+allows is accepted, or refused for a reason that no schema can express (a token id beyond the vocabulary)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EVERYWHERE = (401, 403, 405, 431, 500, 503)
 
 @functools.cache
 def description(model_names: tuple[str, ...], vocab_size: int, *, reads_images: bool) -> Json:
-    """The whole document, OpenAPI 3.1, of a server that has this model."""
+    """The whole document, OpenAPI 3.1, of a server of this model."""
     types = {operation.request for operation in OPERATIONS if operation.request is not None}
     answers = [operation.answer for operation in OPERATIONS if operation.answer not in (None, Json)]
     answers += [operation.anthropic_answer for operation in OPERATIONS if operation.anthropic_answer is not None]

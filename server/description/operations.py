@@ -1,4 +1,4 @@
-"""What the server answers: every path and method, and the types of its requests, answers and errors."""
+"""The server's operations: every path and method, and the types of its requests, answers and errors."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class ErrorObject(msgspec.Struct):
 
 
 class ErrorAnswer(msgspec.Struct):
-    """Every answer that is not 200, and the last event of a stream that broke off."""
+    """Every answer that is not 200, and the last event of an aborted stream."""
 
     error: ErrorObject
 
@@ -136,11 +136,11 @@ class Readiness(msgspec.Struct):
 class Operation:
     """One method of one path.
 
-    request, answer  the bodies' types; None: there is none
-    stream           of each event's data, where the answer can be a stream; of each line in Ollama's API
-    media_type       of an answer that is no JSON
+    request, answer  the bodies' types, or None
+    stream           the type of each event's data, if the answer can be a stream; of each line in Ollama's API
+    media_type       of an answer that is not JSON
     errors           statuses beside those that every route can have
-    anthropic_answer  the answer's type for who sends the header `anthropic-version`
+    anthropic_answer  the answer's type with the header `anthropic-version`
     """
 
     method: str
@@ -160,7 +160,7 @@ class Operation:
 
     @property
     def error(self) -> type:
-        """What it answers where it is not 200."""
+        """The error's type for a status other than 200."""
         return ERRORS[self.dialect]
 
 

@@ -1,6 +1,6 @@
-"""What the types of requests do not say: ranges, ids, content parts, and fields that are taken without effect.
+"""Request schemas' details that types do not express: ranges, ids, content parts, and fields without effect.
 
-Ranges are those that `SamplingParams` checks; the fields without effect stand in `server.openai_api.fields`."""
+Ranges are those that `SamplingParams` checks; the fields without effect are in `server.openai_api.fields`."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ IMAGES_OF_CHATS = (
 
 
 def content_schema(*kinds: str, images: tuple[Json, ...]) -> Json:
-    """A text, or parts that are texts or images; null where a chat's assistant has only called tools."""
+    """A text, or parts that are texts or images; null if a chat's assistant has only called tools."""
     part: Json = {
         "type": "object",
         "properties": {"type": {"enum": kinds}, "text": {"type": "string"}},
@@ -102,7 +102,7 @@ def content_schema(*kinds: str, images: tuple[Json, ...]) -> Json:
 
 
 def complete(schema: Json, request: type[msgspec.Struct], model_names: tuple[str, ...], vocab_size: int) -> None:
-    """Add what the type alone does not say: the model's name and ids, ranges, items, and the tables' fields."""
+    """Adds the details of a request type: the model's name and ids, ranges, items, and the tables' fields."""
     fields = schema["properties"]
     required = schema.get("required", ())
     if "model" in fields:
@@ -140,7 +140,7 @@ def complete(schema: Json, request: type[msgspec.Struct], model_names: tuple[str
         fields["tools"] = {"anyOf": [tools, NULL], "default": None}
     for name in {"stop", "stop_sequences"}.intersection(fields):
         fields[name] = _STOP if name == "stop" else {**_STOP, "anyOf": _STOP["anyOf"][1:]}
-    if request is CompletionRequest:  # 0: only the prompt is wanted; alternatives are a number here
+    if request is CompletionRequest:  # 0 means that only the prompt is wanted; alternatives are a number here
         limit = {"type": "integer", "minimum": -1, "maximum": 2**31 - 1}
         fields["max_tokens"] = {"anyOf": [limit, NULL], "default": None}
         fields["logprobs"] = {"anyOf": [_RANGES["top_logprobs"], NULL], "default": None}

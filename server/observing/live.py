@@ -1,11 +1,11 @@
-"""`GET /live`: what the engine does, as server-sent events, for whoever looks on.
+"""`GET /live`: the engine's steps, as server-sent events.
 
     data: {"now_s": …, "state": "ready", "info": {…}, "stats": {…}, "steps": [StepView, …], "num_missed": 0}
 
-One watch of the engine serves all watchers; with the last of them it ends, and then nothing is made or kept. Steps
-gather for a tenth of a second and go out together; while there are none, a message a second says how the engine is. A
-run of quick steps of decodes alone becomes one (`merge`), so that a message's size depends on the number of sequences,
-not of steps. Every buffer is bounded: what has no room is counted in `num_missed` and not shown."""
+One watch of the engine serves all watchers; it ends with the last of them, and nothing is recorded then. Steps are
+batched for a tenth of a second; without steps, a message a second gives the engine's state. A run of quick decode steps
+is merged into one (`merge`), so that a message's size depends on the number of sequences, not of steps. Every buffer is
+bounded: steps without room are counted in `num_missed` and not shown."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ MAX_WATCHERS = 16
 
 
 class LiveInfo(msgspec.Struct, frozen=True):
-    """What does not change: the model, and how large the engine is. A block is of one cache group; None: of layers that
-    see all tokens. Of an engine of several ranks, the stage of each."""
+    """The constants: the model, and the engine's sizes. A block belongs to one cache group; its window is None for full
+    attention. With several ranks, the stage of each."""
 
     model: str
     device: str
@@ -65,7 +65,7 @@ class LiveInfo(msgspec.Struct, frozen=True):
 
 
 class LiveStats(msgspec.Struct, frozen=True):
-    """How the engine is now, and its counters since its start."""
+    """The engine's current state, and its counters since its start."""
 
     num_running: int
     num_waiting: int
@@ -82,7 +82,7 @@ class LiveStats(msgspec.Struct, frozen=True):
 
 
 class LiveEngine(msgspec.Struct, frozen=True):
-    """One of several engines; `stats` is null while it is not there."""
+    """One of several engines; `stats` is null while it is down."""
 
     state: EngineState
     stats: LiveStats | None
@@ -90,8 +90,8 @@ class LiveEngine(msgspec.Struct, frozen=True):
 
 class LiveMessage(msgspec.Struct, frozen=True, omit_defaults=True):
     """now_s       the server's `time.monotonic()`, the clock of all steps
-    stats       null while the engine is not there; of several, the sums
-    engines     by their numbers, where there are several
+    stats       null while the engine is down; the sums of several
+    engines     by their numbers, if there are several
     num_missed  steps since the message before that are not shown
     """
 
@@ -105,9 +105,8 @@ class LiveMessage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def merge(steps: Iterable[StepView]) -> list[StepView]:
-    """The steps, an engine's runs of decodes alone as one of up to `MERGED_S`: its chunks hold the tokens of all of
-    them, what it says of queue and blocks is the latest. A step with a piece of a prompt, or a preemption, stays by
-    itself."""
+    """Merges an engine's runs of decode steps, up to `MERGED_S` each: the chunks hold the tokens of all of them, and
+    queue and blocks are the latest. A step with a prefill chunk or a preemption is kept as it is."""
     merged: list[StepView] = []
     runs: dict[int, list[StepView]] = {}
     for step in steps:
@@ -147,7 +146,7 @@ def _joined(run: list[StepView]) -> StepView:
 
 
 def _with_some_spans(steps: list[StepView]) -> list[StepView]:
-    """The steps with at most `MAX_RANK_SPANS` of their ranks' steps, the latest."""
+    """The steps with at most the latest `MAX_RANK_SPANS` of their ranks' steps."""
     room, kept = MAX_RANK_SPANS, list[StepView]()
     for step in reversed(steps):
         ranks = step.ranks[max(0, len(step.ranks) - room) :]
@@ -157,7 +156,7 @@ def _with_some_spans(steps: list[StepView]) -> list[StepView]:
 
 
 class Watcher:
-    """One who looks on: the messages that it has not read yet."""
+    """One client of the live view: its unread messages."""
 
     def __init__(self, feed: LiveFeed) -> None:
         self._feed = feed
@@ -170,7 +169,7 @@ class Watcher:
         self._has_news.set()
 
     def close(self) -> None:
-        """The watcher is gone, or the server stops: its messages end. May be called again."""
+        """Ends the messages when the watcher leaves or the server stops. May be called again."""
         self._has_ended = True
         self._has_news.set()
         self._feed.leave(self)
@@ -187,8 +186,8 @@ class Watcher:
 
 
 class LiveFeed:
-    """From the engine's steps to messages for all watchers, until `closing` is set. All methods are the event loop's,
-    but `_see`."""
+    """Turns the engine's steps into messages for all watchers, until `closing` is set. All methods but `_see` run on
+    the event loop."""
 
     def __init__(self, client: EngineClient, closing: asyncio.Event) -> None:
         self._client = client
@@ -196,7 +195,7 @@ class LiveFeed:
         self._watchers: set[Watcher] = set()
         self._gathered: deque[StepView] = deque(maxlen=MAX_GATHERED_STEPS)
         self._lock = threading.Lock()
-        self._num_dropped = 0  # for want of room
+        self._num_dropped = 0  # for lack of room
         self._num_reported = 0  # of these, in messages
         self._task: asyncio.Task[None] | None = None
 
@@ -218,16 +217,16 @@ class LiveFeed:
         return watcher
 
     def leave(self, watcher: Watcher) -> None:
-        """With the last one the engine is not watched any more."""
+        """Removes a watcher; after the last one the engine is not watched any more."""
         self._watchers.discard(watcher)
         if not self._watchers and self._task is not None:
             self._task.cancel()
             self._task = None
 
     def _see(self, step: StepView) -> None:
-        """The engines' sink, on a thread of each: a step is put down, no more."""
+        """The engines' sink, on each one's thread: only stores the step."""
         with self._lock:
-            self._num_dropped += len(self._gathered) == MAX_GATHERED_STEPS  # the oldest one goes
+            self._num_dropped += len(self._gathered) == MAX_GATHERED_STEPS  # the oldest one is dropped
             self._gathered.append(step)
 
     async def _run(self) -> None:

@@ -1,8 +1,8 @@
 """The log: lines of text or JSON, written by a thread of their own.
 
-Whoever logs only puts a record into a queue. A disk that is full, a terminal or a pipe that nobody reads cost lines,
-never a request; `LogWriter.num_lost` counts them. No line holds a prompt or an answer unless `log_prompts` asks for it:
-messages are written here in the code, and the fields beside them are numbers, ids and names of routes."""
+Logging only puts a record into a queue. A full disk, or a terminal or pipe that is not read, costs lines, never a
+request; `LogWriter.num_lost` counts them. No line holds a prompt or an answer unless `log_prompts` asks for it:
+messages are constants, and their fields are numbers, ids and names of routes."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ FIELDS = "xserv_fields"
 
 
 class LogWriter(logging.Handler):
-    """Formats and writes records in a thread of its own, from a bounded queue. `close` waits until all is written, or
-    two seconds."""
+    """Formats and writes records in a thread of its own, from a bounded queue. `close` waits until all is written, at
+    most two seconds."""
 
     def __init__(self, stream: TextIO, formatter: logging.Formatter) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def open_log(config: ServerConfig) -> LogWriter:
-    """Send the program's log records, and those of uvicorn, to where `config` says. Raises `ServerConfigError`.
+    """Sends the program's log records, and uvicorn's, to the target in `config`. Raises `ServerConfigError`.
 
     The caller closes the writer with `close_log`."""
     stream: TextIO = sys.stderr
@@ -124,7 +124,7 @@ def open_log(config: ServerConfig) -> LogWriter:
 
 
 def close_log(writer: LogWriter) -> None:
-    """Write what is left, and take the writer away."""
+    """Writes the rest, and removes the writer."""
     logging.getLogger().removeHandler(writer)
     redirect(None)
     writer.close()
@@ -136,7 +136,7 @@ def close_log(writer: LogWriter) -> None:
 
 
 def log_access(exchange: Exchange, scope: Scope, route: str, duration_s: float) -> None:
-    """One line an answer; probes, and what the page has rendered, are logged at debug level."""
+    """One line per answer; probes and the page's rendering requests are logged at debug level."""
     level = logging.DEBUG if scope["path"] in QUIET else logging.INFO
     if not access.isEnabledFor(level):
         return

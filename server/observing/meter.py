@@ -1,7 +1,7 @@
-"""Measures one request's generation as its outputs arrive: time to the first token, between tokens, where time went.
+"""Measures one request's generation as its outputs arrive: time to the first token, between tokens, and per phase.
 
-Every choice counts as a request of its own, as in vLLM, whose `n` fans out. All times are the server's own clock but
-those in `RequestTimes`, which are the engine's; both are `time.monotonic()` of one machine."""
+Every choice counts as a request of its own, as in vLLM, whose `n` fans out. All times are by the server's clock, except
+`RequestTimes`, which are by the engine's; both are `time.monotonic()` of one machine."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ if TYPE_CHECKING:
 
 
 class RequestMeter:
-    """`observe` takes every output of every choice, in order; `finish` the last one once more, when it is known why
-    the client will be told that the choice ended.
+    """`observe` takes every output of every choice, in order; `finish` the last one again, with its finish reason.
 
     first_token_s  when the first token of any choice came; None before
     times          the engine's, of the choice that ended last
-    reasons        how many choices ended for which reason
+    reasons        the number of choices by finish reason
     """
 
     __slots__ = (
@@ -63,11 +62,11 @@ class RequestMeter:
             self._num_tokens[choice] += len(output.new_token_ids)
 
     def stop(self, request_id: str, index: int) -> None:
-        """A stop string ended the choice, whatever the engine will say."""
+        """A stop string ended the choice; overrides the engine's reason."""
         self._stopped.add((request_id, index))
 
     def mended(self, num_headers: int) -> None:
-        """So many headers of a choice's messages were malformed."""
+        """Counts malformed headers of a choice's messages."""
         self._metrics.num_malformed_headers += num_headers
 
     def finish(self, output: EngineOutput) -> None:

@@ -1,9 +1,9 @@
-"""What `GET /metrics` tells Prometheus: vLLM's names with vLLM's labels and buckets, so that its dashboards work, and
-the same under `xserv:`, with what only this server has.
+"""The metrics of `GET /metrics`: vLLM's names with vLLM's labels and buckets, so that its dashboards work, and the same
+under `xserv:`, with metrics of this server's own.
 
-Nothing is global: a server has a `Metrics`, and that its own registry. Observations cost a bisection and two additions;
-names, labels and text are made when somebody asks. The label `engine` is the number of one of several engines, which
-count for themselves; what the server counts has number 0. Belongs to the event loop's thread.
+Nothing is global: a server has a `Metrics` with its own registry. Observations cost a bisection and two additions;
+names, labels and text are made on request. The label `engine` is the number of an engine, each with its own counts; the
+server's counts have number 0. Belongs to the event loop's thread.
 
 The names, their meanings and their buckets are those of vLLM's documentation ("Production metrics")."""
 
@@ -54,7 +54,7 @@ def one_two_five(most: int) -> tuple[float, ...]:
 
 
 class Histogram:
-    """How many values fell at or below each bound and above the one before, and their sum."""
+    """A histogram: the number of values in each bucket, and their sum."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -69,7 +69,7 @@ class Histogram:
 
 
 class GenerationMetrics:
-    """What was measured of generations, one observation a choice or a token."""
+    """Measurements of generations, one observation per choice or token."""
 
     def __init__(self, max_model_len: int) -> None:
         lengths = one_two_five(max_model_len)
@@ -120,7 +120,7 @@ class GenerationMetrics:
 
 
 class HttpMetrics:
-    """Answers by route, method and status; the routes are the application's own, so that no client makes new ones."""
+    """Answers by route, method and status; the routes are the application's, so that clients cannot add labels."""
 
     def __init__(self) -> None:
         self.requests: dict[tuple[str, str, int], int] = {}
@@ -138,7 +138,7 @@ class Metrics(Collector):
     """All of a server's metrics, and the registry that holds them. Those of the engine and of requests begin with
     `attach`.
 
-    gauges  further numbers of the server's own, by name (under `xserv:`): what they mean, and how to get them
+    gauges  further numbers of the server, by name (under `xserv:`): help text and getter
     """
 
     def __init__(
@@ -152,14 +152,14 @@ class Metrics(Collector):
         self._client: EngineClient | None = None
         self._generation: GenerationMetrics | None = None
         self._model_name = model_name
-        self._labels = [model_name, "0"]  # of what is the server's own
+        self._labels = [model_name, "0"]  # of the server's own metrics
         self._gauges = gauges or {}
         self._started_s = time.time()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
 
     def attach(self, client: EngineClient) -> None:
-        """The model is loaded, and this is its engine."""
+        """Sets the engine of the loaded model."""
         self._client, self._generation = client, GenerationMetrics(client.info.max_model_len)
 
     @property
@@ -168,7 +168,7 @@ class Metrics(Collector):
         return self._generation
 
     def collect(self) -> Iterator[Metric]:
-        """Every family under both prefixes, then those of the server alone."""
+        """Every family under both prefixes, then the server's own."""
         engines = () if self._client is None else self._client.engines
         found: _Found = {}
         for number, client in enumerate(engines):
@@ -379,7 +379,7 @@ def _values(found: _Found, field: str) -> dict[str, float]:
 
 
 def _infos(name: str, help_text: str, found: _Found) -> Metric:
-    """A gauge that is always 1 and says everything by its labels, as vLLM's does."""
+    """A gauge that is always 1 and has the information in its labels, as vLLM's."""
     family = GaugeMetricFamily(name, help_text, labels=["engine", "block_size", "num_gpu_blocks", "cache_dtype"])
     for engine, (_, info) in found.items():
         family.add_metric([engine, str(info.block_size), str(info.num_blocks), info.dtype], 1)

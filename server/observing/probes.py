@@ -1,4 +1,4 @@
-"""`GET /health`, `/ping`, `/ready` and `/metrics`: they answer from the moment that the port is open."""
+"""`GET /health`, `/ping`, `/ready` and `/metrics`: they answer as soon as the port is open."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from server.service import AppState
 
 
 async def health(request: Request) -> Response:
-    """200 while the server lives, and its engine, or that is being started; 503 when only a new server helps. Of
-    several engines one is enough, and `engines` says how each is. Never waits for a step."""
+    """200 while the server and its engine are alive or starting; 503 if only a new server helps. One of several engines
+    is enough, and `engines` has the state of each. Never waits for a step."""
     service = AppState.of(request).found_service
     answer: dict[str, str | list[str]] = {"status": "ok"}
     if service is not None:
@@ -29,15 +29,15 @@ async def health(request: Request) -> Response:
 
 
 async def ping(request: Request) -> Response:
-    """`/health` under the name that SageMaker asks for, who sends requests from the first 200 on: 503 while the model
+    """`/health` under SageMaker's name. SageMaker sends requests after the first 200, so it is 503 while the model
     loads."""
     assert AppState.of(request).service is not None  # raises the 503
     return await health(request)
 
 
 async def ready(request: Request) -> Response:
-    """200 while requests are taken; else 503, and `state` says why: "starting" (the model loads, or the engine is
-    started again), "down", "closing" (the engine's), or "draining"."""
+    """200 while requests are accepted; else 503 with the reason in `state`: "starting" (the model loads, or the engine
+    restarts), "down", "closing" (the engine's), or "draining"."""
     app = AppState.of(request)
     service = app.found_service
     state = "draining" if app.lifecycle.is_draining else "starting" if service is None else service.client.state
@@ -51,6 +51,6 @@ async def ready(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Prometheus' text format, whatever is asked for: others would write vLLM's names without their colons."""
+    """Prometheus' text format, whatever the Accept header: other formats would drop the colons of vLLM's names."""
     registry = AppState.of(request).metrics.registry
     return Response(generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})

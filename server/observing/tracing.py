@@ -1,8 +1,7 @@
 """OpenTelemetry: a span for every request that reached the engine, under vLLM's names.
 
-The libraries (`pip install '.[otel]'`) are imported when `--otlp-endpoint` asks for traces, and never else. A span is
-made when the answer is over, from what the exchange has gathered by then; the exporter has a thread and a bounded queue
-of its own, and what it cannot send is lost."""
+The libraries (`pip install '.[otel]'`) are imported only with `--otlp-endpoint`. A span is made from the exchange when
+the answer is over; the exporter has a thread and a bounded queue of its own, and drops spans that it cannot send."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ class Tracing:
         self._model_name = model_name
 
     def __call__(self, exchange: Exchange, scope: Scope, route: str, duration_s: float) -> None:
-        """The span of an answer that is over; nothing where the engine was not asked."""
+        """Records the span of a finished answer; nothing if the engine was not used."""
         if exchange.generation is None:
             return
         from opentelemetry.trace import SpanKind, StatusCode
@@ -55,7 +54,7 @@ class Tracing:
         span.end(end_ns)
 
     def close(self) -> None:
-        """Send what is left."""
+        """Sends the remaining spans."""
         self._provider.shutdown()
 
     def _attributes(self, exchange: Exchange, scope: Scope, route: str, duration_s: float) -> dict[str, Any]:
@@ -91,7 +90,7 @@ class Tracing:
 
 
 def open_tracing(endpoint: str, model_name: str) -> Tracing:
-    """Traces to an OTLP collector over HTTP ("http://collector:4318/v1/traces"). Raises `ServerConfigError` where the
+    """Traces to an OTLP collector over HTTP ("http://collector:4318/v1/traces"). Raises `ServerConfigError` if the
     libraries are missing."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

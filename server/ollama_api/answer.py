@@ -1,4 +1,4 @@
-"""An answer of `/api/chat` or `/api/generate` as it grows: each delta a line, and a last line with what it cost.
+"""An answer of `/api/chat` or `/api/generate` as it grows: each delta is a line, and the last line has the usage.
 
 Ollama's tool calls are whole: a call waits until the next one, or the answer's end."""
 
@@ -30,10 +30,10 @@ class _OpenCall:
 
 @dataclass(slots=True, kw_only=True)
 class OllamaAnswer:
-    """`push` takes the deltas in order, then `finish` the end; both give the lines of a stream. `whole` gives the sum
-    of them instead.
+    """`push` takes the deltas in order, then `finish` the end; both return the lines of a stream. `whole` returns their
+    sum.
 
-    model      as it was asked for
+    model      as in the request
     is_chat    lines have a message, else a response
     """
 
@@ -52,7 +52,7 @@ class OllamaAnswer:
     _logprobs: list[ChatTokenLogprob] = field(default_factory=list)
 
     def push(self, delta: TextDelta) -> list[Line]:
-        """What a delta adds."""
+        """Adds a delta; returns its lines."""
         calls: list[AnsweredToolCall] = []
         for piece in delta.tool_calls:
             if piece.id is not None:
@@ -73,7 +73,7 @@ class OllamaAnswer:
         return [self._line(delta.text, delta.reasoning, calls, logprobs)]
 
     def finish(self) -> Line:
-        """All has come: the last line."""
+        """Ends the answer; returns the last line."""
         return self._end(self._line("", "", [], []))
 
     def whole(self) -> Line:

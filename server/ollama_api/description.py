@@ -1,4 +1,4 @@
-"""What the types of Ollama's `/api` do not say of themselves in the API's description."""
+"""Schema details of Ollama's `/api` that its types do not express."""
 
 from __future__ import annotations
 

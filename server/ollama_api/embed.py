@@ -26,7 +26,7 @@ async def create_embed(request: Request) -> Response:
     body = await read_body(request, service.config)
     asked = await service.prepare(len(body), partial(_decode_embed, service, body))
     inputs = [asked.input] if isinstance(asked.input, str) else asked.input
-    if not inputs or inputs == [""]:  # as Ollama's clients ask for the model to be loaded
+    if not inputs or inputs == [""]:  # how Ollama's clients request that the model be loaded
         inputs = []
     num_tokens = 0
     vectors: list[list[float]] = []
@@ -55,7 +55,7 @@ def _decode_embed(service: Service, body: bytes) -> OllamaEmbedRequest:
 
 
 def _prepare(service: Service, asked: OllamaEmbedRequest, inputs: list[str]) -> AskedEmbeddings:
-    """Cut at their end, where they are too long; OpenAI's and vLLM's way keeps the end."""
+    """Truncates inputs at their end; OpenAI's and vLLM's API keeps the end."""
     if service.tokenizer is None:
         raise invalid("input", "This model has no tokenizer: it has no vectors of texts.")
     ids: list[Any] = list(inputs)

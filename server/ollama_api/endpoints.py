@@ -1,4 +1,4 @@
-"""`POST /api/chat` and `/api/generate`: Ollama's way to a chat. Streams are lines of JSON."""
+"""`POST /api/chat` and `/api/generate`: Ollama's chat API. Streams are lines of JSON."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def generate(request: Request) -> Response:
 
 
 async def _answer(request: Request, prepare: Prepare, names: Mapping[str, str]) -> Response:
-    """Checks everything, admits the request, then answers at once with a stream or at the end with the whole."""
+    """Checks and admits the request, then answers at once with a stream, or in full at the end."""
     service: Service = request.app.state.service
     arrival_time_s = time.monotonic()
     body = await read_body(request, service.config)
@@ -108,7 +108,7 @@ def _prepare_generate(service: Service, tenant: str | None, body: Body, arrival_
     tokenizer = service.tokenizer
     is_plain = tokenizer is not None and not tokenizer.has_chat_template and not asked.system
     try:
-        if asked.raw or is_plain:  # without a template, the prompt is all there is to say
+        if asked.raw or is_plain:  # without a template, the prompt is the whole input
             completion = prepare_completion(
                 service, completion_of_prompt(service, asked, body.ignored), request_id, arrival_time_s
             )
@@ -130,7 +130,7 @@ def _prepare_generate(service: Service, tenant: str | None, body: Body, arrival_
 
 
 def _check(service: Service, asked: ChatCompletionRequest, names: Mapping[str, str]) -> None:
-    """What would be checked if there were anything to answer. Raises `ApiError`."""
+    """Checks an empty request as if it had a prompt. Raises `ApiError`."""
     try:
         service.check_model(asked.model)
         schemas = RequestSchemas(closes=service.config.close_schemas)

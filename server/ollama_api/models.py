@@ -1,4 +1,4 @@
-"""`/api/tags`, `/api/ps`, `/api/show` and `/api/version`: the one model, by each of its names, in Ollama's shapes."""
+"""`/api/tags`, `/api/ps`, `/api/show` and `/api/version`: the model by its names, in Ollama's shapes."""
 
 from __future__ import annotations
 
@@ -114,12 +114,12 @@ def _details(service: Service) -> ModelDetails:
 
 
 def _digest(service: Service) -> str:
-    """Of what the model is served as; the weights themselves are not read."""
+    """A digest of the model's name and fingerprint; the weights themselves are not read."""
     return hashlib.sha256(f"{service.model_name}\0{service.system_fingerprint}".encode()).hexdigest()
 
 
 def _modified_at(service: Service) -> str:
-    """When the server began to serve it."""
+    """The time when the server began to serve it."""
     return time_text(datetime.fromtimestamp(service.created, UTC))
 
 

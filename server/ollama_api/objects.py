@@ -1,4 +1,4 @@
-"""What Ollama's `/api` answers, as typed objects; a field that is UNSET is not sent. Durations are in nanoseconds."""
+"""The answers of Ollama's `/api`, as typed objects; a field that is UNSET is not sent. Durations are in nanoseconds."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class ListedModels(msgspec.Struct):
 
 
 class LoadedModel(msgspec.Struct, kw_only=True):
-    """expires_at: never; the model stays for as long as the server."""
+    """expires_at: never; the model stays loaded."""
 
     name: str
     model: str
@@ -118,7 +118,7 @@ class ShownModel(msgspec.Struct, kw_only=True):
 
 
 class OllamaVersion(msgspec.Struct):
-    """version: of Ollama's API, which clients compare; xserv: ours."""
+    """version: of Ollama's API, which clients compare; xserv: this server's."""
 
     version: str
     xserv: str

@@ -1,4 +1,4 @@
-"""From requests of Ollama's `/api` to the chat, or the completion, that they are."""
+"""Converts requests of Ollama's `/api` to chats or completions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def tagged(name: str) -> str:
 
 
 def chat_of_messages(service: Service, asked: OllamaChatRequest, ignored: list[str]) -> ChatCompletionRequest:
-    """Raises `ApiError` 400."""
+    """Converts `/api/chat`. Raises `ApiError` 400."""
     return ChatCompletionRequest(
         messages=_messages(asked, service),
         tools=asked.tools,
@@ -73,7 +73,7 @@ def chat_of_messages(service: Service, asked: OllamaChatRequest, ignored: list[s
 
 
 def chat_of_prompt(service: Service, asked: OllamaGenerateRequest, ignored: list[str]) -> ChatCompletionRequest:
-    """Raises `ApiError` 400."""
+    """Converts `/api/generate` to a chat. Raises `ApiError` 400."""
     _check_images(asked.images, "images", service)
     system = [Message(role="system", content=asked.system)] if asked.system else []
     content = _with_images(asked.prompt, asked.images, 0)[0] if asked.images else asked.prompt
@@ -87,7 +87,7 @@ def chat_of_prompt(service: Service, asked: OllamaGenerateRequest, ignored: list
 
 
 def completion_of_prompt(service: Service, asked: OllamaGenerateRequest, ignored: list[str]) -> CompletionRequest:
-    """Raises `ApiError` 400."""
+    """Converts a raw `/api/generate` to a completion. Raises `ApiError` 400."""
     for name in ("system", "think", "images"):
         if getattr(asked, name):
             raise invalid(name, f"{name} means nothing to a raw prompt.")
@@ -99,12 +99,12 @@ def completion_of_prompt(service: Service, asked: OllamaGenerateRequest, ignored
 
 
 def _fields(service: Service, asked: AnswerFields, ignored: list[str]) -> dict[str, Any]:
-    """What any answer may be asked for. `ignored` gets the names of options without effect."""
+    """The common fields of all answers. `ignored` gets the names of options without effect."""
     options = _options(asked.options or {}, service.config, ignored)
     given: dict[str, Any] = {
         CHAT_NAMES[name]: value for name in CHAT_NAMES if (value := getattr(options, name)) is not None
     }
-    if given.get("max_tokens") in (0, FILL_CONTEXT):  # Ollama takes for limits what is above 0
+    if given.get("max_tokens") in (0, FILL_CONTEXT):  # Ollama treats only values above 0 as limits
         given["max_tokens"] = -1
     if given.get("seed") == -1:
         del given["seed"]
@@ -142,7 +142,7 @@ def _response_format(form: str | dict[str, Any] | None) -> JsonObjectFormat | Js
 
 
 def _thinking(service: Service, think: Think | None, ignored: list[str], *, has_tools: bool) -> dict[str, Any]:
-    """A chat's fields for what `think` asks for. Without it, the model does as it does. `ignored`: `nearest_effort`'s.
+    """A chat's fields for `think`; without it, the model's default. `ignored`: see `nearest_effort`.
     """
     if think is None:
         return {}
@@ -164,9 +164,9 @@ _MARK = re.compile(r"\[img(?:-(\d+))?\]")
 
 
 def _with_images(text: str | None, images: Sequence[str], first: int) -> tuple[list[dict[str, Any]], list[int]]:
-    """A message's parts, and which image each is, -1 a text. As Ollama has it, each image stands at the next "[img]" of
-    the text, or at the "[img-7]" that has its number in the conversation, `first` being the first's; the others stand
-    in front of the text. Images that are named so twice stand at the first place."""
+    """A message's parts, and each one's image, or -1 for text. As in Ollama, each image replaces the next "[img]" of
+    the text, or the "[img-7]" with its number in the conversation (`first` is the first's); other images stand before
+    the text. An image that is named twice stands at the first place."""
     pieces = _MARK.split(text or "")  # a text, the number of a mark or None, a text, …
     places: list[int | None] = [None if number is None else int(number) - first for number in pieces[1::2]]
     named = {number for number in places if number is not None}
@@ -177,7 +177,7 @@ def _with_images(text: str | None, images: Sequence[str], first: int) -> tuple[l
     for place, number, piece in zip(_MARK.findall(text or ""), places, pieces[2::2]):
         index = next(others, -1) if number is None else number
         if not 0 <= index < len(images) or index in seen:
-            said += f"[img-{place}]" if place else "[img]"  # it names no image of this message
+            said += f"[img-{place}]" if place else "[img]"  # not an image of this message
         else:
             parts += [*([(-1, said)] if said else ()), (index, images[index])]
             seen.add(index)
@@ -195,13 +195,13 @@ def _check_images(images: list[str] | None, name: str, service: Service) -> None
 
 
 def names_of_prompt(asked: OllamaGenerateRequest) -> dict[str, str]:
-    """A chat's names of what `chat_of_prompt` makes, to the request's own."""
+    """The field names of `chat_of_prompt`'s chat, mapped to the request's own."""
     place = f"messages[{int(bool(asked.system))}]"
     return NAMES_OF_PROMPT | _names_of_images(asked.prompt, asked.images or [], 0, f"{place}.content", "images")
 
 
 def names_of_images(asked: OllamaChatRequest) -> dict[str, str]:
-    """A chat's names of the parts that are images, to the request's own."""
+    """A chat's names of image parts, mapped to the request's own."""
     names, first = dict[str, str](), 0
     for i, fields in enumerate(asked.messages or ()):
         text, images = fields.get("content"), fields.get("images")
@@ -227,9 +227,9 @@ def _messages(asked: OllamaChatRequest, service: Service) -> list[Message]:
 
 
 def _message(fields: dict[str, Any], path: str, service: Service, num_images: int) -> Message:
-    """`num_images`: of the messages before."""
+    """`num_images`: in the earlier messages."""
     message = converted(fields, OllamaMessage, path)
-    if message.role != "tool":  # of a tool's result, a model that reads text reads that there were images
+    if message.role != "tool":  # in a tool's result, a text model reads a note about images
         _check_images(message.images, f"{path}.images", service)
     calls = [
         ToolCall(FunctionCall(call.function.name, call.function.arguments), call.id)

@@ -1,4 +1,4 @@
-"""The requests of Ollama's `/api`. What has no effect or is not built is in `server.openai_api.fields`."""
+"""The requests of Ollama's `/api`. Fields without effect and unsupported ones are in `server.openai_api.fields`."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ CHAT_NAMES = {
 
 
 class AnswerFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What `/api/chat` and `/api/generate` have in common.
+    """The common fields of `/api/chat` and `/api/generate`.
 
     stream    default: true
-    format    "json" for some JSON object, or a schema; "" says nothing
-    think     whether the model may think; a level is the chat template's `reasoning_effort`, where it has one
+    format    "json" for some JSON object, or a schema; "" has no effect
+    think     whether the model may think; a level is the chat template's `reasoning_effort`, if it has one
     logprobs, top_logprobs  as in a chat
     """
 
@@ -60,15 +60,15 @@ class AnswerFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class OllamaChatRequest(AnswerFields, kw_only=True, forbid_unknown_fields=True):
-    """`POST /api/chat`. Without messages it only asks for the model to be loaded, which it is."""
+    """`POST /api/chat`. Without messages it only asks for the model to be loaded, which has no effect."""
 
     messages: list[dict[str, Any]] | None = None
     tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=128)] | None = None
 
 
 class OllamaGenerateRequest(AnswerFields, kw_only=True, forbid_unknown_fields=True):
-    """`POST /api/generate`: a chat of one turn, or with `raw` the continuation of the prompt as it stands. Without a
-    prompt it only asks for the model to be loaded, which it is. images: base64, of a model that reads them."""
+    """`POST /api/generate`: a chat of one turn, or with `raw` the continuation of the prompt itself. Without a prompt
+    it only asks for the model to be loaded, which has no effect. images: base64, of a model that reads them."""
 
     prompt: str | None = None
     system: str | None = None
@@ -118,7 +118,7 @@ class OllamaToolCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OllamaMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """images: base64, of a model that reads them; they stand in front of the text, or at its "[img]" and "[img-0]"."""
+    """images: base64, of a model that reads them; they stand before the text, or at its "[img]" and "[img-0]"."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None

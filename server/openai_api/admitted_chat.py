@@ -1,4 +1,4 @@
-"""A chat that has passed every check, whichever endpoint it came by, while its answer is made."""
+"""A chat request that has passed every check, of any endpoint, while its answer is generated."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from server.service import Service
 class Chat:
     """A request that has passed every check, and its generation.
 
-    schemas  those of its grammar, and the request's field that this comes from
-    echo     what the answer begins with
+    schemas  of its grammar, and the request's field that defines it
+    echo     the beginning of the answer
     left_out  names of fields that the chat template leaves out
     """
 
@@ -37,15 +37,15 @@ class Chat:
     has_token_ids: bool
 
     def logprobs(self, tokens: list[ChatTokenLogprob]) -> ChatLogprobs | None:
-        """null unless the request asked for them."""
+        """null unless requested."""
         return ChatLogprobs(tokens) if self.params.logprobs is not None else None
 
     def token_logprobs(self, delta: TextDelta) -> list[ChatTokenLogprob]:
-        """Those of the content's tokens; without the one that ended the answer, unless its text is shown."""
+        """Log probabilities of the content's tokens, without the one that ended the answer unless its text is shown."""
         return chat_logprobs(delta, self.service.tokenizer)
 
     def finish_reason(self, delta: TextDelta, *, has_calls: bool) -> ChatFinishReason:
-        """Why a choice has ended, with its last delta."""
+        """The reason why a choice ended, from its last delta."""
         assert delta.finish_reason is not None
         return "tool_calls" if has_calls and delta.finish_reason == "stop" else delta.finish_reason
 

@@ -15,14 +15,14 @@ from runtime.engine.messages import FinishReason
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """cached_tokens: those that the prefix cache had, so that they were not computed again."""
+    """cached_tokens: prompt tokens found in the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionTokensDetails(msgspec.Struct, omit_defaults=True):
-    """reasoning_tokens: those of the completion's that hold reasoning. With a prediction, how many tokens of it were
-    tried and kept, and tried and dropped."""
+    """reasoning_tokens: tokens of reasoning in the completion. With a prediction, the numbers of its tokens that were
+    accepted and rejected."""
 
     reasoning_tokens: int
     accepted_prediction_tokens: int | None = None
@@ -100,7 +100,7 @@ class ChatToolCall(msgspec.Struct):
 
 
 class ChatMessage(msgspec.Struct):
-    """content: null where there are only tool calls."""
+    """content: null if there are only tool calls."""
 
     content: str | None
     role: Literal["assistant"] = "assistant"
@@ -136,7 +136,7 @@ class ChatFunctionDelta(msgspec.Struct):
 
 
 class ChatToolCallDelta(msgspec.Struct):
-    """id, type and the function's name: in the first piece of a call, and nowhere else."""
+    """id, type and the function's name: only in the first piece of a call."""
 
     index: int
     id: str | UnsetType
@@ -209,7 +209,7 @@ class ModelList(msgspec.Struct, kw_only=True):
 
 
 class Embedding(msgspec.Struct, kw_only=True):
-    """embedding: the numbers, or the same as base64 of little-endian float32."""
+    """embedding: numbers, or base64 of little-endian float32."""
 
     index: int
     object: Literal["embedding"] = "embedding"
@@ -229,7 +229,7 @@ class EmbeddingList(msgspec.Struct, kw_only=True):
 
 
 class Tokenized(msgspec.Struct):
-    """`/tokenize`, as vLLM answers it."""
+    """The answer of `/tokenize`, in vLLM's shape."""
 
     count: int
     max_model_len: int
@@ -238,7 +238,7 @@ class Tokenized(msgspec.Struct):
 
 
 class Detokenized(msgspec.Struct):
-    """`/detokenize`, as vLLM answers it."""
+    """The answer of `/detokenize`, in vLLM's shape."""
 
     prompt: str
 

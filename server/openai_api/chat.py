@@ -87,8 +87,7 @@ class _Answer:
 
 
 async def create_chat_completion(request: Request) -> Response:
-    """Checks everything, admits the request, then answers at once with a stream or at the end with the
-    whole."""
+    """Checks and admits the request, then answers at once with a stream, or in full at the end."""
     service: Service = request.app.state.service
     arrival_time_s = time.monotonic()
     body = await read_body(request, service.config)
@@ -105,7 +104,7 @@ async def create_chat_completion(request: Request) -> Response:
 
 
 def _prepare(service: Service, tenant: str | None, body: Body, arrival_time_s: float) -> Chat:
-    """All that a request costs before the engine has it. Raises `ApiError`."""
+    """Prepares the request for the engine. Raises `ApiError`."""
     asked = decode_body(body, ChatCompletionRequest, service.config)
     settle_thinking(asked, service.tokenizer, service.answer_format, body.ignored, body.sent)
     chat = prepare_chat(service, tenant, asked, new_id("chatcmpl"), arrival_time_s)
@@ -116,7 +115,7 @@ def _prepare(service: Service, tenant: str | None, body: Body, arrival_time_s: f
 def prepare_chat(
     service: Service, tenant: str | None, asked: ChatCompletionRequest, request_id: str, arrival_time_s: float
 ) -> Chat:
-    """A decoded request's generation, admitted nowhere yet. Raises `ApiError`."""
+    """A decoded request's generation, not admitted yet. Raises `ApiError`."""
     service.check_model(asked.model)
     has_usage, has_running_usage = stream_flags(asked)
     tools = callable_tools(asked)
@@ -176,8 +175,8 @@ def _prediction(asked: ChatCompletionRequest, tokenizer: Tokenizer | None) -> tu
 def chat_grammar(
     service: Service, asked: ChatCompletionRequest, tools: list[dict[str, Any]] | None, schemas: RequestSchemas
 ) -> Grammar | None:
-    """The grammar of the answer; `schemas` gets its schemas. A forced call is the whole answer; if calls are allowed,
-    an answer of some format is that, or calls. Raises `ApiError` 400."""
+    """The grammar of the answer; `schemas` gets its schemas. A forced call is the whole answer; if calls are optional,
+    the answer is in the format, or calls. Raises `ApiError` 400."""
     harmony = _harmony_ids(service, asked)
     if forces_call(asked):
         if asked.structured_outputs is not None:
@@ -199,7 +198,7 @@ def chat_grammar(
 
 
 def _harmony_ids(service: Service, asked: ChatCompletionRequest) -> SpecialIds | None:
-    """Of an answer whose grammar has to have harmony's messages in it. One that goes on with a message is within it."""
+    """Token ids of harmony's messages if the grammar must include them; a continued message is already inside one."""
     if not service.answer_format.harmony or _is_of_whole_answer(asked) or asked.continue_final_message:
         return None
     assert service.tokenizer is not None
@@ -207,8 +206,7 @@ def _harmony_ids(service: Service, asked: ChatCompletionRequest) -> SpecialIds |
 
 
 def _with_channels(grammar: Grammar, harmony: SpecialIds | None, field: str | None) -> Grammar:
-    """The message that the grammar is of, behind those of harmony's analysis. Raises `ApiError` 400 where it is then
-    too long."""
+    """The grammar's message after harmony's analysis messages. Raises `ApiError` 400 if it is then too long."""
     try:
         return grammar if harmony is None else after_analysis(grammar, harmony)
     except RequestError as error:
@@ -216,14 +214,14 @@ def _with_channels(grammar: Grammar, harmony: SpecialIds | None, field: str | No
 
 
 def _is_of_whole_answer(asked: ChatCompletionRequest) -> bool:
-    """Whether the client's own grammar is one of all that the model writes."""
+    """Whether the client's grammar covers all of the model's output."""
     return asked.structured_outputs is not None and asked.structured_outputs.grammar is not None
 
 
 def _tool_reading(
     service: Service, asked: ChatCompletionRequest, tools: list[dict[str, Any]] | None
 ) -> ToolReading | None:
-    """How the answer's calls are read; None: it has none."""
+    """How the answer's calls are parsed, or None if it has none."""
     answer_format = service.answer_format
     notation = answer_format.forced_tools if forces_call(asked) else answer_format.tools
     if tools is None or notation is None:
@@ -240,7 +238,7 @@ def _tool_reading(
 def _with_reasoning(
     params: SamplingParams, tokenizer: Tokenizer | None, prompt_token_ids: list[int], forced_by: str | None
 ) -> SamplingParams:
-    """The grammar holds from where the reasoning ends. Raises `ApiError` 400 where it is then too long."""
+    """Starts the grammar at the end of the reasoning. Raises `ApiError` 400 if it is then too long."""
     assert tokenizer is not None
     assert params.grammar is not None
     try:

@@ -1,7 +1,7 @@
-"""The chunks of a streamed chat, in OpenAI's order: each choice's role; then what comes, each thing in a chunk of its
-own; each choice's end; the usage.
+"""The chunks of a streamed chat, in OpenAI's order: each choice's role; then deltas, each kind in a chunk of its own;
+each choice's end; the usage.
 
-Most chunks differ from each other in their text alone: what stands around it is encoded once for each choice."""
+Most chunks differ only in their text: the JSON around it is encoded once per choice."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class ChatChunks:
         self._around_text = [self._around(index) for index in range(chat.params.n)]
 
     def opening(self) -> bytes:
-        """The roles, at once. Where an answer may begin with something else than content, they wait for it."""
+        """The roles, at once, unless an answer may begin with something other than content: then they wait for it."""
         return b"".join(
             self._frame(ChatChunkChoice(index, ChatDelta("assistant", content=self._chat.echo, refusal=None)))
             for index, has_role in enumerate(self._has_role)
@@ -47,7 +47,7 @@ class ChatChunks:
         )
 
     def of(self, piece: Piece) -> bytes:
-        """What a piece says; nothing where it says nothing."""
+        """A piece's chunks, if it has any text, calls or end."""
         delta = piece.delta
         is_text = not (delta.reasoning or delta.tool_calls) and delta.finish_reason is None
         if is_text and self._is_plain and self._has_content[piece.choice]:
@@ -63,7 +63,7 @@ class ChatChunks:
         delta, index = piece.delta, piece.choice
         choices = list(self._said(piece))
         if self._chat.has_token_ids and delta.token_ids:
-            if not choices:  # their text is layout, or comes with later ones
+            if not choices:  # their text is formatting, or comes with later ones
                 choices.append(ChatChunkChoice(index, ChatDelta()))
             choices[0].token_ids = delta.token_ids
         if choices and not self._has_role[index]:
@@ -85,7 +85,7 @@ class ChatChunks:
             yield ChatChunkChoice(index, ChatDelta(tool_calls=[_call(call)]))
 
     def _give_role(self, choices: list[ChatChunkChoice]) -> None:
-        """In a chunk of its own, or with a call that comes first. Where there may never be content, it is null."""
+        """Sends the role, in a chunk of its own or with a leading call. Content that may never come is null."""
         index, first = choices[0].index, choices[0].delta
         self._has_role[index] = True
         content = self._chat.echo or ("" if first.content is not UNSET else None)
@@ -95,7 +95,7 @@ class ChatChunks:
             choices.insert(0, ChatChunkChoice(index, ChatDelta("assistant", content=content, refusal=None)))
 
     def _end(self, index: int, delta: TextDelta) -> list[ChatChunkChoice]:
-        """An answer of neither content nor calls has content that is empty, and not null."""
+        """Ends a choice; without content and calls, its content is empty, not null."""
         choices = []
         if not self._has_content[index] and not self._has_calls[index]:
             if self._has_role[index]:
@@ -124,7 +124,7 @@ class ChatChunks:
         return frame(self._chunk([choice], has_usage=self._chat.has_running_usage))
 
     def _around(self, index: int) -> tuple[bytes, bytes]:
-        """What stands before and after the text of a choice's chunk."""
+        """The JSON before and after the text of a choice's chunk."""
         chunk = self._chunk([ChatChunkChoice(index, ChatDelta(content=_PLACE))], has_usage=False)
         before, _, after = frame(chunk).rpartition(_encode(_PLACE))
         return before, after

@@ -1,5 +1,5 @@
-"""`POST /v1/completions`: the legacy form, of which evaluation tools need what chat has not: raw prompts,
-token ids, echo, and log probabilities of the prompt."""
+"""`POST /v1/completions`: the legacy form, with features that evaluation tools need: raw prompts, token ids, echo, and
+log probabilities of the prompt."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from tokenizer import Tokenizer
 class PreparedCompletion:
     """A request that has passed every check, and its generation.
 
-    schemas        those of its grammar, and the field that this comes from
+    schemas        of its grammar, and the field that defines it
     echoes        each prompt's text, and with logprobs its tokens; None without `echo`
-    drops_output  `max_tokens=0`: only the prompt is wanted, the one token that was drawn is not sent
+    drops_output  `max_tokens=0`: only the prompt is wanted, the one sampled token is not sent
     """
 
     service: Service
@@ -80,8 +80,7 @@ class PreparedCompletion:
 
 
 async def create_completion(request: Request) -> Response:
-    """Checks everything, admits every prompt or none; answers at once with a stream or at the end with the
-    whole."""
+    """Checks the request, admits every prompt or none; answers at once with a stream, or in full at the end."""
     service: Service = request.app.state.service
     arrival_time_s = time.monotonic()
     body = await read_body(request, service.config)
@@ -96,7 +95,7 @@ async def create_completion(request: Request) -> Response:
 
 
 def _prepare(service: Service, body: bytes, arrival_time_s: float) -> PreparedCompletion:
-    """All that a request costs before the engine has it. Raises `ApiError`."""
+    """Prepares the request for the engine. Raises `ApiError`."""
     asked = decode_body(body, CompletionRequest, service.config)
     return prepare_completion(service, asked, new_id("cmpl"), arrival_time_s)
 
@@ -104,7 +103,7 @@ def _prepare(service: Service, body: bytes, arrival_time_s: float) -> PreparedCo
 def prepare_completion(
     service: Service, asked: CompletionRequest, request_id: str, arrival_time_s: float
 ) -> PreparedCompletion:
-    """A decoded request's generation, admitted nowhere yet. Raises `ApiError`."""
+    """A decoded request's generation, not admitted yet. Raises `ApiError`."""
     service.check_model(asked.model)
     has_usage, has_running_usage = stream_flags(asked)
     schemas = RequestSchemas(closes=service.config.close_schemas)
@@ -158,19 +157,18 @@ def _echoes(given: Prompt, prompts: list[list[int]], tokenizer: Tokenizer | None
 
 @dataclass(slots=True)
 class _ChoiceStream:
-    """Turns one choice's pieces into chunks. An answer that is not streamed is the sum of the same chunks,
-    so that both say the same."""
+    """Turns one choice's pieces into chunks. A whole answer is the sum of the same chunks, so both agree."""
 
     completion: PreparedCompletion
     index: int
     num_characters: int = 0
-    text_start: int = 0  # where the answer begins, behind an echoed prompt
+    text_start: int = 0  # where the answer begins, after an echoed prompt
     places: TokenPlaces | None = None
     is_begun: bool = False
 
     def chunks(self, delta: TextDelta) -> Iterator[CompletionChoice]:
-        """What `delta` adds, in one chunk. With `echo` the first begins with the prompt; a long prompt with log
-        probabilities takes chunks of its own before."""
+        """The chunk of `delta`. With `echo` the first begins with the prompt; a long prompt with log probabilities gets
+        chunks of its own before it."""
         completion, tokenizer = self.completion, self.completion.service.tokenizer
         number = self.index // completion.generation.params.n
         choice = CompletionChoice(index=self.index, text="", finish_reason=None)
@@ -206,7 +204,7 @@ class _ChoiceStream:
         yield self._ended(choice, parts)
 
     def _ended(self, choice: CompletionChoice, parts: list[CompletionLogprobs]) -> CompletionChoice:
-        """The chunk with all that it holds."""
+        """The completed chunk."""
         if self.completion.has_logprobs:
             choice.logprobs = join_logprobs(parts)
         if self.completion.has_token_ids and choice.token_ids is UNSET:
@@ -217,8 +215,8 @@ class _ChoiceStream:
 
 @dataclass(slots=True)
 class _WholeChoice:
-    """A choice of an answer that is not streamed: the sum of its chunks. What ends it stands in the last, what begins
-    it in the first."""
+    """A choice of an answer that is not streamed: the sum of its chunks. The first chunk has its beginning, the last
+    its end."""
 
     whole: CompletionChoice
     texts: list[str] = field(default_factory=list)
@@ -272,8 +270,7 @@ async def _whole_answer(request: Request, completion: PreparedCompletion) -> Com
 
 
 async def _events(completion: PreparedCompletion) -> AsyncGenerator[bytes, None]:
-    """A chunk for each piece that says something, the last of a choice with its finish_reason; usage;
-    `[DONE]`."""
+    """A chunk for each non-empty piece, the last of a choice with its finish_reason; usage; `[DONE]`."""
     streams = completion.streams()
     try:
         async for pieces in completion.generation:

@@ -1,8 +1,8 @@
-"""`POST /v1/embeddings`: texts, token ids or a conversation, which may have pictures, to vectors, by the hidden states
-of the served decoder.
+"""`POST /v1/embeddings`: vectors of texts, token ids or a conversation, which may have pictures, from the served
+decoder's hidden states.
 
-A decoder was not trained to embed, so these say less than those of a model that was; but its last token has read the
-whole input, and the mean of all is a robust summary."""
+A decoder was not trained to embed, so its vectors are weaker than an embedding model's; but its last token has attended
+to the whole input, and the mean of all is a robust summary."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Vector = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class AskedEmbeddings:
-    """A request that has passed every check but the engine's."""
+    """A request that has passed all checks but the engine's."""
 
     inputs: list[list[int]]
     images: tuple[ImageItem, ...]
@@ -50,7 +50,7 @@ class AskedEmbeddings:
 
 
 async def create_embeddings(request: Request) -> Response:
-    """All inputs are asked for at once; when the client leaves, those that wait are not computed."""
+    """Submits all inputs at once; when the client leaves, waiting ones are not computed."""
     service: Service = request.app.state.service
     body = await read_body(request, service.config)
     tenant = Exchange.of(request).tenant
@@ -61,13 +61,12 @@ async def create_embeddings(request: Request) -> Response:
 
 
 def _prepare(service: Service, tenant: str | None, body: bytes) -> AskedEmbeddings:
-    """All that a request costs before the engine has it. Raises `ApiError`."""
+    """Prepares the request for the engine. Raises `ApiError`."""
     return prepare_embeddings(service, decode_body(body, EmbeddingRequest, service.config), tenant)
 
 
 def prepare_embeddings(service: Service, asked: EmbeddingRequest, tenant: str | None = None) -> AskedEmbeddings:
-    """A decoded request's inputs as ids, admitted nowhere yet; `tenant` is whose pictures they are. Raises
-    `ApiError`."""
+    """A decoded request's inputs as ids, not admitted yet; `tenant` owns their pictures. Raises `ApiError`."""
     service.check_model(asked.model)
     if (asked.input is None) == (asked.messages is None):
         raise invalid("input", "Send either input or messages.", "missing_required_parameter")
@@ -142,7 +141,7 @@ def _answer(service: Service, asked: AskedEmbeddings, vectors: list[Vector]) -> 
 
 
 def shaped(vector: Vector, asked: AskedEmbeddings) -> Vector:
-    """Cut, and brought to length one; the zero vector has no direction and stays."""
+    """Truncates and normalises the vector; the zero vector stays."""
     vector = vector[: asked.dimensions]
     if asked.is_normalized:
         length = float(np.linalg.norm(vector.astype(np.float64)))
@@ -151,7 +150,7 @@ def shaped(vector: Vector, asked: AskedEmbeddings) -> Vector:
 
 
 def encoded(vector: Vector, *, is_base64: bool) -> list[float] | str:
-    """As JSON has it: numbers, or the same as base64 of little-endian float32."""
+    """The vector for JSON: numbers, or base64 of little-endian float32."""
     if is_base64:
         return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
     numbers: list[float] = vector.tolist()

@@ -1,9 +1,9 @@
-"""Fields that other servers know, and OpenAI does not: those of vLLM, llama.cpp, Ollama, SGLang, LM Studio, OpenRouter
-and others that clients send to any server.
+"""Fields of other servers that are not OpenAI's: those of vLLM, llama.cpp, Ollama, SGLang, LM Studio, OpenRouter and
+others, which clients send to any server.
 
-What there is here under another name is taken under that (`SAME_AS`, `rewrite`). The rest stands in `EXTENSIONS`, for
-the fields of a request, and `WITHIN`, for those of what it consists of: it is taken without effect, and the answer's
-header `X-Xserv-Ignored` names it."""
+Fields that exist here under another name are renamed (`SAME_AS`, `rewrite`). The others, in `EXTENSIONS` for a
+request's fields and `WITHIN` for those of its parts, are accepted without effect, and the answer's header
+`X-Xserv-Ignored` names them."""
 
 from __future__ import annotations
 
@@ -111,9 +111,9 @@ message, and hints of other APIs about tools."""
 def rewrite(
     request: dict[str, Any], fields: Iterable[str], ignored: list[str], sent: dict[str, str]
 ) -> dict[str, Any]:
-    """The request with other servers' fields under the names that they have here, as far as `fields`, the schema's,
-    hold these. `sent` gets these names with those under which they came, `ignored` the names of what has no effect.
-    Raises `ApiError` 400 where both names are sent and contradict each other."""
+    """The request with other servers' fields under this server's names, if the schema's `fields` have them. `sent` maps
+    these names to the sent ones, `ignored` gets the names of fields without effect. Raises `ApiError` 400 if both names
+    are sent and contradict each other."""
     known = frozenset(fields)
     result = dict(request)
     for name, meaning in SAME_AS.items():
@@ -125,7 +125,7 @@ def rewrite(
                 _put(result, name, meaning, value, sent)
     if "reasoning_effort" in known:
         _rewrite_thinking(result, ignored, sent)
-    if "tool_choice" in known and "stop_sequences" not in known:  # Anthropic's own has other names
+    if "tool_choice" in known and "stop_sequences" not in known:  # Anthropic's own requests have other names
         _rewrite_tool_choice(result, sent, is_chat="messages" in known)
     if "continue_final_message" in known:
         _rewrite_prefix(result)
@@ -167,7 +167,7 @@ def _rewrite_thinking(request: dict[str, Any], ignored: list[str], sent: dict[st
 
 
 def _rewrite_tool_choice(request: dict[str, Any], sent: dict[str, str], *, is_chat: bool) -> None:
-    """Mistral's "any", Anthropic's objects, and a named function as the other one of OpenAI's APIs has it."""
+    """Mistral's "any", Anthropic's objects, and a named function in the form of OpenAI's other API."""
     choice = request.get("tool_choice")
     if isinstance(choice, dict) and choice.keys() == {"type"} and choice["type"] in ("auto", "none", "required", "any"):
         choice = choice["type"]
@@ -204,7 +204,7 @@ def _rewrite_prefix(request: dict[str, Any]) -> None:
 
 
 def _put(request: dict[str, Any], name: str, meaning: str, value: Any, sent: dict[str, str]) -> None:
-    """Set the field that is meant."""
+    """Sets the field that the sent one stands for."""
     outer, _, inner = meaning.partition(".")
     if not inner:
         if request.get(outer) is not None and request[outer] != value:

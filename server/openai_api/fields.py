@@ -1,9 +1,8 @@
-"""The fields of OpenAI's, vLLM's, Anthropic's and Ollama's requests that do nothing here: the ones taken without
-effect, and the ones refused. (Those of other servers that any request may bring: `server.openai_api.extensions`.)
+"""The fields of OpenAI's, vLLM's, Anthropic's and Ollama's requests that are accepted without effect or refused. (Other
+servers' fields in any request: `server.openai_api.extensions`.)
 
-Everything else is a field of `server.openai_api.schema`, and honoured; a field that is nowhere is refused as unknown.
-The tables are the documentation: nothing is ignored that is not among the accepted, and an answer's header
-`X-Xserv-Ignored` names what was."""
+All other fields are in `server.openai_api.schema`, and supported; unlisted ones are refused as unknown. The tables are
+the documentation: only accepted fields are ignored, and an answer's header `X-Xserv-Ignored` names them."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ from server.vllm_api.schema import PoolingRequest, RerankRequest, ScoreRequest
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A field that OpenAI clients send and that cannot change an answer here: its type is checked, no
-    more."""
+    """A field of OpenAI clients that cannot change an answer here: only its type is checked."""
 
     type: Any
     reason: str
@@ -40,7 +38,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class NotBuilt:
-    """A field refused by name, unless it has a value that asks for nothing."""
+    """A field refused by name, unless its value has no effect."""
 
     reason: str
     harmless: tuple[Any, ...] = ()
@@ -87,7 +85,7 @@ NOT_BUILT: dict[str, NotBuilt] = {
     "logits_processors": NotBuilt("no code comes with a request", ([],)),
     "kv_transfer_params": NotBuilt("there is one engine"),
     "vllm_xargs": NotBuilt("there are no extensions of the engine"),
-    # of llama.cpp's server and SGLang: to pass over them would be another answer than was asked for
+    # of llama.cpp's server and SGLang: ignoring them would change the answer
     "grammar": NotBuilt(_OTHER_GRAMMAR, ("",)),
     "ebnf": NotBuilt(_OTHER_GRAMMAR),
     "stop_regex": NotBuilt("send stop, or structured_outputs.regex", ([],)),
@@ -195,10 +193,10 @@ def take_table_fields(
     sent: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """The request without the fields of its tables, which are checked here, and of `EXTENSIONS`; `ignored` gets the
-    names of what had no effect. Other servers' names of what there is are replaced; `sent` gets them, by the new ones.
+    names of fields without effect. Other servers' names are replaced; `sent` maps the new ones to them.
 
-    A field that is in the second table and in the schema, too, is checked and stays. Raises `ApiError` 400: a
-    wrong type, or a field of the second table that asks for something."""
+    A field that is in the second table and in the schema, too, is checked and stays. Raises `ApiError` 400: a wrong
+    type, or an unsupported field with an effect."""
     accepted_fields, refused_fields = tables_of(schema)
     fields = schema.__struct_fields__
     ignored = [] if ignored is None else ignored
@@ -222,5 +220,5 @@ def take_table_fields(
 
 
 def _is_among(value: Any, harmless: tuple[Any, ...]) -> bool:
-    """Equality that knows True from 1, as JSON does."""
+    """Membership that distinguishes True from 1, as JSON does."""
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in harmless)

@@ -1,5 +1,4 @@
-"""Log probabilities in the three forms that clients know: chat's, the legacy completions', and vLLM's for
-prompts."""
+"""Log probabilities in three forms: chat's, the legacy completions', and vLLM's for prompts."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ _AT_ONCE = 16
 
 
 def chat_logprobs(delta: TextDelta, tokenizer: Tokenizer | None) -> list[ChatTokenLogprob]:
-    """One entry for each token of the delta that holds some of its content; empty where none were asked for."""
+    """One entry for each token of the delta with some of its content; empty if not requested."""
     return [
         ChatTokenLogprob(
             token=token_text(entry.token_id, tokenizer),
@@ -41,7 +40,7 @@ def chat_logprobs(delta: TextDelta, tokenizer: Tokenizer | None) -> list[ChatTok
 
 
 async def prompt_logprobs(entries: Sequence[TokenLogprobs | None], tokenizer: Tokenizer | None) -> PromptLogprobs:
-    """vLLM's form; the prompt's token comes first, then the alternatives. Others have their turn meanwhile."""
+    """vLLM's form; the prompt's token comes first, then the alternatives. It yields to other tasks."""
     encoded: EncodedList[dict[str, dict[str, Any]] | None] = EncodedList()
     for start in range(0, len(entries), _AT_ONCE):
         piece = entries[start : start + _AT_ONCE]
@@ -59,13 +58,13 @@ def _ranked(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[str, dict
             "rank": rank,
             "decoded_token": token_text(token_id, tokenizer),
         }
-        for token_id, value, rank in reversed(ranked)  # the token's own rank is the one that stays
+        for token_id, value, rank in reversed(ranked)  # the token's own rank wins
     }
 
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt as `echo` gives it back.
+    """A prompt as returned by `echo`.
 
     token_offsets   where each token begins in `text`; empty unless logprobs are wanted
     """
@@ -77,8 +76,8 @@ class Echo:
 
     @classmethod
     def of(cls, token_ids: list[int], text: str | None, tokenizer: Tokenizer, *, has_offsets: bool) -> Echo:
-        """`text` is None for a prompt that was given as ids: then it is what they decode to, without special tokens. A
-        text shows those that it spells, not those that the tokenizer puts in front."""
+        """`text` is None for a prompt given as ids: it is then decoded without special tokens. A text shows the special
+        tokens that it spells, not those that the tokenizer adds."""
         is_given = text is not None
         if text is None:
             text = tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -108,7 +107,7 @@ class Echo:
 
 
 def _num_added(token_ids: list[int], text: str, tokenizer: Tokenizer) -> int:
-    """How many special tokens stand in front that the text does not spell."""
+    """The number of special tokens that the tokenizer added before the text."""
     for place, token_id in enumerate(token_ids):
         if token_id not in tokenizer.all_special_ids or text.startswith(tokenizer.id_to_token(token_id) or "\0"):
             return place
@@ -124,14 +123,14 @@ def _utf8() -> codecs.IncrementalDecoder:
 
 
 class TokenPlaces:
-    """Where each token of a text begins, told in their order, by where its text ends as far as that is known.
+    """The offset of each token in a text, in order, given the end of the text so far.
 
-    A token that goes on with a character begins where the character does. Decoders with byte fallback show a run of
-    bytes only when the next token has come: its text is then what is left of the end."""
+    A token that continues a character has that character's offset. Decoders with byte fallback show a run of bytes only
+    after the next token: that token's text is then the rest of the end."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._next = 0  # where the next token begins, if it shows its own text
+        self._next = 0  # the next token's offset, if it shows its own text
         self._end = 0
         self._run = _utf8()  # of bytes that are not shown yet
 
@@ -145,7 +144,7 @@ class TokenPlaces:
         return offset
 
     def _length(self, token_id: int, *, is_shown: bool) -> int | None:
-        """Of the token's own text, or how many characters it completes; None: nothing is known."""
+        """The length of the token's own text, or the number of characters that it completes; None if unknown."""
         if self._tokenizer is None:
             return 0
         data = self._tokenizer.token_bytes(token_id)
@@ -162,7 +161,7 @@ class TokenPlaces:
 def legacy_logprobs(
     delta: TextDelta, places: TokenPlaces, text_start: int, text_end: int, tokenizer: Tokenizer | None
 ) -> CompletionLogprobs:
-    """The legacy form; the answer begins at `text_start` of the choice's text, which goes to `text_end` by now."""
+    """The legacy form; the answer begins at `text_start` of the choice's text, which now ends at `text_end`."""
     result = CompletionLogprobs()
     for entry, end in zip(delta.logprobs or (), delta.token_ends or (), strict=True):
         offset = text_start + places.next(entry.token_id, end)
@@ -171,7 +170,7 @@ def legacy_logprobs(
 
 
 class EncodedLogprobs:
-    """The legacy form, as JSON from the beginning."""
+    """The legacy form, kept as encoded JSON."""
 
     def __init__(self) -> None:
         self._tokens: EncodedList[str] = EncodedList()
@@ -186,7 +185,7 @@ class EncodedLogprobs:
         self._text_offset.extend(part.text_offset)
 
     def whole(self) -> CompletionLogprobs:
-        """All stretches as one."""
+        """All stretches joined."""
         return CompletionLogprobs(
             self._tokens.as_list(),
             self._token_logprobs.as_list(),
@@ -196,7 +195,7 @@ class EncodedLogprobs:
 
 
 def join_logprobs(parts: Sequence[CompletionLogprobs]) -> CompletionLogprobs:
-    """Several stretches as one."""
+    """Joins several stretches into one."""
     whole = CompletionLogprobs()
     for part in parts:
         whole.tokens += part.tokens
@@ -228,16 +227,15 @@ def _append(
 
 
 def token_text(token_id: int, tokenizer: Tokenizer | None) -> str:
-    """A token alone as text; bytes that are not whole characters become U+FFFD, as in the answer's
-    `bytes`."""
+    """One token as text; bytes of partial characters become U+FFFD, as in the answer's `bytes`."""
     if tokenizer is None:
         return f"token_id:{token_id}"
     return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
 
 
 def legacy_token_text(token_id: int, tokenizer: Tokenizer | None) -> str:
-    """The same, but part of a character is written as OpenAI's completions write it, "bytes:\\xe4\\xb8": the
-    legacy form has no bytes, and its alternatives are told apart by their text."""
+    """The same, but part of a character is written as OpenAI's completions write it, "bytes:\\xe4\\xb8": the legacy
+    form has no bytes, and its alternatives are distinguished by their text."""
     if tokenizer is None:
         return token_text(token_id, None)
     data = tokenizer.token_bytes(token_id)

@@ -1,5 +1,5 @@
-"""`GET /v1/models`, `GET /v1/models/{id}` and `GET /version`. Anthropic's clients, whom their header tells, get the
-models in their own shape."""
+"""`GET /v1/models`, `GET /v1/models/{id}` and `GET /version`. Anthropic's clients, recognised by their header, get
+Anthropic's shape."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ async def get_model(request: Request) -> Response:
 
 
 async def get_version(request: Request) -> Response:
-    """The release that serves."""
+    """The server's version."""
     return Response(msgspec.json.encode(Version(release())), media_type="application/json")

@@ -1,8 +1,8 @@
 """The requests of OpenAI's API, with vLLM's additional sampling parameters, as typed objects.
 
-A field that is absent or null is None: then the model's generation config decides, then OpenAI's default.
-Types are strict (a bool is no number, "1" no integer); ranges are checked by `SamplingParams`. Fields that
-have no effect or are not built are in `server.openai_api.fields`; the requests of `/v1/responses` in
+An absent or null field is None; then the model's generation config, then OpenAI's default applies.
+Types are strict (a bool is no number, "1" no integer); ranges are checked by `SamplingParams`. Fields without effect
+and unsupported ones are in `server.openai_api.fields`; the requests of `/v1/responses` in
 `server.responses_api.schema`."""
 
 from __future__ import annotations
@@ -67,20 +67,20 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TextFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="text"):
-    """Any text: what happens anyway."""
+    """Any text, the default."""
 
 
 class JsonObjectFormat(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="type", tag="json_object"
 ):
-    """Some JSON object; with a schema (llama.cpp's and others' field), JSON that this accepts."""
+    """Some JSON object; with a schema (llama.cpp's and others' field), JSON that matches it."""
 
     schema: dict[str, Any] | None = None
 
 
 class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """schema: if absent, any JSON object is an answer. strict: whether objects allow only the properties that they
-    list; an answer follows the schema in any case. name: OpenAI requires one; it has no effect here."""
+    list; an answer always follows the schema. name: OpenAI requires one; it has no effect here."""
 
     name: Name | None = None
     description: str | None = None
@@ -89,7 +89,7 @@ class JsonSchema(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
-    """JSON that a schema accepts."""
+    """JSON that matches a schema."""
 
     json_schema: JsonSchema
 
@@ -100,11 +100,11 @@ GrammarText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_GRAMMAR_C
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's way of asking for structure: exactly one of these.
+    """vLLM's structured outputs: exactly one of these.
 
     json         a JSON schema, or one as text
     regex        a regular expression that the whole answer matches
-    choice       the texts among which the answer is one
+    choice       a list of texts; the answer is one of them
     grammar      a context-free grammar in Lark's notation
     json_object  true: some JSON object
     """
@@ -117,20 +117,19 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class GenerationRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """What chat and completions have in common, beside `SamplingFields`. Meanings and ranges:
+    """The common fields of chat and completions, beside `SamplingFields`. Meanings and ranges:
     `runtime.engine.SamplingParams`.
 
-    priority            smaller is admitted first; the "deadline" and "fcfs" policies take none
+    priority            smaller is admitted first; not used by the "deadline" and "fcfs" policies
     cache_salt          cached prefixes are shared only with requests of the same salt
     ttft_target_s, tpot_target_s  seconds until the first token is due, and from each to the next (an extension of
                         ours, for the "deadline" policy)
-    return_token_ids    choices carry `token_ids`, the answer `prompt_token_ids`; always so for a model
-                        without tokenizer
+    return_token_ids    choices have `token_ids`, the answer `prompt_token_ids`; always for a model without tokenizer
     bad_words           texts that the answer will not hold as tokens
-    truncate_prompt_tokens  only the prompt's last tokens, so many, are read; -1: as many as leave room for the answer
+    truncate_prompt_tokens  only this many of the prompt's last tokens are read; -1 leaves room for the answer
     request_id          the request's name in logs, in `X-Request-Id` and for `POST /v1/requests/{id}/cancel`
-    speculation         false: no tokens are proposed for it (an extension of ours; answers are the same)
-    response_format, structured_outputs  what the answer must be; at most one of them
+    speculation         false disables speculative decoding for it (an extension of ours; answers are the same)
+    response_format, structured_outputs  the required form of the answer; at most one of them
     """
 
     model: str | None = None
@@ -210,7 +209,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice | AllowedTool
 
 
 class FunctionCall(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """arguments: JSON, as text or as the object that it is; nothing is no arguments."""
+    """arguments: JSON, as text or as an object; empty means no arguments."""
 
     name: str
     arguments: str | dict[str, Any] = ""
@@ -229,7 +228,7 @@ class TextPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
-    """One turn. An assistant's message may come back as it was answered, so it has that message's fields too:
+    """One turn. An assistant's message may be sent back as it was received, so it has that message's fields, too:
     `annotations` are not read, `audio` and `function_call` must be null."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -339,7 +338,7 @@ class EmbeddingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`POST /tokenize`: a `prompt`, or `messages` as a chat would have them.
+    """`POST /tokenize`: a `prompt`, or a chat's `messages`.
 
     add_special_tokens      default: true for a prompt, false for messages, whose template writes its own
     add_generation_prompt, continue_final_message, tools, chat_template_kwargs  for messages, as in a chat

@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `POST /detokenize`, in vLLM's shapes: what a prompt or a conversation is to the model."""
+"""`POST /tokenize` and `POST /detokenize`, in vLLM's shapes: the model's tokens of a prompt or a conversation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tokenizer import Tokenizer
 
 
 async def tokenize(request: Request) -> Response:
-    """The ids of a prompt, or of messages; however many, since nothing is generated."""
+    """The ids of a prompt, or of messages, without a limit, since nothing is generated."""
     service: Service = request.app.state.service
     body = await read_body(request, service.config)
     work = partial(_tokenize, service, Exchange.of(request).tenant, body)

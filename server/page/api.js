@@ -1,9 +1,9 @@
-// The server's HTTP API as the page uses it: requests with the key, event streams, and errors put into words.
+// The server's HTTP API for the page: requests with the key, event streams, and readable errors.
 
 const BASE = new URL("../", import.meta.url);
 const KEY_NAME = "xserv.key";
 
-let memoryKey = ""; // where the browser keeps no session storage
+let memoryKey = ""; // if the browser has no session storage
 
 export function apiKey() {
   try {
@@ -13,7 +13,7 @@ export function apiKey() {
   }
 }
 
-/** Kept for this tab alone, and gone with it. */
+/** Kept for this tab only. */
 export function setApiKey(key) {
   memoryKey = key;
   try {
@@ -24,7 +24,7 @@ export function setApiKey(key) {
   }
 }
 
-/** An answer that is no answer. `title` and `message` are for people; `code` is OpenAI's, status 0: not reached. */
+/** A failed request. `title` and `message` are for people; `code` is OpenAI's; status 0: the server was not reached. */
 export class ApiFailure extends Error {
   constructor(status, message, code = null, retryAfterS = null) {
     super(message);
@@ -74,7 +74,7 @@ async function fetchOf(path, options = {}) {
   const key = apiKey();
   if (key) headers.set("Authorization", `Bearer ${key}`);
   try {
-    // Without a key of the page's own, the browser sends what it has asked its user for.
+    // Without a key of the page's own, the browser sends the one that its user entered.
     const credentials = key ? "omit" : "same-origin";
     return await fetch(new URL(path, BASE), { ...options, headers, credentials, cache: "no-store" });
   } catch (error) {
@@ -92,7 +92,7 @@ async function failureOf(response) {
   try {
     error = (await response.json()).error ?? {};
   } catch {
-    // not JSON: something between us and the server has answered
+    // not JSON: the answer of something between the page and the server
   }
   return toFailure(error, response.status, retryAfterS);
 }
@@ -116,7 +116,7 @@ export async function* getEvents(path, signal) {
   yield* eventsOf(await request(path, { signal }));
 }
 
-/** What `GET /ready` says, whether it is ready or not. */
+/** The answer of `GET /ready`, whether it is ready or not. */
 export async function readiness() {
   const response = await fetchOf("ready");
   if (response.ok || response.status === 503) {
@@ -128,7 +128,7 @@ export async function readiness() {
   throw await failureOf(response);
 }
 
-/** What went wrong, in words, for whoever waits for an answer. */
+/** The error as a message for people. */
 export function wordsOf(error) {
   if (!(error instanceof ApiFailure)) {
     console.error(error);
@@ -176,7 +176,7 @@ async function* eventsOf(response) {
       }
     }
   } finally {
-    if (!isDone) reader.cancel().catch(() => {}); // whoever stops listening lets the server know
+    if (!isDone) reader.cancel().catch(() => {}); // leaving the loop cancels the request at the server
   }
 }
 

@@ -102,7 +102,7 @@ function open(conversation) {
   try {
     sessionStorage.setItem(OPEN, conversation.id);
   } catch {
-    // the latest will be opened
+    // the latest is opened
   }
   const isChat = conversation.text === undefined;
   for (const id of ["scroll", "composer-place"]) byId(id).hidden = !isChat;
@@ -164,7 +164,7 @@ byId("theme").addEventListener("click", () => {
     if (next === "auto") localStorage.removeItem("xserv.theme");
     else localStorage.setItem("xserv.theme", next);
   } catch {
-    // it holds until the page is left
+    // kept until the page is left
   }
   showTheme(next);
 });
@@ -193,13 +193,13 @@ addEventListener("storage", (event) => {
   sidebar.show();
 });
 
-/** What this tab showed last; else the latest. */
+/** The conversation that this tab showed last, or the latest. */
 function firstConversation() {
   let id = null;
   try {
     id = sessionStorage.getItem(OPEN);
   } catch {
-    // the latest it is
+    // use the latest
   }
   const found = id === null ? store.list()[0] : store.conversations.get(id);
   return found ?? { ...newConversation(settings.isText), ...(id === null ? {} : { id }) };

@@ -11,13 +11,13 @@ const MAX_PICTURE_BYTES = 20 * 1024 * 1024;
 const PICTURE_TYPES = ["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp", "image/avif"];
 const MAX_SIDE = 1536; // pixels of a picture that is made smaller
 
-/** A message's text as the model gets it: each text file in a fence, under its name, then what was written. */
+/** A message's text as the model gets it: each text file in a fence, under its name, then the typed text. */
 export function contentOf({ content, files = [] }) {
   const texts = files.filter((file) => !file.image);
   return [...texts.map(fenced), content].filter(Boolean).join("\n\n");
 }
 
-/** A message's content as a request has it: its pictures, if there are some, and its text. */
+/** A message's content as a request has it: its pictures, if any, and its text. */
 export function partsOf(node) {
   const text = contentOf(node);
   const pictures = (node.files ?? []).filter((file) => file.image);
@@ -49,7 +49,7 @@ async function readText(file) {
   return { name, text };
 }
 
-/** The picture as {name, image: data URI}; one that is large is drawn smaller, so that conversations can be kept. */
+/** The picture as {name, image: data URI}; a large one is drawn smaller, so that conversations can be kept. */
 async function readPicture(file) {
   const name = nameOf(file);
   if (file.size > MAX_PICTURE_BYTES) {
@@ -87,7 +87,7 @@ const nameOf = (file) => file.name.replace(/[\u0000-\u001f\u007f]/g, " ").slice(
 
 const sizeOf = ({ text }) => bytes(new TextEncoder().encode(text).length);
 
-/** A file of a message that was sent; it opens to show what it holds. */
+/** A file of a sent message; it opens to show its content. */
 export function fileElement(file) {
   if (file.image) return h("img", { class: "file picture", src: file.image, alt: file.name, title: file.name });
   return h(
@@ -137,7 +137,7 @@ export class Attachments {
     });
   }
 
-  /** The button says what may be attached. */
+  /** Updates the button's label by the allowed kinds of files. */
   showButton() {
     const limit = `up to ${bytes(MAX_FILE_BYTES)} each`;
     byId("attach").title = this.readsImages() ? `Attach pictures, or text files, ${limit}` : `Attach text files, ${limit}`;
@@ -157,7 +157,7 @@ export class Attachments {
     for (const file of files) {
       try {
         const isPicture = this.readsImages() && PICTURE_TYPES.includes(file.type);
-        const read = await (isPicture ? readPicture(file) : readText(file)); // others may come meanwhile
+        const read = await (isPicture ? readPicture(file) : readText(file)); // files may be added meanwhile
         if (this.#files.length >= MAX_FILES) throw new Error(`A message takes up to ${MAX_FILES} files.`);
         this.#files = [...this.#files, read];
       } catch (error) {

@@ -1,5 +1,5 @@
-// The map of the KV blocks: a cell each, in the order of the pages in memory; a cell stands for several where they are
-// many, and is the larger the more of them are taken. Kinds differ in shape as well as in colour.
+// The map of the KV blocks: a cell each, in the order of the pages in memory; a cell stands for several if there are
+// many, and is larger the more of them are in use. Kinds differ in shape as well as in colour.
 
 import { hatch, prepare } from "./timeline.js";
 
@@ -7,7 +7,7 @@ const KINDS = { u: "used", w: "window", s: "shared", c: "cached", f: "free" };
 const MAX_CELL = 15;
 const MIN_CELL = 5;
 
-/** "12u5w3s40c900f" as [[12, "used"], …]. Anything else in it is left out. */
+/** "12u5w3s40c900f" as [[12, "used"], …]. Other characters are skipped. */
 export function runs(blockMap) {
   return [...blockMap.matchAll(/(\d+)([uwscf])/g)].map(([, count, kind]) => [Number(count), KINDS[kind]]);
 }
@@ -62,7 +62,7 @@ export class BlockMap {
   }
 }
 
-/** The largest cells with which all blocks have room; then as many blocks a cell as it takes. */
+/** The largest cells with room for all blocks; at the smallest size, several blocks share a cell. */
 function layout(numBlocks, width, height) {
   for (let cell = MAX_CELL; cell >= MIN_CELL; cell -= 1) {
     if (Math.floor(width / cell) * Math.floor(height / cell) >= numBlocks) return [cell, 1];
@@ -71,7 +71,7 @@ function layout(numBlocks, width, height) {
   return [MIN_CELL, Math.ceil(numBlocks / room)];
 }
 
-/** Each cell's kind, the commonest of its blocks that are not free, and the share of its blocks that are not. */
+/** Each cell's kind, the most common of its used blocks, and the share of used blocks. */
 function cellsOf(blocks, perCell) {
   if (perCell === 1) return blocks.flatMap(([count, kind]) => Array(count).fill({ kind, share: 1 }));
   const found = [];

@@ -22,7 +22,7 @@ export class Chat {
    * store     where conversations are kept
    * settings  () → {model, maxModelLen, system, sampling}
    * on        {changed(), needsKey(), suggested(text), asked(request id), failed(): a request found no server or no
-   *           engine}: what the rest of the page wants to know
+   *           engine}: events for the rest of the page
    */
   constructor(store, settings, on) {
     this.store = store;
@@ -55,7 +55,7 @@ export class Chat {
     this.render();
   }
 
-  /** Makes the screen agree with the conversation. */
+  /** Updates the screen to the conversation. */
   render() {
     const shown = path(this.conversation);
     const run = this.#running.get(this.conversation.id);
@@ -178,7 +178,7 @@ export class Chat {
     if (node.failure?.needsKey) this.on.needsKey();
   }
 
-  /** The chunks of the answer; without the oldest turns, where all of them are too long. */
+  /** The chunks of the answer; without the oldest turns, if the whole is too long. */
   async *#chunks(conversation, node, resumes, signal) {
     const settings = this.settings();
     const { maxModelLen } = settings;
@@ -198,7 +198,7 @@ export class Chat {
     }
   }
 
-  /** Something has come: shown with the next frame, kept before long. */
+  /** Schedules showing new text with the next frame, and storing it soon. */
   #changed(conversation) {
     if (conversation === this.conversation) {
       this.#frame ||= requestAnimationFrame(() => {
@@ -261,7 +261,7 @@ function absorb(node, chunk) {
   if (choice.finish_reason) node.finish = choice.finish_reason;
 }
 
-/** Keeps the end in view while an answer grows, unless the reader has scrolled away from it. */
+/** Keeps the end in view while an answer grows, unless the reader has scrolled up. */
 class Follower {
   #lastTop = 0;
 

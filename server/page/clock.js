@@ -1,4 +1,4 @@
-// Measures one answer: the time to its first token, and its tokens a second from there on.
+// Measures one answer: the time to its first token, and its tokens a second after it.
 
 export class Clock {
   #begin = performance.now();
@@ -6,7 +6,7 @@ export class Clock {
   #tokensBefore;
   #tokensAtFirst = 0;
 
-  /** node  what `stats` is kept in; `resumes`: the answer goes on from what is there */
+  /** node  holds `stats`; `resumes`: the answer continues an earlier one */
   constructor(node, resumes) {
     this.node = node;
     this.#tokensBefore = resumes ? (node.stats?.tokens ?? 0) : 0;

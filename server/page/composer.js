@@ -1,5 +1,5 @@
-// The box that messages are written in. What is written and not yet sent is kept with its conversation for this tab,
-// so that it is still there when the page is loaded again.
+// The box that messages are written in. An unsent draft is kept with its conversation for this tab, and survives a
+// reload.
 
 import { Attachments } from "./attachments.js";
 import { byId } from "./dom.js";
@@ -31,7 +31,7 @@ export class Composer {
     });
   }
 
-  /** Shows what was being written in this conversation. */
+  /** Shows the draft of this conversation. */
   open(conversation) {
     this.#id = conversation.id;
     const { text = "", files = [] } = readDraft(this.#id);
@@ -40,7 +40,7 @@ export class Composer {
     this.show();
   }
 
-  /** The button and the height of the box as they have to be. */
+  /** Updates the button and the height of the box. */
   show() {
     const { message } = this;
     const isEmpty = !message.value.trim() && !this.attachments.files.length;
@@ -53,7 +53,7 @@ export class Composer {
     this.message.focus();
   }
 
-  /** Sends this text beside what is being written; while nothing can be sent, it waits in the box. */
+  /** Sends this text without touching the draft; while nothing can be sent, it waits in the box. */
   suggest(text) {
     if (this.on.canSend()) {
       this.on.send(text, []);

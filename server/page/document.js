@@ -1,4 +1,4 @@
-// A text that the model continues: for models without a chat template, and for whoever wants to write with one.
+// A text that the model continues: for models without a chat template, and for writing with a model.
 
 import { ApiFailure, stream, wordsOf } from "./api.js";
 import { Clock } from "./clock.js";
@@ -6,13 +6,13 @@ import { announce, byId, h } from "./dom.js";
 import { count, rate, seconds } from "./numbers.js";
 import { titleOf } from "./store.js";
 
-const MAX_TOKENS = 256; // where the settings name no number
+const MAX_TOKENS = 256; // if the settings give no number
 const SAVE_INTERVAL_MS = 1500;
 const ENDS = { length: "Stopped at the token limit.", stopped: "Stopped.", stop: "The model ended the text here." };
 
 export class TextDocument {
   #run = null; // {conversation, controller}
-  #undo = []; // texts before what the model wrote, of the conversation that is open
+  #undo = []; // texts before the model's, of the conversation that is open
   #saveTimer = 0;
   #isLeaving = false;
 
@@ -57,7 +57,7 @@ export class TextDocument {
     this.area.setSelectionRange(this.area.value.length, this.area.value.length);
   }
 
-  /** The buttons as they have to be. */
+  /** Updates the buttons. */
   show() {
     const { isRunning } = this;
     this.area.readOnly = isRunning;
@@ -132,7 +132,7 @@ export class TextDocument {
     if (node.failure?.needsKey) this.on.needsKey();
   }
 
-  /** The chunks of the answer; without the text's beginning, where all of it is too long. */
+  /** The chunks of the answer; without the text's beginning, if all of it is too long. */
   async *#chunks(request, node, signal) {
     try {
       yield* stream("v1/completions", request, signal);

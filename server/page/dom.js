@@ -1,4 +1,4 @@
-// Elements, icons and the clipboard. Text reaches the document as text nodes alone; nothing here parses markup.
+// Elements, icons and the clipboard. Text is inserted as text nodes only; nothing here parses markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -92,7 +92,7 @@ export async function copyText(text) {
   }
 }
 
-/** A button that copies what `text()` gives and says so for a moment. */
+/** A button that copies the result of `text()` and confirms it for a moment. */
 export function copyButton(text, label = "Copy") {
   const button = iconButton("copy", label, async () => {
     const done = await copyText(text());
@@ -103,14 +103,14 @@ export function copyButton(text, label = "Copy") {
   return button;
 }
 
-/** Reads a text out, where there is a screen reader. */
+/** Reads a text out with a screen reader. */
 export function announce(text) {
   byId("announcer").textContent = text;
 }
 
 let toastTimer = 0;
 
-/** A note at the foot of the page for some seconds, with at most one thing to do about it. */
+/** A note at the foot of the page for some seconds, with at most one action. */
 export function toast(text, action = null) {
   const place = byId("toast");
   clearTimeout(toastTimer);

@@ -1,7 +1,7 @@
-// What the page knows of the engine: the live messages, kept as far back as the timeline reaches and no further.
+// The page's model of the engine: the live messages, kept as far back as the timeline reaches.
 //
 // Spans (a choice's piece of a prompt, or a run of its decodes) and steps lie in rings of typed arrays, requests in a
-// map of bounded size: after hours the memory is that of the first minute.
+// map of bounded size, so memory does not grow with time.
 
 import { totals } from "./blocks.js";
 
@@ -25,7 +25,7 @@ export class Ring {
   constructor(capacity, columns) {
     this.capacity = capacity;
     this.columns = Object.fromEntries(columns.map((name) => [name, new Float64Array(capacity)]));
-    this.end = 0; // of all records ever; the latest `size` are there
+    this.end = 0; // of all records ever; the latest `size` are kept
     this.size = 0;
   }
 
@@ -53,12 +53,12 @@ export class EngineModel {
     this.clear();
   }
 
-  /** As new: another engine, or a gap in what is known. */
+  /** Clears everything: another engine, or a gap in the messages. */
   clear() {
     this.spans = new Ring(MAX_SPANS, ["serial", "kind", "start", "end", "count"]);
     this.steps = new Ring(MAX_STEPS, ["start", "end", "prefill", "decode", "running", "waiting"]);
     this.rankSteps = new Ring(MAX_RANK_STEPS, ["lane", "start", "end", "waited"]); // of engines of several ranks
-    this.requests = new Map(); // by "id index", in the order of arrival on the screen
+    this.requests = new Map(); // by "id index", in the order of arrival
     this.info = null;
     this.stats = null;
     this.state = "connecting";
@@ -68,11 +68,11 @@ export class EngineModel {
     this.numMissed = 0;
     this.numSteps = 0;
     this.nowS = 0;
-    this.clockOffsetS = -Infinity; // the server's clock less ours, by the message that took least
+    this.clockOffsetS = -Infinity; // the server's clock less ours, by the fastest message
     this.serial = 0;
   }
 
-  /** The requests that this page has asked for are marked. */
+  /** Marks the requests of this page. */
   addMine(id) {
     this.mine.add(id);
     if (this.mine.size > MAX_MINE) this.mine.delete(this.mine.values().next().value);
@@ -86,7 +86,7 @@ export class EngineModel {
 
   /** Takes in one message of `/live`. */
   take(message) {
-    if (message.now_s < this.nowS) this.clear(); // another machine's clock: nothing known is comparable
+    if (message.now_s < this.nowS) this.clear(); // another machine's clock: old data is not comparable
     this.nowS = message.now_s;
     this.clockOffsetS = Math.max(this.clockOffsetS, message.now_s - performance.now() / 1000);
     this.info = message.info;
@@ -101,14 +101,14 @@ export class EngineModel {
     if (this.stats) this.#settleBlocks(this.stats);
   }
 
-  /** The map comes with steps alone. Before the first, and after the last, the counts say what it must look like. */
+  /** The map is sent only with steps. Before the first and after the last, it is made from the counts. */
   #settleBlocks(stats) {
     const held = stats.num_blocks - stats.num_free_blocks;
     if (this.blockMap === null) this.blockMap = countsOf(stats);
     else if (held === 0) this.blockMap = this.blockMap.replace(/[uws]/g, stats.num_cached_blocks ? "c" : "f");
   }
 
-  /** A picture of all engines' blocks, one after the other; of those that have not shown theirs, by the counts. */
+  /** A map of all engines' blocks, one after the other; from the counts for engines without a map. */
   #takeMap(engine, map) {
     this.maps[engine] = map;
     if (!this.engines.length) {
@@ -130,7 +130,7 @@ export class EngineModel {
       const isDecode = chunk.start >= chunk.num_prompt_tokens;
       if (isDecode) decode += chunk.count;
       else prefill += chunk.count;
-      // the step that ends a prompt draws the first token too
+      // the step that ends a prompt also samples the first token
       if (!isDecode && chunk.start + chunk.count >= chunk.num_prompt_tokens) decode += 1;
       this.#takeChunk(chunk, isDecode, step, end);
     }
@@ -161,7 +161,7 @@ export class EngineModel {
     if (step.block_map !== null) this.#takeMap(engine, step.block_map);
   }
 
-  /** Of an engine; 0: its model is in one piece. */
+  /** Ranks of an engine; 0 if its model is not split. */
   get numRanks() {
     return this.info?.rank_stages?.length ?? 0;
   }
@@ -238,7 +238,7 @@ export class EngineModel {
     return true;
   }
 
-  /** Requests that several steps went on without have ended; so have all, once nothing runs any more. */
+  /** Ends requests that are missing from several steps, or all once nothing runs. */
   #settle() {
     const { stats } = this;
     const isIdle = stats === null || (stats.num_running === 0 && stats.num_waiting === 0);
@@ -256,7 +256,7 @@ export class EngineModel {
     }
   }
 
-  /** Tokens a second over the latest time: generated, of prompts, and the mean step. */
+  /** Tokens a second over the latest period: generated, prompt tokens, and the mean step. */
   rates() {
     const { columns } = this.steps;
     const since = this.estimatedNowS - RATE_S;
@@ -271,14 +271,14 @@ export class EngineModel {
   }
 }
 
-/** A short name: the end of what is random in "chatcmpl-3f9a…-0", with the choice when there are several. */
+/** A short name: the end of the random part of "chatcmpl-3f9a…-0", with the choice if there are several. */
 function labelOf(id, index) {
   const hex = /([0-9a-f]{6})[0-9a-f]*-(\d+)$/.exec(id);
   const name = hex ? hex[1] : id.slice(-8);
   return index ? `${name}·${index}` : name;
 }
 
-/** The blocks of an engine as a map, of which only the counts are known. */
+/** A map of an engine's blocks made from its counts. */
 function countsOf(stats) {
   const cached = stats.num_cached_blocks;
   return `${stats.num_blocks - stats.num_free_blocks}u${cached}c${stats.num_free_blocks - cached}f`;

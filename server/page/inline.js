@@ -26,9 +26,9 @@ class Inline {
     this.found = [];
     this.plain = "";
     this.at = 0;
-    this.missing = new Set(); // closing marks that do not come any more
-    this.nextBracket = -1; // where the next "](" is, as far as looked
-    this.noLinkBefore = 0; // the end of what looked like an address and was none
+    this.missing = new Set(); // marks that are known not to be closed
+    this.nextBracket = -1; // the next "](", as far as searched
+    this.noLinkBefore = 0; // the end of text that looked like an address
   }
 
   nodes() {
@@ -59,7 +59,7 @@ class Inline {
     return true;
   }
 
-  /** Whether a formula or code begins here; then it has been taken. */
+  /** Takes a formula or code if one begins here; returns whether it did. */
   span() {
     const { spans, at } = this;
     while (this.nextSpan < spans.length && spans[this.nextSpan].begin < at) this.nextSpan += 1;
@@ -68,7 +68,7 @@ class Inline {
     return this.add(spanElement(span, this.text), span.end);
   }
 
-  /** Whether something else begins here; then it has been taken. */
+  /** Takes another element if one begins here; returns whether it did. */
   take(character) {
     switch (character) {
       case "\\":
@@ -122,12 +122,12 @@ class Inline {
     return true;
   }
 
-  /** Where the mark that closes is, or -1. It follows no space, and is no part of a longer run. */
+  /** The index of the closing mark, or -1. It follows no space, and is not part of a longer run. */
   closing(mark, begin) {
     if (this.missing.has(mark)) return -1;
     let end = this.text.indexOf(mark, begin + 1);
     while (end !== -1) {
-      const span = spanAround(this.spans, end); // what closes within a formula, or within code, is part of it
+      const span = spanAround(this.spans, end); // a closing mark inside a formula or code belongs to it
       if (span) {
         end = this.text.indexOf(mark, span.end);
         continue;
@@ -177,7 +177,7 @@ class Inline {
     return this.add(linkElement(url, [address]), begin + address.length + (isBracketed ? 1 : 0));
   }
 
-  /** The label of a link holds no further links. */
+  /** A link's label holds no further links. */
   get isInLabel() {
     return this.depth >= MAX_DEPTH;
   }
@@ -204,7 +204,7 @@ export function safeUrl(address) {
   }
 }
 
-/** Without the full stop, comma or bracket that belongs to the sentence around it. */
+/** Without the full stop, comma or bracket of the surrounding sentence. */
 function trimAddress(address) {
   let end = address.length;
   while (end > 0) {

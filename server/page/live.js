@@ -1,4 +1,4 @@
-// The live view: reads `/live` while somebody looks, and draws what the model of the engine knows.
+// The live view: reads `/live` while it is visible, and draws the model of the engine.
 
 import { getEvents } from "./api.js";
 import { BlockMap } from "./blocks.js";
@@ -7,8 +7,8 @@ import { EngineModel } from "./engine.js";
 import { count, rate, seconds } from "./numbers.js";
 import { Timeline } from "./timeline.js";
 
-const DELAY_S = 0.2; // the picture is this much behind, so that what comes late is there when it is drawn
-const SLOW_FRAME_MS = 500; // between two pictures where motion is not wanted
+const DELAY_S = 0.2; // the picture lags this much, so that late messages still arrive in time
+const SLOW_FRAME_MS = 500; // between two pictures if the user prefers reduced motion
 const MAX_RETRY_S = 10;
 const NUM_TABLE_ROWS = 8;
 const STATES = { ready: "running", draining: "draining", starting: "starting", down: "down", closing: "closing" };
@@ -20,7 +20,7 @@ export class Live {
   #lastTilesMs = 0;
   #frozenS = null;
   #shownMap = null;
-  #colours = new Map(); // by legend; as long as the theme stays
+  #colours = new Map(); // by legend; until the theme changes
 
   /** failed  called with an `ApiFailure` that needs the user */
   constructor(failed) {
@@ -66,7 +66,7 @@ export class Live {
     new ResizeObserver(() => this.redraw()).observe(this.section);
   }
 
-  /** Shows or hides the view; it is read only while it is seen. */
+  /** Shows or hides the view; `/live` is read only while it is visible. */
   set isShown(isShown) {
     this.section.hidden = !isShown;
     this.#look();
@@ -131,7 +131,7 @@ export class Live {
     return this.#frozenS ?? this.model.estimatedNowS - DELAY_S;
   }
 
-  /** Draws from now on with every frame, until nothing moves any more. */
+  /** Draws every frame until nothing moves. */
   #wake() {
     this.#frame ||= requestAnimationFrame((nowMs) => this.#draw(nowMs));
   }

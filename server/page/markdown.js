@@ -1,8 +1,8 @@
-// Markdown → elements, for text that a model wrote: no HTML, no images, links to http and https alone.
+// Markdown → elements, for a model's text: no HTML, no images, links to http and https only.
 //
-// Text becomes blocks (`parse`), blocks become elements (`render`). `MarkdownView` shows a text that grows: blocks whose
-// source has not changed keep their elements. Nesting is bounded, and no search is repeated that has failed once, so
-// that time stays in proportion to the text.
+// Text becomes blocks (`parse`), blocks become elements (`render`). `MarkdownView` shows a text that grows: blocks
+// whose source has not changed keep their elements. Nesting is bounded, and failed searches are not repeated, so that
+// time is linear in the text.
 
 import { h } from "./dom.js";
 import { inline } from "./inline.js";
@@ -24,7 +24,7 @@ const DISPLAY_MARK = /\\\\|\$\$|\\[[\]]/g;
 const TASK = /^\[([ xX])\](?:\s+|$)/;
 
 /**
- * The blocks of a text: `{kind, raw, grows, …}`, where `raw` and `grows` alone decide how it looks.
+ * The blocks of a text: `{kind, raw, grows, …}`, where only `raw` and `grows` determine its look.
  * grows  more may follow, which continues the last block
  */
 export function parse(text, grows = false) {
@@ -120,7 +120,7 @@ function list(lines, at, depth, grows) {
   const indent = first[1].length;
   const items = [];
   let inner = null;
-  let offset = 0; // where the item's own text begins
+  let offset = 0; // the beginning of the item's own text
   let isLoose = false;
   let isAfterBlank = false;
   let next = at;
@@ -144,11 +144,11 @@ function list(lines, at, depth, grows) {
     } else if (isAfterBlank || startsBlock(line)) {
       break;
     } else {
-      inner.push(line); // a line that goes on without its indent
+      inner.push(line); // a continuation line without indent
     }
     isAfterBlank = false;
   }
-  while (next > at + 1 && !lines[next - 1].trim()) next -= 1; // blank lines behind the list are not its own
+  while (next > at + 1 && !lines[next - 1].trim()) next -= 1; // blank lines after the list are not its own
   return [
     {
       kind: "list",
@@ -181,7 +181,7 @@ function table(lines, at) {
   return [{ kind: "table", align, header, rows }, next];
 }
 
-/** A row's cells; a bar behind a backslash, or within a formula, is none between cells. */
+/** A row's cells; a bar after a backslash, or inside a formula, does not separate cells. */
 function cells(line) {
   const found = [];
   let cell = "";
@@ -214,7 +214,7 @@ function paragraph(lines, at, depth, grows) {
   return [{ kind: "paragraph", text }, next];
 }
 
-/** The mark that would close the formula that is open at the end of this line; null: none is. */
+/** The mark that would close the formula open at the end of this line, or null. */
 function openMark(line, open) {
   for (const [mark] of line.matchAll(DISPLAY_MARK)) {
     if (open === null && mark === "$$") open = "$$";
@@ -224,7 +224,7 @@ function openMark(line, open) {
   return open;
 }
 
-/** The line that holds the mark, if it is near and no blank line comes before it; else -1. */
+/** The line with the mark, if it is near and no blank line precedes it; else -1. */
 function lineOfMark(lines, from, mark, grows) {
   const limit = Math.min(lines.length, from + MAX_MATH_LINES);
   for (let at = from; at < limit; at += 1) {

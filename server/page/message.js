@@ -1,4 +1,4 @@
-// One message on the screen: what was said, how the answer came about, and what can be done with it.
+// One message on the screen: its text, how the answer was generated, and its actions.
 
 import { fileElement } from "./attachments.js";
 import { copyButton, h, icon, iconButton } from "./dom.js";
@@ -13,7 +13,7 @@ const ENDS = {
 const CONTINUABLE = new Set(Object.keys(ENDS));
 
 /**
- * actions  what the chat does when a button is pressed: retry, resume, edit, remove, show (another branch)
+ * actions  the chat's handlers of buttons: retry, resume, edit, remove, show (another branch)
  */
 export class MessageView {
   #actions;
@@ -57,7 +57,7 @@ export class MessageView {
     }
   }
 
-  /** Where nothing can hover, a touched message shows what can be done with it. */
+  /** Without hover, a tap on a message shows its actions. */
   #touch() {
     for (const each of this.element.parentElement?.children ?? []) each.classList.toggle("touched", each === this.element);
   }
@@ -199,7 +199,7 @@ export class MessageView {
   }
 }
 
-/** How the answer came about, in one line. */
+/** How the answer was generated, in one line. */
 function describe(node, isRunning) {
   const { stats } = node;
   const parts = [];
@@ -215,6 +215,6 @@ function pretty(text) {
   try {
     return JSON.stringify(JSON.parse(text), null, 2);
   } catch {
-    return text; // not whole yet
+    return text; // not complete yet
   }
 }

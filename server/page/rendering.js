@@ -1,5 +1,5 @@
-// What the server works out of a text: formulas as MathML, the colours of code. It sends trees and lengths of runs; the
-// elements are made here, with text nodes alone. Until an answer is there, or where there is none, the source is shown.
+// The server's rendering of a text: formulas as MathML, the colours of code. It sends trees and lengths of runs; the
+// elements are made here, with text nodes only. Until there is an answer, the source is shown.
 
 import { ApiFailure, postJson } from "./api.js";
 import { copyButton, h } from "./dom.js";
@@ -13,7 +13,7 @@ const RECOLOUR_MS = 400; // between two looks at code that grows
 const RETRY_MS = 1500;
 const MAX_TRIES = 4;
 
-const kept = new Map(); // by key: the answer, null where there is none
+const kept = new Map(); // by key: the answer, or null
 const asked = new Map(); // by key: {kind, entry, tries, listeners}
 let timer = 0;
 
@@ -53,7 +53,7 @@ async function send() {
     for (const [key, each] of batch) {
       each.isSent = false;
       const comesAgain = (error.status === 429 || error.status === 0 || error.status === 503) && each.tries < MAX_TRIES;
-      if (!comesAgain) asked.delete(key); // the source stays; another look asks anew
+      if (!comesAgain) asked.delete(key); // the source stays; the next look retries
     }
     if (asked.size) timer ||= setTimeout(send, RETRY_MS);
     return;
@@ -69,7 +69,7 @@ function take(key, answer) {
   for (const done of listeners) done(answer);
 }
 
-/** A formula. `source` is what was written, with its marks. */
+/** A formula. `source` is the original text, with its marks. */
 export function mathElement(latex, isDisplay, source) {
   const element = h("span", { class: isDisplay ? "math display" : "math" }, source);
   ask("math", { latex: latex.trim(), display: isDisplay }, (tree) => {
@@ -113,7 +113,7 @@ export const updateCode = (element, text) => views.get(element).update(text);
 
 class CodeView {
   #text = "";
-  #coloured = ""; // the part of it that has its colours
+  #coloured = ""; // the coloured part
   #isAsking = false;
   #isPlain = false;
   #rest = document.createTextNode("");

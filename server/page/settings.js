@@ -1,4 +1,4 @@
-// The settings sheet: key, model, mode, system prompt, sampling. An empty field is not sent: then the server decides.
+// The settings sheet: key, model, mode, system prompt, sampling. Empty fields use the server's defaults.
 
 import { apiKey, setApiKey } from "./api.js";
 import { byId, h } from "./dom.js";
@@ -36,7 +36,7 @@ export class Settings {
       on.modeChanged();
     });
     this.sheet.addEventListener("click", (event) => {
-      if (event.target === this.sheet) this.sheet.close(); // beside the sheet
+      if (event.target === this.sheet) this.sheet.close(); // outside of the sheet
     });
     this.sheet.addEventListener("close", () => {
       const key = this.key.value.trim();
@@ -61,7 +61,7 @@ export class Settings {
     this.model.disabled = names.length < 2;
   }
 
-  /** What the server says of its model. */
+  /** Sets the server's description of its model. */
   setAbout({ max_model_len, has_chat_template, reads_images }) {
     this.readsImages = reads_images;
     this.maxModelLen = max_model_len;
@@ -71,12 +71,12 @@ export class Settings {
     this.mode.value = this.isText ? "text" : "chat";
   }
 
-  /** Whether what is new is a text to be continued, no chat. */
+  /** Whether a new conversation is a text to be continued, not a chat. */
   get isText() {
     return !this.hasChatTemplate || this.stored.mode === "text";
   }
 
-  /** What a request is made with. */
+  /** The settings of a request. */
   get values() {
     const sampling = {};
     for (const name of NUMBERS) {
@@ -96,7 +96,7 @@ export class Settings {
 
   #keep() {
     const stored = { model: this.model.value };
-    const mode = this.hasChatTemplate ? this.mode.value : this.stored.mode; // a model without a template decides nothing
+    const mode = this.hasChatTemplate ? this.mode.value : this.stored.mode; // no choice without a template
     if (mode === "text") stored.mode = mode;
     for (const name of FIELDS) {
       const { value } = this.form.elements[name];

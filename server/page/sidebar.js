@@ -1,4 +1,4 @@
-// The list of conversations: found by their words, opened, renamed, deleted; exported and imported. On narrow screens it
+// The list of conversations: searched, opened, renamed, deleted; exported and imported. On narrow screens it
 // is a drawer.
 
 import { byId, h, iconButton, toast } from "./dom.js";
@@ -12,7 +12,7 @@ export class Sidebar {
 
   /**
    * store    the conversations
-   * current  () → the one that is open
+   * current  () → the open one
    * on       {open(conversation), remove(conversation), restore(conversation)}
    */
   constructor(store, current, on) {
@@ -160,7 +160,7 @@ export class Sidebar {
   }
 }
 
-/** Gives the browser a file to keep. */
+/** Downloads a file through the browser. */
 export function download(name, mediaType, text) {
   const address = URL.createObjectURL(new Blob([text], { type: mediaType }));
   h("a", { href: address, download: name }).click();

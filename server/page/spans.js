@@ -1,12 +1,12 @@
 // The parts of a text that Markdown leaves alone: formulas and code.
 //
-// Formulas stand in \( … \), \[ … \], $$ … $$ or $ … $. A single dollar sign opens one only where no space follows it and
-// no word goes before it; it is closed by the next one, if that follows no space and stands at the end of a word. So
-// amounts of money stay what they are.
+// Formulas stand in \( … \), \[ … \], $$ … $$ or $ … $. A single dollar sign opens one only if no space follows it and
+// no word precedes it; the next one closes it, if it follows no space and stands at the end of a word. So amounts of
+// money stay text.
 
 export const MAX_LATEX = 4000;
 const MAX_DOLLAR = 1000;
-const MAX_PENDING = 300; // behind a lone dollar sign, which may be none of a formula
+const MAX_PENDING = 300; // after a lone dollar sign, which may not belong to a formula
 
 const OPENER = /[\\`$]/g;
 const WORD = /[\p{L}\p{N}_$]/u;
@@ -16,11 +16,11 @@ const NOTATION = /[\\^_={}]/;
 
 /**
  * The spans of a text, in their order: {kind, begin, end, content, isDisplay}; kind is "math", "code", or "pending".
- * grows  more may follow: what is opened and not closed is a pending formula up to the end
+ * grows  more may follow: an unclosed mark is a pending formula up to the end
  */
 export function spansOf(text, grows = false) {
   const found = [];
-  const missing = new Set(); // closing marks that do not come any more
+  const missing = new Set(); // marks that are known not to be closed
   for (let at = 0; ; ) {
     OPENER.lastIndex = at;
     const opener = OPENER.exec(text);

@@ -1,4 +1,4 @@
-// The dot beside the model's name: whether the server answers, and how its engine is.
+// The dot beside the model's name: whether the server answers, and its engine's state.
 
 import { ApiFailure, getJson, readiness } from "./api.js";
 import { byId } from "./dom.js";
@@ -22,7 +22,7 @@ export class Status {
   #state = null;
   #name = "";
 
-  /** on  {ready(): the server takes requests, anew; needsKey()} */
+  /** on  {ready(): the server accepts requests again; needsKey()} */
   constructor(on) {
     this.on = on;
     this.place = byId("model");
@@ -40,13 +40,13 @@ export class Status {
     this.#show(this.#state);
   }
 
-  /** Looks now, and from then on from time to time while the page is seen. */
+  /** Polls now, and then regularly while the page is visible. */
   async look() {
     clearTimeout(this.#timer);
-    if (document.visibilityState !== "visible" || this.#state === "key") return; // whoever is asked for a key answers first
+    if (document.visibilityState !== "visible" || this.#state === "key") return; // the key's prompt comes first
     const number = ++this.#look;
     const state = await this.#read();
-    if (number !== this.#look) return; // a later look is under way
+    if (number !== this.#look) return; // a later poll is running
     if (state === "key") {
       this.needKey();
       return;
@@ -57,7 +57,7 @@ export class Status {
     this.#timer = setTimeout(() => this.look(), state === "ready" ? READY_MS : UNREADY_MS);
   }
 
-  /** Looks as for the first time: with another key. */
+  /** Polls as for the first time: with another key. */
   lookAnew() {
     this.#state = null;
     return this.look();
@@ -103,7 +103,7 @@ export class Status {
   }
 }
 
-/** Whether the engine is being started again; else only a new server helps. */
+/** Whether the engine is restarting; else only a new server helps. */
 async function isAlive() {
   try {
     await getJson("health");

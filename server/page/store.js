@@ -1,10 +1,10 @@
 // Conversations, kept in the browser. A conversation is a tree of messages: editing a message or asking again adds a
-// branch beside the old one, and `chosen` says which branch is shown.
+// branch beside the old one, and `chosen` selects the branch that is shown.
 //
 //   conversation  {id, title, created, updated, nodes: [node], chosen: {parent id or "root": node id}}; one that is a
 //                 text to be continued has `text`, and no nodes
-//   node          {id, parent, role, content, …}; a user's may have files: [{name, text} or {name, image: data URI}]; an
-//                 assistant's also has reasoning, calls, stats, finish, failure, numDropped (turns that were left out for it)
+//   node          {id, parent, role, content, …}; a user's may have files: [{name, text} or {name, image: data URI}];
+//                 an assistant's also has reasoning, calls, stats, finish, failure, numDropped (omitted turns)
 
 import { contentOf } from "./attachments.js";
 
@@ -34,7 +34,7 @@ export function addNode(conversation, parent, fields) {
   return node;
 }
 
-/** Whether it has another title now. */
+/** Renames it; returns whether the title changed. */
 export function rename(conversation, text) {
   const title = text.replace(/\s+/g, " ").trim().slice(0, MAX_TITLE);
   if (!title || title === conversation.title) return false;
@@ -84,7 +84,7 @@ export function pathTo(conversation, node) {
 /** The alternatives to a message, itself among them. */
 export const siblings = (conversation, node) => conversation.nodes.filter((each) => each.parent === node.parent);
 
-/** Takes a message and all that follows it away; gives back the way to undo that. */
+/** Removes a message and its descendants; returns a function that undoes it. */
 export function removeNode(conversation, node) {
   const gone = new Set([node.id]);
   for (const each of conversation.nodes) if (gone.has(each.parent)) gone.add(each.id); // parents come before children
@@ -105,7 +105,7 @@ export class Store {
   constructor() {
     this.conversations = new Map();
     this.sizes = new Map(); // characters of each stored conversation
-    this.removed = new Set(); // an answer that was still being written does not bring them back
+    this.removed = new Set(); // an answer still being written does not bring them back
     this.isFull = false;
     this.load();
   }
@@ -129,7 +129,7 @@ export class Store {
     }
   }
 
-  /** Whether it could be kept. What cannot be kept stays until the page is left. */
+  /** Stores it; returns whether that worked. Unstored conversations stay until the page is left. */
   save(conversation) {
     if (this.removed.has(conversation)) return true;
     this.conversations.set(conversation.id, conversation);
@@ -153,7 +153,7 @@ export class Store {
     return this.save(conversation);
   }
 
-  /** These conversations, or all, as a file that `import` takes. */
+  /** These conversations, or all, as a file for `import`. */
   exported(conversations = this.list()) {
     return JSON.stringify({ format: FORMAT, conversations }, null, 1);
   }
@@ -178,7 +178,7 @@ export class Store {
   }
 }
 
-/** The branch that is shown, to be read. */
+/** The branch that is shown, as readable text. */
 export function asMarkdown(conversation) {
   if (conversation.text !== undefined) return conversation.text;
   const parts = [`# ${conversation.title || "Chat"}`];
@@ -199,7 +199,7 @@ export function loadSettings() {
 
 export const saveSettings = (settings) => write(SETTINGS, JSON.stringify(settings));
 
-/** What was stored or imported as a conversation with every field of its type, or null. */
+/** A stored or imported conversation with every field of its type, or null. */
 function readConversation(value) {
   if (!value || typeof value.id !== "string" || !Array.isArray(value.nodes)) return null;
   const known = new Set([null]);
@@ -296,6 +296,6 @@ function forget(key) {
   try {
     localStorage.removeItem(key);
   } catch {
-    // nothing was kept
+    // nothing is stored
   }
 }

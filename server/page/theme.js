@@ -4,5 +4,5 @@ try {
   const theme = localStorage.getItem("xserv.theme");
   if (theme === "light" || theme === "dark") document.documentElement.dataset.theme = theme;
 } catch {
-  // storage is switched off: the system's theme it is
+  // storage is switched off: use the system's theme
 }

@@ -1,4 +1,4 @@
-// The timeline: above, tokens a second and how many requests run and wait; below, a row for each request.
+// The timeline: above, tokens a second and the running and waiting requests; below, a row per request.
 
 import { DECODE, PREEMPTED, PREFILL, QUEUED } from "./engine.js";
 import { count, seconds } from "./numbers.js";
@@ -13,7 +13,7 @@ const MAX_ROW = 18;
 const MIN_ROW = 3;
 const BIN = 3; // pixels of one column of rates
 
-/** Prepares a canvas for sharp drawing in CSS pixels; gives its context and its size. */
+/** Prepares a canvas for sharp drawing in CSS pixels; returns its context and its size. */
 export function prepare(canvas) {
   const ratio = devicePixelRatio || 1;
   const width = canvas.clientWidth;
@@ -28,7 +28,7 @@ export function prepare(canvas) {
   return { context, width, height };
 }
 
-/** A pattern of slanted lines, so that a kind is known without its colour. */
+/** A pattern of slanted lines, to distinguish kinds without colour. */
 export function hatch(context, colour, isDense = false) {
   const size = isDense ? 4 : 6;
   const tile = new OffscreenCanvas(size * 2, size * 2);
@@ -133,7 +133,7 @@ export class Timeline {
     return isAny;
   }
 
-  /** Of a model on several ranks, when each computed, hatched where it waited for another stage. Gives its height. */
+  /** Lanes of ranks: when each computed, hatched where it waited for another stage. Returns their height. */
   #ranks(fromS, nowS, top) {
     const { context, palette, model } = this;
     const names = model.rankNames.slice(0, MAX_RANKS);
@@ -216,7 +216,7 @@ export class Timeline {
     const preempted = hatch(context, palette.preempted);
     const places = [];
     for (const at of model.spans.latest()) {
-      if (columns.end[at] < fromS - 2 && columns.kind[at] === DECODE) break; // long spans may lie behind short ones
+      if (columns.end[at] < fromS - 2 && columns.kind[at] === DECODE) break; // long spans may lie below short ones
       places.push(at);
     }
     for (const at of places.reverse()) {
@@ -256,7 +256,7 @@ export class Timeline {
     }
   }
 
-  /** A cross where a request lost its blocks, and what it waits since then. */
+  /** A cross where a request was preempted, and its wait since then. */
   #preemptions(nowS, height) {
     const { context, palette } = this;
     const size = Math.max(2, Math.min(5, height / 2 - 2));
@@ -284,7 +284,7 @@ export class Timeline {
     }
   }
 
-  /** What stands at this place, in words, or null. */
+  /** A description of this place, or null. */
   describe(x, y) {
     const row = this.rows.find(({ top, height }) => y >= top && y < top + height);
     if (!row) return null;

@@ -1,1 +1,1 @@
-"""Pictures that clients send: found in messages, fetched where that is allowed, decoded in processes of their own."""
+"""Clients' pictures: found in messages, fetched if allowed, decoded in separate processes."""

@@ -1,4 +1,4 @@
-"""Where a picture may be fetched from: addresses of the public internet, and hosts that are named."""
+"""The allowed addresses of pictures: the public internet, and named hosts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _NOT_PUBLIC = [
     for each in (
         "192.88.99.0/24",  # relays of 6to4
         "::/96",  # IPv4 in IPv6, as it was once written
-        "64:ff9b::/96",  # NAT64, by which an IPv4 address of any kind can be reached
+        "64:ff9b::/96",  # NAT64, which reaches any IPv4 address
         "64:ff9b:1::/48",
         "2001::/32",  # Teredo, the same
         "2002::/16",  # 6to4, the same
-        "fec0::/10",  # a site's own, before there was fc00::/7
+        "fec0::/10",  # site-local, before fc00::/7
         "5f00::/16",  # segment routing
     )
 ]
@@ -25,7 +25,7 @@ _NOT_PUBLIC = [
 
 
 def parsed(text: str) -> Address | None:
-    """An address as it is usually written; None: it is none."""
+    """The canonical form of an address, or None if it is not one."""
     try:
         return ip_address(text.partition("%")[0])
     except ValueError:
@@ -33,7 +33,7 @@ def parsed(text: str) -> Address | None:
 
 
 def is_public(address: Address) -> bool:
-    """Whether it is a single machine's on the public internet."""
+    """Whether it is a unicast address on the public internet."""
     if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
         return False
     if not address.is_global or address.is_multicast or address.is_reserved or address.is_unspecified:
@@ -45,7 +45,7 @@ def is_public(address: Address) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A host that pictures may come from. `port`: only at this one; None: at those of http and https."""
+    """A host that pictures may come from. `port`: only this one, or None for those of http and https."""
 
     host: str
     port: int | None

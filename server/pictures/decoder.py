@@ -29,7 +29,7 @@ class PictureDecoder:
     """Its methods may be called by any thread; a call waits until one of the processes is free.
 
     num_processes  at most so many
-    timeout_s      that one picture may take; beyond it its process is ended
+    timeout_s      limit of one picture; its process is killed after it
     max_pixels     of a resized picture, in any rule
     """
 
@@ -39,11 +39,11 @@ class PictureDecoder:
         self._num_processes = num_processes
         for _ in range(num_processes):
             self._free.put(None)
-        self._running: list[WorkerProcess] = []  # of those, the ones that decode
+        self._running: list[WorkerProcess] = []  # the decoding ones of those
         self._is_closed = False
 
     def decode(self, data: bytes, limits: DecodingLimits, rule: Rule) -> PreparedImage:
-        """A file's bytes as the model reads them. Raises ImageError."""
+        """Decodes a file into the model's input. Raises ImageError."""
         process = self._free.get()
         try:
             for is_last in (False, True):
@@ -79,7 +79,7 @@ class PictureDecoder:
         process.end()
 
     def close(self) -> None:
-        """Ends the processes; pictures that wait, and those that are decoded, are refused."""
+        """Ends the processes; waiting and running pictures are refused."""
         self._is_closed = True
         for running in list(self._running):
             running.popen.kill()
@@ -91,7 +91,7 @@ class PictureDecoder:
 
 
 def _ask(process: WorkerProcess, job: Job, timeout_s: float) -> PreparedImage:
-    """Raises ImageError, and what `WorkerProcess.ask` and msgspec raise."""
+    """Sends a job. Raises ImageError, and the errors of `WorkerProcess.ask` and msgspec."""
     answer = _ANSWER.decode(process.ask(job, timeout_s))
     if isinstance(answer, Refused):
         raise ImageError(answer.message)

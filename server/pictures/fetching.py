@@ -1,8 +1,8 @@
 """`PictureFetcher`: a picture by its URL, from the public internet alone.
 
-A name is resolved once, every address that it has must be a public one, and the connection is made to one of these
-addresses, so that a name cannot mean another machine a moment later. TLS still checks the name. Redirects are followed
-one by one through the same checks. Nothing of the environment (proxies, .netrc) is read, no cookies or keys are sent.
+A name is resolved once, all of its addresses must be public, and the connection is made to one of them, so that DNS
+rebinding has no effect. TLS still checks the name. Redirects are followed one by one through the same checks. The
+environment (proxies, .netrc) is not read; no cookies or keys are sent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 
 
 class _Limits:
-    """What one picture may take, over all its connections."""
+    """The limits of one picture, over all its connections."""
 
     def __init__(self, timeout_s: float, max_bytes: int) -> None:
         self.timeout_s, self.max_bytes = timeout_s, max_bytes
@@ -38,7 +38,7 @@ class _Limits:
         self._left_bytes = max_bytes + (MAX_REDIRECTS + 1) * MAX_HEAD_BYTES
 
     def left_s(self) -> float:
-        """Raises ImageError where no time is left."""
+        """The remaining time. Raises ImageError if none is left."""
         left_s = self._end_s - time.monotonic()
         if left_s <= 0:
             raise self.too_slow()
@@ -57,7 +57,7 @@ class _Limits:
 
 
 class _Stream(httpcore.NetworkStream):
-    """A connection within the limits: also where headers come byte by byte."""
+    """A connection within the limits, even if headers arrive byte by byte."""
 
     def __init__(self, inner: httpcore.NetworkStream, limits: _Limits) -> None:
         self._inner, self._limits = inner, limits
@@ -83,7 +83,7 @@ class _Stream(httpcore.NetworkStream):
 
 
 class _Backend(httpcore.NetworkBackend):
-    """Connects to the addresses that were found and checked, whatever the name would mean now."""
+    """Connects to the addresses that were resolved and checked, not to the name."""
 
     def __init__(self, addresses: Iterable[str], limits: _Limits) -> None:
         self._addresses, self._limits = list(addresses), limits
@@ -105,9 +105,9 @@ class _Backend(httpcore.NetworkBackend):
 class PictureFetcher:
     """Its methods may be called by any thread.
 
-    places     pictures come from these alone; none: from anywhere on the public internet. A place that is an address
-               with a port may be a private one
-    max_bytes  of a picture; timeout_s: for all of one
+    places     the only allowed sources; if empty, the public internet. A place that is an address with a port may be
+               private
+    max_bytes  of a picture; timeout_s: of a whole fetch
     """
 
     def __init__(self, places: Iterable[Place], max_bytes: int, timeout_s: float) -> None:
@@ -115,7 +115,7 @@ class PictureFetcher:
         self._max_bytes, self._timeout_s = max_bytes, timeout_s
 
     def fetch(self, url: str) -> bytes:
-        """The bytes behind an http or https URL. Raises ImageError."""
+        """The bytes at an http or https URL. Raises ImageError."""
         limits = _Limits(self._timeout_s, self._max_bytes)
         for _ in range(MAX_REDIRECTS + 1):
             answer = self._get(url, limits)
@@ -125,7 +125,7 @@ class PictureFetcher:
         raise ImageError(f"the image's URL leads on more than {MAX_REDIRECTS} times")
 
     def _get(self, url: str, limits: _Limits) -> bytes | str:
-        """The picture, or the URL that the answer leads to."""
+        """The picture, or the URL of a redirect."""
         parts, port = self._checked(url)
         host = parts.hostname or ""
         addresses = self._addresses(host, port, limits)
@@ -175,7 +175,7 @@ class PictureFetcher:
         return bytes(data)
 
     def _checked(self, url: str) -> tuple[SplitResult, int]:
-        """The URL's parts and its port. Raises ImageError for what may not be fetched, before anything is sent."""
+        """The URL's parts and its port. Raises ImageError for a forbidden URL, before anything is sent."""
         if len(url) > MAX_URL_LENGTH:
             raise ImageError(f"the image's URL has {len(url)} characters, limit {MAX_URL_LENGTH}")
         if not url.isascii() or any(char <= " " or char in "\\\x7f" for char in url):
@@ -202,7 +202,7 @@ class PictureFetcher:
         return parts, port
 
     def _addresses(self, host: str, port: int, limits: _Limits) -> list[str]:
-        """The host's addresses, each of which may be asked. Raises ImageError."""
+        """The host's addresses, all of them allowed. Raises ImageError."""
         literal = parsed(host)
         if literal is not None and Place(host, port) in self._places:
             return [str(literal)]
@@ -214,7 +214,7 @@ class PictureFetcher:
 
 
 def _resolve(host: str, port: int, limits: _Limits) -> list[str]:
-    """Each address once; a resolver that does not answer is left behind."""
+    """Each address once; a resolver that times out is abandoned."""
     found: list[str] | None = None
 
     def ask() -> None:

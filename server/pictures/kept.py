@@ -1,4 +1,4 @@
-"""`KeptPictures`: what clients sent under a name of their own (`uuid`), so that they need not send it again."""
+"""`KeptPictures`: clients' pictures by their own names (`uuid`), so that they need not be sent again."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ _ENTRY_BYTES = 1024
 
 
 class KeptPictures:
-    """The files of pictures, the latest used longest, within `max_bytes` in all. Its methods may be called by any
-    thread.
+    """An LRU cache of picture files, of at most `max_bytes`. Its methods may be called by any thread.
 
-    A name stands for a file and for nothing else: what the engine keeps of a picture, embeddings and pages, is found by
-    the digest of its patches and grid, so that neither a name that is used twice, nor one that is guessed, leads to
-    what other pictures left there."""
+    A name stands only for a file: the engine finds embeddings and pages by the digest of a picture's patches and grid,
+    so that a reused or guessed name does not lead to another picture's."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -33,7 +31,7 @@ class KeptPictures:
         return self._num_bytes
 
     def put(self, owner: Owner, uuid: str, file: bytes) -> None:
-        """From now on the name stands for this file; for none where the file alone is larger than all may be."""
+        """Stores the file under the name, or removes the name if the file exceeds `max_bytes`."""
         key = (owner, uuid)
         with self._lock:
             self._drop(key)
@@ -45,7 +43,7 @@ class KeptPictures:
                 self._drop(next(iter(self._files)))
 
     def get(self, owner: Owner, uuid: str) -> bytes | None:
-        """The file that was sent last under the name; None: none is kept."""
+        """The file last sent under the name, or None."""
         key = (owner, uuid)
         with self._lock:
             if key in self._files:

@@ -1,4 +1,4 @@
-"""`PictureReader`: what a message says of a picture, then the picture as the model reads it."""
+"""`PictureReader`: reads a message's picture part, then the picture in the model's form."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _DATA_URI = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?:;[\w.+-]+=[\w.+-]+)
 
 @dataclass(frozen=True, slots=True)
 class PictureSource:
-    """A picture that a message names.
+    """A picture part of a message.
 
     path  of the field that it stands in
-    url   a data: URI or a URL; None: what was sent before under `uuid`
+    url   a data: URI or a URL, or None for the picture sent before under `uuid`
     uuid  the client's name for it
     """
 
@@ -75,11 +75,11 @@ def _check_uuid(uuid: Any, path: str) -> None:
 
 
 class PictureReader:
-    """For a model that reads pictures. Its methods may be called by any thread, and take their time.
+    """Reads pictures for a model. Its methods may be called by any thread, and may block.
 
-    support  how the model reads them
+    support  the model's picture support
     most     in one request
-    threads  where requests are prepared that may have some, so that those without wait for none
+    threads  prepare requests that may have pictures, so that others do not wait for these
     """
 
     def __init__(self, support: ImageSupport, config: ServerConfig) -> None:
@@ -133,8 +133,8 @@ class PictureReader:
         return replace(own, min_pixels=least, max_pixels=most)
 
     def read(self, source: PictureSource, rule: Rule, owner: Owner) -> PreparedImage:
-        """The picture as the model reads it; where it has a `uuid`, the owner need not send it again. Raises `ApiError`
-        400 naming the part's field."""
+        """The picture as the model's input; with a `uuid`, it is kept for later requests. Raises `ApiError` 400 naming
+        the part's field."""
         if source.is_low:
             rule = rule.at_most(LOW_DETAIL_SIDE)
         try:
@@ -147,12 +147,12 @@ class PictureReader:
         return prepared
 
     def close(self) -> None:
-        """What waits is refused."""
+        """Ends the decoder and the threads; waiting pictures are refused."""
         self._decoder.close()
         self.threads.shutdown(wait=True, cancel_futures=True)
 
     def _file(self, source: PictureSource, owner: Owner) -> bytes:
-        """Raises ImageError."""
+        """The picture's file. Raises ImageError."""
         if source.url is None:
             assert source.uuid is not None
             kept = self._kept.get(owner, source.uuid)

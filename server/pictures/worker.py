@@ -1,8 +1,7 @@
-"""A process that decodes pictures, which are files of strangers read by code in C of other people.
+"""A process that decodes pictures, which are untrusted files read by third-party C code.
 
-It may use so much memory and no more, write no files, and is ended by whoever started it when a picture takes too long
-(`server.worker_process`). A job is a `Job`; its answer is `Prepared`, whose patches lie in the shared memory, or
-`Refused`."""
+Its memory is limited, it cannot write files, and its parent kills it if a picture takes too long
+(`server.worker_process`). A job is a `Job`; its answer is `Prepared`, with patches in shared memory, or `Refused`."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ class Prepared(msgspec.Struct, tag=True):
 
 
 class Refused(msgspec.Struct, tag=True):
-    """What is wrong with a picture."""
+    """The error of a picture."""
 
     message: str
 
@@ -47,7 +46,7 @@ _JOB = msgspec.msgpack.Decoder(Job)
 
 
 def prepare(data: memoryview, memory: memoryview) -> Prepared | Refused:
-    """The picture as the model reads it."""
+    """Decodes a picture into the model's input."""
     job = _JOB.decode(data)
     try:
         patches = make_patches(decoded_image(job.data, job.limits), job.rule, memory)
@@ -59,13 +58,13 @@ def prepare(data: memoryview, memory: memoryview) -> Prepared | Refused:
 
 
 def main() -> None:
-    with suppress(ImportError):  # before memory is limited; where it is missing, each picture's error says so
+    with suppress(ImportError):  # before memory is limited; if it is missing, each picture's error reports it
         import PIL.Image
 
         PIL.Image.MAX_IMAGE_PIXELS = None  # a job has its own limit
         import PIL.AvifImagePlugin
 
-        PIL.AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # there are several processes, and each thread takes addresses
+        PIL.AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # there are several processes, and each thread reserves addresses
         from runtime.images.cutting import prepare as prepare_cutting
 
         prepare_cutting()

@@ -1,9 +1,9 @@
-"""`POST /page/render`: what the page shows of formulas and code, worked out for it.
+"""`POST /page/render`: formulas and code rendered for the page.
 
     {"math": [{"latex": "x^2", "display": false}], "code": [{"language": "python", "text": "x = 1"}]}
     → {"math": [["math", {"display": "inline"}, […]]], "code": [["", 2, "k", 1, …]]}
 
-An entry is null where the page shows the source: it is no formula, in no known language, or took too long."""
+An entry is null if the page should show the source: not a formula, an unknown language, or a timeout."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Rendered(msgspec.Struct):
 
 
 async def render(request: Request) -> Response:
-    """429 while too many wait; 400 names the field that is too long."""
+    """Renders the entries; 429 while too many wait; 400 names the field that is too long."""
     service: Service = request.app.state.service
     asked = decode_body(await read_body(request, service.config), RenderRequest, service.config)
     jobs: list[Job] = [("math", each.latex, each.display) for each in asked.math]

@@ -43,7 +43,7 @@ Runs = list[str | int]
 
 
 class HighlightError(ValueError):
-    """The language is unknown, or its lexer gave another text back than it got."""
+    """The language is unknown, or its lexer changed the text."""
 
 
 def highlight(language: str, code: str) -> Runs:
@@ -64,7 +64,7 @@ def highlight(language: str, code: str) -> Runs:
 
 
 def _lexer(language: str) -> Lexer:
-    """As it is: no line break is added, and none taken away."""
+    """The lexer; it neither adds nor removes line breaks."""
     try:
         return get_lexer_by_name(language, stripnl=False, ensurenl=False)
     except ClassNotFound:

@@ -1,7 +1,7 @@
-"""LaTeX as a tree of MathML Core, by latex2mathml: elements and attributes of one list, and nothing else.
+"""LaTeX as a tree of MathML Core, by latex2mathml: only allowed elements and attributes.
 
-A model wrote the LaTeX, so it is hostile: links, styles, classes, colours and macros (which can grow without end) do
-not come through. A node is `[tag, attributes, children]`, a leaf's children are its text; the page makes elements."""
+LaTeX from a model is untrusted: links, styles, classes, colours and macros (which can grow without end) are dropped. A
+node is `[tag, attributes, children]`, a leaf's children are its text; the page makes elements."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ _EMS = {
 
 
 class MathError(ValueError):
-    """What cannot be shown as a formula; the page shows its source."""
+    """LaTeX that cannot be shown as a formula; the page shows its source."""
 
 
 def math_tree(latex: str, *, is_display: bool) -> Tree:
@@ -123,14 +123,14 @@ def math_tree(latex: str, *, is_display: bool) -> Tree:
     source = _with_known_environments(_LABELS.sub("", latex))
     try:
         root = convert_to_element(source, display="block" if is_display else "inline")
-    except Exception as error:  # the library raises what its own parts do: IndexError, StopIteration, …
+    except Exception as error:  # the library raises its parts' errors: IndexError, StopIteration, …
         raise MathError(type(error).__name__) from None
     return _Cleaner().clean(root)
 
 
 def _with_known_environments(latex: str) -> str:
     if "\\\\" in latex and "\\begin" not in latex and "\\substack" not in latex:
-        name = "aligned" if "&" in latex else "gathered"  # lines without an environment, as answers have them
+        name = "aligned" if "&" in latex else "gathered"  # lines without an environment, as in answers
         latex = rf"\begin{{{name}}}{latex}\end{{{name}}}"
 
     def known(found: re.Match[str]) -> str:
@@ -144,7 +144,7 @@ def _with_known_environments(latex: str) -> str:
 
 
 class _Cleaner:
-    """Takes one tree over, element by element."""
+    """Cleans one tree, element by element."""
 
     def __init__(self) -> None:
         self._num_nodes = 0
@@ -225,7 +225,7 @@ def _in_font(letter: str, font: str) -> str:
         kind = name.removeprefix(greek).replace("CAPITAL LETTER", "CAPITAL").replace("SMALL LETTER", "SMALL")
     except ValueError:
         return letter
-    for prefix in ("MATHEMATICAL ", ""):  # ℝ, ℒ, ℌ are older than the others
+    for prefix in ("MATHEMATICAL ", ""):  # ℝ, ℒ, ℌ have older names
         older = {"FRAKTUR": "BLACK-LETTER"}.get(font, font) if not prefix else font
         try:
             return unicodedata.lookup(f"{prefix}{older} {kind}")
@@ -235,7 +235,7 @@ def _in_font(letter: str, font: str) -> str:
 
 
 def _has_limits(children: list[Element]) -> bool:
-    """Whether the operator in front carries its limits above and below, where there is room."""
+    """Whether the operator before has its limits above and below in display style."""
     if not children or children[0].tag not in ("mo", "mi") or len(children[0]):
         return False
     text = _CODE_POINT.sub(_character, children[0].text or "").replace("\u2006", " ").replace("\u2009", " ")
@@ -253,7 +253,7 @@ def _with_thin_spaces(children: list[Element]) -> Iterator[Element]:
 
 
 def _base(element: Element) -> Element:
-    """What the indices stand at."""
+    """The base of the indices."""
     return element[0] if element.tag in LIMITS and len(element) else element
 
 

@@ -1,7 +1,7 @@
-"""`Renderer`: one process that renders, started when it is first needed, and what it has said before.
+"""`Renderer`: one rendering process, started on first use, and a cache of its answers.
 
-Every job has a time; beyond it the process is ended, and the job counts as one that cannot be rendered. What waits, and
-what is kept, are bounded. Its methods belong to the event loop; the process is spoken to by one thread."""
+A job that exceeds its time limit counts as unrenderable, and its process is killed. The queue and the cache are
+bounded. Its methods run on the event loop; one thread talks to the process."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Renderer:
         self._is_closed = False
 
     async def render(self, jobs: Sequence[Job], tenant: str | None = None) -> list[msgspec.Raw]:
-        """The answer to each job as JSON; "null": it is shown as it is. A tenant finds only what it asked for itself.
-        Raises `RendererBusyError`."""
+        """The answer to each job as JSON; "null" shows the source. The cache is per tenant. Raises
+        `RendererBusyError`."""
         keys = [(tenant, job) for job in jobs]
         missing = [key for key in dict.fromkeys(keys) if key not in self._kept]
         found = {key: self._kept[key] for key in keys if key in self._kept}
@@ -69,7 +69,7 @@ class Renderer:
         return [found[key] for key in keys]
 
     def close(self) -> None:
-        """Ends the process; what still waits gets nothing."""
+        """Ends the process; waiting jobs get no answer."""
         self._is_closed = True
         self._end()
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -88,7 +88,7 @@ class Renderer:
         return [self._ask(job) for job in jobs]
 
     def _ask(self, job: Job) -> msgspec.Raw:
-        for _ in range(2):  # a process that has ended since the last job is replaced
+        for _ in range(2):  # a process that ended since the last job is replaced
             if self._is_closed:
                 return NOTHING
             if self._process is None:

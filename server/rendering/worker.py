@@ -1,8 +1,7 @@
 """The process that renders (`server.worker_process`). Jobs and answers are JSON.
 
-It reads what a model wrote with parsers and regular expressions of other people, some of which take their time over
-the right input. A job is `["math", latex, is_display]` or `["code", language, text]`; its answer is a tree, runs, or
-null."""
+It reads a model's text with third-party parsers and regular expressions, some of which are slow on bad input. A job is
+`["math", latex, is_display]` or `["code", language, text]`; its answer is a tree, runs, or null."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ MAX_MEMORY_BYTES = 1 << 30
 
 
 def render(job: list[Any]) -> Any:
-    """The answer to one job; None: it is to be shown as it is."""
+    """The answer to one job, or None to show the source."""
     kind, first, second = job
     try:
         return math_tree(first, is_display=second) if kind == "math" else highlight(first, second)
@@ -27,7 +26,7 @@ def render(job: list[Any]) -> Any:
 
 
 def answer(job: memoryview, _: memoryview) -> msgspec.Raw:
-    """As JSON, of JSON."""
+    """The answer as JSON to a job as JSON."""
     return msgspec.Raw(msgspec.json.encode(render(msgspec.json.decode(job))))
 
 

@@ -1,8 +1,7 @@
-"""From the engine's thread to the event loop: the one place where the two meet.
+"""Delivers outputs from the engine's thread to the event loop; nothing else crosses between the two.
 
-The engine calls a sink for each output, hundreds of times a step when many requests run. A call puts the
-output into an inbox; only the first into an empty one wakes the loop, which then hands out all that has
-gathered."""
+The engine calls a sink for each output, hundreds of times a step when many requests run. A call puts the output into an
+inbox; only the first into an empty one wakes the loop, which then delivers all of them."""
 
 from __future__ import annotations
 
@@ -16,10 +15,9 @@ Receiver = Callable[[EngineOutput], None]
 
 
 class LoopBridge:
-    """Delivers outputs to receivers on the event loop's thread, in the order in which they were put in.
+    """Delivers outputs to receivers on the event loop's thread, in order.
 
-    `sink(receiver)` is what the engine is given. After `close` outputs are dropped: nobody is left to read
-    them."""
+    The engine gets `sink(receiver)`. After `close` outputs are dropped."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -35,20 +33,20 @@ class LoopBridge:
             if self._is_closed:
                 return
             self._inbox.append((receiver, output))
-            # The loop clears the flag before it empties the inbox. So whoever finds it set has put its
-            # output in before the emptying, and whoever finds it clear wakes the loop (twice, at worst).
+            # The loop clears the flag before it empties the inbox. So a sink that finds it set has added its output
+            # before the emptying, and one that finds it clear wakes the loop (twice, at worst).
             if not self._is_woken:
                 self._is_woken = True
                 try:
                     self._loop.call_soon_threadsafe(self._hand_out)
                 except RuntimeError:
-                    if not self._loop.is_closed():  # closed: the server has ended in between
+                    if not self._loop.is_closed():  # closed if the server has ended meanwhile
                         raise
 
         return put
 
     def close(self) -> None:
-        """To be called on the loop's thread, while the loop still runs."""
+        """Call it on the loop's thread, while the loop still runs."""
         self._is_closed = True
         self._inbox.clear()
 
@@ -60,7 +58,7 @@ class LoopBridge:
 
 
 class Signal:
-    """What `asyncio.Event` is, for one who waits: every event of every stream waits once. Belongs to one event loop."""
+    """An `asyncio.Event` for a single waiter, cheaper per wait. Belongs to one event loop."""
 
     __slots__ = ("_is_set", "_waiter")
 
@@ -75,7 +73,7 @@ class Signal:
             waiter.set_result(None)
 
     async def wait(self) -> None:
-        """Returns when it is set, or was since the last time; it is clear then."""
+        """Waits until it is set, and clears it."""
         if not self._is_set:
             self._waiter = asyncio.get_running_loop().create_future()
             try:

@@ -1,4 +1,4 @@
-"""The generations that run, by the names under which they can be cancelled, and `POST /v1/requests/{id}/cancel`."""
+"""Running generations by the names under which they can be cancelled, and `POST /v1/requests/{id}/cancel`."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ Key = tuple[str | None, str]
 
 
 class RunningGenerations:
-    """Generations by tenant and name. A name is the answer's id, the request's `request_id` or its `X-Request-Id`; of
-    the last two, several generations may have the same. Belongs to the event loop's thread."""
+    """Generations by tenant and name. A name is the answer's id, the request's `request_id` or its `X-Request-Id`;
+    several generations may share one of the last two. Belongs to the event loop's thread."""
 
     def __init__(self) -> None:
         self._by_key: dict[Key, list[Generation]] = {}
 
     def add(self, generation: Generation, tenant: str | None, names: Iterable[str]) -> None:
-        """Keep it under these names until it is closed."""
+        """Registers it under these names until it is closed."""
         keys = {(tenant, name) for name in names}
         for key in keys:
             self._by_key.setdefault(key, []).append(generation)
         generation.on_close.append(partial(self._remove, generation, keys))
 
     def cancel(self, tenant: str | None, name: str) -> int:
-        """Cancel what runs under this name for this tenant; how many that were."""
+        """Cancels the generations of this name for this tenant; returns how many."""
         found = list(self._by_key.get((tenant, name), ()))
         for generation in found:
             generation.cancel()
@@ -51,7 +51,7 @@ class RunningGenerations:
 
 
 async def cancel_request(request: Request) -> Response:
-    """Ends everything that runs under this name for this tenant; 404 where nothing does."""
+    """Ends everything that runs under this name for this tenant; 404 if nothing does."""
     name = request.path_params["request_id"]
     num_cancelled = request.app.state.service.running.cancel(Exchange.of(request).tenant, name)
     if not num_cancelled:

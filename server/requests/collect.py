@@ -1,4 +1,4 @@
-"""An answer that is not streamed: taken in full, for as long as its client is there."""
+"""Collects an answer that is not streamed, as long as its client is connected."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from server.transport.sse import watch_disconnect
 async def take_whole(
     request: Request, generation: Generation, take: Callable[[Piece], Awaitable[None] | object]
 ) -> None:
-    """Gives `take`, which may be a coroutine function, every piece, in order. Raises `GenerationError`, and
-    `ClientDisconnect` when the client has left; in every end the generation is closed."""
+    """Calls `take`, which may be a coroutine function, with every piece, in order. Raises `GenerationError`, and
+    `ClientDisconnect` when the client has left; closes the generation in every case."""
     with closing(generation):
         async with watch_disconnect(request.receive, generation.leave):
             async for pieces in generation:

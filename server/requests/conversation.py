@@ -1,7 +1,7 @@
-"""From a request's messages to the plain dicts that `runtime.text.chat` reads.
+"""Converts a request's messages to plain dicts for `runtime.text.chat`.
 
-Content is in its one form (`runtime.text.content`), with the pictures' sources beside it. What has no meaning to a
-template is left out.
+Content has a single form (`runtime.text.content`), with the pictures' sources beside it. Fields that templates do not
+use are left out.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from server.pictures.reader import PictureReader, PictureSource, picture_source
 def template_messages(
     request: ChatCompletionRequest, pictures: PictureReader | None
 ) -> tuple[list[dict[str, Any]], list[PictureSource]]:
-    """The conversation in Hugging Face's form, and its pictures in order; `pictures` is None where the model reads
-    none. Raises `ApiError` 400 naming the message's field."""
+    """The conversation in Hugging Face's form, and its pictures in order; `pictures` is None if the model reads none.
+    Raises `ApiError` 400 naming the message's field."""
     sources: list[PictureSource] = []
     messages = [_message(message, f"messages[{i}]", pictures, sources) for i, message in enumerate(request.messages)]
     return messages, sources
@@ -41,7 +41,7 @@ def check_ending(request: ChatCompletionRequest) -> tuple[bool, bool]:
 
 
 def echoed_text(request: ChatCompletionRequest, messages: list[dict[str, Any]]) -> str:
-    """With `echo`, the last message's text, where it is the assistant's; else nothing."""
+    """With `echo`, the last message's text if it is the assistant's; else nothing."""
     last = messages[-1]
     return text_of(last["content"]) if request.echo and last["role"] == "assistant" else ""
 
@@ -67,7 +67,7 @@ def _message(
     if content is None and not (is_assistant and (message.tool_calls or reasoning)):
         problem = f"{path}.content must be a string or an array of parts; it is missing, or null."
         raise invalid(f"{path}.content", problem, "invalid_type")
-    # No content at all stays null, by which some templates know an answer of tool calls alone.
+    # Missing content stays null: some templates detect an answer of tool calls alone by it.
     plain = _content(content, message.role, path, pictures, sources)
     result: dict[str, Any] = {"role": message.role, "content": plain}
     if message.name is not None:
@@ -100,7 +100,7 @@ def _content(
     pictures: PictureReader | None,
     sources: list[PictureSource],
 ) -> str | list[dict[str, Any]] | None:
-    """In the one form; the sources of its pictures go to `sources`."""
+    """Content in its single form; its pictures' sources are added to `sources`."""
 
     def take(image: ImagePart) -> None:
         assert pictures is not None

@@ -1,12 +1,12 @@
-"""One HTTP request's way through the engine: its prompts admitted, its choices' text as it comes, its end.
+"""One HTTP request in the engine: admission of its prompts, its choices' text as it arrives, its end.
 
     generation.start()                        # every prompt admitted, or a typed error
     with closing(generation):
-        async for pieces in generation:       # all that has come since the last round
+        async for pieces in generation:       # all since the last round
             ...
 
-`close` ends whatever still runs, so a client that goes away, an error and a cancelled task all free the
-request's blocks within one step. It knows nothing of HTTP or of OpenAI's shapes."""
+`close` ends all running choices, so a disconnected client, an error and a cancelled task all free the request's blocks
+within one step. The module does not depend on HTTP or OpenAI's shapes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OUTPUT_BYTES, ENTRY_BYTES, ALTERNATIVE_BYTES = 400, 300, 40
 
 
 def kept_bytes(output: EngineOutput) -> int:
-    """About what an output takes of memory until it is taken."""
+    """Approximate memory of an output until it is taken."""
     entries = (output.logprobs or [])[:1] + (output.prompt_logprobs or [])[-1:]
     num_entries = len(output.logprobs or ()) + len(output.prompt_logprobs or ())
     width = max((len(entry.top_ids) for entry in entries if entry is not None), default=0)
@@ -48,8 +48,8 @@ def kept_bytes(output: EngineOutput) -> int:
 
 
 class GenerationError(Exception):
-    """A choice ended by a fault. `is_shutdown`: the engine was stopped while the choice was open. `is_cancelled`: no
-    fault, `Generation.cancel` was called. `code`: the request was at fault, as `EngineOutput.error_code` says."""
+    """A choice ended by a fault. `is_shutdown`: the engine was stopped while the choice was open. `is_cancelled`: not a
+    fault, `Generation.cancel` was called. `code`: the request's error, by `EngineOutput.error_code`."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ _NO_PROPOSALS = ProposalCounts()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheduling:
-    """What a request says of its turn, of its prefix and of its name; the meanings are `EngineRequest`'s, but
-    `given_id` is what the client calls it (its field `request_id`)."""
+    """A request's scheduling, cache salt and name; the meanings are `EngineRequest`'s, but `given_id` is the client's
+    name for it (its field `request_id`)."""
 
     priority: int = 0
     cache_salt: str | None = None
@@ -95,7 +95,7 @@ class Scheduling:
 
 @dataclass(slots=True)
 class Piece:
-    """What came for one choice: `choice` counts over all prompts (prompt × n + index within the prompt)."""
+    """New output of one choice: `choice` counts over all prompts (prompt × n + index within the prompt)."""
 
     choice: int
     delta: TextDelta
@@ -104,7 +104,7 @@ class Piece:
 @dataclass(slots=True)
 class _Prompt:
     """A prompt's state. `open_choices` still owe text to the client, `running_choices` still run in the engine;
-    a choice that has met a stop string is the latter without being the former until the engine hears of it."""
+    a choice that has met a stop string is running but not open until the engine has stopped it."""
 
     number: int
     request_id: str
@@ -121,19 +121,19 @@ class Generation:
 
     request_id      prefix of the engine's request ids
     prompts         token ids; each prompt is a request of its own to the engine, with `params.n` choices
-    reasoning, tools, harmony  what to look for in the answers: whether the model may think between tags, how it writes
-                    calls, and whether it writes harmony's messages
-    eos_token_ids   the ids that end a choice; None: those of the model
-    images          of the prompt, which then is the only one; until it is admitted
-    meter           is shown every output; `Service.admit` sets it
+    reasoning, tools, harmony  how answers are parsed: whether the model may think between tags, how it writes calls,
+                    and whether it writes harmony's messages
+    eos_token_ids   the ids that end a choice; the model's by default
+    images          of the only prompt, until it is admitted
+    meter           observes every output; `Service.admit` sets it
 
-    max_kept_bytes  of outputs that nobody has taken, about: then the engine pauses it until half of them are taken
+    max_kept_bytes  of pending outputs, about: beyond it the engine pauses the request until half of them are taken
 
     on_close        called once, by the first `close`
 
-    `num_prompt_tokens`, `num_cached_tokens` (those of the prompts that the prefix cache had), `num_completion_tokens`
-    and `num_reasoning_tokens` (of the completion's) and `proposals` count over all of them; `prompt_logprobs(i)` is
-    there before the first piece of prompt i."""
+    `num_prompt_tokens`, `num_cached_tokens` (prompt tokens found in the prefix cache), `num_completion_tokens`
+    and `num_reasoning_tokens` (of the completion's) and `proposals` count over all of them; `prompt_logprobs(i)` is set
+    before the first piece of prompt i."""
 
     client: EngineClient
     bridge: LoopBridge
@@ -164,7 +164,7 @@ class Generation:
     _is_paused: bool = False
 
     def __post_init__(self) -> None:
-        """Takes time in proportion to the prompts (each choice's decoder begins where its prompt ends)."""
+        """Takes time linear in the prompts (each choice's decoder begins at its prompt's end)."""
         choices = range(self.params.n)
         self._prompts = [
             _Prompt(
@@ -194,8 +194,7 @@ class Generation:
         ]
 
     def start(self) -> None:
-        """Admit every prompt, or none; to be called on the event loop. Raises what `EngineClient.submit`
-        raises."""
+        """Admits every prompt, or none; call it on the event loop. Raises the errors of `EngineClient.submit`."""
         eos_token_ids = self.client.info.eos_token_ids if self.eos_token_ids is None else self.eos_token_ids
         for prompt in self._prompts:
             request = EngineRequest(
@@ -221,7 +220,7 @@ class Generation:
         self.images = ()
 
     def close(self) -> None:
-        """End what is still open. May be called again."""
+        """Ends the open choices. May be called again."""
         while self._outputs:
             self._meter_end(self._outputs.popleft()[1])
         for prompt in self._prompts:
@@ -233,25 +232,25 @@ class Generation:
             self.on_close.pop()()
 
     def cancel(self) -> None:
-        """Somebody does not want it any more: free the blocks now, and end the iteration with `GenerationError`."""
+        """Frees the blocks now, and ends the iteration with `GenerationError`."""
         self.is_cancelled = True
         self.close()
         self._arrived.set()
 
     def leave(self) -> None:
-        """The client has gone away: free the blocks now, and end the iteration."""
+        """Frees the blocks now, and ends the iteration: the client has disconnected."""
         self.has_left = True
         self.close()
         self._arrived.set()
 
     @property
     def has_parts(self) -> bool:
-        """Whether an answer may hold anything beside content."""
+        """Whether an answer may hold parts other than content."""
         return self.reasoning or self.harmony or self.tools is not None
 
     @property
     def of_prediction(self) -> tuple[int, int] | tuple[()]:
-        """Its tokens that were tried and kept, and tried and dropped, where the request has a prediction."""
+        """The numbers of accepted and rejected tokens of the request's prediction, if it has one."""
         counts = self.proposals
         kept = counts.num_kept_of_prediction
         return (kept, counts.num_tried_of_prediction - kept) if self.scheduling.prediction else ()
@@ -261,7 +260,7 @@ class Generation:
         return sum(len(prompt.token_ids) for prompt in self._prompts)
 
     def prompt_logprobs(self, number: int) -> list[TokenLogprobs | None]:
-        """Those of prompt `number`, which must have been asked for and come."""
+        """Log probabilities of prompt `number`, which must have been requested and have arrived."""
         logprobs = self._prompts[number].logprobs
         assert logprobs is not None
         return logprobs
@@ -284,7 +283,7 @@ class Generation:
             raise GenerationError("the request was cancelled", is_cancelled=True)
 
     def _next_pieces(self) -> list[Piece]:
-        """What some of the outputs say that have come."""
+        """The pieces of some of the outputs that have arrived."""
         pieces: list[Piece] = []
         for _ in range(min(len(self._outputs), OUTPUTS_AT_ONCE)):
             prompt, output = self._outputs.popleft()
@@ -318,7 +317,7 @@ class Generation:
                     self.client.pause(each.request_id)
 
     def _meter_end(self, output: EngineOutput) -> None:
-        """A choice's last output is metered when its text is known, or nobody wants it: a stop string may lie in it."""
+        """Meters a choice's last output once its text is known or not needed: it may hold a stop string."""
         if self.meter is not None and output.finish_reason is not None:
             self.meter.finish(output)
 
@@ -333,7 +332,7 @@ class Generation:
             )
         if output.finish_reason == "abort":
             raise GenerationError("the engine was stopped", is_shutdown=True)
-        if output.prompt_logprobs is not None:  # with choice 0's first output; other choices start after it
+        if output.prompt_logprobs is not None:  # with choice 0's first output; the other choices start later
             prompt.logprobs = output.prompt_logprobs
         if output.proposals is not None:
             self.proposals = ProposalCounts(

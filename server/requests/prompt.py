@@ -1,4 +1,4 @@
-"""From what a request calls a prompt to token ids. Runs in a thread: encoding takes time."""
+"""Converts a request's prompt to token ids. Runs in a thread: encoding takes time."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def embedding_conversation(
     pictures: PictureReader | None,
     tenant: str | None,
 ) -> ConversationPrompt:
-    """A conversation that is to be embedded, without the beginning of an answer. Raises `ApiError` 400."""
+    """A conversation to be embedded, without a generation prompt. Raises `ApiError` 400."""
     assert request.messages is not None
     for field in ("add_special_tokens", "truncate_prompt_tokens"):
         if getattr(request, field) is not None:
@@ -75,7 +75,7 @@ def embedding_conversation(
 def _given_ids(
     prompt: Prompt, field: str, tokenizer: Tokenizer | None, config: ServerConfig, *, adds_special_tokens: bool
 ) -> Iterator[list[int]]:
-    """The ids of each prompt of `field`, as they were given or as the tokenizer has them."""
+    """The ids of each prompt of `field`, as given or encoded."""
     given: Sequence[str | list[int]]
     if isinstance(prompt, str) or _are_ids(prompt):
         given = [prompt]
@@ -98,8 +98,8 @@ def _given_ids(
 
 @dataclass(frozen=True, slots=True)
 class ConversationPrompt:
-    """A conversation as the engine has it, the text that `echo` puts before the answer, and the names of the fields
-    that the chat template leaves out."""
+    """A conversation's prompt, the text that `echo` puts before the answer, and the names of the fields that the chat
+    template leaves out."""
 
     token_ids: list[int]
     images: tuple[ImageItem, ...]
@@ -116,7 +116,7 @@ def conversation_prompt(
     pictures: PictureReader | None,
     tenant: str | None,
 ) -> ConversationPrompt:
-    """The conversation as the model's template writes it. Raises `ApiError` 400."""
+    """The conversation rendered by the model's template. Raises `ApiError` 400."""
     prompt = whole_conversation(request, tokenizer, config, answer_format, pictures, tenant)
     max_tokens = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
     room = info.max_model_len - max(1, max_tokens or 1)
@@ -132,7 +132,7 @@ def whole_conversation(
     pictures: PictureReader | None,
     tenant: str | None,
 ) -> ConversationPrompt:
-    """The same, however long. `pictures` is None where the model reads none. Raises `ApiError` 400."""
+    """The same without a limit of length. `pictures` is None if the model reads none. Raises `ApiError` 400."""
     messages, sources = template_messages(request, pictures)
     if sources and request.truncate_prompt_tokens is not None:
         raise invalid("truncate_prompt_tokens", "truncate_prompt_tokens: a conversation with images is never cut.")
@@ -146,7 +146,7 @@ def whole_conversation(
     if pictures is not None:
         rule = pictures.rule(request.mm_processor_kwargs)
         try:
-            image_places(ids, len(sources), pictures.support)  # before any is fetched
+            image_places(ids, len(sources), pictures.support)  # checked before any is fetched
             owner = (tenant, request.cache_salt)
             read = [pictures.read(source, rule, owner) for source in sources]
             ids, images = place_images(ids, read, pictures.support)
@@ -196,7 +196,7 @@ def _rendered(
             **variables,
         )
     except RequestError as error:
-        # What the template itself says, the user may read; what went wrong within it stays here.
+        # The template's own messages go to the user; its internal errors do not.
         cause = error.__cause__.__cause__ if error.__cause__ is not None else None
         if cause is None or isinstance(cause, jinja2.TemplateError):
             raise from_engine(error, {}) from None
@@ -221,7 +221,7 @@ _RESERVED = frozenset(
 
 
 def _cut(ids: list[int], most: int | None, room: int) -> list[int]:
-    """`last_tokens`. Raises `ApiError` 400."""
+    """Applies `last_tokens`. Raises `ApiError` 400."""
     try:
         return last_tokens(ids, most, room)
     except RequestError as error:
@@ -229,7 +229,7 @@ def _cut(ids: list[int], most: int | None, room: int) -> list[int]:
 
 
 def _checked(ids: list[int], field: str, info: EngineInfo, most: int) -> list[int]:
-    """What the engine would refuse too, before anything is done for each of the ids."""
+    """Checks what the engine would refuse, before any work per id."""
     if not ids:
         raise invalid(field, f"{field} must come to at least one token.")
     try:

@@ -1,5 +1,5 @@
-"""From a request's fields to `SamplingParams`: the request's value, else the model's generation config's,
-else OpenAI's default. Ranges are checked by `SamplingParams` itself."""
+"""Converts a request's fields to `SamplingParams`: the request's value, else the generation config's, else OpenAI's
+default. Ranges are checked by `SamplingParams` itself."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def chat_params(
 def completion_params(
     request: CompletionRequest, defaults: Mapping[str, Any], tokenizer: Tokenizer | None, **extra: Any
 ) -> SamplingParams:
-    """Raises `ApiError` 400 naming the field. With `max_tokens=0` one token is drawn, for the caller to
-    drop: the engine has no request without output."""
+    """Raises `ApiError` 400 naming the field. With `max_tokens=0` one token is sampled, and dropped by the caller: the
+    engine has no requests without output."""
     limit = {}
     if request.max_tokens is not None:
         limit = {"max_tokens": request.max_tokens or 1}
@@ -101,8 +101,8 @@ def _params(
 
 
 def _asks_for_draws(request: GenerationRequest) -> bool:
-    """A model may recommend greedy decoding. But several choices, or a field that says how to draw, would
-    mean nothing then; who sends them without a temperature means OpenAI's default, 1."""
+    """Whether a request implies sampling. A model may recommend greedy decoding, but several choices, or sampling
+    fields, would have no effect then: without a temperature they mean OpenAI's default, 1."""
     how_to_draw = ["seed", *(name for name, column in COLUMNS.items() if column.shapes_draws)]
     return (request.n or 1) > 1 or any(getattr(request, name) is not None for name in how_to_draw)
 
@@ -118,7 +118,7 @@ def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
 
 
 def stream_flags(request: GenerationRequest) -> tuple[bool, bool]:
-    """Whether a stream ends with the usage, and whether every chunk carries it. Raises `ApiError` 400."""
+    """Whether a stream ends with the usage, and whether every chunk has it. Raises `ApiError` 400."""
     options = request.stream_options
     if options is None:
         return False, False

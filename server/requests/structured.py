@@ -1,4 +1,4 @@
-"""From a request's `response_format` and `structured_outputs` to the engine's grammar; what becomes of its schemas."""
+"""Converts a request's `response_format` and `structured_outputs` to the engine's grammar, and tracks its schemas."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from server.openai_api.schema import (
 
 
 class RequestSchemas:
-    """The JSON schemas of a request that its grammar is made of, by their places in the request.
+    """The JSON schemas of a request's grammar, by their places in the request.
 
-    field    of the request that asks for a grammar; None: none does
-    closes   objects that declare properties and do not say whether they may have further ones have none
-    ignored  formats to which no answer is held, as `X-Xserv-Ignored` names them
-    closed   places of the schemas in which objects were closed
+    field    of the request that asks for a grammar, or None
+    closes   objects that declare properties and do not mention additional ones have none
+    ignored  formats that are not enforced, by their names in `X-Xserv-Ignored`
+    closed   places of the schemas with closed objects
     """
 
     def __init__(self, *, closes: bool) -> None:
@@ -37,7 +37,7 @@ class RequestSchemas:
         self.closed: list[str] = []
 
     def take(self, place: str, schema: Any, strict: bool | None = None) -> dict[str, Any]:
-        """The schema as a grammar has it. Raises `ApiError` 400 that names the place."""
+        """The schema in the grammar's form. Raises `ApiError` 400 that names the place."""
         try:
             ready = prepared(schema, closes=self._closes if strict is None else strict)
         except RequestError as error:
@@ -53,8 +53,8 @@ class RequestSchemas:
         return taken
 
     def at_fault(self, checker: GrammarChecker, grammar: Grammar, error: RequestError) -> ApiError | None:
-        """After `grammar` was refused with `error`: that of the schema that it is, or of the first that is refused by
-        itself of those that it is made of; None if none is."""
+        """After `grammar` was refused with `error`: the error of its only schema, or of the first of its schemas that
+        is refused by itself; None if none is."""
         for place, schema in self._taken.items():
             alone = schema_grammar(schema)
             if alone == grammar:
@@ -67,15 +67,15 @@ class RequestSchemas:
 
 
 def schema_grammar(schema: dict[str, Any]) -> Grammar:
-    """Raises `RequestError` where it is too long."""
+    """The grammar of a schema. Raises `RequestError` if it is too long."""
     return Grammar(kind="json_schema", text=msgspec.json.encode(schema).decode())
 
 
 def answer_grammar(request: GenerationRequest, schemas: RequestSchemas) -> Grammar | None:
     """The grammar of the answer's content; None if it is free. `schemas` gets its schema.
 
-    Raises `ApiError` 400 where two fields ask for different things, and for a schema that cannot be promised; whether
-    the grammar can be compiled is `check_grammar`'s to say.
+    Raises `ApiError` 400 if two fields contradict each other, and for a schema that cannot be enforced; `check_grammar`
+    compiles the grammar.
     """
     schemas.field = field = grammar_field(request)
     try:
@@ -89,7 +89,7 @@ def answer_grammar(request: GenerationRequest, schemas: RequestSchemas) -> Gramm
 
 
 def grammar_field(request: GenerationRequest) -> str | None:
-    """The request's field that the content's grammar comes from. Raises `ApiError` 400 where there are two."""
+    """The request's field that the content's grammar comes from. Raises `ApiError` 400 if there are two."""
     has_format = isinstance(request.response_format, (JsonObjectFormat, JsonSchemaFormat))
     if request.structured_outputs is None:
         return "response_format" if has_format else None
@@ -99,17 +99,17 @@ def grammar_field(request: GenerationRequest) -> str | None:
 
 
 def contradiction(one: str, other: str) -> ApiError:
-    """Two fields that ask for different things."""
+    """The error of two fields that contradict each other."""
     return invalid(one, f"{one} and {other} contradict each other; send one.")
 
 
 def refused(error: RequestError, field: str | None) -> ApiError:
-    """The answer for a grammar that cannot be honoured."""
+    """The answer for an unsupported grammar."""
     return invalid(field, str(error), error.code or "invalid_value")
 
 
 def _placed(error: RequestError, place: str) -> ApiError:
-    """The same with the request's name of what the engine calls "grammar"."""
+    """The error with the request's name of the engine's "grammar"."""
     param = place + (error.param or "").removeprefix("grammar")
     return invalid(param, place + str(error).removeprefix("grammar"), error.code or "invalid_value")
 

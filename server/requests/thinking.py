@@ -1,6 +1,6 @@
-"""A request's wishes about thinking, as variables of the model's chat template.
+"""Converts a request's thinking options to variables of the model's chat template.
 
-Templates know other levels of effort than clients: the nearest one is taken, and the answer's header says so.
+Templates have other levels of effort than clients: the nearest one is used, and the answer's header names it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEVELS: tuple[ReasoningEffort, ...] = get_args(ReasoningEffort)
 
 
 def thinking_variables(tokenizer: Tokenizer | None, is_enabled: bool | None, *, has_tools: bool) -> dict[str, Any]:
-    """`enable_thinking`, where the request says anything and the template knows it."""
+    """`enable_thinking`, if the request sets it and the template has it."""
     if is_enabled is None or not has_variable(tokenizer, "enable_thinking", has_tools=has_tools):
         return {}
     return {"enable_thinking": is_enabled}
@@ -44,9 +44,9 @@ def nearest_effort(
     has_tools: bool,
     is_off: bool = False,
 ) -> ReasoningEffort | None:
-    """The level that the template knows; None: it knows of no effort. Where that is not the level that was asked for,
-    `ignored` gets the field's `name` and what it is taken for: "reasoning_effort=high". `is_off`: the switch
-    `enable_thinking` is, so that a template which has nothing else takes no level."""
+    """The template's nearest level, or None if it has no levels. If that is not the requested level, `ignored` gets the
+    field's `name` and the used level: "reasoning_effort=high". `is_off`: the switch `enable_thinking` is off, so that a
+    template with only this switch gets no level."""
     if effort is None or tokenizer is None or not tokenizer.has_chat_template:
         return effort
     template = tokenizer.chat_template(has_tools=has_tools)
@@ -70,7 +70,7 @@ def nearest_effort(
 
 
 def check_agreement(effort: ReasoningEffort | None, variables: Mapping[str, Any]) -> None:
-    """Raises `ApiError` 400 where a request's `chat_template_kwargs` say otherwise than its effort."""
+    """Raises `ApiError` 400 if a request's `chat_template_kwargs` contradict its effort."""
     for name, is_contrary in (
         ("reasoning_effort", variables.get("reasoning_effort", effort) not in (None, effort)),
         ("enable_thinking", effort == "none" and variables.get("enable_thinking") is True),
@@ -88,9 +88,9 @@ def settle_thinking(
     ignored: list[str],
     names: Mapping[str, str],
 ) -> None:
-    """A chat's effort becomes one that the template knows; `names` has the fields' names as they were sent, where these
-    are others. The switch `enable_thinking`, where the template has none, becomes the least effort if it is off, and is
-    named if that is no way either. Raises `ApiError` 400 for an effort and a variable that contradict each other."""
+    """Replaces a chat's effort by the template's nearest; `names` maps fields to their sent names, if different. If the
+    template has no switch `enable_thinking`, off becomes the least effort, or is reported as ignored. Raises `ApiError`
+    400 for an effort and a variable that contradict each other."""
     has_tools = bool(asked.tools) and asked.tool_choice != "none"
     given = dict(asked.chat_template_kwargs or {})
     name = names.get("reasoning_effort", "reasoning_effort")
@@ -117,7 +117,7 @@ def settle_thinking(
 def effort_variables(
     request: ChatCompletionRequest, tokenizer: Tokenizer, template: str, answer_format: AnswerFormat
 ) -> dict[str, Any]:
-    """`reasoning_effort` as the template's variable, or as the switch of thinking where it knows only that."""
+    """`reasoning_effort` as the template's variable, or as the switch of thinking if it has only that."""
     effort, given = request.reasoning_effort, request.chat_template_kwargs or {}
     if effort is None:
         return {}
@@ -137,8 +137,8 @@ def _known_levels(tokenizer: Tokenizer, template: str, answer_format: AnswerForm
 
 @lru_cache(maxsize=16)
 def _rendered_levels(tokenizer: Tokenizer, template: str) -> tuple[ReasoningEffort, ...]:
-    """The levels that change the text of a conversation, compared with a word that is no level; such a word gives the
-    medium effort. If no level changes the text here, it may change another one: then all levels are returned."""
+    """The levels that change a conversation's text compared with an unknown word, which gives the medium effort. If no
+    level changes this text, all levels are returned, since they may change another one."""
     from tokenizer import ChatTemplateError
 
     def written(level: str) -> str | None:

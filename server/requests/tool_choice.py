@@ -1,4 +1,4 @@
-"""Which of a request's tools may be called, and whether one has to be."""
+"""The tools of a request that may be called, and whether a call is forced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenizer import Tokenizer
 
 
 def callable_tools(request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
-    """The tools that may be called, as they were sent, checked; None where there are none. Raises `ApiError` 400."""
+    """The tools that may be called, as they were sent, checked; None if there are none. Raises `ApiError` 400."""
     for i, tool in enumerate(request.tools or ()):
         converted(tool, Tool, f"tools[{i}]")
     choice = request.tool_choice
@@ -90,8 +90,8 @@ def forced_calls(
 def free_calls_text(
     request: ChatCompletionRequest, tools: list[dict[str, Any]], notation: Notation, tokenizer: Tokenizer | None
 ) -> str:
-    """The grammar, in Lark's notation, of calls that nobody forces. They are held to the notation and to the tools'
-    names, not to the tools' schemas."""
+    """The grammar, in Lark's notation, of optional calls. It enforces the notation and the tools' names, not the tools'
+    schemas."""
     free = []
     for tool in tools:
         function = tool["function"]
@@ -103,7 +103,7 @@ def free_calls_text(
 
 
 def _properties_of(parameters: Any) -> dict[str, Any]:
-    """Each property with nothing but its types, by which a notation writes it."""
+    """Each property with only its types, which determine its notation."""
     declared = parameters.get("properties") if isinstance(parameters, dict) else None
     properties = {}
     for name, schema in (declared if isinstance(declared, dict) else {}).items():

@@ -1,4 +1,4 @@
-"""A tool call's arguments as the object that Anthropic's and Ollama's clients want."""
+"""A tool call's arguments as an object, for Anthropic's and Ollama's clients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INVALID_JSON = "INVALID_JSON"
 
 
 def tool_input(arguments: str) -> dict[str, Any]:
-    """What a model has written, such as arguments that were cut off, stays to be seen where it is no object."""
+    """The arguments as an object; text that is not an object, such as truncated arguments, is kept inside one."""
     try:
         value = msgspec.json.decode(arguments or "{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

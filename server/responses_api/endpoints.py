@@ -1,8 +1,6 @@
-"""`/v1/responses`: OpenAI's newer way to a chat. A request becomes the chat's request that it is, and takes its
-way.
+"""`/v1/responses`: OpenAI's newer chat API. A request is converted to a chat's request, and handled as one.
 
-A stored response can be asked for again, continued (`previous_response_id`), deleted; one that still runs can be
-cancelled."""
+A stored response can be retrieved, continued (`previous_response_id`) and deleted; a running one can be cancelled."""
 
 from __future__ import annotations
 
@@ -62,9 +60,9 @@ from server.transport.sse import EventStreamResponse, named_frame
 
 @dataclass(slots=True, kw_only=True)
 class RunningResponse:
-    """A response while it is made.
+    """A response while it is generated.
 
-    input_items   what its request brought
+    input_items   of its request
     conversation  the messages that it answers, without instructions
     """
 
@@ -84,7 +82,7 @@ class RunningResponse:
         return self.output.push(piece.delta, self.chat.token_logprobs(piece.delta) if self.has_logprobs else ())
 
     def complete(self) -> Iterator[Event]:
-        """All has come."""
+        """Records the end of the response."""
         response, is_complete = self.response, self.finish_reason != "length"
         yield from self.output.finish(is_complete=is_complete)
         if is_complete:
@@ -95,7 +93,7 @@ class RunningResponse:
         yield ResponseCompleted(response) if is_complete else ResponseIncomplete(response)
 
     def fail(self, error: GenerationError) -> ApiError:
-        """It broke off, or was cancelled. Returns what the client is told."""
+        """Ends a response that failed or was cancelled. Returns the client's error."""
         told = self.service.failure(self.response.id, error)
         self.response.status = "cancelled" if error.is_cancelled else "failed"
         if not error.is_cancelled:
@@ -120,7 +118,7 @@ class RunningResponse:
 
 
 async def create_response(request: Request) -> HttpResponse:
-    """Checks everything, admits the request, then answers at once with a stream or at the end with the whole."""
+    """Checks and admits the request, then answers at once with a stream, or in full at the end."""
     service: Service = request.app.state.service
     arrival_time_s = time.monotonic()
     tenant = Exchange.of(request).tenant
@@ -154,7 +152,7 @@ def _prepare(
     ignored: list[str],
     arrival_time_s: float,
 ) -> RunningResponse:
-    """All that a request costs before the engine has it. Raises `ApiError`."""
+    """Prepares the request for the engine. Raises `ApiError`."""
     given: list[dict[str, Any]] = (
         [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": asked.input}]}]
         if isinstance(asked.input, str)
@@ -174,7 +172,7 @@ def _prepare(
     except ApiError as error:
         raise in_own_names(error, names) from None
     told = (own_name(name, names) for name in chat.left_out)
-    ignored += [name for name in told if not name.startswith("messages")]  # those of stored responses were told then
+    ignored += [name for name in told if not name.startswith("messages")]  # stored responses reported theirs
     params = chat.generation.params
     return RunningResponse(
         service=service,
@@ -191,7 +189,7 @@ def _prepare(
 
 
 def _renamed_fields(chat: Chat) -> dict[str, str]:
-    """The engine's names to the request's."""
+    """Maps the engine's field names to the request's."""
     field = chat.schemas.field or "grammar"
     return {"prompt": "input", "logprobs": "top_logprobs", **RENAMED, "grammar": RENAMED.get(field, field)}
 
@@ -240,7 +238,7 @@ async def _events(running: RunningResponse) -> AsyncGenerator[bytes, None]:
 
 
 async def get_response(request: Request) -> HttpResponse:
-    """A stored response, or one that runs, as it stands."""
+    """A stored or running response, as it is now."""
     service, tenant, response_id = _asked_for(request)
     if request.query_params.get("stream", "false") != "false":
         raise invalid("stream", "A stored response is not streamed again.", "unsupported_parameter")
@@ -254,7 +252,7 @@ async def get_response(request: Request) -> HttpResponse:
 
 
 async def delete_response(request: Request) -> HttpResponse:
-    """Forgets a stored response. Those that continue it stay."""
+    """Deletes a stored response. Responses that continue it are kept."""
     service, tenant, response_id = _asked_for(request)
     if not service.responses.delete(tenant, response_id):
         raise _not_found(response_id, "response_id")
@@ -262,7 +260,7 @@ async def delete_response(request: Request) -> HttpResponse:
 
 
 async def cancel_response(request: Request) -> HttpResponse:
-    """Ends a response that runs; one that has ended stays as it is."""
+    """Ends a running response; one that has ended stays as it is."""
     service, tenant, response_id = _asked_for(request)
     running = service.running_responses.get((tenant, response_id))
     if running is None:
@@ -277,7 +275,7 @@ async def cancel_response(request: Request) -> HttpResponse:
 
 
 async def list_input_items(request: Request) -> HttpResponse:
-    """What a stored response's own request brought, the last first."""
+    """The input items of a stored response's own request, the last first."""
     service, tenant, response_id = _asked_for(request)
     stored = service.responses.get(tenant, response_id)
     if stored is None:

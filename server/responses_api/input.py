@@ -1,4 +1,4 @@
-"""From the input items of `/v1/responses` to a chat's messages."""
+"""Converts the input items of `/v1/responses` to a chat's messages."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _NOT_READ = (
 
 @dataclass(slots=True)
 class ItemMessages:
-    """The messages that a request's items are.
+    """The messages of a request's items.
 
     names    a chat's names of them, and of their fields, counted from the first: "[1].content" is "input[2].output"
-    ignored  the names of what another server has encrypted, or made for itself
+    ignored  the names of items that another server has encrypted or that only it can read
     """
 
     messages: list[Message] = field(default_factory=list)
@@ -56,8 +56,8 @@ class ItemMessages:
 
 
 def input_messages(given: str | Sequence[dict[str, Any]]) -> ItemMessages:
-    """Reasoning, text and function calls of an assistant's turn, in this order, become one message, as it was
-    answered. Raises `ApiError` 400 naming the item's field."""
+    """Reasoning, text and function calls of an assistant's turn, in this order, become one message, as in the answer.
+    Raises `ApiError` 400 naming the item's field."""
     found = ItemMessages()
     if isinstance(given, str):
         found.add(Message(role="user", content=given), "input")
@@ -118,8 +118,8 @@ def _open_turn(found: ItemMessages, path: str, is_open: Any = lambda last: True)
 
 
 def _content(content: str | list[dict[str, Any]], path: str) -> str | list[dict[str, Any]]:
-    """In a chat's form, whose parts `server.requests.conversation` reads. No files are kept, so none is named by its
-    id."""
+    """Content in a chat's form, whose parts `server.requests.conversation` reads. Files by id are refused, since none
+    are kept."""
     if isinstance(content, str):
         return content
     for i, part in enumerate(content):

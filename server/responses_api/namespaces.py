@@ -1,7 +1,7 @@
-"""Functions that stand in namespaces, as agents send them for their MCP servers and for agents of their own.
+"""Functions in namespaces, as agents send them for their MCP servers and subagents.
 
-A model reads one list of functions, so a function in a namespace has both names there, "files__read". A call gets its
-own two names back by the request's tools: a function may have "__" in its name, too."""
+A model reads one list of functions, so a function in a namespace has both names there, "files__read". A call is mapped
+back by the request's tools, since a function's name may also contain "__"."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Names = Mapping[str, tuple[str, str]]
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """The model's name of a function."""
+    """A function's name for the model."""
     return name if namespace is None else f"{namespace}__{name}"
 
 
 def flat_tools(tools: Iterable[ResponsesTool]) -> tuple[list[dict[str, Any]], Names]:
-    """The tools as a chat has them. Raises `ApiError` 400."""
+    """The tools in a chat's form. Raises `ApiError` 400."""
     flat: list[dict[str, Any]] = []
     seen: set[str] = set()
     names: dict[str, tuple[str, str]] = {}
@@ -47,7 +47,7 @@ def flat_tools(tools: Iterable[ResponsesTool]) -> tuple[list[dict[str, Any]], Na
 
 
 def names_of_tools(tools: Iterable[ResponsesTool]) -> dict[str, str]:
-    """A chat's names of the functions to those that they have here."""
+    """Maps a chat's names of the functions to their names here."""
     return {f"tools[{i}].function": path for i, (path, _, _) in enumerate(_functions(tools))}
 
 
@@ -62,7 +62,7 @@ def _functions(tools: Iterable[ResponsesTool]) -> Iterator[tuple[str, NamespaceT
 
 
 def _chat_tool(tool: FunctionTool, name: str, namespace: NamespaceTool | None) -> dict[str, Any]:
-    """A namespace's description stands before the function's own."""
+    """A chat's tool; the namespace's description comes before the function's own."""
     about = (None if namespace is None else namespace.description, tool.description)
     fields = {
         "name": name,

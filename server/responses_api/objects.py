@@ -1,4 +1,4 @@
-"""What `/v1/responses` answers, and the events of its streams, as typed objects in OpenAI's shapes; None is sent as
+"""The answers of `/v1/responses`, and the events of its streams, as typed objects in OpenAI's shapes; None is sent as
 null, and UNSET not at all (the usage, until there is one)."""
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed", "ca
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """The response as it stands: in its stream's events, at its end, and when it is asked for again."""
+    """The response: in its stream's events, at its end, and when it is retrieved."""
 
     id: str
     object: Literal["response"] = "response"
@@ -133,7 +133,7 @@ class ResponseInputItems(msgspec.Struct, kw_only=True):
     has_more: Literal[False] = False
 
 
-# Events: first what several of them have.
+# Events: first their common fields.
 
 
 class _Event(msgspec.Struct, tag_field="type", kw_only=True):

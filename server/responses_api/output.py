@@ -1,11 +1,11 @@
-"""One response's output as it grows: deltas of text, reasoning and tool calls become items, and the events that tell of
-them, in OpenAI's order.
+"""One response's output as it grows: deltas of text, reasoning and tool calls become items and their events, in
+OpenAI's order.
 
     added → (part added → deltas → text done → part done) → done         a message, or reasoning
     added → deltas → arguments done → done                               a function call
 
-An item is open until a delta of another kind, or of another call, comes. An answer that is not streamed is what the
-items are at the end, so both say the same."""
+An item is open until a delta of another kind, or of another call, comes. A whole answer holds the final items, so both
+agree."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from server.responses_api.objects import (
 
 
 class ResponseOutput:
-    """The items so far. `push` and `finish` give events that are to be encoded at once: they hold the items
-    themselves, which go on to change.
+    """The items so far. The events of `push` and `finish` must be encoded at once: they hold the items themselves,
+    which still change.
 
-    namespaced  functions of the request that stand in namespaces, by the model's names for them
+    namespaced  functions in namespaces, by the model's names for them
     """
 
     def __init__(self, namespaced: Names) -> None:
@@ -52,7 +52,7 @@ class ResponseOutput:
         self._namespaced = namespaced
 
     def push(self, delta: TextDelta, logprobs: Sequence[ChatTokenLogprob] = ()) -> Iterator[Event]:
-        """What a delta adds. `logprobs` belong to its text."""
+        """Adds a delta; returns its events. `logprobs` belong to its text."""
         if delta.reasoning:
             yield from self._add_reasoning(delta.reasoning)
         if delta.text or logprobs:
@@ -70,7 +70,7 @@ class ResponseOutput:
                 yield ArgumentsDelta(self._open.id, self._index, call.arguments)
 
     def finish(self, *, is_complete: bool) -> Iterator[Event]:
-        """The end: an answer has at least one item. Only the last can be incomplete."""
+        """Ends the output: an answer has at least one item. Only the last can be incomplete."""
         if not self.items:
             yield from self._begin(OutputMessage(_new_id("msg")))
         yield from self._close(is_complete=is_complete)

@@ -1,4 +1,4 @@
-"""From a request of `/v1/responses` to the chat's request that it is, and back from its output to messages."""
+"""Converts a request of `/v1/responses` to a chat's request, and its output back to messages."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ RENAMED = {
 def chat_request(
     asked: ResponsesRequest, conversation: Sequence[Message], tools: list[dict[str, Any]]
 ) -> ChatCompletionRequest:
-    """The chat's request with its own form of the tools. Raises `ApiError` 400."""
+    """The chat's request with the tools in a chat's form. Raises `ApiError` 400."""
     if asked.stream_options is not None:
         if not asked.stream:
             raise invalid("stream_options", "stream_options is only for stream: true.")
@@ -99,7 +99,7 @@ def _tool_choice(choice: ToolChoice | None) -> ChatToolChoice | None:
 
 
 def names_of_items(items: ItemMessages, num_messages: int) -> dict[str, str]:
-    """A chat's names of the last messages, and of their parts, to those of the items that they are."""
+    """Maps a chat's names of the last messages, and of their parts, to those of their items."""
     first = num_messages - len(items.messages)
     names = {}
     for own, path in items.names.items():
@@ -109,7 +109,7 @@ def names_of_items(items: ItemMessages, num_messages: int) -> dict[str, str]:
 
 
 def in_own_names(error: ApiError, items: Mapping[str, str]) -> ApiError:
-    """A chat's error in this endpoint's names; `items`: those of the messages."""
+    """A chat's error in this endpoint's names; `items` maps those of the messages."""
     return renamed(error, {**RENAMED, **items})
 
 
@@ -139,7 +139,7 @@ def begun_response(
 
 
 def output_messages(items: Sequence[OutputItem]) -> list[Message]:
-    """The assistant's turn as the next request's conversation has it: what was thought is not repeated."""
+    """The assistant's turn for the next request's conversation, without reasoning."""
     text = "".join(part.text for item in items if isinstance(item, OutputMessage) for part in item.content)
     calls = [
         ToolCall(function=FunctionCall(flat_name(item.namespace or None, item.name), item.arguments), id=item.call_id)

@@ -1,6 +1,6 @@
-"""The requests of `/v1/responses`: OpenAI's fields, and of vLLM's extensions those that a chat has, too.
+"""The requests of `/v1/responses`: OpenAI's fields, and vLLM's extensions that a chat also has.
 
-What has no effect or is not built is in `server.openai_api.fields`."""
+Fields without effect and unsupported ones are in `server.openai_api.fields`."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class NamedJsonSchemaFormat(
 
 
 class TextOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """verbosity: only "medium", which is what happens."""
+    """verbosity: only "medium", the default."""
 
     format: TextFormat | JsonObjectFormat | NamedJsonSchemaFormat | None = None
     verbosity: Literal["medium"] | None = None
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """effort: the chat template's variable `reasoning_effort`. summary: taken without effect, since the reasoning
+    """effort: the chat template's variable `reasoning_effort`. summary: accepted without effect, since the reasoning
     itself is sent."""
 
     effort: ReasoningEffort | None = None
@@ -49,7 +49,7 @@ class ReasoningOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="function"):
-    """A function of the client's."""
+    """A function of the client."""
 
     name: Name
     parameters: dict[str, Any] | None = None
@@ -58,8 +58,7 @@ class FunctionTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
 
 
 class NamespaceTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="namespace"):
-    """Functions of the client's under a name of their own; `server.responses_api.namespaces` shows them to the
-    model."""
+    """The client's functions in a namespace; `server.responses_api.namespaces` renames them for the model."""
 
     name: Name
     description: str
@@ -73,7 +72,7 @@ ResponsesTool = FunctionTool | NamespaceTool
 class FunctionChoice(
     msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="type", tag="function"
 ):
-    """The one function that must be called, or one that may be. namespace: where it stands."""
+    """The one function that must be called, or one that may be. namespace: of the function."""
 
     name: Name
     namespace: Name | None = None
@@ -115,9 +114,9 @@ class ResponsesRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True)
 
     input                 a text, or items: messages, function calls and their outputs, reasoning
     instructions          the system message of this response alone
-    previous_response_id  the conversation that a stored response ended is continued
-    store                 keep the response for `GET` and as somebody's previous one (default: true)
-    metadata              given back
+    previous_response_id  continues the conversation of a stored response
+    store                 keep the response for `GET` and `previous_response_id` (default: true)
+    metadata              returned as sent
     """
 
     model: str | None = None
@@ -169,7 +168,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A message as it is written, or an output message as it was answered."""
+    """A message in the input's form, or an output message as it was received."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[dict[str, Any]]
@@ -204,7 +203,7 @@ class InputReasoningPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 class InputReasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An assistant's reasoning before the next item of its turn. The summary is not read if there is content;
-    reasoning that another server has encrypted is never read."""
+    encrypted reasoning of another server is never read."""
 
     type: Literal["reasoning"]
     summary: list[InputReasoningPart]

@@ -1,5 +1,5 @@
-"""Responses kept in memory, so that they can be asked for again and continued: a bounded number of bytes and entries,
-each for a limited time. What is stored does not outlive the process."""
+"""Responses kept in memory for retrieval and continuation: a bounded number of bytes and entries, each for a limited
+time. The store ends with the process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Key = tuple[str | None, str]
 class StoredResponse:
     """A finished response.
 
-    input_items   the items that its request brought
+    input_items   of its request
     conversation  all messages up to and including its output, without instructions
     size_bytes    of all these, as JSON
     """
@@ -37,7 +37,7 @@ class StoredResponse:
 class ResponseStore:
     """The latest responses. Belongs to the event loop's thread.
 
-    max_entries, max_bytes  beyond them the oldest go; a response larger than `max_bytes` is not kept
+    max_entries, max_bytes  beyond them the oldest are evicted; a response larger than `max_bytes` is not kept
     ttl_s                   how long a response is kept
     clock                   seconds
     """
@@ -58,7 +58,7 @@ class ResponseStore:
     def put(
         self, tenant: str | None, response: Response, input_items: list[dict[str, Any]], conversation: list[Message]
     ) -> None:
-        """Keep a response, or what has become of it."""
+        """Stores a response, or its new state."""
         self.delete(tenant, response.id)
         size = sum(len(msgspec.json.encode(part)) for part in (response, input_items, conversation))
         if size > self.max_bytes:
@@ -71,14 +71,14 @@ class ResponseStore:
             self._drop(next(iter(self._stored)))
 
     def get(self, tenant: str | None, response_id: str) -> StoredResponse | None:
-        """None: never stored, deleted, too old, or given up for others."""
+        """The response, or None if it was never stored, was deleted or evicted, or has expired."""
         now = self._clock()
-        while self._stored and next(iter(self._stored.values())).expires_s <= now:  # the oldest stand first
+        while self._stored and next(iter(self._stored.values())).expires_s <= now:  # the oldest are first
             self._drop(next(iter(self._stored)))
         return self._stored.get((tenant, response_id))
 
     def delete(self, tenant: str | None, response_id: str) -> bool:
-        """Whether there was one."""
+        """Deletes a response; returns whether there was one."""
         if self.get(tenant, response_id) is None:
             return False
         self._drop((tenant, response_id))

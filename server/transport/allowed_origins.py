@@ -1,4 +1,4 @@
-"""How `--allowed-origin` names the pages that may use the server. (It imports nothing else: every command reads it.)"""
+"""The syntax of `--allowed-origin`, the pages that may use the server. (Without imports: every command needs it.)"""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _APP_ORIGIN = re.compile(r"(?!https?:)[a-z][a-z0-9+.-]*://(\*|[^\s/?#@*]*)/?")
 
 
 def is_origin(text: str) -> bool:
-    """Whether `origins_pattern` takes it: "*", "null", a site, or the pages of applications ("app://", any of them)."""
+    """Whether `origins_pattern` accepts it: "*", "null", a site, or all pages of an application's scheme ("app://")."""
     lowered = text.lower()
     return lowered in ("*", "null") or any(kind.fullmatch(lowered) for kind in (_WEB_ORIGIN, _APP_ORIGIN))
 
 
 def origins_pattern(origins: Sequence[str]) -> str:
-    """A regular expression of whole origins; of none if there are none."""
+    """A regular expression that matches whole origins; it matches none if there are none."""
     patterns = []
     for origin in origins:
         lowered = origin.lower()

@@ -1,8 +1,8 @@
-"""API keys: who may ask. Every route but `OPEN_PATHS` wants one as soon as there is any.
+"""API keys. Every route but `OPEN_PATHS` requires one as soon as any is set.
 
 A key comes as `Authorization: Bearer KEY`, as OpenAI's clients send it, as `X-Api-Key: KEY`, as Anthropic's do, or as
 the password of Basic authentication, so that a browser can ask for it and open the page. Keys are compared by their
-digests, all of them every time: neither the time nor the answer tells how near a guess came."""
+digests, all of them every time, so that timing leaks nothing about a guess."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ApiKeys:
         return bool(self._keys or self._files)
 
     def reload(self) -> None:
-        """Read the files again. If that fails, the keys stay as they are, and the log says why."""
+        """Reads the files again. If that fails, the keys stay as they are, and the error is logged."""
         try:
             self._digests = self._read()
         except ServerConfigError as error:
@@ -57,7 +57,7 @@ class ApiKeys:
             logger.info("%d API keys are valid", len(self._digests))
 
     def tenant_of(self, key: bytes) -> str | None:
-        """A name for whoever holds this key, the same until the server ends; None: nobody does."""
+        """The tenant of this key, constant until the server ends, or None for a wrong key."""
         digest = hashlib.sha256(key).digest()
         is_valid = False
         for known in self._digests:
@@ -73,8 +73,8 @@ class ApiKeys:
 
 
 def _keys_in(file: str) -> list[str]:
-    """One key a line; empty lines and those that begin with # do not count. A file without keys is an error: it would
-    let nobody in, or everybody."""
+    """One key a line; empty lines and those that begin with # are skipped. A file without keys is an error, since it
+    would allow no request, or all."""
     try:
         with Path(file).open(encoding="ascii") as lines:
             text = lines.read(MAX_KEY_FILE_BYTES + 1)
@@ -91,25 +91,24 @@ def _keys_in(file: str) -> list[str]:
 
 
 class Authentication:
-    """An ASGI layer that lets nobody pass without a key, whatever the path, the method, or whether there is such a
-    route. The path is the one that is routed, after its escapes were resolved, and only `OPEN_PATHS`
-    are open.
+    """An ASGI layer that refuses requests without a key, for any path and method, whether or not the route exists. It
+    checks the unescaped path that is routed; only `OPEN_PATHS` are open.
 
-    Notes in the exchange whose key it was."""
+    Sets the exchange's tenant."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
         self.app = app
         self.keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:  # the gate lets no websocket this far
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:  # the gate refuses websockets
             await self.app(scope, receive, send)
             return
         key = key_of(scope["headers"])
         tenant = None if key is None else self.keys.tenant_of(key)
         if tenant is None:
             response = _refusal(has_key=key is not None).response(scope)
-            for challenge in ('Basic realm="xserv", charset="UTF-8"', "Bearer"):  # a browser asks for the first
+            for challenge in ('Basic realm="xserv", charset="UTF-8"', "Bearer"):  # browsers prompt for the first
                 response.headers.append("WWW-Authenticate", challenge)
             await response(scope, receive, send)
             return
@@ -119,8 +118,8 @@ class Authentication:
 
 
 def key_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """The key in the Authorization header, or, without that, in X-Api-Key; if there is exactly one such header and it
-    holds one."""
+    """The key in the Authorization header, or without it in X-Api-Key, if there is exactly one such header with a
+    key."""
     given, plain = [], []
     for name, value in headers:
         if name == b"authorization":

@@ -1,5 +1,5 @@
-"""A request's body: read within its limits, decoded, and checked against a schema, each failure a 4xx that
-says where.
+"""A request's body: read within its limits, decoded, and checked against a schema; each error is a 4xx that names the
+place.
 
     body = await read_body(request, config)
     chat = decode_body(body, ChatCompletionRequest, config)
@@ -36,7 +36,7 @@ too; their Origin is refused before."""
 
 
 class Body(bytes):
-    """A request's body, and what the exchange is told of its fields' names once it is decoded."""
+    """A request's body; decoding it sets the exchange's names of fields."""
 
     ignored: list[str]
     sent: dict[str, str]
@@ -51,9 +51,9 @@ class Body(bytes):
 async def read_body(request: Request, config: ServerConfig) -> Body:
     """The whole body, at most `max_body_bytes`.
 
-    The limit holds while reading, whatever Content-Length says or where there is none. Raises `ApiError`
-    415 (not JSON by its own account: a browser's form or a plain-text post from another site never reaches
-    the engine; or compressed), 413, 408, and starlette's `ClientDisconnect`."""
+    The limit holds while reading, independently of Content-Length. Raises `ApiError` 415 (compressed, or not JSON by
+    its Content-Type, so that a browser's form or plain-text post from another site never reaches the engine), 413, 408,
+    and starlette's `ClientDisconnect`."""
     encoding = request.headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity"):
         raise ApiError(
@@ -100,15 +100,15 @@ async def read_body(request: Request, config: ServerConfig) -> Body:
 
 
 def decode_body(body: bytes, schema: type[T], config: ServerConfig) -> T:
-    """The body as `schema`. Raises `ApiError` 400: not JSON, nested too deep, a field that is unknown,
-    missing, mistyped, or that asks for what is not built."""
+    """The body as `schema`. Raises `ApiError` 400: not JSON, nested too deep, a field that is unknown, missing,
+    mistyped or unsupported."""
     try:
         value = msgspec.json.decode(body)
     except RecursionError:
         raise _too_deep(config) from None
     except UnicodeDecodeError:
         raise invalid(None, "The body is not UTF-8.", "invalid_json") from None
-    except msgspec.ValidationError:  # the one rule for untyped JSON: a number is finite
+    except msgspec.ValidationError:  # the only rule for untyped JSON: numbers are finite
         raise invalid(None, "The body holds a number that is out of range.", "invalid_json") from None
     except msgspec.DecodeError as error:
         raise _not_json(body, str(error)) from None
@@ -136,8 +136,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def _not_json(body: bytes, text: str) -> ApiError:
-    """The 400 for malformed JSON; NaN and infinities, which Python's json writes and JSON has not, by field
-    name."""
+    """The 400 for malformed JSON; NaN and infinities, which Python's json writes but JSON lacks, by field name."""
     found = _POSITION.search(text)
     if (found is None or "surrogate" in text) and _has_lone_surrogate(body):
         return invalid(
@@ -155,7 +154,7 @@ def _not_json(body: bytes, text: str) -> ApiError:
 
 
 def _has_lone_surrogate(body: bytes) -> bool:
-    """Python's json reads it, where it reads the rest, too."""
+    """Whether the body is JSON by Python's parser, which accepts lone surrogates."""
     if _SURROGATE.search(body) is None:
         return False
     try:

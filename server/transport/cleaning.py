@@ -1,5 +1,5 @@
-"""What clients write that a schema would refuse and that means nothing else: a field that is null is absent, a whole
-float is an integer (2.0), and a field that other servers know stands in `server.openai_api.extensions`.
+"""Normalises unambiguous values that a schema would refuse: a null field is absent, a whole float (2.0) is an integer,
+and other servers' fields are handled by `server.openai_api.extensions`.
 
 The walk follows the schema's types. Values of any type (a JSON schema, a template's variables) stay as they are."""
 
@@ -36,7 +36,7 @@ from server.transport.json_limits import kinds_of
 
 
 class ContentPart(msgspec.Struct):
-    """Of a chat's content; `server.requests.conversation` reads it."""
+    """A part of a chat's content; `server.requests.conversation` reads it."""
 
     type: str
     text: str | None = None
@@ -44,7 +44,7 @@ class ContentPart(msgspec.Struct):
 
 
 class InputPart(msgspec.Struct):
-    """Of an item's content; `server.responses_api.input` reads it."""
+    """A part of an item's content; `server.responses_api.input` reads it."""
 
     type: str
     text: str | None = None
@@ -86,8 +86,8 @@ LARGEST_EXACT = 2.0**53
 class Cleaner:
     """Cleans one request.
 
-    ignored  gets the names of what is left out, such as "messages[0].cache_control"
-    takes_unknown  leave out fields that nobody knows, too
+    ignored  gets the names of skipped fields, such as "messages[0].cache_control"
+    takes_unknown  skip unknown fields, too
     """
 
     def __init__(self, ignored: list[str], *, takes_unknown: bool) -> None:
@@ -135,7 +135,7 @@ class Cleaner:
 
     def _items(self, value: list[Any], kind: inspect.Type, path: str) -> list[Any]:
         inner = next((each.item_type for each in _kinds(kind) if isinstance(each, inspect.ListType)), None)
-        if inner is None or kinds_of(value) <= {str, int}:  # a million ids cost little
+        if inner is None or kinds_of(value) <= {str, int}:  # a million ids are cheap
             return value
         return [self._value(item, inner, f"{path}[{i}]") for i, item in enumerate(value)]
 
@@ -149,7 +149,7 @@ class Cleaner:
 
 
 def _chosen(value: dict[str, Any], structs: tuple[type, ...]) -> Any:
-    """The type whose `type` the object names; an item without one is a message."""
+    """The type that the object's `type` names; an item without one is a message."""
     kind = value.get("type", "message")
     for struct in structs:
         field = _fields_of(struct).get("type")
@@ -159,7 +159,7 @@ def _chosen(value: dict[str, Any], structs: tuple[type, ...]) -> Any:
 
 
 class _Unknown(msgspec.Struct):
-    """An object of a kind that is refused by name."""
+    """An object of a type that is refused by name."""
 
     type: Any = None
 

@@ -1,4 +1,4 @@
-"""CORS: headers that tell browsers which pages may use the server. Errors have them, for a page to read."""
+"""CORS: headers that tell browsers which pages may use the server. Errors have them, so that pages can read these."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _EXPOSED = ("X-Request-Id", "Request-Id", "Retry-After", "X-Xserv-Ignored", "X-X
 
 
 class Cors(CORSMiddleware):
-    """For pages of these origins, as `origins_pattern` reads them. They may ask from a public address for one in a
-    private network, too (`Access-Control-Request-Private-Network`). The preflight of any other page is a 403."""
+    """CORS for pages of these origins (see `origins_pattern`). They may access a private network from a public address,
+    too (`Access-Control-Request-Private-Network`). The preflight of any other page is a 403."""
 
     def __init__(self, app: ASGIApp, allowed_origins: tuple[str, ...]) -> None:
         super().__init__(
@@ -30,7 +30,7 @@ class Cors(CORSMiddleware):
         )
 
     def answer_headers(self, headers: Headers) -> list[tuple[bytes, bytes]]:
-        """Those of an answer that is given before the application has the request, whose headers came so far."""
+        """The headers of an answer given before the application has the request, from its headers so far."""
         if (origin := headers.get("origin")) is None:
             return []
         answered = MutableHeaders(self.simple_headers)

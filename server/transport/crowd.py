@@ -1,9 +1,8 @@
-"""Who gives way when there are more connections than the server holds.
+"""Chooses the connection to close when there are more than the server holds.
 
-Every connection that keeps the server waiting stands in one of five queues, the one that has waited longest in front.
-When one comes too many, one of them is closed: the first of the first queue whose patience is over; else, of those that
-have not sent a whole head yet or have not had their turn, the one that has waited longest. Who is being answered stands
-in none."""
+Every connection that the server waits for is in one of five queues, longest wait first. When there is one too many, one
+of them is closed: the first of the first queue whose patience is over; else the longest waiting one without a complete
+head or a turn. A connection that is being answered is in none."""
 
 from __future__ import annotations
 
@@ -14,13 +13,13 @@ from typing import Protocol
 
 
 class Wait(IntEnum):
-    """What is waited for, in the order in which connections give way."""
+    """The awaited events, in the order in which connections give way."""
 
     SILENT = 0  # the first byte of its first request
     IDLE = 1  # its next request
     HEAD = 2  # the rest of a request's line and headers, or its turn to begin (`turns`)
     BODY = 3  # the rest of a body
-    READER = 4  # that the client reads
+    READER = 4  # the client's reading
 
 
 PATIENCE_S = {Wait.SILENT: 1.0, Wait.IDLE: 0.0, Wait.HEAD: 1.0, Wait.BODY: 1.0, Wait.READER: 1.0}
@@ -29,7 +28,7 @@ PATIENCE_S = {Wait.SILENT: 1.0, Wait.IDLE: 0.0, Wait.HEAD: 1.0, Wait.BODY: 1.0, 
 
 class Waiting(Protocol):
     def give_way(self) -> None:
-        """Close the connection at once."""
+        """Closes the connection at once."""
 
 
 class Crowd:
@@ -40,8 +39,7 @@ class Crowd:
         self._places: dict[Waiting, Wait] = {}
 
     def put(self, one: Waiting, wait: Wait | None) -> None:
-        """The connection waits for this from now on, at the end of that queue; None: it is being answered or has
-        ended."""
+        """Moves the connection to the end of that queue; None if it is being answered or has ended."""
         place = self._places.pop(one, None)
         if place is not None:
             del self._queues[place][one]
@@ -56,7 +54,7 @@ class Crowd:
         return len(self._queues[wait])
 
     def evict(self) -> Waiting | None:
-        """Close the connection whose turn it is, and tell which; None: nobody has to give way."""
+        """Closes the connection that has to give way, and returns it; None if there is none."""
         now = time.monotonic()
         firsts = [(wait, *next(iter(queue.items()))) for wait, queue in self._queues.items() if queue]
         due = [one for wait, one, since in firsts if now - since >= PATIENCE_S[wait]]

@@ -1,4 +1,4 @@
-"""Whether the server still takes requests, and how many it has open: what a drain needs to know."""
+"""The state of a drain: whether the server accepts requests, and how many are open."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ WATCHERS = PROBES | {"/live"}
 class Lifecycle:
     """Belongs to the event loop's thread.
 
-    is_draining  no new requests; those that are open may finish
-    closing      set when the last of them is over: streams that only watch end now
+    is_draining  no new requests; open ones may finish
+    closing      set when the last of them is over: streams of watchers end now
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Lifecycle:
 
     @property
     def num_open(self) -> int:
-        """Requests that somebody waits for, from their headers to the end of their answers."""
+        """Open requests, from their headers to the end of their answers."""
         return self._num_open
 
     def begin_drain(self) -> None:

@@ -1,7 +1,7 @@
-"""One HTTP request and its answer, as logs, metrics and traces know it: who asks, when, and what became of it.
+"""One HTTP request and its answer, for logs, metrics and traces: tenant, times and result.
 
-The outermost layer (`server.transport.gate`) makes an `Exchange` for every request and finishes it; what lies between
-adds what it learns. It goes along in the ASGI scope: `Exchange.of(request)`."""
+The outermost layer (`server.transport.gate`) makes an `Exchange` for every request and finishes it; inner layers fill
+it in. It is kept in the ASGI scope: `Exchange.of(request)`."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@,-]{1,128}")
 class Exchange:
     """All times are seconds of `time.monotonic()`.
 
-    given_id      the client's own X-Request-Id, where it sent a sound one: the answer has it too
+    given_id      the client's X-Request-Id, if valid: the answer has it, too
     answered_id   the X-Request-Id of the answer
-    tenant        whose key was shown; None where no keys are set
-    status        of the answer; 0: none was begun
-    send          the server's own `send`: what lies between looks only at how an answer begins, so a stream may send
-                  its body past it
+    tenant        of the request's key; None if no keys are set
+    status        of the answer; 0 if none was started
+    send          the server's own `send`: the layers look only at an answer's start, so a stream may bypass them
     ignored       fields of the request that have no effect
-    sent          fields that came under another server's name: the name here, and that one
+    sent          fields sent under another server's name: the name here, and the sent one
     closed        places of its schemas in which objects were closed
-    generation, meter  what it asked the engine for, and what came
+    generation, meter  its generation in the engine, and the measurements
     """
 
     arrival_s: float
@@ -59,8 +58,8 @@ class Exchange:
 
 
 def request_id_of(scope: Scope) -> str | None:
-    """The request's X-Request-Id, if it is one: at most 128 of the characters that ids are made of, so that it can go
-    into headers and log lines as it is."""
+    """The request's X-Request-Id, if it is one: at most 128 characters of ids, which are safe in headers and log
+    lines."""
     for name, value in scope["headers"]:
         if name == b"x-request-id":
             return value.decode("ascii") if _REQUEST_ID.fullmatch(value) else None

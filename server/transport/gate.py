@@ -1,8 +1,7 @@
-"""The outermost layer: every request passes here first, and its answer last.
+"""The outermost layer, around every request and its answer.
 
-It gives the request its id, refuses what comes under a foreign name or while the server drains, and when the answer is
-over it tells log, metrics and traces. The answer's parts pass through without being touched, but for the first, which
-gets its X-Request-Id."""
+It sets the request's id, refuses foreign hosts and requests during a drain, and reports the finished answer to log,
+metrics and traces. The answer passes through unchanged, but for the X-Request-Id header."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ Observer = Callable[[Exchange, Scope, str, float], None]
 
 
 class Refusals:
-    """Answers what the gate refuses, in the place of the application within: CORS, around it, lets a page read why."""
+    """Answers requests that the gate refuses, in place of the application: inside CORS, so that pages can read it."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -42,9 +41,9 @@ class Refusals:
 
 
 class Gate:
-    """An ASGI application around another, within which stand `Refusals`.
+    """An ASGI application around another, which contains `Refusals`.
 
-    routes     the endpoints' paths, to name routes by; what is none of them is "none"
+    routes     the endpoints' paths, the names of routes; others are "none"
     observers  are called for every answer; they must not raise
     """
 
@@ -66,10 +65,10 @@ class Gate:
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self.app(scope, receive, send)
-            else:  # there are no websockets here, with a key or without
+            else:  # websockets are not supported
                 await send({"type": "websocket.close", "code": 1008})
             return
-        if scope["path"].endswith("/"):  # "/v1/models/" is asked by some clients: the same route
+        if scope["path"].endswith("/"):  # some clients request "/v1/models/": the same route
             scope["path"] = scope["path"][:-1] or "/"
         exchange = Exchange(arrival_s=time.monotonic(), send=send, given_id=request_id_of(scope))
         scope[KEY] = exchange
@@ -110,7 +109,7 @@ class Gate:
 
 def _begin(exchange: Exchange, message: Message, scope: Scope) -> None:
     """Note the status, and put the id into the headers: the client's own, else the endpoint's, else a new one.
-    Anthropic's clients look for it under a name of theirs."""
+    Anthropic's clients use another header."""
     exchange.status = message["status"]
     headers = []
     for name, value in message["headers"]:
@@ -136,7 +135,7 @@ _NO_NAME = re.compile(r"[^A-Za-z0-9_.\[\]$=-]")
 
 
 def _header_text(names: list[str]) -> bytes:
-    """The names with commas between them, as many as have room; of a client's own names only letters and digits."""
+    """The names joined by commas, as many as fit; of a client's own names only letters and digits."""
     listed, length = [], 0
     for name in dict.fromkeys(_NO_NAME.sub("?", name[:200]) for name in names[:1000]):
         length += len(name) + 2

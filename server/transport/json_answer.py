@@ -1,7 +1,7 @@
-"""Answers as JSON. A large one is encoded and sent piece by piece, and between two pieces others have their turn.
+"""Answers as JSON. A large one is encoded and sent piece by piece, and other tasks run between two pieces.
 
-One call of msgspec's encoder holds Python's lock until it returns, on a thread, too: for 100 MB that is half a second.
-So a large answer is taken apart, down to the items of lists. What grows token by token is kept in an `EncodedList`."""
+One call of msgspec's encoder holds the GIL until it returns, on a thread, too: half a second for 100 MB. So a large
+answer is split, down to the items of lists. Lists that grow token by token are `EncodedList`s."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _FIELD_BYTES = 12
 
 
 class EncodedList(Generic[T]):
-    """A list that is JSON from the beginning: as objects, log probabilities take eight times the memory, and the
-    garbage collector walks over all of them again and again."""
+    """A list kept as encoded JSON: as objects, log probabilities take eight times the memory, and slow the garbage
+    collector."""
 
     def __init__(self) -> None:
         self.size_bytes = 2
@@ -45,11 +45,11 @@ class EncodedList(Generic[T]):
         self.size_bytes += len(data) + 1
 
     def as_list(self) -> list[T]:
-        """Itself, for a field of an answer, whose type says what is written."""
+        """Itself, typed as the list for a field of an answer."""
         return cast("list[T]", self)
 
     def pieces(self) -> Iterator[bytes | bytearray]:
-        """What is written of it, in order."""
+        """Its JSON in pieces, in order."""
         yield b"["
         yield from self._chunks
         yield b"]"
@@ -65,7 +65,7 @@ _encode = msgspec.json.Encoder(enc_hook=_hook).encode
 
 
 class JsonAnswer(Response):
-    """An answer that is whole: structs, lists, dicts and what they hold. It must not change any more."""
+    """A whole answer: structs, lists, dicts and their content. It must not change any more."""
 
     media_type = "application/json"
 
@@ -105,7 +105,7 @@ def pieces(value: object) -> Iterator[bytes]:
 
 
 def weight(value: object, most: int) -> int:
-    """About how many bytes the value's JSON has; counted up to `most`."""
+    """The approximate size of the value's JSON, counted up to `most`."""
     total, stack = 0, [value]
     while stack and total <= most:
         each = stack.pop()
@@ -155,7 +155,7 @@ def _parts(value: object) -> Iterator[bytes | bytearray]:
 
 
 def _can_be_cut(value: object) -> TypeGuard[msgspec.Struct | dict[str, Any] | list[Any] | tuple[Any, ...]]:
-    """Structs that leave out defaults, or their names, are left to msgspec."""
+    """Whether a struct can be split: msgspec encodes those that omit defaults or names."""
     if isinstance(value, msgspec.Struct):
         return not (value.__struct_config__.omit_defaults or value.__struct_config__.array_like)
     return isinstance(value, (dict, list, tuple))
@@ -174,7 +174,7 @@ def _fields(value: msgspec.Struct | dict[str, Any]) -> Iterator[tuple[str, objec
 
 
 def _groups(items: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """Neighbours that are a piece together; a large item is alone."""
+    """Groups neighbours into pieces; a large item is alone."""
     if isinstance(items[0], (int, float)):
         size = PIECE_BYTES // _NUMBER_BYTES
         yield from (items[start : start + size] for start in range(0, len(items), size))

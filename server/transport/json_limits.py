@@ -1,5 +1,5 @@
-"""How much of what one request may hold, whichever endpoint it is for: read off the decoded JSON, before it becomes
-typed objects. Lengths of text are not among them: the body has a limit, and so has the context."""
+"""Limits on a request's parts, for any endpoint: checked in the decoded JSON, before it becomes typed objects. Lengths
+of text are limited by the body's size and the context."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ _SCHEMA_FIELDS = ("response_format", "structured_outputs", "tools", "text", "out
 
 
 def check_limits(request: Mapping[str, Any], config: ServerConfig) -> None:
-    """Raises `ApiError` 400 which names the field, what it has and what it may have. Wrong types pass: the schema
-    refuses them."""
+    """Raises `ApiError` 400 with the field, its value and the limit. Wrong types pass: the schema refuses them."""
     for name, limit in (
         ("messages", config.max_messages),
         ("tools", config.max_tools),
@@ -31,7 +30,7 @@ def check_limits(request: Mapping[str, Any], config: ServerConfig) -> None:
         ("logit_bias", config.max_logit_bias),
     ):
         _check_length(name, request.get(name), limit)
-    items = request.get("input")  # of a conversation, or texts, or the ids of one text
+    items = request.get("input")  # a conversation, texts, or the ids of one text
     if isinstance(items, list) and items and not isinstance(items[0], int):
         _check_length("input", items, config.max_messages)
     n = request.get("n")
@@ -45,8 +44,8 @@ def check_limits(request: Mapping[str, Any], config: ServerConfig) -> None:
 
 
 def is_deeper(value: Any, max_depth: int) -> bool:
-    """Whether arrays and objects nest deeper than `max_depth` levels. Looks level by level, so that no
-    depth can exhaust the stack."""
+    """Whether arrays and objects nest deeper than `max_depth` levels. Iterates level by level, so that no depth
+    overflows the stack."""
     level = [value]
     depth = 0
     while level:
@@ -56,7 +55,7 @@ def is_deeper(value: Any, max_depth: int) -> bool:
         level = [
             child
             for parent in level
-            if isinstance(parent, dict) or not _PLAIN.issuperset(kinds_of(parent))  # a million ids cost little
+            if isinstance(parent, dict) or not _PLAIN.issuperset(kinds_of(parent))  # a million ids are cheap
             for child in (parent.values() if isinstance(parent, dict) else parent)
             if isinstance(child, (dict, list))
         ]
@@ -64,7 +63,7 @@ def is_deeper(value: Any, max_depth: int) -> bool:
 
 
 def kinds_of(items: Sequence[Any]) -> set[type]:
-    """The types of the items. Between stretches of them Python's lock may go to another thread."""
+    """The types of the items, in stretches, between which other threads may take the GIL."""
     kinds: set[type] = set()
     for start in range(0, len(items), _AT_ONCE):
         kinds.update(map(type, items[start : start + _AT_ONCE]))

@@ -1,9 +1,9 @@
-"""Which names the server answers to, and which pages of other sites may use it.
+"""The names that the server answers to, and the pages of other sites that may use it.
 
-A browser lets any page send requests, and keeps the answers from it unless the server's CORS headers say otherwise; it
-sends none here unless an origin is allowed. Two things it does not prevent: a page of another site that posts without
-wanting to read the answer, and a name of another site that has come to mean this machine (DNS rebinding), so that
-the page counts as of the same origin. The first is refused by the Origin header, the second by the Host header."""
+A browser lets any page send requests, and hides the answers unless the server's CORS headers allow it. Two attacks
+remain: a page of another site that posts without reading the answer, and a name of another site that resolves to this
+    machine (DNS rebinding), so that the page has the same origin. The first is refused by the Origin header, the second
+    by the Host header."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 class OriginRules:
-    """What of Host and Origin is let in.
+    """The rules for Host and Origin.
 
-    allowed_hosts    names and addresses without port, "*": any; None: no rule
-    allowed_origins  origins besides the server's own, "*": any; "http://localhost:*": on any port
+    allowed_hosts    names and addresses without port, "*" for any; None for no rule
+    allowed_origins  origins besides the server's own, "*" for any; "http://localhost:*" for any port
     """
 
     def __init__(self, allowed_hosts: Sequence[str] | None, allowed_origins: Sequence[str]) -> None:
@@ -35,7 +35,7 @@ class OriginRules:
         self._origins = re.compile(origins_pattern(allowed_origins).encode())
 
     def check(self, method: str, scheme: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Raises `ApiError` 403 for a foreign name, and for a page of another site that asks for more than to read."""
+        """Raises `ApiError` 403 for a foreign name, and for a page of another site that does more than read."""
         host = origin = fetch_site = b""
         for name, value in headers:
             if name == b"host":
@@ -70,8 +70,8 @@ def _without_port(host: bytes) -> bytes:
 
 
 def hosts_for(host: str, further: Sequence[str]) -> tuple[str, ...] | None:
-    """The names that a server answers to which listens on `host`: where that is this machine alone, its names and
-    `further`; else `further`, and if there are none, all."""
+    """The accepted names of a server that listens on `host`: if that is this machine only, its names and `further`;
+    else `further`, or all if there are none."""
     if host == "localhost" or _is_loopback(host):
         shown = f"[{host}]" if ":" in host else host
         return (*dict.fromkeys((*LOOPBACK_NAMES, shown, *further)),)
@@ -79,7 +79,7 @@ def hosts_for(host: str, further: Sequence[str]) -> tuple[str, ...] | None:
 
 
 def origins_for(host: str, further: Sequence[str]) -> tuple[str, ...]:
-    """The origins that may use a server which listens on `host`: where that is this machine alone, its own, too."""
+    """The accepted origins of a server that listens on `host`; if that is this machine only, also its own."""
     is_local = host == "localhost" or _is_loopback(host)
     return (*dict.fromkeys((*further, *(LOCAL_ORIGINS if is_local else ()))),)
 

@@ -1,16 +1,16 @@
-"""The HTTP/1.1 protocol: uvicorn's on httptools, with bounds on what a client can do around its requests.
+"""The HTTP/1.1 protocol: uvicorn's on httptools, with limits for clients.
 
-httptools takes headers of any size, for any time, and uvicorn waits without end for a client to read. Here every
+httptools accepts headers of any size, for any time, and uvicorn waits forever for a client to read. Here every
 connection has limits:
 
-- its request line and headers together are at most so many bytes and fields, and complete within so many seconds;
-- of an answer that is not read only so much is held: then the answer pauses (whoever sends it waits), and when it has
-  paused for so long, the connection is cut, which cancels the request;
-- there are at most so many connections; a further one takes the place of one that keeps the server waiting (`crowd`),
-  else it is told so, but for the probes, and beyond a few not even heard;
-- requests whose bodies are not whole begin a few at a time (`turns`).
+- its request line and headers together are limited in bytes, fields and seconds;
+- the unread part of an answer is bounded: beyond it the answer pauses (its sender waits), and after a timeout the
+  connection is closed, which cancels the request;
+- the number of connections is limited; a further one replaces one that the server waits for (`crowd`), else it gets a
+  503, except for probes, or beyond a few more is not read at all;
+- requests with incomplete bodies start a few at a time (`turns`).
 
-The other way, uvicorn on h11 with its limit of incomplete events, was measured too: docs/server.md has the numbers."""
+The alternative, uvicorn on h11 with its limit of incomplete events, was also measured: see docs/server.md."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ BACKLOG = 4096
 
 
 class _HeadersTooLarge(Exception):
-    """Ends the parsing; what is answered lies in the protocol."""
+    """Ends the parsing; the protocol has the answer."""
 
 
 class _Unbounded(int):
-    """A body's length that nobody knows: there is always room for more, and nothing is missing."""
+    """A body of unknown length: there is always room for more, and nothing is missing."""
 
     def __lt__(self, other: object) -> bool:
         return False
@@ -61,8 +61,8 @@ class _Unbounded(int):
 class LimitedHttpProtocol(HttpToolsProtocol):
     """One connection. `limits`, `crowd`, `turns` and `cors` belong to the class that `limited` makes.
 
-    A head is a request's line and headers. It is being read from the connection's beginning or the end of the request
-    before, until the headers are complete."""
+    A head is a request's line and headers. Reading it starts with the connection or at the end of the previous request,
+    and ends with the headers."""
 
     limits: ServerConfig
     crowd: Crowd
@@ -73,7 +73,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().__init__(*arguments, **named)
         self._whole_app, self.app = self.app, self._begin_in_turn
         self._is_reading_head = True
-        self._num_head_bytes = 0  # received for this head, in chunks that may reach beyond it
+        self._num_head_bytes = 0  # received for this head, in chunks that may reach past it
         self._num_parsed_bytes = 0  # of its line and fields
         self._head_timer: asyncio.TimerHandle | None = None
         self._slow_timer: asyncio.TimerHandle | None = None
@@ -149,21 +149,21 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.scope[SURPLUS] = True  # type: ignore[literal-required]
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0" and self.cycle is not None:
-            self.cycle.chunked_encoding = False  # chunks came with HTTP/1.1: here a body ends with its connection
+            self.cycle.chunked_encoding = False  # chunks need HTTP/1.1: in 1.0 a body ends with its connection
             self.cycle.expected_content_length = _Unbounded()
 
     async def _begin_in_turn(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The application, when what has come of the request has been read."""
+        """Starts the application after the received part of the request has been parsed."""
         if self.cycle.scope is scope and self.cycle.more_body:
-            self.crowd.put(self, Wait.HEAD)  # nothing is done for it yet, so it may still give way to others
+            self.crowd.put(self, Wait.HEAD)  # not processed yet, so it may still give way
             await self.turns.wait(self)
             if self.crowd.wait_of(self) is Wait.HEAD:
                 self.crowd.put(self, Wait.BODY)
         await self._whole_app(scope, receive, send)
 
     def _may_begin(self) -> bool:
-        """Whether to begin a request whose body is not whole. When all places are taken, as many of them wait for their
-        turn as have begun: those still give way."""
+        """Whether to start a request with an incomplete body. When all places are taken, as many wait for their turn as
+        have started, and can still give way."""
         is_full = len(self.connections) >= self.limits.max_connections
         return not is_full or self.crowd.num_of(Wait.BODY) < self.crowd.num_of(Wait.HEAD)
 
@@ -178,7 +178,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing() and self.transport.get_write_buffer_size() > 0:
-            self._start_slow_timer()  # closing waits for the client to read the rest
+            self._start_slow_timer()  # closing waits until the client has read the rest
         elif self.timeout_keep_alive_task is not None:
             self.crowd.put(self, Wait.IDLE)
 
@@ -197,14 +197,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             super().timeout_keep_alive_handler()
 
     def send_400_response(self, msg: str) -> None:
-        """What uvicorn calls when the parser gives up."""
+        """uvicorn calls it when the parser fails."""
         self._refuse(self._refusal or ApiError(400, "This is no valid HTTP/1.1 request.", code="invalid_http"))
 
     def _unsupported_upgrade_warning(self) -> None:
-        """A client offers to change the protocol, as Java's does with every request; it is answered in this one.
+        """Ignores a client's offer to change the protocol, as Java's makes with every request.
 
-        httptools takes what follows the headers for the other protocol and stops. A new parser goes on: it is given
-        the headers again that say how long the body is, and what had come behind them."""
+        httptools treats the data after the headers as the other protocol's and stops. A new parser continues: it gets
+        the headers of the body's length again, and the data after them."""
         upgrade = sys.exception()
         assert isinstance(upgrade, httptools.HttpParserUpgrade)
         rest = self._chunk[upgrade.args[0] :]
@@ -219,8 +219,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().data_received(rest)
 
     def give_way(self) -> None:
-        """Another connection needs the place; it is free at once."""
-        self.connections.discard(self)  # the end itself is told later
+        """Gives the connection's place to another one at once."""
+        self.connections.discard(self)  # the end itself is reported later
         if self.transport.get_write_buffer_size() > 0:
             self.transport.abort()
         else:
@@ -238,8 +238,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         )
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer before there is a request, and close. While the answer to an earlier request is still being sent, only
-        that is waited for."""
+        """Answers without a request, and closes. If an earlier request's answer is still being sent, only waits for
+        that."""
         self._is_refused = True
         self._stop_head_timer()
         if self._is_answering:
@@ -275,8 +275,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._head_timer = None
 
     def _end_head(self) -> None:
-        """The time for the headers is up."""
-        if self._is_answering:  # they belong to the request after the one that runs
+        """Ends the connection at the headers' timeout."""
+        if self._is_answering:  # they belong to the next request
             self._start_head_timer()
         elif self._num_head_bytes == 0:
             self.transport.close()
@@ -297,7 +297,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
                 self.crowd.put(self, None)
 
     def _drop(self) -> None:
-        """The client has not read for too long."""
+        """Closes a connection whose client has not read for too long."""
         logger.info("a client did not read its answer for %g s and is dropped", self.limits.slow_reader_timeout_s)
         self.transport.abort()
 

@@ -1,4 +1,4 @@
-"""Server-sent events as OpenAI frames them: `data: {json}` and an empty line, at last `data: [DONE]`."""
+"""Server-sent events as OpenAI frames them: `data: {json}` and an empty line, finally `data: [DONE]`."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def event_frame(name: str, value: object) -> bytes:
 
 @asynccontextmanager
 async def watch_disconnect(receive: Receive, on_disconnect: Callable[[], None]) -> AsyncIterator[None]:
-    """Calls `on_disconnect` as soon as the client goes away while the block runs. The request's body must
-    have been read: from then on, ASGI's `receive` has only that to tell."""
+    """Calls `on_disconnect` as soon as the client goes away while the block runs. The request's body must have been
+    read: after that, ASGI's `receive` returns only the disconnect."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -53,8 +53,8 @@ async def watch_disconnect(receive: Receive, on_disconnect: Callable[[], None]) 
 
 
 class Pinger:
-    """Sends `ping` into a stream that has been silent for `interval_s`, to one and a half times that: proxies then
-    do not take it for dead, and clients do not see it. It sends only while `is_idle`: nobody else does then. Without a
+    """Sends `ping` into a stream that has been silent for `interval_s`, up to one and a half times that, to keep
+    proxies from closing it; clients do not see it. It sends only while `is_idle`, when no other task does. Without a
     `ping` it sends nothing."""
 
     def __init__(self, send: Send, interval_s: float, ping: bytes | None) -> None:
@@ -68,7 +68,7 @@ class Pinger:
         self._timer = self._loop.call_later(self._half_s, self._tick)
 
     def rest(self) -> None:
-        """Something was sent; until `is_idle` is cleared, pings may be."""
+        """Marks the stream idle after an event: pings are allowed until `is_idle` is cleared."""
         self.is_idle = True
         self._num_silent = 0
 
@@ -86,28 +86,27 @@ class Pinger:
             self._task = self._loop.create_task(self._send_ping(self._ping))
 
     async def _send_ping(self, ping: bytes) -> None:
-        with suppress(OSError):  # the client has gone; the stream's own end sees to that
+        with suppress(OSError):  # the client has gone; the stream's own end handles that
             await self._send({"type": "http.response.body", "body": ping, "more_body": True})
 
 
 class EventSource(Protocol):
-    """What stands behind a stream of events: a generation, a view of the engine."""
+    """The source of a stream of events: a generation, or a view of the engine."""
 
     def leave(self) -> None:
-        """The client has gone away."""
+        """Handles the client's disconnect."""
         ...
 
     def close(self) -> None:
-        """Ends what still runs; may be called again."""
+        """Ends the source; may be called again."""
         ...
 
 
 class StreamedResponse(Response):
-    """Sends what `events` yields, each item at once, for as long as the client is there.
+    """Sends each item of `events` at once, as long as the client is connected.
 
-    In every end (the last event, a client that has left, a server that stops) `events` and the source
-    behind it are closed. (Starlette's own streaming response leaves that to the garbage collector on
-    servers of ASGI 2.4.)"""
+    At every end (the last event, a disconnect, a stopping server) `events` and its source are closed. (Starlette's own
+    streaming response leaves that to the garbage collector on servers of ASGI 2.4.)"""
 
     ping: bytes | None = None
     """What a stream that is silent gets."""
@@ -132,7 +131,7 @@ class StreamedResponse(Response):
                     pinger.rest()
                 pinger.close()
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except OSError:  # how servers of ASGI 2.4 say that the client has gone
+        except OSError:  # how servers of ASGI 2.4 report that the client has gone
             pass
         finally:
             pinger.close()

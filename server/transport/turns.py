@@ -1,7 +1,7 @@
-"""Requests whose bodies are not whole begin a few at a time.
+"""Starts requests with incomplete bodies a few at a time.
 
-A request costs half a millisecond before it waits for the rest of its body. When thousands of them come at once, those
-that are whole must not stand behind them all, and those that have not begun can still give way (`crowd`)."""
+A request costs half a millisecond before it waits for the rest of its body. When thousands of them arrive at once,
+complete ones must not queue after all of them, and those that have not started can still give way (`crowd`)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ TICK_S = 0.002
 
 
 class Turns(Generic[T]):
-    """The requests of one server that wait for their turn, the first in front. Belongs to its event loop.
+    """A server's queue of requests that wait for their turn. Belongs to its event loop.
 
-    may_begin  whether the first may begin now; while not, this is asked again at every tick"""
+    may_begin  whether the first may start now; polled at every tick"""
 
     def __init__(self, may_begin: Callable[[T], bool] = lambda one: True) -> None:
         self._may_begin = may_begin
@@ -28,7 +28,7 @@ class Turns(Generic[T]):
         self._is_ticking = False
 
     async def wait(self, one: T) -> None:
-        """Returns when it is the request's turn, or it need not wait any longer."""
+        """Waits for the request's turn, or until it need not wait."""
         loop = asyncio.get_running_loop()
         turn = self._waiting[one] = loop.create_future()
         self._order.append(one)

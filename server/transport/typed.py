@@ -1,4 +1,4 @@
-"""From plain values to a schema's typed objects, or the 400 that names the field, what it had and what it may have."""
+"""Converts plain values to a schema's typed objects, or raises a 400 with the field, its value and the allowed ones."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _at(path: str, value: Any, schema: Any) -> tuple[Any, list[inspect.Type]]:
 
 
 def _tags(kinds: list[inspect.Type], name: str) -> inspect.LiteralType:
-    """The values of the field of this name by which tagged types are told apart."""
+    """The values of this field that distinguish tagged types."""
     structs = (kind for kind in kinds if isinstance(kind, inspect.StructType))
     return inspect.LiteralType(tuple(kind.tag for kind in structs if kind.tag_field == name and kind.tag is not None))
 
@@ -140,7 +140,7 @@ def _fields(kinds: Sequence[inspect.Type]) -> Iterator[inspect.Field]:
 
 
 def _words(kinds: list[inspect.Type]) -> str:
-    """The values that there are to choose among, as the rest of a sentence; nothing where there is no choice."""
+    """The allowed values, as the rest of a sentence; empty if there is no choice."""
     values = [value for kind in kinds if isinstance(kind, inspect.LiteralType) for value in kind.values]
     tagged = [kind for kind in kinds if isinstance(kind, inspect.StructType) and kind.tag_field is not None]
     listed = [json.dumps(value) for value in values if value is not None]

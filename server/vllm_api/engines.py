@@ -1,5 +1,5 @@
-"""`GET /engines`, and `POST /restart_engines`: one engine after the other ends its requests and is started again, while
-the others take what comes."""
+"""`GET /engines`, and `POST /restart_engines`: engines finish their requests and restart one after the other, while the
+others serve."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def list_engines(request: Request) -> Response:
 
 
 async def restart_engines(request: Request) -> Response:
-    """Begins, and answers at once; `GET /engines` tells how far it is, and the log what went wrong."""
+    """Starts the restarts, and answers at once; `GET /engines` has the progress, and the log the errors."""
     service: Service = request.app.state.service
     fleet = service.client
     if not isinstance(fleet, Fleet) or len(fleet.engines) == 1:

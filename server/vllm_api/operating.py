@@ -26,7 +26,7 @@ async def get_load(request: Request) -> Response:
 
 
 async def get_server_info(request: Request) -> Response:
-    """Limits and settings; no path of a file."""
+    """Limits and settings, without paths of files."""
     service: Service = request.app.state.service
     engine = msgspec.to_builtins(service.client.info)
     for name in ("model_path", "type"):
@@ -56,7 +56,7 @@ async def get_tokenizer_info(request: Request) -> Response:
 
 
 async def reset_prefix_cache(request: Request) -> Response:
-    """Prefixes that no running request has are forgotten, those in the host's memory, too."""
+    """Drops cached prefixes that no running request uses, also those in host memory."""
     service: Service = request.app.state.service
     try:
         future = service.client.reset_prefix_cache()

@@ -1,4 +1,4 @@
-"""The requests and answers of the routes that vLLM has beside OpenAI's, in its shapes and, for reranking, Jina's."""
+"""The requests and answers of vLLM's routes beside OpenAI's, in its shapes and, for reranking, Jina's."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from server.openai_api.schema import EmbeddingRequest, RequestId
 
 
 class PoolingRequest(EmbeddingRequest, kw_only=True, forbid_unknown_fields=True):
-    """`POST /pooling`: an embedding, with one field more.
+    """`POST /pooling`: an embedding, with one more field.
 
-    task  "embed" (default), which is all that a decoder without a head can do
+    task  "embed" (default), the only task of a decoder without a head
     """
 
     task: Literal["embed", "token_embed", "classify", "token_classify", "score", "encode", "plugin"] | None = None
@@ -24,9 +24,9 @@ Texts = str | Annotated[list[str], msgspec.Meta(min_length=1)]
 
 
 class ScoreRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`POST /score`: how near texts are, as the cosine of their embeddings.
+    """`POST /score`: the similarity of texts, as the cosine of their embeddings.
 
-    text_1, text_2          one text and several, or as many of the one as of the other (`queries` and `documents` are
+    text_1, text_2          one text and several, or equally many of both (`queries` and `documents` are
                             their other names)
     pooling                 as of an embedding
     truncate_prompt_tokens  only the last so many tokens of each text are read
@@ -47,7 +47,7 @@ class RerankText(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RerankRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """`POST /rerank`: documents by how near they are to a query, the nearest first.
+    """`POST /rerank`: documents sorted by their similarity to a query, the most similar first.
 
     documents         texts, or objects with a text
     top_n             only the first so many (0 and null: all)
@@ -112,13 +112,13 @@ class RerankAnswer(msgspec.Struct, kw_only=True):
 
 
 class ServerLoad(msgspec.Struct):
-    """server_load: requests whose answer is not over, without this one."""
+    """server_load: open requests, without this one."""
 
     server_load: int
 
 
 class ServerInfo(msgspec.Struct):
-    """engine: what `GET /live` tells of it; server: `ServerConfig` without keys and files."""
+    """engine: its fields of `GET /live`; server: `ServerConfig` without keys and files."""
 
     version: str
     models: list[str]
@@ -127,14 +127,14 @@ class ServerInfo(msgspec.Struct):
 
 
 class CacheReset(msgspec.Struct):
-    """num_dropped_blocks: whose content cannot be found any more; num_held_blocks: that running requests have."""
+    """num_dropped_blocks: removed from the cache; num_held_blocks: in use by running requests."""
 
     num_dropped_blocks: int
     num_held_blocks: int
 
 
 class TokenizerInfo(msgspec.Struct, kw_only=True):
-    """What lm-eval and others read to do as the tokenizer does."""
+    """The tokenizer's settings that lm-eval and others need to reproduce it."""
 
     tokenizer_class: str
     vocab_size: int
@@ -147,7 +147,7 @@ class TokenizerInfo(msgspec.Struct, kw_only=True):
 
 
 class ListedEngine(msgspec.Struct, kw_only=True):
-    """num_routed: requests that it was sent, of several engines. The numbers behind it are null while it does not
+    """num_routed: requests routed to it, with several engines. The numbers after it are null while it does not
     answer."""
 
     engine: int

@@ -1,7 +1,7 @@
-"""`POST /pooling`, `/score` and `/rerank`: what embeddings of a decoder are good for beside being sent.
+"""`POST /pooling`, `/score` and `/rerank`: vLLM's uses of a decoder's embeddings.
 
-A decoder that was made to write has no head that says how well a text answers another; what it has are embeddings, and
-a score is their cosine. It ranks what was said alike, not what is true, and a model trained for it ranks better."""
+A generative decoder has no scoring head, so a score is the cosine of embeddings. It measures similarity, not relevance,
+and a model trained for ranking is better."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def create_scores(request: Request) -> Response:
 
 
 def _prepare_scores(service: Service, body: bytes) -> tuple[AskedEmbeddings, int, int]:
-    """The texts of both sides, and how many each has. Raises `ApiError` 400."""
+    """The texts of both sides, and their numbers. Raises `ApiError` 400."""
     asked = decode_body(body, ScoreRequest, service.config)
     first = _either(asked, "text_1", "queries")
     second = _either(asked, "text_2", "documents")
@@ -106,7 +106,7 @@ def _either(asked: ScoreRequest, name: str, other: str) -> list[str]:
 
 
 async def create_ranking(request: Request) -> Response:
-    """The documents that are nearest to the query, nearest first; of equals the earlier."""
+    """The documents most similar to the query, sorted; ties keep their order."""
     service: Service = request.app.state.service
     body = await read_body(request, service.config)
     given, asked = await service.prepare(len(body), partial(_prepare_ranking, service, body))
@@ -148,7 +148,7 @@ def _embeddings(
 
 
 def cosine(left: Vector, right: Vector) -> float:
-    """Between -1 and 1; 0 where one has no direction."""
+    """Between -1 and 1; 0 if a vector is zero."""
     one, other = left.astype(np.float64), right.astype(np.float64)
     length = float(np.linalg.norm(one) * np.linalg.norm(other))
     return min(1.0, max(-1.0, float(one @ other) / length)) if length > 0 else 0.0
