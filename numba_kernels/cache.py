@@ -1,4 +1,4 @@
-"""Where compiled host code is kept, for any package here that has some.
+"""Folders of compiled host code, for any package here.
 
 A function's code depends on its file and on the files of what it calls. So each module's code goes to
 ``<XDG_CACHE_HOME or ~/.cache>/xserv/numba/<digest>``, where the digest is of the module's source, of every module of
@@ -30,9 +30,9 @@ from numba_kernels.source_digests import sources_digest
 
 
 def folder_for(what: str) -> Path:
-    """The folder for code that ``what`` (sources, settings) and the compiler's versions determine, made now.
+    """Makes and returns the folder for code determined by ``what`` (sources, settings) and the compiler's versions.
 
-    Where the home cannot be written it is one of this process and those that it starts. Raises DeviceError where others
+    If the home cannot be written it is one of this process and those that it starts. Raises DeviceError where others
     could have written into it.
     """
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {what}".encode())
@@ -45,7 +45,7 @@ def folder_for(what: str) -> Path:
     except OSError as error:
         if is_new:
             with suppress(OSError):
-                folder.rmdir()  # so that the next process does not take it for one that can be written
+                folder.rmdir()  # so that the next process does not mistake it for a writable one
         return temporary_folder(folder, error)
     refuse_foreign(folder.parent)
     mark_used(folder)

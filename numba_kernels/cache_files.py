@@ -1,11 +1,11 @@
-"""A cache on disk whose files are found by content: what the caches of kernels and of translated kernels share.
+"""A cache on disk whose files are found by content: the base of the caches of kernels and of translated kernels.
 
     <XDG_CACHE_HOME or ~/.cache>/xserv/<cache>/<digest of the sources>/<file>
 
-A file is one line of JSON, which holds a digest of what follows, and bytes. Folders are the user's alone (0700), files
-too (0600). A file is written beside and renamed, so that any number of processes may do so at once; one that does not
-agree with itself counts as absent. Where the disk cannot be written, a warning says so, and code lies in a folder of
-this process and those that it starts, which goes with it.
+A file is one line of JSON, which holds a digest of the rest, and bytes. Folders are the user's alone (0700), files
+too (0600). A file is written beside and renamed, so that any number of processes may do so at once; a file whose digest
+does not match counts as absent. If the disk cannot be written, a warning is logged, and code lies in a folder of this
+process and those that it starts, which goes with it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from runtime.errors import DeviceError
 logger = logging.getLogger("xserv.cache")
 
 TEMPORARY = "XSERV_TEMPORARY_CACHE"
-"""The environment's name of the folder in the place of one that cannot be written."""
+"""The environment variable with the replacement of a folder that cannot be written."""
 
 PROBE_BYTES = 1 << 20
 PARTIAL = ".partial"
@@ -46,7 +46,7 @@ def cache_root(cache: str) -> Path:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Raises DeviceError where others could have written into a folder; one that is not there is no matter."""
+    """Raises DeviceError where others could have written into a folder; a missing one is fine."""
     try:
         status = folder.stat()
     except OSError:
@@ -72,7 +72,7 @@ def read_entry(path: Path) -> tuple[dict[str, Any], bytes] | None:
 
 
 def write_entry(path: Path, facts: dict[str, Any], content: bytes) -> None:
-    """Puts a file in its place. Where the disk refuses, it is only not there the next time."""
+    """Puts a file in its place. If the write fails, the next process makes it again."""
     line = json.dumps(facts | {"sha256": hashlib.sha256(content).hexdigest()}).encode()
     partial = None
     try:
@@ -103,8 +103,8 @@ _warned: list[Path] = []
 
 
 def temporary_folder(folder: Path, error: OSError) -> Path:
-    """In the place of one that cannot be made or written: below a folder that this process and those that it starts
-    have, so that they share what they compile. It goes when the first of them ends."""
+    """The replacement of a folder that cannot be made or written: below a folder that this process and those that it
+    starts have, so that they share what they compile. It goes when the first of them ends."""
     if TEMPORARY not in os.environ:
         warn_of_no_cache(folder, error)
         root = tempfile.mkdtemp(prefix="xserv-cache-")
@@ -127,7 +127,7 @@ def check_writable(folder: Path) -> None:
 
 
 def open_generation(folder: Path) -> None:
-    """Makes the folder of the present sources, if it is not there; then those of others go that were not used for
+    """Makes the folder of the present sources, if missing; then deletes those of other sources that were not used for
     UNUSED_DAYS. Raises OSError where it cannot be made."""
     if folder.is_dir():
         return
@@ -140,17 +140,17 @@ def open_generation(folder: Path) -> None:
 
 
 def mark_used(folder: Path) -> None:
-    """Says that a folder of some sources is in use: its time is what `open_generation` goes by."""
+    """Marks a folder of some sources as in use, by its time, which `open_generation` checks."""
     with contextlib.suppress(OSError):
         os.utime(folder)
 
 
 @contextmanager
 def locked(path: Path, *, is_waiting: bool = True) -> Iterator[bool]:
-    """Whoever else, in any process, would make the same file waits until this is left, and then finds it there.
+    """Lets other makers of the same file, in any process, wait until this is left; they then find it.
 
-    Without `is_waiting` it gives False, and holds nothing, where somebody else has the lock. Where no lock is to be had
-    (a folder that cannot be written, a file system without locks) there is none, and the same is made twice.
+    Without `is_waiting` it yields False if another holder has the lock. Without locks (a read-only folder, a file
+    system without locks) the same file may be made twice.
     """
     number = None
     lock = path.with_name(path.name + LOCK)

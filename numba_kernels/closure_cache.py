@@ -1,8 +1,8 @@
-"""Compiled host code on disk: C functions, and what numba keeps of its own dispatchers.
+"""Compiled host code on disk: C functions, and numba's files of dispatchers.
 
 A C function is one file (`cache_files`): its machine code and the name of its entry. Numba would keep the code's LLVM
-module beside it, for others to inline, which nobody does with a function that is called through its address, and would
-read that module at each start, which is most of the time and memory of loading a kernel.
+module beside it, for inlining, which never happens to a function that is called through its address, and would read
+that module at each start, which is most of the time and memory of loading a kernel.
 
 A dispatcher's code is numba's to write and to read, each signature in a file of its own: with numba's numbered files
 and their index, two processes that compile two signatures of one function at the same moment can leave one's code under
@@ -10,8 +10,8 @@ the other's name.
 
 Numba finds a factory's function by a hash of its pickled closure, and in a closure that holds another compiled function
 or an intrinsic the pickle has a number drawn anew in every process: the code is saved, and never found again. Here the
-key says what a closure holds by name and content. What the named functions contain is not in it: sources have a folder
-of their own for each content (`cache`).
+key has a closure's names and contents, but not the code of the named functions: sources have a folder of their own for
+each content (`cache`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ADDRESS = re.compile(r"\bat 0x[0-9a-f]+")
 
 
 def describe(value: Any) -> str:
-    """Words for what a closure holds, the same in every process and different for what makes other code.
+    """Text for the contents of a closure, the same in every process and different for different code.
 
     Raises TypeError for anything but numbers, texts, types, functions (compiled or not, intrinsics) and tuples, lists
     and dicts of them.
@@ -64,9 +64,9 @@ def describe(value: Any) -> str:
 
 
 def name_by_content(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Puts what tells a factory's functions apart into the name, which becomes the linker's symbol.
+    """Makes a factory's functions distinct by name, which becomes the linker's symbol.
 
-    Numba tells them apart by a counter of the process, so that two functions from the disk, which two processes
+    Numba distinguishes them by a counter of the process, so that two functions from the disk, which two processes
     compiled, may have one symbol: the second to be loaded would then run the first one's code.
     """
     words = hashlib.sha256(describe(function).encode()).hexdigest()[:16]
@@ -75,14 +75,14 @@ def name_by_content(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ready(context: Any) -> Any:
-    """Numba's target, able to run what it has compiled. To compile it needs its registries too, whose reading takes a
+    """Numba's target, able to run compiled code. To compile it needs its registries too, whose reading takes a
     quarter of a second: a process that finds all its code does without."""
     rtsys.initialize(context)
     return context
 
 
 def _file_name(function: Callable[..., Any], signature: Any, codegen: Any, suffix: str) -> str:
-    """Of a function's code for argument types and a processor."""
+    """The key of a function's code for argument types and a processor."""
     words = f"{signature} {codegen.magic_tuple()} {describe(function)}"
     if _ADDRESS.search(words):
         raise TypeError(f"{words}: an address, by which code cannot be found again")
@@ -119,20 +119,20 @@ class CFunction:
 
 
 def _symbols(library: Any) -> list[str]:
-    """What a compiled library defines. Raises TypeError for code that only this process can run."""
+    """The symbols that a compiled library defines. Raises TypeError for code that only this process can run."""
     if library.has_dynamic_globals:
         raise TypeError(f"{library.name} holds an address of this process: its code cannot be kept")
     return [function.name for function in library.get_defined_functions()]
 
 
 def _defining(symbols: list[str]) -> bytes:
-    """The LLVM module from which numba learns what machine code defines."""
+    """The LLVM module that declares the symbols of machine code to numba."""
     bodies = [f'define void @"{symbol}"() {{ unreachable }}' for symbol in symbols]
     return llvm.parse_assembly("\n".join(bodies)).as_bitcode()
 
 
 class _DispatcherCache(NullCache):
-    """Where a dispatcher looks for code before it compiles."""
+    """The cache that a dispatcher searches before it compiles."""
 
     def __init__(self, function: Callable[..., Any], folder: Path) -> None:
         self._function, self._folder = function, folder

@@ -1,4 +1,4 @@
-"""Numbers that rise from one creation to the next in this process: they tell which of two objects is older."""
+"""Numbers that rise from one creation to the next in this process: the older of two objects has the lower one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a kernel calls, compiled no further than the kernel needs: to LLVM's IR, which is linked into it.
+"""Compiles a kernel's callees only as far as the kernel needs: to LLVM's IR, which is linked into it.
 
 Numba makes each function that compiled code calls ready to be called on its own: optimised, with wrappers for Python
-and for C, assembled, loaded. A kernel takes only its IR, and optimises all of that once more. Inside `linked_parts` the
+and for C, assembled, loaded. A kernel takes only its IR, and optimises all of that again. Inside `linked_parts` the
 functions that are compiled on the way are its parts, and a kernel compiles in half to two thirds of the time:
 
     BaseNativeLowering.run_pass                     a part has no wrappers
@@ -9,9 +9,9 @@ functions that are compiled on the way are its parts, and a kernel compiles in h
     CodeLibrary.finalize                            its module is linked with its own parts, neither optimised nor
                                                     assembled
     CodeLibrary._optimize_functions                 a function is optimised with its module, not before, too
-    Dispatcher.add_overload                         Python is not told of it, for whom it would be no function
+    Dispatcher.add_overload                         it is not registered with Python
 
-They replace methods of one minor version of numba; of another, none.
+They replace methods of one minor version of numba, and of no other.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from numba.core.typed_passes import BaseNativeLowering
 from numba_kernels.replaced import replaced
 
 REPLACED_VERSION = "0.68"
-"""Of numba: the first two numbers."""
+"""The supported version of numba: the first two numbers."""
 
 _overloads: list[tuple[Dispatcher, tuple[Any, ...], Any]] = []  # that only kernels may find
 
 
 class _Part:
-    """What numba knows a compiled function by, where it is none that Python could call."""
+    """Numba's handle of a compiled function that Python cannot call."""
 
 
 def is_part(result: Any) -> bool:
@@ -48,8 +48,8 @@ _is_shown = False
 
 @contextmanager
 def known_parts() -> Iterator[bool]:
-    """Parts that were compiled before are found by what is compiled inside. Whether nothing else is compiled yet; may
-    be entered again inside.
+    """Lets code compiled inside find parts that were compiled before. Yields whether no other compilation is under way;
+    may be entered again inside.
 
     The caller holds numba's global compiler lock.
     """
@@ -72,7 +72,7 @@ def known_parts() -> Iterator[bool]:
 
 @contextmanager
 def linked_parts() -> Iterator[None]:
-    """Functions that are compiled inside are parts: of the one whose address is then asked for, or of the dispatcher
+    """Functions that are compiled inside are parts: of the one whose address is then taken, or of the dispatcher
     that is being compiled outside. May be entered again inside.
 
     The caller holds numba's global compiler lock.
@@ -94,7 +94,7 @@ def linked_parts() -> Iterator[None]:
 
 def _lower_without_wrappers(run_pass: Callable[..., Any]) -> Callable[..., Any]:
     def run(lowering: Any, state: Any) -> Any:
-        if not state.flags.no_compile:  # which `numba.cfunc` says of the kernel itself
+        if not state.flags.no_compile:  # as `numba.cfunc` does for the kernel itself
             state.flags.no_cpython_wrapper = state.flags.no_cfunc_wrapper = True
         return run_pass(lowering, state)
 

@@ -1,7 +1,7 @@
 """Addresses as pointers, in compiled code: `p = u32_at(address)`, then `p[i]`.
 
 A pointer here is a bare ``CPointer``: no bounds, no reference count (counting costs more than a short loop's work), no
-array object. Whoever makes one has checked the address, and keeps the memory.
+array object. The maker of one has checked the address, and keeps the memory.
 """
 
 from __future__ import annotations

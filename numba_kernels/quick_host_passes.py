@@ -1,12 +1,12 @@
-"""What Numba does for host code without need: the same machine code in three quarters of the time.
+"""Skips needless work of Numba for host code: the same machine code in three quarters of the time.
 
     list_vars           an instruction's variables, found by the types of its fields
-    PostProcessor.run   what only generators need is left out
+    PostProcessor.run   the parts for generators are left out
     get_call_type       a call of Numba's own functions is typed once for each function and types of arguments
-    str                 instructions are not written out for a trace that nobody reads
+    str                 instructions are not written out for a trace that is never read
 
-And Python looks for no garbage meanwhile: what a compilation makes lives until it is done. The methods are those of one
-minor version of numba; of another, none is replaced. Kernels of GPUs have passes of their own (`cuda.quick_passes`).
+And Python collects no garbage meanwhile: a compilation's objects live until it is done. Only the methods of one minor
+version of numba are replaced. Kernels of GPUs have passes of their own (`cuda.quick_passes`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from numba.core.types import BaseFunction
 from numba_kernels.replaced import replaced
 
 REPLACED_VERSION = "0.68"
-"""Of numba: the first two numbers."""
+"""The supported version of numba: the first two numbers."""
 
 _is_inside = False
 
@@ -59,12 +59,12 @@ def quick_host_passes() -> Iterator[None]:
 
 @functools.cache
 def variable_listers(ir: Any, variables: Any, instructions: Any) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """What to replace `Stmt.list_vars` and `Expr.list_vars` of the module ``ir`` by, whose variables and instructions
-    have these types."""
+    """Makes the replacement of `Stmt.list_vars` and `Expr.list_vars` of the module ``ir``, whose variables and
+    instructions have these types."""
 
     @functools.cache
     def holds(kind: type) -> str:
-        """What an object of a type, in an instruction, tells of the instruction's variables."""
+        """The way to an instruction's variables from a field of this type."""
         for held, bases in (("variable", variables), ("own", instructions), ("items", (list, tuple)), ("values", dict)):
             if issubclass(kind, bases):
                 return held
@@ -95,8 +95,8 @@ def variable_listers(ir: Any, variables: Any, instructions: Any) -> list[tuple[A
 
 @functools.cache
 def post_processing(postproc: Any) -> tuple[Any, str, Callable[..., Any]]:
-    """What to replace `PostProcessor.run` of the module ``postproc`` by: the same without the variables at each block's
-    entry, unless of a generator, which needs them."""
+    """Makes the replacement of `PostProcessor.run` of the module ``postproc``: the same without the variables at each
+    block's entry, unless of a generator, which needs them."""
     own_run = postproc.PostProcessor.run
 
     def run(processor: Any, emit_dels: bool = False, extend_lifetimes: bool = False) -> None:
@@ -119,8 +119,8 @@ _typed: dict[tuple[int, int, tuple[Any, ...]], tuple[Any, Any, Any]] = {}
 
 
 def _get_call_type(function: Any, context: Any, arguments: Any, keywords: Any) -> Any:
-    """`BaseFunction.get_call_type`, which remembers the signatures of what Numba lowers by the function's own key. What
-    is compiled for a call (an overload, an intrinsic) is asked for anew."""
+    """`BaseFunction.get_call_type`, which remembers the signatures of calls that Numba lowers by the function's own
+    key. Calls that need a compilation (an overload, an intrinsic) are typed each time."""
     if keywords:
         return _type_call(function, context, arguments, keywords)
     key = id(function), id(context), tuple(arguments)

@@ -1,4 +1,4 @@
-"""Attributes of Numba's classes and modules that are others for a while."""
+"""Temporary replacement of attributes of Numba's classes and modules."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 @contextmanager
 def replaced(parts: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Each of ``parts``, an owner, a name of it and what stands under it, inside alone. What the owner only inherited,
-    or did not have, it has no more behind."""
+    """Sets each of ``parts``, an owner, an attribute's name and its value, inside the block. Attributes that the owner
+    inherited or lacked are deleted after it."""
     before = [(owner, name, vars(owner).get(name)) for owner, name, _ in parts]
     try:
         for owner, name, part in parts:

@@ -1,7 +1,7 @@
-"""Digests of source files with all that they import: by what compiled code is found.
+"""Digests of source files with all their imports: the keys of compiled code.
 
-Each start asks for the digests of some 150 files. What a file contains and imports is noted on disk, with its size, its
-number and its time, so that a start looks at those and reads the notes alone.
+Each start needs the digests of some 150 files. A file's digest and imports are cached on disk, with its size, inode and
+time, so that a start only checks those.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Notes:
         return note[1], note[2]
 
     def write(self) -> None:
-        """Puts on disk what was not there yet."""
+        """Writes new entries to disk."""
         if self._is_new:
             self._is_new = False
             write_entry(self._path, {}, json.dumps(self._known).encode())

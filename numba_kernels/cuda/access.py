@@ -1,4 +1,4 @@
-"""How elementwise kernels cut arrays into accesses, and accesses into blocks.
+"""Cuts arrays into accesses, and accesses into blocks, for elementwise kernels.
 
 An access is 16 bytes wide where sizes and addresses allow it, else one element. Blocks beyond the largest grid are
 looped over.

@@ -12,7 +12,7 @@ x and out are f32, f16 or bf16; arithmetic is float32; NaN in gives NaN out. Eac
 bandwidth bounds the time. `out` may be x. Where sizes and addresses allow it, accesses are 16 bytes wide.
 
 erfc is (1 + 2 a) e^(a^2) erfc(a), a polynomial in (a - 3.75) / (a + 3.75) fitted by least squares on Chebyshev nodes
-(relative error 5e-9 for 0 <= a <= 9.8), times what it lacks: far out the result keeps its relative accuracy.
+(relative error 5e-9 for 0 <= a <= 9.8), times the missing factor: far out the result keeps its relative accuracy.
 """
 
 from __future__ import annotations

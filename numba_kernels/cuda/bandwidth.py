@@ -1,4 +1,4 @@
-"""What other kernels are held against: one that reads memory and does little else, and one that does nothing."""
+"""Reference kernels: one that only reads memory, and an empty one."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read_kernel() -> Specialisation:
 
 @functools.cache
 def empty_kernel() -> Specialisation:
-    """Does nothing with eight arguments, four addresses and four integers: what a launch alone costs."""
+    """An empty kernel with eight arguments, four addresses and four integers: the cost of a launch alone."""
 
     @cuda.jit
     def kernel(a, b, c, d, e, f, g, h):

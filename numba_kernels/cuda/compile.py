@@ -1,5 +1,4 @@
-"""A specialisation → LLVM IR, by Numba → PTX, by NVVM. No GPU is needed and nothing is kept: the cache on disk is the
-runtime's.
+"""A specialisation → LLVM IR, by Numba → PTX, by NVVM. No GPU is needed; the cache on disk is the runtime's.
 
 The first step takes nine tenths of the time, and its result is the same for all architectures.
 """
@@ -19,7 +18,7 @@ from numba.cuda.cudadrv import nvvm
 from numba_kernels.cuda.quick_passes import quick_passes
 from numba_kernels.cuda.specialisation import TENSOR_MAP, Specialisation
 
-if not hasattr(np, "row_stack"):  # gone since numpy 2.5; numba-cuda 0.30 still asks for it when it first compiles
+if not hasattr(np, "row_stack"):  # gone since numpy 2.5; numba-cuda 0.30 still imports it at its first compilation
     np.row_stack = np.vstack
 
 _ARCH = re.compile(r"sm_(\d+)(\d)([af]?)")
@@ -42,7 +41,7 @@ def llvm_ir(specialisation: Specialisation) -> tuple[str, ...]:
         else specialisation.max_threads
     )
     was_collecting = gc.isenabled()
-    gc.disable()  # it would go over millions of objects that all live until the kernel is done
+    gc.disable()  # a collection would visit millions of objects that all live until the kernel is done
     try:
         with quick_passes():
             library, _ = cast(Any, compiler)._compile_pyfunc_with_fixup(
@@ -62,7 +61,7 @@ def llvm_ir(specialisation: Specialisation) -> tuple[str, ...]:
 
 
 def ptx_of(specialisation: Specialisation, modules: tuple[str, ...], arch: str) -> str:
-    """What NVVM makes of a kernel's LLVM IR for an architecture (``"sm_80"``, ``"sm_90a"``)."""
+    """NVVM's PTX of a kernel's LLVM IR for an architecture (``"sm_80"``, ``"sm_90a"``)."""
     major, minor, suffix = parse_arch(arch)
     flags = {"arch": f"compute_{major}{minor}{suffix}", "opt": 3, "fastmath": specialisation.fastmath}
     text = str(nvvm.compile_ir(modules, **flags).decode().strip("\0").strip())

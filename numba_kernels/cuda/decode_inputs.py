@@ -1,13 +1,13 @@
-"""What a decode step's inputs lack when they have come up: what only the device knew, and what changed of block tables.
+"""Completes a decode step's inputs on the device: tokens that only the device has, and changes of block tables.
 
-A decode graph reads its inputs where they always lie. One copy brings up what changes in each step. This kernel, the
-graph's first, then
+A decode graph reads its inputs at fixed addresses. One copy uploads the changes of each step. This kernel, the graph's
+first, then
 
     writes   tables[places[i]] = blocks[i]                 for the entries that were added since the last step
     takes    token_ids[t] = drawn[sources[t]]              where sources[t] is not negative
 
-so that block tables go up once, entry by entry, and a step may be launched before the host knows what the step in front
-of it has drawn. A draw that failed (-1) is taken as token 0: its sequence ends, and the result is nobody's.
+so that block tables go up once, entry by entry, and a step may be launched before the host has the previous step's
+tokens (overlapped steps). A failed draw (-1) is taken as token 0: its sequence ends, and the result is dropped.
 
 Sizes are those of a batch: bound by the launch.
 """
@@ -28,7 +28,7 @@ BLOCKS = 8  # enough for a batch that is new as a whole: 2,048 entries at a time
 
 @functools.cache
 def _decode_inputs() -> Specialisation:
-    """Arguments: as `plan` says."""
+    """Arguments: see `plan`."""
 
     @cuda.jit
     def decode_inputs(changes, num_changes, tables, sources, drawn, token_ids, num_tokens):

@@ -61,7 +61,7 @@ def _scale_loader(packing: Packing, dtype: str) -> Any:
 
 
 def _scale_index(packing: Packing, step: int) -> int:
-    """Which of a thread's scales, in the order in which they lie, the elements of a step have."""
+    """The index of a step's scale among a thread's, in their order in memory."""
     return step if packing.halves == 2 else step * packing.lane_scales // packing.steps
 
 
@@ -140,8 +140,8 @@ def in_turn(functions: Sequence[Any]) -> Any:
 
 @functools.cache
 def _kernel(packing: Packing, dtype: str, width: int, kind: str) -> Specialisation:
-    """Arguments: packed, ids, out, flag addresses; rows of out, of the matrix; k; multiplier. Of experts a block's z is
-    the expert, `packed` the address of their table (`experts.tiled`)."""
+    """Arguments: packed, ids, out, flag addresses; rows of out, of the matrix; k; multiplier. For experts a block's z
+    is the expert, and `packed` the address of their table (`experts.tiled`)."""
     is_lookup, is_experts = kind == "lookup", kind == "dequantize_experts"
     find = sections_of(packing, dtype)
     leave_steps = in_turn([_step(packing, dtype, width, step) for step in range(packing.steps)])
@@ -208,7 +208,7 @@ def plan(
 ) -> Launch:
     """The launch for out [rows, depth], both at least 1.
 
-    Arguments: packed, ids (0: none), out, flag (0: none), rows, rows of the matrix, depth, multiplier.
+    Arguments: packed, ids or 0, out, flag or 0, rows, rows of the matrix, depth, multiplier.
     """
     width = VECTOR_WIDTH[dtype] if depth % VECTOR_WIDTH[dtype] == 0 and alignment % 16 == 0 else 1
     items = -(-depth // packing.slot) * 4 * (1 if is_lookup else TILE_ROWS)
@@ -229,8 +229,8 @@ def plan_experts(packing: Packing, num_experts: int, rows: int, depth: int, dtyp
 
 
 def seconds(packing: Packing, rows: int, depth: int, dtype: str, memory_bytes: float) -> float:
-    """How long a whole matrix takes, by the bytes that are read and written, and a launch. With the sustained bandwidth
-    of an H200 INT4 and INT8 take what was measured, within an eighth; MXFP4 takes less."""
+    """Seconds of a whole matrix, by the bytes read and written, and a launch. With an H200's sustained bandwidth this
+    is within an eighth of INT4's and INT8's measured times; MXFP4 takes less."""
     num_bytes = packing.size_bytes(rows, depth, dtype) + rows * depth * ITEM_BYTES[dtype]
     return LAUNCH_S + num_bytes / memory_bytes
 

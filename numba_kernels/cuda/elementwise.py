@@ -1,4 +1,4 @@
-"""Elementwise operations behind Tensor's operators: any strides, broadcasting, any pair of dtypes.
+"""Elementwise operations of Tensor's operators: any strides, broadcasting, any pair of dtypes.
 
     out[i] = f(a[i])    out[i] = f(a[i], b[i])    out[i] = c[i] ? a[i] : b[i]
 
@@ -8,8 +8,8 @@ operand is contiguous or a single element, offsets are multiples of the index (f
 gives up to `MAX_AXES` axes, each with a stride in bytes for every operand, 0 where it is broadcast. A thread has one
 element.
 
-These are for glue: what carries a model's weight has kernels of its own. They are bound by bandwidth where the
-innermost stride is that of neighbours, and else by the sectors that strides waste.
+These are for glue: a model's heavy operations have kernels of their own. They are bound by bandwidth if innermost
+elements are neighbours, else by the sectors that strides waste.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def _place(index, layout):
 
 
 def pack_layout(shape: tuple[int, ...], strides: Mapping[int, tuple[int, ...]]) -> np.ndarray:
-    """What a strided launch takes as its layout: int64, for each of `MAX_AXES` axes its size, then its stride in bytes
+    """The layout of a strided launch: int64, for each of `MAX_AXES` axes its size, then its stride in bytes
     in a (0), b (1), c (2) and target (3)."""
     table = np.zeros((MAX_AXES, 5), np.int64)
     table[:, 0] = 1

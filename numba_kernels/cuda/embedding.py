@@ -1,10 +1,10 @@
-"""Gathering rows: token embeddings, learned positions, the rows whose logits are wanted.
+"""Gathering rows: token embeddings, learned positions, the rows whose logits are needed.
 
     embedding       out[t] = table[ids[t]] multiplier, rounded once              ids int32 [T], table [V, H]
     add_embedding   x[t] = x[t] + table[ids[t]], rounded once                    x [T, H]
 
 table, x and out are f32, f16 or bf16, of one dtype. Rows are moved 16 bytes at a time where H and the addresses allow
-it. An id outside the table sets the flag (int32, 0 before) and is read as row 0, so that the caller can tell.
+it. An id outside the table sets the flag (int32, 0 before) and is read as row 0, so that the caller can raise.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def _kernel() -> Specialisation:
 
 
 def plan(m: int, n: int, dtype: str) -> tuple[Launch, tuple[int, int, int]]:
-    """(launch, the arguments that say the dtypes) for out [m, n] of `RESULTS[dtype]`, C-contiguous; both at least 1.
+    """(launch, the arguments for the dtypes) for out [m, n] of `RESULTS[dtype]`, C-contiguous; both at least 1.
 
     Arguments: a, b, out addresses; m, n, k; those three; bytes from one row and from one column to the next in a, then
     in b (two's complement where negative).

@@ -8,10 +8,10 @@ and V are both
 of f32, f16 or bf16, or of a byte (`quantised_pages`): then rounded up to 16, and the scales are another array. One
 head's part of a page is one contiguous run, which a block of the attention kernel reads in
 16-byte pieces; rows begin at multiples of 16 bytes whatever the head dim. Columns from head_dim on hold zeros, written
-with the row, so that kernels may compute over whole pieces. Rows that nothing has written count for nothing, whatever
-they hold; but the TMA reads pages whole, so that they must have been zeroed once.
+with the row, so that kernels may compute over whole pieces. Contents of unwritten rows do not matter; but the TMA reads
+whole pages, so that they must have been zeroed once.
 
-A token's slot is block * block_size + offset, int64; -1: it is not stored. https://arxiv.org/abs/2309.06180
+A token's slot is block * block_size + offset, int64; -1 if it is not stored. https://arxiv.org/abs/2309.06180
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BLOCK_SIZES = (8, 16, 32)
 
 
 PAGE_BYTES = {**ITEM_BYTES, "s8": 1, "e4m3": 1}
-"""Of a number in a page."""
+"""Bytes of a number in a page."""
 
 
 def page_row(head_dim: int, dtype: str = "f32") -> int:
@@ -48,7 +48,7 @@ def page_bytes(num_kv_heads: int, head_dim: int, block_size: int, dtype: str) ->
 
 
 def check_pages(head_dim: int, block_size: int, dtype: str) -> None:
-    """ValueError for pages that no kernel is made for."""
+    """ValueError for unsupported pages."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}, must be one of {DTYPES}")
     if not 1 <= head_dim <= 256:
@@ -127,8 +127,8 @@ def plan_write_kv(
     """k and v [num_tokens, num_kv_heads, head_dim], tokens any distance apart; both counts at least 1.
 
     Arguments: k, v, slot_mapping (int64), k_cache, v_cache addresses; num_tokens, num_kv_heads; elements from one token
-    to the next in k and in v. `alignment` in bytes divides k, v and their token strides. ValueError for sizes that no
-    kernel has. The f32 detour within the kernel keeps the bits of every number.
+    to the next in k and in v. `alignment` in bytes divides k, v and their token strides. ValueError for unsupported
+    sizes. The f32 detour within the kernel keeps the bits of every number.
     """
     check_pages(head_dim, block_size, dtype)
     kernel = _write_kv(dtype, head_dim, block_size, alignment % 16 == 0)

@@ -1,5 +1,5 @@
-"""Latent attention on a GPU (MLA, DeepSeek-V2, https://arxiv.org/abs/2405.04434): what goes into pages of one row a
-token, and attention over them.
+"""Latent attention on a GPU (MLA, DeepSeek-V2, https://arxiv.org/abs/2405.04434): pages of one row a token, and
+attention over them.
 
     q[t, h]  = [rotated q[t, h, :R] | q[t, h, R:]],    row[t] = [rotated k[t] | RMSNorm(c[t]) * weight]
     out[t, h] = sum_j softmax_j(scale q[t, h] . row[j]) c[j]      over positions  j <= p_t
@@ -52,7 +52,7 @@ def row_elements(width: int) -> int:
 
 @functools.cache
 def _prepare(dtype: str, width: int, rotary: int, interleaved: bool) -> Specialisation:
-    """Arguments: as `plan_prepare` says."""
+    """Arguments: see `plan_prepare`."""
     load, store = element_loader(dtype), elements_storer(dtype, 1)
     item, half, rest = uint64(ITEM_BYTES[dtype]), rotary // 2, width - rotary
     padded = row_elements(width)
@@ -123,7 +123,7 @@ def _prepare(dtype: str, width: int, rotary: int, interleaved: bool) -> Speciali
 
 @functools.cache
 def _attention(dtype: str, width: int, value_dim: int, block_size: int) -> Specialisation:
-    """Arguments: as `plan_attention` says."""
+    """Arguments: see `plan_attention`."""
     load, store = element_loader(dtype), elements_storer(dtype, 1)
     item, padded, first_value = uint64(ITEM_BYTES[dtype]), row_elements(width), width - value_dim
     rounds = -(-value_dim // THREADS)
@@ -222,7 +222,7 @@ def _attention(dtype: str, width: int, value_dim: int, block_size: int) -> Speci
 
 
 def why_not(width: int) -> str:
-    """What keeps rows of so many numbers from a GPU; "": nothing."""
+    """Why rows of so many numbers are not supported on a GPU; "" if they are."""
     return "" if width <= MAX_WIDTH else f"{width} numbers a row, limit {MAX_WIDTH}"
 
 
@@ -230,7 +230,7 @@ def plan_prepare(num_tokens: int, width: int, dtype: str, *, rotary: int, interl
     """For at least one token, and at least one head.
 
     Arguments: q [T, H, width], latent [T, width], positions (int32 [T]), cos, sin (float32 [P, rotary / 2]), norm
-    (float32 [width - rotary]), slot_mapping (int64 [T]; negative: nowhere), pages; H, eps.
+    (float32 [width - rotary]), slot_mapping (int64 [T]; negative if not stored), pages; H, eps.
     """
     return Launch(_prepare(dtype, width, rotary, interleaved), (num_tokens, 1, 1), (THREADS, 1, 1))
 

@@ -4,7 +4,7 @@
 
 A block has one row. The sum is of integers (multiples of 2^-44) and so does not depend on the order of additions. The
 best `top_n` tokens are those from a rank on, found digit by digit (`numba_kernels.cuda.selection`); each finds its
-place among them by counting who is ahead of it. As in `numba_kernels.cpu.logprobs`, ties go to the lower id, and a row
+place among them by counting those ahead of it. As in `numba_kernels.cpu.logprobs`, ties go to the lower id, and a row
 with NaN or +inf, or with -inf alone, gives NaN throughout; its top ids are -1.
 
 The order of the arguments, addresses but for the last two:
@@ -179,7 +179,7 @@ def plan(num_rows: int, vocab: int, top_n: int) -> Launch | None:
     """The launch for ``logits [num_rows, vocab]``, or None where there are no rows.
 
     Args:
-        top_n: how many of the best are wanted, 0 to `MAX_TOP_N` and to `vocab`.
+        top_n: how many of the best to find, 0 to `MAX_TOP_N` and to `vocab`.
 
     Raises ValueError for sizes outside those limits, and for a vocabulary of no token or more than `MAX_VOCAB`.
     """
@@ -193,5 +193,5 @@ def plan(num_rows: int, vocab: int, top_n: int) -> Launch | None:
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """The one there is."""
+    """The family's one kernel."""
     yield _kernel()

@@ -3,15 +3,15 @@
     rms_norm    x / sqrt(mean(x^2) + eps) * weight + residual                      https://arxiv.org/abs/1910.07467
     layer_norm  (x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias        https://arxiv.org/abs/1607.06450
 
-x, out and the residual, which there may be, are f32, f16 or bf16; weight and bias [H] are float32, and so is the
+x, out and the optional residual are f32, f16 or bf16; weight and bias [H] are float32, and so is the
 arithmetic; the result is rounded once.
 
-A block takes a row. What its threads hold of it at once (`RESIDENT` vectors each) stays in registers between the sums
-and the scaling, with the weights, which are read before the kernel in front has ended; a longer row's rest is read
-twice, the second time from the first-level cache. Device memory is read and written once, and that bounds the time.
-LayerNorm's mean and variance come of one pass by Welford's update (https://doi.org/10.1080/00401706.1962.10490022) and
-Chan, Golub and LeVeque's combination of partial results, which cancel no large numbers. A row's result does not depend
-on the other rows.
+A block takes a row. Its threads keep `RESIDENT` vectors each in registers between the sums and the scaling, with the
+weights, which are read before the previous kernel has ended; the rest of a longer row is read twice, the second time
+from the first-level cache. Device memory is read and written once, and that bounds the time. LayerNorm's mean and
+variance come from one pass by Welford's update (https://doi.org/10.1080/00401706.1962.10490022) and Chan, Golub and
+LeVeque's combination of partial results, which cancel no large numbers. A row's result does not depend on the other
+rows.
 
 Where H and the addresses allow it, accesses are 16 bytes wide; else one element.
 """
@@ -43,7 +43,8 @@ SQUARE_PARTS = 4  # in which `plan_row_squares` adds up a row: warps of a block
 
 @functools.cache
 def weights_keeper(width: int) -> Any:
-    """A device function ``(weights, weight, first, step, size)``: RMSNorm's weights of what a thread keeps of a row."""
+    """A device function ``(weights, weight, first, step, size)``: RMSNorm's weights for the part of a row that a thread
+    keeps."""
     resident, load_weight = RESIDENT["rms_norm"], floats_loader(width)
 
     @device_function
@@ -61,7 +62,7 @@ def weights_keeper(width: int) -> Any:
 @functools.cache
 def squares_adder(dtype: str, width: int) -> Any:
     """A device function ``(row, x, first, step, size) -> sum of squares`` of a thread's numbers of a row for RMSNorm;
-    it leaves what is kept of them in `row`."""
+    it leaves the kept part in `row`."""
     item_bytes, resident, load = uint64(ITEM_BYTES[dtype]), RESIDENT["rms_norm"], elements_loader(dtype, width)
 
     @device_function
@@ -284,7 +285,8 @@ def _specialisation(family: str, variant: str, kernel: object, dtype: str, width
 
 
 def row_threads(family: str, size: int, width: int) -> int:
-    """Of a block. Up to 256 have a vector each; beyond, threads hold as many as they can, for fewer barriers."""
+    """Threads of a block. Up to 256 have a vector each; beyond, threads hold as many as they can, for fewer
+    barriers."""
     vectors = -(-size // width)
     threads = min(MAX_THREADS[family], max(min(vectors, 256), -(-vectors // RESIDENT[family])))
     return -(-threads // 32) * 32
@@ -297,7 +299,7 @@ def _row_launch(family: str, specialisation: Specialisation, num_rows: int, size
 def plan_rms_norm(num_rows: int, size: int, dtype: str, *, has_residual: bool = False, alignment: int = 16) -> Launch:
     """x [num_rows, size], both at least 1. Arguments: x, residual (0 without), weight, out, size, 1 / size, eps.
 
-    `alignment` is what divides all addresses, in bytes.
+    `alignment` in bytes divides all addresses.
     """
     width = access_width(dtype, size, alignment)
     return _row_launch("rms_norm", _rms_norm(dtype, width, has_residual), num_rows, size, width)

@@ -1,8 +1,8 @@
-"""A kernel that does nothing, with which a driver is asked how many clusters of blocks it runs at once.
+"""An empty kernel, for querying a driver how many clusters of blocks it runs at once.
 
 A cluster's blocks lie in one GPC, and GPCs differ in how many multiprocessors they have: of 132 multiprocessors not all
-are in a cluster of 8. A driver tells for a kernel; this one asks for so much shared memory that a multiprocessor holds
-one block, as the products' do.
+are in a cluster of 8. The query needs a kernel; this one takes so much shared memory that a multiprocessor holds one
+block, as the products' do.
 """
 
 from __future__ import annotations
@@ -34,5 +34,5 @@ def plan(cluster_size: int, shared_bytes: int) -> Launch:
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """The one there is."""
+    """The family's one kernel."""
     yield _nothing()

@@ -1,4 +1,4 @@
-"""Where a kernel finds the parts of a packed matrix (`packing.py`)."""
+"""Addresses of the parts of a packed matrix (`packing.py`) in kernels."""
 
 from __future__ import annotations
 

@@ -1,21 +1,21 @@
-"""How a quantised matrix ``[N, K]`` lies in a GPU's memory: one block of bytes, arranged once, when it is loaded.
+"""The packed layout of a quantised matrix ``[N, K]`` on a GPU: one block of bytes, arranged once, at loading.
 
     words         [ceil(N / 16), 2, slots, 32 lanes, 16 bytes]   the elements
     scales        [ceil(N / 16), slots, 8, ...]                  of groups of K, if it has them
     zeros         the same                                       zero points of these groups, if it has them
     row scales    [16 ceil(N / 16)] float32                      of whole rows
 
-A *slot* is what a lane's 16 bytes are a quarter of: 128 elements of 4 bits, or 64 of 8, of one row. A tile of 8 rows
+A *slot* is four lanes' 16 bytes: 128 elements of 4 bits, or 64 of 8, of one row. A tile of 8 rows
 has 512 bytes for each slot, which a warp reads at once; lane 4 g + t has 8 elements of row g from 32 s + 8 t on, for
-each step s of 32: what `mma.sync` multiplies in this lane, if the other factor comes in the same order
-(`gemm/few_rows.py`). Inside a word they lie as `intrinsics/unpack.py` says.
+each step s of 32: this lane's factors for `mma.sync`, if the other factor comes in the same order (`gemm/few_rows.py`).
+`intrinsics/unpack.py` documents their order inside a word.
 
     element = (unpacked + offset) * group's scale * row's scale
 
 where the offset is that of the zero point. The group's scales and offsets are 16-bit numbers of x's dtype (float32 for
 float32), or a byte each; those of rows g and g + 8 lie beside each other, and a lane's, for all steps of a slot, in one
-load. The row's scale, float32, is multiplied into a finished sum. It takes what a group's scale could not hold, too:
-the latter are at most 1, and a power of two of their row takes the rest.
+load. The row's scale, float32, is multiplied into a finished sum. It also extends the range of groups' scales: these
+are at most 1, and a power of two of their row has the rest.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ GROUPS = (0, 16, 32, 64, 128)
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """What the elements are, and which scales they have.
+    """The element type of a packed matrix, and its scales.
 
     Attributes:
         element: "u4", "u8" (integers from 0 on, minus a zero point), "e4m3" or "e2m1".
-        group: how many elements of K share a scale; 0: the row alone has one.
-        scale: what the groups' scales are kept as: "value", "exponent" (powers of two), "e4m3", or "" without groups.
+        group: how many elements of K share a scale; 0 if only the row has one.
+        scale: the kind of the groups' scales: "value", "exponent" (powers of two), "e4m3", or "" without groups.
         has_zeros: whether groups have zero points; else it is the middle, 8 or 128.
     """
 
@@ -63,7 +63,7 @@ class Packing:
 
     @property
     def name(self) -> str:
-        """As products and kernels name it: "u4_g128_zeros"."""
+        """Its name in products and kernels: "u4_g128_zeros"."""
         kind = {"": "", "value": "", "exponent": "_exponents", "e4m3": "_e4m3"}[self.scale]
         return f"{self.element}{f'_g{self.group}' if self.group else ''}{kind}{'_zeros' if self.has_zeros else ''}"
 
@@ -74,7 +74,7 @@ class Packing:
 
     @property
     def steps(self) -> int:
-        """Of a slot."""
+        """Bytes of a slot."""
         return self.slot // STEP
 
     @property
@@ -98,19 +98,19 @@ class Packing:
         return self.slot // self.kept_group // self.halves if self.group else 0
 
     def scale_bytes(self, dtype: str) -> int:
-        """Of one scale."""
+        """Bytes of one scale."""
         return ITEM_BYTES[dtype] if self.scale == "value" else 1
 
     def chunk_bytes(self, dtype: str) -> int:
-        """Of a lane's scales for two rows and a slot: one load."""
+        """Bytes of a lane's scales for two rows and a slot: one load."""
         return 2 * self.lane_scales * self.scale_bytes(dtype)
 
     def zeros_bytes(self, dtype: str) -> int:
-        """Of a lane's offsets for two rows and a slot: one load."""
+        """Bytes of a lane's offsets for two rows and a slot: one load."""
         return 2 * self.lane_scales * ITEM_BYTES[dtype] if self.has_zeros else 0
 
     def sections(self, rows: int, depth: int, dtype: str) -> tuple[int, int, int, int]:
-        """Where scales, zeros and row scales begin, and the size of all, in bytes."""
+        """Offsets of scales, zeros and row scales, and the size of all, in bytes."""
         tiles, slots = -(-rows // 16), -(-depth // self.slot)
         scales = tiles * slots * 2 * TILE_BYTES
         zeros = scales + tiles * slots * TILE_ROWS * self.halves * self.chunk_bytes(dtype)
@@ -118,12 +118,12 @@ class Packing:
         return scales, zeros, row_scales, row_scales + tiles * 16 * 4
 
     def size_bytes(self, rows: int, depth: int, dtype: str) -> int:
-        """Of the whole block."""
+        """Bytes of the whole block."""
         return self.sections(rows, depth, dtype)[3]
 
 
 PACKINGS = ("u8", "u4_g128", "u4_g32", "u4_g128_zeros", "e4m3", "e4m3_g128", "e2m1_g32_exponents", "e2m1_g16_e4m3")
-"""Those that models come with: kernels of others are compiled when they are first launched."""
+"""Those of published models: kernels of others are compiled at their first launch."""
 
 _NAME = re.compile(r"(u4|u8|e4m3|e2m1)(?:_g(\d+))?(_exponents|_e4m3)?(_zeros)?")
 
@@ -139,7 +139,7 @@ def packing_of(name: str) -> Packing | None:
     return Packing(element, int(group or 0), scale, bool(zeros))
 
 
-# What a host does once
+# Work of the host, done once
 
 
 def arrange(
@@ -148,12 +148,12 @@ def arrange(
     """The block of a matrix, as uint8.
 
     Args:
-        dtype: of the rows that it is to multiply.
+        dtype: of the rows that it will multiply.
         codes: uint8 [N, K]: integers as they are stored, from 0 on; the bits of floats.
         scales: float32 [N, ceil(K / group)], finite; of "e4m3" kinds, numbers that it holds and not negative, of
             "exponent", powers of two. None without groups.
         zeros: numbers [N, ceil(K / group)], where the packing has them.
-        row_scales: float32 [N]; None: 1.
+        row_scales: float32 [N], or None for 1.
 
     Raises:
         ValueError: for other shapes, and for a scale that is not finite, or negative where it cannot be.

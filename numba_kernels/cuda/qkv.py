@@ -1,4 +1,4 @@
-"""What happens to q, k and v between their projection and attention, in one pass over the tokens.
+"""Prepares q, k and v between their projection and attention, in one pass over the tokens.
 
 Each row of ``qkv [T, (Hq + 2 Hkv) D]`` is split into heads. q and k are normalised (RMSNorm,
 https://arxiv.org/abs/1910.07467: each head with a float32 weight of D, as Qwen3 does, or all heads together with one of
@@ -10,8 +10,8 @@ row goes with its scale (`quantised_pages`). The same operation as the CPU's ``c
 
 A head is a group of 1 to 32 lanes, which holds it in registers, so that qkv is read and everything else written once:
 bound by bandwidth, or by the launch at decode. Norms over all heads take a second launch, for their scales. A head's
-result depends on its token alone. Positions must have a row in the tables and slots must lie in the pages: nothing on
-the device checks them.
+result depends on its token alone. Positions must have a row in the tables and slots must lie in the pages: the device
+does not check them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _qkv_prepare(
     dtype: str, head_dim: int, block_size: int, rotary: int, interleaved: bool, norm: str, has_q_scales: bool,
     is_vector: bool, pages: str,
 ) -> Specialisation:  # fmt: skip
-    """Arguments: as `plan_qkv_prepare` says."""
+    """Arguments: see `plan_qkv_prepare`."""
     cut = head_cut(dtype, head_dim, rotary, interleaved, is_vector)
     width, num_units, lanes, rounds = cut.width, cut.num_units, cut.lanes, cut.rounds
     load, rotate, store, places = cut.load, cut.rotate, cut.store, cut.places
@@ -270,10 +270,10 @@ def plan_qkv_prepare(
     Arguments: qkv, positions (int32 [T]), cos, sin (float32 [P, rotary / 2]; 0 where rotary is 0), q_scales (float32
     [P]; 0 without), norm_scales (float32 [T, 2], of q and of k; 0 but for norm "row"), q_norm, k_norm, slot_mapping
     (int64 [T]), k_cache, v_cache, k_scales, v_scales (0 for pages of the dtype), q addresses; num_tokens, num_q_heads,
-    num_kv_heads, eps. `pages`: what they hold, where that is one of `quantised_pages.PAGES`. The weights of norm "head"
-    and "after" are float32 [head_dim], 0 for one that there is not; of "centred" and "row", float32 [num_q_heads
-    head_dim] and [num_kv_heads head_dim], of "row" with the scales that `plan_row_scales` leaves. `alignment` in bytes
-    divides the addresses of qkv, q and the norms' weights. ValueError for sizes that no kernel has.
+    num_kv_heads, eps. `pages` is their type, if one of `quantised_pages.PAGES`. The weights of norm "head" and "after"
+    are float32 [head_dim], 0 for a missing one; of "centred" and "row", float32 [num_q_heads head_dim] and
+    [num_kv_heads head_dim], of "row" with the scales that `plan_row_scales` leaves. `alignment` in bytes divides the
+    addresses of qkv, q and the norms' weights. ValueError for unsupported sizes.
     """
     check_pages(head_dim, block_size, dtype)
     check_rotary(dtype, head_dim, rotary, alignment)
@@ -286,7 +286,7 @@ def plan_qkv_prepare(
 
 @functools.cache
 def _row_scales(dtype: str, width: int) -> Specialisation:
-    """Arguments: as `plan_row_scales` says."""
+    """Arguments: see `plan_row_scales`."""
     load, item_bytes = elements_loader(dtype, width), uint64(ITEM_BYTES[dtype])
 
     @cuda.jit
@@ -320,7 +320,7 @@ def _row_scales(dtype: str, width: int) -> Specialisation:
 
 
 def plan_row_scales(num_tokens: int, q_size: int, k_size: int, dtype: str, *, alignment: int = 16) -> Launch:
-    """What RMSNorm over all q heads, and over all k heads, multiplies each row of qkv by.
+    """RMSNorm's factors of each row of qkv, over all q heads and over all k heads.
 
     Arguments: qkv, scales (float32 [num_tokens, 2]) addresses; q_size, k_size, elements of a row; 1 / q_size,
     1 / k_size, eps. `alignment` in bytes divides the address of qkv.

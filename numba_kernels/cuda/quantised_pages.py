@@ -7,11 +7,12 @@ are float32 ``[num_blocks, num_kv_heads, block_size]``, of keys and of values.
 **Fragments.** Bytes lie in shared memory as they lie in the page, and are widened in registers. `ldmatrix` gives a
 lane 4 neighbouring bytes of a row of keys, 4 t to 4 t + 3: bytes 0 and 2 become the operand's first pair, 1 and 3 its
 second. The tensor core takes them for columns 2 t, 2 t + 1 and 2 t + 8, 2 t + 9 of 16: queries have their columns
-exchanged alike (`column_exchanger`), once, and no sum knows. Of values, transposed, a lane gets columns 2 g and
-2 g + 1 of keys 2 t and 2 t + 1: bytes 0 and 2 are a pair of column 2 g, 1 and 3 one of column 2 g + 1. So the even
-columns of 16 are one tile of results, the odd ones the next.
+exchanged alike (`column_exchanger`), once, which changes no sum. From transposed values a lane gets columns 2 g and 2 g
++ 1 of keys 2 t and 2 t + 1: bytes 0 and 2 are a pair of column 2 g, 1 and 3 one of column 2 g + 1. So the even columns
+of 16 are one tile of results, the odd ones the next.
 
-A key's scale multiplies its score, a value's its softmax weight, each with what unpacking lacks (`page_factor`).
+A key's scale multiplies its score, a value's its softmax weight, each with the factor that unpacking leaves out
+(`page_factor`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _nearest = instruction("cvt.rni.s32.f32 $0, $1;", "r", "f", is_pure=True)
 
 
 def page_factor(pages: str, dtype: str) -> float:
-    """What a scale is multiplied by, for the numbers that `fragment_unpacker` makes."""
+    """A scale's factor, for the numbers that `fragment_unpacker` makes."""
     return 2.0 ** SHIFTS[pages, dtype] if dtype == "f16" else 1.0
 
 
@@ -87,7 +88,7 @@ def column_exchanger(num_rows: int, columns: int, pitch: int, threads: int) -> A
     def exchange(tile, thread):
         index = thread
         while index < uint32(count):
-            step = uint32(index // uint32(num_rows))  # neighbouring lanes take rows, whose pieces lie in other banks
+            step = uint32(index // uint32(num_rows))  # neighbouring lanes take rows, in different banks
             place = uint32(tile + (index - step * uint32(num_rows)) * uint32(pitch) + step * uint32(32))
             a, b, c, d = shared_load_4xb32(place)
             e, f, g, h = shared_load_4xb32(uint32(place + uint32(16)))
@@ -132,8 +133,8 @@ def larger_bits(most, value):
 
 @functools.cache
 def row_scaler(pages: str) -> Any:
-    """A device function ``bits of the largest |x| -> (scale, factor)``: the row's scale, and what its numbers are
-    multiplied by to be rounded. A row with a NaN or an infinity has the scale NaN and the factor 0."""
+    """A device function ``bits of the largest |x| -> (scale, factor)``: the row's scale, and its numbers' factor before
+    rounding. A row with a NaN or an infinity has the scale NaN and the factor 0."""
     limit = float32(_LARGEST[pages])
 
     @device_function
@@ -153,7 +154,7 @@ def row_scaler(pages: str) -> Any:
 
 @functools.cache
 def _rounder(pages: str) -> Any:
-    """A device function ``(value, factor) -> byte`` as uint32; 0 for the factor 0, whatever the value is."""
+    """A device function ``(value, factor) -> byte`` as uint32; 0 for the factor 0."""
     if pages == "s8":
 
         @device_function

@@ -1,24 +1,24 @@
-"""What in Numba's front end takes time quadratic in a kernel's size: the same results in less.
+"""Replacements of passes in Numba's front end that take time quadratic in a kernel's size, with the same results.
 
 Numba inlines a kernel's device functions (`intrinsics.device`), which makes it long, and then goes over all of it again
 for each call, each variable, each operator. Inside `quick_passes` a kernel compiles in less than half the time:
 
     run_untyped_passes     a device function is read once, not once a call
-    inline_ir              what is inlined is copied once, and shares what nobody changes
+    inline_ir              inlined code is copied once, and shares its immutable parts
     list_vars              an instruction's variables, found by the types of its fields
     _run_ssa               a variable's versions are sought in the blocks that name it
     compute_live_map       sets of variables are bits of a number
-    PostProcessor.run      what only generators need is left out
+    PostProcessor.run      the parts for generators are left out
     resolve_function_type, get_call_type
                            a call is typed once for each function and types of arguments
-    get_function           what lowers it is sought once
+    get_function           a call's lowering is sought once
     resolve_value_type     a constant is typed once, and a type measured once (get_abi_sizeof)
     fixup_var_define_in_scope
                            each scope is completed once, not once a block
     _find_singly_assigned  assignments are counted once, not once a variable
-    str                    instructions are not written out for a trace that nobody reads
+    str                    instructions are not written out for a trace that is never read
 
-They replace functions of one version of numba-cuda, which `pyproject.toml` fixes; of another, none. A test compiles
+They replace functions of the version of numba-cuda that `pyproject.toml` pins, and of no other. A test compiles
 kernels with and without them: the PTX is the same.
 """
 
@@ -83,7 +83,7 @@ def _functions_read() -> dict[Any, Any]:
 
 
 def _reader_of_functions() -> Callable[..., Any]:
-    """`InlineWorker.run_untyped_passes`, which reads each function once. Who inlines its IR copies that first."""
+    """`InlineWorker.run_untyped_passes`, which reads each function once. Callers copy its IR before inlining."""
     read = inline_closurecall.InlineWorker.run_untyped_passes
     known = _functions_read()
 
@@ -102,7 +102,7 @@ def _reader_of_functions() -> Callable[..., Any]:
 
 
 def _inliner() -> Callable[..., Any]:
-    """`InlineWorker.inline_ir` of code without types: one copy, whose variables are renamed while it is made."""
+    """`InlineWorker.inline_ir` of code without types: one copy, with variables renamed on the way."""
     inline = inline_closurecall.InlineWorker.inline_ir
 
     def inline_ir(
@@ -204,7 +204,7 @@ def _run_ssa(blocks: dict[int, Any]) -> dict[int, Any]:
 def _compute_live_map(
     cfg: Any, blocks: dict[int, Any], used: dict[int, set[str]], defined: dict[int, set[str]]
 ) -> dict[int, set[str]]:
-    """The variables that must be alive at the entry of each block: used there or behind it, and defined before it."""
+    """The variables that must be alive at the entry of each block: used there or later, and defined before."""
     names = sorted(set().union(*used.values(), *defined.values()))
     bit = {name: 1 << number for number, name in enumerate(names)}
     uses = {label: sum(bit[name] for name in used[label]) for label in blocks}
@@ -241,7 +241,7 @@ def _bits(number: int) -> Iterable[int]:
 
 @functools.cache
 def _calls_typed() -> dict[tuple[Any, ...], tuple[Any, ...]]:
-    """The signature of each call that any kernel has made, with what lowers it, by the options it was compiled with."""
+    """The signature of each call that any kernel has made, with its lowering, by the compilation's options."""
     return {}
 
 
@@ -269,7 +269,7 @@ def _typer_of_calls() -> Callable[..., Any]:
 
 
 def _finder_of_implementations() -> Callable[..., Any]:
-    """`BaseContext.get_function` of lowering, which remembers what it found."""
+    """`BaseContext.get_function` of lowering, which remembers its results."""
     find = LoweringContext.get_function
     known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
@@ -327,7 +327,7 @@ def _measurer_of_types() -> Callable[..., Any]:
 
 
 def _complete_scopes(blocks: dict[int, Any]) -> None:
-    """`fixup_var_define_in_scope`: every scope knows the variables of all blocks."""
+    """`fixup_var_define_in_scope`: every scope has the variables of all blocks."""
     used = {
         variable.name: variable for block in blocks.values() for each in block.body for variable in each.list_vars()
     }

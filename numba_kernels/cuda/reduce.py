@@ -1,8 +1,8 @@
-"""Reductions over axes behind Tensor's operators: sum, mean, max, min, argmax; any strides, any dtype.
+"""Reductions over axes for Tensor's operators: sum, mean, max, min, argmax; any strides, any dtype.
 
     out[o] = combine over r of x[o, r]          argmax: the first r of the largest, int64
 
-Floating point is summed in float32, and so is what becomes a mean; integers and bools are summed in int64. NaN
+Floating point is summed in float32, and so are means; integers and bools are summed in int64. NaN
 wins every maximum and minimum, and argmax finds the first one. A block reduces one element of the result: each thread
 every 256th of its elements, then a tree over the threads. So the order depends on the count alone. Elements are found
 by tables like that of `elementwise`, one of the kept axes and one of the others.

@@ -1,8 +1,7 @@
-"""All kernels, for what goes over them: building them ahead of time, reports, checks.
+"""All kernels, for building them ahead of time, reports, checks.
 
 A family is a module (or a package of tiers) with ``specialisations() -> Iterable[Specialisation]``: those that its
-plans choose for the shapes that models have. A shape out of the ordinary may need one more, which is then compiled when
-it is first launched.
+plans choose for common models' shapes. An unusual shape may need one more, which is then compiled at its first launch.
 """
 
 from __future__ import annotations

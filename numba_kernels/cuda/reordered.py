@@ -1,10 +1,10 @@
-"""Columns of rows in another order: what a matrix multiplies whose columns are stored in the order of their groups.
+"""Columns of rows in another order: x for a matrix whose columns are stored in the order of their groups.
 
     out[r, j] = x[r, order[j]]
 
 Quantisers that take columns by importance (GPTQ's `desc_act`) leave such matrices. Elements are moved as they are, of
-2 or 4 bytes. A thread collects 16 bytes of a row, so that rows are written whole and read out of the caches; where
-sizes and addresses do not allow it, one element.
+2 or 4 bytes. A thread collects 16 bytes of a row, so that rows are written whole and read from the caches; else, where
+sizes and addresses require it, one element.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _kernel(item_bytes: int, width: int) -> Specialisation:
 
 
 def plan(num_rows: int, size: int, dtype: str, *, alignment: int = 16) -> tuple[Launch, int]:
-    """(launch, accesses a row) for x [num_rows, size], both at least 1; `alignment` is what divides all addresses.
+    """(launch, accesses a row) for x [num_rows, size], both at least 1; `alignment` divides all addresses.
 
     Arguments: x, order (int32 [size], each from 0 to size - 1), out, num_rows, size, accesses a row.
     """

@@ -7,9 +7,9 @@ with c = cos[position, i], s = sin[position, i] out of float32 tables [P, R/2], 
 YaRN scaling live there); R <= D is even, and dimensions from R on stay. sin and cos are never computed on the device.
 
 A head is cut into units of two runs of `width` elements each, so that a lane holds both partners of every pair that
-it rotates: runs u and R/2 + u for half-split tables, neighbouring runs for interleaved ones. `head_cut` says how, and
-its `load`, `rotate`, `store` are what the fused `qkv` kernel is made of too. A run is 16 bytes where the sizes allow
-it, else one element. A head belongs to 1, 2, 4 ... 32 lanes; nothing depends on other tokens.
+it rotates: runs u and R/2 + u for half-split tables, neighbouring runs for interleaved ones. `head_cut` has the cut,
+and its `load`, `rotate`, `store` also serve the fused `qkv` kernel. A run is 16 bytes where the sizes allow it, else
+one element. A head belongs to 1, 2, 4 ... 32 lanes; no result depends on other tokens.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ THREADS = 128
 
 @dataclass(frozen=True)
 class HeadCut:
-    """How one head of D elements is spread over lanes, and the device functions that move it.
+    """The spread of one head of D elements over lanes, and the device functions that move it.
 
     Attributes:
         width: elements of a run; a unit is two runs, held in two local arrays `low` and `high` of `width` float32.
         num_units, lanes, rounds: a head has `num_units` units; lane l of its `lanes` has units l, l + lanes ...
-        places(unit): where its runs begin, in elements.
+        places(unit): offsets of its runs, in elements.
         load(head_address, unit, low, high): reads a unit.
         rotate(unit, low, high, cos_address, sin_address): rotates it, given the addresses of the position's table rows.
         store(head_address, unit, low, high): writes it.
@@ -54,7 +54,7 @@ class HeadCut:
 
 
 def check_rotary(dtype: str, head_dim: int, rotary: int, alignment: int) -> None:
-    """ValueError for heads and rotations that no kernel is made for."""
+    """ValueError for unsupported heads and rotations."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}, must be one of {DTYPES}")
     if not 1 <= head_dim <= 1024:
@@ -67,13 +67,13 @@ def check_rotary(dtype: str, head_dim: int, rotary: int, alignment: int) -> None
 
 @functools.cache
 def head_cut(dtype: str, head_dim: int, rotary: int, interleaved: bool, is_vector: bool) -> HeadCut:
-    """For heads of `head_dim`, the first `rotary` of which are rotated. `is_vector`: runs of 16 bytes where
+    """For heads of `head_dim`, the first `rotary` of which are rotated. With `is_vector` runs have 16 bytes where
     possible."""
     width = VECTOR_WIDTH[dtype]
     if not is_vector or rotary % (2 * width) or (head_dim - rotary) % (2 * width):
         width = 1
     rotated_units = rotary // 2 // width
-    rest_runs = -(-(head_dim - rotary) // 2) // width  # units behind the rotated ones
+    rest_runs = -(-(head_dim - rotary) // 2) // width  # units after the rotated ones
     num_units = rotated_units + rest_runs
     lanes = 1
     while lanes < min(num_units, 32):
@@ -85,7 +85,7 @@ def head_cut(dtype: str, head_dim: int, rotary: int, interleaved: bool, is_vecto
 
     @device_function
     def places(unit):
-        """Where the unit's two runs begin in the head."""
+        """Offsets of the unit's two runs in the head."""
         if interleaved:
             first = uint32(unit * uint32(2 * width))
             second = uint32(first + uint32(width))
@@ -187,8 +187,7 @@ def plan_rope(
     """x and out [num_tokens, num_heads, head_dim] (may be the same), both counts at least 1.
 
     Arguments: x, positions (int32), cos, sin, out addresses; num_tokens, num_heads; elements from one token to the
-    next in x and in out. `alignment` in bytes divides x, out and their token strides. ValueError for sizes that no
-    kernel has.
+    next in x and in out. `alignment` in bytes divides x, out and their token strides. ValueError for unsupported sizes.
     """
     check_rotary(dtype, head_dim, rotary, alignment)
     kernel = _rope(dtype, head_dim, rotary, interleaved, alignment % 16 == 0)

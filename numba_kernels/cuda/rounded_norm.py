@@ -1,12 +1,12 @@
-"""RMSNorm whose rows leave as bytes: `norm.py` and `rounded_rows.py` in one launch, for products of bytes.
+"""RMSNorm with rows rounded to bytes: `norm.py` and `rounded_rows.py` in one launch, for products of bytes.
 
 The numbers are those of the two launches one after the other, to the bit: the same block has a row, adds up its squares
-in the same order, rounds what it has normalised to x's type, and rounds that to codes. What is saved is a launch, and
-that 16-bit rows are written and read in between. Codes and scales lie as `rounded_rows.py` says, rows and columns that
-x has not being zeros: the grid has a block for each of 8 ceil(m / 8) rows.
+in the same order, rounds the normalised numbers to x's type, and rounds that to codes. This saves a launch, and the
+write and read of 16-bit rows. Codes and scales lie as in `rounded_rows.py`, with zeros for missing rows and columns:
+the grid has a block for each of 8 ceil(m / 8) rows.
 
-A row's own largest number is known to its block once it is normalised; a row longer than what threads keep of it is
-then normalised a third time, out of a cache. 128 of K are 16 lanes' numbers.
+A row's own largest number is known to its block once it is normalised; a row too long for its threads' registers is
+then normalised a third time, from a cache. 128 of K are 16 lanes' numbers.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def plan(
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Of both types and elements."""
+    """Every specialisation of both types and elements."""
     for dtype in ("bf16", "f16"):
         for element in ("s8", "e4m3"):
             yield _kernel(dtype, element, "rows")

@@ -3,10 +3,10 @@
     scales[r] = max |x[r]| / 127 or 448     float32 [8 ceil(m / 8)]
     codes     = round(x[r] / scales[r])     int8 or e4m3, in a packed weight's order: [ceil(m / 8), slots, 32 lanes, 16]
 
-A slot is 64 of K (`packing.py`), so that both factors of a product are read alike. Rows and columns that x has not are
-zeros. A row with NaN or infinity has a scale that is not finite, and nothing but NaN comes of it.
+A slot is 64 of K (`packing.py`), so that both factors of a product are read alike. Rows and columns beyond x are zeros.
+A row with NaN or infinity has a scale that is not finite, and its results are NaN.
 
-A block has 8 rows, a warp each. A row is read twice; the second time out of a cache. With groups (`is_grouped`) each
+A block has 8 rows, a warp each. A row is read twice; the second time from a cache. With groups (`is_grouped`) each
 128 of K of a row have their own largest magnitude, and x is read once; the scales are [ceil(k / 128), 8 ceil(m / 8)].
 A static scale is given (`is_static`): x is read once, divided by it and clamped to the codes' range, and each row has
 that scale, or NaN if it has a NaN.
@@ -41,7 +41,7 @@ _LAUNCH_S = 2e-6
 
 
 def sections(m: int, k: int, *, is_grouped: bool = False) -> tuple[int, int]:
-    """Bytes of the codes, behind which the scales lie, and of both."""
+    """Bytes of the codes, which the scales follow, and of both."""
     tiles = -(-m // TILE_ROWS)
     codes = tiles * -(-k // SLOT) * TILE_BYTES
     return codes, codes + tiles * TILE_ROWS * 4 * (-(-k // GROUP) if is_grouped else 1)
@@ -70,8 +70,8 @@ def _e4m3_word(a, b, c, d):
 
 @functools.cache
 def factor_finder(element: str) -> Any:
-    """A device function ``largest magnitude's bits -> (what numbers are multiplied by, their scale)``. Numbers that are
-    too small for the former become zeros."""
+    """A device function ``largest magnitude's bits -> (factor of the numbers, their scale)``. Numbers that are too
+    small for the factor become zeros."""
     largest_code = _LARGEST[element]
     least = int(np.float32(largest_code * 2.0**-127).view(np.uint32))  # its factor is finite
 
@@ -264,12 +264,12 @@ def plan(
 
 
 def seconds(m: int, k: int, memory_bytes: float) -> float:
-    """By the bytes that are read and written, and a launch."""
+    """Seconds by the bytes read and written, and a launch."""
     return _LAUNCH_S + (2 * m * k + sections(m, k)[1]) / memory_bytes
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Of both types and elements."""
+    """Every specialisation of both types and elements."""
     for dtype in ("bf16", "f16"):
         for element in _LARGEST:
             yield _kernel(dtype, element)

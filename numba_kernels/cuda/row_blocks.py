@@ -1,7 +1,7 @@
-"""The blocks that share a row of logits, one or a cluster, and what they read of each other.
+"""The blocks that share a row of logits, one or a cluster, and their exchange of results.
 
-Each has a run of the row. What is known only when all have read theirs lies in each block's shared memory, whence all
-read it once they have met. Without a cluster a block reads its own.
+Each has a run of the row. Their partial results lie in shared memory, where all blocks read them after a barrier.
+Without a cluster a block reads its own.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def exchange(is_cluster: bool) -> Any:
     """A device function ``(entries, a, b, c, flags)``: of all threads of all blocks the largest (a, b, c), by a, then
     b, then c, and all flags, uint32 each; in every thread. The blocks meet.
 
-    ``entries``: the address of `ENTRIES_BYTES` of shared memory that nothing else uses.
+    ``entries`` is the address of `ENTRIES_BYTES` of shared memory of its own.
     """
     _, size, meet, _, read_4, _ = row_blocks(is_cluster)
     load_4, store_4 = memory.shared_load_4xb32, memory.shared_store_4xb32

@@ -11,7 +11,7 @@ lists takes that one pass. A draw takes one more over the part for min-p, one or
 top-p, which go on with a list of candidates (`numba_kernels.cuda.selection`), and one for the race where there is no
 such list. The blocks wait for each other once in the first pass, once for each digit of a search, once at the end.
 
-How many blocks there are changes no token: all that they add up is integers, all else are maxima. No float64: logits
+The number of blocks changes no token: all sums are of integers, all else are maxima. No float64: logits
 and weights are rounded where the cpu kernel rounds them, masses are integers, and finishing times pairs of float32.
 
 The order of the arguments, addresses but for the last two:
@@ -21,8 +21,8 @@ The order of the arguments, addresses but for the last two:
     prompt_end i32 [rows each]; output_ids i32 [any], output_start i32, output_end i32 [rows each]; bias_ids i32,
     bias_values f32 [any], bias_start i32, bias_end i32 [rows each];
     allowed u32 [rows, mask_words] or 0; work, `Plan.work_bytes`, or 0; counts i32 [rows, vocab], or 0 where no row has
-    a penalty; token_ids i32 [rows]; status i32 [rows]; id_flag i32 [1], flag_copy i32 [1]: what the first holds goes to
-    the second; vocab u32; mask_words u32
+    a penalty; token_ids i32 [rows]; status i32 [rows]; id_flag i32 [1], flag_copy i32 [1]: the first is copied to the
+    second; vocab u32; mask_words u32
 
 A row's token is -1 unless its status is OK.
 """
@@ -86,13 +86,13 @@ _IN_PROMPT = 1 << 31  # of a count: the token is in the prompt
 _HAS_LOGITS, _IS_SPOILT, _HAS_BAD_ID, _IS_SPOILT_BY_LISTS = 1, 2, 4, 8  # what a row's threads find
 _LISTED_AT_ONCE = 4
 _ALL_BITS = 0xFFFFFFFF
-_SEARCH_AT = 2 * ENTRIES_BYTES  # in shared memory, behind the entries of the first and the last exchange
+_SEARCH_AT = 2 * ENTRIES_BYTES  # in shared memory, after the entries of the first and the last exchange
 _PART_AT = _SEARCH_AT + SEARCH_BYTES  # the block's part of the row
 _LEAST_SHARED = 99 << 10
 _MEETING, _ALONE = 16_000, 6_000
-"""How many tokens a block could read in the time that it waits for others, or that a block alone spends besides."""
+"""Tokens that a block could read while it waits for others, or in a lone block's overhead."""
 _FAR = 2
-"""How much longer a token takes that lies in device memory. Estimates, all of them."""
+"""Relative time of a token in device memory. All are estimates."""
 
 _count = instruction("red.global.add.u32 [$0], $1;", "", "l r")
 _mark = instruction("red.global.or.b32 [$0], $1;", "", "l r")
@@ -104,7 +104,7 @@ _store_4 = instruction("st.v4.f32 [$0], {$1,$2,$3,$4};", "", "l ffff")
 
 @device_function
 def _fetch(part, raw, num_quads, num_tokens):
-    """Brings a block's part of a row to shared memory, each thread what it will read; -inf up to a whole quad."""
+    """Brings a block's part of a row to shared memory, each thread its own part; -inf up to a whole quad."""
     is_aligned = uint32(raw) & uint32(15) == uint32(0)
     quad = uint32(cuda.threadIdx.x)
     while quad < num_quads:
@@ -166,8 +166,8 @@ def _penalised(logit, count, repetition, presence, frequency):
 
 @device_function
 def _go_through(step, part, first_token, num_tokens, vocab, counts, ids, count, is_prompt, penalties):
-    """Step 0 clears the counts of a list's tokens, step 1 counts them or marks them as the prompt's, and in step 2 who
-    takes a token's count away penalises it. Flags."""
+    """Step 0 clears the counts of a list's tokens, step 1 counts them or marks them as the prompt's, and in step 2 the
+    thread that takes a token's count penalises it. Flags."""
     flags = uint32(0)
     i = uint32(cuda.threadIdx.x)
     while i < count:
@@ -227,7 +227,7 @@ def _may_win(logit, word, largest, bound):
 
 @device_function
 def _race(logit, word, token, largest, lowest, bound, first):
-    """The time of the first to finish of the thread's tokens, as a pair, and that token, when another one runs. Who is
+    """The time of the first to finish of the thread's tokens, as a pair, and that token, when another one runs. Tokens
     later than `bound` cannot win."""
     time, time_low, winner = first
     weight = exp(subtract(logit, largest))  # no word makes a weight of 2^-40 win
@@ -301,7 +301,7 @@ def _kernel(is_cluster: bool) -> Specialisation:
             width = uint64(uint32(vocab + uint32(3)) & uint32(0xFFFFFFFC))
             part = work + (uint64(row) * width + uint64(first_token)) * uint64(4)
 
-        # What is not allowed leaves the row, and a row without lists is scaled at once. NaN or +inf spoils it.
+        # Tokens not allowed are masked, and a row without lists is scaled at once. NaN or +inf spoils it.
         flags, passes = uint32(0), uint32(0)
         is_going_on = True
         while is_going_on:
@@ -414,7 +414,8 @@ def _kernel(is_cluster: bool) -> Specialisation:
                     )  # fmt: skip
                 searches = uint32(searches + uint32(1))
 
-            # The race. The first of the largest, of weight 1, runs in front: who cannot be faster needs no logarithm.
+            # The race. The first of the largest, of weight 1, runs first: tokens that cannot be faster need no
+            # logarithm.
             seed = load_b64(seeds + of_row * uint64(2))
             key_low, key_high = uint32(seed), uint32(seed >> uint64(32))
             choice, position = load_b32(choices + of_row), load_b32(positions + of_row)
@@ -473,14 +474,14 @@ def _kernel(is_cluster: bool) -> Specialisation:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A launch, and how much device memory the kernel needs as `work` (0: none, and the argument is 0)."""
+    """A launch, and the bytes of device memory that the kernel needs as `work`, or 0."""
 
     launch: Launch
     work_bytes: int
 
 
 def shared_bytes(vocab: int, num_blocks: int, *, is_resident: bool = True) -> int:
-    """Of one of a row's blocks, with its part of the row or without."""
+    """Shared memory of one of a row's blocks, with its part of the row or without."""
     num_quads = -(-vocab // 4)
     return 16 + _PART_AT + (16 * -(-num_quads // num_blocks) if is_resident else 0)
 
@@ -494,7 +495,7 @@ def plan(
         max_clusters: (blocks a cluster, clusters that run at once where a multiprocessor holds one block); none on a
             device without clusters.
         num_sms: multiprocessors of the device.
-        max_shared: bytes of shared memory that a block may have; 0: as many as every device has.
+        max_shared: bytes of shared memory that a block may have; 0 for the amount of every device.
 
     Raises ValueError for a vocabulary of no token, or of more than `MAX_VOCAB`.
     """

@@ -1,4 +1,4 @@
-"""Multipliers and soft caps: what Granite scales, and what Gemma 2 caps (https://arxiv.org/abs/2408.00118).
+"""Multipliers (as in Granite) and soft caps (as in Gemma 2, https://arxiv.org/abs/2408.00118).
 
     add_scaled      out = x + scale y                        [T, H], f32, f16 or bf16, rounded once
     scale_logits    x = scale x, or cap tanh(scale x / cap)  float32, in place

@@ -1,22 +1,22 @@
-"""Top-k and top-p without sorting: where in a row's order the kept tokens end.
+"""Top-k and top-p without sorting: finds the last kept token in a row's order.
 
 The order is that of one 64-bit number a token, its rank: the logit's bits, made to rise with it, above the token's id,
 made to fall. So no two tokens are equal, and "the highest logits, the lowest ids among equals" is "the highest ranks".
 
 A search goes down the rank by three digits of the logit and two of the id: the masses (or numbers) of the tokens that
-agree so far are added up by their next 10 or 11 bits, and the digit in which the wanted mass is reached, from the
+agree so far are added up by their next 10 or 11 bits, and the digit in which the required mass is reached, from the
 highest down, is kept. It ends early where all of the digit's tokens are kept, or it has one. Masses are integers,
 multiples of 2^-44: a sum depends neither on the order in which threads add, nor on how many blocks share the row.
 
-Shared memory adds 32-bit numbers natively, and 64-bit ones by trying again until nobody came in between. So a bin is
-two words: who sees the low one overflow adds one to the high one. A thread adds up tokens that follow each other in the
-same digit, so that those of a row of equal logits do not meet in one bin.
+Shared memory adds 32-bit numbers natively, and 64-bit ones by a compare-and-swap loop. So a bin is two words: a thread
+that overflows the low one adds one to the high one. A thread adds up tokens that follow each other in the same digit,
+so that those of a row of equal logits do not meet in one bin.
 
-What is known to be too low is not read again: as soon as a search has a bound, a block lists its tokens above it, and
+Tokens known to be too low are not read again: once a search has a bound, a block lists its tokens above it, and
 goes on with the list where they are few.
 
-Each block has bins for its part of the row. For a digit each reads of all the masses of 32 groups of 64 bins, and then
-one group's bins: 8 KiB in place of 128.
+Each block has bins for its part of the row. For a digit each block reads the masses of 32 groups of 64 bins from all
+blocks, and then one group's bins: 8 KiB instead of 128.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ MAX_CANDIDATES = 2048
 TOO_MANY = 0xFFFFFFFF
 """Any number of candidates above `MAX_CANDIDATES`: there is no list."""
 
-# Shared memory of a search: bins twice, what a block chose, candidates and twice their number, groups twice.
+# Shared memory of a search: bins twice, a block's choice, candidates and twice their number, groups twice.
 _CHOSEN_AT = 2 * _BINS_BYTES
 _COUNTS_AT = _CHOSEN_AT + 32
 _CANDIDATES_AT = _COUNTS_AT + 16
@@ -164,7 +164,7 @@ def _of_lane(value, lane):
 
 @device_function
 def _sum_to_lane(value):
-    """Of a uint64 over the lanes up to each one, itself included."""
+    """Inclusive prefix sum of a uint64 over the lanes."""
     lane = uint32(cuda.threadIdx.x) & uint32(31)
     distance = uint32(1)
     while distance < uint32(32):
@@ -309,10 +309,10 @@ def gather_candidates(part, lowest, shared, turn):
 @functools.cache
 def _digit_chooser(is_cluster: bool) -> Any:
     """A device function ``(wanted, share, shared, turn) -> (is short, digit, left, mass)``: the digit in which the mass
-    `wanted`, counted from the highest digit down, is reached, what is wanted of it, and the mass that it has.
+    `wanted`, counted from the highest digit down, is reached, the mass required of it, and its own mass.
 
-    ``share``: below 1, how much of all is wanted in place of `wanted`. ``turn`` says which bins were added to; the
-    others are cleared. Where `wanted` is more than all it is short, and the rest means nothing.
+    ``share``, if below 1, is the share of all masses that replaces `wanted`. ``turn`` selects the bins; the others are
+    cleared. If `wanted` exceeds the total it is short, and the rest is undefined.
     """
     _, size, meet, _, _, read_2 = row_blocks(is_cluster)
     num_blocks = MAX_BLOCKS if is_cluster else 1
@@ -387,7 +387,7 @@ def searcher(is_cluster: bool) -> Any:
     part            as in `gather_candidates`
     largest         logit of the row, which has weight 1
     lowest          a rank whose id is 0
-    share           below 1: the share of all that is wanted in place of `wanted`
+    share           if below 1: the share of all that replaces `wanted`
     is_mass         or tokens count alike
     keeps_ties      tokens as good as the last one stay
     are_few         perhaps only few tokens are above -inf

@@ -1,8 +1,8 @@
-"""What a kernel is before it is compiled, and what a launch is before it is launched: plain data.
+"""Plain data of kernels before they are compiled, and of launches.
 
 A `Specialisation` is a Numba kernel with every compile-time number settled; its machine code depends on nothing else
 but the architecture. A `plan` function of a family turns shapes, dtypes and a compute capability into a `Launch`.
-Compiling and launching is the runtime's work (`runtime.device`), which this room does not know.
+`runtime.device` compiles and launches them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _TensorMap:
 
 TENSOR_MAP = _TensorMap()
 """The type of an argument that is a tensor map by value: 128 bytes (`runtime.device.tensor_map`). The kernel sees the
-uint64 address of its copy among the parameters, which no fence need guard."""
+uint64 address of its copy among the parameters, which needs no fence."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,14 +31,14 @@ class Specialisation:
 
     Attributes:
         name: unique among all kernels, made of the family and the constants: ``rms_norm_bf16_h1024``.
-        kernel: the ``@cuda.jit`` function; `.py_func` is what is compiled.
+        kernel: the ``@cuda.jit`` function; `.py_func` is compiled.
         argument_types: numba types, in order. Device memory is passed as ``types.CPointer(...)`` or ``uint64``; a
             tensor map is `TENSOR_MAP`.
         max_threads: threads a block at most (``.maxntid``).
         min_blocks: blocks a multiprocessor at least (``.minnctapersm``), 0 where it is left to ptxas.
-        constants: what the closure fixes, for the reports: ``{"dtype": "bf16", "head_dim": 64}``.
+        constants: of the closure, for the reports: ``{"dtype": "bf16", "head_dim": 64}``.
         min_capability: the lowest compute capability that has its instructions, as 80 or 90.
-        replaced_from: the compute capability from which on plans take another kernel in its place; 0: none.
+        replaced_from: the compute capability from which on plans take another kernel instead, or 0.
         needs_arch_features: whether it holds instructions of one architecture only (wgmma, setmaxnreg: ``sm_90a``).
         spills_on: architectures on which it has too few registers: plans leave it out there.
         fastmath: whether ptx may use approximate division and square root, and flush subnormals.
@@ -64,10 +64,10 @@ class Launch:
     Attributes:
         shared_bytes: dynamic shared memory.
         cluster: blocks a cluster.
-        is_dependent: whether it may start before the kernel in front of it has ended (programmatic dependent launch);
+        is_dependent: whether it may start before the previous kernel has ended (programmatic dependent launch);
             then the kernel executes ``griddepcontrol.wait`` before it touches memory.
-        starts_late: not before the kernel in front of it has ended, though it waits for that by itself: where its
-            blocks would crowd on the multiprocessors that are free first.
+        starts_late: it waits for the previous kernel by itself, but must not start before its end: its blocks would
+        crowd on the multiprocessors that are free first.
         maps: (number of an argument of type `TENSOR_MAP`, layout): `Gpu.launch` takes the tensor's address there and
             makes the map. Arguments of that type which are not named here are given as maps.
     """
@@ -91,7 +91,7 @@ class TensorMapLayout:
         shape: elements, 1 to 5 dimensions.
         strides: bytes, of all dimensions but the innermost; multiples of 16.
         box: elements that one copy moves; at most 256 a dimension.
-        swizzle_bytes: 0, 32, 64 or 128: how long a row of the box is in shared memory where it is swizzled.
+        swizzle_bytes: 0, 32, 64 or 128: bytes of a row of the box in shared memory, if swizzled.
     """
 
     dtype: str

@@ -4,10 +4,10 @@
 
 q and out are [T, Hq, D] and [T, Hq * D] in f32, f16 or bf16, K and V pages of the same dtype (`kv_cache`), head dims
 1 to 256, any number of query heads a KV head. A window, sinks (a logit of each query head that joins the softmax and
-has no value) and a soft cap c (scores become c tanh(score / c)) are compiled in or left out. Pages behind a window are
-not read. The batch is ragged: query_start [S + 1], seq_lens [S], block_tables
-[S, table_width], int32. A row that may see nothing gives zeros; NaN stays in the rows that see it, but for V in the
-same tile of keys as a row's last position.
+has no value) and a soft cap c (scores become c tanh(score / c)) are compiled in or left out. Pages outside the window
+are not read. The batch is ragged: query_start [S + 1], seq_lens [S], block_tables [S, table_width], int32. A row
+without visible keys gives zeros. NaN stays in the rows that see it, but a NaN in V may also reach rows whose last
+position lies in the same key tile.
 
 The tiers, each one a step:
 
@@ -20,7 +20,7 @@ The tiers, each one a step:
 
 `plan` chooses. Blocks of the flash tier are laid over (tiles of the longest chunk, KV heads, sequences), and those
 beyond a sequence's own rows leave at once: simple, and wasteful only where one long chunk stands beside many short
-ones. Those of flash_hopper stay and find the tiles that there are.
+ones. Those of flash_hopper stay and look up the tiles.
 """
 
 from numba_kernels.cuda.attention.planning import TIERS, AttentionPlan, plan, specialisations

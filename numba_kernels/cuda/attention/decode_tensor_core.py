@@ -1,15 +1,15 @@
 """Paged decode on the tensor cores, f16 and bf16: few queries against a long sequence, bound by the reading of K and V.
 
 The tensor core multiplies 16 rows by 8 columns, and with few queries these are the columns: S^T = K Q^T and
-O^T = V^T P^T, so that 8 rows of queries (`tiles` says what a row is: with one query token, the query heads of a KV head
+O^T = V^T P^T, so that 8 rows of queries (rows as in `tiles`: with one query token, the query heads of a KV head
 share its keys) cost half of what they would as rows. `movmatrix` turns scores into the second product's operand.
 `num_rows` is 8 or 16.
 
 A block takes one part of a sequence (`parts`); its warps take tiles of 16 keys in turn. Each warp has two tiles of keys
-and two of values of its own, filled by cp.async, and its own running softmax: nobody waits for a block's barrier until
-the end, when the warps' results are merged in the order of warps. A tile's place is filled again as soon as its warp
-has read it, so that three of the four are always on their way: with 4 warps, 3 blocks a multiprocessor and head dim
-128, 144 KiB. A tile's page is looked up once, for K and V, and a turn ahead.
+and two of values of its own, filled by cp.async, and its own running softmax: there is no block barrier until the end,
+when the warps' results are merged in the order of warps. A tile's place is filled again as soon as its warp has read
+it, so that three of the four are always in flight: with 4 warps, 3 blocks a multiprocessor and head dim 128, 144
+KiB. A tile's page is looked up once, for K and V, and a turn ahead.
 
 Sums are rescaled only where a warp has found a larger score: else the factor is 1, and the bits are the same.
 """
@@ -77,8 +77,8 @@ from numba_kernels.cuda.specialisation import Specialisation
 
 NUM_KEYS = 16  # of a warp's tile
 
-_wait_for_queries = copy_async_wait(3)  # three groups were committed behind them
-_wait_for_tile = copy_async_wait(2)  # two tiles were asked for behind it
+_wait_for_queries = copy_async_wait(3)  # three groups were committed after them
+_wait_for_tile = copy_async_wait(2)  # two tiles were requested after it
 _wait_for_copies = copy_async_wait(0)
 
 
@@ -93,7 +93,7 @@ def _tile_bytes(dtype: str, head_dim: int, pages: str) -> int:
 
 
 def shared_bytes(dtype: str, head_dim: int, num_rows: int, pages: str = "") -> int:
-    """Dynamic shared memory: what finds the part, the queries, then for each warp two tiles of keys and two of values,
+    """Dynamic shared memory: for `part_finder`, the queries, then for each warp two tiles of keys and two of values,
     later its results."""
     warps = num_warps(head_dim)
     tiles = warps * 4 * _tile_bytes(dtype, head_dim, pages)
@@ -204,7 +204,7 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
         q_tile = uint32(scratch + uint32(q_offset))
         stages = uint32(scratch + uint32(stages_offset))
         own_stages = uint32(stages + warp * uint32(4 * tile_bytes))
-        # Where a lane points ldmatrix: keys by rows of 16, values by rows of 8 and halves.
+        # A lane's ldmatrix addresses: keys by rows of 16, values by rows of 8 and halves.
         key_place = uint32((lane & uint32(15)) * uint32(key_pitch) + (lane >> uint32(4)) * uint32(16))
         value_place = uint32(
             ((lane & uint32(7)) + (lane >> uint32(4)) * uint32(8)) * uint32(pitch)
@@ -245,7 +245,7 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
                 for j in range(4):
                     sums[i, n, j] = float32(0)
 
-        # The tile at `key` of K lies at one of two places, that of V behind them.
+        # The tile at `key` of K lies at one of two places, that of V after them.
         k_column = column_of(k_cache, kv_head, num_kv_heads, lane)
         v_column = column_of(v_cache, kv_head, num_kv_heads, lane)
         k_scale = scales_of(k_scales, kv_head)
@@ -281,7 +281,7 @@ def decode_tensor_core(dtype: str, head_dim: int, block_size: int, num_rows: int
                     queries[step, n, 0] = a
                     queries[step, n, 1] = b
 
-        # The loop's bounds are the same in all warps, or ptxas could not tell that a warp's lanes stay together.
+        # The loop's bounds are the same in all warps, or ptxas could not prove that a warp's lanes stay together.
         while turn < stop:
             following = uint32(turn + uint32(keys_a_turn))
             k_tile = uint32(own_stages + odd)

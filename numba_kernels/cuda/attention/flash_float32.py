@@ -97,7 +97,7 @@ def shared_bytes(head_dim: int, is_split: bool) -> int:
 def _copying(
     pages: str, head_dim: int, block_size: int, keys: int, has_window: bool, copy_pages: Any
 ) -> tuple[Any, Any]:
-    """Where a head's scales begin, and what copies a tile, with scales or without."""
+    """A head's scales, and the tile copier, with scales or without."""
     if pages:
         scales_of, _ = scale_copier(pages, head_dim, block_size, keys, THREADS, has_window)
         return scales_of, widening_copier(pages, head_dim, block_size, keys, THREADS, has_window)
@@ -195,7 +195,7 @@ def flash_float32(head_dim: int, block_size: int, is_split: bool, variant: Varia
         p_place = uint32(uint32(q_tile + uint32(p_offset)) + own_row * uint32(p_pitch))
 
         ends = cuda.local.array(own_rows, uint32)
-        own_ends = cuda.local.array(span_rows, uint32)  # behind each row's own place, where it sees further
+        own_ends = cuda.local.array(span_rows, uint32)  # after each row's own position, where it sees further
         maxima = cuda.local.array(own_rows, float32)
         totals = cuda.local.array(own_rows, float32)
         scores = cuda.local.array((own_rows, own_keys), float32)

@@ -110,7 +110,7 @@ def plan(
     num_blocks: int,
     num_sms: int,
 ) -> Launch:
-    """The launch for a batch, as `planning.plan`; `num_blocks` are the cache's."""
+    """The launch for a batch, as `planning.plan`; `num_blocks` is the cache's."""
     share = num_q_heads // num_kv_heads
     pages = page_layout(dtype, head_dim, block_size, num_kv_heads, num_blocks)
     maps = (0, query_layout(dtype, head_dim, num_q_heads, share, num_tokens)), (1, pages), (2, pages)
@@ -265,7 +265,7 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
             launch_dependents()
         else:
             _take_registers()
-            own = shuffle_index_b32(uint32(group - uint32(1)), uint32(0))  # so ptxas knows it for uniform
+            own = shuffle_index_b32(uint32(group - uint32(1)), uint32(0))  # so that ptxas knows it is uniform
             own_barrier = uint32(own + uint32(3))
             own_queries = uint32(shared + own * uint32(GROUP_ROWS * ROW_BYTES))
             place = uint32(uint32(own * uint32(GROUP_ROWS)) + uint32((thread >> uint32(5)) & uint32(3)) * uint32(16))
@@ -363,7 +363,7 @@ def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -
                     )
                     following = item_of(round_)
                     following_tile = divide_u32(following, num_kv_heads)
-                    # What comes next is looked up beside the last product.
+                    # The next tile is looked up beside the last product.
                     seq, first_token, query_len, seq_len, first = find_tile(
                         query_start, seq_lens, num_seqs, tile_tokens, following_tile, lane
                     )

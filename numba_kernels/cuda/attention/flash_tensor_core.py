@@ -3,7 +3,7 @@
     S = Q K^T;  m' = max(m, rowmax S);  P = exp(S - m');  l = l exp(m - m') + rowsum P;  O = O exp(m - m') + P V
 
 https://arxiv.org/abs/2205.14135 and, for warps that own rows so that no row is ever shared,
-https://arxiv.org/abs/2307.08691. A block has 4 warps of 16 or 32 rows each (`tiles` says what a row is) and walks over
+https://arxiv.org/abs/2307.08691. A block has 4 warps of 16 or 32 rows each (rows as in `tiles`) and walks over
 the sequence's keys, `num_keys` at a time, from the first that any of its rows sees to the last; tiles that no row sees
 are never loaded. With 32 rows a warp reads shared memory half as often for each product. Scores stay in registers: the
 accumulators of S, packed to 16 bits, are already laid out as the left operand of P V. Only tiles on the edge of the
@@ -112,7 +112,7 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
     strips = warp_rows // 16  # of 16 rows: a warp's tiles along the rows
     steps = columns // 16  # of the tensor core along the head dim
     key_tiles, value_tiles = keys // 8, columns // 8
-    # What is loaded at once: four tiles of bytes, or two of 16 bits.
+    # Tiles loaded at once: four tiles of bytes, or two of 16 bits.
     key_fours, value_fours = (key_tiles // 4, -(-value_tiles // 4)) if variant.pages else (0, 0)
     key_pairs, value_pairs = (0, 0) if variant.pages else (key_tiles // 2, value_tiles // 2)
     keeps_queries = columns * strips <= 128  # in registers; else they are read again for each tile of keys
@@ -179,7 +179,7 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
         own_barrier = uint32(warp + uint32(1))  # bar.warp.sync costs 60 registers and more on sm_80
         own_row = uint32(first_row + warp * uint32(warp_rows))
         own_q_tile = uint32(q_tile + uint32(warp * uint32(warp_rows * pitch)))
-        # Where a lane points ldmatrix: queries and values by rows of 16, keys by rows of 8 and halves.
+        # A lane's ldmatrix addresses: queries and values by rows of 16, keys by rows of 8 and halves.
         row_place = uint32((lane & uint32(15)) * uint32(pitch) + (lane >> uint32(4)) * uint32(16))
         # Keys of bytes: by rows of 32, a step of the tensor core each.
         value_place = uint32((lane & uint32(15)) * uint32(key_pitch) + (lane >> uint32(4)) * uint32(16))
@@ -201,7 +201,7 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
         scores = cuda.local.array((strips, key_tiles, 4), float32)
         sums = cuda.local.array((strips, value_tiles, 4), float32)
         ends = cuda.local.array((strips, 2), uint32)
-        own_ends = cuda.local.array((span_strips, 2), uint32)  # behind each row's own place, where it sees further
+        own_ends = cuda.local.array((span_strips, 2), uint32)  # after each row's own position, where it sees further
         maxima = cuda.local.array((strips, 2), float32)
         totals = cuda.local.array((strips, 2), float32)
         factors = cuda.local.array((strips, 2), float32)
@@ -444,7 +444,7 @@ def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int
 
         _wait_for_copies()
         if not keeps_queries:
-            sync_block()  # where no row sees a key, nothing has yet ordered the other warps' copies of queries
+            sync_block()  # where no row sees a key, no barrier has ordered the other warps' copies of queries
         # The warp's queries are no longer needed: their place takes the results, to be stored in whole rows.
         sync_named(own_barrier, uint32(32))
         for m in range(strips):

@@ -1,4 +1,4 @@
-"""The online softmax of Hopper's attention: what one lane of a computing group does with its part of 64 rows of scores.
+"""The online softmax of Hopper's attention: one lane's part of 64 rows of scores in a computing group.
 
 A lane's scores, of `wgmma`'s layout, belong to two rows, `upper` and eight below it, and there to pairs of neighbouring
 columns: of row `below` (0, 1) those at 4 i + 2 below + j, of column 8 i + 2 (lane % 4) + j.
@@ -24,8 +24,8 @@ def score_weigher(num_keys: int, masking: str, variant: Variant) -> Any:
     """A device function: scores of a lane's two rows become weights, measured from the rows' largest so far.
 
     ``(scores, largest, totals, factors, upper_end, lower_end, key, column, window, scale, shortest_end, longest_end)``:
-    `factors` are what earlier weights must be multiplied by, `key` is the tile's first, `column` the lane's.
-    `masking`: "none" where all rows see all keys; "all" at an edge; "edges" where it is found out. Capped scores are
+    `factors` rescale earlier weights, `key` is the tile's first, `column` the lane's.
+    `masking`: "none" where all rows see all keys; "all" at an edge; "edges" where it is checked. Capped scores are
     scaled already, and so is `largest` then.
     """
     has_window, is_capped, capped = variant.has_window, variant.softcap > 0, score_scaler(variant.softcap)

@@ -1,14 +1,14 @@
-"""Hopper's attention tiles: what lies where in shared memory, and how it comes there and leaves.
+"""Hopper's attention tiles: their layout in shared memory, loads and stores.
 
 A tile of queries, and rings of tiles of keys and of values, each of panels of 64 columns: rows of 128 bytes, swizzled
-as the TMA writes and `wgmma` reads them. Columns behind the head dim are zeros from the TMA, since they lie outside of
-the tensor; so are pages that no row of the block sees, which are asked for by a number that no page has.
+as the TMA writes and `wgmma` reads them. Columns past the head dim are zeros from the TMA, since they lie outside of
+the tensor; so are pages that no row of the block sees, which are requested by an invalid page number.
 
 **Rows** of a tile of queries are the query heads of one KV head (`share` many) of as many whole tokens as fit.
 
-**Pages** come one box each and panel: lane i of the producing warp asks for page i % pages of panel i // pages. A
-sequence's last page has rows that nothing has written. Their scores are masked; but a weight of 0 times what they hold
-may be NaN, so they are zeroed among the values: by the warp that brought them, before it says that the tile is there.
+**Pages** come one box each and panel: lane i of the producing warp requests page i % pages of panel i // pages. A
+sequence's last page has unwritten rows. Their scores are masked; but a weight of 0 times their contents may be NaN, so
+the producing warp zeroes them among the values, before it signals that the tile is full.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class HopperTiles:
 
     @property
     def tile_bytes(self) -> int:
-        """Of keys, or of values."""
+        """Bytes of a tile of keys, or of values."""
         return self.panels * self.panel_bytes
 
     @property
@@ -94,7 +94,7 @@ class HopperTiles:
 
 
 def hopper_tiles(head_dim: int) -> HopperTiles:
-    """What fits beside the accumulators in registers, and in shared memory."""
+    """The layout for a head dim: it fits shared memory and, beside the accumulators, registers."""
     panels = -(-head_dim // PANEL_COLUMNS)
     return HopperTiles(head_dim, panels, 128 if panels <= 2 else 64, 4 if panels == 1 else 2)
 
@@ -174,12 +174,12 @@ def query_bringer(tiles: HopperTiles) -> Any:
 
 @functools.cache
 def page_bringer(tiles: HopperTiles, block_size: int) -> Any:
-    """A device function for one warp, which brings all tiles of keys, or of values, that a tile of queries wants.
+    """A device function for one warp, which loads all tiles of keys, or of values, for a tile of queries.
 
     ``(ring, map, full, empty, landed, landed_phase, turn, stop, first_key, first_seen, end, num_unwritten, unwritten,
     block_tables, table, kv_head, lane)``: `turn` counts all tiles that went through the ring. Keys below `first_seen`
-    and from `end` on are not asked for where whole pages of them lie. Of the last tile, rows `unwritten` and
-    num_unwritten - 1 more are zeroed (none: 0); that lands at its own barrier.
+    and from `end` on are not loaded where they are whole pages. In the last tile, rows `unwritten` and num_unwritten -
+    1 more are zeroed, unless num_unwritten is 0; that lands at its own barrier.
     """
     stages, tile_bytes, panel_bytes = tiles.stages, tiles.tile_bytes, tiles.panel_bytes
     pages = tiles.num_keys // block_size

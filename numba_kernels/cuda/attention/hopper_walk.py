@@ -1,7 +1,7 @@
 """The walk of a computing group over tiles of keys: products of one tile run beside the softmax of another.
 
     S(j) = Q K(j)^T     begun, asynchronous
-    O += P(j-1) V(j-1)  begun behind it, P in registers
+    O += P(j-1) V(j-1)  begun after it, P in registers
     P(j) = exp2(S(j))   while O's products run; then O is scaled to the new maximum
 
 The two groups take turns at beginning products (a named barrier each), so that one's softmax also runs beside the
@@ -63,7 +63,7 @@ def key_walker(dtype: str, tiles: HopperTiles, masking: str, variant: Variant) -
 
     `turn` and `stop` count tiles that went through the rings, `last` is where the row's end; tile j begins at key
     origin + j num_keys. `keys_full` is the first of the four rings of barriers; `own` is the group's number, 0 or 1.
-    Of the tile in front, the weights are given, as of the last one they are left.
+    The previous tile's weights are given; the last tile's are left.
     """
     stages, keys = tiles.stages, tiles.num_keys
     tile_units, ring_bytes, phase_shift = tiles.tile_bytes >> 4, 8 * stages, stages.bit_length() - 1

@@ -1,11 +1,11 @@
-"""Attention as it is written down: all scores, then their softmax, then the weighted sum. The baseline, and an
+"""Attention by its definition: all scores, then their softmax, then the weighted sum. The baseline, and an
 instrument.
 
 A block takes one query and head. Its scores go to the workspace, which ends as the softmax weights
 
     weights [T, Hq, columns] float32,     zeros beyond what the query sees (columns >= the longest sequence)
 
-for `tools/plot_attention.py` to draw (with sinks, a row's sum to less than 1). What it teaches: the weights are
+for `tools/plot_attention.py` to draw (with sinks, a row's sum to less than 1). Lesson: the weights are
 T * Hq * L floats written once and read and written twice more, keys are read again by every query, and a thread that
 owns a key reads memory a whole row away from its neighbour. The other tiers differ in the order of the work alone.
 """

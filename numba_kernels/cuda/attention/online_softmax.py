@@ -1,4 +1,4 @@
-"""The scalars of an online softmax: largest score so far, sum so far, and what they are measured from.
+"""The scalars of an online softmax: largest score so far, sum so far, and their origin.
 
 Scores are in units of log 2 (multiplied by log2 e with the scale), so that exp2 is their exponential.
 
@@ -30,7 +30,7 @@ subtract = instruction("sub.rn.f32 $0, $1, $2;", "f", "f f", is_pure=True)
 
 @device_function
 def origin_of(largest):
-    """What scores are measured from: the largest, or 0 for a row that has seen none, since inf - inf is NaN."""
+    """The origin of scores: the largest, or 0 for a row that has seen none, since inf - inf is NaN."""
     origin = largest
     if largest == MINUS_INFINITY:
         origin = float32(0)
@@ -62,10 +62,10 @@ def score_scaler(softcap: float) -> Any:
 
 @device_function
 def reciprocal_of(total):
-    """1 / total, or 0 for a row that has seen nothing, whose result is 0.
+    """1 / total, or 0 for a row that has seen no key, whose result is 0.
 
     One step of Newton's on the approximation; totals, 1 or more, need no path for subnormals, whose call costs a kernel
-    full of accumulators its registers, and beside which ptxas lets no two `wgmma` run at a time.
+    full of accumulators its registers, and makes ptxas serialise `wgmma`.
     """
     share = float32(0)
     if total != float32(0):
@@ -82,7 +82,7 @@ def load_sink(sinks, head):
 
 @device_function
 def share_of_keys(largest, total, sink):
-    """What a row's sums are multiplied by: 1 / (total + the sink's weight), both measured from `largest`."""
+    """The factor of a row's sums: 1 / (total + the sink's weight), both measured from `largest`."""
     highest = maximum_f32(largest, sink)
     origin = origin_of(highest)
     factor = exp2(subtract(largest, origin))

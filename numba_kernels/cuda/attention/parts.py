@@ -1,8 +1,8 @@
-"""A sequence in parts: how a batch is cut, where a block finds its part, and the kernel that combines the results.
+"""Split-KV: cuts a batch's sequences into parts, finds a block's part, and combines the results.
 
 With few queries there are few tiles of rows, and one block walking over a long sequence would leave the device idle.
-So sequences are cut into parts, one a block, by their measured lengths: the grid is fixed by what `plan` knows, which
-may be a captured graph's, and each block reads the lengths as they are.
+So sequences are cut into parts, one a block, by their measured lengths: the grid is fixed by `plan`'s bounds, which may
+be a captured graph's, and each block reads the lengths as they are.
 
 With `wanted` blocks for one KV head, a part is the batch's keys over `wanted`, but `MIN_PART_KEYS` at least, and a
 sequence has as many equal parts as it needs to have none longer. Rounding up adds less than one part a tile of rows, so
@@ -114,7 +114,7 @@ def part_finder(num_rows: int, turn_keys: int, threads: int, has_window: bool) -
 
     @device_function
     def find_alone(query_start, seq_lens, num_seqs, share, window, wanted, block):
-        """Of one sequence, whose blocks have nobody to ask."""
+        """The part of a block of a lone sequence, without an exchange between threads."""
         tiles, units, first, first_token, query_len, seq_len = extent(query_start, seq_lens, uint32(0), share, window)
         num_parts, part_units = cut(units, most_of(uint32(tiles * units), wanted))
         seq = uint32(0) if block < uint32(tiles * num_parts) else num_seqs
@@ -224,7 +224,7 @@ def record_place(head_dim: int, num_rows: int) -> Any:
 
 
 def workspace_bytes(head_dim: int, num_rows: int, num_blocks: int, num_kv_heads: int) -> int:
-    """The records, as `record_place` says."""
+    """The records, laid out by `record_place`."""
     return num_blocks * num_kv_heads * num_rows * record(head_dim) * 4
 
 
@@ -233,8 +233,8 @@ _arrive = instruction("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", "r", "l r
 
 @functools.cache
 def parts_combiner(dtype: str, head_dim: int, num_rows: int, threads: int, has_sinks: bool) -> Any:
-    """A device function that all threads of a block call once they have written its records: where the block is the
-    last of its tile to do so, it writes the tile's rows out.
+    """A device function that all threads of a block call once they have written its records: if the block is the last
+    of its tile, it writes the tile's rows out.
 
     The arguments are addresses (`scratch`: of 4 shared bytes), then numbers as the tiers' kernels have them. `arrivals`
     counts a tile's blocks, in uint32 [blocks, KV heads] at that of its first part: zero before and after a launch.

@@ -1,4 +1,4 @@
-"""Which attention kernel runs for a batch, in what grid, and what it is given."""
+"""Chooses the attention kernel of a batch, its grid and its arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 TIERS = ("naive", "flash", "flash_hopper", "decode")
 _DECODE_ROWS = 16  # the largest tile of the decode kernels
 _MOST_VERIFIED = 8  # queries of a sequence that tries proposals
-_SPARSE = 4  # multiprocessors for each block of the flash tier from which on those cannot ask for all the bandwidth
+_SPARSE = 4  # multiprocessors for each block of the flash tier from which on those cannot use all the bandwidth
 _DECODE_BLOCKS_PER_SM = 3  # what Hopper's shared memory holds for head dim 128
 _WAVES = 2  # of blocks, where one cannot hold them; four took 3 to 5 % longer (docs/measurements, 2026-11-26, an H200)
 _HOPPER_ROWS = 64  # with no more, half of a tile or more would be empty
@@ -57,7 +57,7 @@ class AttentionPlan:
         seq_lens: int, block_tables: int, scale: float, sinks: int = 0, k_scales: int = 0, v_scales: int = 0, *,
         sees_until: int = 0,
     ) -> tuple[int | float, ...]:  # fmt: skip
-        """All addresses (workspace, arrivals, sinks, scales and sees_until 0 where none are needed) and the scale of
+        """All addresses (0 for workspace, arrivals, sinks, scales and sees_until that are not needed) and the scale of
         the scores, in the kernel's order."""
         _, num_q_heads, num_kv_heads, table_width, window, num_seqs = self.shape
         return (
@@ -96,9 +96,9 @@ def plan(
     counts the keys that a query sees, its own included. With `has_sinks` the launch takes the address of float32
     [num_q_heads]: each head's logit that joins its rows' softmax and has no value. `softcap` bounds scores. `arch` is
     the device's; `num_blocks` is the cache's, without which its pages have no tensor map. `tier` forces one of `TIERS`.
-    `pages` is what they hold where it is not the dtype: one of `quantised_pages.PAGES`, whose launches take scales.
-    With `has_spans` the launch takes the address of int32 [num_tokens]: the key behind the last one that each token
-    sees; the flash tier alone has that.
+    `pages` is the pages' type if it is not the dtype: one of `quantised_pages.PAGES`, whose launches take scales.
+    With `has_spans` the launch takes the address of int32 [num_tokens]: one past the last key that each token sees;
+    only the flash tier has that.
 
     With `exact` a row's bits depend on its query and its keys alone: not on the batch, not on how the sequence was
     cut into chunks, and not on whether its token came as prefill or as decode. All lengths then take the flash tier,
@@ -212,8 +212,8 @@ def _wanted(num_tiles: int, num_kv_heads: int, num_sms: int) -> int:
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Every tier for the usual head dims, pages of 16 tokens; with windows, sinks and caps, what gpt-oss and Gemma 2
-    take; what towers of pictures take, and Gemma 3 for pictures whose tokens see each other."""
+    """Every tier for the usual head dims, pages of 16 tokens; with windows, sinks and caps, those of gpt-oss and Gemma
+    2; those of vision towers, and of Gemma 3 for images whose tokens see each other."""
     for dtype in DTYPES:
         for head_dim in (32, 64, 128):
             yield from _kernels(dtype, head_dim, Variant())

@@ -1,21 +1,21 @@
-"""What the attention kernels share: the rows of a sequence, what a row may see, and tiles from memory to shared memory.
+"""The part shared by attention kernels: rows of a sequence, visible keys, and loads of tiles to shared memory.
 
 **Rows.** Query heads that share a KV head lie side by side as rows of one tile (grouped-query attention by index, and K
 and V read once for all of them): of a sequence and KV head, row r is token r // share and query head
 kv_head * share + r % share, with share = num_q_heads / num_kv_heads.
 
 **Sight.** Token j of a chunk of `query_len` tokens, the last of a sequence of `seq_len`, stands at position
-seq_len - query_len + j and sees the keys below its `end`, one more than its position, and from end - window on. A
-window of `NO_WINDOW` is none. Where seq_len < query_len (a padded entry of a captured batch) the end is 0, and the
-row zeros. A kernel for spans (tokens of a picture that see each other) reads each token's end from `sees_until`, which
-never falls within a chunk; the window is counted from its own place. Kernels without a window (`Variant`) carry none
-of its arithmetic.
+seq_len - query_len + j and sees the keys below its `end`, one more than its position, and from end - window on.
+`NO_WINDOW` means no window. Where seq_len < query_len (a padded entry of a captured batch) the end is 0, and the row
+zeros. A kernel for spans (tokens of a picture that see each other) reads each token's end from `sees_until`, which
+never falls within a chunk; the window is counted from its own place. Kernels without a window (`Variant`) carry none of
+its arithmetic.
 
 **Tiles** lie in shared memory with 16 bytes of padding a row, so that eight rows' 16-byte pieces fall into different
 banks (a row's pitch is an odd number of 16-byte pieces). Copies are
-asynchronous (cp.async); rows beyond the end or behind the window, and columns beyond the head dim, are filled with
-zeros and never read: a page behind the window may have been given up, and hold anything. Tiles of `quantised_pages` are
-bytes, and behind their rows lie the keys' scales; flash_float32 has them widened as they come.
+asynchronous (cp.async); rows beyond the end or outside the window, and columns beyond the head dim, are filled with
+zeros and never read: a page outside the window may have been freed, and hold anything. Tiles of `quantised_pages` are
+bytes, followed by the keys' scales; flash_float32 has them widened as they come.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ NO_WINDOW = 0x7FFFFFFF
 
 _shared_load_b16 = instruction("ld.shared.b16 $0, [$1];", "h", "r")
 
-# Every tier's kernel takes these, so that a launch is packed the same way whatever `plan` has chosen.
+# Every tier's kernel takes these, so that a launch is packed the same way for every choice of `plan`.
 ARGUMENT_TYPES = (
     types.uint64,  # q [T, Hq, D]
     types.uint64,  # k_cache
     types.uint64,  # v_cache
     types.uint64,  # out [T, Hq * D]
-    types.uint64,  # workspace (float32; 0 where the plan wants none)
-    types.uint64,  # arrivals, uint32, zeros between launches; 0 where the plan wants none
+    types.uint64,  # workspace (float32; 0 where the plan needs none)
+    types.uint64,  # arrivals, uint32, zeros between launches; 0 where the plan needs none
     types.uint64,  # sinks [Hq] float32; 0 for a kernel without
     types.uint64,  # k_scales [blocks, KV heads, block size] float32; 0 for pages without
     types.uint64,  # v_scales
@@ -84,7 +84,7 @@ ARGUMENT_TYPES = (
 
 @device_function
 def visible_end(seq_len, query_len, token):
-    """The key behind the last one that the chunk's token sees."""
+    """One past the last key that the chunk's token sees."""
     end = uint32(0)
     behind = uint32(uint32(seq_len + token) + uint32(1))
     if behind > query_len:
@@ -94,8 +94,8 @@ def visible_end(seq_len, query_len, token):
 
 @functools.cache
 def end_finder(has_spans: bool) -> Any:
-    """A device function ``(sees_until, first_token, seq_len, query_len, token)``: the key behind the last one that the
-    chunk's token sees, or for tokens behind the chunk, its last one; `first_token` is the chunk's in the batch."""
+    """A device function ``(sees_until, first_token, seq_len, query_len, token)``: one past the last key that the
+    chunk's token sees, or for tokens past the chunk, its last one; `first_token` is the chunk's in the batch."""
     if not has_spans:
 
         @device_function
@@ -123,14 +123,14 @@ def visible_first(end, window):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What a kernel has compiled into it, or left out.
+    """The features compiled into a kernel, or left out.
 
     Attributes:
         has_window: whether a row sees its last `window` keys only.
         has_sinks: whether each query head has a logit that joins the softmax's denominator, and no value.
         softcap: scores become softcap tanh(score / softcap); 0 where they stay.
-        pages: what KV pages hold, where that is a byte a number: one of `quantised_pages.PAGES`; "": the dtype.
-        has_spans: whether `sees_until` says how far each token sees.
+        pages: the type of KV pages of a byte a number: one of `quantised_pages.PAGES`; "" for the dtype.
+        has_spans: whether `sees_until` bounds each token's keys.
     """
 
     has_window: bool = False
@@ -342,7 +342,7 @@ def widening_copier(
 
 @device_function
 def head_row(row, share, kv_head, num_q_heads, first_token):
-    """Which row of q or out seen as [T * Hq, D] belongs to row `row` of a sequence and KV head; uint64."""
+    """The row of q or out, seen as [T * Hq, D], of row `row` of a sequence and KV head; uint64."""
     token = divide_u32(row, share)
     head = uint32(kv_head * share + (row - token * share))
     return uint64(uint32(first_token + token)) * uint64(num_q_heads) + uint64(head)

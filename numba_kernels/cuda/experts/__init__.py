@@ -1,4 +1,4 @@
-"""Mixtures of experts: choosing experts, and products with those that were chosen.
+"""Mixtures of experts: routing, and products with the chosen experts.
 
     router         a decode step's norm, router and choice at once
     routing        logits of a router to experts and weights of each token
@@ -7,11 +7,11 @@
     tensor_core    the same on tensor cores: 16-bit rows, by the tiles of dense products
     hopper         the same by `wgmma` (sm_90a): many rows of each expert
     packed         the same for experts that stay quantised
-    combine        the weighted sum of what a token's experts give
+    combine        the weighted sum of a token's experts
     gather         few tokens: straight over the chosen experts, without an order; the sum comes with the second product
     packed_gather  the same for experts that stay quantised
 
-No launch depends on what was chosen, nothing is copied to the host, and no loop of the host knows of experts.
+No launch depends on the routing, no data is copied to the host, and the host has no loop over experts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a token's experts give becomes its row: ``out = sum of weight y + sigmoid(gate) shared + residual``.
+"""The sum of a token's experts: ``out = sum of weight y + sigmoid(gate) shared + residual``.
 
 A block takes a token. Each element is added up in the order of the token's choices, so that it depends on no other
-token. Beside the row the block leaves the sums of squares of its warps' elements, as the product behind the next norm
+token. Beside the row the block leaves the sums of squares of its warps' elements, as the product after the next norm
 takes them (`gemm.epilogue`).
 """
 

@@ -1,16 +1,16 @@
-"""Few tokens: each chosen expert's weight passes once, as fast as memory delivers it, and nothing is put in order.
+"""Few tokens: each chosen expert's weight passes once, at memory bandwidth, without grouping.
 
 Two launches, both without shared tiles, as `gemm.gemv`; lanes lie along K, 16 bytes each, and have `TURNS` such loads
-of each of 4 rows of a weight on their way.
+of each of 4 rows of a weight in flight.
 
     gate and up   a warp takes two columns of one choice of a token: two rows of the gate's part of the chosen expert's
                   weight and the two of up's that belong to them. A choice's columns lie in neighbouring blocks.
     down          a block takes 4 columns of a token, each of its warps one of the token's choices. They meet in shared
                   memory, where they are added up in the order of choices, then the shared expert's part and the
-                  residual: the row is complete, and no launch adds anything behind it.
+                  residual: the row is complete, and no later launch adds to it.
 
 A weight that several tokens chose is read for each of them, out of the second-level cache. The sum of a token depends
-on no other token. It is not that of the other tiers.
+on no other token. It differs from the other tiers' sums.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SQUARE_COLUMNS = ROWS
 @functools.cache
 def multiplier(dtype: str) -> Any:
     """A device function ``(weight_rows, x_row, k, lane) -> number``: lane i < 4 gets the sum of ``weight_rows[i]``, an
-    address, times x's row. All lanes call it; what the others get means nothing."""
+    address, times x's row. All lanes call it; the others' results are undefined."""
     width, item_bytes = VECTOR_WIDTH[dtype], ITEM_BYTES[dtype]
     _, load_weights, widen = weight_loader(dtype)
     load_x = vector_loader(dtype)

@@ -1,21 +1,21 @@
 """Products of rows with experts, tier 3, Hopper alone: `wgmma`, as `gemm.hopper`, of 16-bit rows on 16-byte bounds.
 
-What is different from the dense tier is the way in and the way out:
+The loads and stores differ from the dense tier's:
 
 - a row of x is found by the list of rows, which the TMA cannot follow on Hopper. The producer's four warps copy it by
   `cp.async`, 16 bytes a lane, where the TMA would have put them; two stages later, when they have arrived, a fence
   hands them to `wgmma`;
 - an expert's weight comes by the TMA. Each expert has a tensor map of its own, in device memory, which the thread that
-  asks for a tile acquires first;
-- an expert's last tile is not whole, and the rows behind it belong to another one: so a warp writes its rows itself,
+loads a tile acquires first;
+- an expert's last tile is not whole, and the rows after it belong to another one: so a warp writes its rows itself,
   16 bytes a lane, after they have changed places in shared memory. Biases and the gate come before that.
 
 Many rows an expert take the cluster of two blocks, which share a tile of the weight; fewer take a block alone, of 128
 rows or 64. Tiles give the same bits, but not those of the other tiers: exact products do not come here.
 
-Quantised experts that many rows go to are written out as 16-bit rows first, one expert's behind the other's
-(`dequantize`), over which one map goes: a tile that ends behind its expert's columns reads the next one's, and drops
-what they give.
+Quantised experts that many rows go to are written out as 16-bit rows first, one expert's after the other's
+(`dequantize`), with one map over all: a tile that ends past its expert's columns reads the next one's, and drops the
+results.
 
 Or they are unpacked into the stages (`gemm.hopper_unpack`), by warps that copy x beside it: tiles of 64 rows or 128.
 
@@ -67,12 +67,12 @@ LOW = Tile(256, 1, 5)
 TILES = (LOW, ALONE, PAIR)
 UNPACKING_TILES = hopper_packed.TILES
 LEAST_UNPACKED_ROWS, MOST_UNPACKED_ROWS = 17, 380
-"""Of each expert, for which quantised experts are unpacked for `wgmma`. On an H200 gpt-oss-20b's in MXFP4 take 311 µs
-with 32 rows each (`packed` 358, with 8 rows 188), 501 with 128 (881), 978 with 256 (written out 1,155), and 1,906 with
-512 (written out 1,716)."""
+"""Rows of each expert for which quantised experts are unpacked for `wgmma`. On an H200 gpt-oss-20b's in MXFP4 take 311
+µs with 32 rows each (`packed` 358, with 8 rows 188), 501 with 128 (881), 978 with 256 (written out 1,155), and 1,906
+with 512 (written out 1,716)."""
 MAP_BYTES = 128
 MAP_ROWS = 64  # of the weight, that one copy moves
-_LAG = 2  # stages that x is on its way; one less than may be, as the last one is free only when the next is multiplied
+_LAG = 2  # stages that x is in flight; one less than possible, as the last one is free only when the next is multiplied
 # Cycles of a stage, and of a tile's ends. That of the pair is measured on an H200 (512 rows of each expert); the others
 # are estimates: the same for as many rows, and more for half as many.
 STEP_CYCLES = {PAIR: 1300, ALONE: 1350, LOW: 900}
@@ -83,15 +83,14 @@ _acquire_map = instruction("fence.proxy.tensormap::generic.acquire.gpu [$0], 128
 
 
 def map_layout(dtype: str, rows: int, depth: int) -> TensorMapLayout:
-    """How the TMA walks over an expert's weight [rows, depth], or all of them, one behind the other."""
+    """The map of an expert's weight [rows, depth], or of all of them, one after the other."""
     return TensorMapLayout(dtype, (depth, rows), (depth * 2,), (BLOCK_K, MAP_ROWS), 128)
 
 
 @functools.cache
 def _ring_starter(tile: Tile) -> Any:
     """A device function, called by one thread: makes a ring's barriers. A stage is full after each producer's warp has
-    arrived, whose copies are there, and, unless they unpack the weight, the thread that told how many bytes the TMA
-    brings."""
+    arrived, whose copies are there, and, unless they unpack the weight, the thread that posted the TMA's bytes."""
     num_stages, num_readers = tile.num_stages, 4 * tile.num_consumers * tile.cluster
     num_fillers = tile.num_unpackers or tile.producers + 1
 
@@ -107,8 +106,8 @@ def _ring_starter(tile: Tile) -> Any:
 
 @functools.cache
 def _weight_loader(tile: Tile, is_gated: bool) -> Any:
-    """A device function for one thread: has the TMA bring a stage of the weight, of which each block of the cluster
-    asks for a part, for all of them. Half of a gated unit's rows are `up` rows further on."""
+    """A device function for one thread: loads a stage of the weight by the TMA, of which each block of the cluster
+    loads a part, for all of them. Half of a gated unit's rows are `up` rows further on."""
     blocks, x_bytes = tile.cluster, tile.x_bytes
     weight_bytes = tile.block_n * BLOCK_K * 2
     copies, half = tile.block_n // MAP_ROWS // blocks, tile.block_n // 2
@@ -143,7 +142,7 @@ def _piece_storer(dtype: str, num_columns: int, number: int, activation: str) ->
 
     @device_function
     def biases(bias, column, n):
-        """Of the pair of columns from `column` on and 8 further."""
+        """Biases of the pair of columns from `column` on and 8 further."""
         a, b, c, d = float32(0.0), float32(0.0), float32(0.0), float32(0.0)
         if bias != uint64(0):
             if column < n:
@@ -196,7 +195,7 @@ def _piece_storer(dtype: str, num_columns: int, number: int, activation: str) ->
 
 @functools.cache
 def _rows_storer(dtype: str, num_columns: int, activation: str) -> Any:
-    """A device function that finishes a warp's sums, 16 rows of `num_columns`, and stores those in front of `end`."""
+    """A device function that finishes a warp's sums, 16 rows of `num_columns`, and stores those before `end`."""
     num_pieces = num_columns // PIECE_COLUMNS
     # Each piece's sums by constant places: LLVM does not unroll a loop so long, and registers cannot be indexed.
     store_0, store_1, store_2, store_3 = [
@@ -220,7 +219,7 @@ def _rows_storer(dtype: str, num_columns: int, activation: str) -> Any:
 def _kernel(
     dtype: str, tile: Tile, activation: str, is_joined: bool = False, weight_name: str = ""
 ) -> Specialisation:
-    """`is_joined`: one map goes over all experts' rows. `weight_name`: of a packing that some warps unpack."""
+    """With `is_joined` one map covers all experts' rows. `weight_name` is a packing's that some warps unpack."""
     block_m, block_n, num_stages, blocks = tile.block_m, tile.block_n, tile.num_stages, tile.cluster
     pieces_at, barriers_at, x_bytes, stage_bytes = tile.pieces_at, tile.barriers_at, tile.x_bytes, tile.stage_bytes
     num_sums, is_gated = block_n // 2, activation != ""
@@ -254,7 +253,7 @@ def _kernel(
 
     @device_function
     def hand_over(full, lane, late):
-        """The oldest of the stages that are late, whose copies have arrived, goes to `wgmma`."""
+        """Hands the oldest pending stage, whose copies have arrived, to `wgmma`."""
         behind, num_behind = late
         tma.fence_shared()
         sync_warp()
@@ -265,7 +264,7 @@ def _kernel(
 
     @device_function
     def hand_over_older(full, stage, lane, late):
-        """Of this stage, too, the copies are on their way."""
+        """Marks this stage's copies as under way, too."""
         behind, num_behind = late
         late = behind, uint32(num_behind + uint32(1))
         if num_behind == uint32(_LAG):
@@ -421,8 +420,8 @@ def can_unpack(arch: str, packing: Packing, dtype: str, columns: int, depth: int
 
 
 def unpacking_tile(num_rows: int, num_experts: int) -> Tile | None:
-    """For so many rows of that many packed experts, spread evenly: as low as they are; None where they are too few or
-    too many. The choice changes no bit."""
+    """For so many rows of that many packed experts, spread evenly: as low as the rows; None if there are too few or too
+    many. The choice changes no bit."""
     rows = num_rows / min(num_experts, num_rows)
     if not LEAST_UNPACKED_ROWS <= rows <= MOST_UNPACKED_ROWS:
         return None
@@ -430,12 +429,12 @@ def unpacking_tile(num_rows: int, num_experts: int) -> Tile | None:
 
 
 def tile_rows(tile: Tile) -> int:
-    """Rows of an expert that a tile of the list has: of the whole cluster."""
+    """Rows of a tile in the list: of the whole cluster."""
     return tile.block_m * tile.cluster
 
 
 def seconds(tile: Tile, num_rows: int, num_experts: int, columns: int, depth: int, machine: Machine) -> float:
-    """Of a product with weights of so many rows, `columns`, by the model above, for rows spread evenly."""
+    """Seconds of a product with weights of `columns` rows, by the model above, for rows spread evenly."""
     touched = min(num_experts, num_rows)
     rows = -(-num_rows // touched)  # of an expert
     clusters = touched * -(-rows // tile_rows(tile)) * -(-columns // tile.block_n)
@@ -444,7 +443,7 @@ def seconds(tile: Tile, num_rows: int, num_experts: int, columns: int, depth: in
 
 
 def weights_seconds(num_rows: int, num_experts: int, columns: int, depth: int, machine: Machine) -> float:
-    """That the weights of the experts which rows go to take to be read, at least."""
+    """Least seconds for reading the weights of the experts that have rows."""
     return min(num_experts, num_rows) * columns * depth * 2 / machine.memory_bytes
 
 
@@ -473,9 +472,9 @@ def plan(
     tiles: int, columns: int, dtype: str, activation: str, tile: Tile, machine: Machine,
     joined: tuple[int, int] | None = None, packing: Packing | None = None,
 ) -> Launch:  # fmt: skip
-    """For at most so many tiles of rows, at least one, and what `can_plan` allows. `joined`: the weights lie one behind
-    the other, so many rows of that length in all, and their address is the last argument. `packing`: they are packed,
-    the tile is one of `UNPACKING_TILES`, and `can_unpack` allows it."""
+    """For at most so many tiles of rows, at least one, if `can_plan`. With `joined` the weights lie one after the
+    other, so many rows of that length in all, and their address is the last argument. With `packing` they are packed,
+    and the tile is one of `UNPACKING_TILES`, if `can_unpack`."""
     width = tile.block_n // 2 if activation else tile.block_n
     clusters = min(tiles * -(-columns // width), machine.clusters_at_once(tile.cluster))
     maps = () if joined is None else ((len(ARGUMENT_TYPES), map_layout(dtype, *joined)),)

@@ -1,16 +1,16 @@
-"""Puts what tokens have chosen together by expert, so that products may take an expert's rows tile by tile.
+"""Groups the tokens' choices by expert, so that products may take an expert's rows tile by tile.
 
 A row is one choice of one token; an expert's rows stand together, in the order of tokens. Each expert has a block,
-which counts all choices, so that it knows how many rows and tiles stand before its own; no block waits for another.
-What is written are lists of fixed sizes:
+which counts all choices, to find how many rows and tiles come before its own; no block waits for another.
+The results are lists of fixed sizes:
 
     starts [E + 1]      where each expert's rows begin
-    tiles [limit, 4]    of each tile its expert, first row and number of rows; how many tiles there are is `num_tiles`
+    tiles [limit, 4]    each tile's expert, first row and number of rows; `num_tiles` counts them
     tokens [T k]        each row's token
     places [T, k]       each choice's row
 
-A product is launched for as many tiles as there could be (`most_tiles`), whatever was chosen, so that the launch can be
-recorded; the blocks of those that are not there leave at once.
+A product is launched for the most tiles possible (`most_tiles`), whatever the routing, so that the launch can be
+recorded; surplus blocks exit at once.
 """
 
 from __future__ import annotations

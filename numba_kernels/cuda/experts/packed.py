@@ -1,8 +1,8 @@
 """Products of 16-bit rows with experts that stay quantised, many or few: the tiles of `gemm.packed_tiles`.
 
 The table has the addresses of packed weights (`packing`); all else is as in `tensor_core`. A tile has 128 rows, or 16,
-where experts have few: then a block's 128 columns stream, with three slots of them on their way. Sums run over k from
-first to last in both: a row has the same bits in any company.
+where experts have few: then a block's 128 columns stream, with three slots of them in flight. Sums run over k from
+first to last in both: a row has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def choose_tile_rows(num_rows: int, num_experts: int) -> int:
 
 
 def seconds(num_rows: int, num_experts: int, columns: int, depth: int, num_multiprocessors: int) -> float:
-    """Of a product with weights of so many rows, `columns`, in tiles of 128 rows, spread evenly, on a Hopper."""
+    """Seconds of a product with weights of `columns` rows, in tiles of 128 rows, spread evenly, on a Hopper."""
     touched = min(num_experts, num_rows)
     rows = -(-num_rows // touched)  # of an expert
     blocks = touched * -(-rows // BLOCK_M) * -(-columns // BLOCK_N)
@@ -85,7 +85,7 @@ def seconds(num_rows: int, num_experts: int, columns: int, depth: int, num_multi
 
 
 def plan(tiles: int, columns: int, dtype: str, weight_name: str, activation: str, tile_rows: int) -> Launch:
-    """For at most so many tiles of rows, at least one, and what `can_plan` allows."""
+    """For at most so many tiles of rows, at least one, if `can_plan`."""
     grid = (tiles * -(-columns // (BLOCK_N // 2 if activation else BLOCK_N)), 1, 1)
     return Launch(
         _kernel(dtype, weight_name, tile_rows, activation), grid, (num_threads(tile_rows), 1, 1),
@@ -94,7 +94,7 @@ def plan(tiles: int, columns: int, dtype: str, weight_name: str, activation: str
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Those of bf16 that models come with; others are compiled when they are first launched."""
+    """Those of bf16 that published models use; others are compiled at their first launch."""
     for weight in PACKINGS:
         for tile_rows in (FEW_ROWS, BLOCK_M):
             for activation in ("", "silu", *(("clamped_silu",) if weight == "e2m1_g32_exponents" else ())):

@@ -1,16 +1,16 @@
 """Few tokens and experts that stay quantised: `gather`'s two launches, straight over the bytes of the chosen experts.
 
-`gemm.packed_stream` says how a warp takes 16 rows of a packed weight and a part of K, and what x becomes for it.
+A warp takes 16 rows of a packed weight and a part of K, with x staged, as in `gemm.packed_stream`.
 
     gate and up   a block takes 16 columns of one choice of a token: a tile of the gate's rows, one of up's, K in
                   `STREAMS` parts. Where there are many such tiles, it takes one after another, for which x is prepared
-                  once; the next one's first bytes are asked for as the last ones of a tile are used
+                  once; the next one's first loads start as the last ones of a tile are used
     down          a block takes 16 columns of a token, its warps the token's choices and parts of K. They meet in shared
-                  memory, as in `gather`: the row is complete. The weight's first bytes are asked for before gate and up
-                  have ended: which experts were chosen was there before these began
+                  memory, as in `gather`: the row is complete. The weight's first loads start before gate and up have
+                  ended, since the experts were chosen before these began
 
-A token's sum depends on no other token; it is not that of the other tiers. Rows are bfloat16; groups of 16 and packings
-with zero points of their own have no such kernels.
+A token's sum depends on no other token; it differs from the other tiers' sums. Rows are bfloat16; groups of 16 and
+packings with zero points of their own have no such kernels.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _down(weight_name: str) -> Specialisation:
         last = minimum_u32(uint32(first + length), slots)
         aim(rows, scale_rows, weight, tile, n, k, first, lane)
         begin(words, scales, rows, scale_rows, first, last)
-        wait_for_previous_grid()  # it waited itself for those who chose, and weights are immutable: h alone is its own
+        wait_for_previous_grid()  # it waited itself for the routing, and weights are immutable: only h is new
         launch_dependents()
         h_row, padded = h + uint64(draw) * uint64(k) * uint64(2), uint32(slots * uint32(slot_elements))
         most = largest(h_row, stream, streams, k, lane)
@@ -251,7 +251,7 @@ def can_plan(packing: Packing, dtype: str, inner: int, hidden: int, top_k: int) 
 def plan_gate_up(
     num_choices: int, columns: int, depth: int, packing: Packing, activation: str, num_multiprocessors: int
 ) -> Launch:
-    """For at least one choice, and what `can_plan` allows."""
+    """For at least one choice, if `can_plan`."""
     blocks, at_once = columns // ROWS, BLOCKS * num_multiprocessors
     if blocks * num_choices >= _LEAST_ROUNDS * at_once:
         blocks = max(1, at_once // num_choices)
@@ -262,7 +262,7 @@ def plan_gate_up(
 
 
 def plan_down(num_tokens: int, top_k: int, columns: int, depth: int, packing: Packing) -> Launch:
-    """For at least one token, and what `can_plan` allows."""
+    """For at least one token, if `can_plan`."""
     num_warps = top_k * max(1, WARPS // top_k)
     return Launch(
         _down(packing.name), (-(-columns // ROWS), num_tokens, 1), (num_warps * 32, 1, 1),
@@ -271,7 +271,7 @@ def plan_down(num_tokens: int, top_k: int, columns: int, depth: int, packing: Pa
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Those that models come with."""
+    """Those that published models use."""
     for weight in PACKINGS:
         packing = packing_of(weight)
         if packing is not None and can_plan(packing, DTYPE, ROWS, 8, 1):

@@ -1,12 +1,12 @@
-"""A decode step's way to its experts in one launch: a token's norm, its router's product, and the choice.
+"""A decode step's routing in one launch: a token's norm, its router's product, and the choice.
 
 A cluster of blocks takes a token, each of them some of the experts; without clusters, or where there are many tokens,
-one block does. Rows of the router are asked for before the grid in front has ended. Each block normalises the token's
+one block does. Loads of the router's rows start before the previous grid has ended. Each block normalises the token's
 row, which experts read, into its shared memory; its warps multiply it with four rows of the router at a time, or with
-a part of them, so that all warps have something to do; then a warp of the first block chooses, as `routing` does. The
-router comes out of the second-level cache for each token, so there are `MOST_ROWS` at most: an estimate of where three
-launches in a row become faster. The sums are not those of other products: exact steps take these. Rules with groups of
-experts are `routing`'s alone.
+a part of them, so that all warps have work; then a warp of the first block chooses, as in `routing`. The router comes
+from the second-level cache for each token, so there are `MOST_ROWS` at most: an estimate of where three launches in a
+row become faster. The sums differ from those of other products, which exact steps take. Rules with groups of experts
+are `routing`'s alone.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ DTYPES = ("f16", "bf16")
 
 @functools.cache
 def _multiplier(dtype: str) -> tuple[Any, Any]:
-    """Device functions ``begin(loaded, rows, first, last, lane)``, which asks for the first turns of four rows, in
-    front of `wait_for_previous_grid`, and ``multiply(loaded, sums, rows, x, first, last, lane)``: lane i < 4 gets the
-    sum of row i, an address, times x, in shared memory, from `first` to `last`."""
+    """Device functions ``begin(loaded, rows, first, last, lane)``, which loads the first turns of four rows, before
+    `wait_for_previous_grid`, and ``multiply(loaded, sums, rows, x, first, last, lane)``: lane i < 4 gets the sum of row
+    i, an address, times x, in shared memory, from `first` to `last`."""
     width, item_bytes = VECTOR_WIDTH[dtype], ITEM_BYTES[dtype]
     load_early, load_late, widen = weight_loader(dtype)
     turn = 32 * width  # elements that a warp's load brings
@@ -97,7 +97,7 @@ def _multiplier(dtype: str) -> tuple[Any, Any]:
 
 @device_function
 def aim(rows, router, first, num_experts, row_bytes):
-    """Where experts from `first` on have their rows; beyond the last one that one is computed again, and not kept."""
+    """Addresses of the rows of experts from `first` on; beyond the last one that one is computed again, and dropped."""
     for c in range(ROWS):
         expert = minimum_u32(uint32(first + uint32(c)), uint32(num_experts - uint32(1)))
         rows[c] = router + uint64(expert) * row_bytes
@@ -106,8 +106,8 @@ def aim(rows, router, first, num_experts, row_bytes):
 @functools.cache
 def _kernel(dtype: str, per_lane: int, scores: str, is_cluster: bool) -> Specialisation:
     """Arguments: x [T, H], norm [H] float32, normalised [T, H], router [E, H], bias [E] float32 or 0, logits [T, E]
-    float32, what is added to scores [E] or 0, ids [T, k] int32, weights [T, k] float32 addresses; H, E, k; whether
-    weights are normalised; eps, scale, what is added to the sum."""
+    float32, the bias of scores [E] or 0, ids [T, k] int32, weights [T, k] float32 addresses; H, E, k; whether
+    weights are normalised; eps, scale, the addend of the sum."""
     begin, multiply = _multiplier(dtype)
     choose = chooser(per_lane, scores, False)
     rank_in_row, num_blocks, meet, leave, _, read_2 = row_blocks(is_cluster)
@@ -232,7 +232,7 @@ def plan(
     num_rows: int, size: int, num_experts: int, dtype: str, scores: str, num_sms: int,
     max_clusters: tuple[tuple[int, int], ...],
 ) -> Launch:  # fmt: skip
-    """For what `can_plan` allows, on a device of so many multiprocessors.
+    """If `can_plan`, on a device of so many multiprocessors.
 
     Args:
         max_clusters: as `Gpu.max_clusters`; none on a device without clusters.

@@ -1,13 +1,12 @@
-"""Which experts a token goes to: a warp takes a token's logits, one expert or a few a lane.
+"""Routing: a warp takes a token's logits, one expert or a few a lane.
 
     scores  = softmax(logits) or sigmoid(logits)                    over all experts
     ids     = the top_k largest of scores + bias, largest first; of equals the lower one
-    weights = scores[ids], over their sum if asked for, times a scale
+    weights = scores[ids], over their sum if configured, times a scale
 
-or one after another by their logits, as SparseMixer does; `numba_kernels.cpu.experts` says how. With groups only the
-experts of the best ones are chosen from, as it says, too. What is compared are whole numbers that rise with the float32
-numbers, so that `redux` finds the largest of a warp in one instruction. A row with NaN gets experts that there are, and
-NaN as weights.
+or one after another by their logits, as SparseMixer does, as described in `numba_kernels.cpu.experts`. With groups only
+the experts of the best ones are candidates, as there. Comparisons are of integers that rise with the float32 numbers,
+so that `redux` finds the largest of a warp in one instruction. A row with NaN gets valid experts, and NaN as weights.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ def _lowest(number, is_candidate):
 @functools.cache
 def chooser(per_lane: int, scores: str, has_groups: bool) -> Any:
     """A device function ``(logits, bias, ids, weights, lane, num_experts, top_k, num_groups, top_groups, adds_two,
-    normalises, scale, sum_eps)`` for a whole warp and a row: addresses of its logits, of what is added to scores (0:
-    nothing), and of what it writes. SparseMixer's threshold is in the place of `sum_eps`."""
+    normalises, scale, sum_eps)`` for a whole warp and a row: addresses of its logits, of the scores' bias (or 0), and
+    of its results. SparseMixer's threshold takes the place of `sum_eps`."""
     is_softmax, is_sparse = scores == "softmax", scores == "sparsemixer"
 
     @device_function
@@ -204,8 +203,8 @@ def chooser(per_lane: int, scores: str, has_groups: bool) -> Any:
 @functools.cache
 def _kernel(per_lane: int, scores: str, has_groups: bool) -> Specialisation:
     """Arguments: logits [T, E] float32, bias [E] float32 or 0, ids [T, k] int32, weights [T, k] float32 addresses; T,
-    E, k; groups, groups kept, whether a group's two best are added; whether weights are normalised; scale, what is
-    added to the sum."""
+    E, k; groups, groups kept, whether a group's two best are added; whether weights are normalised; scale, the addend
+    of the sum."""
     choose = chooser(per_lane, scores, has_groups)
 
     def route(
@@ -244,7 +243,7 @@ def lane_experts(num_experts: int) -> int:
 
 
 def plan(num_rows: int, num_experts: int, scores: str, num_groups: int) -> Launch:
-    """For at least one row, and what `why_not` allows."""
+    """For at least one row, if `why_not` is ""."""
     kernel = _kernel(lane_experts(num_experts), scores, num_groups > 1)
     return Launch(kernel, (-(-num_rows // WARPS), 1, 1), (WARPS * 32, 1, 1))
 

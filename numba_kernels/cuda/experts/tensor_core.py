@@ -1,11 +1,11 @@
 """Products of rows with experts, tier 2: the tiles of `gemm.tensor_core`, of 16-bit rows on 16-byte bounds.
 
 Against the tiled tier it changes the arithmetic (`mma.sync`) and the way in (`cp.async` ahead of it, each row by the
-list of rows). What is an expert's own are the addresses of weight and bias, and where its rows end. Blocks are as many
-as there could be tiles; they go down 8 row tiles, then on to the next columns, so that tiles of an expert read its
-weight together.
+list of rows). Each expert has its own addresses of weight and bias, and end of rows. There are as many blocks as
+possible tiles; they go down 8 row tiles, then on to the next columns, so that tiles of an expert read its weight
+together.
 
-Sums run over k from first to last in steps of 16, whatever the tile: a row has the same bits in any company.
+Sums run over k from first to last in steps of 16, whatever the tile: a row has the same bits in any batch.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def tile_of(tile_rows: int) -> Tile:
 
 
 def plan(tiles: int, columns: int, dtype: str, activation: str, tile: Tile) -> Launch:
-    """For at most so many tiles of rows, at least one, and what `can_plan` allows."""
+    """For at most so many tiles of rows, at least one, if `can_plan`."""
     block_columns = tile.block_n // 2 if activation else tile.block_n
     grid = (tiles * -(-columns // block_columns), 1, 1)
     return Launch(_kernel(dtype, tile, activation), grid, (tile.num_warps * 32, 1, 1), shared_bytes=tile.shared_bytes)

@@ -5,7 +5,7 @@ which `packed_row`, `few_rows`, `packed_tiles` and `hopper_packed` unpack in reg
 dtype or f32 (logits); the bias is f32 or of w's dtype. Sums are float32; bias and residual are added in float32 and the
 result is rounded once. All arrays are C-contiguous; the residual may be y itself.
 
-A ladder of tiers, each in its own file, which says what it changes against the one before:
+A ladder of tiers, each in its own file, which lists its changes against the one before:
 
     naive         one thread an element
     tiled         tiles in shared memory
@@ -14,7 +14,7 @@ A ladder of tiers, each in its own file, which says what it changes against the 
     gemv          a row or two (f32: at most 8): the weight passes once
     few_rows      at most 64 rows: the weight streams through tensor cores (f16, bf16)
     packed_row    one row times a packed weight, unpacked to float16 without a factor (bf16)
-    packed_tiles  many rows times a packed weight: tensor_core's tiles, unpacked behind shared memory (f16, bf16)
+    packed_tiles  many rows times a packed weight: tensor_core's tiles, unpacked after shared memory (f16, bf16)
     hopper        wgmma fed by the TMA, warps with roles, clusters (f16, bf16; sm_90a)
     hopper_packed hopper's rows times a packed weight, which warps of their own unpack into its stages
 
@@ -25,7 +25,7 @@ Each launch takes the same arguments, addresses as integers (0 = no bias, no res
 
     x, weight, bias, residual, y, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares
 
-The last four normalise x, and prepare y to be normalised (`epilogue`); `NO_SQUARES` where nothing is.
+The last four normalise x, and prepare y to be normalised (`epilogue`); else `NO_SQUARES`.
 """
 
 from __future__ import annotations
@@ -90,27 +90,27 @@ TIERS: dict[str, ModuleType] = {
 and perhaps
 
     tiles(product, machine) -> tuple[str, ...]  names worth measuring; then `plan` takes one, too
-    modelled_s(product, machine) -> float       closer than `seconds`, for what is compared with no tier
+    modelled_s(product, machine) -> float       closer than `seconds`, for comparisons outside the tiers
 
 Of tiers that take the same time, the first is chosen."""
 
 INSTEAD = {"hopper": "tensor_core", "tensor_core": "register"}
-"""What computes a product that a tier cannot, where a user asks for the tier by name: the TMA does not walk over rows
-that lie on no 16-byte bounds, and tensor cores would round the products of f32."""
+"""Substitutes for a tier that a user names but that cannot compute the product: the TMA needs rows on 16-byte bounds,
+and tensor cores would round the products of f32."""
 
 
 def plan(product: Product, machine: Machine, tier: str = "auto", tile: str = "") -> Launch | None:
-    """The launch for a product, or None where y is empty, or where no launch does what its epilogue asks for: a gated
-    unit is then the product, and `activation.plan_glu`.
+    """The launch for a product, or None where y is empty, or where no launch has its epilogue: a gated unit is then the
+    product, and `activation.plan_glu`.
 
     Args:
-        tier: one of `TIERS`, or "auto": what was measured to be the fastest (`tables`), or what the tiers' models take
-            for it (`choose`).
-        tile: one of the tier's tiles by its name, for the aligned weight layout; "" for what the tier chooses.
+        tier: one of `TIERS`, or "auto": the fastest measured (`tables`), or the fastest by the tiers' models
+        (`choose`).
+        tile: one of the tier's tiles by its name, for the aligned weight layout; "" for the tier's choice.
 
     Raises:
-        ValueError: for a tier that there is not, or that can do this neither itself nor by `INSTEAD`; for a tile that
-            the tier has not.
+        ValueError: for an unknown tier, or one that can do this neither itself nor by `INSTEAD`; for a tile that the
+        tier lacks.
     """
     if tier != "auto" and tier not in TIERS:
         raise ValueError(f"gemm: tier is {tier!r}, must be one of auto, {', '.join(TIERS)}")
@@ -135,7 +135,7 @@ def can_read(product: Product, machine: Machine, tier: str = "auto") -> bool:
 
 
 def modelled_s(product: Product, machine: Machine) -> float:
-    """How long the fastest tier takes, by the models, and at least: by its bytes and its work."""
+    """Seconds of the fastest tier by the models, and the lower bound by bytes and work."""
     both = replace(product, n=product.weight_rows, epilogue=replace(product.epilogue, activation=""))
     least = (both.weight_bytes + ITEM_BYTES[both.x] * both.m * (both.k + both.n)) / machine.memory_bytes
     if both.x != "f32":
@@ -156,13 +156,13 @@ def _plan_gated(product: Product, machine: Machine, tier: str) -> Launch | None:
 
 def square_columns(launch: Launch, n: int) -> int:
     """How many of its n columns a launch adds up in each sum of squares that it can leave, where y, bias and residual
-    begin on 16-byte bounds; 0: it can leave none."""
+    begin on 16-byte bounds; 0 if it can leave none."""
     columns: int = launch.specialisation.constants.get("square_columns", 0)
     return 0 if not columns or n % (4 * columns) else columns
 
 
 def _able(tier: str, product: Product, machine: Machine) -> str:
-    """The tier, or what computes the product instead."""
+    """The tier, or its substitute."""
     why = TIERS[tier].why_not(product, machine)
     while why:
         is_elsewhere = getattr(TIERS[tier], "ARCH", machine.arch) != machine.arch
@@ -196,7 +196,8 @@ def choose(product: Product, machine: Machine) -> str:
 
 
 def candidates(product: Product, machine: Machine) -> list[tables.Choice]:
-    """What may be the fastest for an aligned product with the weight layout: all that is worth measuring."""
+    """Candidates for the fastest (tier, tile) of an aligned product with the weight layout: all that are worth
+    measuring."""
     found = []
     for name, tier in TIERS.items():
         if not tier.why_not(product, machine) and tier.seconds(product, machine) < math.inf:

@@ -1,6 +1,6 @@
 """Many rows times a weight of bytes, integers or e4m3, where the checkpoint rounds x so, too: `mma.sync` of bytes.
 
-What it teaches: when both factors lie as `mma.sync` reads them, a tile is nothing but loads of 16 bytes. x comes
+Lesson: when both factors lie as `mma.sync` reads them, a tile is nothing but loads of 16 bytes. x comes
 rounded and in a packed weight's order (`rounded_rows.py`): there is no swizzle, no `ldmatrix` and no conversion but a
 bit of each of the weight's bytes, which are stored 128 above their value.
 
@@ -38,7 +38,7 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 ELEMENTS = {"u8": "s8", "e4m3": "e4m3", "e4m3_g128": "e4m3"}
-"""What x is rounded to, by the weight's packing."""
+"""The type that x is rounded to, by the weight's packing."""
 BLOCK_M, BLOCK_N, WARP_M, WARP_N = 128, 128, 64, 32
 WARPS_N = BLOCK_N // WARP_N
 NUM_WARPS = (BLOCK_M // WARP_M) * WARPS_N
@@ -55,7 +55,7 @@ _EFFICIENCY = 0.85  # an estimate, but for
 _HOPPER_EFFICIENCY, _HOPPER_ENDS_S = 0.4, 12e-6
 """On an H200 INT8 had 460 to 483 TFLOP/s at 2,048 rows; with these ends 128 rows are modelled within a fifth."""
 WITHOUT = {"s8": (), "e4m3": ("sm_80", "sm_86", "sm_90a", "sm_100a")}
-"""Architectures without such products of `mma.sync`: there are none, or ptxas unpacks e4m3 for products of 16 bits."""
+"""Architectures without such products of `mma.sync`: either missing, or ptxas unpacks e4m3 for products of 16 bits."""
 _SLOTS_A_SUM = 2  # of e4m3, before sums are added to those of the second level
 
 
@@ -119,7 +119,7 @@ def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") 
         thread = uint32(cuda.threadIdx.x)
         lane, warp = thread & uint32(31), thread >> uint32(5)
 
-        # Which tile: down GROUP_ROWS row tiles, then on to the next column tile.
+        # The order of tiles: down GROUP_ROWS row tiles, then on to the next column tile.
         tiles_m = (m + uint32(BLOCK_M - 1)) // uint32(BLOCK_M)
         tiles_n = (n + uint32(block_columns - 1)) // uint32(block_columns)
         block = uint32(cuda.blockIdx.x)
@@ -130,7 +130,7 @@ def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") 
         first_row = (group * uint32(GROUP_ROWS) + inside - column_tile * group_rows) * uint32(BLOCK_M)
         first_column = column_tile * uint32(block_columns)
 
-        # What this thread copies. Tiles beyond the last repeat it: their sums are never stored.
+        # This thread's copies. Tiles beyond the last repeat it: their sums are never stored.
         all_words, group_scales, _, row_scales, slots = find(weight, uint32(n * uint32(rows_a_column)), k)
         last_x = uint32((m + uint32(TILE_ROWS - 1)) // uint32(TILE_ROWS) - uint32(1))
         last = uint32((n + uint32(TILE_COLUMNS - 1)) // uint32(TILE_COLUMNS) - uint32(1))
@@ -270,7 +270,7 @@ def why_not(product: Product, machine: Machine) -> str:
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """By work in whole tiles, by what they read, and by latency; without the rounding of x."""
+    """By work in whole tiles, by their reads, and by latency; without the rounding of x."""
     row_tiles, column_tiles = -(-product.m // BLOCK_M), -(-product.weight_rows // BLOCK_N)
     blocks = max(row_tiles * column_tiles, machine.num_multiprocessors)
     efficiency, ends = (_HOPPER_EFFICIENCY, _HOPPER_ENDS_S) if machine.arch == "sm_90a" else (_EFFICIENCY, 0.0)

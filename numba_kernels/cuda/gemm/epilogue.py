@@ -1,14 +1,14 @@
-"""What every tier does with a finished sum: scale its row, add bias and residual in float32, round once, store.
+"""The epilogue of every tier: scale a finished sum's row, add bias and residual in float32, round once, store.
 
 A row is scaled where x is to be normalised first (RMSNorm, whose weights the matrix has taken in): the sums of x's row
 as it is, times ``1 / sqrt(mean of the row's squares + eps)``. `x_squares` is the address of float32 [m, x_parts] whose
-rows add up to the rows' sums of squares (0: nothing is scaled); 4 divides `x_parts`. In turn a tier whose kernels have
-"square_columns" among their constants leaves such an array for its output at `squares` (0: it does not), a sum for each
-so many columns. Every sum is added up in an order that depends on the sizes alone.
+rows add up to the rows' sums of squares, or 0 for no scaling; 4 divides `x_parts`. In turn a tier whose kernels have
+"square_columns" among their constants leaves such an array for its output at `squares`, unless that is 0: a sum for
+each so many columns. Every sum is added up in an order that depends on the sizes alone.
 
 Bias and residual are addresses, 0 where there is none. The residual has the output's dtype and may be the output
-itself: the thread that writes an element is the one that has read it. The bias is float32 or of the weight's dtype,
-which the kernel's argument `bias_is_f32` says.
+itself: the thread that writes an element has read it. The bias is float32 or of the weight's dtype, by the kernel's
+argument `bias_is_f32`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from numba_kernels.cuda.intrinsics.math import exp, fma, reciprocal, reciprocal_
 from numba_kernels.cuda.intrinsics.warp import warp_sum
 
 DTYPE_PAIRS = (("f32", "f32"), ("f16", "f16"), ("f16", "f32"), ("bf16", "bf16"), ("bf16", "f32"))
-"""Of x and weight, and of the output."""
+"""Dtypes of x and weight, and of the output."""
 
 scale_element = instruction("mul.rn.f32 $0, $1, $2;", "f", "f f", is_pure=True)
-"""``(element, its row's scale) -> product``, which joins no addition behind it: the same bits in all kernels."""
+"""``(element, its row's scale) -> product``, never fused with a later addition: the same bits in all kernels."""
 
 # The arguments of every kernel of the family:
 # x, weight, bias, residual, out, m, n, k, bias_is_f32, x_squares, x_parts, eps, squares.
@@ -111,7 +111,7 @@ def norm_scale(total, k, eps):
 
 @device_function
 def scale_of_row(x_squares, row, x_parts, k, eps):
-    """By one thread alone; 1 where nothing is scaled."""
+    """By one thread alone; 1 without scaling."""
     scale = float32(1.0)
     if x_squares != types.uint64(0):
         total = float32(0.0)
@@ -130,8 +130,8 @@ def scale_of_row(x_squares, row, x_parts, k, eps):
 def scales_leaver(rows_at_once: int) -> Any:
     """A device function that leaves the scales of ``rows`` rows from `first_row` on at a shared address, float32.
 
-    `num_warps` whole warps call it, each of which loads parts of that many rows at once. Those who read the scales wait
-    for a barrier first.
+    `num_warps` whole warps call it, each of which loads parts of that many rows at once. A barrier must precede reads
+    of the scales.
     """
     uint32, uint64 = types.uint32, types.uint64
     load, store = memory.load_4xf32, memory.shared_store_f32
@@ -186,7 +186,7 @@ def _gelu_tanh_gated(gate, up):
 
 
 GATED = {"silu": _silu_gated, "gelu_tanh": _gelu_tanh_gated}
-"""Of a gated unit: device functions ``(gate, up) -> f(gate) * up``."""
+"""Gated units: device functions ``(gate, up) -> f(gate) * up``."""
 
 
 @functools.cache

@@ -1,30 +1,30 @@
-"""Few rows, up to 64, of 16-bit factors: the weight streams through tensor cores as memory delivers it. What it
-teaches: which order of K the tensor cores see is nobody's business.
+"""Few rows, up to 64, of 16-bit factors: the weight streams through tensor cores as memory delivers it. Lesson: the
+tensor cores may see K in any order.
 
-A decode step uses each element of the weight as often as there are sequences: no tile makes that more, only the bytes
-on their way count, and how few instructions bring them. So
+A decode step uses each element of the weight as often as there are sequences: no tile raises that; only the bytes in
+flight count, and the number of instructions for them. So
 
-- tiles of 16 rows are multiplied whole, however few there are: nobody waits for the tensor cores;
-- a product's sum may run over K in any order, if both factors take the same one. `mma.sync` wants pairs 2t, 2t + 1 and
+- tiles of 16 rows are multiplied whole, however few there are: the tensor cores are not the bottleneck;
+- a product's sum may run over K in any order, if both factors take the same one. `mma.sync` needs pairs 2t, 2t + 1 and
   2t + 8, 2t + 9 of 16 elements in lane t; here lane t's are elements 8t to 8t + 7 of 32: one load of 16 bytes. It
   serves two instructions, straight from device memory to the registers of the lane that multiplies, where it lies as
   their second operand does: no shared memory, no `ldmatrix`, no swizzle, no barrier, no move;
-- x goes the same way, but for a stop in shared memory: `cp.async` brings it some steps ahead, 16 bytes to each lane
-  that will read them;
+- x goes the same way, but through shared memory: `cp.async` brings it some steps ahead, 16 bytes for each lane that
+reads them;
 - a warp has 32 rows of the weight, and four steps of 32 elements of K in registers, each loaded again as soon as it is
-  used: 16 loads of 16 bytes a lane, 8 KB a warp, which eight warps a multiprocessor make 64 KB on their way;
+  used: 16 loads of 16 bytes a lane, 8 KB a warp, which with eight warps a multiprocessor is 64 KB in flight;
 - few columns leave too few warps. The sum over K is split into 1 to 8 streams of whole groups of 128, a warp each;
   warps of one stream and other columns share its x. At the end the sums meet in shared memory, and are added in the
   order of the streams;
 - of a gated unit a warp has 16 rows of the gate's half of the weight and the 16 of up's that belong to them.
 
-How K is split depends on (N, K) alone, and a row of x never meets another one: its sums have the same bits in any
-company of up to 64 rows. They are not those of the other tiers.
+How K is split depends on (N, K) alone, and rows of x never mix: a row's sums have the same bits in any batch of up to
+64 rows. They differ from those of the other tiers.
 
-Packed weights (`weight_stream.py`) are the same but for what a lane does with its 16 bytes, and for which factor is the
-first one (`few_rows_operands.py`), and go on beyond 64 rows:
-the grid's y counts blocks of 64, which read a few bits of the weight again. There K is split no further than filling
-the GPU takes, since more columns of a block spare reads of x; exact products keep the split of few rows.
+Packed weights (`weight_stream.py`) differ in the use of a lane's 16 bytes and in the order of factors
+(`few_rows_operands.py`), and go on beyond 64 rows: the grid's y counts blocks of 64, each of which reads the weight's
+few bits again. There K is split only as far as needed to fill the GPU, since more columns of a block save reads of x;
+exact products keep the split of few rows.
 
 A packed weight has so few bytes that x, which each block reads from the second-level cache, takes longer from some ten
 rows on. Where blocks form clusters (sm_90 on), those of a cluster share K instead: each has the columns of all of them
@@ -160,7 +160,7 @@ def _kernel(
     copy_tiles = copy_rows_of_tiles(num_tiles, TILE_BYTES)
 
     def copier(first_step: int) -> Any:
-        """``copy_x(...)`` of steps that are waited for together, of the group or behind it."""
+        """``copy_x(...)`` of steps that are waited for together, of the group or after it."""
 
         @device_function
         def copy_x(places, x_stages, column, end, m, chosen):
@@ -179,7 +179,7 @@ def _kernel(
             sync_named(uint32(rank + uint32(1)), uint32(num_teams * uint32(32)))
 
     def step_of(step: int) -> Any:
-        """A step of the group: x, once it is there, times the weight; other steps of x are asked for."""
+        """A step of the group: x, once it has arrived, times the weight; prefetches other steps of x."""
         slot, inside = divmod(step, steps_a_slot)
         copy_x, stage = copier(step + num_stages - together), step % num_stages * stage_bytes
         is_waiting = step % together == 0
@@ -266,7 +266,7 @@ def _kernel(
 
     @device_function
     def sum_quads(at, num_streams, num_blocks):
-        """Of 4 neighbours, over the streams of all blocks of a cluster."""
+        """Sums of 4 neighbours over the streams of all blocks of a cluster."""
         a, b, c, d = load_quad_of(at, uint32(0))
         block, index = uint32(0), uint32(1)
         while block < num_blocks:
@@ -398,7 +398,7 @@ def _kernel(
             for i in range(num_tiles):
                 places[i] += uint64(group * 2)
 
-        launch_dependents()  # not before: the next grid's blocks would take room from this one's
+        launch_dependents()  # not earlier: the next grid's blocks would take room from this one's
         wait_for_all()
         if not leaves_early:
             leave_scales(scales, x_squares, uint32(0), m, m, x_parts, k, eps, warp, uint32(BLOCK_WARPS), lane)
@@ -452,7 +452,7 @@ def _kernel(
                     part = uint64(row) * uint64(n >> uint32(5)) + uint64(column >> uint32(5))
                     memory.store_f32(squares + part * uint64(4), total)
             first_item = uint32(first_item + num_blocks * uint32(BLOCK_WARPS * 32))
-        if has_clusters:  # nobody leaves while others read its sums
+        if has_clusters:  # no block exits while others read its sums
             sync_warp()
             cluster.arrive_relaxed()
             cluster.wait()
@@ -493,7 +493,7 @@ def why_not(product: Product, machine: Machine) -> str:
 
 
 def cache_reads(product: Product, machine: Machine) -> int:
-    """Bytes asked of the second-level cache, as the emulator counts them: by each block of rows the weight once, x by
+    """Bytes read from the second-level cache, as the emulator counts them: by each block of rows the weight once, x by
     each block, or each cluster of them."""
     return choose(product, machine).cache_reads(product)
 
@@ -511,9 +511,9 @@ def plan(product: Product, machine: Machine) -> Launch:
 def plan_shape(product: Product, machine: Machine, shape: Shape) -> Launch:
     """The same with blocks of such a shape.
 
-    Two blocks of 16 rows fit on a multiprocessor. If they came before the kernel in front has ended, two would share
-    one that is free and leave others without any: a step of Qwen3-8B with 8 sequences took an H200 6.75 ms so, and
-    4.84 where no kernel starts before the one in front has ended (docs/measurements, 2026-11-26, the evening).
+    Two blocks of 16 rows fit on a multiprocessor. If they started before the previous kernel has ended, two would share
+    a free one and leave others idle: a step of Qwen3-8B with 8 sequences took an H200 6.75 ms so, and 4.84 where no
+    kernel starts before the previous one has ended (docs/measurements, 2026-11-26, the evening).
     """
     is_clustered, num_streams = has_clusters(product, machine), shape.num_streams // shape.num_blocks
     kernel = _kernel(

@@ -1,9 +1,9 @@
-"""Which factor of `few_rows` is the first one of `mma.sync`, and where its sums lie then.
+"""The order of `few_rows`'s factors in `mma.sync`, and the layout of its sums.
 
 The first factor's four registers are neighbours, and so are the second's two. A 16-bit weight comes as it is
 multiplied, 16 bytes of a row a lane: two pairs of neighbours, which are the second factor's. x is the first, and some
-of its registers move. A packed weight's pairs are made one by one, wherever they are wanted: it is the first factor, 16
-rows of it, x the second, and nothing moves.
+of its registers move. A packed weight's pairs are made one by one, in any register: it is the first factor, 16 rows of
+it, x the second, and no register moves.
 
     first factor    a lane's sums of tile j: 16 rows of x, 32 of the weight    elements of `sums`
     x               rows g, g + 8; columns 8 r + 2 t, + 1, of r = 0 to 3       16 j + 4 r + 2 (row) + (column)
@@ -39,7 +39,7 @@ class Operands:
         multiplier: ``(bytes from a stage, first word, tiles) -> (sums, x_words, x_stages, pairs)``: some tiles of 16
             rows of x, from shared memory, times 16 words of the weight from there on.
         store_sums: ``(tile, sums, g, t)``: to shared memory, float32 [16 row tiles, COLUMNS] at `tile`.
-        flip_of: ``row -> bits of the column that are exchanged`` there, so that no bank is asked twice.
+        flip_of: ``row -> bits of the column that are exchanged`` there, so that there are no bank conflicts.
     """
 
     multiplier: Callable[[int, int, range], Any]
@@ -48,13 +48,13 @@ class Operands:
 
 
 def _x_loader(at: int, tiles: range) -> Any:
-    """``(x_words, x_stages)``: so many tiles of 16 rows of x, from `at` bytes behind the stage on."""
+    """``(x_words, x_stages)``: so many tiles of 16 rows of x, from `at` bytes after the stage on."""
     return load_all("shared", tuple((4 * j, 0, at + j * TILE_BYTES) for j in range(2 * len(tiles))))
 
 
 @functools.cache
 def x_first(dtype: str, row_tiles: int) -> Operands:
-    """Of a 16-bit weight."""
+    """The operands of a 16-bit weight."""
     flip_of, store_pair = mma.accumulator_flip(COLUMNS), memory.shared_store_2xf32
 
     def multiplier(at: int, word: int, tiles: range) -> Any:
@@ -92,7 +92,7 @@ def x_first(dtype: str, row_tiles: int) -> Operands:
 
 @functools.cache
 def weight_first(dtype: str, row_tiles: int) -> Operands:
-    """Of a packed weight."""
+    """The operands of a packed weight."""
     store_sum = memory.shared_store_f32
     # Lanes t store rows 2 t, of 8 neighbouring columns each.
     flip_of = device_function(lambda row: (row & uint32(6)) << uint32(2))

@@ -1,12 +1,12 @@
-"""How many blocks a product of few rows (`few_rows.py`) has, what each does, and how long that takes.
+"""The blocks of a product of few rows (`few_rows.py`): their number, shapes, and a model of their time.
 
 A block has 16, 32 or 64 rows of x, and 8 warps. A packed weight leaves a choice of rows: blocks of fewer rows are more
 blocks, which each unpack the weight again; and of clusters, whose blocks share K.
 
 The time of a step, 32 of K for all warps of a block, is latency and issue more than bandwidth. It was measured on an
-H200 (docs/measurements, 2026-11-26): 8192 x 8192, 4096 x 12288 and 6144 x 4096, INT4 and FP8. What was not is marked
+H200 (docs/measurements, 2026-11-26): 8192 x 8192, 4096 x 12288 and 6144 x 4096, INT4 and FP8. Other numbers are marked
 as estimated. The GPU ran 31 or fewer clusters of 4 blocks at once, though it has 132 multiprocessors: 32 of them took
-two rounds, and the weight's time twice. So clusters are made only as large as all run in one round.
+two rounds, and twice the weight's time. So clusters are only so large that all run in one round.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numba_kernels.cuda.intrinsics.element_types import ITEM_BYTES
 from numba_kernels.cuda.packing import packing_of
 
 MAX_ROWS = 64
-ROW_TILES = (1, 2, 4)  # of 16 rows of x: what kernels are made for
+ROW_TILES = (1, 2, 4)  # of 16 rows of x, for which kernels exist
 BLOCK_WARPS = 8
 SPILLING = {
     ("u4_g128", 1), ("u4_g128", 4), ("u4_g128_zeros", 1), ("u4_g128_zeros", 4), ("u4_g32", 1), ("u4_g32", 4),
@@ -37,7 +37,7 @@ SCALES_BYTES = 4 * MAX_ROWS  # in front of shared memory: of x's rows
 _UNPACKING = {"u4_g128": 624, "u4_g128_zeros": 663, "u4": 775, "e2m1": 914, "u8": 446, "e4m3": 474}
 """Machine instructions of a warp for 4 KB of a weight and 16 rows, by its name, or else its elements (`unpacking`)."""
 
-_BYTES_UNDER_WAY = 64 << 10  # of the weight, that a block has on its way: 8 warps of 16 loads
+_BYTES_UNDER_WAY = 64 << 10  # of the weight, that a block has in flight: 8 warps of 16 loads
 _PACKED_EFFICIENCY = 0.7  # of the tensor cores' rate, where rows are many; estimated
 _SUSTAINED = 0.9  # of the bandwidth: no read of x is spared below what the weight takes anyway
 _MEETING_S = 0.4e-6  # of a cluster's blocks, and sums out of each other's shared memory; an estimate
@@ -62,7 +62,7 @@ def unpacking(weight: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the blocks of a launch are.
+    """The blocks of a launch.
 
     Attributes:
         row_tiles: of 16 rows, a block's.
@@ -83,26 +83,26 @@ class Shape:
         return -(-product.weight_rows // (COLUMNS * BLOCK_WARPS * self.num_blocks // self.num_streams))
 
     def cache_reads(self, product: Product) -> int:
-        """Bytes asked of the second-level cache: by each block of rows the weight once, x by each cluster."""
+        """Bytes read from the second-level cache: by each block of rows the weight once, x by each cluster."""
         x_bytes = product.m * product.k * ITEM_BYTES[product.x]
         return self.row_blocks(product) * product.weight_bytes + self.columns(product) * x_bytes
 
     def steps(self, product: Product) -> int:
-        """Of a warp: its stream's."""
+        """Steps of a warp: its stream's."""
         unit = unit_of(product.weight)
         num_units = -(-product.k // unit)
         return -(-num_units // self.num_streams) * unit // STEP
 
     def rounds(self, product: Product, machine: Machine) -> int:
-        """In which clusters run one after another, with a block a multiprocessor."""
+        """Rounds in which clusters run one after another, with a block a multiprocessor."""
         clusters = self.row_blocks(product) * self.columns(product)
         at_once = machine.num_multiprocessors if self.num_blocks == 1 else machine.clusters_at_once(self.num_blocks)
         return -(-clusters // max(1, at_once))
 
 
 def steps_together(weight: str, row_tiles: int) -> int:
-    """Of x, that a warp waits for at once, and the warps that share them meet for: two of 16 rows, where a turn has
-    eight."""
+    """Steps of x that a warp waits for at once, with a barrier of the warps that share them: two of 16 rows, where a
+    turn has eight."""
     packing = packing_of(weight)
     return 2 if row_tiles == 1 and packing is not None and packing.steps == 4 else 1
 
@@ -122,7 +122,7 @@ def shared_bytes(weight: str, row_tiles: int, num_streams: int, *, has_clusters:
 
 
 def most_streams(row_tiles: int, *, has_clusters: bool) -> int:
-    """Of a block: those whose x its shared memory holds on every GPU."""
+    """Most streams of a block: its shared memory holds their x on every GPU."""
     return BLOCK_WARPS // 2 if row_tiles == 4 and has_clusters else BLOCK_WARPS
 
 
@@ -136,7 +136,7 @@ def split(n: int, k: int, weight: str = "") -> int:
 
 
 def has_clusters(product: Product, machine: Machine) -> bool:
-    """Whether blocks of its kernel meet in clusters: those of packed weights, where there are such."""
+    """Whether blocks of its kernel meet in clusters: those of packed weights, where the GPU has clusters."""
     return packing_of(product.weight) is not None and int(machine.arch.rstrip("af")[3:]) >= 90
 
 
@@ -170,7 +170,7 @@ def choose(product: Product, machine: Machine) -> Shape:
 
 
 def _streams(product: Product) -> list[int]:
-    """Streams of K: of exact products by the weight alone; up to 16 rows, of which two blocks fit on a multiprocessor,
+    """Streams of K: for exact products by the weight alone; up to 16 rows, of which two blocks fit on a multiprocessor,
     that and twice as many; of more than 64, that and all that are fewer."""
     n, k = (product.whole if product.exact else None) or (product.weight_rows, product.k)
     most = split(n, k, product.weight)
@@ -200,7 +200,7 @@ def _cluster_blocks(product: Product, machine: Machine, row_tiles: int, num_stre
 
 
 def seconds_of(product: Product, machine: Machine, shape: Shape) -> float:
-    """By work, what its blocks read from the second-level cache, latency, and of packed weights, steps."""
+    """By work, reads from the second-level cache, latency, and, for packed weights, steps."""
     least = _least_s(product, machine, shape)
     if packing_of(product.weight) is None:
         return least
@@ -209,7 +209,7 @@ def seconds_of(product: Product, machine: Machine, shape: Shape) -> float:
 
 
 def alone_s(product: Product, machine: Machine, shape: Shape) -> float:
-    """Of a packed weight, with a launch in front of which and behind which there is nothing."""
+    """For a packed weight, with an idle GPU before and after the launch."""
     return _ENDS_S + _walk_s(product, machine, shape, _least_s(product, machine, shape))
 
 
@@ -231,7 +231,7 @@ def _least_s(product: Product, machine: Machine, shape: Shape) -> float:
 
 
 def _walk_s(product: Product, machine: Machine, shape: Shape, least: float) -> float:
-    """Of all rounds, by the steps that a warp takes one after another; `least` at least."""
+    """Seconds of all rounds, by a warp's consecutive steps; `least` at least."""
     step, rounds = _STEP_S[shape.row_tiles], shape.rounds(product, machine)
     if shape.row_tiles == 4 and not has_clusters(product, machine):
         step = _STEP_ONE_AHEAD_S

@@ -1,4 +1,4 @@
-"""How an expert's gate and up become one number.
+"""Gating of experts: gate and up become one number.
 
     silu, gelu_tanh     f(gate) * up
     clamped_silu        gate' = min(gate, 7), up' = clamp(up, -7, 7):  gate' sigmoid(1.702 gate') (up' + 1)
@@ -35,7 +35,7 @@ ACTIVATIONS = {**GATED, "clamped_silu": _clamped_silu}
 @functools.cache
 def biased_gater(activation: str, count: int) -> Any:
     """A device function ``(gates, ups, bias, column, n) -> numbers`` for 1 or 4 neighbours: adds the float32 biases of
-    gate, at `column`, and of up, `n` behind it, and gates. 0: there is no bias."""
+    gate, at `column`, and of up, `n` after it, and gates. A `bias` of 0 means none."""
     gated = ACTIVATIONS[activation]
 
     @device_function

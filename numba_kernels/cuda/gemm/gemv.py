@@ -1,15 +1,15 @@
-"""A row or two: the weight passes once, as fast as memory delivers it. What it teaches: when arithmetic is free.
+"""GEMV, a row or two: the weight passes once, at memory bandwidth. Lesson: when arithmetic is free.
 
 A decode step of one sequence uses each element of the weight once: no tile can help, and only the bytes in flight
 count. So shared memory is left out. A team of warps owns 4 columns of the output (2 where there are 8 rows), that is 4
 rows of the weight; its lanes read them in turn, 16 bytes each, past the first-level cache. Each lane has two such loads
-of each column on their way, and begins one anew as soon as it has used it; x, which all teams share, comes out of the
-caches. At the end the lanes' sums are added by shuffles, in which each lane keeps half of what it holds until lane i
-has sum i, and the warps' sums in shared memory, in their order.
+of each column in flight, and starts the next as soon as it has used one; x, which all teams share, comes from the
+caches. At the end the lanes' sums are added by shuffles, in which each lane keeps half of its sums until lane i has sum
+i, and the warps' sums in shared memory, in their order.
 
 The more warps a team has, the more the sum over K is split; few columns need it to fill the GPU. The split depends on
-(N, K) alone and the order of additions on nothing else: a row has the same bits in any company. They are not those of
-the other tiers. Float32 goes up to 8 rows; from 3 rows on, 16-bit factors cost tensor cores fewer instructions
+(N, K) alone and so does the order of additions: a row has the same bits in any batch. They differ from those of the
+other tiers. Float32 goes up to 8 rows; from 3 rows on, 16-bit factors cost tensor cores fewer instructions
 (`few_rows`).
 
 Of a gated unit half of a team's rows are of the gate's half of the weight, the others those of up's that belong to
@@ -50,16 +50,16 @@ COLUMNS = {1: 4, 2: 4, 4: 4, 8: 2}  # of a team, by the rows that a kernel is ma
 TURNS = 2  # loads of each of its columns that a lane has on their way
 BLOCK_WARPS = 8
 WANTED_WARPS = 4096  # that many keep a large GPU's memory busy
-MIN_ROUNDS = 2  # of a lane with all its loads; below, a wider team has nothing to do
+MIN_ROUNDS = 2  # of a lane with all its loads; below, a wider team has idle lanes
 LOADS = {"early plain": (0, 1), "plain": (0, 0), "nc": (1, 1)}
-"""Which of the two kinds of loads that `weight_loader` gives a kernel has before `wait_for_previous_grid`, and after
-it. Plans take the first; the others show what ptxas makes of them (`tests/tools/test_kernel_report.py`)."""
+"""The kinds of `weight_loader`'s loads that a kernel has before `wait_for_previous_grid`, and after it. Plans take the
+first; the others show their machine code (`tests/tools/test_kernel_report.py`)."""
 
 
 @functools.cache
 def weight_loader(dtype: str) -> tuple[Any, Any, Any]:
-    """Device functions ``address -> 4 words``, for what is read once, before `wait_for_previous_grid` and after it, and
-    ``words -> VECTOR_WIDTH float32``."""
+    """Device functions ``address -> 4 words``, for data that is read once, before `wait_for_previous_grid` and after
+    it, and ``words -> VECTOR_WIDTH float32``."""
     if dtype == "f32":
         return memory.stream_early_4xf32, memory.stream_4xf32, device_function(lambda a, b, c, d: (a, b, c, d))
     unpack = {"f16": convert.unpack_f16, "bf16": convert.unpack_bf16}[dtype]
@@ -79,7 +79,7 @@ def weight_loader(dtype: str) -> tuple[Any, Any, Any]:
 def exchange(distance: int, num_sums: int) -> Any:
     """A device function ``(sums, lane) -> None``: adds the sums of lanes that far apart.
 
-    Where there are more sums than lanes nearer than that, a lane keeps one half of its sums and gives away the other.
+    If there are more sums than nearer lanes, a lane keeps one half of its sums and gives away the other.
     """
     if distance >= num_sums:
 
@@ -164,7 +164,7 @@ def _kernel(
         x_rows = cuda.local.array(rows, uint64)
         for r in range(rows):
             x_rows[r] = x + uint64(min(uint32(r), m - uint32(1))) * row_bytes + start_bytes
-        # The first of this thread's parts of the squares, added up behind the loop.
+        # The first of this thread's parts of the squares, added up after the loop.
         first_part = uint32(uint32(lane + rank * uint32(32) + team * team_warps * uint32(32)) * uint32(4))
         parts = cuda.local.array((rows, 4), float32)
         for r in range(rows):

@@ -1,19 +1,19 @@
-"""Tier 5, Hopper alone: `wgmma` fed by the TMA. What it teaches: warps with different work.
+"""Tier 5, Hopper alone: `wgmma` fed by the TMA. Lesson: warps with different work.
 
 Against the tensor_core tier it changes
 
-- the arithmetic: four warps together multiply 64 rows of x by 256 columns, both from shared memory, in one instruction
-  that runs on while they do something else; only the sums are in registers;
-- the way in: one thread asks the TMA for whole tiles, which arrive swizzled as `wgmma` reads them and zero beyond the
-  matrices. No other thread computes an address;
+- the arithmetic: four warps together multiply 64 rows of x by 256 columns, both from shared memory, in one asynchronous
+instruction; only the sums are in registers;
+- the way in: one thread loads whole tiles by the TMA, which arrive swizzled as `wgmma` reads them and zero beyond the
+matrices. No other thread computes an address;
 - the roles: a group of warps that only loads (the producer, which gives its registers away) runs as far ahead as
-  shared memory has stages; the groups that multiply (consumers) take these registers. They meet at two barriers a
-  stage, "full" and "empty", and nowhere else;
+  shared memory has stages; the groups that multiply (consumers) take these registers. They meet only at two barriers a
+  stage, "full" and "empty";
 - the cluster: two blocks, one below the other, need the same tile of the weight. Each loads half of it for both;
 - the blocks: as many as there are multiprocessors, each with one tile after another, so that the loads of the next
-  tile are under way while the sums of the last one are written. Where there are fewer tiles, hopper_split.py.
+  tile are under way while the sums of the last one are written. For fewer tiles see hopper_split.py.
 
-The order in which `wgmma` adds is its own: a row has other last bits than in the other tiers, the same in any company.
+The order in which `wgmma` adds is its own: a row has other last bits than in the other tiers, the same in any batch.
 
 Source of the instructions' meaning: PTX ISA, "wgmma.mma_async", "cp.async.bulk.tensor", "mbarrier", "setmaxnreg".
 """
@@ -63,22 +63,22 @@ CLOCK_HZ = 1.755e9  # of an H200 under load
 
 # A model of a block's time on one multiprocessor, in cycles: a step is a stage's products or its way from the
 # second-level cache, the ends are the first stage's way and the sums'. Fitted to an H200's times of 32 to 1,024 rows of
-# Qwen3-8B's matrices by each tile, alone and in parts (docs/measurements, 2026-11-26): off by a ninth, and what it
-# chooses takes 1.02 times what the fastest does. Ends that the next tile's loads hide are none.
+# Qwen3-8B's matrices by each tile, alone and in parts (docs/measurements, 2026-11-26): off by a ninth, and its choice
+# takes 1.02 times the fastest's time. Ends that the next tile's loads hide count 0.
 STEP_CYCLES = {LARGE: 1140, MIDDLE: 866, SMALL: 634, THIN: 440, NARROW: 446}
 ENDS_CYCLES = {LARGE: 2400, MIDDLE: 2400, SMALL: 0, THIN: 4700}
 SPLIT_ENDS_CYCLES = {2: 10_300, 4: 8_700, 8: 12_900}
 FIRST_CYCLES = 4200  # until what memory brings is used
 MEMORY_SHARE = 0.83  # of its bandwidth, that a weight comes with
 WAYS_OUT = ("rows", "tiles", "tiles_residual")
-"""How sums leave: along rows, whatever their bounds; by the TMA, which also brings the residual or there is none. One
-more for each of `GATES`, of a weight whose first half is the gate's: by the TMA, too."""
+"""Ways to store sums: along rows, whatever their bounds; by the TMA, which also brings the residual or there is none.
+One more for each of `GATES`, of a weight whose first half is the gate's: by the TMA, too."""
 GATES = tuple(GATED)
 
 
 @functools.cache
 def kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str, weight_name: str = "") -> Specialisation:
-    """`weight_name`: of a packing, whose weight some warps of the tile unpack."""
+    """`weight_name` is a packing's, whose weight some warps of the tile unpack."""
     block_m, block_n, num_stages, blocks = tile.block_m, tile.block_n, tile.num_stages, tile.cluster
     pieces_at, barriers_at, x_bytes = tile.pieces_at, tile.barriers_at, tile.x_bytes
     num_sums, num_held, num_pieces, producers = block_n // 2, block_n // 32, 8 * tile.num_consumers, tile.producers
@@ -89,7 +89,7 @@ def kernel(dtype: str, out_dtype: str, tile: Tile, way_out: str, weight_name: st
         unpack_tile = dense_unpacker(tile, weight_name, dtype, way_out in GATES)
         load_columns, scale_columns = column_scaler(tile, weight_name, dtype, way_out in GATES)
     place_of = tile_order(max(1, GROUP_ROWS // blocks))
-    # Else each thread has what it needs: those that unpack take as many as those that multiply.
+    # Else each thread has enough: those that unpack take as many as those that multiply.
     moves_registers = num_sums > 64 and tile.num_consumers > 1 and not is_packed
     fewer_registers, more_registers = set_registers(24, is_more=False), set_registers(240, is_more=True)
     stores_tiles, has_residual, is_gated = way_out != "rows", way_out == "tiles_residual", way_out in GATES
@@ -225,24 +225,24 @@ def _ends(tile: Tile, parts: int) -> int:
 
 
 def _rounds_cycles(tile: Tile, parts: int, m: int, n: int, k: int, machine: Machine) -> int:
-    """What the multiprocessors' rounds take by the model above."""
+    """Cycles of the multiprocessors' rounds by the model above."""
     clusters = -(-m // (tile.block_m * tile.cluster)) * -(-n // tile.block_n)
     num_steps, num_rounds = -(-k // BLOCK_K), -(-clusters // machine.clusters_at_once(tile.cluster * parts))
     return num_rounds * (-(-num_steps // parts) * STEP_CYCLES[tile] + _ends(tile, parts))
 
 
 def cycles(tile: Tile, parts: int, m: int, n: int, k: int, machine: Machine) -> int:
-    """What ``out [m, n]`` takes with a tile and K in so many parts: the rounds, or the weight's way from memory where
-    that is longer."""
+    """Seconds of ``out [m, n]`` with a tile and K in so many parts: the rounds, or the weight's load from memory if
+    longer."""
     weight_s = 2 * n * k / (MEMORY_SHARE * machine.memory_bytes)
     return max(_rounds_cycles(tile, parts, m, n, k, machine), int(weight_s * CLOCK_HZ) + FIRST_CYCLES)
 
 
 @functools.lru_cache(maxsize=4096)
 def choose(m: int, n: int, k: int, machine: Machine, *, exact: bool) -> tuple[Tile, int]:
-    """The tile, and in how many parts K is split, with which ``out [m, n]`` takes the least time by that model.
+    """The tile, and the number of parts of K, with the least time for ``out [m, n]`` by that model.
 
-    Of those that wait for memory alike, the one whose rounds take the least. A cluster's blocks all have rows.
+    Among equally memory-bound ones, the one with the shortest rounds. A cluster's blocks all have rows.
 
     With `exact` K is never split: then the choice changes no bit of the result.
     """
@@ -273,8 +273,8 @@ def why_not(product: Product, machine: Machine) -> str:
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """By the model above, and by what few rows read from the second-level cache; with more rows it is always the
-    fastest. Its bits are its own, so that what is exact does not choose it."""
+    """By the model above, and by few rows' reads from the second-level cache; with more rows it is always the fastest.
+    Exact products do not choose it, since its bits are its own."""
     if product.exact or product.m < LEAST_ROWS:
         return math.inf
     if product.m > few_rows_shape.MAX_ROWS:
@@ -286,8 +286,8 @@ def seconds(product: Product, machine: Machine) -> float:
 
 
 def modelled_s(product: Product, machine: Machine) -> float:
-    """As `seconds`, for a comparison with what is no tier: 17 to 128 rows as they were measured on an H200
-    (docs/measurements, 2026-11-26), within an eighth but for N = 4096 at 128 rows, whose 44 µs it takes for 56."""
+    """As `seconds`, for comparisons outside the tiers: within an eighth of an H200's times for 17 to 128 rows
+    (docs/measurements, 2026-11-26), except 56 instead of 44 µs for N = 4096 at 128 rows."""
     if product.exact or not few_rows_shape.MAX_ROWS // 4 < product.m <= MEASURED_ROWS:
         return seconds(product, machine)
     m, n, k = product.m, product.n, product.k
@@ -297,8 +297,8 @@ def modelled_s(product: Product, machine: Machine) -> float:
 
 
 def cache_reads(product: Product, tile: Tile) -> int:
-    """Bytes asked of the second-level cache, as the emulator counts them: the weight for each cluster's rows of x, x
-    for each tile's columns. In how many parts K is split is no matter."""
+    """Bytes read from the second-level cache, as the emulator counts them: the weight for each cluster's rows of x, x
+    for each tile's columns. Splitting K does not change them."""
     x_bytes = ITEM_BYTES[product.x] * product.m * product.k
     clusters_m, tiles_n = -(-product.m // (tile.block_m * tile.cluster)), -(-product.n // tile.block_n)
     return clusters_m * product.weight_bytes + tiles_n * x_bytes

@@ -1,8 +1,8 @@
 """Hopper's own products of e4m3: rows rounded to bytes times a weight of bytes, by `wgmma` fed by the TMA.
 
-What it teaches: a layout made for one instruction serves another. Packed weights and rounded rows lie in blocks of 8
+Lesson: a layout made for one instruction serves another. Packed weights and rounded rows lie in blocks of 8
 rows by 64 bytes (`packing.py`). That is the unit of the TMA's and wgmma's swizzle over 64 bytes: the TMA swizzles it on
-its way in, and `wgmma` multiplies 32 of K in an order that both factors share. Nothing is packed a second time.
+its way in, and `wgmma` multiplies 32 of K in an order that both factors share. The weight is packed only once.
 
 Against `hopper` a stage holds 128 of K in the same bytes. Hopper's tensor cores drop bits of long sums of e4m3, so a
 group has two sets of sums: one of the stage's products, which CUDA cores then scale and add to float32 sums, while the
@@ -14,7 +14,7 @@ other group multiplies. There are two kinds:
 
 Few tiles leave multiprocessors idle. Then a tile is a cluster's, as in `hopper_split.py`: each of its 2 to 8 blocks has
 a part of K, leaves its sums where its stages were, and finishes the rows of some of its warps, with the sums of all
-blocks in their order. A lane of a block finds its own numbers where the same lane of another has left them.
+blocks in their order. A lane reads the sums that the same lane of each other block has left.
 
 Arguments are those of all products, but for x, the codes' address; x_squares, that of x's scales; and squares, the
 weight's address once more, since its scales are not loaded by the TMA.
@@ -64,7 +64,7 @@ _EFFICIENCY = {False: 0.67, True: 0.4}
 _ENDS_S = 1.5e-6
 _FEW_STEP_S, _FEW_ENDS_S = {False: 1.14e-6, True: 2.0e-6}, 8e-6
 """A stage, and the ends of each round, where rows are one tile: measured there at 128 rows, within a tenth."""
-_LEAST_STEPS = 4  # of K, that each block has: below, filling the ring takes longer than using it
+_LEAST_STEPS = 4  # of K, least of a block: below, filling the ring takes longer than using it
 
 
 @functools.cache
@@ -277,7 +277,7 @@ def _kernel(weight_name: str, dtype: str, out_dtype: str, activation: str = "") 
                 index = uint32(index + step)
             if is_gated and lane == uint32(0):
                 wait_until_read()
-            if blocks > uint32(1):  # nobody leaves while others read its sums
+            if blocks > uint32(1):  # no block exits while others read its sums
                 sync_warp()
                 cluster.arrive_relaxed()
                 cluster.wait()
@@ -309,18 +309,18 @@ def why_not(product: Product, machine: Machine) -> str:
 
 
 def _tiles(product: Product) -> tuple[int, int]:
-    """Of rows, and of the weight's rows."""
+    """Tiles of rows, and of the weight's rows."""
     return -(-product.m // TILE.block_m), -(-product.weight_rows // TILE.block_n)
 
 
 def _work_s(product: Product, machine: Machine, blocks: int) -> float:
-    """Of a tile's multiplications by so many blocks of a cluster, in as many rounds as there are, with their ends."""
+    """Seconds of a tile's multiplications by so many blocks of a cluster, over all rounds, with their ends."""
     row_tiles, column_tiles = _tiles(product)
     at_once = machine.clusters_at_once(blocks) if blocks > 1 else machine.num_multiprocessors
     rounds, is_grouped = -(-row_tiles * column_tiles // max(1, at_once)), product.weight != "e4m3"
     num_steps = -(-product.k // BLOCK_K)
     steps = -(-num_steps // blocks)
-    if blocks > 1 or rounds == 1:  # nothing hides a block's ends
+    if blocks > 1 or rounds == 1:  # a block's ends are not hidden
         return rounds * (steps * _FEW_STEP_S[is_grouped] + _FEW_ENDS_S)
     rate = machine.tensor_flops * _RATE * _EFFICIENCY[is_grouped] / machine.num_multiprocessors
     return rounds * (2 * steps * BLOCK_K * TILE.block_m * TILE.block_n / rate) + _ENDS_S
@@ -334,7 +334,7 @@ def _blocks_of_a_tile(product: Product, machine: Machine) -> int:
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """By work in whole tiles, by what they read, and by filling the ring; without the rounding of x."""
+    """By work in whole tiles, by their reads, and by filling the ring; without the rounding of x."""
     row_tiles, column_tiles = _tiles(product)
     work = _work_s(product, machine, _blocks_of_a_tile(product, machine))
     cache_reads = row_tiles * product.weight_bytes + column_tiles * product.m * product.k

@@ -1,4 +1,5 @@
-"""How the Hopper tier's sums leave: a warp by itself, through its own pieces of shared memory, no other warp asked."""
+"""The Hopper tier's epilogue: each warp stores its sums through its own pieces of shared memory, without other
+warps."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def row_finisher(dtype: str, out_dtype: str, num_columns: int, piece_columns: in
 
     @device_function
     def scale_of(scales, row):
-        """Of a row of the 16, out of the lane that has it; all lanes call this."""
+        """The scale of a row of the 16, from its lane; all lanes call this."""
         lane = uint32((row & uint32(7)) << uint32(2))
         upper, lower = shuffle_index_f32(scales[0], lane), shuffle_index_f32(scales[1], lane)
         return upper if row < uint32(8) else lower
@@ -157,7 +158,7 @@ def residual_loader(piece_columns: int) -> Any:
 def _piece_storer(
     dtype: str, num_columns: int, number: int, piece_columns: int, *, has_residual: bool, activation: str
 ) -> Any:  # fmt: skip
-    """A device function that gives the TMA a warp's piece of that number, as `tile_storer` says. It takes the sums of
+    """A device function that stores a warp's piece of that number by the TMA, as in `tile_storer`. It takes the sums of
     squares of the piece before and returns them with its own."""
     pack = {"f16": convert.pack_f16, "bf16": convert.pack_bf16}[dtype]
     unpack = {"f16": convert.unpack_f16, "bf16": convert.unpack_bf16}[dtype]
@@ -275,10 +276,10 @@ def tile_storer(
     """A device function that finishes a warp's sums, 16 rows of `num_columns`, and gives them to the TMA.
 
     `piece_columns` 16-bit columns, 64 or 32, are 128 or 64 bytes: a piece lies swizzled over them in shared memory,
-    where `stmatrix` writes it and the TMA reads it without conflicts, and what lies beyond the output is not written.
-    Each warp has two pieces, one that is filled while the other leaves, and asks no other warp. The residual comes into
-    the same place (`residual_loader`; an even number of pieces), and `ldmatrix` reads it as `stmatrix` writes; what is
-    stored then may leave its squares.
+    where `stmatrix` writes it and the TMA reads it without conflicts, and columns beyond the output are not written.
+    Each warp has two pieces, one that is filled while the other is stored, and waits for no other warp. The residual
+    comes into the same place (`residual_loader`; an even number of pieces), and `ldmatrix` reads it as `stmatrix`
+    writes; the result's squares may be left then.
 
     With an `activation` f there are twice as many sums, f(first) * second is stored, and there is no bias or residual.
     """

@@ -10,7 +10,8 @@ Against a weight that is written out first (`dequantize`) it reads a quarter of 
 memory. All else, roles, ring and ways out, is `hopper`'s, and K is split among the blocks of a cluster as there
 (`hopper_split`), by whole slots of the weight.
 
-The order in which `wgmma` adds is its own: no plan of an exact product chooses it. One that names it never splits K.
+The order in which `wgmma` adds is its own: plans of exact products do not choose it; exact plans that name it never
+split K.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ HIGH = Tile(256, 2, 4, num_unpackers=4)
 TILES = (LOW, HIGH)
 
 LEAST_ROWS, MOST_ROWS = 33, 512
-"""For which plans take it. `few_rows` is as fast with 32; a weight that is written out takes 384 µs with 2,048 and 133
-with 512, this 467 and 126 (INT4, 8192 x 8192)."""
+"""Rows for which plans take it. `few_rows` is as fast with 32; a weight that is written out takes 384 µs with 2,048 and
+133 with 512, this 467 and 126 (INT4, 8192 x 8192)."""
 
 # As `hopper`'s model, fitted to an H200's times of INT4 and MXFP4, 8192 x 8192, 16 to 2,048 rows (docs/measurements,
 # 2026-11-26, the evening). A stage's cycles are those of unpacking: by its rate `wgmma` takes 490 and 980.
 STEP_CYCLES = {LOW: 930, HIGH: 1530}
 ENDS_CYCLES = {LOW: 10_000, HIGH: 8_000}
 SPLIT_ENDS_CYCLES = {2: 13_500, 3: 13_000, 4: 13_000, 6: 13_000, 8: 13_000}  # by parts
-_LAUNCH_S = 6e-6  # and the first bytes, for a comparison with `few_rows`, whose model has them
+_LAUNCH_S = 6e-6  # and the first bytes, for comparison with `few_rows`, whose model has them
 
 
 def can_unpack(packing: Packing, dtype: str) -> bool:
@@ -92,7 +93,7 @@ def tile_seconds(product: Product, machine: Machine, tile: Tile, parts: int) -> 
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """By `tile_seconds` of what is chosen; never for exact products, nor for other numbers of rows than those."""
+    """By `tile_seconds` of the choice; never for exact products, nor for other numbers of rows than those."""
     if product.exact or not LEAST_ROWS <= product.m <= MOST_ROWS:
         return math.inf
     return tile_seconds(product, machine, *choose(product.m, product.weight_rows, product.k, machine))
@@ -105,7 +106,7 @@ def plan(product: Product, machine: Machine) -> Launch:
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Those of bf16 that models come with; others are compiled when they are first launched."""
+    """Those of bf16 that published models use; others are compiled at their first launch."""
     for weight in PACKINGS:
         for tile in TILES:
             for way_out in (*hopper.WAYS_OUT, "silu"):

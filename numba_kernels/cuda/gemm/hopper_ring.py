@@ -1,4 +1,4 @@
-"""The Hopper tier's ring of stages in shared memory, between the one thread that fills and the groups that multiply.
+"""The Hopper tier's ring of stages in shared memory, between the thread that fills it and the groups that multiply.
 
 Each stage has two barriers: "full" counts the bytes that the TMA has delivered, "empty" the warps that have read them,
 in all blocks of the cluster that the bytes went to.
@@ -33,7 +33,7 @@ class Tile:
         num_consumers: groups of four warps that multiply, 64 rows each.
         num_stages: K tiles that shared memory holds.
         cluster: blocks, one below the other, that share the weight's tile: each loads its part of it for all of them.
-        num_unpackers: warps that unpack a packed weight (`hopper_unpack.py`); 0: the TMA brings it.
+        num_unpackers: warps that unpack a packed weight (`hopper_unpack.py`); 0 where the TMA brings it.
     """
 
     block_n: int
@@ -57,7 +57,8 @@ class Tile:
 
     @property
     def piece_columns(self) -> int:
-        """What a warp brings out at a time: both halves of the tile, a gated unit's gate and up, are such pieces."""
+        """The columns that a warp brings out at a time: both halves of the tile, a gated unit's gate and up, are such
+        pieces."""
         return PIECE_COLUMNS if self.block_n // 2 % PIECE_COLUMNS == 0 else PIECE_COLUMNS // 2
 
     @property
@@ -67,7 +68,7 @@ class Tile:
 
     @property
     def x_bytes(self) -> int:
-        """Of x's part of a stage; the weight's part follows."""
+        """Bytes of x's part of a stage; the weight's part follows."""
         return self.block_m * BLOCK_K * 2
 
     @property
@@ -76,17 +77,18 @@ class Tile:
 
     @property
     def pieces_at(self) -> int:
-        """Where the stages end and the warps' pieces of sums begin."""
+        """Offset where the stages end and the warps' pieces of sums begin."""
         return self.num_stages * self.stage_bytes
 
     @property
     def barriers_at(self) -> int:
-        """Where the pieces end and the barriers begin: of full stages, of empty ones, two of each consumer's warp."""
+        """Offset where the pieces end and the barriers begin: of full stages, of empty ones, two of each consumer's
+        warp."""
         return self.pieces_at + 4 * self.num_consumers * self.piece_bytes
 
     @property
     def scales_at(self) -> int:
-        """Where the barriers end and the scales of rows begin, which hopper_split.py leaves there."""
+        """Offset where the barriers end and the scales of rows begin, which hopper_split.py leaves there."""
         return self.barriers_at + 8 * (2 * self.num_stages + 2 * 4 * self.num_consumers)
 
     @property
@@ -102,8 +104,8 @@ class Tile:
 def tile_order(group_rows: int) -> Any:
     """A device function ``(index, tiles_m, tiles_n) -> (row tile, column tile)``.
 
-    Down `group_rows` row tiles, then on to the next column tile: what runs at the same time shares rows of x and of the
-    weight, which the second-level cache then holds.
+    Down `group_rows` row tiles, then on to the next column tile: concurrent tiles share rows of x and of the weight in
+    the second-level cache.
     """
 
     @device_function
@@ -137,17 +139,17 @@ def ring_starter(tile: Tile) -> Any:
 
 @functools.cache
 def tile_loader(tile: Tile, *, is_gated: bool = False) -> Any:
-    """Three device functions for one thread, the producer: has the TMA bring what one tile needs, stage by stage.
+    """Three device functions for one thread, the producer: loads one tile's data by the TMA, stage by stage.
 
     `load_tile` waits where the consumers are not done with a stage; `stage` and `phase` go on from tile to tile. The
-    weight's tile, from row `first` on, is loaded by all blocks of the cluster, a part each, for all of them. Of a gated
-    unit half of its rows are of the gate's half of the weight, and half as many rows as it has behind them: `up` rows.
+    weight's tile, from row `first` on, is loaded by all blocks of the cluster, a part each, for all of them. For a
+    gated unit half of its rows are of the gate's half of the weight, the others `up` rows further.
 
-    `ask_ahead` comes before a block's first tile: it asks for the weight's part of as many stages as there are, and
-    returns how many. Nobody writes to weights, so that this need not wait for the grid in front.
+    `ask_ahead` comes before a block's first tile: it prefetches the weight's part of all stages, and returns their
+    number. Weights are immutable, so that this need not wait for the previous grid.
 
     `wait_until_read_by_all` comes after the last one: once every consumer of the cluster has arrived at every stage,
-    nobody reaches for this block's shared memory any more.
+    this block's shared memory is no longer in use.
     """
     num_stages, stage_bytes, x_bytes, blocks = tile.num_stages, tile.stage_bytes, tile.x_bytes, tile.cluster
     num_parts = 2 if is_gated else blocks  # of the weight's tile
@@ -214,8 +216,8 @@ def tile_loader(tile: Tile, *, is_gated: bool = False) -> Any:
 def tile_multiplier(dtype: str, tile: Tile) -> Any:
     """A device function for a group of consumers: a tile's sums, of `num_steps` stages, at least one.
 
-    While one stage is multiplied, the next one's products are handed over; the stage before it is then known to have
-    been read, and lane i of each warp says so to block i of the cluster (`empty` is its barrier there).
+    While one stage is multiplied, the next one's products are issued; the stage before it has then been read, and lane
+    i of each warp arrives at block i's barrier `empty`.
     """
     num_sums, num_stages, stage_bytes, blocks = tile.block_n // 2, tile.num_stages, tile.stage_bytes, tile.cluster
     multiply, describe = wgmma.group_multiply(dtype, tile.block_n, BLOCK_K // 16, 32, 32), wgmma.descriptor(128, 1024)

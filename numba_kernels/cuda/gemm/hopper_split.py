@@ -1,13 +1,12 @@
-"""Hopper, few tiles: the sum over K split among the blocks of a cluster. What it teaches: shared memory of others.
+"""Hopper, few tiles: the sum over K split among the blocks of a cluster. Lesson: distributed shared memory.
 
 An output of few tiles leaves most multiprocessors idle. Here each tile is a cluster's: each of its 2 to 8 blocks
 multiplies a run of K, all of them the same tile, and leaves its sums in its own shared memory, where its stages were.
 Then each block finishes some of the tile's rows: it reads their parts from all blocks, adds them in the blocks' order,
-and stores them. A thread has four columns of `ROWS_AT_ONCE` rows on their way at a time, since the shared memory of
-others, and a residual, are far. There is no workspace in device memory, no second launch, and no atomic: the same bits
-each time.
+and stores them. A thread has four columns of `ROWS_AT_ONCE` rows in flight, since other blocks' shared memory, and a
+residual, are far. There is no workspace in device memory, no second launch, and no atomic: the same bits each time.
 
-The warps that wait while one loads find the scales of the rows that their block finishes. Of a gated unit a tile has
+The producer's idle warps compute the scales of the rows that their block finishes. For a gated unit a tile has
 as many columns of the gate as of up.
 
 The split depends on (M, N, K) and on how many clusters the device runs at once.
@@ -50,15 +49,15 @@ uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 MAX_PARTS = 8
 ROWS_AT_ONCE = 4
-LEAST_STEPS = 4  # stages that each block has at least: below, filling the ring takes longer than using it
+LEAST_STEPS = 4  # stages least of a block: below, filling the ring takes longer than using it
 
 
 @functools.cache
 def kernel(
     dtype: str, out_dtype: str, tile: Tile, activation: str = "", weight_name: str = ""
 ) -> Specialisation:
-    """Of a tile that is no cluster's; the launch's cluster is the number of parts, each of at least one stage, or of a
-    packed weight, `weight_name`, one slot."""
+    """The shape of a tile without clusters; the launch's cluster is the number of parts, each of at least one stage,
+    or, for a packed weight, `weight_name`, one slot."""
     block_m, block_n, num_stages, x_bytes = tile.block_m, tile.block_n, tile.num_stages, tile.x_bytes
     barriers_at, num_consumers, num_sums = tile.pieces_at, tile.num_consumers, tile.block_n // 2
     is_gated, gate_quad = activation != "", quad_gater(activation) if activation else None
@@ -84,7 +83,7 @@ def kernel(
 
     @device_function
     def sum_parts(values, places, parts):
-        """Of all blocks, 4 neighbours at each place."""
+        """Sums of all blocks, 4 neighbours at each place."""
         loaded = cuda.local.array((ROWS_AT_ONCE, 4), float32)
         for i in range(ROWS_AT_ONCE):
             quad = cluster.load_4xf32(cluster.address_in(places[i], uint32(0)))
@@ -255,7 +254,7 @@ def kernel(
                                 memory.store_f32(squares + part * uint64(4), total)
                 row = uint32(row + uint32(ROWS_AT_ONCE * pass_rows))
         sync_warp()
-        cluster.arrive_relaxed()  # nobody leaves while others read its sums: what was read has been stored by now
+        cluster.arrive_relaxed()  # no block exits while others read its sums: they have been stored by now
         cluster.wait()
 
     return Specialisation(

@@ -1,15 +1,15 @@
-"""How packed weights come to the Hopper tier's ring: warps unpack them into the stages, where `wgmma` reads them.
+"""Packed weights for the Hopper tier's ring: warps unpack them into the stages, where `wgmma` reads them.
 
 `wgmma` takes a factor from shared memory, or the first one from registers. There lane t of a row has the pair t of each
-16 bytes, where a packed weight's lane has all four (`packing.py`). But what it unpacks of a step is one chunk of 16
-bytes, for one store, where the TMA would have put it. So
+16 bytes, where a packed weight's lane has all four (`packing.py`). But a step unpacks to one chunk of 16 bytes, for one
+store, at the TMA's place. So
 
 - some warps only unpack, 32 of the tile's columns each or twice as many. Each loads its columns, 16 bytes a lane, a
-  slot or two ahead, to registers (`weight_stream.py`): device memory has been asked long before a stage is free;
+  slot or two ahead, to registers (`weight_stream.py`): the loads start long before a stage is free;
 - a step is half a stage. Lanes of odd rows take the second one first: neighbours in a store lie in other banks so;
 - a stage is full once each of these warps has handed its part over, by a fence, and the TMA has brought x, which the
-  first of them asks for;
-- the weight passes through shared memory as one of 16 bits does, and through all in front of it in its own bytes.
+first of them loads;
+- the weight passes through shared memory in 16 bits, and up to there in its own bytes.
 
 The scales of the weight's rows are columns' of the output, and wait in registers for the sums.
 """
@@ -38,7 +38,7 @@ WARP_ROWS = 32  # of the weight
 
 
 def slots_ahead(tile: Tile, packing: Packing) -> int:
-    """That a warp has on their way: as many as registers allow. A slot of 4 bits is two stages."""
+    """Slots that a warp has in flight: as many as registers allow. A slot of 4 bits is two stages."""
     return 2 if tile.block_n == WARP_ROWS * tile.num_unpackers or packing.slot == BLOCK_K else 1
 
 
@@ -90,12 +90,12 @@ def stage_unpacker(tile: Tile, weight: str, dtype: str, is_gated: bool, slot: in
 
 @functools.cache
 def tile_unpacker(tile: Tile, weight: str, dtype: str, is_gated: bool, fetch: Any, hand_over: Any) -> Any:
-    """A device function for all unpacking warps: brings what one tile needs, stage by stage, as
-    `hopper_ring.tile_loader`'s does. `late` is what it returned the last time, or (0, 0).
+    """A device function for all unpacking warps: loads one tile's data, stage by stage, like
+    `hopper_ring.tile_loader`'s. `late` is its last return value, or (0, 0).
 
     Args:
         fetch: ``(x, stage's address, full barrier, rows, start, k, warp, lane)``, called by each warp once the stage is
-            free: asks for x's part. `rows` is what the function was given.
+            free: loads x's part. `rows` is the function's argument.
         hand_over: ``(full, stage, lane, late) -> late``, called by each warp when it has written its part of the stage.
     """
     packing = packing_of(weight)
@@ -264,7 +264,7 @@ def column_scaler(tile: Tile, weight: str, dtype: str, is_gated: bool) -> tuple[
             held[i] = load(row_scales + uint64(column) * uint64(4))
 
     def scaler(number: int) -> Any:
-        """Of 32 columns."""
+        """Scales of 32 columns."""
 
         @device_function
         def scale_some(sums, held, lane):

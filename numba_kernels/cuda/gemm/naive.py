@@ -1,4 +1,4 @@
-"""Tier 1: one thread an element of the output. What it teaches: the equation, and why it is not enough.
+"""Tier 1: one thread an element of the output. Lesson: the equation, and why it is not enough.
 
 Every thread reads a whole row of x and a whole row of the weight: 2 K elements for 2 K operations, so the same numbers
 are fetched again and again, and neighbouring lanes read rows of the weight that lie K elements apart. The caches alone

@@ -1,14 +1,14 @@
-"""One row times a packed weight: what x and the weight become for tensor cores.
+"""One row times a packed weight: the forms of x and the weight for tensor cores.
 
-What it teaches: which factor is made to fit the other. Unpacking costs more than memory does where each pair of numbers
-is shifted, masked, centred and scaled (`few_rows`), and `mma.sync` computes 8 columns where one is wanted. So
+Lesson: the choice of the factor that is made to fit the other. Unpacking costs more than memory does where each pair of
+numbers is shifted, masked, centred and scaled (`few_rows`), and `mma.sync` computes 8 columns where one is needed. So
 
     digits    integers, and e2m1, which is half an integer: as int8, which takes a shift and a `lop3` for four numbers.
               x becomes a whole number of 23 bits, times a power of two that brings its largest number below 2^22, and
               that three digits of 8 bits, in three of the columns. Sums of digits are exact in int32, until a group's
-              scale multiplies them. What is below 2^-23 of the largest number is lost
+              scale multiplies them. Numbers below 2^-23 of the largest are lost
     halves    e4m3: as float16, by moving its fields. x becomes float16, its largest number 2^14, the same in all
-              columns; nothing is lost that is at least 2^-31 of that
+              columns; numbers of at least 2^-31 of that are kept
 
 Neither moves a register before it is multiplied: the weight is the first factor, 16 rows of it, and x is staged in the
 order that its bytes come in. A row of x with an infinity or NaN gives NaN.
@@ -38,7 +38,7 @@ uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 _PLANES = 3  # digits of a number
 _ROUNDS = 1.5 * 2.0**23  # float32 from here on are whole numbers, and that far up or down have its exponent
-_DIGITS = 0x00408080  # what makes the low bytes of such a number's bits its digits, 128 too large: its own are 0x400000
+_DIGITS = 0x00408080  # turns such a number's low bytes into its digits, 128 too large: its own are 0x400000
 _NOTHING, _SIGNS = 0x00808080, 0x80808080
 _LARGEST_WHOLE, _LARGEST_HALF = 21, 14  # the exponent of x's largest number
 _INFINITE = 0x7F80
@@ -49,19 +49,19 @@ _bytes_of = instruction("prmt.b32 $0, $1, $2, $3;", "r", "r r r", is_pure=True)
 
 @dataclass(frozen=True, slots=True)
 class Factors:
-    """How a row is staged in shared memory, and a step of 32 of K is taken.
+    """Device functions that stage a row in shared memory, and take a step of 32 of K.
 
     Attributes:
-        planes: that a row is staged in, one behind the other.
+        planes: that a row is staged in, one after the other.
         plane_bytes: of each number in a plane.
         part_type: of a group's sums; `num_parts` of them a lane.
-        scale_by: ``largest magnitude's bits -> (what x is multiplied by, what sums are multiplied by)``.
+        scale_by: ``largest magnitude's bits -> (factor of x, factor of sums)``.
         stage: ``(x_row, target, part, parts, k, padded, factor, lane)``: this warp's chunks of a row go to shared
-            memory, zeros behind k.
+        memory, zeros after k.
         place: ``(target, padded, lane) -> address`` of the lane's first numbers.
         step_taker: ``(first word of a slot, step) -> (parts, pairs, x_words, words, x_at)``, a device function.
         settle: ``(sums, parts, upper, lower)``: a group's sums, times the scales of rows g and g + 8.
-        finish: ``(sums, lane)``: makes them what the lanes of a row have in common.
+        finish: ``(sums, lane)``: reduces them over the lanes of a row.
         shift: a power of two that sums lack.
     """
 
@@ -79,7 +79,7 @@ class Factors:
 
 
 def factors_of(packing: Packing) -> Factors:
-    """Raises ValueError for a packing that has none."""
+    """Raises ValueError for a packing without one."""
     if packing.element in BYTE_ORDER:
         return _digits(packing.element, packing.lane_words)
     if packing.element == "e4m3":
@@ -101,7 +101,7 @@ def _scaler(largest: int) -> Any:
 
 @functools.cache
 def _digits(element: str, lane_words: int) -> Factors:
-    """x: three planes, each of them 8 bytes of a lane's two steps behind each other, lane after lane."""
+    """x: three planes, each of them 8 bytes of a lane's two steps one after the other, lane after lane."""
     first, second = BYTE_ORDER[element]
     has_signs = element == "e2m1"  # magnitudes of positive and of negative numbers, each with sums of its own
     num_parts = 8 if has_signs else 4
@@ -149,8 +149,8 @@ def _digits(element: str, lane_words: int) -> Factors:
 
     @device_function
     def place(target, padded, lane):
-        # Columns 0, 2 and 4 are the digits': lane 4 g + t has column g of x, and sums of column 2 t. What the others
-        # get is nobody's.
+        # Columns 0, 2 and 4 are the digits': lane 4 g + t has column g of x, and sums of column 2 t. The others' are
+        # unused.
         plane = minimum_u32(uint32(lane >> uint32(3)), uint32(_PLANES - 1))
         return uint32(target + plane * padded + (lane & uint32(3)) * uint32(16))
 

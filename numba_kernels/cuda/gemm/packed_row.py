@@ -1,11 +1,11 @@
-"""One row times a packed weight: `few_rows` without its rows, by `packed_stream`, which says what it teaches.
+"""One row times a packed weight: quantised GEMV: `few_rows` for a single row, by `packed_stream`.
 
-A block takes up to 64 columns at a time, 16 a team; a team's warps share K (of a gated unit there are teams of the
-gate's rows and of up's). All of a block share x, which it brings to shared memory once, so that a block has as many
-columns as leave enough blocks, and where there are more of these than multiprocessors, each takes columns in turns. (A
-block's registers fill a multiprocessor: the next one could not bring its x meanwhile. The kernel for one turn is its
-own, which is shorter, by some 0.4 µs on an H200.) The weight's first bytes are asked for before the grid in front has
-ended. Sums of a team meet in shared memory, and are added in the order of K. How K is split depends on (N, K) alone.
+A block takes up to 64 columns at a time, 16 a team; a team's warps share K (a gated unit has teams of the gate's rows
+and of up's). A block's teams share x, which it brings to shared memory once, so that a block has as many columns as
+leave enough blocks, and where there are more of these than multiprocessors, each takes columns in turns. (A block's
+registers fill a multiprocessor: the next one could not bring its x meanwhile. The kernel for one turn is its own, which
+is shorter, by some 0.4 µs on an H200.) The weight's first loads start before the previous grid has ended. Sums
+of a team meet in shared memory, and are added in the order of K. How K is split depends on (N, K) alone.
 
 Threads: x lanes, y the streams of K, z the teams.
 """
@@ -68,7 +68,7 @@ def _kernel(weight_name: str, out_dtype: str, activation: str = "", *, has_turns
         lane, stream, team = uint32(cuda.threadIdx.x), uint32(cuda.threadIdx.y), uint32(cuda.threadIdx.z)
         streams, teams = uint32(cuda.blockDim.y), uint32(cuda.blockDim.z)
         warp = uint32(team * streams + stream)
-        # Of a gated unit, the first half of the teams have the gate's rows, the others up's.
+        # In a gated unit, the first half of the teams have the gate's rows, the others up's.
         columns_teams, inside, both, beside = teams, team, n, uint32(0)
         if is_gated:
             columns_teams, both = teams >> uint32(1), uint32(n * uint32(2))
@@ -170,7 +170,7 @@ def why_not(product: Product, machine: Machine) -> str:
 
 
 def teams(columns: int, *, is_gated: bool) -> int:
-    """Of a block, those of the gate's rows and of up's each counted: 4 where that leaves enough blocks."""
+    """Teams of a block, those of the gate's rows and of up's each counted: 4 where that leaves enough blocks."""
     tiles = -(-columns // ROWS) * (2 if is_gated else 1)
     most, least = 4, 2 if is_gated else 1
     while most > least and -(-tiles // most) < _ENOUGH_BLOCKS:
@@ -179,8 +179,8 @@ def teams(columns: int, *, is_gated: bool) -> int:
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """By the weight's bytes, by unpacking, by what its blocks read from the second-level cache, and latency. Before it
-    x is read twice, and two barriers are passed."""
+    """By the weight's bytes, by unpacking, by its blocks' reads from the second-level cache, and latency. Before it x
+    is read twice, with two barriers."""
     packing, blocks = packing_of(product.weight), plan(product, machine).grid[0]
     assert packing is not None
     num_bytes, at_once = product.weight_bytes, min(blocks, machine.num_multiprocessors)
@@ -207,7 +207,7 @@ def plan(product: Product, machine: Machine) -> Launch:
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Those of bf16 that models come with; others are compiled when they are first launched."""
+    """Those of bf16 that published models use; others are compiled at their first launch."""
     for weight in PACKINGS:
         if can_read(packing_of(weight)):
             for activation in ("", "silu"):

@@ -1,9 +1,10 @@
-"""One row times a packed weight: how a warp reads 16 rows of the weight. `packed_factors` says what they and x become.
+"""One row times a packed weight: a warp's reads of 16 rows of the weight. `packed_factors` has the forms of both
+factors.
 
-A warp has `AHEAD` slots of its part of K on their way in registers, half as many where they have many scales. Where its
-block goes on to other rows of the weight, the next ones' first slots take the place of the last ones of these, so that
-nothing waits in between. A group's scale multiplies its sum in float32, not its numbers. Rows are bfloat16; groups of
-16, whose numbers meet within one product, and packings with zero points of their own have no reader.
+A warp has `AHEAD` slots of its part of K in flight in registers, half as many where they have many scales. If its block
+goes on to other rows of the weight, their first slots take the place of the last ones of these, so that loads never
+pause. A group's scale multiplies its sum in float32, not its numbers. Rows are bfloat16; groups of 16, whose numbers
+meet within one product, and packings with zero points of their own have no reader.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ class PackedReader:
     Attributes:
         factors: how x is staged.
         num_scale_words: of all slots, at least 1.
-        aim: ``(rows, scale_rows, weight, tile, n, k, first, lane)``: where a tile's slots begin.
-        begin: ``(words, scales, rows, scale_rows, first, last)``: asks for the first slots.
+        aim: ``(rows, scale_rows, weight, tile, n, k, first, lane)``: the addresses of a tile's slots.
+        begin: ``(words, scales, rows, scale_rows, first, last)``: loads the first slots.
         begin_early: the same in front of `wait_for_previous_grid`.
         multiply: ``(sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, x, first, last,
             lane)``: sums[0] and sums[1] are those of rows g and g + 8 of the tile in lane 4 g, without the rows'
-            scales; x is where `factors` places the lane. With `goes_on` not 0, what `aim` found for the next tile is
-            begun, and `rows` are its own.
+            scales; x is where `factors` places the lane. With `goes_on` not 0, the next tile's first slots are loaded
+            from `aim`'s addresses, and `rows` become its own.
         row_scale: ``(weight, n, k, row) -> number``.
         slots: ``k -> slots``.
     """
@@ -89,7 +90,7 @@ def packed_reader(weight_name: str) -> PackedReader:
         return load
 
     def scale_reader(i: int, group: int) -> Any:
-        """Of the slot's group of that number: the scales of rows g and g + 8."""
+        """Scales of rows g and g + 8, for the slot's group of that number."""
         if is_exponent:
             word, up = i * scale_words + group // 2, (16 * (group % 2), 16 * (group % 2) + 8)
 
@@ -250,11 +251,11 @@ def largest(x_row, part, parts, k, lane):
 
 
 def can_read(packing: Packing | None) -> bool:
-    """Whether there is a reader of a packing."""
+    """Whether a packing has a reader."""
     return packing is not None and packing.group != 16 and not packing.has_zeros
 
 
 def row_bytes(packing: Packing, depth: int) -> int:
-    """Of a row in shared memory."""
+    """Bytes of a row in shared memory."""
     factors = factors_of(packing)
     return -(-depth // packing.slot) * packing.slot * factors.planes * factors.plane_bytes

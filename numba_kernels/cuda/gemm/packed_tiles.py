@@ -1,10 +1,10 @@
-"""Many rows times a packed weight (`packing.py`): the tensor-core tier's tiles, of which the weight's stay packed until
-they are in registers. What it teaches: unpacking costs nothing where tensor cores are what is waited for.
+"""Many rows times a packed weight (`packing.py`): the tensor-core tier's tiles, where the weight's stay packed until
+they are in registers. Lesson: unpacking is free where tensor cores are the bottleneck.
 
 Against `tensor_core` it changes
 
-- the weight's tile: it comes to shared memory as it is packed, with its groups' scales and offsets behind it. A lane's
-  16 bytes are what it multiplies, 4 or 2 steps of 32 of K, so that it is read without `ldmatrix` or a swizzle;
+- the weight's tile: it comes to shared memory as it is packed, followed by its groups' scales and offsets. A lane's 16
+bytes are its own factors, 4 or 2 steps of 32 of K, so that it is read without `ldmatrix` or a swizzle;
 - the order of K: lane t has elements 8t to 8t + 7 of a step (`few_rows.py`), and reads x so, 16 bytes at a time. Chunks
   of odd rows are exchanged by fours, which keeps lanes out of each other's banks;
 - between: a warp unpacks 16 columns of a step into 8 registers, and multiplies them by its 64 rows:
@@ -12,7 +12,7 @@ Against `tensor_core` it changes
 - the way out: the weight's rows have scales.
 
 Against `few_rows`, whose blocks have 64 rows and 32 or 64 columns, half of x and of the weight is read; against a
-matrix that is written out first, 4 bytes an element are spared, and the memory for it.
+matrix that is written out first, it saves 4 bytes an element, and that memory.
 
 Each sum runs over K from first to last. All of K is one block's.
 """
@@ -59,14 +59,14 @@ def _group_bytes(packing: Packing, dtype: str) -> tuple[int, int]:
 
 
 def _num_stages(packing: Packing, block_m: int = BLOCK_M) -> int:
-    """Slots on their way: of 128 elements of K, two are all that 99 KB hold."""
+    """Slots in flight: of 128 elements of K, 99 KB hold only two."""
     if block_m == FEW_ROWS:
         return 4
     return 2 if packing.slot == 128 else 3
 
 
 def num_threads(block_m: int = BLOCK_M) -> int:
-    """Of a block: its warps have 64 rows, or all."""
+    """Rows of a block's warps: 64, or all."""
     return 32 * WARPS_N * block_m // _warp_rows(block_m)
 
 
@@ -75,7 +75,7 @@ def _warp_rows(block_m: int) -> int:
 
 
 def _scales_bytes(block_m: int) -> int:
-    """Of the scales of x's rows, in front of the stages."""
+    """Bytes of the scales of x's rows, before the stages."""
     return max(128, 4 * block_m)
 
 
@@ -85,7 +85,7 @@ def _stage_bytes(packing: Packing, dtype: str, block_m: int) -> int:
 
 
 def shared_bytes(weight: str, dtype: str, block_m: int = BLOCK_M) -> int:
-    """Of a block."""
+    """Bytes of a block's shared memory."""
     packing = packing_of(weight)
     assert packing is not None
     staged = num_threads(block_m) // 32 * 16 * WARP_N * 4  # sums on their way out
@@ -132,7 +132,7 @@ def tile_multiplier(
 
     @device_function
     def column_of(inside):
-        """Which of the block's tiles of 16 columns lies at a place in shared memory: (tile, 1 if it is up's)."""
+        """The block's tile of 16 columns at a place in shared memory: (tile, 1 if it is up's)."""
         column = inside * uint32(TILE_COLUMNS)
         within = column % uint32(WARP_N)
         first = column // uint32(WARP_N) * uint32(columns_out) + within % uint32(columns_out)
@@ -269,7 +269,7 @@ def tile_multiplier(
         lane, warp = thread & uint32(31), thread >> uint32(5)
         g, t = lane >> uint32(2), lane & uint32(3)
 
-        # What this thread copies. Rows of x beyond the last are zeros, in a list of rows the last one.
+        # This thread's copies. Rows of x beyond the last are zeros, in a list of rows the last one.
         all_words, all_scales, all_zeros, row_scales, slots = find(weight, uint32(n * uint32(rows_a_column)), k)
         row, chunk = thread // uint32(x_chunks), thread % uint32(x_chunks)
         x_target = row * uint32(x_row_bytes) + ((chunk ^ ((row & uint32(1)) << uint32(2))) << uint32(4))
@@ -311,7 +311,7 @@ def tile_multiplier(
             group_targets[1] = uint32(zeros_at) + piece * uint32(16)
         column = chunk * uint32(8)
 
-        # What this warp multiplies: this lane's places in a stage.
+        # This warp's factors: this lane's places in a stage.
         warp_row, warp_column = warp // uint32(WARPS_N) * uint32(warp_m), warp % uint32(WARPS_N) * uint32(WARP_N)
         x_place = (warp_row + g) * uint32(x_row_bytes) + (t << uint32(4)) + ((g & uint32(1)) << uint32(6))
         words_place = uint32(words_at) + warp_column * uint32(TILE_BYTES // TILE_ROWS) + lane * uint32(16)
@@ -435,13 +435,13 @@ def why_not(product: Product, machine: Machine) -> str:
 
 
 def cache_reads(product: Product) -> int:
-    """Bytes asked of the second-level cache: the weight for every 128 rows, x for every 128 columns."""
+    """Bytes read from the second-level cache: the weight for every 128 rows, x for every 128 columns."""
     row_tiles, column_tiles = -(-product.m // BLOCK_M), -(-product.weight_rows // BLOCK_N)
     return row_tiles * product.weight_bytes + column_tiles * product.m * product.k * ITEM_BYTES[product.x]
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """By work in whole tiles, by what they read, and by latency. Never for few rows, nor for exact products,
+    """By work in whole tiles, by their reads, and by latency. Never for few rows, nor for exact products,
     whose tier may not depend on them."""
     if product.exact or product.m < _MIN_ROWS:
         return float("inf")
@@ -467,7 +467,7 @@ def plan(product: Product, machine: Machine) -> Launch:
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Those of bf16 that models come with; others are compiled when they are first launched."""
+    """Those of bf16 that published models use; others are compiled at their first launch."""
     for weight in PACKINGS:
         for activation in ("", "silu"):
             yield _kernel("bf16", weight, "bf16", activation)

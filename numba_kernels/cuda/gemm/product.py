@@ -27,13 +27,13 @@ def unpacking_s(weight_bytes: int, instructions: int, num_multiprocessors: int) 
 
 @dataclass(frozen=True, slots=True)
 class Epilogue:
-    """What becomes of the sums before they are rounded; a bias is always added where its address is not 0.
+    """The epilogue: operations on the sums before they are rounded; a bias is added if its address is not 0.
 
     Attributes:
-        has_residual: whether a residual is given when it is launched. Where False, none may be.
+        has_residual: whether a residual is given when it is launched. If False, none may be.
         is_aligned: whether y, bias and residual begin on 16-byte bounds.
         activation: of a gated unit, "silu" or "gelu_tanh": the weight [2 n, k] holds gate and up, one after the other,
-            and y is ``activation(gate) * up``. There is no bias and no residual then. "": none.
+            and y is ``activation(gate) * up``. There is no bias and no residual then. Else "".
     """
 
     has_residual: bool = True
@@ -43,24 +43,24 @@ class Epilogue:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """``y[m, n] = x[m, k] . weight[n, k]^T + bias + residual``, and what is known of its arrays.
+    """``y[m, n] = x[m, k] . weight[n, k]^T + bias + residual``, and the facts about its arrays.
 
     Attributes:
         m, n, k: the sizes, each from 0 on.
         x: the dtype of x, "f32", "f16" or "bf16".
-        weight: the format of the weight, a dtype or a packing's name; a tier says which it reads. "": x's dtype.
-        out: the dtype of y and the residual, x's or "f32". "": x's.
-        epilogue: what is done with the sums.
+        weight: the format of the weight, a dtype or a packing's name; each tier reads some. "" means x's dtype.
+        out: the dtype of y and the residual, x's or "f32"; "" means x's.
+        epilogue: of the sums.
         is_weight_layout: whether the weight is [n, k]; else it is [k, n].
         is_aligned: whether x and weight begin on 16-byte bounds. (Rows that do not are seen from the sizes.)
         exact: whether a row of y must have the same bits whatever m is.
         num_segments: where K is cut (`numba_kernels.segments`): y is float32 [num_segments, m, n] then, the segments'
-            sums, and there is no bias and no residual. 0: K is not cut.
-        whole: (n, k) of the weight that this product's is a rank's part of; None: it is no part. An exact product's
+            sums, and there is no bias and no residual. 0 if K is not cut.
+        whole: (n, k) of the weight of which this is a rank's shard, or None. An exact product's
             kernel, and so the order of its sums, is chosen by these.
 
     Raises:
-        ValueError: for a dtype or a size that there is not, and for segments of a product that cannot have them.
+        ValueError: for an unsupported dtype or size, and for segments of a product that cannot have them.
     """
 
     m: int
@@ -101,7 +101,7 @@ class Product:
 
     @property
     def deciding(self) -> Product:
-        """That by which the tier of an exact product is chosen: a single row, times the whole weight."""
+        """The product that chooses the tier of an exact product: a single row, times the whole weight."""
         n, k = self.whole or (self.n, self.k)
         return replace(self, m=1, n=n, k=k, whole=None)
 
@@ -112,7 +112,7 @@ class Product:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the weight, scales included."""
+        """Bytes of the weight, scales included."""
         packing = packing_of(self.weight)
         if packing is not None:
             return packing.size_bytes(self.weight_rows, self.k, self.x)
@@ -121,7 +121,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What an architecture's product with the most bandwidth does in a second, and what the device has of it.
+    """Rates of an architecture's product with the most bandwidth, and the device's multiprocessors and clusters.
 
     Attributes:
         arch: "sm_90a".
@@ -142,11 +142,11 @@ class Machine:
 
     @property
     def sustained_bytes(self) -> float:
-        """Of device memory, by a kernel that begins with nothing on its way: as measured on an H200."""
+        """Bytes a second from device memory for a kernel that starts with no loads in flight, measured on an H200."""
         return 0.8 * self.memory_bytes
 
     def clusters_at_once(self, num_blocks: int) -> int:
-        """Of so many blocks each. As many as there are multiprocessors for, where the device was not asked."""
+        """Clusters of so many blocks that run at once; without a query, as many as multiprocessors allow."""
         return dict(self.max_clusters).get(num_blocks, max(1, self.num_multiprocessors // num_blocks))
 
 
@@ -165,7 +165,7 @@ RATES = {
 def machine_of(
     arch: str = "sm_80", num_multiprocessors: int = 132, max_clusters: tuple[tuple[int, int], ...] = ()
 ) -> Machine:
-    """The machine of an architecture; one that is not in the table is taken for sm_80."""
+    """The machine of an architecture; an unknown one is taken for sm_80."""
     return Machine(arch, num_multiprocessors, max_clusters, *RATES.get(arch, RATES["sm_80"]))
 
 

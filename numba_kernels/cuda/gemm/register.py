@@ -1,12 +1,12 @@
-"""Tier 3: a tile in registers. What it teaches: shared memory has a bandwidth too.
+"""Tier 3: a tile in registers. Lesson: shared memory has a bandwidth too.
 
 Against the tiled tier it changes
 
 - the work of a thread: 8x8 elements of the output (4x4 for small products) live in its registers. A step in k reads 16
   numbers from shared memory for 64 multiply-adds, where the tiled tier reads 2 for 1;
 - the loads: 16 bytes at a time, from global memory and, four neighbours in a register tile, from shared memory;
-- the layout: both tiles lie k-major, [k, row], so that a thread's rows are neighbours. What is read along k, two
-  chunks of 16 bytes a row, which is a sector, is stored across it; rows are exchanged in groups of 16 in the second
+- the layout: both tiles lie k-major, [k, row], so that a thread's rows are neighbours. Loads along k, two chunks of 16
+bytes a row, which is a sector, are stored across it; rows are exchanged in groups of 16 in the second
   chunk, so that the lanes which hold different k of one row do not meet in a bank;
 - the order in time: the next tile travels from global memory to registers while this one is multiplied, then goes to
   the other of two buffers: one barrier a tile.
@@ -220,7 +220,7 @@ def _kernel(
                 for i in range(width):
                     multiply(uint32(x_quads + uint32(i * k_bytes)), uint32(weight_quads + uint32(i * k_bytes)), sums)
                 chunk = uint32(chunk + uint32(1))
-            # The other buffer is free: all have passed the barrier behind its last use.
+            # The other buffer is free: all have passed the barrier after its last use.
             buffer = shared + uint32(2 * tile_bytes) - (buffer - shared)
 
         # Row after row; registers cannot be indexed, so the sums move up by a row each time.

@@ -1,9 +1,8 @@
-"""K in segments: where each is, and the sums of all in one tree (`numba_kernels.segments`).
+"""K in segments (split-K): the bounds of each, and the sums of all in one tree (`numba_kernels.segments`).
 
 A tier computes the segments of an exact product as if each were a product of its own: the grid's y counts them, and
 their sums go to device memory, float32 ``[segments, m, n]``. A second launch adds them in pairs, adds bias and residual
-and rounds. So few rows fill a GPU, too; and what several ranks have added up is added in the same way by the same
-kernel.
+and rounds. So few rows fill a GPU, too; and partial sums of several ranks are added in the same way by the same kernel.
 
 The sums of many rows would take much memory, and bandwidth: products of more than `most_rows` rows come in several
 launches, whose sums take turns in the second-level cache.
@@ -34,7 +33,7 @@ WORKSPACE_BYTES = 32 << 20  # of sums at a time, if that is not too few rows
 LEAST_ROWS = 128
 _THREADS = 128
 _COLUMNS = 4 * _THREADS  # of a block
-SQUARE_COLUMNS = 128  # of a warp: whose squares are added up in one sum
+SQUARE_COLUMNS = 128  # of a warp: their squares make one sum
 
 
 @device_function
@@ -55,8 +54,8 @@ def sums_of_segment(out, m, n):
 
 @functools.cache
 def _tree(count: int, width: int) -> Any:
-    """A device function ``(address, stride) -> sums``: `count` vectors of `width` (1 or 4) floats that lie that far
-    apart, added in pairs."""
+    """A device function ``(address, stride) -> sums``: `count` vectors of `width` (1 or 4) floats `stride` apart, added
+    in pairs."""
     if count == 1:
         load_1, load_4 = memory.load_f32, memory.load_4xf32
         if width == 1:
@@ -120,8 +119,8 @@ def _kernel(count: int, out_dtype: str) -> Specialisation:
 
 def plan_add(count: int, m: int, n: int, out_dtype: str) -> Launch:
     """Adds ``sums [count, m, n]`` float32 in pairs, then ``bias [n]`` float32 and ``residual [m, n]`` (addresses; 0 =
-    none), and rounds to ``out [m, n]``; m and n at least 1. Arguments: sums, bias, residual, out, m, n, squares (0:
-    none)."""
+    none), and rounds to ``out [m, n]``; m and n at least 1. Arguments: sums, bias, residual, out, m, n, squares (or
+    0)."""
     return Launch(_kernel(count, out_dtype), (m * -(-n // _COLUMNS), 1, 1), (_THREADS, 1, 1))
 
 

@@ -1,5 +1,5 @@
-"""What the tiers share whose blocks are 16 x 16 threads, one for each element of the output. They are there to be
-compared with."""
+"""The part shared by tiers whose blocks are 16 x 16 threads, one for each element of the output. They exist for
+comparison."""
 
 from __future__ import annotations
 

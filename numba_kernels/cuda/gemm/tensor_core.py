@@ -1,4 +1,4 @@
-"""Tier 4: tensor cores. What it teaches: feeding `mma.sync`, by copies that run ahead of the arithmetic.
+"""Tier 4: tensor cores. Lesson: feeding `mma.sync`, by copies that run ahead of the arithmetic.
 
 Against the register tier it changes
 
@@ -11,7 +11,7 @@ Against the register tier it changes
   touch all 32 banks once: no conflicts, and no padding;
 - the way out: sums pass through shared memory, so that bias, residual and output are read and written along rows
   (`tile_out.py`);
-- of a gated unit half of a warp's columns are of the gate's half of the weight, the others those of up's that belong to
+- in a gated unit half of a warp's columns are of the gate's half of the weight, the others those of up's that belong to
   them;
 - the order of blocks: groups of 8 row tiles share a column tile's weights while these are in the second-level cache.
 
@@ -45,7 +45,7 @@ from numba_kernels.cuda.specialisation import Launch, Specialisation
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
-_BYTES_UNDER_WAY = 16 << 10  # of the weight, that a small tile's block has on its way: two stages
+_BYTES_UNDER_WAY = 16 << 10  # of the weight, that a small tile's block has in flight: two stages
 GROUP_ROWS = 8  # row tiles that pass over a column tile together
 
 
@@ -73,7 +73,7 @@ class Tile:
 
     @property
     def scales_bytes(self) -> int:
-        """Of the scales of rows, in front of the stages."""
+        """Bytes of the scales of rows, before the stages."""
         return max(128, 4 * self.block_m)
 
     @property
@@ -91,14 +91,14 @@ MEDIUM = Tile(128, 128, 32, 64, 64, 3)
 LARGE = Tile(128, 256, 64, 64, 64, 2)
 TILES = (SKINNY, SMALL, MEDIUM, LARGE)
 EFFICIENCY = {SMALL: 0.6, MEDIUM: 0.95, LARGE: 1.0}
-"""Of a multiprocessor's tensor cores, one against the other; estimated."""
+"""Work of a multiprocessor's tensor cores, one against the other; estimated."""
 _LARGE_SPILLS_ON = ("sm_86", "sm_89")  # where ptxas finds it four registers short; with MEDIUM it has enough
 
 
 @functools.cache
 def _chunk_copier(is_aligned: bool) -> Any:
     """A device function ``(target, source, count)`` that brings 8 neighbours to shared memory, as many of them as there
-    are, the rest zero. Of those that are missing nothing is read."""
+    are, the rest zero. Missing ones are not read."""
     if is_aligned:
         copy = memory.copy_async_16
         return device_function(
@@ -146,7 +146,7 @@ def _tile_copier(tile: Tile, is_weight_layout: bool, is_aligned: bool) -> Any:
 
     @device_function
     def copy_tile(index, stage, a_target, a_rows, b_target, b_rows, weight, column, b_row, b_column, n, k):
-        """`column`: this thread's first k in a tile of x or a weight; `b_row`, `b_column`: its k, n of plain B. Of a
+        """`column`: this thread's first k in a tile of x or a weight; `b_row`, `b_column`: its k, n of plain B. For a
         segment `k` is the length."""
         start = uint32(index * uint32(block_k))
         if start < k:
@@ -191,9 +191,9 @@ def tile_multiplier(
     """A device function that multiplies a block's tile and finishes it: a kernel's arguments, then the tile's first row
     and column, and a list of rows.
 
-    Of a grouped product (`is_grouped`) the grids in front have ended when it is called, weight and bias are an
-    expert's, `m` is behind the tile's last row, row r of x is ``tokens[r]``, unless `tokens` is 0, and gate and up may
-    have biases.
+    In a grouped product (`is_grouped`) the previous grids have ended when it is called, weight and bias are an
+    expert's, `m` is one past the tile's last row, row r of x is ``tokens[r]``, unless `tokens` is 0, and gate and up
+    may have biases.
     """
     is_gated = activation != ""
     leave_sums = sums_leaver(
@@ -221,7 +221,7 @@ def tile_multiplier(
         ),
     )  # fmt: skip
     load_a = load_all("matrix", tuple((4 * i, 0, i * 16 * a_row_bytes) for i in range(m_tiles)))
-    # From a first 16x16 tile of w to those behind it along N: rows down, or chunks across (flipped bits).
+    # From a first 16x16 tile of w to those after it along N: rows down, or chunks across (flipped bits).
     b_places = 1 if is_weight_layout else n_pairs
     load_b = load_all(
         "matrix" if is_weight_layout else "matrix_transposed",
@@ -268,7 +268,7 @@ def tile_multiplier(
             x += uint64(first) * uint64(2)
             weight += uint64(first) * uint64(2)
 
-        # What this thread copies. Rows beyond the last repeat it: their sums are never stored.
+        # This thread's copies. Rows beyond the last repeat it: their sums are never stored.
         a_row, a_chunk = thread // uint32(a_chunks), thread % uint32(a_chunks)
         a_target = shared + place(a_row, a_chunk, uint32(a_chunks))
         a_rows = cuda.local.array(a_passes, uint64)
@@ -294,7 +294,7 @@ def tile_multiplier(
                 b_rows[i] = weight + uint64(row) * uint64(k) * uint64(2) + uint64(b_chunk) * uint64(16)
         k_column, n_column = a_chunk * uint32(8), first_column + b_chunk * uint32(8)
 
-        # What this warp multiplies: this lane's place in a stage for `ldmatrix`.
+        # This warp's factors: this lane's place in a stage for `ldmatrix`.
         warp_row, warp_column = warp // uint32(warps_n) * uint32(warp_m), warp % uint32(warps_n) * uint32(warp_n)
         a_place = place(warp_row + (lane & uint32(15)), lane >> uint32(4), uint32(a_chunks))
         if is_weight_layout:
@@ -367,7 +367,7 @@ def tile_multiplier(
 @functools.cache
 def tile_finder(block_m: int, block_columns: int) -> Any:
     """A device function ``(number of row tiles, n) -> (this block's row tile, its first column)``: blocks go down
-    `GROUP_ROWS` row tiles, then on to the next column tile. Of blocks too many one of the two is beyond the last."""
+    `GROUP_ROWS` row tiles, then on to the next column tile. Surplus blocks get one of the two beyond the last."""
 
     @device_function
     def find_tile(tiles_m, n):

@@ -1,8 +1,8 @@
-"""How the sums of a tile of `mma.sync` leave the registers: for kernels whose warps each have a tile of the output.
+"""The epilogue of tiles of `mma.sync`: for kernels whose warps each have a tile of the output.
 
 They pass through shared memory, each warp by itself, 16 rows at a time, so that bias, residual and output are read and
 written along rows, four elements a lane. There a swizzle (`mma.accumulator_flip`) keeps lanes out of each other's
-banks. Of a gated unit half of a warp's columns are the gate's, the others those of up's that belong to them.
+banks. In a gated unit half of a warp's columns are the gate's, the others those of up's that belong to them.
 """
 
 from __future__ import annotations

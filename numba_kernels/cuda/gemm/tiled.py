@@ -1,4 +1,4 @@
-"""Tier 2: tiles in shared memory. What it teaches: reuse.
+"""Tier 2: tiles in shared memory. Lesson: reuse.
 
 Against the naive tier it changes one thing. A block of 16x16 threads brings a 16x16 tile of x and one of the weight to
 shared memory, each element fetched once, and then each is used 16 times: a sixteenth of the traffic to global memory,
@@ -28,7 +28,7 @@ __all__ = ["plan", "seconds", "specialisations", "why_not"]
 
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
-ACROSS_STRIDE = SIDE + 2  # floats between neighbours of a column: 16 of these and the 16 behind them fill all banks
+ACROSS_STRIDE = SIDE + 2  # floats between neighbours of a column: 16 of these and the next 16 fill all banks
 
 
 @functools.cache

@@ -1,9 +1,9 @@
-"""How `few_rows` gets a warp's 32 rows of the weight into registers, as pairs of 16 bits: what depends on the format.
+"""Loads of a warp's 32 rows of the weight into registers for `few_rows`, as pairs of 16 bits, by format.
 
 A *slot* is a load of 16 bytes a lane of each of its four tiles of 8 rows; a *step* is what two `mma.sync` take of it,
 32 elements of K. A slot of 16-bit elements is a step, and they are multiplied as they come. A packed slot
-(`packing.py`) is 2 or 4 steps, which are unpacked one at a time, just before they are multiplied: so bytes on their way
-take no more registers than they need. Scales and offsets of groups come with their slot.
+(`packing.py`) is 2 or 4 steps, which are unpacked one at a time, just before they are multiplied: so loads in flight
+take no extra registers. Scales and offsets of groups come with their slot.
 
 Rows lie in tiles of 16: a gated unit's warp has one of the gate's and one of up's.
 """
@@ -30,7 +30,7 @@ from numba_kernels.cuda.packing import TILE_BYTES, TILE_ROWS, Packing, packing_o
 uint32, uint64 = types.uint32, types.uint64
 
 STEP = 32  # elements of K
-NOTHING = 8  # behind the lane's scales and offsets: an element of `factors` that is 0
+NOTHING = 8  # after the lane's scales and offsets: an element of `factors` that is 0
 TILE_COLUMNS = 16  # of the output
 PLAIN_SLOTS, PACKED_SLOTS = 4, 2
 SETTLED_TILES = 2  # of 16 rows of x
@@ -46,11 +46,11 @@ class WeightStream:
         num_slots: loaded ahead, each again as soon as it is used.
         steps_a_slot: steps of a slot.
         num_words: of all slots. num_scale_words, num_zero_words: of their scales and offsets, at least 1.
-        place: ``(rows, scale_rows, zero_rows, weight, n, k, first_column, position, lane)``: where this lane reads.
+        place: ``(rows, scale_rows, zero_rows, weight, n, k, first_column, position, lane)``: this lane's addresses.
         advance: ``(rows, scale_rows, zero_rows)``: to the next slots.
         load: a slot's ``(words, scales, zeros, rows, scale_rows, zero_rows, column, end, is_whole)``.
         load_early: the same in front of `wait_for_previous_grid`.
-        unpack: a slot's and step's ``(pairs, factors, words, scales, zeros)``; None: words are pairs.
+        unpack: a slot's and step's ``(pairs, factors, words, scales, zeros)``; None if words are pairs.
         spread, unpack_words: the two halves of it, ``(factors, scales, zeros)`` and ``(pairs, factors, words)``, of a
             slot, a step, and the first of 8 elements of `factors`.
         is_spread_alike: whether steps 2 i and 2 i + 1 of a slot have the same factors.
@@ -80,13 +80,14 @@ class WeightStream:
 
     @property
     def num_steps(self) -> int:
-        """Of all slots."""
+        """Words of all slots."""
         return self.num_slots * self.steps_a_slot
 
 
 @functools.cache
 def weight_stream(weight: str, dtype: str, row_tiles: int, is_gated: bool, has_parts: bool = False) -> WeightStream:
-    """Of a product's weight and x's dtype, for so many tiles of 16 rows of x, or, with `has_parts`, one at a time."""
+    """The stream of a product's weight and x's dtype, for so many tiles of 16 rows of x, or, with `has_parts`, one at a
+    time."""
     packing = packing_of(weight)
     if packing is None:
         return _plain(is_gated)
@@ -99,8 +100,8 @@ def weight_stream(weight: str, dtype: str, row_tiles: int, is_gated: bool, has_p
 
 
 def settles(packing: Packing, row_tiles: int) -> bool:
-    """Whether groups' scales multiply sums, not numbers: where a lane's slot has one of a row, for four steps, numbers
-    need no factor to become what they are, and registers suffice for a slot's own sums."""
+    """Whether groups' scales multiply sums, not numbers: where a lane's slot has one for a row and four steps, numbers
+    need no factor of their own, and registers suffice for a slot's own sums."""
     has_one = packing.steps == 4 and packing.lane_scales == 1
     return has_one and packing.element in INTEGERS and row_tiles <= SETTLED_TILES
 
@@ -165,8 +166,8 @@ def packed_stream(
     packing: Packing, dtype: str, is_gated: bool, num_slots: int, *, is_settled: bool = False,
     nothing: int = -1,
 ) -> WeightStream:  # fmt: skip
-    """Of a packed weight, with so many slots ahead. If settled, pairs are numbers without their groups' scales.
-    `nothing`: an element of `factors` that is 0; -1: there is none (`unpack_all`)."""
+    """The stream of a packed weight, with so many slots ahead. If settled, pairs are numbers without their groups'
+    scales. `nothing` is an element of `factors` that is 0, or -1 (`unpack_all`)."""
     find, slot_elements = sections_of(packing, dtype), packing.slot
     scale_words, zero_words = packing.chunk_bytes(dtype) // 4, packing.zeros_bytes(dtype) // 4  # of a tile and slot
     scale_step = TILE_ROWS * packing.halves * packing.chunk_bytes(dtype)  # bytes from slot to slot

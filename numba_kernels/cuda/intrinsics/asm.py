@@ -10,8 +10,8 @@ group of one letter takes a number, a longer one a tuple. One output is returned
 
 An accumulating instruction takes its outputs' old values as a first argument (in the same registers, ``$0 ...``).
 
-Only an instruction that moves from registers to registers is pure. What reads or writes memory, or synchronises, must
-not be marked so: it then clobbers memory and has side effects, and LLVM keeps it in its place.
+Only an instruction that moves from registers to registers is pure. An instruction that reads or writes memory, or
+synchronises, must not be marked so: it then clobbers memory and has side effects, and LLVM keeps it in its place.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NUMBA = {"h": types.uint16, "r": types.uint32, "l": types.uint64, "f": types.fl
 
 
 def _numba_type(letters: str) -> Any:
-    """The type of one argument or of what is returned."""
+    """The type of an argument or of the result."""
     if not letters:
         return types.void
     kinds = [_NUMBA[letter] for letter in letters]
@@ -40,7 +40,7 @@ def _numba_type(letters: str) -> Any:
 def instruction(
     text: str, outputs: str = "", inputs: str = "", *, is_pure: bool = False, is_accumulating: bool = False
 ) -> Any:
-    """A function for kernels that executes `text`; the module's docstring says how it is written."""
+    """A function for kernels that executes `text`; its syntax is in the module's docstring."""
     groups = inputs.split()
     letters = "".join(groups)
     constraints = [f"={letter}" for letter in outputs] + list(letters)

@@ -1,7 +1,7 @@
-"""The numbers that matrices, vectors and pages on a GPU consist of: sizes, ranges, and what unpacking leaves undone.
+"""Element types of matrices, vectors and pages on a GPU: sizes, ranges, and corrections after unpacking.
 
-Facts alone, for whoever arranges memory: needs neither numba-cuda nor a GPU. What kernels do with them stands in
-`element.py` (f32, f16, bf16) and `unpack.py` (elements of 4 and 8 bits).
+Facts alone, for code that arranges memory: needs neither numba-cuda nor a GPU. Kernels use them in `element.py` (f32,
+f16, bf16) and `unpack.py` (elements of 4 and 8 bits).
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ SHIFTS = {
     ("s8", "bf16"): 0, ("s8", "f16"): 6,
 }  # fmt: skip
 """Powers of two that unpacked numbers lack; unsigned integers lack none. s8 in f16 does, so that a small scale times a
-softmax weight, which takes them in, is no subnormal number."""
+softmax weight, which includes them, is not subnormal."""
 
 UNITS = {"bf16": 128, "f16": 1024}
-"""What is added to an unpacked integer, and is gone with the offset ``-(unit + zero point)``; for u8 in bf16, whose two
-parts take the unit away, the offset is 128 - zero point."""
+"""The unit added to an unpacked integer, which the offset ``-(unit + zero point)`` removes; for u8 in bf16, whose two
+parts remove the unit, the offset is 128 - zero point."""
 
 E4M3_SCALE_SHIFT = 9
-"""A scale in e4m3, its fields moved, becomes ``2 ** -E4M3_SCALE_SHIFT`` of what an unpacked e2m1 needs: a scale goes up
+"""A scale in e4m3, its fields moved, becomes ``2 ** -E4M3_SCALE_SHIFT`` of an unpacked e2m1's scale: a scale goes up
 to 448, and 2^126 times that is more than bf16 holds."""
 
 
@@ -35,5 +35,5 @@ def words_of(element: str) -> int:
 
 
 def offset_of(element: str, dtype: str, zero: float) -> float:
-    """What a kernel adds to an unpacked integer, for a zero point."""
+    """The offset that a kernel adds to an unpacked integer, for a zero point."""
     return 128 - zero if (element, dtype) == ("u8", "bf16") else -(UNITS[dtype] + zero)

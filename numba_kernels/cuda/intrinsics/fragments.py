@@ -25,7 +25,7 @@ from numba.cuda.extending import intrinsic
 _WORD, _LONG, _FLOAT = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _LOADS = {
     # For immutable weights, each byte of which is read once: past the first-level cache. A row's neighbouring sectors
-    # will be wanted soon.
+    # are needed soon.
     "stream": "ld.global.nc.L1::no_allocate.L2::256B",
     "stream_early": "ld.global.L1::no_allocate.L2::256B",
     "shared": "ld.shared",
@@ -48,9 +48,9 @@ def load_all(how: str, plan: tuple[tuple[int, int, int], ...], count: int = 4) -
     """A function ``(words, addresses) -> None``: each entry of `plan` is one load of `count` words a lane.
 
     Args:
-        how: "stream": global memory that nobody writes, past the first-level cache; "stream_early": the same in front
-            of `wait_for_previous_grid`, behind which ptxas moves .nc loads; "shared"; "matrix" and
-            "matrix_transposed": `ldmatrix`.
+        how: "stream": read-only global memory, past the first-level cache; "stream_early": the same before
+            `wait_for_previous_grid`, after which ptxas moves .nc loads; "shared"; "matrix" and "matrix_transposed":
+            `ldmatrix`.
         plan: (first of `count` elements of `words`, element of `addresses`, bytes to add).
         count: 1, 2 or 4; of matrices 4.
 
@@ -80,7 +80,7 @@ def copy_all(count: int, target_step: int) -> Any:
     """A function ``(target, source, source_step, chosen, num_there) -> None``: `count` asynchronous copies of 16 bytes,
     from global memory (uint64) to shared memory, every `source_step` and `target_step` bytes.
 
-    Copy i happens where bit i of `chosen` is set; from `num_there` on it brings zeros, and reads nothing.
+    Copy i happens where bit i of `chosen` is set; from `num_there` on it brings zeros, without a read.
     """
     function_type = ir.FunctionType(ir.VoidType(), [_WORD, _LONG, _WORD, _WORD])
     assembly = ir.InlineAsm(function_type, _COPY, "r,l,r,r,~{memory}", side_effect=True)
@@ -111,7 +111,7 @@ def copy_rows_of_tiles(count: int, target_step: int) -> Any:
     `target_step` bytes.
 
     Copy i happens where bit i of `chosen` is set. `num_bytes`, at most 16, are read each time, and zeros fill the rest;
-    from tile `num_rows` / 8 on nothing is read. There is at least one row.
+    tiles from `num_rows` / 8 on are not read. There is at least one row.
     """
     function_type = ir.FunctionType(ir.VoidType(), [_WORD, _LONG, _WORD, _WORD])
     assembly = ir.InlineAsm(function_type, _COPY, "r,l,r,r,~{memory}", side_effect=True)

@@ -2,7 +2,7 @@
 
     init(full, uint32(1)); fence_init(); sync_block()
     arrive_expecting(full, num_bytes)       # the producer, before its copies
-    wait(full, phase)                       # everybody who reads them; `phase` is 0, then 1, then 0 ...
+    wait(full, phase)                       # all readers; `phase` is 0, then 1, then 0 ...
 
 Addresses are 32-bit shared addresses, multiples of 8. A wait for the phase before the first one (1) returns at once.
 PTX ISA, "mbarrier"; sm_90 on.
@@ -17,9 +17,9 @@ fence_init = instruction("fence.mbarrier_init.release.cluster;")  # other blocks
 arrive = instruction("mbarrier.arrive.shared::cta.b64 _, [$0];", "", "r")
 arrive_expecting = instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;", "", "r r")
 arrive_read = instruction("mbarrier.arrive.shared::cluster.b64 _, [$0];", "", "r")
-"""At an address that `cluster.address_in` gave: the barrier of any block of the cluster, by who has only read (by
-`wgmma`, whose groups it has waited for). Nothing that it wrote need be seen there, so that its writes are not waited
-for, as the release to a cluster would, with a fence of the whole device."""
+"""Arrives at an address from `cluster.address_in`: the barrier of any block of the cluster, for threads that have only
+read (by `wgmma`, whose groups they have waited for). It publishes no writes, unlike a release to a cluster, which is a
+fence of the whole device."""
 
 wait = instruction(
     "{ .reg .pred done; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1; @done bra DONE; bra AGAIN; "

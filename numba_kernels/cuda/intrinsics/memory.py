@@ -27,7 +27,7 @@ load_4xf32 = instruction("ld.global.v4.f32 {$0,$1,$2,$3}, [$4];", "ffff", "l")
 # For immutable weights, each byte of which is read once: past the first-level cache.
 stream_4xb32 = instruction("ld.global.nc.L1::no_allocate.v4.b32 {$0,$1,$2,$3}, [$4];", "rrrr", "l")
 stream_4xf32 = instruction("ld.global.nc.L1::no_allocate.v4.f32 {$0,$1,$2,$3}, [$4];", "ffff", "l")
-# The same in front of `wait_for_previous_grid`, behind which ptxas moves .nc loads.
+# The same before `wait_for_previous_grid`, after which ptxas moves .nc loads.
 stream_early_4xb32 = instruction("ld.global.L1::no_allocate.v4.b32 {$0,$1,$2,$3}, [$4];", "rrrr", "l")
 stream_early_4xf32 = instruction("ld.global.L1::no_allocate.v4.f32 {$0,$1,$2,$3}, [$4];", "ffff", "l")
 
@@ -89,7 +89,7 @@ def shared_address(typingctx: Any, array: Any) -> Any:
 
 @intrinsic
 def address_of(typingctx: Any, pointer: Any) -> Any:
-    """The uint64 address behind a ``CPointer`` argument."""
+    """The uint64 address in a ``CPointer`` argument."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.ptrtoint(arguments[0], ir.IntType(64))

@@ -57,7 +57,8 @@ def accumulator_flip(num_columns: int) -> Any:
     """A device function ``row -> bits of the column that are exchanged``, in a tile of so many columns (16, 32, ...).
 
     Half a warp stores pairs of 4 neighbouring rows, 8 columns of each. Rows of whole 128 bytes begin in one bank: each
-    of the 4 goes to 8 banks of its own. Of other rows every second one begins 16 banks on: two of the 4 are moved by 8.
+    of the 4 goes to 8 banks of its own. Other rows alternate between two beginnings, 16 banks apart: two of the 4 are
+    moved by 8.
     """
     uint32 = types.uint32
     if num_columns % 32 == 0:

@@ -1,6 +1,6 @@
-"""Float32 arithmetic that no compiler may join or reorder, and what is built of it: pairs of floats, exp, log.
+"""Float32 arithmetic that no compiler may fuse or reorder, and functions built of it: pairs of floats, exp, log.
 
-`a * b + c` may become one fused operation; these instructions round where they say. So `exp` gives the bits of the cpu
+`a * b + c` may become one fused operation; these instructions round separately. So `exp` gives the bits of the cpu
 kernels' exp, and a pair (high, low), whose value is the sum of both, holds about 45 bits.
 
 Pairs: T. J. Dekker, "A floating-point technique for extending the available precision" (1971), with fused operations.

@@ -1,4 +1,4 @@
-"""Elements of every dtype in memory, read as float32 or int64: what generic kernels compute in.
+"""Elements of every dtype in memory, read as float32 or int64, the types of generic kernels' arithmetic.
 
     load, store = LOADERS["f32"], STORERS["s64"]
     value = load(code, address)     # float32 of any dtype; "s64": int64 of an integer or bool
@@ -56,7 +56,8 @@ def _f32_from_e5m2(code):
 
 @functools.cache
 def _fp8_from_f32(mantissa_bits: int, bias: int, largest: int, overflow: int) -> Any:
-    """A device function float32 -> uint32 code. `largest` is the greatest finite code, `overflow` what follows it."""
+    """A device function float32 -> uint32 code. `largest` is the greatest finite code, `overflow` the code for larger
+    values."""
     dropped = 23 - mantissa_bits
     smallest_normal = (127 - bias + 1) << 23
     # A float whose last place is the smallest subnormal: adding it rounds to a multiple of that.
@@ -191,7 +192,7 @@ def _store_from_integer(code, address, value):
 
 
 LOADERS = {"f32": _load_float, "s64": _load_integer}
-"""By what is computed in: ``load(code, address) -> value``; of "s64" only for integers and bool."""
+"""By the type of the arithmetic: ``load(code, address) -> value``; "s64" only for integers and bool."""
 
 STORERS = {"f32": _store_from_float, "s64": _store_from_integer}
-"""By what was computed in: ``store(code, address, value)``."""
+"""By the type of the arithmetic: ``store(code, address, value)``."""

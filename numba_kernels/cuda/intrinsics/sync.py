@@ -13,15 +13,15 @@ arrive_named = instruction("bar.arrive $0, $1;", "", "r r")  # counts as there, 
 wait_for_previous_grid = instruction("griddepcontrol.wait;")  # sm_90 on: before all memory but weights (immutable)
 launch_dependents = instruction("griddepcontrol.launch_dependents;")
 split_schedule = instruction("{ .reg .pred p; setp.lt.s32 p, $0, 0; @p exit; }", "", "r")
-"""``(number)``: below 2 ** 31, without ptxas knowing, so that no thread leaves here. ptxas moves no instruction across
-the end of a basic block: what stands behind this branch is not begun in front of it, and takes no registers there. A
-second branch on the same number it leaves out."""
+"""``(number)``: below 2 ** 31, unknown to ptxas, so that no thread exits here. ptxas moves no instruction across the
+end of a basic block: code after this branch does not start before it, and takes no registers there. ptxas omits a
+second branch on the same number."""
 
 
 @functools.cache
 def set_registers(count: int, *, is_more: bool) -> Any:
     """A function for all of a warp group: so many registers a thread from here on (sm_90a; a multiple of 8, 24 to 240).
 
-    More are waited for until others have given theirs up. The kernel must have `min_blocks`, or it is ignored.
+    An increase waits until other warps have released theirs. The kernel must have `min_blocks`, or it is ignored.
     """
     return instruction(f"setmaxnreg.{'inc' if is_more else 'dec'}.sync.aligned.u32 {count};")

@@ -3,10 +3,10 @@
     load(2)(target, map, barrier, column, row)          # target, barrier: shared addresses; map: a TENSOR_MAP argument
     store(2)(source, map, column, row); store_commit(); store_wait_read(0)
 
-Coordinates are in elements, innermost dimension first; what lies outside the tensor is zero, and is not stored. Targets
-are multiples of 128 bytes, of 1024 where the map swizzles over 128 bytes. The data are there when `barrier` has counted
-their bytes. What threads wrote to shared memory is seen by the TMA, and by wgmma, after `fence_shared`. PTX ISA,
-"cp.async.bulk.tensor", "Async proxy"; sm_90 on.
+Coordinates are in elements, innermost dimension first; elements outside the tensor are zero, and are not stored.
+Targets are multiples of 128 bytes, of 1024 where the map swizzles over 128 bytes. The data are there when `barrier` has
+counted their bytes. Threads' writes to shared memory are visible to the TMA, and to wgmma, after `fence_shared`. PTX
+ISA, "cp.async.bulk.tensor", "Async proxy"; sm_90 on.
 """
 
 from __future__ import annotations

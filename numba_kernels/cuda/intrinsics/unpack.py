@@ -133,12 +133,12 @@ def unpack_all(
     """A function ``(pairs, words, scales, offsets) -> None`` on arrays ``cuda.local.array`` of uint32.
 
     Each entry of `plan` unpacks 8 elements: (first of 4 elements of `pairs`, first element of `words`, element of
-    `scales`, element of `offsets`), and multiplies them by the pair of scales, rounded once. An element of -1: there is
+    `scales`, element of `offsets`), and multiplies them by the pair of scales, rounded once. An element of -1 means
     none. Without `has_zeros` the zero point is the middle: 8 or 128.
 
-    `nothing`: an element of `scales` that is 0 without ptxas knowing. Masks of integers are made of it once, and stay
-    in registers: a `lop3` has room for one constant, and ptxas moves a second one to a register anew before each. -1:
-    there is none.
+    `nothing`: an element of `scales` that is 0, unknown to ptxas. Masks of integers are made of it once, and stay
+    in registers: a `lop3` has room for one constant, and ptxas moves a second one to a register anew before each. -1
+    means none.
     """
     is_integer = element in INTEGERS
     middle = None
@@ -170,9 +170,9 @@ def unpack_all(
 
 @functools.cache
 def moved_all(element: str, plan: tuple[tuple[int, int], ...]) -> Any:
-    """A function ``(pairs, words) -> None``: as `unpack_all` for float16 and elements that are floats, but nothing is
-    multiplied: they are ``2 ** SHIFTS`` too small. Each entry of `plan` is (first of 4 elements of `pairs`, first
-    element of `words`)."""
+    """A function ``(pairs, words) -> None``: as `unpack_all` for float16 and elements that are floats, but without
+    scales: they are ``2 ** SHIFTS`` too small. Each entry of `plan` is (first of 4 elements of `pairs`, first element
+    of `words`)."""
 
     def generate(context, builder, signature, arguments):
         for first, word in plan:
@@ -188,10 +188,10 @@ def moved_all(element: str, plan: tuple[tuple[int, int], ...]) -> Any:
 
 
 SCALE_SHIFTS = {"bf16": (120, 117), "f16": (13,)}
-"""Factors, as powers of two, that make a scale in e4m3, its fields moved, ``2 ** -E4M3_SCALE_SHIFT`` of what an
-unpacked e2m1 needs."""
+"""Factors, as powers of two, that make a scale in e4m3, its fields moved, ``2 ** -E4M3_SCALE_SHIFT`` of an unpacked
+e2m1's scale."""
 SCALE_BYTES = {"e4m3": 1, "exponent": 1}
-"""Of other kinds, "value": those of the dtype."""
+"""Bytes of a scale by its kind; the kind "value" has those of the dtype."""
 
 
 @functools.cache

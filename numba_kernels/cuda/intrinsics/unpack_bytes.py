@@ -23,7 +23,7 @@ BYTE_ORDER = {
     "u8": ((0, 2, 1, 3), (4, 6, 5, 7)),
     "e2m1": ((0, 2, 4, 6), (1, 3, 5, 7)),
 }
-"""Which of 8 elements the bytes of two words are that `bytes_all` makes of them."""
+"""The order of 8 elements in the bytes of the two words that `bytes_all` makes of them."""
 BYTES_SHIFT = {"u4": -4, "u8": 0, "e2m1": -1}
 """Powers of two that these bytes lack."""
 _EACH = 0x01010101

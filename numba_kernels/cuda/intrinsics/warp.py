@@ -35,7 +35,7 @@ def warp_sum(value):
 
 @device_function
 def sum_to_lane_u32(value):
-    """Of uint32 over the lanes up to each one, itself included."""
+    """Inclusive prefix sum of a uint32 over the lanes."""
     distance = types.uint32(1)
     while distance < types.uint32(32):
         below = shuffle_up_b32(value, distance)

@@ -8,9 +8,9 @@
 D[16 w + g, 8 i + 2 t], its right neighbour, and both 8 rows below. One call is one committed group: fence, `num_steps`
 products over 16 of K, commit. A and B are described by 64-bit descriptors (`descriptor`), which advance by `a_step` and
 `b_step` bytes a product. With `a_in_registers`, `a` is instead a ``cuda.local.array(4 * num_steps, uint32)`` of pairs
-laid out as `mma.sync` wants them, 16 rows a warp.
+laid out as for `mma.sync`, 16 rows a warp.
 
-LLVM may not move what touches `sums` across these calls: they read and write the whole array. Every lane of the four
+LLVM may not move accesses to `sums` across these calls: they read and write the whole array. Every lane of the four
 warps calls them together. PTX ISA, "wgmma.mma_async", "wgmma.fence", "Matrix descriptor".
 """
 
@@ -66,7 +66,7 @@ def group_multiply(
     b_is_transposed: bool = False,
     is_fresh: bool = False,
 ) -> Any:
-    """A function ``(sums, a, b, is_added) -> None``, as the module's docstring says.
+    """A function ``(sums, a, b, is_added) -> None``, see the module's docstring.
 
     Args:
         dtype: "bf16", "f16" or "e4m3".
@@ -74,7 +74,7 @@ def group_multiply(
         num_steps: products in the group, of depth 16, of bytes 32.
         a_step, b_step: bytes in shared memory from one product's part to the next; where they differ, num_steps - 1.
         b_is_transposed: whether rows of B's tile run along its columns (values [keys, head dim]), not along K.
-        is_fresh: the function is ``(sums, a, b) -> None``: what `sums` held before is no operand, and need not exist.
+        is_fresh: the function is ``(sums, a, b) -> None``: the old contents of `sums` are ignored.
     """
     count = num_columns // 2
     a_count = 4 * num_steps if a_in_registers else 1
@@ -137,7 +137,7 @@ def group_wait(num_pending: int, *counts: int) -> Any:
     """A function of arrays of sums, one for each of `counts` (their lengths; one or two): waits until at most
     `num_pending` groups are still under way.
 
-    Give it every array that a group may have been writing: what reads one of them then stays behind the wait.
+    Pass every array that a group may have been writing: reads of them then stay after the wait.
     """
     total = sum(counts)
     constraints = ["=f"] * total + [str(i) for i in range(total)] + ["~{memory}"]

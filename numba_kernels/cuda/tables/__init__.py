@@ -1,4 +1,4 @@
-"""Which kernel was the fastest for a matrix product, as measured: one readable JSON file an architecture.
+"""The fastest kernels for matrix products, as measured: one readable JSON file an architecture.
 
 `tools/tune_kernels.py` writes ``<arch>.json`` here, on a GPU:
 
@@ -7,7 +7,7 @@
      ...]}
 
 `m`, `n`, `k` are those of ``y [m, n] = x [m, k] . weight [n, k]^T``. `tile` is "" where a tier chooses for itself.
-Where nothing was measured, `gemm.plan` goes by its model.
+Without a measurement `gemm.plan` uses its model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
 MOST_RATIO = 2.0
-"""A measured number of rows speaks for others up to so many times as many, or as few."""
+"""A measured number of rows serves others up to this factor larger or smaller."""
 
 _FIELDS = {"dtype": str, "n": int, "k": int, "m": int, "tier": str, "tile": str, "us": float}
 
@@ -33,11 +33,11 @@ class Choice:
 
 
 Table = dict[tuple[str, int, int], list[tuple[int, Choice]]]
-"""(dtype, n, k): what was the fastest for each m, ascending."""
+"""(dtype, n, k): the fastest for each m, ascending."""
 
 
 def read(path: Path) -> Table:
-    """A table's file. Raises ValueError naming the file and what is wrong with it."""
+    """A table's file. Raises ValueError naming the file and its fault."""
     found: Table = {}
     try:
         products = json.loads(path.read_text(encoding="utf-8"))["products"]
@@ -56,7 +56,7 @@ def read(path: Path) -> Table:
 
 @functools.cache
 def table_of(arch: str, folder: Path) -> Table:
-    """What was measured on an architecture, "sm_90a"; empty where nothing was. Raises as `read`."""
+    """The measurements on an architecture, "sm_90a"; perhaps empty. Raises as `read`."""
     path = folder / f"{arch}.json"
     return read(path) if path.exists() else {}
 
