@@ -1,4 +1,4 @@
-"""The engine's errors: one tree, so that a caller can catch as much or as little as it means to.
+"""The engine's errors: one tree, so that a caller can catch as much or as little as it needs.
 
     XservError
     ├── InvalidArgumentError (also ValueError)   an argument, a field or a request is wrong
@@ -6,7 +6,7 @@
     ├── DeviceError                              a device is missing, or its driver failed
     └── OutOfMemoryError (also MemoryError)      an allocation or a fixed pool is exhausted
 
-Rooms above add their own leaves (`ModelLoadError`, `RequestError` ...) beneath these. Every message names the
+Higher modules add their own leaves (`ModelLoadError`, `RequestError` ...). Every message names the
 operation, the argument, the offending value and the limit that it broke.
 """
 
@@ -20,7 +20,7 @@ class XservError(Exception):
 class InvalidArgumentError(XservError, ValueError):
     """An argument is wrong.
 
-    `param` is the argument's or field's name where one alone is at fault, else None; a server hands it on.
+    `param` is the name of the argument or field if one alone is at fault, else None; a server passes it on.
     """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
@@ -29,7 +29,7 @@ class InvalidArgumentError(XservError, ValueError):
 
 
 class UnsupportedError(XservError):
-    """What is asked for is understood, but this build does not do it."""
+    """The request is well formed, but this build does not support it."""
 
 
 class DeviceError(XservError):
@@ -37,4 +37,4 @@ class DeviceError(XservError):
 
 
 class OutOfMemoryError(XservError, MemoryError):
-    """Memory, or a pool of fixed size, has no room for what is asked."""
+    """Memory, or a pool of fixed size, is exhausted."""

@@ -1,11 +1,11 @@
-"""Ranks that each have a GPU: collectives by NCCL in the GPU's current stream, eager or recorded into a graph.
+"""Ranks with a GPU each: collectives by NCCL in the GPU's current stream, eager or recorded into a graph.
 
-Sums that are small, as a decode step's, lie in a window, memory of NCCL's at the same offsets on all ranks, so that
-NCCL takes its fastest way. A pass of the model takes the window's slots by turns from the first on, whatever came
-before it: so all ranks take the same ones, in recordings, too.
+Small sums, such as a decode step's, lie in a window, memory of NCCL's at the same offsets on all ranks, for which
+NCCL has its fastest algorithms. A pass of the model takes the window's slots in turn, always from the first on, so that
+all ranks take the same ones, in recordings, too.
 
-Where there are stages, the ranks of each have a communicator of their own, and what stages hand to each other goes
-through one of all ranks.
+With several stages, the ranks of each have their own communicator, and transfers between stages use
+one of all ranks.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from runtime.tensor.tensor import Tensor
 from runtime.tensor.views import contiguous_strides
 
 WINDOW_SLOT_BYTES = 512 << 10
-"""Sums up to this size lie in the window."""
+"""Bytes of the largest sums that lie in the window."""
 NUM_SLOTS = 8
-"""A sum may be used until so many more have been made."""
+"""A sum is valid until so many more have been made."""
 
 
 class NcclCommunicator:
-    """See `RankCommunicator`. The first error of any rank is the end of all."""
+    """See `RankCommunicator`. The first error of any rank ends all."""
 
     def __init__(
         self, gpu: Gpu, comm: NcclComm | None, notices: Notices, everyone: NcclComm, stage: int = 0, num_stages: int = 1
     ) -> None:
-        """Every rank makes its own at the same time, since it registers the window. `comm`: among the ranks of a stage;
-        None: there is one. `everyone`: among all; where there are no stages it is the same."""
+        """Collective, since it registers the window: every rank makes its own at the same time. `comm` is among the
+        ranks of a stage, or None for one rank. `everyone` is among all; without stages it is the same."""
         self.rank, self.num_ranks = (0, 1) if comm is None else (comm.rank, comm.num_ranks)
         self.stage, self.num_stages = stage, num_stages
         self._gpu, self._comm, self._everyone, self._notices = gpu, comm, everyone, notices
@@ -117,14 +117,14 @@ class NcclCommunicator:
         return result
 
     def _number_at(self, stage: int) -> int:
-        """Among all, of the rank of that stage that this one speaks with."""
+        """The number, among all ranks, of this one's peer in that stage."""
         return stage % self.num_stages * self.num_ranks + self.rank
 
     def begin_step(self, number: int) -> None:
         """See `RankCommunicator`. NCCL pairs messages by their order."""
 
     def tallies(self) -> list[Tally]:
-        """See `RankCommunicator`. How long the GPU computes and waits is not known here."""
+        """See `RankCommunicator`. The GPU's times of computing and waiting are not known here."""
         return self._notices.tallies()
 
     def spans(self, rank: int, num_known: int) -> tuple[int, list[Span]]:
@@ -159,7 +159,7 @@ class NcclCommunicator:
 
     @contextlib.contextmanager
     def _named(self, call: str) -> Iterator[None]:
-        """NCCL's errors as the ranks'."""
+        """Raises NCCL's errors as CommunicatorError."""
         if self._notices.has_given_up:
             raise CommunicatorError(f"{call}: the ranks have given up: {self.last_words()}")
         try:

@@ -1,12 +1,12 @@
-"""The one door to every operation of a model: the kernels of the device that the tensors lie on.
+"""Every operation of a model, dispatched to the kernels of the device that the tensors lie on.
 
-Activations on the cpu are float32. On a GPU, real or emulated, they are float32, float16 or bfloat16, one type
-throughout, with float32 arithmetic inside each kernel. Weights and the KV cache are of any of the three on the cpu, of
-the activations' type on a GPU; norm weights and biases are float32 there.
+Activations on the CPU are float32. On a GPU, real or emulated, they are float32, float16 or bfloat16, one type
+throughout, with float32 arithmetic inside each kernel. Weights and the KV cache are of any of the three on the CPU, of
+the activations' type on a GPU, where norm weights and biases are float32.
 
 Every function checks dtype, shape, contiguity and device of each argument before anything is launched, and raises
 InvalidArgumentError naming the operation and the argument. `runtime.backends` holds the implementations. The generic
-arithmetic behind Tensor's operators is `runtime.tensor.arithmetic`; its functions are reached through here too.
+arithmetic of Tensor's operators is `runtime.tensor.arithmetic`; its functions are available here too.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ FLOATS = tuple(STORED)
 
 
 def __getattr__(name: str) -> Any:
-    """The generic arithmetic: ``ops.add`` and the rest, numpy's on the cpu, which no recording knows of."""
+    """The generic arithmetic: ``ops.add`` and the rest, numpy's on the CPU, where it cannot be recorded."""
     if current() is not None and name in arithmetic.__dict__:
         raise NotRecordableError(f"{name} is not a kernel on the cpu")
     return getattr(arithmetic, name)
@@ -70,14 +70,14 @@ def _backend(op: str, argument: str, tensor: Tensor) -> ModuleType:
 
 @functools.cache
 def _cuda() -> ModuleType:
-    """The implementation for GPUs, which needs numba-cuda: only they ask for it."""
+    """The implementation for GPUs, imported on use, since it needs numba-cuda."""
     from runtime.backends import cuda
 
     return cuda
 
 
 def _sampling_backend(op: str, logits: Tensor) -> ModuleType:
-    """The implementation for ``logits [n, V]`` float32, which have been checked."""
+    """The implementation for checked ``logits [n, V]`` float32."""
     backend: ModuleType = cpu_sampling
     if _backend(op, "logits", logits) is not cpu:
         from runtime.backends import cuda_sampling as backend
@@ -86,7 +86,7 @@ def _sampling_backend(op: str, logits: Tensor) -> ModuleType:
 
 
 def place(arrays: Sequence[NDArray], device: Device) -> list[Tensor]:
-    """The arrays as tensors on a device: over their own memory on the cpu, else copied together."""
+    """The arrays as tensors on a device: over their own memory on the CPU, else copied together."""
     if device.kind == "cpu":
         return [Tensor.from_numpy(array) for array in arrays]
     from runtime.backends import cuda_tensor
@@ -103,8 +103,8 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """``x [T, K] . weight^T + bias + residual [T, N]`` -> ``[T, N]``. ``out`` may be ``residual``, but not ``x``.
 
-    With ``norm`` rows of x are normalised first. A weight that a norm's weights are multiplied into needs it; one that
-    rounds rows may have it, so that a launch does both; others take normalised rows.
+    ``norm`` normalises the rows of x first. It is required for a weight that includes the norm's weights, optional for
+    one that rounds rows (one launch then does both), and not allowed for others, which take normalised rows.
     """
     backend = _check_factors("linear", x, weight)
     normed = _check_norm("linear", x, weight, norm)
@@ -117,7 +117,7 @@ def _check_addends(
     op: str, shape: tuple[int, ...], name: str, x: Tensor, weight: LinearWeight, residual: Tensor | None,
     out: Tensor | None,
 ) -> None:  # fmt: skip
-    """The residual and the result of a product of x, as it is called, or of what ranks have made of it."""
+    """Checks the residual and output of a product of x, or of the sum of its partials."""
     if residual is not None:
         check(op, "residual", residual, x.device, weight.activations, shape)
     if out is not None:
@@ -129,7 +129,7 @@ def _check_addends(
 def linear_partial(x: Tensor, weight: LinearWeight) -> Tensor:
     """A rank's part of an exact product that is split over its inputs: ``x [T, K] . weight^T`` -> ``[T, N]`` float32.
 
-    The sum of the rank's segments (`numba_kernels.segments`), without the outputs' scales and bias.
+    The sum of the rank's segments (`numba_kernels.segments`), before the outputs' scales and bias.
     """
     backend = _check_factors("linear_partial", x, weight)
     _check_segments("linear_partial", weight)
@@ -139,10 +139,10 @@ def linear_partial(x: Tensor, weight: LinearWeight) -> Tensor:
 def add_partials(
     partials: Tensor, weight: LinearWeight, *, residual: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """The product of which `linear_partial` gave each of 2, 4 or 8 ranks a part, ``partials [R, T, N]`` -> ``[T, N]``.
+    """Adds the partial products of 2, 4 or 8 ranks from `linear_partial`, ``partials [R, T, N]`` -> ``[T, N]``.
 
-    Parts are added in pairs, in the order of ranks; then outputs are scaled, bias and ``residual [T, N]`` added. Equal
-    to the bit to `linear` on one rank. ``out`` may be ``residual``.
+    Partials are added in pairs, in rank order; then outputs are scaled, bias and ``residual [T, N]`` added. Bitwise
+    equal to `linear` on one rank. ``out`` may be ``residual``.
     """
     op, backend = "add_partials", _backend("add_partials", "partials", partials)
     _check_segments(op, weight)
@@ -163,7 +163,7 @@ def linear_glu(
     x: Tensor, weight: LinearWeight, activation: GluActivation, *, norm: RmsNorm | None = None
 ) -> Tensor:
     """``glu(linear(x, weight, norm=norm), activation)``, gate's rows first in ``weight [2 I, K]`` -> ``[T, I]``.
-
+One launch if a kernel can fuse it, and then rounded once.
     One launch where a kernel can, and then rounded once.
     """
     backend = _check_factors("linear_glu", x, weight)
@@ -189,7 +189,7 @@ def logits_linear(
 
 
 def _check_factors(op: str, x: Tensor, weight: LinearWeight) -> ModuleType:
-    """The implementation of a product of rows with a weight, once both have been checked."""
+    """The implementation of a product of rows with a weight, after checking both."""
     backend = _backend(op, "x", x)
     if not isinstance(weight, backend.WEIGHT) or (weight.device is not x.device and weight.device != x.device):
         what = f"on {weight.device}" if isinstance(weight, LinearWeight) else type(weight).__name__
@@ -201,7 +201,7 @@ def _check_factors(op: str, x: Tensor, weight: LinearWeight) -> ModuleType:
 
 
 def _check_norm(op: str, x: Tensor, weight: LinearWeight, norm: RmsNorm | None) -> tuple[RmsNorm, ...]:
-    """What a product takes of the norm in front of it."""
+    """The arguments of a product for its fused norm."""
     if norm is None:
         if weight.is_normed:
             raise fail(op, "norm", "is None, but a norm's weights are multiplied into the weight")
@@ -215,7 +215,7 @@ def _check_norm(op: str, x: Tensor, weight: LinearWeight, norm: RmsNorm | None) 
 def _check_written(
     op: str, argument: str, out: Tensor, device: Device, dtype: DType, shape: tuple[int, ...]
 ) -> None:
-    """Checks the memory that an operation is to write."""
+    """Checks an output tensor."""
     check(op, argument, out, device, dtype, shape)
     if out.is_read_only:
         raise fail(op, argument, "is read-only")
@@ -229,8 +229,8 @@ def _check_softcap(op: str, softcap: float | None) -> None:
 def embedding(token_ids: Tensor, table: Tensor | LinearWeight | SharedTable, *, scale: float = 1.0) -> Tensor:
     """``scale`` times rows of ``table [V, H]`` for ``token_ids [T]`` int32 -> ``[T, H]`` in the activations' type.
 
-    A LinearWeight serves as the table too, so that a weight tied to the output layer is stored once. Of a SharedTable
-    each rank looks up its columns, which are then gathered.
+    A LinearWeight serves as the table too, so that a weight tied to the output layer is stored once. With a
+    SharedTable each rank looks up its columns, which are then gathered.
     """
     if isinstance(table, SharedTable):
         rows = embedding(token_ids, table.part, scale=scale)
@@ -287,9 +287,9 @@ def join_columns(parts: Sequence[Tensor]) -> Tensor:
 
 
 def row_squares(x: Tensor, parts: int) -> Tensor:
-    """float32 ``[T, parts]`` whose rows add up to the sums of squares of the rows of ``x [T, H]``, on a GPU: what a
-    product has left beside them (`Tensor.row_squares`), else computed as a product that needs them would; and behind
-    that zeros, which change no sum."""
+    """float32 ``[T, parts]`` whose rows add up to the sums of squares of the rows of ``x [T, H]``, on a GPU. Those of
+    the product that made x are reused (`Tensor.row_squares`), otherwise they are computed in its order; the rest are
+    zeros."""
     op, backend = "row_squares", _backend("row_squares", "x", x)
     if x.device == CPU:
         raise fail(op, "x", "is on the cpu, which normalises rows before it multiplies them")
@@ -385,9 +385,9 @@ def _check_glu(op: str, argument: str, both: int, activation: str, backend: Modu
 
 
 def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> Routing:
-    """The experts that each row of ``logits [T, E]`` chooses by the rule, and their weights.
+    """The experts and weights of each row of ``logits [T, E]``, by the rule.
 
-    ``bias [E]`` float32 is added to scores for the choice alone.
+    ``bias [E]`` float32 is added to the scores for the choice alone.
     """
     op, backend = "route", _backend("route", "logits", logits)
     check(op, "logits", logits, logits.device, float32, (None, rule.num_experts))
@@ -401,7 +401,7 @@ def route(logits: Tensor, rule: RoutingRule, bias: Tensor | None = None) -> Rout
 def normed_route(
     x: Tensor, norm: RmsNorm, router: LinearWeight, rule: RoutingRule, bias: Tensor | None = None
 ) -> tuple[Tensor, Routing]:
-    """``x [T, H]`` normalised, and what `route` makes of its logits, the product with ``router [E, H]``."""
+    """``x [T, H]`` normalised, and the `route` of its logits, the product with ``router [E, H]``."""
     backend = _backend("normed_route", "x", x)
     check("normed_route", "x", x, x.device, backend.ACTIVATIONS, (None, router.shape[1]))
     if backend is not cpu and (found := backend.normed_route(x, norm, router, rule, bias)) is not None:
@@ -415,13 +415,13 @@ def experts(
     shared: Tensor | None = None, shared_gate: Tensor | None = None, residual: Tensor | None = None,
     gather: Callable[[Tensor, int], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """The weighted sum of what each row's experts make of it, ``x [T, H]`` -> ``[T, H]``.
+    """The weighted sum of the outputs of each row's experts, ``x [T, H]`` -> ``[T, H]``.
 
     An expert is ``down(f(gate(x)) * up(x))``; ``gate_up [E, 2 I, H]``, gate first, and ``down [E, H, I]``. Added to it
     are ``shared [T, H]``, times ``sigmoid(shared_gate [T, 1])`` if there is one, and ``residual [T, H]``.
 
-    With `gather` this is one of several ranks, of which each has an equal part of the outputs of both maps, in exact
-    mode: it puts the columns of all beside each other, of which there are so many.
+    With `gather` this is one of several ranks, each with an equal part of the outputs of both maps, in exact
+    mode: `gather` concatenates all ranks' columns, given their total number.
     """
     op, backend = "experts", _backend("experts", "x", x)
     tokens, hidden = x.shape[0], down.shape[1] if gather is None else gate_up.shape[2]
@@ -449,7 +449,7 @@ def experts(
 
 def expert_linear(x: Tensor, routing: Routing, weight: ExpertsWeight) -> Tensor:
     """Each row times the matrix of its one expert, ``x [T, K]`` and ``weight [E, N, K]`` -> ``[T, N]``, and times its
-    weight. `routing` chooses one expert a row; see `HeadRouting`."""
+    weight. `routing` has one expert a row; see `HeadRouting`."""
     op, backend = "expert_linear", _backend("expert_linear", "x", x)
     tokens = x.shape[0]
     check(op, "x", x, x.device, backend.ACTIVATIONS, (None, weight.shape[2]))
@@ -482,12 +482,11 @@ def qkv_prepare(
 ) -> Tensor:
     """Splits ``qkv [T, (Hq + 2 Hkv) D]``, normalises and rotates q and k -> q ``[T, Hq, D]``.
 
-    Norm weights ``[D]`` are those of each head; ``[Hq D]`` and ``[Hkv D]`` of all heads together. With ``norm_kind``
-    "after" each head is rotated first; with "centred" it has a LayerNorm with weights of its own, ``[Hq D]`` and
-    ``[Hkv D]``. K and V of token t
-    are written to slot ``slot_mapping[t]`` (int64: block * block_size + offset; negative: nowhere). The pages' layout
-    is the device's own (`runtime.kv.cache`). Pages of int8 or fp8 come with ``scales``, of keys and of values: each
-    head's numbers are divided by their largest, so that it becomes 127 or 448, and rounded.
+    Norm weights ``[D]`` are per head; ``[Hq D]`` and ``[Hkv D]`` of all heads together. With ``norm_kind`` "after" each
+    head is rotated first; with "centred" it has a LayerNorm with its own weights, ``[Hq D]`` and ``[Hkv D]``. K and V
+    of token t are written to slot ``slot_mapping[t]`` (int64: block * block_size + offset; negative: not written). The
+    pages' layout is the device's (`runtime.kv.cache`). Pages of int8 or fp8 have ``scales``, of keys and of values:
+    each head's numbers are divided by a scale that maps the largest to 127 or 448, and rounded.
     """
     op, backend, device = "qkv_prepare", _backend("qkv_prepare", "qkv", qkv), qkv.device
     check(op, "qkv", qkv, device, backend.ACTIVATIONS, (None, (num_q_heads + 2 * num_kv_heads) * head_dim))
@@ -538,9 +537,9 @@ def attention(
 ) -> Tensor:
     """Paged causal attention of ``q [T, Hq, D]`` -> ``[T, Hq * D]``.
 
-    ``group`` picks the batch's block tables. ``window`` counts the keys that a query sees, its own included; pages
-    behind it are not read. A batch's ``sees_until`` lets tokens see later ones, too. ``sinks`` (float32 ``[Hq]``): a
-    logit of each head that joins the softmax over its keys and has no value, as gpt-oss learns them. With ``softcap`` c
+    ``group`` selects the batch's block tables. ``window`` counts the keys that a query sees, its own included; pages
+    outside it are not read. A batch's ``sees_until`` lets tokens see later ones, too. ``sinks`` (float32 ``[Hq]``): a
+    learned logit of each head that joins the softmax without a value (gpt-oss). With ``softcap`` c
     a score s becomes ``c tanh(s / c)``. A sequence longer than its block table, or a table entry outside the pages, is
     an error. ``scales`` are those of pages of int8 or fp8, of keys and of values (`qkv_prepare`).
     """
@@ -563,7 +562,7 @@ def attention(
 
 
 def _check_batch(op: str, batch: Batch, group: int, q: Tensor) -> None:
-    """What attention reads of a batch, once for all layers."""
+    """Checks the fields of a batch that attention reads, once for all layers."""
     if ("checked", group) in batch.plans:
         return
     device, seqs = q.device, batch.num_seqs
@@ -587,9 +586,9 @@ def _check_page_scales(op: str, k_cache: Tensor, shape: tuple[int, int, int], sc
 def latent_prepare(
     q: Tensor, latent: Tensor, positions: Tensor, *, rope: RopeTable, norm: RmsNorm, pages: Tensor, slot_mapping: Tensor
 ) -> Tensor:
-    """Rotates ``q [T, Hq, R + C]`` in its first R numbers, in place, and writes each token's row of latent pages.
+    """Rotates the first R numbers of ``q [T, Hq, R + C]`` in place, and writes each token's row of latent pages.
 
-    ``latent [T, C + R]`` is what the projection gives: C numbers, which are normalised, and R, which are rotated. The
+    ``latent [T, C + R]`` is the projection's output: C numbers, which are normalised, and R, which are rotated. The
     row in the pages (`runtime.kv.cache`) has the R first. ``slot_mapping`` as in `qkv_prepare`.
     """
     op, backend, device = "latent_prepare", _backend("latent_prepare", "q", q), q.device
@@ -627,7 +626,7 @@ def latent_attention(
 
 
 def _check_latent_pages(op: str, backend: Any, pages: Tensor, device: Device, width: int) -> None:
-    """``[blocks, 1, block size, width rounded up]`` as the device has them."""
+    """Checks ``[blocks, 1, block size, width rounded up]`` in the device's layout."""
     check(op, "pages", pages, device, tuple(STORED), (None, 1, None, None))
     padded = -(-width // backend.LATENT_ROW_MULTIPLE) * backend.LATENT_ROW_MULTIPLE
     if pages.shape[0] == 0 or pages.shape[2] % 8 or pages.shape[3] != padded:
@@ -640,9 +639,9 @@ def _check_latent_pages(op: str, backend: Any, pages: Tensor, device: Device, wi
 
 
 def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
-    """Draws one token for each row of ``logits [n, V]`` float32, which stay unchanged.
+    """Samples one token for each row of ``logits [n, V]`` float32, which stay unchanged.
 
-    The draw of a row depends on its logits and parameters alone, its seed, choice and position among them, and is the
+    A row's sample depends on its logits and parameters alone, its seed, choice and position among them, and is the
     same on every device for the same logits.
     """
     backend = _sampling_backend("sample", logits)
@@ -651,12 +650,12 @@ def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
 
 
 def draw(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penalties: bool) -> None:
-    """As `sample`, of parameters that lie on the device: on a GPU queued only, so that a graph can record it.
+    """`sample` with parameters on the device: on a GPU queued only, so that a graph can record it.
 
-    ``fields`` are the arrays of SamplingArrays but for the mask, in their order; seeds int64.
-    ``results [2 n + 1]`` int32 gets ids, statuses (0: drawn), and on a GPU whether an id was outside its table since
-    the last `check_ids`. Without ``has_penalties`` no row may have one. What the arrays hold is for the caller to vouch
-    for.
+    ``fields`` are the arrays of SamplingArrays except the mask, in their order; seeds int64.
+    ``results [2 n + 1]`` int32 gets ids, statuses (0: sampled), and on a GPU whether an id was outside its table since
+    the last `check_ids`. Without ``has_penalties`` no row may have one. The contents of the arrays are not checked;
+    the caller must ensure that they are valid.
     """
     op, backend = "draw", _sampling_backend("draw", logits)
     rows, device = logits.shape[0], logits.device
@@ -668,8 +667,8 @@ def draw(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penal
 
 
 def distributions(logits: Tensor, params: SamplingArrays) -> NDArray:
-    """The probabilities that `sample` draws each row by, float32 ``[n, V]`` on the host, computed there: what is not
-    kept has 0, a greedy row one 1, a row with nothing to draw zeros alone. Waits for the device."""
+    """The probabilities that `sample` samples each row from, float32 ``[n, V]``, computed on the host: 0 for filtered
+    tokens, one 1 in a greedy row, all zeros in a row with nothing to sample. Waits for the device."""
     _sampling_backend("distributions", logits)
     check_sampling("distributions", logits.shape[0], logits.shape[1], params)
     return cpu_sampling.distributions(logits if logits.device.kind == "cpu" else logits.to("cpu"), params)
@@ -679,10 +678,10 @@ def keep_proposals(
     wanted: NDArray, proposed: NDArray, drafts: Int32Array, counts: Int32Array, seeds: NDArray, choices: Int32Array,
     positions: Int32Array,
 ) -> tuple[Int32Array, Int32Array]:  # fmt: skip
-    """Rejection sampling of proposals, on the host. ``counts``, ``seeds``, ``choices [s]`` are of sequences; the
-    others' rows of their proposals, one behind another: ``drafts`` were drawn from ``proposed [r, V]``, and shall come
-    as from ``wanted [r, V]``, float32 probabilities; ``positions`` of the output. How many of each are kept, and the
-    token that comes instead of the first that is not; -1: all are kept, or nothing can be drawn there."""
+    """Rejection sampling of draft tokens, on the host. ``counts``, ``seeds``, ``choices [s]`` are per sequence; the
+    others have a row a draft token, concatenated: ``drafts`` were sampled from ``proposed [r, V]`` and are verified
+    against ``wanted [r, V]``, float32 probabilities; ``positions`` of the output. Returns how many of each are
+    accepted, and the replacement of the first rejected one, or -1 if all are accepted or nothing can be sampled."""
     op, (rows, vocab), num = "keep_proposals", wanted.shape, len(counts)
     for name, array, dtype, shape in (
         ("wanted", wanted, np.float32, (rows, vocab)), ("proposed", proposed, np.float32, (rows, vocab)),
@@ -700,7 +699,7 @@ def keep_proposals(
 
 
 def check_ids(device: Device) -> None:
-    """Waits for a GPU; InvalidArgumentError where an id was outside its table since the last call."""
+    """Waits for a GPU; InvalidArgumentError if an id was outside its table since the last call."""
     from runtime.backends import cuda_tensor
 
     cuda_tensor.check_id_flag(device)
@@ -711,8 +710,8 @@ def take_decode_inputs(
 ) -> None:
     """Completes the inputs of a decode step; all int32.
 
-    ``tables [rows, width]`` gets the first ``num_changes [1]`` pairs of ``changes [n]``: a place in it, and its value.
-    ``token_ids [T]`` gets ``drawn[sources[t]]`` where ``sources [T]`` is not negative. Places and sources must exist.
+    ``tables [rows, width]`` gets the first ``num_changes [1]`` pairs of ``changes [n]``: an index in it, and its value.
+    ``token_ids [T]`` gets ``drawn[sources[t]]`` where ``sources [T]`` is not negative. Indices and sources must exist.
     """
     op = "take_decode_inputs"
     backend: ModuleType = cpu_decode

@@ -1,8 +1,8 @@
-"""Which folder Python takes for each of the project's packages, whose names (`models`, `server`) others use, too.
+"""Resolves the project's packages, whose names (`models`, `server`) other projects use, too.
 
-`hidden_package` finds one that another folder of the same name hides, `prefer_own` makes Python take ours all the same.
+`hidden_package` finds one that is hidden by another folder of the same name, `prefer_own` makes Python import ours.
 Run as a script, `own_packages.py MODULE ARGUMENTS…` is `python -m MODULE ARGUMENTS…` with our packages. It imports
-nothing of ours, so that it works where all of them are hidden.
+none of them, so that it works if all are hidden.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PACKAGES = ("runtime", "models", "server", "tokenizer", "numba_kernels")
 
 
 class OwnFinder:
-    """Finds the project's packages where they are, and nothing else."""
+    """Finds the project's packages in their folders, and nothing else."""
 
     @staticmethod
     def find_spec(
@@ -31,14 +31,14 @@ class OwnFinder:
 
 
 def prefer_own() -> None:
-    """Python takes our packages from now on, wherever others of their names lie. A program may do this, a library may
-    not: its users' own modules would be gone."""
+    """Make Python import our packages from now on, whatever else has their names. For programs, not for
+    libraries, which would hide their users' own modules."""
     if OwnFinder not in sys.meta_path:
         sys.meta_path.insert(0, OwnFinder)
 
 
 def hidden_package() -> str | None:
-    """What to say where one of our packages is hidden, or None."""
+    """An error message if one of our packages is hidden, or None."""
     for name in PACKAGES:
         folder = _folder(name)
         if folder is not None and folder != ROOT / name:
@@ -50,7 +50,7 @@ def hidden_package() -> str | None:
 
 
 def exit_if_hidden() -> None:
-    """For `python -m`: ends the process with one line on stderr where one of our packages is hidden."""
+    """For `python -m`: ends the process with one line on stderr if one of our packages is hidden."""
     problem = hidden_package()
     if problem is not None:
         print(f"xserv: error: {problem}", file=sys.stderr)
@@ -58,12 +58,12 @@ def exit_if_hidden() -> None:
 
 
 def python_module(name: str) -> tuple[str, str]:
-    """What Python is given to run a module of ours in another process, with our packages."""
+    """The arguments for Python to run a module of ours in another process, with our packages."""
     return str(Path(__file__).resolve()), name
 
 
 def _folder(name: str) -> Path | None:
-    """Where Python finds this package, or has found it."""
+    """The folder from which Python imports, or has imported, this package."""
     module = sys.modules.get(name)
     try:
         spec = importlib.util.find_spec(name) if module is None else module.__spec__

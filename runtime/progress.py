@@ -1,9 +1,9 @@
-"""How far something has come that a person waits for: a bar on stderr if that is a terminal, else a line now and then.
+"""Progress of long work: a bar on stderr if that is a terminal, else a line now and then.
 
     with reporter.shown("loading weights", is_bytes=True) as show:
         show(done, total)
 
-What takes less than a second is not shown. Nothing goes to stdout. Where the log has a form of its own (JSON),
+Work of less than a second is not shown. Nothing goes to stdout. If the log has a format of its own (JSON),
 `redirect` makes log records of the lines.
 """
 
@@ -20,19 +20,19 @@ from typing import Protocol
 BAR_CELLS, NAME_CHARACTERS = 24, 48
 FIRST_S = 1.0
 BAR_S, LINE_S, MOST_LINE_S = 0.25, 10.0, 60.0
-"""Seconds until anything is shown, between two pictures of a bar, and between the first two lines; then twice as many
+"""Seconds until anything is shown, between two redraws of a bar, and between the first two lines; then twice as many
 each time, up to a minute."""
 
 
 class Show(Protocol):
-    """So much is done of the total (None: not known yet), most recently this. May be called on any thread."""
+    """``done`` of the total (None while unknown), most recently ``name``. Thread-safe."""
 
     def __call__(self, done: int, total: int | None, name: str = "") -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Reporter:
-    """say: takes the lines where there is no terminal; None: nothing is shown anywhere."""
+    """``say`` receives the lines if there is no terminal; with None nothing is shown anywhere."""
 
     say: Callable[[str], None] | None
     first_s: float = FIRST_S
@@ -41,7 +41,7 @@ class Reporter:
 
     @contextmanager
     def shown(self, label: str, *, is_bytes: bool = False, is_kept: bool = True) -> Iterator[Show]:
-        """is_kept: the bar's last picture stays on the terminal."""
+        """With ``is_kept`` the bar's last state stays on the terminal."""
         if self.say is None:
             yield _nothing
             return
@@ -61,7 +61,7 @@ _taker: Callable[[str], None] | None = None
 
 
 def redirect(taker: Callable[[str], None] | None) -> None:
-    """In this process, give lines that would go to stderr to `taker`, and draw no bars; None: as ever."""
+    """In this process, give lines that would go to stderr to `taker`, and draw no bars; None restores the default."""
     global _taker
     _taker = taker
 
@@ -82,7 +82,7 @@ SILENT = Reporter(None)
 
 
 class _View:
-    """One thing that is shown; a thread of its own draws it, also while nothing new is told."""
+    """One progress display; a separate thread redraws it, even without new calls."""
 
     def __init__(self, reporter: Reporter, label: str, is_bytes: bool, is_kept: bool, is_terminal: bool) -> None:
         self.reporter, self.label, self.is_bytes, self.is_kept = reporter, label, is_bytes, is_kept
@@ -142,4 +142,4 @@ class _View:
 
 
 def _nothing(done: int, total: int | None, name: str = "") -> None:
-    """Nobody looks."""
+    """Shows nothing."""

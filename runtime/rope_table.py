@@ -1,4 +1,4 @@
-"""The tables that rotary position embedding reads."""
+"""The tables of rotary position embeddings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class RopeTable:
     """Rotations for each position: ``cos`` and ``sin`` ``[max_position, rotary_dim / 2]`` float32.
 
     ``interleaved`` pairs dimensions (2 i, 2 i + 1), otherwise (i, i + rotary_dim / 2). Dimensions from ``rotary_dim``
-    on are left as they are. ``q_scales [max_position]`` float32, if there are any, multiply rotated queries.
+    on are not rotated. ``q_scales [max_position]`` float32, if present, multiply rotated queries.
     """
 
     cos: Tensor

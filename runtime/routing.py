@@ -1,4 +1,4 @@
-"""Which experts a token goes to: the rule as data, and what was chosen."""
+"""Expert routing: the rule as data, and its result."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from runtime.device.device import Device
 from runtime.errors import InvalidArgumentError
 from runtime.tensor.tensor import Tensor
 
-MOST_HEAD_TOKENS = 8192  # of a step, for which a routing of heads is made beforehand
+MOST_HEAD_TOKENS = 8192  # tokens of a step with a prepared routing of heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRule:
-    """How a router's logits become experts and their weights.
+    """The rule that turns a router's logits into experts and their weights.
 
     Attributes:
-        num_experts, top_k: of so many experts a token goes to so many.
-        scores: what is made of all logits. With "sparsemixer" each expert's weight is that of a softmax over those
+        num_experts, top_k: experts, and how many of them a token goes to.
+        scores: the function of all logits. With "sparsemixer" each expert's weight is that of a softmax over those
             that are not chosen before it and not further below it than ``threshold`` times the larger of their
             magnitude and its logit (SparseMixer, arXiv 2310.00811).
         normalises: weights are divided by their sum (and ``sum_eps``).
-        scale: what weights are multiplied by.
-        num_groups, top_groups: experts lie in so many equal groups, of which so many best ones are chosen from.
-        group_score: a group is as good as its "best" expert, or as its best "two" together.
+        scale: a factor of the weights.
+        num_groups, top_groups: equal groups of experts, and how many of the best groups experts are chosen from.
+        group_score: a group's score is that of its "best" expert, or the sum of its best "two".
 
     Raises InvalidArgumentError for counts that do not fit each other.
     """
@@ -44,7 +44,7 @@ class RoutingRule:
 
     @property
     def epsilon(self) -> float:
-        """The number that kernels take: the threshold, or what is added to the sum."""
+        """The constant for kernels: the threshold, or the addend of the sum."""
         return self.threshold if self.scores == "sparsemixer" else self.sum_eps
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class RoutingRule:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """What `ops.route` chose: experts ``ids [T, k]`` int32, and their ``weights [T, k]`` float32."""
+    """The result of `ops.route`: experts ``ids [T, k]`` int32, and their ``weights [T, k]`` float32."""
 
     ids: Tensor
     weights: Tensor
@@ -84,9 +84,9 @@ class Routing:
 
 
 class HeadRouting:
-    """Experts that are heads: of rows ``[T, heads, K]``, seen as ``[T heads, K]``, each goes to its head's matrix.
+    """Heads as experts: rows ``[T, heads, K]`` are viewed as ``[T heads, K]``, and each goes to its head's matrix.
 
-    A recorded step reads what was made before it: `reserve` makes it for so many tokens.
+    A recorded step needs it to exist already: `reserve` makes it for so many tokens.
     """
 
     def __init__(self, num_heads: int, device: Device) -> None:
@@ -95,7 +95,7 @@ class HeadRouting:
         self._num_tokens = 0
 
     def reserve(self, num_tokens: int = MOST_HEAD_TOKENS) -> None:
-        """Makes what `of` needs for so many tokens."""
+        """Prepare `of` for up to so many tokens."""
         heads = self._rule.num_experts
         ids = np.tile(np.arange(heads, dtype=np.int32), num_tokens).reshape(-1, 1)
         self._ids = Tensor.from_numpy(ids).to(self._device)
@@ -103,7 +103,7 @@ class HeadRouting:
         self._num_tokens = num_tokens
 
     def of(self, num_tokens: int) -> Routing:
-        """For so many tokens."""
+        """The routing of so many tokens."""
         if num_tokens > self._num_tokens:
             self.reserve(num_tokens)
         rows = slice(num_tokens * self._rule.num_experts)

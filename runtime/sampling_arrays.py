@@ -1,9 +1,9 @@
-"""Sampling parameters of one step as plain arrays, one row a draw: what the sampling kernel reads.
+"""Sampling parameters of one step as plain arrays, one row a draw: the input of the sampling kernel.
 
-All arrays are C-contiguous numpy arrays on the host; the operation brings them to the device. A draw's lists are
+All arrays are C-contiguous numpy arrays on the host; the operation uploads them. A draw's lists are
 ``ids[start[i] : end[i]]``; several draws of a sequence read one list, each up to its own end. Semantics and order are
 vLLM V1's: allowed mask and bias, then penalties, then the argmax for a greedy row, else temperature, min-p, top-k,
-top-p and the draw.
+top-p and sampling.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class SamplingArrays(_Numbers):  # type: ignore[misc]
 
     seed: NDArray[np.uint64]  # [n]
     choice_index: Int32Array  # [n] which of a request's n choices
-    position: Int32Array  # [n] output position of the token being drawn
+    position: Int32Array  # [n] output position of the token to sample
     prompt_ids: Int32Array  # [any] only rows that need penalties have entries
     prompt_start: Int32Array  # [n]
     prompt_end: Int32Array  # [n]
     output_ids: Int32Array  # [any] only rows that need penalties have entries
     output_start: Int32Array  # [n]
     output_end: Int32Array  # [n]
-    bias_ids: Int32Array  # [any] logit_bias, and -inf for ids that must not be drawn
+    bias_ids: Int32Array  # [any] logit_bias, and -inf for forbidden ids
     bias_values: Float32Array  # as many
     bias_start: Int32Array  # [n]
     bias_end: Int32Array  # [n]
-    allowed_mask: NDArray[np.uint32] | None = None  # [n, ceil(V / 32)] bit t % 32 of word t // 32: t may be drawn
+    allowed_mask: NDArray[np.uint32] | None = None  # [n, ceil(V / 32)] bit t % 32 of word t // 32: t is allowed
 
     @property
     def num_rows(self) -> int:
@@ -100,7 +100,7 @@ SAMPLING_FIELDS = (
 
 
 class SampledTokens(NamedTuple):
-    """What a step drew. A row that is not ``ok`` (NaN or +inf among its logits, or nothing left to draw) holds -1."""
+    """The sampled tokens of a step. A row that is not ``ok`` (NaN or +inf in its logits, or no candidate) holds -1."""
 
     token_ids: Int32Array  # [n]
     ok: NDArray[np.bool_]  # [n]

@@ -1,9 +1,9 @@
 """The table of the sampling parameters that are one number a draw.
 
-An entry names a parameter, its type and default for users, what it does, and how kernels get it. Checks of requests,
-the fields and bounds of the API, the options of the command line, what a model's files may recommend, the executor's
-rows, the columns that decode graphs read, the fields of ``SamplingArrays`` and the kernels' arguments derive from it,
-in this order. It needs no library, so that the command line's help starts quickly.
+An entry has a parameter's name, its type and default for users, what it does, and its form for kernels. Derived from
+it, in order: checks of requests, fields and bounds of the API, the command line's options, recommendations in a model's
+files, the executor's rows, the columns of decode graphs, the fields of ``SamplingArrays``, the kernels' arguments. It
+needs no library, so that the command line's help starts quickly.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 MAX_FACTOR = 1e4
-"""Bound of what logits are multiplied with or divided by, so that they stay finite."""
+"""Bound of factors and divisors of logits, so that they stay finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """What there is to know of a parameter.
+    """The properties of a parameter.
 
-    help        what it does, in the command line's words
+    help        one line for the command line
     dtype       "float32", or "int32" for one that users give as an integer
     neutral     the value with which it does nothing; for ``temperature``: greedy
-    low, high   bounds of what users may give; ``is_low_open``: above ``low``
-    is_penalty  its kernels count the ids of prompt and output where it is not neutral
-    shapes_draws  it changes nothing where the most probable token is taken
-    is_recommended  a model's ``generation_config.json`` may give it
+    low, high   bounds for users; ``is_low_open``: above ``low``
+    is_penalty  unless neutral, its kernels count the ids of prompt and output
+    shapes_draws  it does not affect greedy sampling
+    is_recommended  a model's ``generation_config.json`` may recommend it
     """
 
     help: str
@@ -41,7 +41,7 @@ class Column:
 
     @property
     def kind(self) -> type[int] | type[float]:
-        """What users give."""
+        """The type that users give."""
         return int if self.dtype == "int32" else float
 
 

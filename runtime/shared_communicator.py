@@ -1,11 +1,11 @@
-"""Ranks that are processes of one machine and compute on its processors: collectives, and what stages hand to each
-other, through memory that they share.
+"""Ranks that are processes of one machine and compute on its processors: collectives, and pipes between
+stages, in shared memory.
 
-Collectives are kernels of the cpu (`numba_kernels.cpu.collectives`), and so are sending and receiving
-(`numba_kernels.cpu.pipes`), so that a recorded step has them as an eager one does. Each says what it is, and all are
-compared: an error names every rank's call where they differ.
+Collectives are kernels of the CPU (`numba_kernels.cpu.collectives`), and so are sending and receiving
+(`numba_kernels.cpu.pipes`), so that they can be recorded. Each is labelled, and the labels are
+compared: an error names every rank's call if they differ.
 
-The memory has a region for all ranks of all stages, behind it one for the ranks of each stage, if there are several,
+The memory has a region for all ranks of all stages, then one for the ranks of each stage, if there are several,
 and a pipe from each rank to its next stage's.
 """
 
@@ -49,7 +49,7 @@ _CROWDED_SPINS = 100
 
 
 def shared_file(num_ranks: int, num_stages: int = 1) -> int:
-    """The memory that so many ranks of each stage map: its descriptor, which they inherit."""
+    """The memory that so many ranks of each stage map; returns its descriptor, which they inherit."""
     return shared_memory(_file_bytes(num_ranks, num_stages))
 
 
@@ -73,13 +73,13 @@ def _pipes_at(num_ranks: int, num_stages: int) -> int:
 
 
 class _Region:
-    """The memory in which some ranks meet, as one of them sees it.
+    """One rank's view of the memory in which some ranks meet.
 
     Attributes:
-        rank, num_ranks: which of how many it is.
-        shared: where the region begins.
+        rank, num_ranks: its number, and the number of ranks.
+        shared: address of the region.
         counter: memory of this rank's own, in which its collectives count.
-        counted: where that lies.
+        counted: the counter's address.
         slots: bytes before the region's slots.
     """
 
@@ -94,19 +94,19 @@ class SharedCommunicator:
     """See `RankCommunicator`. One a process, whose kernels run one after another.
 
     Attributes:
-        rank: this one's number among those of its stage, from 0.
-        num_ranks: how many a stage has.
+        rank: the number of this rank among those of its stage, from 0.
+        num_ranks: the ranks of a stage.
         stage: its number, from 0.
-        num_stages: how many there are.
+        num_stages: the number of stages.
     """
 
     def __init__(self, descriptor: int, rank: int, num_ranks: int, stage: int = 0, num_stages: int = 1) -> None:
         self.rank, self.num_ranks, self.stage, self.num_stages = rank, num_ranks, stage, num_stages
         self._number, count = stage * num_ranks + rank, num_stages * num_ranks  # of all
-        # Where ranks outnumber processors, who looks on takes time from those that are waited for.
+        # If ranks outnumber processors, a spinning rank takes time from those that it waits for.
         is_crowded = count > (os.cpu_count() or 1)
         self._patience = (_CROWDED_SPINS, 0) if is_crowded else (SPINS, YIELDS)
-        # Another length is a mistake of who made it; reading beyond its end would be a signal.
+        # Another length is a bug of the creator; reading beyond the end would raise a signal.
         size = _file_bytes(num_ranks, num_stages)
         assert os.fstat(descriptor).st_size >= size, "the memory is of fewer ranks"
         self._memory = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
@@ -118,7 +118,7 @@ class SharedCommunicator:
             )
         self._step_line, self._begun_ns = np.zeros(LINE_BYTES // 8, np.int64), 0
         self._stepped, self._step = address_of(self._step_line), self._step_line.data
-        self._ends: OwnLaunch | None = None  # says the end of a step
+        self._ends: OwnLaunch | None = None  # signals the end of a step
         if num_ranks > 1:
             self._ends = OwnLaunch(
                 meet_kernel(), "description", self._stage.shared, self._stage.counted, begin, rank, num_ranks, 0, 0,
@@ -181,7 +181,7 @@ class SharedCommunicator:
         return float(votes.array[0]) == everyone.num_ranks
 
     def send(self, x: Tensor) -> None:
-        """See `Pipeline`. It waits only where the next stage is many megabytes behind."""
+        """See `Pipeline`. It waits only if the next stage lags by many megabytes."""
         self._hand_over("send", send_kernel(), self._number, x)
 
     def receive(self, shape: tuple[int, ...], dtype: DType) -> Tensor:
@@ -202,7 +202,7 @@ class SharedCommunicator:
             )  # fmt: skip
 
     def _described_message(self, kind: str, size: int, place: int, pipe: int) -> str:
-        """A rank's call, and, of one that receives, what it was sent."""
+        """A rank's call, and for a receiver the message that it got."""
         call = f"{kind} of {size:,} bytes of step {self._step[0]} at {self._place_names[place]}"
         if kind == "send":
             return call
@@ -218,8 +218,8 @@ class SharedCommunicator:
         self._begun_ns = time.perf_counter_ns()
 
     def end_step(self, number: int) -> None:
-        """Tells the others of the end of a step, so that a rank that had fewer collectives in it is found: here, or
-        where this rank or the other meets them next."""
+        """Reports the end of a step to the others, so that a rank with fewer collectives in it is found: here, or
+        when this rank or the other meets them next."""
         if self._ends is not None:
             status = self._ends(_description("end of step", number))
             if status:
@@ -239,22 +239,22 @@ class SharedCommunicator:
         """See `Communicator`."""
 
     def abort(self, reason: str) -> None:
-        """Ends all collectives of all ranks, which name the reason. May be called on any thread, and for the others by
-        who starts them."""
+        """Aborts all collectives of all ranks with an error that names the reason. Thread-safe, and the process that
+        starts the ranks may call it for them."""
         self.abort_for(self._number, reason)
 
     def abort_for(self, rank: int, reason: str) -> None:
-        """The same for a rank that cannot say so itself."""
+        """Aborts on behalf of a rank that cannot do so itself."""
         self._notices.say(rank, reason)
         self._notices.give_up(rank)
 
     @property
     def is_aborted(self) -> bool:
-        """Whether a rank has given up."""
+        """Whether a rank has aborted."""
         return self._notices.has_given_up
 
     def last_words(self) -> str:
-        """What each rank has said of it."""
+        """The reasons of all ranks."""
         return self._notices.last_words()
 
     def _publish(self, source: int, size: int, region: _Region | None = None) -> None:
@@ -282,7 +282,7 @@ class SharedCommunicator:
         )  # fmt: skip
 
     def _call_at(self, region: _Region, number: int) -> str:
-        """What this rank called as a collective."""
+        """This rank's call of a collective."""
         begin = region.shared - self._flag + description_at(region.num_ranks, region.rank, number)
         description, place = self._memory[begin : begin + 16].view(np.int64)
         size, kind = divmod(int(description), len(_KINDS))
@@ -296,7 +296,7 @@ class SharedCommunicator:
         )  # fmt: skip
 
     def _place(self) -> int:
-        """The number of the line that called, outside of the folders that hand calls on."""
+        """The line number of the caller outside the folders that pass calls on."""
         key = calling_line()
         found = self._places.get(key)
         if found is None:
@@ -310,7 +310,7 @@ class SharedCommunicator:
         return f"of {size:,} bytes at {self._place_names[place]}"
 
     def _explain(self, status: int, call: str) -> CommunicatorError:
-        """What went wrong, with every rank's words."""
+        """The error, with every rank's reason."""
         self._notices.say(self._number, f"called {call}")
         if status != HAS_ABORTED:
             self._notices.give_up(self._number)
@@ -319,7 +319,7 @@ class SharedCommunicator:
 
 
 def _description(kind: Kind, size: int) -> int:
-    """What `meet` compares."""
+    """The label that `meet` compares."""
     return size * len(_KINDS) + _KINDS.index(kind)
 
 

@@ -17,7 +17,7 @@ _MARKS = (
 
 
 def read_text_file(path: Path | str, param: str | None = None) -> str:
-    """A file's text; "-" is stdin. A byte order mark in front of UTF-8 is left out, which stderr says.
+    """A file's text; "-" is stdin. A byte order mark before UTF-8 is dropped, with a note on stderr.
 
     Raises `OSError`, and `InvalidArgumentError` for another encoding.
     """

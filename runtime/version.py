@@ -1,4 +1,4 @@
-"""The release that is installed."""
+"""The installed release."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps as they are shown to whoever looks on: nothing is made while nobody does."""
+"""Views of steps for observers; none are made without observers."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("xserv.engine")
 
 BLOCK_MAP_INTERVAL_S = 0.25
-"""A map of the blocks is made at most once in this time: it takes as long as there are blocks."""
+"""Least seconds between two maps of the blocks, whose time is proportional to the number of blocks."""
 
 ViewSink = Callable[[StepView], None]
 """Receives the view of each step, on any thread; it must not block. One that raises is logged and removed."""
 
 
 class Watchers:
-    """The sinks that get to see the steps. ``add`` may be called from any thread."""
+    """The sinks of step views. ``add`` is thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,9 +37,9 @@ class Watchers:
         return bool(self._sinks)
 
     def add(self, sink: ViewSink) -> Callable[[], None]:
-        """Returns the way to remove it, which may be called again."""
+        """Returns an idempotent function that removes it."""
 
-        def watch(view: StepView) -> None:  # of its own, so that one sink may watch twice
+        def watch(view: StepView) -> None:  # a new function, so that one sink may be added twice
             sink(view)
 
         with self._lock:
@@ -72,7 +72,7 @@ class StepViews:
         self._next_map_s = 0.0
 
     def skip(self) -> None:
-        """Nobody wants the steps until now."""
+        """Skip the steps until now, which are not observed."""
         if self._timeline:
             self._last_number = self._timeline[-1].number
         self._known_spans = [tally.num_steps for tally in self._executor.tallies()]
@@ -93,7 +93,7 @@ class StepViews:
         return views
 
     def _take_spans(self) -> list[RankSpan]:
-        """What each of several ranks did since the last call."""
+        """The steps of each of several ranks since the last call."""
         found, shift_s = [], time.monotonic() - time.perf_counter()
         for rank, num_known in enumerate(self._known_spans):
             self._known_spans[rank], spans = self._executor.spans(rank, num_known)

@@ -1,6 +1,6 @@
-"""What every step was: a record each, cheap enough for production, in a ring that forgets the oldest.
+"""A record of every step, cheap enough for production, in a ring buffer.
 
-A record keeps the step's own arrays; its ``chunks`` are made when somebody asks for them.
+A record keeps the step's own arrays; its ``chunks`` are made on access.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ChunkRecord:
 
 @dataclass(frozen=True, slots=True)
 class ChunkKey:
-    """Whose chunk it is, where its prompt ends, and when its request came in."""
+    """A chunk's request and choice, the end of its prompt, and when its request came in."""
 
     request_id: str
     index: int
@@ -44,13 +44,13 @@ class StepRecord:
     """One step. Times are seconds, moments those of ``time.monotonic()``.
 
     start_s, end_s      plain loop: from the beginning of its planning until its tokens were committed. Overlapped loop:
-                        from the beginning of its computation (it was planned while the step before ran), or, where
-                        that was queued before, from the end of the step before. So the steps' times do not overlap.
-    schedule_s          choosing chunks and reserving blocks, changes for late arrivals included
+                        from the beginning of its computation (it was planned while the previous step ran), or, if
+                        that was queued earlier, from the end of the previous step. So the steps' times do not overlap.
+    schedule_s          choosing chunks and reserving blocks, late arrivals included
     prepare_s           laying out its arrays
     run_s               from the beginning of its computation until its result was there
     commit_s            appending its tokens and making the outputs
-    has_failed          the model raised: the chunks' requests have ended with an error
+    has_failed          the model raised, and the chunks' requests have ended with an error
     num_running, num_waiting, num_free_blocks  when it was planned
     swapped_out, swapped_in, copied  blocks moved for it
     preempted           (request_id, index, way) of those that gave up their blocks for it
@@ -90,7 +90,7 @@ class StepRecord:
         self._starts = self._counts = _NO_TOKENS
 
     def set_chunks(self, keys: list[ChunkKey], starts: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
-        """Whose chunks the step has, where each begins and how many tokens it has; all are kept, and read only."""
+        """Set the keys, starts and token counts of the step's chunks; the arguments are kept, and read only."""
         self._keys, self._starts, self._counts = keys, starts, counts
 
     @property
@@ -100,12 +100,12 @@ class StepRecord:
 
     @property
     def host_s(self) -> float:
-        """What the step cost the host beside the computation."""
+        """The host's seconds outside the computation."""
         return self.schedule_s + self.prepare_s + self.commit_s
 
     @property
     def chunks(self) -> list[ChunkRecord]:
-        """By row."""
+        """The chunks by row."""
         return [
             ChunkRecord(
                 key.request_id,
@@ -119,7 +119,7 @@ class StepRecord:
 
     @property
     def chunk_views(self) -> list[ChunkView]:
-        """The chunks as they are shown to whoever looks on."""
+        """The chunks in the form for observers."""
         return [
             ChunkView(key.request_id, key.index, start, count, key.num_prompt_tokens, key.arrival_s)
             for key, start, count in zip(self._keys, self._starts.tolist(), self._counts.tolist())

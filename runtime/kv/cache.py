@@ -1,15 +1,15 @@
-"""The storage of the KV pages: what a page looks like in memory, and how many bytes it costs.
+"""The storage of the KV pages: their layout in memory, and their size in bytes.
 
-A page (block) holds ``block_size`` consecutive tokens of one sequence for every KV head of one layer, in planes of its
-own: keys, values. On cpu the keys of a page are stored transposed, so that a vector register runs over the tokens of
-the page and ``q . K`` needs no horizontal sums, and the values' rows are padded to whole vectors of 16:
+A page (block) holds ``block_size`` consecutive tokens of one sequence for every KV head of one layer, in separate
+planes: keys, values. On the CPU the keys of a page are stored transposed, so that a vector register runs over the
+tokens of the page and ``q . K`` needs no horizontal sums, and the values' rows are padded to whole vectors of 16:
 
 - K ``[num_blocks, num_kv_heads, head_dim, block_size]``
 - V ``[num_blocks, num_kv_heads, block_size, head_dim rounded up to 16]``
 
 Pages of int8 and fp8 (e4m3) have two planes more, ``k_scale`` and ``v_scale``, float32
-``[num_blocks, num_kv_heads, block_size]``: what each token's numbers in each head are multiplied by. They are written
-with the token, so that nothing has to be calibrated.
+``[num_blocks, num_kv_heads, block_size]``: the scale of each token's numbers in each head. They are written
+with the token, so no calibration is needed.
 
 Latent pages (MLA, https://arxiv.org/abs/2405.04434) have one plane on every device, ``latent``: a row a token, which is
 the key of all query heads, and whose last ``latent_values`` numbers are their value:
@@ -20,12 +20,12 @@ On a GPU, real or emulated, keys and values are ``[num_blocks, num_kv_heads, blo
 bytes to 16: one head's part of a page is one run of whole 16-byte pieces (`numba_kernels.cuda.kv_cache`).
 
 The cache has as many storages as a group has layers (`runtime.kv.groups`): the i-th layers of all groups share the i-th
-storage, where each block belongs to one group at a time. Swapping and transfer move planes and know no layers. Layers
+storage, where each block belongs to one group at a time. Swapping and transfer move planes, not layers. Layers
 may keep pages of another type (`layer_dtypes`); a storage has the planes of every type that its layers have, so that
 layers of two types which share one cost the bytes of both.
 
-`HostPages` holds whole blocks in host memory in the same layout, for what leaves the device and comes back; what moves
-them is `runtime.kv.transfer`. Who owns which block is not known here: that is the engine's block pool.
+`HostPages` holds whole blocks in host memory in the same layout, for swapping; `runtime.kv.transfer` moves
+them. The engine's block pool knows which blocks belong to which sequence.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from runtime.device.stream import Event
 
 _CPU_VALUE_ROW_MULTIPLE = 16  # float32 lanes of the widest vector: V rows are whole vectors
-_GPU_ROW_MULTIPLE = 8  # 16 bytes of the narrowest type that is no byte
+_GPU_ROW_MULTIPLE = 8  # 16 bytes of the narrowest type wider than a byte
 _GPU_ROW_BYTES = 16
 _GPU_BLOCK_SIZES = (8, 16, 32)
 _BLOCK_SIZE_MULTIPLE = 8  # float32 lanes of the narrowest vector that the score kernel is built for
@@ -70,18 +70,18 @@ class Plane(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """The shape of one model's KV cache; the number of blocks is the engine's choice.
+    """The shape of one model's KV cache; the engine chooses the number of blocks.
 
     Attributes:
-        layer_windows: tokens that a query of each layer sees, its own included, None for all; empty: all see all.
+        layer_windows: attention window of each layer in tokens, the query's included, None for full; empty: all full.
         layer_dtypes: the type of each layer's pages; empty: all have `dtype`.
-        latent_values: of latent pages, the length of a value; 0: keys and values are of their own.
-        own_layers: those of this stage, which alone have pages; None: all.
-        groups: of the layers, made of the windows of all.
-        planes: of one block of one storage, of each storage.
+        latent_values: the length of a value in latent pages; 0 for separate keys and values.
+        own_layers: those of this stage, which alone have pages, or None for all.
+        groups: of the layers, by the windows of all.
+        planes: of one block, for each storage.
 
-    Raises InvalidArgumentError for a size that is not positive, windows of another number of layers, own layers that
-    there are not, a ``block_size`` that is no multiple of 8 (on a GPU: not 8, 16 or 32), or a dtype other than float32,
+    Raises InvalidArgumentError for a size that is not positive, a wrong number of windows, unknown own
+    layers, a ``block_size`` that is not a multiple of 8 (on a GPU: not 8, 16 or 32), or a dtype other than float32,
     float16, bfloat16, int8 and float8_e4m3, of which the last two are not for latent pages.
     """
 
@@ -153,7 +153,7 @@ class KVCacheSpec:
         return self.layer_dtypes[layer] if self.layer_dtypes else self.dtype
 
     def planes_of(self, layer: int, storage: int) -> slice:
-        """Which of its storage's planes are the layer's."""
+        """The layer's planes among those of its storage."""
         first = 0
         for dtype in self.dtypes_of(storage):
             count = 1 if self.latent_values else 2 if dtype in STORED else 4
@@ -200,15 +200,15 @@ class KVCacheSpec:
 
 
 class KVCache:
-    """The pages of every layer on the spec's device, allocated once and zeroed: kernels read pages whole, whatever of
-    them has been written.
+    """The pages of every layer on the spec's device, allocated once and zeroed, since kernels read whole pages even if
+    they are partly written.
 
     Attributes:
-        spec, num_blocks, device: what it was made of.
-        storages: the pages of each storage, plane by plane: ``[num_blocks, ...]`` as the spec's `planes` say.
-        arrivals: on a GPU, by storage: what work on its pages has still to wait for (`runtime.kv.transfer`).
+        spec, num_blocks, device: as given.
+        storages: the pages of each storage, plane by plane: ``[num_blocks, ...]`` by the spec's `planes`.
+        arrivals: on a GPU, by storage: the events that work on its pages has to wait for (`runtime.kv.transfer`).
 
-    Raises InvalidArgumentError when ``num_blocks`` is not positive, OutOfMemoryError when the device refuses the bytes.
+    Raises InvalidArgumentError if ``num_blocks`` is not positive, OutOfMemoryError if the device refuses the bytes.
     """
 
     def __init__(self, spec: KVCacheSpec, num_blocks: int) -> None:
@@ -237,11 +237,11 @@ class KVCache:
         return self._places[layer][0]
 
     def layer(self, index: int) -> tuple[Tensor, ...]:
-        """Layer ``index``'s pages, plane by plane: K, V, and where they are quantised the scales of both, or of latent
-        pages the one that there is, each ``[num_blocks, ...]`` as the spec's `planes` say.
+        """Layer ``index``'s pages, plane by plane: K, V and, if they are quantised, the scales of both; or the one
+        plane of latent pages. Each is ``[num_blocks, ...]`` by the spec's `planes`.
 
-        What the device's current stream does from now on comes after the copies of these pages that are under way. A
-        recorded graph does not come by here: see `wait_for_arrivals`.
+        Later work on the device's current stream waits for the pending copies of these pages. A
+        recorded graph does not call this: see `wait_for_arrivals`.
         """
         _, storage, planes = self._places[index]
         if self.arrivals:
@@ -249,8 +249,8 @@ class KVCache:
         return self.storages[storage][planes]
 
     def wait_for_arrivals(self) -> None:
-        """As `layer` for all layers: what the device's current stream does from now on, a recorded graph's replay for
-        one, comes after all copies of pages that are under way."""
+        """As `layer` for all layers: later work on the device's current stream, such as a graph's replay,
+        waits for all pending copies of pages."""
         for storage in list(self.arrivals):
             self._wait(storage)
 
@@ -267,14 +267,14 @@ class KVCache:
 
 
 class HostPages:
-    """Room for whole blocks in host memory, allocated once: pinned for a GPU, real or emulated, plain for the cpu.
+    """Whole blocks in host memory, allocated once: pinned for a GPU, real or emulated, plain for the CPU.
 
     Attributes:
-        spec: the cache's whose blocks fit here.
+        spec: of the cache whose blocks fit here.
         num_slots: blocks that there is room for.
         planes: those of storage 0, those of storage 1 …: each uint8 ``[num_slots, bytes of one page]``.
 
-    Raises InvalidArgumentError when ``num_slots`` is not positive, OutOfMemoryError with the sizes when the machine has
+    Raises InvalidArgumentError if ``num_slots`` is not positive, OutOfMemoryError with the sizes if the machine has
     less memory, or refuses it.
     """
 
@@ -285,9 +285,9 @@ class HostPages:
         self.num_slots = num_slots
         needed = f"HostPages: {num_slots} slots of {spec.bytes_per_block} bytes are {self.size_bytes} bytes"
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if self.size_bytes > memory:  # the system may promise it all the same
+        if self.size_bytes > memory:  # the system may overcommit
             raise OutOfMemoryError(f"{needed}, the machine has {memory}")
-        self._pinned: list[PinnedBlock] = []  # lend their bytes to the planes
+        self._pinned: list[PinnedBlock] = []  # they own the planes' bytes
         try:
             self.planes = [self._plane(plane.size_bytes) for planes in spec.planes for plane in planes]
         except MemoryError as error:
@@ -302,9 +302,9 @@ class HostPages:
         shape = (self.num_slots, page_bytes)
         if self.spec.device.kind == "cpu":
             plane = np.empty(shape, np.uint8)
-            plane.fill(0)  # the system gives the memory now, and not page by page to the first that are swapped
+            plane.fill(0)  # allocates the memory now, and not page by page during the first swaps
             return plane
-        from runtime.device.gpu import Gpu  # brings the driver, which the cpu does without
+        from runtime.device.gpu import Gpu  # imports the driver, which the CPU does not need
 
         self._pinned.append(Gpu.of(self.spec.device).pinned.allocate(math.prod(shape)))
         return self._pinned[-1].array.reshape(shape)

@@ -1,7 +1,7 @@
-"""Kinds of cache: which pages of a sequence a layer still needs, and which of a prefix can be found again.
+"""Kinds of cache: which pages of a sequence a layer still needs, and which prefixes can be cached.
 
 Layers of one kind share block tables (`runtime.kv.groups`). The scheduler, the block pool, the prefix tree and the
-router ask a kind; none of them knows which kinds there are. A new kind is a class here.
+router use only this interface. A new kind is a class here.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import msgspec
 
 
 class CacheKind(Protocol):
-    """What a layer keeps of a sequence, in pages of ``block_size`` tokens.
+    """The part of a sequence that a layer keeps, in pages of ``block_size`` tokens.
 
     Attributes:
-        is_whole: a sequence holds the pages of all its tokens from its start to its end. Of other kinds it gets the
+        is_whole: a sequence holds the pages of all its tokens from its start to its end. With other kinds it gets the
             pages of each chunk, and gives up those that are no longer needed.
     """
 
@@ -27,22 +27,22 @@ class CacheKind(Protocol):
         """The first page that the token after ``num_tokens``, or any later one, needs."""
 
     def gives_up_at(self, page: int, block_size: int) -> int:
-        """The fewest tokens after which nothing needs the page; ``sys.maxsize``: it is always needed."""
+        """The fewest tokens after which the page is not needed; ``sys.maxsize`` if it is always needed."""
 
     def most_pages(self, num_tokens: int, block_size: int, chunk: int | None) -> int:
-        """The most pages that a sequence of so many tokens needs at once, where at most ``chunk`` of them are computed
-        in a step; None: all in one."""
+        """The most pages that a sequence of so many tokens needs at once, with at most ``chunk`` of them computed
+        in a step, or all in one for None."""
 
     def reserved_tokens(self, remaining: int) -> int:
-        """For how many of a prompt's ``remaining`` tokens further pages are needed before any is given up."""
+        """How many of a prompt's ``remaining`` tokens need further pages before any is given up."""
 
     def findable_pages(self, path: Sequence[bool], most: int, block_size: int) -> int:
-        """The longest prefix, of at most ``most`` pages, that can be continued from what is stored: ``path`` says of
-        each page whether it is."""
+        """The longest prefix, of at most ``most`` pages, that can be continued from the stored pages: ``path`` has
+        for each page whether it is stored."""
 
 
 class Full(msgspec.Struct, frozen=True, tag="full"):
-    """A query sees all tokens before it."""
+    """Full attention: a query sees all tokens before it."""
 
     is_whole: ClassVar[bool] = True
 
@@ -68,7 +68,7 @@ class Full(msgspec.Struct, frozen=True, tag="full"):
 
 
 class Window(msgspec.Struct, frozen=True, tag="window"):
-    """A query sees the last ``tokens``, its own included."""
+    """Sliding-window attention: a query sees the last ``tokens``, its own included."""
 
     tokens: int
     is_whole: ClassVar[bool] = False
@@ -94,7 +94,7 @@ class Window(msgspec.Struct, frozen=True, tag="window"):
 
     def findable_pages(self, path: Sequence[bool], most: int, block_size: int) -> int:
         """See `CacheKind`."""
-        best, count = 0, 0  # pages in a row that are stored
+        best, count = 0, 0  # consecutive stored pages
         for pages, is_stored in enumerate(path[:most], 1):
             count = count + 1 if is_stored else 0
             if count >= pages - self.first_page(pages * block_size, block_size):
@@ -103,32 +103,32 @@ class Window(msgspec.Struct, frozen=True, tag="window"):
 
 
 AnyKind = Full | Window
-"""Every kind, as messages between processes name them."""
+"""Every kind, by its name in messages between processes."""
 
 FULL = Full()
 
 
 def kind_of_window(window: int | None) -> AnyKind:
-    """The kind of layers whose queries see so many tokens; None: all."""
+    """The kind of layers with this attention window in tokens, or None for full attention."""
     return FULL if window is None else Window(window)
 
 
 def window_of(kind: CacheKind) -> int | None:
-    """The reverse, as configurations and reports have it."""
+    """The inverse, for configurations and reports."""
     return kind.tokens if isinstance(kind, Window) else None
 
 
 def blocks_of_sequence(
     num_tokens: int, kinds: Sequence[CacheKind], block_size: int, *, chunk: int | None = 1
 ) -> int:
-    """Most blocks that a sequence of so many tokens needs at once, over all cache groups, where at most ``chunk`` of
-    its tokens are computed in a step (None: all in one)."""
+    """Most blocks that a sequence of so many tokens needs at once, over all cache groups, with at most ``chunk`` of
+    its tokens computed in a step (all in one for None)."""
     return sum(kind.most_pages(num_tokens, block_size, chunk) for kind in kinds)
 
 
 def findable_pages(paths: Sequence[Sequence[bool]], kinds: Sequence[CacheKind], block_size: int) -> int:
-    """The longest prefix, in pages, that all cache groups can give. ``paths``: by group and page, whether its content
-    lies anywhere."""
+    """The longest prefix, in pages, that all cache groups have. ``paths``: by group and page, whether its content
+    is stored."""
     most = min(map(len, paths))
     while True:
         found = most

@@ -1,4 +1,4 @@
-"""Lists of blocks to move, as runs of pages that lie side by side, in waves that may not overtake one another."""
+"""Groups lists of block moves into runs of adjacent pages, in waves that have to stay in order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Pairs = Sequence[tuple[int, int]]
 
 
 class Run(NamedTuple):
-    """`num_pages` pages that follow one another in both places."""
+    """`num_pages` pages that are adjacent in both places."""
 
     source: int
     target: int
@@ -19,16 +19,16 @@ class Run(NamedTuple):
 
 
 Wave = list[Run]
-"""Runs whose order does not matter: none touches what another writes. Waves act one after another."""
+"""Runs that are independent: none touches what another writes. Waves act one after another."""
 
 
 def waves_of(name: str, pairs: Pairs, sources: tuple[str, int], targets: tuple[str, int]) -> list[Wave]:
-    """The pairs as waves of runs: a pair finds what those before it have left.
+    """The pairs as waves of runs; a pair sees the effect of earlier ones.
 
-    `name` is the list's. `sources` and `targets`: what they count ("block"), and how many there are; where the two are
-    the same, a pair's target may be another's source.
+    `name` is the list's. `sources` and `targets` give the unit ("block") and its number; if the two are
+    equal, a pair's target may be another's source.
 
-    Raises InvalidArgumentError where there is no such source or target.
+    Raises InvalidArgumentError if a source or target does not exist.
     """
     num_sources, num_targets = sources[1], targets[1]
     is_within = sources == targets
@@ -58,7 +58,7 @@ def waves_of(name: str, pairs: Pairs, sources: tuple[str, int], targets: tuple[s
 
 
 def _runs(pairs: list[tuple[int, int]]) -> Wave:
-    """One or more pairs whose order does not matter, as runs by source."""
+    """One or more independent pairs, as runs by source."""
     pairs.sort()
     runs: Wave = []
     source, target = first, to = pairs[0]

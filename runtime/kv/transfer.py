@@ -3,16 +3,16 @@
     transfer = KVTransfer(kv_cache, HostPages(kv_cache.spec, num_slots))
     transfer.run(step.swap_out, step.swap_in, step.copies)   # before the step's forward pass
 
-The three lists act in that order, on all planes of all storages: what leaves is read as the steps before left it, what
-comes in may take the place of what left, and a copy may read what came in. Blocks and slots that follow one another on
+The three lists act in that order, on all planes of all storages: swapped-out pages are read as the previous steps left
+them, swapped-in pages may take their place, and a copy may read swapped-in pages. Blocks and slots that are adjacent on
 both sides move as one run.
 
-On the cpu `run` returns when all is done. On a GPU it only queues, on a stream of its own: storage by storage, each
-after all that the device's stream holds now, and each layer's pages are waited for where the forward pass asks for them
-(`KVCache.layer`). So while one layer is computed the next ones' pages are still on their way, and no page is read
-before it has arrived, nor overwritten before it has left.
+On the CPU `run` returns when all is done. On a GPU it only queues, on a separate stream: storage by storage, each
+after all current work on the device's stream, and the forward pass waits for each layer's pages when it uses them
+(`KVCache.layer`). So the pages of later layers are copied while a layer is computed, and no page is read
+before it has arrived, or overwritten before it has left.
 
-Which block belongs to whom is the scheduler's business.
+The scheduler decides which block belongs to which sequence.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from runtime.kv.runs import Pairs, Wave, waves_of
 
 @dataclass(frozen=True, slots=True)
 class TransferCounters:
-    """What a KVTransfer has moved so far.
+    """Counters of a KVTransfer.
 
     Attributes:
         out_bytes, in_bytes: to and from host memory; on a GPU they count when they are queued.
         copied_bytes: from page to page.
         swap_bytes, swap_s: bytes and seconds of the calls of `run` that swapped, as far as they are done and timed; the
             seconds include those calls' copies from page to page.
-        num_driver_calls: copies asked of a GPU's driver.
+        num_driver_calls: copies requested from a GPU's driver.
     """
 
     out_bytes: int
@@ -58,11 +58,11 @@ class Mover(Protocol):
     num_driver_calls: int
 
     def move(self, swap_out: list[Wave], swap_in: list[Wave], copies: list[Wave], swap_bytes: int) -> None:
-        """One call of `KVTransfer.run`, in which `swap_bytes` are swapped."""
+        """Run one call of `KVTransfer.run`, in which `swap_bytes` are swapped."""
         ...
 
     def collect(self) -> None:
-        """Counts what has been done since."""
+        """Counts the copies that have finished."""
         ...
 
 
@@ -70,9 +70,9 @@ class KVTransfer:
     """Moves blocks between a KV cache and host memory, and within the cache. Belongs to the engine's loop.
 
     Attributes:
-        host_pages: where blocks go that are swapped out; None: nothing is swapped.
+        host_pages: for swapped blocks, or None without swapping.
 
-    Raises InvalidArgumentError where the host pages were made for another cache.
+    Raises InvalidArgumentError if the host pages were made for another cache.
     """
 
     def __init__(self, kv_cache: KVCache, host_pages: HostPages | None = None) -> None:
@@ -90,15 +90,15 @@ class KVTransfer:
         if kv_cache.device.kind == "cpu":
             self._mover = _CpuMover(kv_cache, host_pages)
         else:
-            from runtime.kv.transfer_gpu import GpuMover  # brings the driver, which the cpu does without
+            from runtime.kv.transfer_gpu import GpuMover  # imports the driver, which the CPU does not need
 
             self._mover = GpuMover(kv_cache, host_pages)
 
     def run(self, swap_out: Pairs, swap_in: Pairs, copies: Pairs) -> None:
         """Moves blocks: first `swap_out` (block, slot), then `swap_in` (slot, block), then `copies` (source block,
-        target block); within a list, too, a pair finds what those before it have left.
+        target block); within a list, too, a pair sees the effect of earlier ones.
 
-        Raises InvalidArgumentError, before anything has moved, where a block or slot does not exist.
+        Raises InvalidArgumentError, before any move, if a block or slot does not exist.
         """
         if not (swap_out or swap_in or copies):
             return
@@ -117,7 +117,7 @@ class KVTransfer:
 
     @property
     def counters(self) -> TransferCounters:
-        """What was moved so far."""
+        """The counters so far."""
         mover = self._mover
         mover.collect()
         return TransferCounters(
@@ -125,7 +125,7 @@ class KVTransfer:
         )
 
     def take_timed(self) -> tuple[int, float]:
-        """(blocks, seconds) of the swaps that are done and timed and were not given here before; (0, 0.0) where there
+        """(blocks, seconds) of the swaps that were finished and timed since the last call; (0, 0.0) if there
         are none. The seconds include copies from page to page in the same calls of `run`."""
         mover, before = self._mover, self._taken
         mover.collect()
@@ -160,7 +160,7 @@ class _CpuMover:
             self.swap_s += time.perf_counter() - start
 
     def collect(self) -> None:
-        """Nothing is left to be timed."""
+        """Does nothing: copies are timed at once."""
 
 
 def _copy(sources: list[NDArray[np.uint8]], targets: list[NDArray[np.uint8]], waves: list[Wave]) -> None:

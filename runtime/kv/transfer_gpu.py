@@ -1,8 +1,8 @@
-"""Moving KV blocks on a GPU: batches of copies on a stream of their own, a storage at a time.
+"""Moves KV blocks on a GPU: batches of copies on a separate stream, a storage at a time.
 
-The stream waits for all that the device's own stream holds, so that pages are read as the steps before left them and
-are not overwritten while those read them. An event behind each storage's copies goes to `KVCache.arrivals`: the
-device's stream waits for it where the forward pass asks for the pages of its first layer, so that its kernels neither
+The stream waits for all work on the device's own stream, so that pages are read as the previous steps left them and
+are not overwritten while those read them. An event after each storage's copies goes to `KVCache.arrivals`: the
+device's stream waits for it when the forward pass uses the pages of its first layer, so that its kernels neither
 read pages too early nor write pages too early.
 """
 
@@ -21,7 +21,7 @@ from runtime.kv.runs import Wave
 
 
 class GpuMover:
-    """Queues copies; `move` returns at once. Its memory must live as long as it does, so it holds both."""
+    """Queues copies; `move` returns at once. It owns its memory, which must live as long as it does."""
 
     def __init__(self, kv_cache: KVCache, host_pages: HostPages | None) -> None:
         spec = kv_cache.spec
@@ -33,7 +33,7 @@ class GpuMover:
         self._pages = [tensor.address for planes in kv_cache.storages for tensor in planes]
         self._host = [] if host_pages is None else [plane.ctypes.data for plane in host_pages.planes]
         self._gpu = Gpu.of(kv_cache.device)
-        self._stream: Stream | None = None  # made when it is needed: with a second one the emulator has more to watch
+        self._stream: Stream | None = None  # made on first use: the emulator checks more with a second one
         self._arrivals = [self._gpu.new_event() for _ in range(spec.num_storages)]
         self._timed: deque[tuple[Event, Event, int]] = deque()  # start, end, bytes swapped between them
 
@@ -75,5 +75,5 @@ class GpuMover:
 
     def __del__(self, is_over: Callable[[], bool] = sys.is_finalizing) -> None:
         if (stream := getattr(self, "_stream", None)) and not is_over():
-            with contextlib.suppress(DeviceError):  # of a device whose kernel failed: there is nobody to tell
+            with contextlib.suppress(DeviceError):  # of a device whose kernel failed, which is reported elsewhere
                 stream.synchronize()

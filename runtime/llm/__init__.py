@@ -1,7 +1,7 @@
 """A model in this process: ``LLM`` for scripts and notebooks, ``AsyncLLM`` for programs on asyncio.
 
-Both are users of ``EngineClient`` like the server. ``loaded_model`` is what they share, ``job`` a request on its way,
-``prompts`` and ``outputs`` what goes in and comes out, ``beam_search`` a search over many requests.
+Both are clients of ``EngineClient`` like the server. ``loaded_model`` is their common part, ``job`` an open request,
+``prompts`` and ``outputs`` their inputs and outputs, ``beam_search`` a search over many requests.
 """
 
 from runtime.llm.async_llm import AsyncLLM

@@ -1,5 +1,5 @@
-"""Beam search over one prompt, a step at a time: which prompts to run next, and what their log probabilities make of
-the beams. It knows no engine; ``LLM.beam_search`` runs the prompts of all searches together.
+"""Beam search over one prompt, a step at a time: chooses the next prompts to run, and updates the beams from their
+log probabilities. It does not use an engine; ``LLM.beam_search`` runs the prompts of all searches together.
 
 The rules are transformers' (``generate(num_beams=...)`` with ``early_stopping=False``).
 """
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=KnownOptions):
-    """How ``LLM.beam_search`` searches.
+    """Parameters of ``LLM.beam_search``.
 
     beam_width      beams that are kept, and returned: 1 … 10, fewer for a model with several ids that end an answer
-    max_tokens      most tokens that a beam is given
+    max_tokens      most new tokens of a beam
     ignore_eos      the model's end-of-sequence ids do not end a beam
     length_penalty  a beam's score is its log probability over its number of new tokens to the power of this; above 0
                     it favours long beams
-    temperature     0: the beams are the most probable ones, nothing is drawn
+    temperature     0: the beams are the most probable ones, nothing is sampled
 
     Raises ``RequestError``.
     """
@@ -63,7 +63,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=Know
 
 @dataclass(slots=True)
 class _Beam:
-    """The tokens that were added to the prompt, with the candidates of each, and the sum of their log probabilities."""
+    """The new tokens, with the candidates of each, and the sum of their log probabilities."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
@@ -73,7 +73,7 @@ class _Beam:
 
 
 class BeamSearch:
-    """The beams of one prompt. Raises ``RequestError`` where they are more than the engine gives alternatives for, and
+    """The beams of one prompt. Raises ``RequestError`` if the engine gives too few alternatives for them, and
     ``ContextLengthExceededError``."""
 
     def __init__(self, prompt: Prompt, token_ids: list[int], params: BeamSearchParams, info: EngineInfo) -> None:
@@ -83,7 +83,7 @@ class BeamSearch:
         self._prompt = token_ids
         self._scheduling = scheduling_of(prompt)
         self._eos = () if params.ignore_eos else info.eos_token_ids
-        factor = max(2, 1 + len(self._eos))  # so that a width of beams goes on even if all the others end
+        factor = max(2, 1 + len(self._eos))  # so that a width of beams continues even if all the others end
         if factor * params.beam_width > MAX_LOGPROBS:
             raise RequestError(
                 f"beam_width must be at most {MAX_LOGPROBS // factor} for a model with {len(self._eos)} ids that end "
@@ -100,15 +100,15 @@ class BeamSearch:
 
     @property
     def step_params(self) -> SamplingParams:
-        """How each of the prompts is to be run."""
+        """The sampling parameters of each prompt."""
         return SamplingParams(temperature=0.0, max_tokens=1, logprobs=self._num_candidates, detokenize=False)
 
     def prompts(self) -> list[dict[str, Any]]:
-        """What to run next; empty when the search is over."""
+        """The next prompts to run; empty when the search is over."""
         return [{"prompt_token_ids": self._prompt + beam.token_ids, **self._scheduling} for beam in self._running]
 
     def take(self, outputs: list[RequestOutput]) -> None:
-        """The outputs of ``prompts()``, in their order: one more token for each beam. Raises ``XservError`` where the
+        """Add one token to each beam, from the outputs of ``prompts()`` in their order. Raises ``XservError`` if the
         engine failed at one."""
         if not self._running:
             return
@@ -128,7 +128,7 @@ class BeamSearch:
         for rank, (total, token_id, beam, entries) in enumerate(candidates[: self._num_candidates]):
             has_stopped = token_id in self._eos
             if (has_stopped or is_last) and rank >= width:
-                continue  # as a candidate it only stood in for those that end
+                continue  # as a candidate it only replaced those that end
             new = _Beam([*beam.token_ids, token_id], [*beam.logprobs, entries], total, has_stopped)
             new.score = total / length**self.params.length_penalty
             (self._finished if has_stopped or is_last else going_on).append(new)

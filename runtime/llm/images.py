@@ -1,4 +1,4 @@
-"""Pictures of a prompt: prepared as the model reads them, and put in the place of their tokens."""
+"""Images of a prompt: preprocessed for the model, and inserted at their placeholder tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runtime.text.content import ImagePart, plain_content, plain_data
 def with_images(
     token_ids: list[int], images: Sequence[Any], info: EngineInfo
 ) -> tuple[list[int], tuple[ImageItem, ...]]:
-    """The prompt with as many of the picture's token as each picture has, where it has one, and the pictures.
+    """The prompt with each image token expanded to all tokens of its image, and the images.
 
     Raises ``RequestError``.
     """
@@ -41,8 +41,8 @@ def with_images(
 def take_images(
     messages: Sequence[Mapping[str, Any]], *, reads_images: bool = True
 ) -> tuple[list[Mapping[str, Any]], list[Any]]:
-    """A conversation with content in its one form (``runtime.text.content``), and its pictures in order. Where the
-    model reads none, those in tools' results become a text. Raises ``RequestError``."""
+    """A conversation with normalised content (``runtime.text.content``), and its images in order. If the model reads
+    no images, those in tools' results become a text. Raises ``RequestError``."""
     images: list[Any] = []
     plain = [
         {
@@ -62,7 +62,7 @@ def take_images(
 
 
 def _given(part: ImagePart) -> Any:
-    """A part's picture as a prompt's "images" may hold it; the bytes of a ``data:`` URI. Raises ``RequestError``."""
+    """A part's image in the form of a prompt's "images"; the bytes of a ``data:`` URI. Raises ``RequestError``."""
     value = part.value
     if value is None:
         raise RequestError(f"{part.where} is missing: the part needs a picture", param=part.where)

@@ -1,4 +1,4 @@
-"""One request on its way: its choices as they grow."""
+"""One open request, with its growing choices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Job:
-    """A request, and what the engine has given for it so far."""
+    """A request, and the engine's outputs for it so far."""
 
     def __init__(
         self, request: EngineRequest, prompt: str | None, tokenizer: Tokenizer | None, answer_format: AnswerFormat
@@ -53,7 +53,7 @@ class Job:
         ]
 
     def receive(self, output: EngineOutput) -> TextDelta:
-        """Take one output of the engine; what it adds to its choice."""
+        """Take one output of the engine; returns what it adds to its choice."""
         if output.finish_reason is not None:
             self.num_running -= 1
         if output.prompt_logprobs is not None:
@@ -84,11 +84,11 @@ class Job:
         return all(choice.finish_reason is not None for choice in self._choices)
 
     def result(self) -> RequestOutput:
-        """All of it; it grows on with the request."""
+        """The request's output object, which grows with the request."""
         return self._output(self._choices)
 
     def copy(self) -> RequestOutput:
-        """All of it so far."""
+        """A copy of the output so far."""
         return self._output(
             [
                 replace(
@@ -101,7 +101,7 @@ class Job:
         )
 
     def piece(self, index: int, delta: TextDelta) -> RequestOutput:
-        """What a delta has added to choice ``index``, and nothing else."""
+        """An output with only what a delta has added to choice ``index``."""
         logprobs = None if delta.logprobs is None else [self._by_id(entry) for entry in delta.logprobs]
         new = replace(self._choices[index], text=delta.text, token_ids=list(delta.token_ids), logprobs=logprobs)
         return self._output([new])

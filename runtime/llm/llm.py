@@ -6,7 +6,7 @@
         outputs = llm.generate(["Hello"], SamplingParams(temperature=0.0, max_tokens=20))
         print(outputs[0].outputs[0].text)
 
-It is one more user of ``EngineClient``: prompts become ids here, ids become text here.
+A client of ``EngineClient``: it tokenizes prompts and detokenizes outputs.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class LLM(LoadedModel):
-    """Calls wait for their results; they may come from several threads."""
+    """Calls block until their results are complete; they may come from several threads."""
 
     @known_options()
     def generate(
@@ -50,11 +50,11 @@ class LLM(LoadedModel):
         *,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Complete prompts, all together; the results are in the prompts' order.
+        """Complete prompts in one batch; the results are in the prompts' order.
 
         prompts          one prompt or a list of them (a flat list of ints is one prompt)
-        sampling_params  one for all, or one a prompt; None: ``default_sampling_params()``
-        use_tqdm         show progress on stderr, when that is a terminal and there is more than one prompt
+        sampling_params  one for all, or one a prompt; by default ``default_sampling_params()``
+        use_tqdm         show progress on stderr, if that is a terminal and there is more than one prompt
 
         Every prompt and its parameters are checked before the first is computed. Raises ``RequestError``,
         ``ContextLengthExceededError``, ``EngineDeadError``.
@@ -82,8 +82,8 @@ class LLM(LoadedModel):
     ) -> list[RequestOutput]:
         """Answer one conversation, or several: see ``chat_prompt`` and ``generate``; a prompt's ``cache_salt``
         and ``priority`` are the request's. Messages may be objects of an SDK, and a message's content a list of parts,
-        as OpenAI, Anthropic and transformers have them; ``{"type": "image", "image": ...}`` takes what a prompt's
-        "images" may hold."""
+        in the forms of OpenAI, Anthropic and transformers; ``{"type": "image", "image": ...}`` takes the values of
+        a prompt's "images"."""
         is_one = bool(messages) and not isinstance(messages[0], (list, tuple))
         conversations: Sequence[Any] = [messages] if is_one else messages
         reads_images = self.client.info.images is not None
@@ -113,8 +113,8 @@ class LLM(LoadedModel):
         *,
         answer_format: AnswerFormat | None = None,
     ) -> Generator[TextDelta, None, None]:
-        """Complete one prompt, with ``n=1``, and yield what comes as it comes; the last delta has a
-        ``finish_reason``. With an ``answer_format``, reasoning and tool calls are told from the text. The request
+        """Complete one prompt, with ``n=1``, and yield its deltas as they come; the last one has a
+        ``finish_reason``. With an ``answer_format``, reasoning and tool calls are parsed from the text. The request
         starts with the first ``next``; closing the iterator cancels it. Raises as ``generate`` does."""
         job = self._job(prompt, sampling_params or self.default_sampling_params(), answer_format)
         if job.params.n != 1:
@@ -170,12 +170,12 @@ class LLM(LoadedModel):
     ) -> list[BeamSearchOutput]:
         """The most probable continuations that a beam search finds, ``params.beam_width`` a prompt, best first.
 
-        concurrency_limit  prompts that are searched at once; None: all
+        concurrency_limit  prompts that are searched at once, by default all
 
         The search, its scores and its end are those of transformers' ``generate(num_beams=...)``: the best
         ``beam_width`` candidates of a step that end are kept by ``cum_logprob / num_new_tokens ** length_penalty``,
-        the best that do not end go on, and it is over when none of these could be better. (vLLM counts the prompt's
-        tokens in the length, too.) Raises ``RequestError``, ``ContextLengthExceededError``, ``EngineDeadError``.
+        the best that do not end continue, and the search is over when none of these could be better. (vLLM counts the
+        prompt's tokens in the length.) Raises ``RequestError``, ``ContextLengthExceededError``, ``EngineDeadError``.
         """
         if concurrency_limit is not None and concurrency_limit < 1:
             name = "concurrency_limit"
@@ -213,7 +213,7 @@ class LLM(LoadedModel):
                         advance()
                         for following in itertools.islice(waiting, 1):
                             self._submit(following, outputs, open_jobs)
-        finally:  # an interrupt, or a prompt that was refused
+        finally:  # an interrupt, or a refused prompt
             for request_id in open_jobs:
                 self.client.cancel(request_id)
         return [job.result() for job in jobs]
@@ -224,7 +224,7 @@ class LLM(LoadedModel):
         while True:
             try:
                 self.client.submit(job.request, outputs.put)
-            except QueueFullError as error:  # others use the engine too
+            except QueueFullError as error:  # other clients use the engine too
                 time.sleep(error.retry_after_s)
             else:
                 open_jobs[job.request_id] = job
@@ -240,7 +240,7 @@ class LLM(LoadedModel):
                 time.sleep(error.retry_after_s)
 
     def _receive(self, job: Job, output: EngineOutput) -> bool:
-        """Take one output; True when the engine is done with the request."""
+        """Take one output; True if the engine has finished the request."""
         if job.receive(output).should_cancel:
             self.client.cancel(job.request_id, output.index)
         return job.num_running == 0

@@ -1,5 +1,5 @@
-"""What ``LLM`` and ``AsyncLLM`` share: a loaded model with its engine in a thread, or several in processes, its
-tokenizer, and the way from a prompt to a request."""
+"""The common part of ``LLM`` and ``AsyncLLM``: a loaded model with its engine in a thread, or several in processes,
+its tokenizer, and the conversion of prompts to requests."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ class LoadedModel:
     """A loaded model with its engine in a thread of this process, or with several (``data_parallel_size``) in processes
     of their own; a context manager.
 
-    model      folder, hub id, or None: the bundled model
-    tokenizer  a ``Tokenizer``, a folder or a GGUF file; None: the model's. A model without one serves token ids.
+    model      folder, hub id, or None for the bundled model
+    tokenizer  a ``Tokenizer``, a folder or a GGUF file; by default the model's. A model without one serves token ids.
     chat_template  a Jinja template, or a file that holds one, instead of the tokenizer's own
     skip_tokenizer_init  no tokenizer is loaded: token ids in, token ids out
-    compile_ahead     compile all kernels that the model needs before it is loaded, once, in processes side by side;
-                      False: each as it is met
+    compile_ahead     compile all kernels that the model needs before it is loaded, once, in parallel processes;
+                      False: each on first use
     kv_cache_memory_bytes  vLLM's name of the setting ``kv_cache_bytes``
-    use_tqdm_on_load  show on stderr how far downloads, compiling and loading are, where that takes over a second
+    use_tqdm_on_load  show the progress of downloads, compiling and loading on stderr, if they take over a second
 
     settings   ``runtime.engine.config.EngineConfig``'s, device and dtype among them; its seed is 0 here unless given
-               (None: fresh ones each run)
+               (None for a fresh one each run)
 
     Raises ``ModelLoadError``, ``TokenizerFileError``, ``DeviceError``, ``RequestError``.
     """
@@ -102,7 +102,7 @@ class LoadedModel:
                 raise RequestError(problem, param="tokenizer")
             self.client: EngineClient = start_client(model, **settings)
         else:
-            from runtime.engine.make_engine import engine_of  # wakes the kernels
+            from runtime.engine.make_engine import engine_of  # imports the kernels
 
             if compile_ahead:
                 compile_kernels_ahead(model, config, reporter)
@@ -132,7 +132,7 @@ class LoadedModel:
         return cls(engine_args.model, **engine_args.options)
 
     def close(self) -> None:
-        """Stop the engine. May be called again."""
+        """Stop the engine. Idempotent."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -142,13 +142,13 @@ class LoadedModel:
         self.close()
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises ``RequestError`` where it has none."""
+        """The model's tokenizer. Raises ``RequestError`` if it has none."""
         if self.tokenizer is None:
             raise RequestError("the model has no tokenizer: it takes token ids", param="tokenizer")
         return self.tokenizer
 
     def default_sampling_params(self) -> SamplingParams:
-        """What the model's ``generation_config.json`` recommends, over ``SamplingParams``' defaults."""
+        """The recommendations of the model's ``generation_config.json``, over ``SamplingParams``' defaults."""
         from runtime.engine.recommended_sampling import recommended_sampling
 
         return SamplingParams(**recommended_sampling(self.client.info.model_path))
@@ -165,17 +165,17 @@ class LoadedModel:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         special_tokens_in_content: Literal["parse", "text"] = "text",
     ) -> list[int]:
-        """The token ids of a conversation, by the model's chat template, which may not read all of it: a warning in
-        the log names what it leaves out. Raises ``RequestError``.
+        """The token ids of a conversation, by the model's chat template. A warning in the log names the parts that the
+        template leaves out. Raises ``RequestError``.
 
-        tools                   functions that the model may call, in OpenAI's form; where the model's template leaves
-                                them out, a system message of our own tells them
+        tools                   functions that the model may call, in OpenAI's form; if the model's template leaves
+                                them out, a system message of our own describes them
         add_generation_prompt   the prompt ends where the assistant's answer begins
-        continue_final_message  the last message is not closed: the answer goes on with it
+        continue_final_message  the last message is not closed: the answer continues it
         chat_template           a template instead of the model's
         chat_template_kwargs    names that the template may read (``{"enable_thinking": False}``)
-        special_tokens_in_content  "text": a special token's text in a message stays text, so that whoever writes it
-                                cannot write turns of others; "parse": it becomes the token
+        special_tokens_in_content  "text": a special token's text in a message stays text, so that no message can forge
+                                other turns; "parse": it becomes the token
         """
         answer_format = AnswerFormat() if chat_template is not None else self._answer_format
         notes = list[str]()
@@ -238,13 +238,13 @@ class LoadedModel:
         return Job(request, text, self.tokenizer, answer_format or AnswerFormat())
 
     def _with_images(self, prompt: Prompt, token_ids: list[int]) -> tuple[list[int], tuple[ImageItem, ...]]:
-        """A prompt's ids with those of its images, and these."""
+        """A prompt's ids with those of its images, and the images."""
         if isinstance(prompt, Mapping) and prompt.get("images"):
             return with_images(token_ids, prompt["images"], self.client.info)
         return token_ids, ()
 
     def _asked_embedding(self, prompt: Prompt) -> tuple[str | None, list[int], tuple[ImageItem, ...], str | None]:
-        """A prompt's text, ids, images, and whose encoded images it may find."""
+        """A prompt's text, ids, images, and the salt that encoded images are shared within."""
         text, token_ids = self._encode(prompt, takes_images=True)
         salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
         return text, *self._with_images(prompt, token_ids), salt
@@ -255,7 +255,7 @@ class LoadedModel:
     def _embedded(
         self, prompt: str | None, token_ids: list[int], vector: NDArray[np.float32], normalize: bool
     ) -> EmbeddingRequestOutput:
-        """An embedding as users get it."""
+        """An embedding in the form for users."""
         import numpy as np
 
         length = float(np.linalg.norm(vector)) if normalize else 1.0

@@ -1,4 +1,4 @@
-"""What users of ``LLM`` and ``AsyncLLM`` get: prompts with their choices, embeddings, beams. vLLM's names."""
+"""Outputs of ``LLM`` and ``AsyncLLM``: prompts with their choices, embeddings, beams. vLLM's names."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class CompletionOutput:
     """One choice.
 
     logprobs            for each token of ``token_ids``, the token and its alternatives by id; None if not
-                        asked for
-    cumulative_logprob  the sum over all tokens so far; None if not asked for
-    finish_reason       None while the choice goes on; "stop", "length", "abort", or "error" (then ``error`` says what
-                        happened)
+                        requested
+    cumulative_logprob  the sum over all tokens so far; None if not requested
+    finish_reason       None while the choice goes on; "stop", "length", "abort", or "error" (with the reason in
+                        ``error``)
     stop_reason         the stop string or stop id; None for EOS
     """
 
@@ -39,15 +39,15 @@ class CompletionOutput:
     times: RequestTimes | None = None
 
     def finished(self) -> bool:
-        """Whether nothing more follows."""
+        """Whether the choice is complete."""
         return self.finish_reason is not None
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A prompt and its choices. ``prompt`` is None when ids were given; ``prompt_logprobs[0]`` is None;
-    ``num_cached_tokens`` of the prompt were in the prefix cache (None: nothing was computed); ``finished``: all of its
-    choices are."""
+    """A prompt and its choices. ``prompt`` is None if ids were given; ``prompt_logprobs[0]`` is None;
+    ``num_cached_tokens`` of the prompt were in the prefix cache (None if nothing was computed); ``finished`` is True
+    once all of its choices are."""
 
     request_id: str
     prompt: str | None
@@ -66,7 +66,7 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """How many numbers it has."""
+        """The length of the vector."""
         return len(self.embedding)
 
 
@@ -83,8 +83,8 @@ class EmbeddingRequestOutput:
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """A beam. ``tokens`` and ``text`` hold the prompt, too; ``logprobs`` of each token that was added, with those that
-    it was chosen among; ``cum_logprob`` is the sum over the tokens that were added."""
+    """A beam. ``tokens`` and ``text`` include the prompt; ``logprobs`` has an entry for each new token, with its
+    alternatives; ``cum_logprob`` is the sum over the new tokens."""
 
     tokens: list[int]
     logprobs: list[dict[int, Logprob]]

@@ -1,4 +1,4 @@
-"""How many prompts, or tokens, of a call are done."""
+"""Progress of a call in prompts or tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runtime.progress import SILENT, Reporter
 
 @contextlib.contextmanager
 def progress(label: str, total: int, is_wanted: bool) -> Iterator[Callable[[], None]]:
-    """A bar on the terminal that each call advances by one; nothing where there is one step or no terminal."""
+    """A bar on the terminal that each call advances by one; does nothing for one step or without a terminal."""
     is_shown = is_wanted and total >= 2 and sys.stderr is not None and sys.stderr.isatty()
     with (Reporter(lambda line: None) if is_shown else SILENT).shown(label, is_kept=False) as show:
         counter = itertools.count(1)

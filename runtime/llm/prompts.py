@@ -1,4 +1,4 @@
-"""The forms that a prompt may have, and the list of prompts that a call was given."""
+"""The forms of a prompt, and the list of prompts of a call."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several as a list. Raises ``RequestError`` for what is no prompt."""
+    """One prompt or several as a list. Raises ``RequestError`` for anything else."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     listed: list[Any] = list(prompts)
@@ -33,7 +33,7 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def scheduling_of(prompt: Prompt) -> dict[str, Any]:
-    """What a prompt that is a mapping says of its turn and its prefix. Raises ``RequestError`` for unknown keys."""
+    """The scheduling fields and cache salt of a prompt that is a mapping. Raises ``RequestError`` for unknown keys."""
     if not isinstance(prompt, Mapping):
         return {}
     known = ("prompt", "prompt_token_ids", "images", *_SCHEDULING_KEYS)
@@ -44,7 +44,7 @@ def scheduling_of(prompt: Prompt) -> dict[str, Any]:
 
 
 def one_each(name: str, prompts: Sequence[Prompt], given: T | Sequence[T], kind: type[T]) -> Iterable[T]:
-    """``given`` once for all prompts, or one a prompt. Raises ``RequestError`` when the numbers differ."""
+    """``given`` once for all prompts, or one a prompt. Raises ``RequestError`` if the numbers differ."""
     if isinstance(given, kind):
         return [given] * len(prompts)
     listed: Any = given

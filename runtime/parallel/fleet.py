@@ -1,9 +1,9 @@
-"""``Fleet``: several engines behind the interface of one, each in a process of its own.
+"""``Fleet``: several engines with the interface of one, each in a process of its own.
 
     fleet = Fleet(model, data_parallel_size=2)   # else ``ProcessEngineClient``'s arguments
 
-Each engine is supervised by itself. A request goes to the one that the router names, and stays there: when that engine
-dies, the request ends with ``engine_died``, while new ones go to the others.
+Each engine has its own supervisor. A request goes to the engine that the router chooses, and stays there: if that
+engine dies, the request ends with ``engine_died``, while new ones go to the others.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ logger = logging.getLogger("xserv.engine")
 class Fleet:
     """See ``EngineClient``. A request's sink is called on the thread of its engine's supervisor.
 
-    places    where the engines' processes are started; None: on this machine, whose processors and GPUs are shared out
-    waits     False: ``wait_until_started`` raises what is wrong with the engines, before which there is no ``info``
+    places    starts the engines' processes; None for this machine, whose processors and GPUs are divided
+    waits     False: ``wait_until_started`` raises the engines' errors, and before it there is no ``info``
 
     Raises as ``ProcessEngineClient`` does.
     """
@@ -107,7 +107,7 @@ class Fleet:
             self.wait_until_started()
 
     def wait_until_started(self) -> None:
-        """Returns when all engines take requests for the first time. Raises as the constructor does."""
+        """Returns when all engines first accept requests. Raises as the constructor does."""
         try:
             for client in self._clients:
                 client.wait_until_started()
@@ -120,8 +120,8 @@ class Fleet:
 
     @property
     def info(self) -> EngineInfo:
-        """The first engine's; limits of lengths are those that all engines have. ``max_waiting`` and
-        ``max_waiting_tokens`` are of all together."""
+        """The first engine's, with limits of lengths that all engines have. ``max_waiting`` and
+        ``max_waiting_tokens`` are totals."""
         infos = [client.info for client in self._clients]
         return msgspec.structs.replace(
             infos[0],
@@ -150,7 +150,7 @@ class Fleet:
 
     @property
     def router(self) -> Router:
-        """For those who look on: its numbers may be read on any thread."""
+        """For observers: its numbers may be read on any thread."""
         assert self._router is not None, "the engines have not been started"
         return self._router
 
@@ -179,7 +179,7 @@ class Fleet:
                     del self._routes[request.request_id]
                     self.router.withdrawn(route)
                 if not isinstance(error, EngineDeadError):
-                    raise  # else it has died just now: another one takes the request
+                    raise  # otherwise it has just died: another one takes the request
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """See ``EngineClient.cancel``."""
@@ -197,7 +197,7 @@ class Fleet:
             client.resume(request_id)
 
     def stats(self) -> EngineStats:
-        """See ``EngineClient.stats``: of all engines that answer. Raises ``EngineDeadError`` when none does."""
+        """See ``EngineClient.stats``: totals of all engines that answer. Raises ``EngineDeadError`` if none does."""
         found: list[EngineStats] = []
         for client in self._clients:
             try:
@@ -245,15 +245,15 @@ class Fleet:
 
     @property
     def is_restarting(self) -> bool:
-        """Whether ``restart`` is under way."""
+        """Whether ``restart`` is in progress."""
         return self._is_restarting
 
     def restart(self, drain_timeout_s: float) -> None:
-        """Have one engine after the other end its requests and start anew, while the others take what comes; returns
-        when all have. The first that does not start again ends it: the others run on as they are.
+        """Rolling restart: drain and restart one engine after another, while the others serve; returns
+        when all have restarted. The first failure ends it: the others run on as they are.
 
-        Raises ``RequestError`` where it is under way already, ``EngineDeadError`` for an engine that is not ready when
-        its turn comes, and what an engine's start raises.
+        Raises ``RequestError`` if one is in progress, ``EngineDeadError`` for an engine that is not ready when
+        its turn comes, and the errors of an engine's start.
         """
         self.begin_restart()
         self.finish_restart(drain_timeout_s)
@@ -293,13 +293,13 @@ class Fleet:
             self._places.close()
 
     def _seeded(self, request: EngineRequest) -> EngineRequest:
-        """With the seed that one engine would have drawn for it."""
+        """The request with a random seed, as an engine alone would choose one."""
         bits = self._seeds.getrandbits(64)
         params = msgspec.structs.replace(request.params, seed=bits - (1 << 64) if bits >> 63 else bits)
         return msgspec.structs.replace(request, params=params)
 
     def _routed(self, route: Route, sink: OutputSink) -> OutputSink:
-        """A sink that tells the router first."""
+        """A sink that updates the router first."""
 
         def put(output: EngineOutput) -> None:
             if output.new_token_ids or output.finish_reason is not None:
@@ -330,7 +330,7 @@ class Fleet:
         return None if route is None else self._clients[route.engine]
 
     def _idlest(self) -> ProcessEngineClient:
-        """The ready engine with the least to do, for what is no request; it has room for it, or none has."""
+        """The ready engine with the least work, for calls that are not requests; it has room for one, or none has."""
         self._origin.check()
         with self._lock:
             loads = self.router.loads()
@@ -343,7 +343,7 @@ class Fleet:
         return self._clients[min(ready)[2]]
 
     def _dead(self) -> EngineDeadError:
-        """Why no engine takes anything, and when to come again."""
+        """The error if no engine accepts requests, with the time to retry."""
         if self._is_closing:
             return EngineDeadError("the engine is closed or closing")
         waits = [client.ready_in_s for client in self._clients]
@@ -354,7 +354,7 @@ class Fleet:
 
 
 def _memberships(config: EngineConfig, places: RayEngines | None) -> list[dict[str, Any]]:
-    """What each engine is started by, or the processors that it gets of this machine."""
+    """The launcher of each engine, or its processors of this machine."""
     count = config.data_parallel_size
     if places is not None:
         return [{"launch": partial(places.launch, engine)} for engine in range(count)]
@@ -365,7 +365,7 @@ def _memberships(config: EngineConfig, places: RayEngines | None) -> list[dict[s
 
 
 def _sum(futures: Sequence[Future[NDArray[np.float32]]]) -> Future[NDArray[np.float32]]:
-    """A future of the sum of what these give; the first error is its own."""
+    """A future of the sum of these futures' results, or of their first error."""
     total: Future[NDArray[np.float32]] = Future()
     total.set_running_or_notify_cancel()
     lock, left = threading.Lock(), list(futures)

@@ -1,6 +1,6 @@
-"""Which engine's blocks hold which prefixes, as the engines tell it: digests of contents → engines.
+"""Maps prefixes to the engines whose blocks hold them, from the engines' reports: digests of contents → engines.
 
-Bounded by what the engines' caches hold, since each digest stands for a block of theirs, and by ``most_digests``.
+Bounded by the engines' caches, since each digest stands for a block of theirs, and by ``most_digests``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from runtime.engine.scheduling.sequence import Request
 from runtime.kv.kinds import FULL, CacheKind, findable_pages, kind_of_window
 
 MOST_DIGESTS = 4 << 20
-"""About 500 MB of them; more are not taken."""
+"""About 500 MB of them; more are ignored."""
 
 
 class PrefixIndex:
@@ -38,12 +38,12 @@ class PrefixIndex:
         return self._engines.get(digest, 0)
 
     def change(self, engine: int, changes: BlockChanges) -> None:
-        """Take over what an engine tells."""
+        """Apply an engine's report."""
         self.add(engine, changes.stored.tolist())
         self.discard(engine, changes.removed.tolist())
 
     def add(self, engine: int, digests: Iterable[int]) -> None:
-        """An engine has these."""
+        """Add contents to an engine."""
         engines, bit = self._engines, 1 << engine
         for digest in digests:
             before = engines.get(digest)
@@ -55,7 +55,7 @@ class PrefixIndex:
                 self.num_untaken += 1
 
     def discard(self, engine: int, digests: Iterable[int]) -> None:
-        """An engine has these no more, if it did."""
+        """Remove contents from an engine, if it has them."""
         engines, bit = self._engines, 1 << engine
         for digest in digests:
             left = engines.get(digest, 0) & ~bit
@@ -65,7 +65,7 @@ class PrefixIndex:
                 engines.pop(digest, None)
 
     def clear(self, engine: int) -> None:
-        """An engine has nothing. O(digests)."""
+        """Remove all contents from an engine. O(digests)."""
         self.discard(engine, [digest for digest, engines in self._engines.items() if engines >> engine & 1])
 
 
@@ -96,8 +96,8 @@ class PromptDigests:
         return cls(secret, info.block_size, kinds, info.rotary_switch)
 
     def of(self, request: Request) -> list[list[int]]:
-        """By cache group: the digests of the full pages that a cache could give, which is of all tokens but the
-        last."""
+        """By cache group: the digests of the full pages that could be cached, which exclude the last
+        token."""
         prompt, digest = request.prompt_ids, self._digest
         if request.pictures is not None:
             keys = PictureKeys()
@@ -124,7 +124,7 @@ def found_tokens(
     indices: Sequence[PrefixIndex],
     num_engines: int,
 ) -> NDArray[np.int64]:
-    """How many tokens of a prompt with these digests each engine has by one of the indices, ``[num_engines]``."""
+    """The tokens of a prompt with these digests that each engine has by one of the indices, ``[num_engines]``."""
     found = np.zeros(num_engines, np.int64)
     masks = [[_engines_of(digest, indices) for digest in chain] for chain in _up_to_last(digests, kinds, indices)]
     everywhere = 0
@@ -140,7 +140,7 @@ def found_tokens(
 def _up_to_last(
     digests: Sequence[Sequence[int]], kinds: Sequence[CacheKind], indices: Sequence[PrefixIndex]
 ) -> Sequence[Sequence[int]]:
-    """The digests up to the first page that no engine has, where it must have all of a group's."""
+    """The digests up to the first page that no engine has, for groups that need all pages."""
     for chain, kind in zip(digests, kinds):
         if kind.is_whole:
             end = next((page for page, digest in enumerate(chain) if not _engines_of(digest, indices)), len(chain))

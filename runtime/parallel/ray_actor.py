@@ -1,6 +1,6 @@
-"""What Ray runs on a node: an actor that has a process beside it, an engine's or one of its ranks', and ends with it.
+"""The Ray actor on a node: it holds a process, an engine's or one of its ranks', which ends with it.
 
-The processes are those that a server, or an engine, starts on its own machine; their sockets lead there over TCP. The
+The processes are those that a server, or an engine, starts on its own machine, with TCP sockets. The
 actor only connects them and holds them: when the actor is killed, so is the process.
 """
 
@@ -29,11 +29,11 @@ class EngineActor:
         return ray.util.get_node_ip_address(), [str(number) for number in ray.get_gpu_ids()]
 
     def show_gpus(self, numbers: Sequence[str]) -> None:
-        """Those that the process will see: of all of an engine's ranks on this node, as NCCL wants it."""
+        """Set the GPUs visible to the process: those of all of an engine's ranks on this node, as NCCL needs them."""
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(numbers)
 
     def start(self, host: str, port: int, secret: bytes, command: Sequence[str]) -> tuple[int, list[int]]:
-        """Connect a new process to the server; its id, and the processors of this node that it may use. Raises
+        """Connect a new process to the server; returns its id, and the processors of this node that it may use. Raises
         ``HandshakeError``, ``OSError``."""
         connection = join(host, port, secret)
         watch_connection(connection)
@@ -47,7 +47,7 @@ class EngineActor:
         return self._listener.port
 
     def start_rank(self, command: Sequence[str], timeout_s: float) -> int:
-        """Give the connection of the engine, once it is there, to a new process; its id. Raises ``HandshakeError``,
+        """Accept the engine's connection and pass it to a new process; returns its id. Raises ``HandshakeError``,
         ``OSError``."""
         assert self._listener is not None, "nothing listens"
         connection, _ = self._listener.wait(timeout_s)
@@ -57,7 +57,7 @@ class EngineActor:
         return self._process.pid
 
     def wait(self, timeout_s: float) -> str:
-        """How the process ended; it is killed when that takes longer."""
+        """Wait for the process to end, and kill it after the timeout; returns how it ended."""
         assert self._process is not None, "nothing was started"
         with suppress(subprocess.TimeoutExpired):
             return how_it_ended(self._process.wait(timeout_s))

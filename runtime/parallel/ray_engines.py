@@ -1,12 +1,12 @@
 """Engines on the nodes of a Ray cluster.
 
-Ray places them (a placement group, packed) and starts an actor for each that starts its process. All else is as on
-one machine: frames over a socket, whose other side has proven to know a secret, and a supervisor that has Ray start the
-next actor when one ends.
+Ray places them (a placement group, packed) and starts an actor for each, which starts its process. All else is as on
+one machine: frames over a socket, whose other side has proved that it knows a secret, and a supervisor that has Ray
+start the next actor when one ends.
 
 On GPUs each rank has a bundle and an actor of its own, on any node: rank 0's process is the engine, which connects to
-the others' by addresses and secrets that come with its first message; what they compute they tell each other by NCCL.
-On the cpu ranks share memory, so that an engine's bundle has room for all of them.
+the others' by addresses and secrets in its first message; they exchange results by NCCL.
+On the CPU ranks share memory, so that an engine's bundle has room for all of them.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger("xserv.engine")
 
 RANK_COMMAND = python_module("runtime.engine.ranks.main")
-"""What Python runs in the processes of ranks."""
+"""The command line of the ranks' processes, for Python."""
 PLACEMENT_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 120.0
-"""For Ray to start an actor, which may have to import this package first."""
+"""Seconds for Ray to start an actor, which may have to import this package first."""
 RANK_TIMEOUT_S = 3600.0
-"""For an engine to connect to its ranks, before which it may have to compile; if it ends, they are ended."""
+"""Seconds for an engine to connect to its ranks, before which it may have to compile; if it ends, so do they."""
 
 
 class RayError(XservError):
-    """Ray is not installed, no cluster is there, or it has no room for the engines."""
+    """Ray is not installed, there is no cluster, or it has no room for the engines."""
 
 
 class RayEngines:
-    """The engines' places in a cluster. Thread-safe; nothing is asked of Ray before the first ``launch``.
+    """Places engines in a cluster. Thread-safe; Ray is not used before the first ``launch``.
 
     address  of the cluster: "auto" (that of this machine), HOST:PORT
-    command  what Python runs in the engines' processes; for tests
+    command  the command line of the engines' processes; for tests
     """
 
     def __init__(self, config: EngineConfig, address: str = "auto", command: tuple[str, ...] = COMMAND) -> None:
@@ -96,7 +96,7 @@ class RayEngines:
                 raise RayError(f"Ray could not start engine {engine}: {_first_line(error)}") from error
             raise
         if num_parts == 1:
-            if has_gpus:  # Ray shows the process its own alone
+            if has_gpus:  # Ray makes only its own visible to the process
                 start = msgspec.structs.replace(start, config=replace(start.config, device="cuda"))
             else:
                 place, count = self._place_on_node(engine, group)
@@ -104,7 +104,7 @@ class RayEngines:
         return RayEngine(actors, connection, offset_s, pid, start)
 
     def close(self) -> None:
-        """Give the places back. The engines have been closed. May be called again."""
+        """Remove the placement group. The engines have been closed. Idempotent."""
         with self._lock:
             group, self._group = self._group, None
         if group is None:
@@ -118,7 +118,7 @@ class RayEngines:
             self._has_connected = False
 
     def _placed(self) -> PlacementGroup:
-        """The placement group, made by whoever comes first."""
+        """The placement group, made on first use."""
         with self._lock:
             if self._group is None:
                 self._group = self._place()
@@ -151,7 +151,7 @@ class RayEngines:
         return group
 
     def _place_on_node(self, engine: int, group: PlacementGroup) -> tuple[int, int]:
-        """Which of the engines of its node this one is, and how many there are."""
+        """This engine's index among those on its node, and their number."""
         import ray
 
         nodes: dict[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
@@ -160,8 +160,8 @@ class RayEngines:
 
 
 class RayEngine(EngineConnection):
-    """See ``RunningEngine``: the process of the first of these actors, whose ranks the others have. Its times are told
-    in this machine's."""
+    """See ``RunningEngine``: the process of the first of these actors; the others have its ranks. Its times are
+    converted to this machine's."""
 
     def __init__(
         self, actors: Sequence[Any], connection: socket.socket, clock_offset_s: float, pid: int, start: Start
@@ -189,7 +189,7 @@ class RayEngine(EngineConnection):
         self.close()
         try:
             how: str = ray.get(self._actors[0].wait.remote(EXIT_TIMEOUT_S), timeout=2 * EXIT_TIMEOUT_S)
-        except Exception as error:  # whatever Ray has to say: it ends now
+        except Exception as error:  # any error of Ray's: it ends now
             how = f"has lost its actor: {_first_line(error)}"
         self.kill()
         return how
@@ -226,7 +226,7 @@ def _shifted(times: RequestTimes, offset_s: float) -> RequestTimes:
 
 
 def _with_ranks(start: Start, actors: Sequence[Any], has_gpus: bool) -> Start:
-    """The first message of an engine whose ranks these actors have: where each waits, and its device there. Raises
+    """The first message of an engine with its ranks in these actors: each one's address and device. Raises
     Ray's errors."""
     import ray
 
@@ -259,19 +259,19 @@ def _kill(actors: Sequence[Any]) -> None:
 
 
 def _num_parts(config: EngineConfig, has_gpus: bool) -> int:
-    """Bundles of an engine: its ranks, but on the cpu, where these share memory."""
+    """Bundles of an engine: one for each rank, or one for all on the CPU, where they share memory."""
     return config.num_ranks if has_gpus or config.device.startswith("emulated") else 1
 
 
 def _bundle(config: EngineConfig, has_gpus: bool) -> dict[str, float]:
-    """What an engine with all of its ranks asks a node for; on GPUs what each rank asks for."""
+    """The resources of a node for an engine with all of its ranks; on GPUs those for each rank."""
     if _num_parts(config, has_gpus) == config.num_ranks:
         return {"CPU": 1, "GPU": 1} if has_gpus else {"CPU": 1}
     return {"CPU": config.num_ranks}
 
 
 def _has_gpus(device: str) -> bool:
-    """Whether engines run on GPUs: "auto" means where the cluster has any."""
+    """Whether engines run on GPUs; for "auto", whether the cluster has any."""
     import ray
 
     return device.startswith("cuda") or (device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)

@@ -1,18 +1,18 @@
-"""Which of several engines gets a request: in turn, by load, or by the prefixes that the engines' blocks hold.
+"""Routes requests to one of several engines: in turn, by load, or by the prefixes in the engines' blocks.
 
-The unit of load is the token. What an engine has to do is the tokens of prompts that it has still to compute, and for
-each open choice as many as an answer has, by the mean of those that have ended. "prefix-aware" takes the engine with
+The unit of load is the token. An engine's load is the number of prompt tokens that it has still to compute, and for
+each open choice the mean length of past answers. "prefix-aware" takes the engine with
 the least sum of that and of the prompt's tokens that its blocks do not hold, these counted twice: they take time, and
 room in its cache from others.
 
-A prefix that many requests share must not keep other engines idle. So each engine has an account of what its prefixes
-have cost: whenever a request goes there for its prefix although another engine has less than half as many open ones,
-the difference is added, in tokens; where it has more, taken off. As soon as the account exceeds what a copy of the
-prefix costs, the request goes to that other engine, which then has the prefix, too. (The argument is that of renting or
-buying skis: at most twice the cost of having known. A copy costs computing the prefix again, and the room that it takes
+A prefix that many requests share must not keep other engines idle. So each engine has an account of the cost of its
+prefixes: whenever a request goes there for its prefix although another engine has less than half as many open ones,
+the difference is added, in tokens; if it has more, it is subtracted. As soon as the account exceeds the cost of a copy
+of the prefix, the request goes to that other engine, which then has the prefix, too. (This is the ski-rental argument:
+at most twice the cost of the optimum. A copy costs computing the prefix again, and the room that it takes
 from others as long as it is used.)
 
-This module knows no clock, no threads and no processes: the simulator runs it, too. Its caller holds a lock.
+The module is free of clocks, threads and processes, so that the simulator can run it. Its caller holds a lock.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from runtime.engine.scheduling.sequence import Request
 from runtime.parallel.prefix_index import MOST_DIGESTS, PrefixIndex, PromptDigests, found_tokens
 
 FIRST_OUTPUT_TOKENS = 128.0
-"""What an answer is taken to have before one has ended."""
+"""The assumed length of an answer before one has ended."""
 
 FORGETTING = 1 / 64
 """The weight of the latest request in the means."""
 
 MISS_WEIGHT = 2
-"""What a token counts that an engine must compute although another one has it."""
+"""The weight of a token that an engine must compute although another one has it."""
 
 MOVE_WEIGHT = 8
-"""What it counts against an engine's account: a copy of a prefix takes room for long, from prefixes that are then
-computed again in turn. Simulated and measured, 2 and 4 lose throughput on shared prefixes, and win none on skewed."""
+"""Its weight against an engine's account: a copy of a prefix takes room for long, from prefixes that are then
+recomputed in turn. Simulated and measured, 2 and 4 lose throughput on shared prefixes, and win none on skewed."""
 
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """Where a request went, and what it counts there.
+    """A routed request, and its part of its engine's load.
 
     engine            its number
-    num_cached        tokens of its prompt that the engine was taken to have
-    num_prompt        what is left of them, until its first token is there
-    num_answer        what an open choice counts
+    num_cached        tokens of its prompt that the engine was expected to have
+    num_prompt        the remaining ones, until its first token is there
+    num_answer        the load of an open choice
     num_choices, num_open  of the request, and those that have not ended
-    num_tokens        that are computed for it in all, as far as is known
-    expected          digests of its prompt's pages that the engine will have as soon as it has computed them
+    num_tokens        computed for it in all, as far as is known
+    expected          digests of its prompt's pages that the engine will have once it has computed them
     """
 
     engine: int
@@ -78,21 +78,21 @@ class Router:
         self.digests = digests
         self.index = PrefixIndex(most_digests)
         self.expected = PrefixIndex(most_digests)
-        """What engines will have when they have computed the prompts that they were sent."""
+        """Prefixes that engines will have when they have computed the prompts sent to them."""
         self.num_routed = [0] * num_engines
         self.num_found_tokens = 0
         self.num_moved = 0
-        """Requests that went elsewhere than where their prefix was, since too many had gone there."""
+        """Requests sent elsewhere than to the engine with their prefix, which was overloaded."""
         self.mean_output_tokens = FIRST_OUTPUT_TOKENS
         self.mean_request_tokens = FIRST_OUTPUT_TOKENS
         self._num_prompt = np.zeros(num_engines, np.int64)
         self._num_answer = np.zeros(num_engines, np.int64)
         self._num_open = np.zeros(num_engines, np.int64)  # choices
-        self._account = np.zeros(num_engines, np.float64)  # what prefixes have cost
+        self._account = np.zeros(num_engines, np.float64)  # the cost of prefixes
         self._turn = 0
 
     def stats(self) -> RoutingStats:
-        """Its numbers, on any thread."""
+        """Its counters. Thread-safe."""
         return RoutingStats(
             policy=self.policy,
             num_requests=list(self.num_routed),
@@ -103,18 +103,18 @@ class Router:
         )
 
     def loads(self) -> list[int]:
-        """Tokens that each engine has to do."""
+        """The load of each engine in tokens."""
         loads: list[int] = (self._num_prompt + self._num_answer).tolist()
         return loads
 
     def digests_of(self, request: Request) -> list[list[int]]:
-        """The digests that ``choose`` wants, by any thread; none where the policy reads none."""
+        """The digests for ``choose``; empty if the policy uses none. Thread-safe."""
         return self.digests.of(request) if self.policy == "prefix-aware" else []
 
     def choose(self, request: Request, digests: Sequence[Sequence[int]], is_ready: Sequence[bool]) -> Route:
-        """Send a request to one of the engines that are ready, of which there is one: from now on it counts there."""
+        """Route a request to one of the ready engines, at least one, and add it to that engine's load."""
         ready = np.flatnonzero(is_ready)
-        ready = np.roll(ready, -int(np.searchsorted(ready, self._turn)))  # the one whose turn it is comes first
+        ready = np.roll(ready, -int(np.searchsorted(ready, self._turn)))  # the next in turn comes first
         cached = np.zeros(len(is_ready), np.int64)
         if self.policy == "round-robin":
             engine = int(ready[0])
@@ -143,7 +143,7 @@ class Router:
         return route
 
     def _moved(self, engine: int, ready: NDArray[np.intp], cached: NDArray[np.int64]) -> int:
-        """The engine for a request that would go to this one: another where its prefix has cost too much."""
+        """The engine for a request that would go to this one: another if the prefixes' account here is exhausted."""
         num_open = self._num_open
         idlest = int(ready[np.argmin(num_open[ready])])
         again = MOVE_WEIGHT * int(cached[engine] - cached[idlest])
@@ -159,12 +159,12 @@ class Router:
         return idlest
 
     def drawn(self, route: Route, num_tokens: int) -> None:
-        """A request has got so many tokens; with the first its prompt is computed."""
+        """Record so many new tokens of a request; with the first its prompt is computed."""
         route.num_output_tokens += num_tokens
         self._leave_prompt(route)
 
     def ended(self, route: Route, *, has_failed: bool = False) -> None:
-        """One of its choices has ended. How many tokens all of them had counts for the mean, unless it failed."""
+        """Record that one of its choices has ended. The tokens of all count for the mean, unless it failed."""
         route.num_open -= 1
         self._num_open[route.engine] -= 1
         self._num_answer[route.engine] -= route.num_answer
@@ -176,7 +176,7 @@ class Router:
                 self.mean_request_tokens += FORGETTING * (total - self.mean_request_tokens)
 
     def withdrawn(self, route: Route) -> None:
-        """The engine has not taken the request."""
+        """Record that the engine has refused the request."""
         self.num_routed[route.engine] -= 1
         self.num_found_tokens -= route.num_cached
         self._num_open[route.engine] -= route.num_open
@@ -184,7 +184,7 @@ class Router:
         self._leave_prompt(route)
 
     def change(self, engine: int, changes: BlockChanges | None) -> None:
-        """What an engine tells of its blocks; None: it has none any more."""
+        """Apply an engine's report of its blocks; None means that it has none any more."""
         if changes is None:
             self.index.clear(engine)
             self.expected.clear(engine)

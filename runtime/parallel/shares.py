@@ -1,4 +1,4 @@
-"""What of a machine each of several engines gets: processors, or GPUs."""
+"""Divides a machine's processors or GPUs among several engines."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from runtime.device.device import Device
 
 
 def cores_of(engine: int, num_engines: int, cores: Sequence[int]) -> tuple[int, ...]:
-    """An engine's part of these processors: neighbours, as many as the others have, or one more. Where there are more
-    engines than processors each has one, with others."""
+    """An engine's part of these processors: adjacent ones, as many as the others have, or one more. If there are more
+    engines than processors, engines share them."""
     if len(cores) < num_engines:
         return (cores[engine % len(cores)],)
     first, last = (number * len(cores) // num_engines for number in (engine, engine + 1))
@@ -18,7 +18,7 @@ def cores_of(engine: int, num_engines: int, cores: Sequence[int]) -> tuple[int, 
 
 def device_of(engine: int, num_engines: int, device: str, num_ranks: int) -> str:
     """The first device of an engine, of those that begin with ``device``: a GPU for each rank, else the one that all
-    share. Raises ``DeviceError`` where there are not enough GPUs, and for a name that is no device's."""
+    share. Raises ``DeviceError`` if there are not enough GPUs, and for a name that is not a device's."""
     first = Device.parse(device)
     if first.kind != "cuda":
         return first.type

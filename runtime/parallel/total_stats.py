@@ -1,4 +1,4 @@
-"""What several engines say of themselves, as one engine would."""
+"""Combines the stats of several engines into those of one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from runtime.engine.messages import EngineStats
 
 SHARED = {"max_waiting": max, "last_step_s": max}
-"""What is no sum."""
+"""Fields that are not sums."""
 
 
 def total_stats(found: Sequence[EngineStats]) -> EngineStats:
-    """The sums of counts and counters; the queue's limit is of all together, usage a share of all blocks, the last step
-    that of whichever engine."""
+    """The sums of counts and counters; the queue's limit is the total, usage the fraction of all blocks, the last step
+    the latest of any engine."""
     values: dict[str, Any] = {}
     for name in EngineStats.__struct_fields__:
         numbers = [getattr(stats, name) for stats in found]

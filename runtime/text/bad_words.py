@@ -1,4 +1,4 @@
-"""Texts that an answer must not hold, as the token ids that the engine forbids."""
+"""Turns texts that an answer must not hold into the token ids that the engine forbids."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def bad_words_token_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> list[list[int]]:
-    """Each word as the ids that begin a text with it, and, where these are others in as great a number, as those that
-    follow a space: vLLM's reading. A word may still come cut into other tokens.
+    """Each word as the ids that begin a text with it, and, if these differ and are as many, those that
+    follow a space, as in vLLM. A word may still be generated as other tokens.
 
     Raises ``RequestError`` whose ``param`` is ``bad_words`` or one of its entries.
     """

@@ -1,12 +1,12 @@
-"""A conversation to the prompt that the model was trained on, by the tokenizer's chat template.
+"""Renders a conversation to the prompt that the model was trained on, by the tokenizer's chat template.
 
-Templates know less than OpenAI's and Anthropic's APIs allow. Content, pictures and the arguments of calls get the form
-that the template takes (`runtime.text.content`, `tokenizer.templates.template_forms`). Where one refuses a
-conversation, or leaves out a system's message, messages of one role in a row become one, and system messages that it
-still does not write become the user's. Where one refuses them altogether, as Gemma 2's does, they go in front of the
-user's first text. Calls get short ids, or messages of their own, where a template refuses them otherwise, or leaves out
-some of them or the text beside them; where it leaves out all, they become text as the model wrote it. Where one leaves
-out a tool's answer, the conversation is refused, since the model would never see it. What else is left out is told by
+Templates accept less than OpenAI's and Anthropic's APIs allow. Content, images and the arguments of calls get the form
+that the template takes (`runtime.text.content`, `tokenizer.templates.template_forms`). If a template refuses a
+conversation, or leaves out a system message, consecutive messages of one role are merged, and system messages that it
+still leaves out become the user's. If it refuses them altogether, as Gemma 2's does, they are prepended to the
+user's first text. Calls get short ids, or separate messages, if a template otherwise refuses them or leaves out
+some of them or the text beside them; if it leaves out all, they become text in the model's notation. If it leaves
+out a tool's answer, the conversation is refused, since the model would never see it. Other omissions are reported by
 name (`chat_prompt`'s ``notes``).
 """
 
@@ -57,14 +57,14 @@ def chat_prompt(
     **template_kwargs: Any,
 ) -> list[int]:
     """The prompt's token ids. ``template_kwargs`` are names that the template may read (``enable_thinking``).
-    ``special_tokens_in_content``: whether a special token's text in a message becomes the token, by which whoever
-    writes a message could write turns of others, or stays text. ``told_tools``: the
-    template knows no tools; a message of our own tells them, and that calls are written so. ``harmony``: messages are
-    rendered as harmony's, unless a template is given, or a variable that only a template reads. ``picture_text``: what
-    a picture is in the prompt's text. The parts that mean pictures stand in the prompt in their order. ``notes`` gets
-    the names of what the template leaves out: a message's name, a text beside calls, a variable that it does not read.
+    ``special_tokens_in_content`` chooses whether a special token's text in a message becomes the token, with which its
+    writer could forge other turns, or stays text. With ``told_tools`` the template leaves tools out, and
+    a message of our own describes them and this notation of calls. With ``harmony`` messages are
+    rendered as harmony's, unless a template is given, or a variable that only a template reads. ``picture_text`` is the
+    text of an image in the prompt. Image parts are in the prompt in their order. ``notes`` gets
+    the names of omissions: a message's name, a text beside calls, an unused template variable.
 
-    Raises ``RequestError`` when the model has no tokenizer or no chat template, or when the template refuses
+    Raises ``RequestError`` if the model has no tokenizer or no chat template, or if the template refuses
     the conversation or leaves out a tool's answer.
     """
     from tokenizer import ChatTemplateError
@@ -110,7 +110,7 @@ def chat_prompt(
         chat_template=chat_template,
         **template_kwargs,
     )
-    place = f"picture{secrets.token_hex(8)}"  # no client knows it, and no special token begins within it
+    place = f"picture{secrets.token_hex(8)}"  # unknown to clients, and no special token begins within it
     if has_pictures(messages):
         written = forms.picture_text or f"{picture_text.token}\n"
         apply = partial(apply, replaced={place: written, **picture_text.replaced})
@@ -141,7 +141,7 @@ def chat_prompt(
 
 
 def _plain(messages: Messages, *, reads_images: bool) -> list[Mapping[str, Any]]:
-    """The messages with content in the one form, the pictures' own parts in it without them."""
+    """The messages with normalised content; image parts become bare placeholders."""
     plain: list[Mapping[str, Any]] = []
     for i, message in enumerate(plain_data(messages)):
         if isinstance(message, Mapping) and "content" in message:
@@ -159,8 +159,8 @@ def _plain(messages: Messages, *, reads_images: bool) -> list[Mapping[str, Any]]
 def _completed(
     render: Callable[..., Any], messages: Messages, ids: list[int], forms: TemplateForms
 ) -> tuple[Messages, list[int], list[int]]:
-    """The conversation and its prompt, or what they become where the template has left out a system's message, calls,
-    or a text beside them; and which of these texts, counted, stay out. Raises ``ChatTemplateError``."""
+    """The conversation and its prompt, rewritten if the template has left out a system message, calls,
+    or a text beside them; and which of these texts, by index, are still left out. Raises ``ChatTemplateError``."""
     from tokenizer import ChatTemplateError
 
     systems, texts, calls = _systems(messages), _beside_calls(messages), call_places(messages)
@@ -177,7 +177,7 @@ def _completed(
         try:
             alone = with_calls_alone(messages, {place.message for place in dropped_texts})
             messages, ids = alone, render(alone)
-        except ChatTemplateError:  # it takes no two messages of the assistant's, and so no text beside calls
+        except ChatTemplateError:  # it refuses consecutive messages of the assistant, and so texts beside calls
             lost = [texts.index(place) for place in dropped_texts]
     if dropped.intersection(systems):
         plainer = _plainer(messages)
@@ -192,8 +192,8 @@ def _completed(
 def _with_all_calls(
     render: Callable[..., Any], messages: Messages, forms: TemplateForms
 ) -> tuple[Messages, list[int]]:
-    """The conversation, of whose calls the template leaves out some: each in a message of its own, or as text. Raises
-    ``ChatTemplateError``."""
+    """The conversation rewritten for a template that leaves out some calls: each in a message of its own, or as text.
+    Raises ``ChatTemplateError``."""
     from tokenizer import ChatTemplateError
 
     single = with_single_calls(with_short_ids(messages))
@@ -219,12 +219,12 @@ def _beside_calls(messages: Messages) -> list[Place]:
 
 
 def _names(messages: Messages) -> list[Place]:
-    """The names of who speaks; a tool's is its call's, too."""
+    """The names of the speakers; a tool's is its call's, too."""
     return [Place(i, "name") for i, each in enumerate(messages) if each.get("name") and each.get("role") != "tool"]
 
 
 def _attempts(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
-    """The conversation, and what it may become where the template refuses it: with its system messages kept, then as
+    """The conversation, and its rewrites if the template refuses it: with its system messages kept, then as
     the user's."""
     yield from _attempts_as_sent(messages)
     if any(message.get("role") in _SYSTEM for message in messages):
@@ -245,12 +245,12 @@ def _attempts_as_sent(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequenc
 
 
 def _plainer(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Without system messages after others, and without messages of one role in a row."""
+    """The messages without later system messages, and without consecutive messages of one role."""
     return _joined(_with_late_systems_as_users(messages))
 
 
 def _late_systems(messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The places of system messages after any other."""
+    """The indices of system messages after any other."""
     roles = [message.get("role") for message in messages]
     begin = next((i for i, role in enumerate(roles) if role not in _SYSTEM), len(roles))
     return [i for i in range(begin, len(roles)) if roles[i] in _SYSTEM]
@@ -266,7 +266,7 @@ def _with_systems_as_users(messages: Sequence[Mapping[str, Any]]) -> list[Mappin
 
 
 def _joined(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Messages of one role that follow each other become one, with a blank line between. Only those that have content
+    """Merges consecutive messages of one role, with a blank line between. Only those that have content
     and nothing else, and no tool's."""
     joined: list[Mapping[str, Any]] = []
     for message in messages:
@@ -289,7 +289,7 @@ def _is_plain(message: Any) -> bool:
 
 
 def _check_order_of_pictures(taken: Messages, sent: Messages) -> None:
-    """Raises ``RequestError`` where the pictures' parts have changed places."""
+    """Raises ``RequestError`` if the order of image parts has changed."""
     if not has_pictures(sent):
         return
     was, now = ([id(each) for each in _picture_parts(messages)] for messages in (sent, taken))
@@ -307,7 +307,7 @@ def _picture_parts(messages: Messages) -> Iterator[Any]:
 def _check_tool_answers(
     render: Callable[..., Any], messages: Sequence[Mapping[str, Any]], sent: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Raises ``RequestError`` where the template leaves out a message of the role "tool"; ``sent`` gives its index."""
+    """Raises ``RequestError`` if the template leaves out a message of the role "tool"; ``sent`` gives its index."""
     taken = [i for i, message in enumerate(messages) if message.get("role") == "tool"]
     places = dict(zip(taken, (i for i, message in enumerate(sent) if message.get("role") == "tool"), strict=True))
     for place in left_out(render, messages, [Place(i, "content") for i in taken]):

@@ -1,6 +1,6 @@
-"""Content of messages in the one form that everything here reads, and from there in the form that a template takes.
+"""Normalises the content of messages, and shapes it for a template.
 
-In the one form, content is None, a text, or a list of parts that are `{"type": "text", "text": …}` or
+Normalised content is None, a text, or a list of parts that are `{"type": "text", "text": …}` or
 `{"type": "image"}`. Clients and scripts write parts under the names of several APIs; `plain_content` reads them all,
 for the server and for `LLM.chat`. `shaped` gives each message the form that the template takes for its role.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from tokenizer import ContentForm, TemplateForms
 
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""The types of parts that are text, and the field that has it."""
+"""The types of text parts, and the field with the text."""
 
 _IMAGES = ("image_url", "image", "input_image", "image_pil")
 _MEDIA = {
@@ -33,10 +33,10 @@ _MEDIA = {
     "input_file": "files",
     "document": "documents",
 }
-"""The types of parts that no model here reads, and what they are."""
+"""The types of parts that no model here reads, in words."""
 
 _SOURCES = ("image_url", "image", "image_pil", "source", "url", "base64", "data", "path")
-"""The fields of a part that have its picture."""
+"""The fields of a part that may hold its image."""
 
 _OF_MEDIA_TYPE = ("media_type", "mime_type", "mimeType")
 
@@ -54,12 +54,12 @@ TakeImage = Callable[["ImagePart"], None]
 
 
 class ImagePart(NamedTuple):
-    """A part's picture, and how it is given.
+    """A part's image, as it was given.
 
     path    of the part
-    where   the path of the field that has the picture
-    value   a URL, a `data:` URI, or what else a script has; None: nothing, or what was sent before under `uuid`
-    detail  as OpenAI has it; `detail_path` is its field's
+    where   the path of the field with the image
+    value   a URL, a `data:` URI, or another object of a script; None if missing, or sent before under `uuid`
+    detail  as in OpenAI's API; `detail_path` is its field's
     """
 
     path: str
@@ -71,7 +71,7 @@ class ImagePart(NamedTuple):
 
 
 def omitted(what: str) -> str:
-    """The text in the place of what a tool's result has and the model does not read."""
+    """The text that replaces a part of a tool's result that the model does not read."""
     singular = what.removesuffix("s")
     return f"[{singular} omitted: this model reads no {'pictures' if what == 'images' else what}]"
 
@@ -79,12 +79,12 @@ def omitted(what: str) -> str:
 def plain_content(
     content: Any, path: str, *, is_result: bool = False, take_image: TakeImage | None = None
 ) -> str | list[dict[str, Any]] | None:
-    """A message's content in the one form.
+    """A message's normalised content.
 
-    path        of the content, for messages
-    is_result   it is a tool's result: whatever the model does not read of it is told in its place, since the client did
-                not choose what the tool gave
-    take_image  is given each picture in order; None: the model reads none
+    path        of the content, for error messages
+    is_result   a tool's result: parts that the model does not read are replaced by a note, since the client did
+                not choose the tool's output
+    take_image  called with each image in order; None if the model reads no images
 
     Raises ``RequestError`` naming the part's field.
     """
@@ -118,7 +118,7 @@ def plain_content(
 
 def plain_data(value: Any) -> Any:
     """A conversation with pydantic's objects, such as an SDK's messages and calls, and dataclasses as dicts, and
-    numpy's scalars as Python's. Pictures and all else stay as they are."""
+    numpy's scalars as Python's. Images and all else stay as they are."""
     if isinstance(value, Mapping):
         return {key: plain_data(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -131,23 +131,23 @@ def plain_data(value: Any) -> Any:
 
 
 def text_part(text: str) -> dict[str, Any]:
-    """A part with a text, in the one form."""
+    """A text part of normalised content."""
     return {"type": "text", "text": text}
 
 
 def text_of(content: str | Sequence[Mapping[str, Any]] | None) -> str:
-    """The text of content in the one form; the texts of parts stand in lines of their own."""
+    """The text of normalised content; the texts of parts are on separate lines."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part["text"] for part in content if part["type"] == "text")
 
 
 def around(before: str, content: Any, after: str = "") -> Any:
-    """Content in the one form, between two texts."""
+    """Normalised content between two texts."""
     if content is None or isinstance(content, str):
         return f"{before}{content or ''}{after}"
     first = content[0] if content else text_part("")
-    if before and first["type"] == "text":  # not a part of its own, which may come into a line of its own
+    if before and first["type"] == "text":  # not a separate part, which may be put on a line of its own
         before, content = "", [text_part(before + first["text"]), *content[1:]]
     last = content[-1] if content else text_part("")
     if after and last["type"] == "text":
@@ -156,7 +156,7 @@ def around(before: str, content: Any, after: str = "") -> Any:
 
 
 def beside(first: Any, second: Any, between: str = "\n\n") -> Any:
-    """Two contents in the one form as one."""
+    """Two normalised contents as one."""
     if isinstance(first, str):
         return around(f"{first}{between}", second)
     if isinstance(second, str):
@@ -177,7 +177,7 @@ def _text(part: Mapping[str, Any], field: str, path: str) -> str:
 
 
 def _unread(kind: str | None, path: str, *, is_result: bool, reads_images: bool) -> str:
-    """The text in place of a part of a tool result that the model does not read. Raises ``RequestError`` elsewhere."""
+    """A note in place of a part of a tool result that the model does not read. Raises ``RequestError`` elsewhere."""
     name = f"{path}.type"
     what = "images" if kind in _IMAGES else _MEDIA.get(kind or "")
     if what is not None and is_result:
@@ -193,7 +193,7 @@ def _unread(kind: str | None, path: str, *, is_result: bool, reads_images: bool)
 
 
 def image_part(part: Mapping[str, Any], path: str) -> ImagePart:
-    """The picture of a part, in any of these forms:
+    """The image of a part, in any of these forms:
 
         {"type": "image_url", "image_url": {"url": URL, "detail": …}}         and with the URL itself
         {"type": "input_image", "image_url": URL, "detail": …}
@@ -227,7 +227,7 @@ def image_part(part: Mapping[str, Any], path: str) -> ImagePart:
 
 
 def _source(source: Mapping[str, Any], path: str) -> tuple[str, Any]:
-    """Anthropic's: where the picture is, or a URI that is the picture, and the path of its field."""
+    """Anthropic's form: the image's URL or data URI, and the path of its field."""
     kind = source.get("type")
     if kind not in ("base64", "url"):
         got = "it is missing" if kind is None else f"got {str(kind)[:80]!r}"
@@ -244,7 +244,7 @@ def _source(source: Mapping[str, Any], path: str) -> tuple[str, Any]:
 
 
 def check_known(given: Mapping[str, Any], known: set[str], path: str) -> None:
-    """Raises ``RequestError`` for a field that is none of the known ones and not null."""
+    """Raises ``RequestError`` for an unknown field that is not null."""
     if unknown := sorted(str(name) for name in given if name not in known and given[name] is not None):
         name, near = f"{path}.{unknown[0]}", nearest_name(unknown[0], known)
         hint = f" Is {near!r} meant?" if near else ""
@@ -252,12 +252,12 @@ def check_known(given: Mapping[str, Any], known: set[str], path: str) -> None:
 
 
 def json_type(value: Any) -> str:
-    """What JSON calls a value's type; Python's own name of a type that JSON has not."""
+    """JSON's name of a value's type; Python's name of a type that JSON does not have."""
     return next((name for kind, name in _JSON_TYPES if isinstance(value, kind)), type(value).__name__)
 
 
 def shaped(messages: Sequence[Mapping[str, Any]], forms: TemplateForms, place: str) -> list[Mapping[str, Any]]:
-    """The messages in the template's form. Where it writes no picture in a role, the text `place` stands for it."""
+    """The messages in the template's form. If it writes no images in a role, the text `place` replaces them."""
     return [
         message
         if message.get("content") is None
@@ -277,7 +277,7 @@ def _shaped(content: Any, form: ContentForm, place: str) -> Any:
 
 
 def _in_one_text(content: Sequence[Mapping[str, Any]], place: str) -> str:
-    """Texts in lines of their own; pictures stand where they are."""
+    """Texts on separate lines; images stay in place."""
     written = ""
     for before, part in zip([None, *content], content):
         is_line = before is not None and before["type"] == part["type"] == "text"
@@ -286,7 +286,7 @@ def _in_one_text(content: Sequence[Mapping[str, Any]], place: str) -> str:
 
 
 def has_pictures(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a message in the one form has any."""
+    """Whether a message with normalised content has images."""
     return any(
         isinstance(content := message.get("content"), list) and any(part["type"] == "image" for part in content)
         for message in messages

@@ -1,7 +1,7 @@
-"""Stop strings in an answer's content: not in its reasoning, its tool calls, nor the layout between them.
+"""Finds stop strings in an answer's content: not in its reasoning, its tool calls, nor the layout between them.
 
 A stop string lies in one stretch of content, with nothing else between its characters. Places are counted in
-characters from the answer's beginning, whatever of it is shown.
+characters from the answer's beginning, shown or not.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from runtime.text.stop import StopMatch, StopMatcher
 
 class ContentStops:
     """
-    match  the stop string that has ended the answer; None: none yet
+    match  the stop string that has ended the answer, or None
     """
 
     def __init__(self, stops: list[str], *, keeps_stop: bool) -> None:
         self.match: StopMatch | None = None
         self._stops = stops
         self._keeps_stop = keeps_stop
-        self._matcher: StopMatcher | None = None  # of the stretch of content that is being read; None: of none
+        self._matcher: StopMatcher | None = None  # of the current stretch of content, or None
         self._start = 0  # where the stretch begins
-        self._end = 0  # where what was read ends
+        self._end = 0  # end of the text that was read
         self._held = ""  # the end of the stretch, which may become a stop string
         self._lead = ""  # the held text's
         self._passed: list[Part] = []
 
     def push(self, parts: Sequence[Part], floor: int, token_end: Callable[[int], int], *, is_last: bool) -> list[Part]:
-        """The parts that are certainly no part of a stop string. After a match, those before it, with the stop string
+        """The parts that cannot belong to a stop string. After a match, those before it, with the stop string
         itself if it is kept.
 
-        floor      a stop string that ends up to there does not count
-        token_end  gives the end of the last token that ends up to a place: text is passed on by whole tokens
+        floor      a stop string that ends at or before it does not count
+        token_end  returns the end of the last token that ends at or before a place: text is passed on by whole tokens
         """
         for part in parts:
             if part.kind == "content" and part.takes_stops:
@@ -76,7 +76,7 @@ class ContentStops:
             self._matcher = None
 
     def _pass_on(self, end: int) -> None:
-        """The held text up to there."""
+        """The held text up to ``end``."""
         length = end - self._end + len(self._held)
         if length > 0 and self._held:
             self._passed.append(Part("content", self._held[:length], lead=self._lead))

@@ -1,4 +1,4 @@
-"""Which notation a model's answers have, as its chat template and its vocabulary tell."""
+"""Detects the notation of a model's answers from its chat template and its vocabulary."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """What a model may write beside content.
+    """The notations that a model may write beside content.
 
     reasoning     between tags
-    tools         how it writes tool calls; None: not at all, or in a way that is not known here
-    forced_tools  how a call is written that it is made to write; None: it is never made to
-    tells_tools   its chat template leaves tools out, so that a message of our own tells them, and how to call them
-    harmony       its answers are harmony's messages, which tell reasoning and calls
+    tools         of tool calls; None if it writes none, or in an unknown notation
+    forced_tools  of a forced call; None if calls cannot be forced
+    tells_tools   its chat template leaves tools out, so that a message of our own describes them and their notation
+    harmony       its answers are harmony's messages, which include reasoning and calls
     renders_harmony  conversations are rendered as harmony's messages, not by the chat template, which writes the same
     """
 
@@ -41,9 +41,9 @@ class AnswerFormat:
     def of(
         cls, tokenizer: Tokenizer | None, *, reasoning_parser: str = "auto", tool_call_parser: str = "auto"
     ) -> AnswerFormat:
-        """With "auto", what the tokenizer's chat templates and vocabulary show. Without a tokenizer nothing is text.
+        """"auto" detects them in the tokenizer's chat templates and vocabulary. Without a tokenizer nothing is text.
 
-        Raises InvalidArgumentError for "harmony" where the vocabulary lacks its special tokens."""
+        Raises InvalidArgumentError for "harmony" if the vocabulary lacks its special tokens."""
         if tokenizer is None:
             return cls()
         _warn_of_broken_templates(tokenizer)
@@ -77,7 +77,7 @@ def end_ids(
 
 
 def _warn_of_broken_templates(tokenizer: Tokenizer) -> None:
-    """A model whose template does not compile serves all but chats, which are refused with the reason."""
+    """Warn of a template that does not compile: the model serves all but chats, which are refused with the reason."""
     from tokenizer import ChatTemplateError
     from tokenizer.templates.chat_template import compile_template
     from tokenizer.warn import warn_once

@@ -1,4 +1,4 @@
-"""What a chat template leaves out of a conversation: found by rendering it with marks in the places in question."""
+"""Finds the parts of a conversation that a chat template leaves out, by rendering it with marks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Place(NamedTuple):
 
     @property
     def path(self) -> str:
-        """As messages for users have it."""
+        """Its path in messages for users."""
         return f"messages[{self.message}].{self.field}"
 
 
 def left_out(render: Callable[..., Any], messages: Messages, places: Sequence[Place]) -> list[Place]:
-    """Those of the places that the template does not write; none where it cannot be told. A call is written if its
+    """The places that the template does not write; empty if this cannot be determined. A call is written if its
     arguments are."""
     from tokenizer import ChatTemplateError
 
@@ -44,7 +44,7 @@ def left_out(render: Callable[..., Any], messages: Messages, places: Sequence[Pl
     try:
         text = render(marked, tokenize=False)
     except ChatTemplateError:
-        return []  # it asks more of these fields than their type
+        return []  # it requires more of these fields than their type
     return [place for place, mark in marks.items() if mark not in text]
 
 

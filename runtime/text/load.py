@@ -1,4 +1,4 @@
-"""The tokenizer of a model, a folder or a GGUF file; None where the model has none: such a model serves token ids."""
+"""Loads a model's tokenizer, from a folder or a GGUF file; None if it has none: such a model serves token ids."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 def load_tokenizer(model: str | Path, chat_template: str | None = None) -> Tokenizer | None:
     """The tokenizer, with this chat template instead of its own if one is given.
 
-    Raises ``TokenizerFileError`` when there is a tokenizer and it cannot be read, and ``ModelLoadError`` for a GGUF
-    file that cannot.
+    Raises ``TokenizerFileError`` if there is a tokenizer and it cannot be read, and ``ModelLoadError`` for an
+    unreadable GGUF file.
     """
     files = open_model(model).tokenizer_files()
     if files is None:

@@ -1,4 +1,4 @@
-"""The names of parsers that an operator may choose, where they cost nothing to import."""
+"""The names of the parsers that an operator may choose, cheap to import."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ TOOL_CALL_PARSERS = (
     "qwen3_coder",
     "qwen3_xml",
 )
-"""Those that vLLM has, too, bear its names."""
+"""Parsers that vLLM has, too, have its names."""
 
 ReasoningParser = Literal["auto", "think", "none"]

@@ -1,4 +1,4 @@
-"""What an answer's text consists of: content, reasoning, tool calls, and the layout that holds them apart."""
+"""The parts of an answer's text: content, reasoning, tool calls, and the layout between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ToolCallDelta(msgspec.Struct, frozen=True, gc=False):
 
     index      counts the calls of one answer
     id, name   in the first piece of a call, whose `arguments` are ""; else None
-    arguments  what this piece adds to the call's arguments: JSON, as far as the model wrote JSON
+    arguments  what this piece adds to the call's arguments: JSON, if the model wrote JSON
     """
 
     index: int
@@ -25,11 +25,11 @@ class ToolCallDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 class Part(NamedTuple):
-    """A stretch of the answer's text, and what it turned out to be.
+    """A stretch of the answer's text, and its kind.
 
-    text   the stretch as the model wrote it: the texts of all parts, put together, are the answer
+    text   the stretch as the model wrote it: the texts of all parts, concatenated, are the answer
     calls  of a "call": what it adds to the answer's tool calls
-    lead   what is shown in front of the text without being any of it: it separates two messages
+    lead   shown before the text without belonging to it: separates two messages
     takes_stops  of content: the request's stop strings count in it
 
     Content and reasoning are shown as they were written; a call shows its `calls`; layout (tags, and white space
@@ -44,17 +44,17 @@ class Part(NamedTuple):
 
 
 class PartParser(Protocol):
-    """Sorts a text that comes in pieces. However it is cut, what the parts show is the same; none ever raises."""
+    """Classifies a text that comes in pieces. The result is independent of the cuts; errors are never raised."""
 
     def push(self, text: str, places: Sequence[int] = ()) -> list[Part]:
-        """The parts that are certain now. `places`: where a special token that marks tool calls begins in the text."""
+        """The parts that are certain now. `places`: indices in the text of special tokens that mark tool calls."""
 
     def finish(self) -> list[Part]:
-        """The rest: the text has ended."""
+        """The remaining parts, at the end of the text."""
 
 
 class ContentParser:
-    """All is content."""
+    """Everything is content."""
 
     def push(self, text: str, places: Sequence[int] = ()) -> list[Part]:
         return [Part("content", text)] if text else []
@@ -64,6 +64,6 @@ class ContentParser:
 
 
 def held_back(text: str, tag: str) -> int:
-    """How many characters at the end of ``text`` may be the beginning of ``tag``, which has no second "<"."""
+    """The length of the longest end of ``text`` that may be the start of ``tag``, which has no second "<"."""
     start = text.rfind("<")
     return len(text) - start if start >= 0 and tag.startswith(text[start:]) else 0

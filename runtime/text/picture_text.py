@@ -1,4 +1,4 @@
-"""What a picture is in a prompt's text, where that is more than the token that a template writes for it."""
+"""The text of an image in a prompt, if that is more than the token that a template writes for it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class PictureText(NamedTuple):
-    """The text of a picture in a prompt.
+    """The text of an image in a prompt.
 
-    token     what a template would write for it; None: the model reads none
-    replaced  texts that templates write, and what stands for them: for Gemma 3, the picture's token between those that
-              frame it, and empty lines around them. Most models' templates write the picture's token, and need nothing
+    token     the template's token for it, or None if the model reads no images
+    replaced  texts that templates write, and their replacements: for Gemma 3, the image token between those that
+              frame it, and empty lines around them. Most models' templates write the image token, and need nothing
     """
 
     token: str | None = None
@@ -28,7 +28,7 @@ NO_PICTURES = PictureText()
 
 
 def picture_text(tokenizer: Tokenizer | None, support: ImageSupport | None) -> PictureText:
-    """The marks of a model's pictures. ``support`` says how it reads pictures; it is None if it reads none."""
+    """The texts of a model's images. ``support`` describes how it reads images, or is None if it reads none."""
     if tokenizer is None or support is None:
         return NO_PICTURES
     token = tokenizer.id_to_token(support.token_id)
@@ -41,7 +41,7 @@ def picture_text(tokenizer: Tokenizer | None, support: ImageSupport | None) -> P
 
 
 def with_picture_texts(text: str, texts: Mapping[str, str]) -> str:
-    """The text with these in their places."""
+    """The text with these replacements."""
     for written, meant in texts.items():
         text = text.replace(written, meant)
     return text

@@ -1,9 +1,9 @@
-"""From one choice's token ids to its answer: decode, tell reasoning and tool calls from content, look for stop strings
-in the content.
+"""Turns one choice's token ids into its answer: detokenizes, separates reasoning and tool calls from content, and finds
+stop strings in the content.
 
 Ids, log probabilities and text move together: a token is handed out when its text is whole (half a character
-waits), is known to be content, reasoning, a tool call or layout, and cannot become part of a stop string any more.
-However the outputs are cut, the deltas put together are the same. The token that completes a stop string is the last.
+waits), is known to be content, reasoning, a tool call or layout, and can no longer become part of a stop string.
+The concatenated deltas do not depend on how outputs are cut. The token that completes a stop string is the last.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from tokenizer import Tokenizer
 
 _PROMPT_TAIL = 32
-"""Prompt tokens that the decoder sees, so that a character or a space at the seam comes out right."""
+"""Prompt tokens that the decoder sees, so that a character or a space at the seam is decoded correctly."""
 
 
 class TextDelta(msgspec.Struct):
-    """What one push has made certain.
+    """The result of one push.
 
     text              content
-    reasoning, tool_calls  where the pipeline looks for them; else they are content
-    token_ids         of all of these, of the layout between them, and of what ended the choice
-    logprobs          one entry a token when the request asked for them, else None
-    token_ends        where in the choice's text each of these tokens ends; None where there is more than content
+    reasoning, tool_calls  if the pipeline parses them; else they are content
+    token_ids         of all of these, of the layout between them, and of the end of the choice
+    logprobs          one entry a token if the request asked for them, else None
+    token_ends        end of each of these tokens in the choice's text; None if there is more than content
     content_logprobs  the same, of the tokens that hold some of the content
     num_reasoning_tokens  how many of the tokens hold some of the reasoning
     stop_reason       with ``finish_reason="stop"``: the stop string or the stop id; None for EOS
@@ -62,7 +62,7 @@ class TextDelta(msgspec.Struct):
 
 
 class _Token(NamedTuple):
-    """end: where the token's text ends, in characters from the beginning of the answer's"""
+    """end: of the token's text, in characters from the beginning of the answer's"""
 
     token_id: int
     logprobs: TokenLogprobs | None
@@ -70,11 +70,11 @@ class _Token(NamedTuple):
 
 
 class TextPipeline:
-    """One choice's way from ids to text; ``push`` takes its outputs in order.
+    """Turns one choice's ids into text; ``push`` takes its outputs in order.
 
-    reasoning       the model may think between tags: how the prompt leaves that; None: it is all content
-    tools           how the answer's tool calls are read; None: it has none
-    harmony         the answer is harmony's messages, which say what is reasoning, a call or content
+    reasoning       the state of reasoning at the prompt's end, or None if it is not parsed
+    tools           reads the answer's tool calls, or None if they are not parsed
+    harmony         the answer is harmony's messages, which include reasoning and calls
 
     Without a tokenizer, or with ``detokenize=False``, ids pass through and the text is empty. Raises
     ``RequestError`` for stop strings without a tokenizer.
@@ -132,15 +132,15 @@ class TextPipeline:
             )
         self._num_tokens = 0
         self._text_end = 0
-        self._stop_floor = 0  # where the text of the first `min_tokens` tokens ends
+        self._stop_floor = 0  # end of the text of the first `min_tokens` tokens
 
     @property
     def num_malformed_headers(self) -> int:
-        """Of harmony's messages: what `HarmonyReader.num_malformed` counts."""
+        """`HarmonyReader.num_malformed` of the answer."""
         return 0 if self._harmony is None else self._harmony.num_malformed
 
     def push(self, output: EngineOutput) -> TextDelta:
-        """What this output adds. After the choice has finished, nothing."""
+        """The delta of this output; empty after the choice has finished."""
         if self.is_finished:
             return TextDelta()
         reason = output.finish_reason
@@ -161,7 +161,7 @@ class TextPipeline:
         return delta
 
     def _read(self, output: EngineOutput) -> tuple[list[_Token], str, list[int]]:
-        """The output's tokens, their text, and where in the answer's text the markers among them begin."""
+        """The output's tokens, their text, and the indices in the answer's text of the markers among them."""
         assert self._decoder is not None
         ids, reason = output.new_token_ids, output.finish_reason
         num_with_text = len(ids)
@@ -197,16 +197,16 @@ class TextPipeline:
 
 
 def _leave_out_stop_id(delta: TextDelta) -> None:
-    """The token that ended the choice has no text, so it is none of the content's."""
+    """The token that ended the choice has no text, so it does not belong to the content."""
     if delta.logprobs and delta.content_logprobs and delta.content_logprobs[-1] is delta.logprobs[-1]:
         delta.content_logprobs = delta.content_logprobs[:-1]
 
 
 class _Sorter:
-    """Deals an answer's text, and the tokens that hold it, out to content, reasoning and tool calls.
+    """Sorts an answer's text, and the tokens that hold it, into content, reasoning and tool calls.
 
-    stops     where the answer ends before its text does
-    has_ends  its deltas say where in the text their tokens end
+    stops     the answer's end, if it is before its text's
+    has_ends  its deltas have the ends of their tokens in the text
     """
 
     def __init__(
@@ -217,16 +217,16 @@ class _Sorter:
         self._has_logprobs = has_logprobs
         self._has_ends = has_ends
         self._tokens: deque[_Token] = deque()  # whose text is not sorted yet
-        self._start = 0  # where the first of them begins
-        self._kinds: set[PartKind] = set()  # of which it has some already
+        self._start = 0  # start of the first of them
+        self._kinds: set[PartKind] = set()  # of its text so far
         self._end = 0  # of the text that is sorted
         self._last_kind: PartKind = "content"
 
     def push(
         self, tokens: Sequence[_Token], text: str, places: Sequence[int] = (), *, floor: int = 0, is_last: bool = False
     ) -> TextDelta:
-        """What is certain of `text`, which these tokens hold, and of what was held before. `places`: where markers that
-        are special tokens begin in it. `floor`: `ContentStops.push`'s."""
+        """The certain part of `text`, which these tokens hold, and of earlier held text. `places`: indices in it of
+        markers that are special tokens. `floor`: `ContentStops.push`'s."""
         parts = self._parser.push(text, places)
         if is_last:
             parts += self._parser.finish()
@@ -264,12 +264,12 @@ class _Sorter:
         return end
 
     def _drop_tokens_behind(self, end: int) -> None:
-        """Drops the tokens after the first one that reaches so far."""
+        """Drops the tokens after the first one that reaches ``end``."""
         last = next((i for i, token in enumerate(self._tokens) if token.end >= end), len(self._tokens))
         self._tokens = deque(list(self._tokens)[: last + 1])
 
     def _is_one(self, parts: list[Part], tokens: Sequence[_Token], text: str) -> bool:
-        """Whether nothing was held, and all that has come is one part: so it is with most of a text."""
+        """Whether nothing was held, and all new text is one part: the usual case."""
         return (
             len(parts) == 1
             and len(parts[0].text) == len(text)
@@ -301,7 +301,7 @@ class _Sorter:
                 delta.tool_calls.append(call)
 
     def _hand_out(self, delta: TextDelta, kind: PartKind) -> None:
-        """The tokens that end within a part of this kind. One without text goes along with what follows it."""
+        """Hands out the tokens that end within a part of this kind. One without text goes with the next part."""
         while self._tokens:
             token = self._tokens[0]
             if token.end > self._end or token.end == self._end == self._start:

@@ -1,8 +1,8 @@
-"""Reasoning: what a model writes between `<think>` and `</think>` before it answers.
+"""Parses reasoning: text between `<think>` and `</think>` before the answer.
 
-The opening tag counts at the beginning of the answer only, since a text about tags may have it anywhere else; many
-templates write it themselves, at the end of the prompt (`reasoning_start`). Reasoning that is never closed is
-reasoning to its end. Line ends beside the tags belong to them, as in the templates that write past reasoning back.
+The opening tag counts only at the beginning of the answer, since a text about tags may have it anywhere else; many
+templates write it themselves, at the end of the prompt (`reasoning_start`). Unclosed reasoning extends to the
+end. Newlines beside the tags belong to them, as in the templates that write past reasoning back.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 TAGS = OPEN_TAG, CLOSE_TAG = "<think>", "</think>"
 
 _TAIL = 32
-"""Tokens that hold a tag and the white space behind it."""
+"""Tokens that hold a tag and the white space after it."""
 
 ReasoningStart = Literal["may_open", "open", "closed"]
-"""How the prompt leaves the answer: the model may open its reasoning, is within it, or has had it."""
+"""The state at the prompt's end: the model may open its reasoning, is within it, or has had it."""
 
 
 def reasoning_start(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> ReasoningStart:
-    """Read off the answer's turn, as far as the prompt has begun it: what follows the last special token.
+    """The state by the answer's turn in the prompt: the text after the last special token.
 
-    Where no special token marks the turns, only the prompt's last characters count: what stands further in front may
-    be another's words.
+    If no special token marks the turns, only the prompt's last characters count, since earlier ones may
+    belong to other speakers.
     """
     special = tokenizer.all_special_ids
     begin = len(prompt_token_ids)
@@ -46,7 +46,7 @@ def reasoning_start(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> Re
 
 
 class ReasoningParser:
-    """Parts of an answer: "reasoning", its tags as "layout", and what follows as `rest` sorts it; without that, as
+    """Parts of an answer: "reasoning", its tags as "layout", and the remaining text as classified by `rest`, by default
     "content"."""
 
     def __init__(self, start: ReasoningStart, rest: PartParser | None = None) -> None:
@@ -55,7 +55,7 @@ class ReasoningParser:
         self._state = "outside" if start == "closed" else "start"
         self._is_open = start == "open"
         self._held = ""
-        self._places: list[int] = []  # of special tokens in what is held
+        self._places: list[int] = []  # of special tokens in the held text
 
     def push(self, text: str, places: Sequence[int] = ()) -> list[Part]:
         if self._state == "outside":
@@ -85,7 +85,7 @@ class ReasoningParser:
         return parts + self._end() + self._rest.finish()
 
     def _read_start(self, parts: list[Part]) -> None:
-        """White space and the tag, or something else. (A model may open what the prompt has opened.)"""
+        """White space and the tag, or something else. (A model may repeat the tag that ends the prompt.)"""
         rest = self._held.lstrip()
         if rest.startswith(OPEN_TAG):
             self._take(parts, "layout", len(self._held) - len(rest) + len(OPEN_TAG))
@@ -108,7 +108,7 @@ class ReasoningParser:
         return bool(self._held)
 
     def _end(self) -> list[Part]:
-        """What is left is the rest's."""
+        """Hands the remaining text to `rest`."""
         text, self._held = self._held, ""
         return self._rest.push(text, self._places)
 

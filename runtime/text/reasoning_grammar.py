@@ -1,4 +1,4 @@
-"""A grammar for an answer beside which there may be something else: reasoning in front of it, or calls instead."""
+"""Extends an answer's grammar: by reasoning before it, or calls as an alternative."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from runtime.text.reasoning import CLOSE_TAG, OPEN_TAG, ReasoningStart
 
 
 def after_reasoning(grammar: Grammar, start: ReasoningStart) -> Grammar:
-    """The grammar with room for reasoning before it, where the prompt leaves any.
+    """The grammar with optional reasoning before it, if the prompt's end permits it.
 
-    Of a grammar in Lark's notation the first line is the rule `start`, which no other names. Raises ``RequestError``
-    where the text is then too long.
+    In Lark's notation the first line of the grammar is the rule `start`, which no other rule may use. Raises
+    ``RequestError`` if the text is then too long.
     """
     if start == "closed":
         return grammar
@@ -29,13 +29,13 @@ def after_reasoning(grammar: Grammar, start: ReasoningStart) -> Grammar:
 
 def or_calls(grammar: Grammar, calls: str) -> Grammar:
     """A text of the grammar, or tool calls, whose grammar in Lark's notation begins with the rule `start`. Raises
-    ``RequestError`` where both are too long."""
+    ``RequestError`` if both together are too long."""
     lines = ["start: content | calls", f"content: {rule_body(grammar)}", f"calls: {calls.removeprefix('start:')}"]
     return Grammar(kind="lark", text="\n".join(lines))
 
 
 def rule_body(grammar: Grammar) -> str:
-    """What stands behind a rule's name, and further rules below."""
+    """The body of the grammar's first rule, and its further rules."""
     if grammar.kind == "json_schema":
         return f"%json {grammar.text}"
     if grammar.kind == "json_object":

@@ -1,6 +1,6 @@
 """Stop strings in a text that comes in pieces.
 
-The match is the occurrence that begins first in the text (of those that begin at the same place, the one that
+The match is the occurrence that begins first in the text (of those with the same start, the one that
 ends first), however the text is cut. So a shorter string inside a longer one that has begun earlier waits
 until the longer one is complete or has failed. Each character costs O(1) amortised whatever the number of
 strings (Aho and Corasick, "Efficient string matching", 1975).
@@ -72,12 +72,12 @@ class StopMatcher:
 
     @property
     def safe_end(self) -> int:
-        """Characters from the text's beginning that are surely no part of a match to come."""
+        """Characters from the text's beginning that cannot belong to a later match."""
         return self._end - self._automaton.depths[self._node]
 
     def push(self, text: str, *, can_match: bool = True) -> StopMatch | None:
-        """The match, as soon as no other can begin before it. Where ``can_match`` is False, no match may
-        end."""
+        """The match, as soon as no other can begin before it. If ``can_match`` is False, no match may
+        end here."""
         automaton = self._automaton
         node = self._node
         if not node and self._candidate is None and automaton.first.search(text) is None:
@@ -99,5 +99,5 @@ class StopMatcher:
         return self._candidate
 
     def finish(self) -> StopMatch | None:
-        """The match when the text has ended."""
+        """The match, if any, at the end of the text."""
         return self._candidate

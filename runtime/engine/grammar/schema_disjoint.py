@@ -95,7 +95,7 @@ def _values(schema: dict[str, Any]) -> list[Any] | None:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    """Equality that tells True from 1; values inside lists and objects are never reported as different for it."""
+    """Equality with True unlike 1; values inside lists and objects are never reported as different for it."""
     return bool(one == other) and isinstance(one, bool) == isinstance(other, bool)
 
 

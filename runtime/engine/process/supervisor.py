@@ -343,8 +343,8 @@ class ProcessEngineClient:
         return future
 
     def _cancel_call(self, call_id: int, future: Future[NDArray[np.float32]]) -> None:
-        """Called when the future is done. If it was cancelled, tell the process; the call counts until the
-        process has replied."""
+        """Called when the future is done. If it was cancelled, the process is notified; the call counts
+        until the process has replied."""
         with self._lock:
             if future.cancelled() and call_id in self._calls and self._process is not None:
                 self._process.send(frame(CancelCall(call_id)))

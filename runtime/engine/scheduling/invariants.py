@@ -1,4 +1,4 @@
-"""What must hold of the scheduler's bookkeeping: all of it in tests, the cheapest part of it in every step."""
+"""Invariants of the scheduler's bookkeeping: all are asserted in tests, the cheapest in every step."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _check_pages(sequence: Sequence, pool: BlockPool) -> None:
 
 
 def _check_writers(scheduler: Scheduler) -> None:
-    """Assert that no block into which a sequence still writes is another's, too."""
+    """Assert that a block to which a sequence still writes is not shared."""
     block_size = scheduler.limits.block_size
     writers: dict[int, object] = {}
     for sequence in scheduler.running:

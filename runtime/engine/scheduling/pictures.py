@@ -1,4 +1,4 @@
-"""The pictures of a prompt, as the scheduler's records have them: counts, positions and keys, no pixels."""
+"""The images of a prompt, in the scheduler's records: counts, positions and keys, no pixels."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from runtime.images.positions import token_positions
 
 FIRST_KEY = -2
-"""Keys of pictures go down from here: no token has such an id."""
+"""Keys of images count down from here: token ids are never so low."""
 
 MOST_KEYS = 1 << 16
-"""Digests whose keys are remembered. One that is forgotten gets another key, so that its pages are not found."""
+"""Digests whose keys are remembered. A forgotten one gets a new key, so that its pages are not found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Pictures:
-    """All pictures of a prompt.
+    """All images of a prompt.
 
-    positions      [3, num_prompt_tokens] int32, rotary ones; None: their places
-    rotary_offset  of the tokens behind the prompt: rotary position less place
-    slots          where the executor has each picture's embeddings; filled in before the request may run
-    patches, grids  of each picture, ``[rows * columns, patch_bytes]``, and its rows and columns of patches; empty as
+    positions      [3, num_prompt_tokens] int32, rotary ones, or None for the token indices
+    rotary_offset  of the tokens after the prompt: rotary position minus index
+    slots          the executor's slot of each image's embeddings; filled in before the request may run
+    patches, grids  of each image, ``[rows * columns, patch_bytes]``, and its rows and columns of patches; empty as
                    soon as all are encoded
-    whole          [first, end) of tokens that see each other, which one step computes; side by side, pictures are one
+    whole          [first, end) of tokens that attend to each other, which one step computes; adjacent images are one
     """
 
     items: tuple[Picture, ...]
@@ -76,26 +76,26 @@ class Pictures:
 
     @property
     def end(self) -> int:
-        """The token behind the last picture."""
+        """The index after the last image token."""
         return self.items[-1].end
 
     def cut(self, end: int) -> int:
-        """The last place up to ``end`` where the prompt may be cut."""
+        """The last index up to ``end`` where the prompt may be cut."""
         for first, behind in self.whole:
             if first < end < behind:
                 return first
         return end
 
     def least_end(self, start: int) -> int:
-        """The first place behind ``start`` where the prompt may be cut."""
+        """The first index after ``start`` where the prompt may be cut."""
         for first, behind in self.whole:
             if first <= start < behind:
                 return behind
         return start + 1
 
     def whole_chunk(self, start: int, count: int, most: int) -> int:
-        """How many of ``count`` tokens from ``start`` on a step may compute; as many as ``most`` of them, where fewer
-        would cut a picture."""
+        """How many of ``count`` tokens from ``start`` on a step may compute; up to ``most`` of them, if fewer
+        would cut an image."""
         end = self.cut(start + count)
         if end <= start:
             end = self.least_end(start)
@@ -103,7 +103,7 @@ class Pictures:
 
 
 def runs_of(items: Sequence[Picture]) -> tuple[tuple[int, int], ...]:
-    """[first, end) of each picture's tokens, or of several pictures that stand side by side."""
+    """[first, end) of each image's tokens, or of several adjacent images."""
     runs: list[tuple[int, int]] = []
     for item in items:
         if runs and runs[-1][1] == item.first_token:
@@ -114,10 +114,10 @@ def runs_of(items: Sequence[Picture]) -> tuple[tuple[int, int], ...]:
 
 
 class PictureKeys:
-    """One key for each digest: it stands for a picture's tokens where prefixes are compared.
+    """One key for each digest, which stands for an image's tokens when prefixes are compared.
 
-    A picture's tokens all have its key: which of them one is, what comes before it tells, since a digest has one grid.
-    Pictures whose tokens see each other have a key together.
+    All tokens of an image have its key; their number before a token identifies it, since a digest has one grid.
+    Images whose tokens attend to each other share a key.
     """
 
     def __init__(self) -> None:
@@ -138,11 +138,11 @@ class PictureKeys:
         return key
 
     def digest_of(self, key: int) -> bytes:
-        """The picture that a key stands for; the key itself where it was forgotten."""
+        """The digest of the image that a key stands for; the key itself if it was forgotten."""
         return self._digests.get(key) or key.to_bytes(4, "little", signed=True)
 
     def prompt_keys(self, prompt_ids: NDArray[np.int32], pictures: Pictures) -> NDArray[np.int32]:
-        """The prompt's ids, with keys for the tokens of pictures."""
+        """The prompt's ids, with keys for image tokens."""
         keys = prompt_ids.copy()
         for item in pictures.items:
             keys[item.first_token : item.end] = self.key_of(item.digest)

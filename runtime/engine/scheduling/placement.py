@@ -1,4 +1,4 @@
-"""Whether a waiting sequence can start, and the blocks that it starts with."""
+"""Decides whether a waiting sequence can start, and with which blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runtime.engine.scheduling.step import Step
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """The head of the queue could not start; it need not be asked again before so many blocks are free."""
+    """The head of the queue could not start; it is tried again when so many blocks are free."""
 
     sequence: Sequence
     num_blocks: int
@@ -25,7 +25,7 @@ class _Refusal:
 
 
 class Placement:
-    """Takes the blocks of sequences that start; their rows are the scheduler's."""
+    """Allocates the blocks of sequences that start; the scheduler assigns their rows."""
 
     def __init__(self, pool: BlockPool, chunked: ChunkedPages, chunks: PromptChunks) -> None:
         self._pool = pool
@@ -34,15 +34,15 @@ class Placement:
         self._refusal: _Refusal | None = None
 
     def forget_refusal(self) -> None:
-        """A running sequence has left: the head of the queue may be asked again."""
+        """A running sequence has left: the head of the queue may be tried again."""
         self._refusal = None
 
     def start(self, sequence: Sequence, step: Step, num_running: int) -> int:
-        """Give a waiting sequence its blocks, if there are enough and if the step has room for it. Returns how many of
-        its tokens the step computes; 0: it cannot start.
+        """Give a waiting sequence its blocks, if there are enough and the step has room for it. Returns how many of
+        its tokens the step computes, or 0 if it cannot start.
 
-        One more free page is left for each of the ``num_running`` sequences, lest the newcomer be preempted at once; in
-        groups that give pages up also what its next chunks need.
+        One more free page is left for each of the ``num_running`` sequences, so that the new one is not preempted at
+        once; in groups that give pages up, the pages of its next chunks are left as well.
         """
         pool = self._pool
         if self._refusal is not None and self._refusal.holds(sequence, pool):
@@ -54,7 +54,7 @@ class Placement:
         count, needed = self._first_chunk(sequence, hit, step)
         if hit.partial:
             pool.share(hit.partial)
-            if needed + spare > pool.num_free:  # to keep their sources might be what is too much
+            if needed + spare > pool.num_free:  # keeping their sources may be too much
                 pool.release(hit.partial)
                 hit = hit.without_partial()
                 if sequence.cut(hit.num_tokens) < hit.num_tokens:
@@ -83,21 +83,21 @@ class Placement:
         return count, self._needed(sequence, hit, count)
 
     def _needed(self, sequence: Sequence, hit: Hit, count: int) -> int:
-        """The fresh blocks for ``count`` tokens behind a hit."""
+        """The fresh blocks for ``count`` tokens after a hit."""
         needed = 0
         for ids, num_pages in zip(hit.blocks, self._page_counts(sequence, hit, count)):
             needed += num_pages - len(ids) + ids.count(None)
         return needed
 
     def _page_counts(self, sequence: Sequence, hit: Hit, count: int) -> list[int]:
-        """By group: the pages up to the last that a sequence is given which starts with ``hit`` and ``count`` more
-        tokens."""
+        """By group: the pages of a sequence that starts with ``hit`` and ``count`` more tokens, up to the last
+        one."""
         known = -(-sequence.num_tokens // self._pool.block_size)
         computed = -(-(hit.num_tokens + count) // self._pool.block_size)
         return [known if kind.is_whole else computed for kind in self._pool.kinds]
 
     def _shortened(self, sequence: Sequence, hit: Hit, count: int, needed: int) -> tuple[int, int]:
-        """A first chunk for which there are blocks: shorter if it has to be and may be."""
+        """A first chunk that fits the blocks: shortened if necessary and allowed."""
         lacking = needed - self._pool.num_free
         if lacking <= 0 or not self._chunks.cuts_prompts:
             return count, needed

@@ -1,10 +1,10 @@
-"""In which order sequences wait, run and keep their blocks: one number for each, the smaller the sooner.
+"""The order in which sequences wait, run and keep their blocks: one number for each, the smallest first.
 
-A policy is asked when a sequence enters the waiting queue, at first and after each preemption; the answer stands until
-the next time. It depends on the request and on the number of tokens drawn so far, so between two tokens it is the same,
-and whoever is first stays first until it has made progress.
+A policy orders a sequence when it enters the waiting queue, at first and after each preemption. The number depends on
+the request and on the tokens sampled so far, so it is constant between two tokens, and the first sequence stays first
+until it has made progress.
 
-None of them starves anybody: the number of a request stands still while those of later arrivals grow.
+No policy starves a request: its number is constant while those of later arrivals grow.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Order = tuple[float, int, int]
 
 
 class Policy(Protocol):
-    """``order``: seconds or 0.0, then the request's number and the choice's index, so that no two are equal."""
+    """``order``: seconds or 0.0, then the request's number and the choice's index, so that all orders differ."""
 
     def order(self, sequence: Sequence) -> Order: ...
 
@@ -43,10 +43,10 @@ class Priority:
 
 
 class Deadline:
-    """Least slack first: the time at which the next token is due less the time that computing up to it takes.
+    """Least slack first: the time at which the next token is due, minus the time to compute up to it.
 
-    The first token is due ``ttft_target_s`` after the arrival, each of the others ``tpot_target_s`` after the one
-    before; the request may name its own. ``prefill_s`` says how many seconds computing a number of tokens takes.
+    The first token is due ``ttft_target_s`` after the arrival, each later one ``tpot_target_s`` after the previous
+    one; the request may have its own. ``prefill_s`` estimates the seconds for computing a number of tokens.
     """
 
     def __init__(self, ttft_target_s: float, tpot_target_s: float, prefill_s: Callable[[int], float]) -> None:

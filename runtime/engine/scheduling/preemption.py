@@ -1,7 +1,7 @@
-"""Whose blocks are taken when there are not enough, and how their content comes back.
+"""Chooses the victims of preemption, and how their content is restored.
 
-The victim is never the first in order, so there is always one sequence that goes on to its end. Its content is either
-computed again or copied to the host and back; the cost model compares the two by measured times.
+The victim is never the first in order, so there is always one sequence that runs to its end. Its content is either
+recomputed or swapped to the host and back; the cost model compares the two by measured times.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from runtime.engine.scheduling.sequence import Sequence
 
 _MEMORY = 0.98
-"""What is left of a measurement's weight one measurement later: about fifty of them count."""
+"""The factor of a measurement's weight at the next one: about fifty of them count."""
 
 
 def latest(running: list[Sequence]) -> Sequence:
-    """The last in order: under every policy the least urgent, and the latest of equals."""
+    """The last in order: under every policy the least urgent, and on a tie the latest."""
     return running[-1]
 
 
 def least_recently_used(running: list[Sequence]) -> Sequence:
-    """The one that has been in no step for longest; the last in order of equals."""
+    """The one that has been in no step for longest; on a tie the last in order."""
     return min(reversed(running[1:]), key=_last_step)
 
 
 def shortest_remaining(running: list[Sequence]) -> Sequence:
-    """The one with the fewest output tokens left before its ``max_tokens``; the last in order of equals."""
+    """The one with the fewest output tokens left before its ``max_tokens``; on a tie the last in order."""
     return min(reversed(running[1:]), key=_remaining)
 
 
@@ -35,15 +35,15 @@ VICTIM_RULES: dict[str, Callable[[list[Sequence]], Sequence]] = {
     "least-recently-used": least_recently_used,
     "shortest-remaining": shortest_remaining,
 }
-"""Each takes the running sequences in order, at least two, and never names the first."""
+"""Each takes the running sequences in order, at least two, and never returns the first."""
 
 
 @dataclass(slots=True)
 class CostModel:
-    """Seconds that computing tokens and moving blocks takes, from measurements whose weights fade.
+    """Estimates the seconds to compute tokens and to move blocks, from measurements with decaying weights.
 
-    A step's time is taken to be a constant and a share for each token: recomputed tokens mostly join steps that run
-    anyway, so only their share counts.
+    A step's time is modelled as a constant plus a cost a token: recomputed tokens mostly join steps that run
+    anyway, so only their own cost counts.
     """
 
     _weight: float = 0.0
@@ -55,7 +55,7 @@ class CostModel:
     _moved_seconds: float = 0.0
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
-        """A step of ``num_tokens`` tokens took ``seconds``."""
+        """Record that a step of ``num_tokens`` tokens took ``seconds``."""
         self._weight = _MEMORY * self._weight + 1.0
         self._tokens = _MEMORY * self._tokens + num_tokens
         self._seconds = _MEMORY * self._seconds + seconds
@@ -63,7 +63,7 @@ class CostModel:
         self._tokens_seconds = _MEMORY * self._tokens_seconds + num_tokens * seconds
 
     def observe_transfer(self, num_blocks: int, seconds: float) -> None:
-        """Moving ``num_blocks`` blocks between device and host took ``seconds``."""
+        """Record that moving ``num_blocks`` blocks between device and host took ``seconds``."""
         self._moved_blocks = _MEMORY * self._moved_blocks + num_blocks
         self._moved_seconds = _MEMORY * self._moved_seconds + seconds
 
@@ -79,8 +79,8 @@ class CostModel:
         return num_tokens * min(max(slope, 0.0), mean)
 
     def prefers_swap(self, num_tokens: int, num_blocks: int) -> bool:
-        """Whether moving ``num_blocks`` out and back is quicker than computing ``num_tokens`` again. Before the first
-        transfer was measured: yes."""
+        """Whether moving ``num_blocks`` out and back is faster than recomputing ``num_tokens``. True before the first
+        measured transfer."""
         if self._moved_blocks <= 0.0:
             return True
         return 2 * num_blocks * (self._moved_seconds / self._moved_blocks) < self.compute_s(num_tokens)

@@ -1,15 +1,15 @@
-"""Which token sequences the KV blocks hold: a tree of blocks, found by digest and compared token by token.
+"""The prefix cache's index: a tree of blocks, found by digest and compared token by token.
 
 A ``CachedBlock`` is the content of one block: its own tokens, after those of its parent. Every salt (a tenant's secret)
-has a root of its own in each cache group, so nothing is found across salts or groups. One index leads from the digest
-of (parent's digest, tokens) to the block; a hit counts only when the parent is the very object that was walked and the
-token ids are equal, so two contents with one digest cannot be taken for each other: the second is not recorded.
+has a root of its own in each cache group, so nothing is shared across salts or groups. One index maps the digest
+of (parent's digest, tokens) to the block; a hit counts only if the parent is the very object that was walked and the
+token ids are equal. If two contents have one digest, the second is not recorded.
 
-A content can lie on the device (``block_id``), in the host pool (``host_slot``), in both, or, as long as something
-that continues it is kept or may come (``num_pins``), in neither. The last block of a sequence is seldom full; it is
-kept with the tokens it has.
+A content can lie on the device (``block_id``), in the host pool (``host_slot``), in both, or, while a continuation
+is kept or may come (``num_pins``), in neither. The last block of a sequence is seldom full; it is kept with
+the tokens it has.
 
-This module knows neither reference counts nor the order of eviction: those are the block pool's.
+Reference counts and the order of eviction belong to the block pool.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MOST_BRANCHES = 8
-"""Branches with the same first token that are compared for a partial match, the latest ones: it bounds the time."""
+"""Latest branches with the same first token that are compared for a partial match: it bounds the time."""
 
 _TOKEN_BYTES = 4
 
@@ -34,14 +34,14 @@ class RotatedPrefixes(NamedTuple):
 
 
 Salt = str | RotatedPrefixes | None
-"""Who shares prefixes: those with the same. None: without a salt, and rotated by their positions."""
+"""Prefixes are shared within one. None is for no salt, rotated by position."""
 
 Digest = Callable[[int, bytes], int]
 
 
 def block_digest(parent: int, tokens: bytes) -> int:
-    """A 64-bit digest of a block's tokens after its parent's, keyed by the process's secret (SipHash): a client cannot
-    prepare two prompts that collide."""
+    """A 64-bit digest of a block's tokens after its parent's, keyed by the process's secret (SipHash), so that a client
+    cannot prepare two prompts that collide."""
     return hash((parent, tokens))
 
 
@@ -50,11 +50,11 @@ class CachedBlock:
 
     parent     the content before it; None for a root
     tokens     its token ids, int32; fewer than ``block_size`` in a sequence's last block; a root's name
-    block_id   where it lies on the device
-    host_slot  where it lies in the host pool
+    block_id   on the device, or None
+    host_slot  in the host pool, or None
     copies     other blocks on the device with this content, each held by a sequence that computed it on its own
-    children   by their first token: those that continue it
-    num_pins   sequences that may record what continues it, though they do not hold it (it is behind their window)
+    children   its continuations, by their first token
+    num_pins   sequences that may record its continuation without holding it (it is outside their window)
     times_reused, last_used  for the eviction policy: how often it was held again after all holders had left, and when
                the last one left
     """
@@ -90,7 +90,7 @@ class CachedBlock:
 
     @property
     def lies_somewhere(self) -> bool:
-        """Whether the device or the host has it."""
+        """Whether the content is on the device or the host."""
         return self.block_id is not None or self.host_slot is not None
 
 
@@ -100,8 +100,8 @@ class PrefixCache:
     def __init__(
         self, block_size: int, digest: Digest = block_digest, on_change: Callable[[CachedBlock], None] | None = None
     ) -> None:
-        """``on_change`` is told of full blocks whose content may have gone (``prune``); the pool tells it of those that
-        came."""
+        """``on_change`` is called with full blocks whose content may have gone (``prune``); the pool calls it for new
+        ones."""
         self._block_bytes = block_size * _TOKEN_BYTES
         self.on_change = on_change
         self._digest = digest
@@ -120,8 +120,8 @@ class PrefixCache:
         return root
 
     def walk(self, tokens: NDArray[np.int32], salt: Salt, group: int) -> list[CachedBlock]:
-        """The nodes of the longest prefix of ``tokens [num_tokens]`` that consists of known full blocks, wherever they
-        lie."""
+        """The nodes of the longest prefix of ``tokens [num_tokens]`` that consists of known full blocks, on the device
+        or not."""
         nodes: list[CachedBlock] = []
         node = self._roots.get(root_name(salt, group))
         if node is None:
@@ -138,8 +138,8 @@ class PrefixCache:
     def longest_partial(
         self, node: CachedBlock | None, tokens: NDArray[np.int32], salt: Salt, group: int
     ) -> tuple[CachedBlock, int] | None:
-        """The block on the device that continues ``node`` (None: the salt's root) and shares most tokens
-        with ``tokens``, which come after it, and how many."""
+        """The device block that continues ``node`` (None for the salt's root) and shares most leading tokens with
+        ``tokens``, and how many."""
         node = node or self._roots.get(root_name(salt, group))
         if node is None or not len(tokens):
             return None
@@ -151,8 +151,8 @@ class PrefixCache:
         return None if best is None else (best, most)
 
     def add(self, parent: CachedBlock, tokens: bytes) -> CachedBlock | None:
-        """The node of these tokens after ``parent``, made if it is new. None: its digest is taken by another
-        content."""
+        """The node of these tokens after ``parent``, made if it is new; None if another content has its
+        digest."""
         digest = self._digest(parent.digest, tokens)
         node = self._index.get(digest)
         if node is None:
@@ -169,7 +169,7 @@ class PrefixCache:
         return None
 
     def beginnings_of(self, node: CachedBlock) -> list[CachedBlock]:
-        """Partial blocks beside ``node`` that hold nothing but its first tokens."""
+        """Partial blocks beside ``node`` that hold only its first tokens."""
         assert node.parent is not None
         if len(node.parent.children[node.tokens[:_TOKEN_BYTES]]) == 1:
             return []
@@ -180,7 +180,7 @@ class PrefixCache:
         ]
 
     def prune(self, node: CachedBlock) -> None:
-        """Forget a node that lies nowhere and that nothing continues, and what is left bare above it."""
+        """Drop a node that is neither stored nor continued, and its ancestors that are then bare."""
         self.changed(node)
         while node.block_id is None and node.host_slot is None and not node.children and not node.num_pins:
             parent = node.parent
@@ -196,7 +196,7 @@ class PrefixCache:
             node = parent
 
     def changed(self, node: CachedBlock) -> None:
-        """Tell whoever wants to know that a content may have come or gone."""
+        """Report that a content may have been cached or evicted."""
         if self.on_change is not None and node.parent is not None and len(node.tokens) == self._block_bytes:
             self.on_change(node)
 

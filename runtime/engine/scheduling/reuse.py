@@ -1,4 +1,4 @@
-"""What of a waiting sequence's content exists already, so that it need not be computed."""
+"""Finds the existing content of a waiting sequence, which need not be computed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from runtime.kv.groups import NO_BLOCK
 
 
 def reusable(sequence: Sequence, pool: BlockPool) -> Hit:
-    """Where the first tokens of a waiting sequence lie: its own swapped blocks (of which the device may still have
-    some), a choice of the same request that runs, or the prefix cache.
+    """The location of the first tokens of a waiting sequence: its own swapped blocks (some of which may still be on the
+    device), a running choice of the same request, or the prefix cache.
 
-    At most all tokens but the last, whose logits are wanted, and no part of a picture that may not be cut; only its own
-    where the prompt's log probabilities are wanted, for they come from computing it.
+    At most all tokens but the last, whose logits are needed, and no part of an image that may not be cut. Only its own
+    if log probabilities of the prompt were requested, since computing it gives them.
     """
     if sequence.needs_prompt_logprobs and not sequence.host_slots:
         return Hit.none(len(pool.kinds))
@@ -36,7 +36,7 @@ def reusable(sequence: Sequence, pool: BlockPool) -> Hit:
 
 
 def _own(sequence: Sequence, tokens: NDArray[np.int32], pool: BlockPool) -> Hit:
-    """A swapped sequence's own pages, from the device where it has them."""
+    """A swapped sequence's own pages, from the device if it has them."""
     num_full, rest = divmod(sequence.num_computed, pool.block_size)
     blocks = pool.on_device(tokens, sequence.chain.salt, sequence.first_pages, num_full)
     slots = []

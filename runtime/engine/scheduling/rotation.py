@@ -1,5 +1,5 @@
-"""Sequences that outgrow a model's ``rotary_switch`` (longrope): all of their tokens are then rotated otherwise, and
-have to be computed again."""
+"""Handles sequences that outgrow a model's ``rotary_switch`` (longrope): all of their tokens are then rotated
+otherwise, and have to be recomputed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from runtime.engine.scheduling.sequence import Sequence
 
 
 def is_at_switch(sequence: Sequence, switch: int) -> bool:
-    """Whether the token that a running sequence computes next is its first beyond the switch."""
+    """Whether the next token that a running sequence computes is its first beyond the switch."""
     return sequence.num_computed == switch and not sequence.rotary_offset and not sequence.is_drawing_last
 
 
 def choose_rotation(sequence: Sequence, switch: int, host_pool: HostPool | None) -> None:
-    """Settle how a waiting sequence, whose tokens are all known, is rotated. What was swapped out is lost if that was
+    """Choose the rotation of a waiting sequence, whose tokens are all known. Its swapped content is dropped if that was
     rotated otherwise."""
     if sequence.rotary_offset or sequence.num_tokens <= switch:
         return
@@ -27,5 +27,5 @@ def choose_rotation(sequence: Sequence, switch: int, host_pool: HostPool | None)
 
 
 def within_switch(drafts: list[int], sequence: Sequence, start: int, switch: int) -> list[int]:
-    """The proposals behind the token at ``start`` that are rotated as it is."""
+    """The draft tokens after the token at ``start`` that are rotated as it is."""
     return drafts if sequence.rotary_offset else drafts[: switch - start - 1]

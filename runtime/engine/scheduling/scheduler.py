@@ -1,20 +1,20 @@
-"""Who computes which tokens in the next step: pure bookkeeping over token counts and blocks.
+"""Schedules the tokens of the next step: pure bookkeeping over token counts and blocks.
 
-    step = scheduler.schedule()   # may be called while the step before it runs, never further ahead
-    scheduler.extend(step)        # only if time has passed: leaves out who has ended, lets in who has arrived
+        step = scheduler.schedule()   # may be called while the previous step runs, never further ahead
+        scheduler.extend(step)        # only if time has passed: drops finished sequences, adds new arrivals
     ...                           # the engine executes the step, unless it has no work
-    scheduler.commit(step)        # or abandon(step); then the drawn tokens are appended
+        scheduler.commit(step)        # or abandon(step); then the sampled tokens are appended
 
-Both queues are kept in the order that the policy gives. A sequence gets the blocks of all its known tokens when it
+Both queues are kept in the policy's order. A sequence gets the blocks of all its known tokens when it
 starts to run, and one more whenever its output fills the last; in a cache group that does not keep all tokens it gets
-those of each chunk, and gives up those that nothing after its committed tokens needs. When one is missing, a running
-sequence gives up all of its own and waits again: the first in order is never the victim, and one request always fits
-the pool, so there is always progress. Its parts live in modules of their own: ``policy`` (the order), ``batching`` (how
-decodes and prompts share steps), ``chunking`` (how prompts are cut), ``placement`` (who starts, with which blocks),
-``reuse`` (what need not be computed at all), ``drafts`` (proposed tokens), ``chunked_pages``, ``preemption`` (the
-victim, and how its content comes back), ``rotation`` (what is computed again since it became too long).
+those of each chunk, and gives up those that are not needed after its committed tokens. When a block is missing, a
+running sequence is preempted: it gives up its blocks and waits again. The first in order is never the victim, and one
+request always fits the pool, so there is always progress. Its parts are separate modules: ``policy`` (the order),
+``batching`` (how decodes and prompts share steps), ``chunking`` (how prompts are cut), ``placement`` (which sequences
+start, with which blocks), ``reuse`` (existing content), ``drafts`` (draft tokens), ``chunked_pages``, ``preemption``
+(the victim, and how its content is restored), ``rotation`` (sequences to recompute since they became too long).
 
-It knows no tensors, no model and no clock.
+It does not know tensors, models or clocks.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from runtime.engine.scheduling.step import PreemptionWay, Step
 class Scheduler:
     """The waiting and the running sequences, and their blocks. Not thread-safe: it belongs to the engine's loop.
 
-    depth       steps that may run at once, with 1 a second one may be planned ahead. Each draws for sequences of its
+    depth       steps that may run at once, with 1 a second one may be planned ahead. Each samples for sequences of its
                 own, with as many decodes as the others; chunks of a prompt may lie in several
     open_steps  planned and neither committed nor abandoned
-    costs       what steps and transfers take, as far as ``observe`` was told
-    prompt_times  what chunks of prompts take, as far as ``observe_prompts`` was told
-    drafts      proposals for the tokens behind the last of running sequences, for the next step that decodes them
+    costs       of steps and transfers, by ``observe``
+    prompt_times  of chunks of prompts, by ``observe_prompts``
+    drafts      draft tokens of running sequences, for the next step that decodes them
     paused      requests whose sequences are held from the next step on, until they are added again
     """
 
@@ -88,13 +88,13 @@ class Scheduler:
         insort(self.waiting, sequence, key=_order)
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is, and free its blocks, its row and its host slots. What a planned step
-        would still move for it is left out; its chunk is the engine's to drop (or ``extend``'s)."""
+        """Remove a sequence, wherever it is, and free its blocks, its row and its host slots. Its transfers in a
+        planned step are dropped; the engine (or ``extend``) drops its chunk."""
         self._take_out(sequence)
         sequence.state = State.FINISHED
 
     def _take_out(self, sequence: Sequence) -> None:
-        """Out of its queue, without blocks, row and host slots."""
+        """Remove it from its queue, with its blocks, row and host slots."""
         slots = [slot for slots in sequence.host_slots for slot in slots]
         for step in self.open_steps:
             step.drop_transfers(sequence.held_blocks, slots)
@@ -113,8 +113,8 @@ class Scheduler:
     def schedule(self) -> Step:
         """Plan the next step: choose its chunks, reserve their blocks, count them as computed.
 
-        It is without chunks only when there is no work, or when all running sequences wait for the end of the step
-        before. Raises ``InvariantError`` when the bookkeeping is broken.
+        It has no chunks only if there is no work, or if all running sequences wait for the end of the previous
+        step. Raises ``InvariantError`` if the bookkeeping is broken.
         """
         assert len(self.open_steps) < max(2, self.depth), "a step is planned before the first was committed"
         step = Step(self.num_steps, self.limits.max_num_batched_tokens)
@@ -128,18 +128,18 @@ class Scheduler:
         return step
 
     def extend(self, step: Step) -> None:
-        """Bring a planned step up to date that has not begun, after the one before was committed: leave out the
-        sequences that have ended since, and let waiting ones in as far as the budget allows."""
+        """Update a planned step that has not begun, after the previous one was committed: drop the
+        sequences that have ended since, and admit waiting ones within the budget."""
         step.drop_finished()
         self._batching.extend(self, step)
         self._close(step)
 
     def commit(self, step: Step, accepted: dict[Sequence, int] | None = None) -> None:
-        """The step has run: its tokens lie in their blocks, full blocks can be found from now on. To be called before
-        any of its sequences is finished, or gets the drawn tokens.
+        """The step has run: its tokens lie in their blocks, and full blocks are cached from now on. To be called before
+        any of its sequences is finished, or gets the sampled tokens.
 
-        ``accepted``: of each sequence with proposals, how many of the drawn tokens are kept. What was reserved for the
-        others is taken back; what proposals have filled can be found when their tokens are known.
+        ``accepted`` has, for each sequence with a draft, how many of the sampled tokens are kept. The blocks reserved
+        for the others are taken back; those that draft tokens have filled are cached once their tokens are known.
         """
         pool = self.pool
         block_size = self.limits.block_size
@@ -158,11 +158,11 @@ class Scheduler:
         self._settle(step)
 
     def abandon(self, step: Step) -> None:
-        """The step has failed: nothing it computed counts. Its sequences are the engine's to finish."""
+        """The step has failed: its results do not count. The engine finishes its sequences."""
         self._settle(step)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """A step of so many tokens took this long."""
+        """Record that a step of so many tokens took this long."""
         self.costs.observe_step(num_tokens, seconds)
 
     def observe_prompts(self, num_tokens: int, num_pairs: int, seconds: float) -> None:
@@ -170,15 +170,15 @@ class Scheduler:
         self.prompt_times.observe(num_tokens, num_pairs, seconds)
 
     def observe_transfer(self, num_blocks: int, seconds: float) -> None:
-        """Moving so many blocks between device and host took this long."""
+        """Record that moving so many blocks between device and host took this long."""
         self.costs.observe_transfer(num_blocks, seconds)
 
     def check_invariants(self) -> None:
-        """Assert what must hold between two calls. For tests: O(blocks + sequences)."""
+        """Assert the invariants between two calls. For tests: O(blocks + sequences)."""
         check_scheduler(self)
 
     def decode(self, step: Step) -> None:
-        """Add every running sequence that lacks nothing but its last token, as far as the budget goes."""
+        """Add every running sequence that lacks only its last token, within the budget."""
         block_size, shortest = self.limits.block_size, self._chunked.shortest
         has_chunked = bool(self._chunked.groups)
         decodes: list[Sequence] = []
@@ -196,7 +196,7 @@ class Scheduler:
                     wanting.append(sequence)
                 continue
             if len(decodes) == most:
-                continue  # others' turn
+                continue  # no room this time
             decodes.append(sequence)
             if computed >= len(sequence.blocks[shortest]) * block_size:
                 wanting.append(sequence)
@@ -207,7 +207,7 @@ class Scheduler:
         step.add_decodes(decodes if len(decodes) <= step.budget else decodes[: max(0, step.budget)])
 
         if self.drafts:
-            # Lest proposals take the room of a picture, step by step.
+            # So that draft tokens do not take the room of an image, step by step.
             has_room = not any(each.is_at_whole_picture for each in (*self.running, *self.waiting[:1]))
             num_running, switch = len(self.running), self.limits.rotary_switch
             for chunk in step.chunks:
@@ -232,7 +232,7 @@ class Scheduler:
                     step.add(sequence, count, is_first=False)
 
     def admit(self, step: Step, most: int | None = None) -> None:
-        """Let waiting sequences start, in order, at most ``most``. None after a preemption: its blocks were needed."""
+        """Start waiting sequences, in order, at most ``most``; none after a preemption, which needed the blocks."""
         while self.waiting and self.free_rows and most != 0 and not step.preempted and step.budget > 0:
             sequence = self.waiting[0]
             if sequence.num_pending or (self.depth > 1 and self._is_open(sequence)):
@@ -250,13 +250,13 @@ class Scheduler:
             most = None if most is None else most - 1
 
     def _idle(self) -> list[Sequence]:
-        """The running sequences of which a step may be planned."""
+        """The running sequences that a step may be planned for."""
         if self.depth == 1 or not self.open_steps:
             return self.running
         return [sequence for sequence in self.running if not self._is_open(sequence)]
 
     def _most_decodes(self) -> int:
-        """Decodes of one step: where several are open they share them out."""
+        """Most decodes of one step: several open steps divide them."""
         if self.depth == 1:
             return len(self.running)
         decoding = sum(each.num_tokens + each.num_pending - each.num_computed == 1 for each in self.running)
@@ -266,9 +266,9 @@ class Scheduler:
         return any(sequence.last_step == step.number for step in self.open_steps)
 
     def _add_blocks(self, wanting: list[Sequence], step: Step) -> bool:
-        """Give each of these running sequences the pages of its next token, or of a picture that may not be cut, in
-        order; preempt others until there are enough blocks. False when not all run on: preempted, or, if it is the
-        first in order, left without a block by what a step under way holds."""
+        """Give each of these running sequences the pages of its next token, or of an image that may not be cut, in
+        order; preempt others until there are enough blocks. False if not all can run on: one was preempted, or, as the
+        first in order, lacks a block that a running step holds."""
         size = self.limits.block_size
         lacking = {
             sequence: [ids for ids in sequence.blocks for _ in range(len(ids), -(-sequence.least_end // size))]
@@ -288,7 +288,7 @@ class Scheduler:
         return not step.preempted
 
     def _preempt(self, sequence: Sequence, step: Step) -> None:
-        """Take a running sequence's blocks and row, and let it wait."""
+        """Take a running sequence's blocks and row, and return it to the waiting queue."""
         way: PreemptionWay = "recompute"
         num_computed, first_pages = sequence.num_computed, sequence.first_pages
         num_pages = -(-num_computed // self.limits.block_size)
@@ -310,22 +310,22 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _stop_outgrown(self, switch: int) -> None:
-        """Let the running sequences wait that are to be computed again."""
+        """Return running sequences that have to be recomputed to the waiting queue."""
         for sequence in [sequence for sequence in self._idle() if is_at_switch(sequence, switch)]:
             _remove(self.running, sequence)
             self._release(sequence)
             self.add(sequence)
 
     def _hold_paused(self) -> None:
-        """Take the sequences of paused requests out of both queues: they hold nothing, so that others are never in
-        want of what they have. A running one goes when it is in no step that may still be started."""
+        """Remove the sequences of paused requests from both queues and free what they hold. A running one is removed
+        once it is in no step that may still be started."""
         for sequence in [*self._idle(), *self.waiting]:
             if sequence.request in self.paused:
                 self._take_out(sequence)
                 sequence.state = State.HELD
 
     def _slots_for(self, sequence: Sequence, num_blocks: int) -> list[int] | None:
-        """Host slots for a victim's blocks; None: it shall be computed again."""
+        """Host slots for a victim's blocks; None if it is to be recomputed."""
         host_pool = self.pool.host_pool
         if host_pool is None or self._preemption == "recompute" or sequence.is_drawing_last or num_blocks == 0:
             return None
@@ -334,7 +334,7 @@ class Scheduler:
         return host_pool.take(num_blocks)
 
     def _release(self, sequence: Sequence) -> None:
-        """Free a running sequence's blocks, which stay findable as far as they were committed, and its row."""
+        """Free a running sequence's blocks, which stay cached as far as they were committed, and its row."""
         assert sequence.row is not None
         for step in self.open_steps:
             if step.held_blocks:
@@ -356,7 +356,7 @@ class Scheduler:
         self._placement.forget_refusal()
 
     def _close(self, step: Step) -> None:
-        """The last touches of a plan."""
+        """Complete a plan."""
         if self.pool.offloads:
             step.swap_out += self.pool.offloads
             self.pool.offloads.clear()
@@ -368,7 +368,7 @@ class Scheduler:
         check_step(self, step)
 
     def _settle(self, step: Step) -> None:
-        """Free what was held for the time of the step."""
+        """Free the blocks and slots that were held during the step."""
         if step in self.open_steps:
             self.open_steps.remove(step)
         if step.held_blocks:

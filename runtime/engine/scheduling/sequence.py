@@ -1,4 +1,4 @@
-"""The engine's own record of a request and of each of its choices.
+"""The engine's record of a request and of each of its choices.
 
 A ``Request`` holds what its choices share: the prompt, the parameters, the prompt's log probabilities. A
 ``Sequence`` is one choice: its output so far, its KV blocks and how many of its tokens are computed.
@@ -21,8 +21,8 @@ _FIRST_OUTPUT_CAPACITY = 32
 
 
 class State(enum.Enum):
-    """HELD → WAITING ⇄ RUNNING → FINISHED. A choice is held until the request's grammar is compiled, and all but the
-    first until that has computed the prompt; and while its request is paused."""
+    """HELD → WAITING ⇄ RUNNING → FINISHED. A choice is held until the request's grammar is compiled, all but the
+    first until that has computed the prompt, and while its request is paused."""
 
     HELD = enum.auto()
     WAITING = enum.auto()
@@ -41,15 +41,15 @@ class Request:
     seed            the request's seed, or one drawn at admission
     max_tokens      output tokens of each choice, at least 1, already cut to the context's end
     stop_ids        ids that end a choice, mapped to its ``stop_reason`` (None for EOS)
-    cache_salt      whose prefixes it may share; None: those of all requests without a salt
-    ttft_target_s, tpot_target_s  for the deadline policy; None: as configured
-    speculates      its tokens may be proposed
+    cache_salt      prefixes are shared within it; None for those of all requests without a salt
+    ttft_target_s, tpot_target_s  for the deadline policy, or None for the config's
+    speculates      its tokens may be speculated
     prediction      [n] int32, tokens that its choices may repeat
-    prompt_logprobs entries for the first prompt tokens, complete when the prompt is; None when not asked for
+    prompt_logprobs entries for the first prompt tokens, complete when the prompt is; None if not requested
     awaits_grammar  its grammar is being compiled, and its choices are held until then
-    awaits_pictures the same of its pictures' embeddings
-    pictures        of the prompt; None: it has none
-    prefix_keys     [num_prompt_tokens] int32: the prompt as the prefix cache compares it
+    awaits_pictures the same for its images' embeddings
+    pictures        of the prompt, or None
+    prefix_keys     [num_prompt_tokens] int32: the prompt's keys in the prefix cache
     """
 
     __slots__ = (
@@ -127,7 +127,7 @@ class Request:
 
     @property
     def is_awaiting(self) -> bool:
-        """Whether something has to be there before it may queue."""
+        """Whether its grammar or images must be ready before it is queued."""
         return self.awaits_grammar or self.awaits_pictures
 
     @property
@@ -138,25 +138,25 @@ class Request:
 class Sequence:
     """One choice of a request.
 
-    order          its place in every queue; the scheduler's policy gives it
+    order          its place in every queue, set by the scheduler's policy
     max_tokens     most output tokens, the request's
     num_tokens     known tokens, prompt and output
-    num_pending    tokens that planned steps will draw: 0, 1, or 2 while a step runs and the next is planned
+    num_pending    tokens that planned steps will sample: 0, 1, or 2 while a step runs and the next is planned
     num_computed   tokens whose keys and values lie in ``blocks`` (in ``host_slots`` while it is swapped out) when the
                    planned steps have run
     num_committed  of those, the ones in ``blocks`` whose step has run
-    blocks         by cache group, by page; ``NO_BLOCK`` for pages given up behind a window
+    blocks         by cache group, by page; ``NO_BLOCK`` for pages given up outside a window
     first_pages    by cache group: pages before this one were given up
-    gives_up_at    ``num_committed`` from which on the next page can be given up
-    host_slots     by cache group: where its pages from ``first_pages`` on lie while it is swapped out; else empty
-    chain          how far its blocks are recorded in the prefix cache
-    rotary_offset  rotary position less position of its tokens: 0, the model's ``rotary_switch`` if it is longer, or
-                   what pictures leave behind
-    row            its row in the runner's arrays while it runs, unique among the running; else None
-    last_step      number of the last step that had a chunk of it; -1: none
-    proposals      the numbers of `ProposalCounts`, where tokens were proposed
+    gives_up_at    the ``num_committed`` from which on the next page can be given up
+    host_slots     by cache group: slots of its pages from ``first_pages`` on while it is swapped out; else empty
+    chain          how many of its blocks are recorded in the prefix cache
+    rotary_offset  rotary position minus position of its tokens: 0, the model's ``rotary_switch`` if it is longer, or
+                   an offset due to images
+    row            its row in the persistent batch while it runs, unique among the running; else None
+    last_step      number of the last step that had a chunk of it, or -1
+    proposals      the numbers of `ProposalCounts`, if tokens were speculated
     num_cached_tokens  tokens that were found when it first started; None before that
-    matcher        where its output is in the request's grammar; None: there is none
+    matcher        the state of its output in the request's grammar, or None
     """
 
     __slots__ = (
@@ -221,12 +221,12 @@ class Sequence:
 
     @property
     def output_ids(self) -> NDArray[np.int32]:
-        """The output so far, ``[num_output_tokens]`` int32: a view that the next ``append`` may outdate."""
+        """The output so far, ``[num_output_tokens]`` int32: a view that the next ``append`` may invalidate."""
         return self._output_buffer[: self.num_output_tokens]
 
     @property
     def held_blocks(self) -> list[int]:
-        """Those of all groups, in the order of the pages."""
+        """Those of all groups, in page order."""
         return by_page(self.blocks, self.first_pages)
 
     @property
@@ -235,36 +235,36 @@ class Sequence:
 
     @property
     def is_drawing_last(self) -> bool:
-        """Whether the planned steps draw the last token that it may have: it only waits for them."""
+        """Whether the planned steps sample its last token: it only waits for them."""
         return self.num_output_tokens + self.num_pending >= self.max_tokens
 
     @property
     def needs_prompt_logprobs(self) -> bool:
-        """Whether this sequence's pass over the prompt has to give log probabilities."""
+        """Whether computing the prompt has to give log probabilities."""
         logprobs = self.request.prompt_logprobs
         return self.index == 0 and logprobs is not None and len(logprobs) < self.num_prompt_tokens
 
     def cut(self, end: int) -> int:
-        """The last place up to ``end`` where a step may end."""
+        """The last position up to ``end`` where a step may end."""
         pictures = self.request.pictures
         return end if pictures is None else pictures.cut(end)
 
     @property
     def least_end(self) -> int:
-        """The first place where its next chunk may end."""
+        """The first position where its next chunk may end."""
         pictures = self.request.pictures
         return self.num_computed + 1 if pictures is None else pictures.least_end(self.num_computed)
 
     @property
     def is_at_whole_picture(self) -> bool:
-        """Whether its next chunk begins with a picture that may not be cut, or perhaps does, where it waits."""
+        """Whether its next chunk begins with an image that may not be cut; while it waits, whether it may."""
         pictures = self.request.pictures
         if pictures is None or not pictures.whole:
             return False
         return self.state is State.WAITING or pictures.least_end(self.num_computed) > self.num_computed + 1
 
     def append(self, token_id: int) -> None:
-        """Add the token that a step has drawn; its keys and values are computed by a later one."""
+        """Add a sampled token; its keys and values are computed by a later step."""
         count = self.num_output_tokens
         if count == len(self._output_buffer):
             self._output_buffer = np.resize(self._output_buffer, 2 * count)
@@ -275,11 +275,11 @@ class Sequence:
         self.num_pending -= 1
 
     def token_ids(self, start: int, end: int) -> NDArray[np.int32]:
-        """The known tokens ``start:end`` of prompt and output: perhaps a view, that the next ``append`` may outdate."""
+        """The known tokens ``start:end`` of prompt and output: maybe a view that the next ``append`` may invalidate."""
         return self._known(self.request.prompt_ids, start, end)
 
     def prefix_keys(self, start: int, end: int) -> NDArray[np.int32]:
-        """The same as the prefix cache compares them."""
+        """Their keys in the prefix cache."""
         return self._known(self.request.prefix_keys, start, end)
 
     def _known(self, prompt_ids: NDArray[np.int32], start: int, end: int) -> NDArray[np.int32]:

@@ -1,4 +1,4 @@
-"""What one step computes and moves, as the scheduler planned it."""
+"""One planned step: its chunks and its transfers of blocks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Chunk(msgspec.Struct, gc=False):
     """The tokens ``start : start + num_tokens`` of a sequence, to be computed in this step.
 
     is_first  the sequence was given its row in this step
-    is_last   the chunk ends at the last token, known or pending, so the step draws a new one
-    draft_ids  proposals for the tokens behind the last, computed with it and counted in ``num_tokens``: the step draws
-              behind each of them, too, and as many are kept as the draws agree with
+    is_last   the chunk ends at the last token, known or pending, so the step samples a new one
+    draft_ids  draft tokens after the last, computed with it and counted in ``num_tokens``: the step samples
+              after each of them, too, and keeps those that verification accepts
     """
 
     sequence: Sequence
@@ -29,7 +29,7 @@ class Chunk(msgspec.Struct, gc=False):
 
     @property
     def num_draws(self) -> int:
-        """Tokens that the step draws for it, at most."""
+        """Most tokens that the step samples for it."""
         return 1 + len(self.draft_ids) if self.is_last else 0
 
 
@@ -39,13 +39,13 @@ class Step(msgspec.Struct, eq=False):
     number          counts the steps that were planned
     max_tokens      the budget; only a prompt that may not be cut runs beyond it, alone
     num_tokens      of all chunks
-    num_drafts      of these, proposals
+    num_drafts      draft tokens among these
     swap_out        (block, host slot): copied before anything is written to the block
     swap_in         (host slot, block): copied before any chunk reads the block
     copies          (source block, target block), on the device
     preempted       the sequences that gave up their blocks for this step, and how they will get them back
-    held_blocks     of ``copies``: sources are kept until the step has run, or until the owner of the target is gone
-    held_slots      host slots of prefixes that ``swap_in`` reads, kept until the step has run
+    held_blocks     sources of ``copies``: held until the step has run, or until the owner of the target is gone
+    held_slots      host slots of prefixes that ``swap_in`` reads, held until the step has run
     returned_slots  host slots of swapped sequences that ``swap_in`` reads: free when the step has run
     """
 
@@ -77,7 +77,7 @@ class Step(msgspec.Struct, eq=False):
         return bool(self.chunks) or self.has_transfers
 
     def add(self, sequence: Sequence, count: int, *, is_first: bool) -> None:
-        """Add the next ``count`` tokens of a sequence and count them as computed: the step after this one may be
+        """Add the next ``count`` tokens of a sequence and count them as computed, since the next step may be
         planned before this one has run."""
         start = sequence.num_computed
         end = start + count
@@ -101,7 +101,7 @@ class Step(msgspec.Struct, eq=False):
         self.num_tokens += len(sequences)
 
     def drop_finished(self) -> None:
-        """Leave out the chunks of sequences that have ended since the step was planned."""
+        """Drop the chunks of sequences that have ended since the step was planned."""
         chunks = [chunk for chunk in self.chunks if not chunk.sequence.is_finished]
         if len(chunks) < len(self.chunks):
             self.chunks = chunks
@@ -109,7 +109,7 @@ class Step(msgspec.Struct, eq=False):
             self.num_drafts = sum(len(chunk.draft_ids) for chunk in chunks)
 
     def drop_transfers(self, block_ids: list[int], host_slots: list[int]) -> None:
-        """Leave out what would be copied into blocks and host slots that are about to be free."""
+        """Drop the copies into blocks and host slots that are about to be freed."""
         if self.swap_in or self.copies:
             blocks = set(block_ids)
             self.swap_in = [pair for pair in self.swap_in if pair[1] not in blocks]
@@ -119,8 +119,8 @@ class Step(msgspec.Struct, eq=False):
             self.swap_out = [pair for pair in self.swap_out if pair[1] not in slots]
 
     def let_go(self, block_ids: list[int]) -> list[int]:
-        """The held sources of copies into these blocks, which are about to be free: held no longer. What comes to lie
-        in them comes after the copies."""
+        """Release and return the held sources of copies into these blocks, which are about to be freed. Later writes
+        to the sources follow the copies."""
         targets = set(block_ids)
         sources = [source for source, target in self.held_blocks if target in targets]
         self.held_blocks = [pair for pair in self.held_blocks if pair[1] not in targets]

@@ -1,5 +1,5 @@
-"""Speculative decoding that changes nothing but the time: who proposes tokens, and how many are tried.
+"""Speculative decoding, which leaves outputs unchanged: drafters, and the choice of the draft length.
 
-A step computes proposals behind a sequence's last token and draws at every one of them as usual. A draw depends on
-seed, choice and position alone, so the draws that equal their proposals, and the one behind them, are those that would
-have come without (docs/speculation.md)."""
+A step computes draft tokens after a sequence's last token and samples at each of them as usual. A sample depends on
+seed, choice and position alone, so the samples that equal their draft tokens, and the one after them, are those that
+plain decoding gives (docs/speculation.md)."""

@@ -1,5 +1,5 @@
-"""What came of proposals, tried ones and ones that were only compared with the tokens that came: counted for whoever
-asks, and as chances of the next ones."""
+"""Acceptance rates of draft tokens, those tried and those only compared with later samples: as counters for
+metrics, and as chances of the next drafts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from runtime.engine.speculation.drafter import SUREST, Ids
 
 PRIOR, PRIOR_WEIGHT, SEQUENCE_WEIGHT = 0.6, 4.0, 24.0
 FADING, SEQUENCE_FADING = 0.985, 0.95
-"""A drafter's counts begin as so many proposals of which this share is kept, a sequence's with the drafter's own as so
-many; they fade as new ones come."""
+"""The priors: a drafter's counts start as so many draft tokens with this acceptance rate, a sequence's as so many with
+the drafter's rate; they decay as new ones come."""
 
 
 @dataclass(slots=True)
 class SpeculationCounters:
-    """Since the engine's start. ``accepted_by_position``: of the first proposal, of the second, ..."""
+    """Counts since the engine's start. ``accepted_by_position``: of the first draft token, of the second, ..."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -29,7 +29,7 @@ class SpeculationCounters:
 
 @dataclass(slots=True)
 class _Chance:
-    """Proposals that were kept and the first ones that were not, as weights that fade."""
+    """Decaying counts of accepted draft tokens and of first rejected ones."""
 
     fading: float
     kept: float = 0.0
@@ -44,14 +44,14 @@ class _Chance:
 
 
 class _Tried(NamedTuple):
-    """Proposals that the step takes."""
+    """Draft tokens in the step."""
 
     sureness: int
     is_predicted: bool
 
 
 class _Watched(NamedTuple):
-    """Proposals for the tokens from place ``start`` of a sequence on, that were not tried."""
+    """Draft tokens that were not tried, for positions from ``start`` of a sequence on."""
 
     start: int
     ids: Ids
@@ -59,22 +59,22 @@ class _Watched(NamedTuple):
 
 
 class Acceptance:
-    """What came of proposals, by sequence and by how sure the drafter was.
+    """Acceptance by sequence and by the drafter's confidence.
 
-    counters  of what was tried
-    tried     the proposals that the step takes which runs or is planned
+    counters  of tried draft tokens
+    tried     the draft tokens of the running or planned step
     """
 
     def __init__(self, most: int) -> None:
-        """``most``: proposals for a sequence in a step."""
+        """``most`` is the highest draft length of a sequence."""
         self.counters = SpeculationCounters(accepted_by_position=[0] * most)
         self.tried: dict[Sequence, _Tried] = {}
-        self._chances = [_Chance(FADING) for _ in range(SUREST + 1)]  # by how sure the drafter was
+        self._chances = [_Chance(FADING) for _ in range(SUREST + 1)]  # by the drafter's confidence
         self._by_sequence: dict[Sequence, _Chance] = {}
         self._watched: dict[Sequence, _Watched] = {}
 
     def chance(self, sequence: Sequence, sureness: int) -> float:
-        """That a proposal is kept if all before it are."""
+        """The chance that a draft token is accepted if all before it are."""
         return self._own(sequence).of(self._chances[sureness].of(PRIOR, PRIOR_WEIGHT), SEQUENCE_WEIGHT)
 
     def _own(self, sequence: Sequence) -> _Chance:
@@ -84,28 +84,28 @@ class Acceptance:
         return own
 
     def weight(self, sureness: int) -> float:
-        """How many proposals of the kind have been compared; the latest count most."""
+        """The number of compared draft tokens of this confidence; recent ones count most."""
         chance = self._chances[sureness]
         return chance.kept + chance.lost
 
     def knows(self, sequence: Sequence) -> bool:
-        """Whether there were proposals for it before."""
+        """Whether the sequence had draft tokens before."""
         return sequence in self._by_sequence
 
     def try_(self, sequence: Sequence, sureness: int, *, is_predicted: bool) -> None:
-        """The next step takes proposals of the sequence."""
+        """The next step tries draft tokens of the sequence."""
         self._own(sequence)
         self.tried[sequence] = _Tried(sureness, is_predicted)
 
     def watch(self, sequence: Sequence, ids: list[int], sureness: int) -> None:
-        """These are not tried. What comes is compared with them, if nothing is for this sequence yet."""
+        """Compare these untried draft tokens with later samples, unless others of this sequence are being compared."""
         if sequence not in self._watched:
             self._own(sequence)
             self._watched[sequence] = _Watched(sequence.num_tokens, np.array(ids, np.int32), sureness)
 
     def compare(self) -> None:
-        """What has come of proposals that were watched: it tells as much as if they had been tried, and costs no
-        step."""
+        """Count the watched draft tokens against the samples since: as informative as trying them, without the
+        cost."""
         for sequence in [*self._watched]:
             self._compare(sequence)
 
@@ -119,7 +119,7 @@ class Acceptance:
             self._note(sequence, sureness, kept, differs.size > 0)
 
     def observe(self, drafted: dict[Sequence, int], kept: dict[Sequence, int]) -> None:
-        """A step took so many proposals of each sequence, and each keeps so many tokens."""
+        """Record a step with so many draft tokens, and so many kept tokens, of each sequence."""
         counters = self.counters
         for sequence, count in drafted.items():
             one = self.tried.get(sequence)

@@ -1,35 +1,35 @@
-"""What trying proposals may cost: an account in seconds."""
+"""Bounds the cost of trying draft tokens: an account in seconds."""
 
 from __future__ import annotations
 
 ALLOWANCE = 0.008
-"""Of the time of steps without proposals that trying may cost: what it gains pays for more."""
+"""Fraction of the time of plain steps that trials may cost; gains pay for more."""
 
 CREDIT_S = 0.02
-"""What may be lost at first, before the allowance has grown: a few first steps of shapes and some of their kind, where
-steps are short."""
+"""Initial credit, before the allowance has grown: some first steps of shapes and a few repeats, if steps
+are short."""
 
 MOST_STEPS = 2.0
-"""The same where steps are long, in steps with as many proposals as are tried first. And the debt that is remembered,
-in steps with the most."""
+"""The same if steps are long, in steps of the first draft length to be tried; and the highest remembered debt, in
+steps of the highest."""
 
 GAINS = 2.0
-"""So many times as much as that debt may be lost of what was gained: where proposals pay, a few bad ones do not end
-them."""
+"""This multiple of that debt may be lost from gains: if speculation pays, a few bad steps do not end
+it."""
 
 MOST_SETUP_STEPS = 100.0
-"""Steps without proposals that a first step is believed to have taken: the machine may have slept."""
+"""Upper limit of a first step's time, in plain steps: the machine may have slept."""
 
 _SETUP_FADING = 0.5
 
 
 class TrialAccount:
-    """Each step without proposals pays in a share of its time, each with them what it was faster than the same tokens
-    without, or takes out what it was slower. The first step of a shape notes down what later ones replay; for a small
+    """Each plain step pays in a fraction of its time; each step with drafts pays in the time it saved over plain steps
+    for the same tokens, or takes out the loss. The first step of a shape records graphs for later ones; for a small
     model that takes as long as dozens of steps.
 
-    balance_s  what steps with proposals may be slower; None: no step is known
-    setup_s    what the first step of a shape is thought to lose
+    balance_s  how much slower steps with drafts may be, or None while no step is known
+    setup_s    the estimated loss of the first step of a shape
     """
 
     def __init__(self) -> None:
@@ -38,27 +38,27 @@ class TrialAccount:
         self._credit_s = self._debt_s = 0.0
 
     def bound(self, first_s: float, longest_s: float) -> None:
-        """A step with as many proposals as are tried first takes so long, and one with the most."""
+        """Set the time of a step of the first draft length to be tried, and of the highest."""
         self._credit_s = max(CREDIT_S, MOST_STEPS * first_s)
         self._debt_s = max(CREDIT_S, MOST_STEPS * longest_s)
-        self._keep(self._credit_s if self.balance_s is None else self.balance_s)  # times were wrong, or others
+        self._keep(self._credit_s if self.balance_s is None else self.balance_s)  # the times have changed
 
     def allows(self, loss_s: float, *, is_first: bool = False) -> bool:
-        """Whether steps may lose so much, and what the first of a shape takes."""
+        """Whether steps may lose so much, plus the setup if it is the first of its shape."""
         return self.balance_s is not None and loss_s + (self.setup_s if is_first else 0.0) <= self.balance_s
 
     def earn(self, plain_s: float, num_steps: int = 1) -> None:
-        """Steps without proposals."""
+        """Credit plain steps."""
         if self.balance_s is not None and self.balance_s < self._credit_s:
             self.balance_s = min(self.balance_s + ALLOWANCE * plain_s * num_steps, self._credit_s)
 
     def settle(self, gained_s: float) -> None:
-        """A step with proposals was faster by so much than its tokens without."""
+        """Credit (or debit) a step with drafts that was faster by so much than plain steps for its tokens."""
         if self.balance_s is not None:
             self._keep(self.balance_s + gained_s)
 
     def set_up(self, excess_s: float, plain_s: float) -> None:
-        """The first step of a shape took so much longer than its tokens without."""
+        """Record that the first step of a shape took so much longer than plain steps for its tokens."""
         excess_s = min(max(0.0, excess_s), MOST_SETUP_STEPS * plain_s)
         self.setup_s = excess_s if self.setup_s == 0.0 else self.setup_s + _SETUP_FADING * (excess_s - self.setup_s)
         self.settle(-excess_s)

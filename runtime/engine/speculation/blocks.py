@@ -1,5 +1,5 @@
-"""Drafting by blocks: what a step left goes into the pages as keys and values, and one pass over a block of places
-behind it says all proposals. The block's own keys and values lie behind the pairs, where the next step's pairs go."""
+"""Block drafting: hidden states of a step become keys and values in the pages, and one pass over a block of positions
+after them gives all draft tokens. The block's own keys and values are overwritten by the next step's pairs."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _NO_LOGITS = np.empty(0, np.int32)
 
 
 class Blocks:
-    """See `Drafting`. A block is as long as it was trained to be, however few proposals are wanted: its places see each
-    other."""
+    """See `Drafting`. A block always has its training length, however short the draft, since its positions attend to
+    each other."""
 
     pair_ahead = 0  # keys and values are the hidden states'
 
@@ -67,7 +67,7 @@ class Blocks:
     def _draw_in_turn(
         self, normed: Tensor, known: NDArray[np.int32], drawing: list[Drawing], most: NDArray[np.int64]
     ) -> list[list[int]]:
-        """Each place when the one before it has been drawn."""
+        """Sample each position after the previous one."""
         found: list[list[int]] = [[] for _ in drawing]
         before, of = known, np.arange(len(drawing))
         for ahead in range(int(most.max())):
@@ -85,7 +85,7 @@ class Blocks:
         self, normed: Tensor, before: NDArray[np.int32], of: NDArray[np.int64], ahead: NDArray[np.int64],
         drawing: list[Drawing],
     ) -> list[int]:  # fmt: skip
-        """The tokens ``ahead`` in the blocks of these sequences, by their numbers, behind these ones."""
+        """The tokens ``ahead`` in the blocks of these sequences, given by index, each after its predecessor."""
         drafter = self._drafter
         rows = (of * drafter.block_size + drafter.first_proposal + ahead).astype(np.int32)
         (ids,) = ops.place([before], drafter.device)

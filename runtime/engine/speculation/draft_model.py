@@ -1,10 +1,10 @@
-"""A small model that proposes what a larger one with the same vocabulary may say.
+"""Speculation by a small draft model with the same vocabulary.
 
 It runs between two steps, for all sequences of the next one in batch: first over the tokens that it has not seen, then
-token by token. It draws as the larger model will, with the same noise of seed, choice and position, so that equal
-distributions give equal tokens at any temperature; for rejection sampling with noise of its own, and then it keeps what
-it drew from. It has pages of its own; where there are too few, the sequence that
-has not been asked for longest loses its pages, which are computed again if it is asked for later.
+token by token. It samples as the target model will, with the same noise of seed, choice and position, so that equal
+distributions give equal tokens at any temperature. For rejection sampling it uses its own noise and keeps the
+distributions. It has its own pages; if there are too few, the sequence that was drafted for least recently
+loses its pages, which are recomputed if it is drafted for again.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _OWN_NOISE = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(slots=True, eq=False)
 class _Seen:
-    """What the draft model knows of a sequence.
+    """The draft model's state of a sequence.
 
     row      its row in the block tables
     known    tokens of the sequence whose keys and values are in the pages
-    guessed  the proposals whose keys and values follow these
+    guessed  the draft tokens whose keys and values follow these
     blocks   by cache group
     """
 
@@ -51,9 +51,9 @@ class DraftModelDrafter:
     """See `BatchDrafter`. Belongs to the engine's loop.
 
     model          the draft model, on the engine's device
-    num_positions  tokens that a sequence may have for it to be asked
+    num_positions  most tokens of a sequence that it drafts for
     num_blocks     of its pages
-    rejects        whether proposals are kept by rejection sampling, where they are drawn and no grammar may cut them
+    rejects        whether to use rejection sampling, for random samples without a grammar that may cut drafts
     """
 
     name = "draft"
@@ -71,10 +71,10 @@ class DraftModelDrafter:
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         max_blocks = -(-limits.max_model_len // limits.block_size)
         self._tables = BlockTables(self._num_groups, limits.max_num_seqs, max_blocks, limits.block_size)
-        self._seen: dict[Sequence, _Seen] = {}  # the one that was asked for last is the last
+        self._seen: dict[Sequence, _Seen] = {}  # most recently drafted for last
         self._proposed: dict[Sequence, list[int]] = {}
         self._rejects = rejects
-        self._distributions: dict[Sequence, list[NDArray[np.float32]]] = {}  # of these proposals
+        self._distributions: dict[Sequence, list[NDArray[np.float32]]] = {}  # of these draft tokens
         self.num_blocks = num_blocks
 
     @property
@@ -82,10 +82,10 @@ class DraftModelDrafter:
         return len(self._free_blocks)
 
     def prepare(self, asked: list[tuple[Sequence, int]]) -> None:
-        """See `BatchDrafter`. Of a long prompt it computes as much as a step may hold, and proposes at its end."""
+        """See `BatchDrafter`. Of a long prompt it computes one step's worth at a time, and proposes at its end."""
         self._proposed, self._distributions = {}, {}
         room, keep = self._limits.max_num_batched_tokens, {sequence for sequence, _ in asked}
-        ready: list[tuple[Sequence, _Seen, int]] = []  # with how many to propose
+        ready: list[tuple[Sequence, _Seen, int]] = []  # with the draft length
         chunks: dict[_Seen, Ids] = {}
         for sequence, most in asked:
             most = min(most, self._num_positions - sequence.num_tokens)
@@ -146,7 +146,7 @@ class DraftModelDrafter:
             self._free_rows.append(seen.row)
 
     def _recall(self, sequence: Sequence, keep: set[Sequence]) -> _Seen | None:
-        """What is known of the sequence, without the guesses that did not come. None: there is no row."""
+        """The sequence's state, without rejected guesses; None if there is no row."""
         seen = self._seen.pop(sequence, None)
         if seen is None:
             if not self._free_rows and not self._forget_oldest(keep):
@@ -163,11 +163,11 @@ class DraftModelDrafter:
                     break
                 seen.known += 1
             seen.guessed = []
-        seen.known = min(seen.known, sequence.num_tokens - 1)  # the last token's logits are wanted
+        seen.known = min(seen.known, sequence.num_tokens - 1)  # the last token's logits are needed
         return seen
 
     def _allocate(self, seen: _Seen, num_tokens: int, keep: set[Sequence]) -> bool:
-        """Pages for so many tokens, if there are so many that nobody in ``keep`` holds."""
+        """Allocate pages for so many tokens, if there are enough outside ``keep``."""
         missing = -(-num_tokens // self._limits.block_size) - len(seen.blocks[0])
         while missing * self._num_groups > len(self._free_blocks):
             if not self._forget_oldest(keep):
@@ -180,14 +180,14 @@ class DraftModelDrafter:
         return True
 
     def _forget_oldest(self, keep: set[Sequence]) -> bool:
-        """Take the pages of whoever was asked for longest ago. False: there is nobody."""
+        """Free the pages of the sequence that was drafted for least recently; False if there is none."""
         oldest = next((sequence for sequence in self._seen if sequence not in keep), None)
         if oldest is not None:
             self.end(oldest)
         return oldest is not None
 
     def _forward(self, chunks: dict[_Seen, Ids], starts: dict[_Seen, int], drawing: list[_Seen]) -> Tensor | None:
-        """The logits behind the chunks of ``drawing``, whose rows ascend; None: of nobody."""
+        """The logits after the chunks of ``drawing``, whose rows ascend; None if it is empty."""
         order = sorted(chunks, key=lambda seen: seen.row)
         counts = np.array([len(chunks[seen]) for seen in order])
         ends = dict(zip(order, np.cumsum(counts).tolist()))
@@ -208,7 +208,7 @@ class DraftModelDrafter:
         return self._model.compute_logits(ops.gather_rows(hidden, batch.logits_indices))
 
     def _draw(self, logits: Tensor, sequences: list[Sequence]) -> list[int]:
-        """The next token of each, with the noise that the larger model's draw there will have; -1: there is none."""
+        """The next token of each, sampled with the noise that the target model will use there; -1 if there is none."""
         arrays = arrays_ahead(sequences, [len(self._proposed[sequence]) for sequence in sequences])
         apart = [i for i, sequence in enumerate(sequences) if self._rejects and _is_drawn(sequence)]
         arrays.seed[apart] ^= _OWN_NOISE
@@ -223,5 +223,5 @@ class DraftModelDrafter:
 
 
 def _is_drawn(sequence: Sequence) -> bool:
-    """Whether its tokens are drawn, and no grammar has a say in which proposals are tried."""
+    """Whether its tokens are sampled at random, without a grammar that may cut the draft."""
     return bool(sequence.request.params.temperature >= GREEDY_BELOW) and sequence.matcher is None

@@ -1,4 +1,4 @@
-"""What proposes a sequence's next tokens."""
+"""The interfaces of drafters, which propose a sequence's next tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTHING: Ids = np.empty(0, np.int32)
 
 
 class Drafter(Protocol):
-    """Proposals for one sequence after another. It belongs to the engine's loop.
+    """Proposes draft tokens for one sequence after another. It belongs to the engine's loop.
 
     name  for logs
     """
@@ -26,36 +26,36 @@ class Drafter(Protocol):
     name: str
 
     def propose(self, sequence: Sequence, most: int) -> tuple[Ids, int]:
-        """Up to ``most`` tokens that may follow, and how sure the drafter is: 0 to ``SUREST``, a class of proposals
+        """Up to ``most`` draft tokens, and the drafter's confidence: 0 to ``SUREST``, a class of drafts
         whose acceptance is counted together."""
         ...
 
     def end(self, sequence: Sequence) -> None:
-        """The sequence has ended: its tokens are known for good."""
+        """The sequence has ended: its tokens are final."""
         ...
 
 
 @runtime_checkable
 class BatchDrafter(Drafter, Protocol):
-    """A drafter that works for several sequences at once."""
+    """A drafter that drafts for several sequences at once."""
 
     def prepare(self, asked: list[tuple[Sequence, int]]) -> None:
-        """These sequences' proposals are asked for next, at most so many of each."""
+        """Draft for these sequences, which are proposed next, up to so many tokens each."""
         ...
 
 
 @runtime_checkable
 class DistributionDrafter(Drafter, Protocol):
-    """A drafter that knows what it drew its proposals from."""
+    """A drafter that keeps the distributions of its draft tokens."""
 
     def distributions(self, sequence: Sequence, count: int) -> NDArray[np.float32] | None:
-        """The probabilities ``[count, vocab_size]`` by which the first ``count`` of its latest proposals were drawn,
-        with noise of their own. None: each equals what would be drawn if the drafter were right."""
+        """The probabilities ``[count, vocab_size]`` from which the first ``count`` of its latest draft tokens were
+        sampled, with noise of their own. None if they were sampled with the target's noise."""
         ...
 
 
 class WantedStates(NamedTuple):
-    """Hidden states ``[num_tokens, width]`` behind these layers of the model, counted from 1; 0: the embeddings."""
+    """Hidden states ``[num_tokens, width]`` after these layers of the model, counted from 1; 0: the embeddings."""
 
     layers: tuple[int, ...]
     width: int
@@ -63,8 +63,8 @@ class WantedStates(NamedTuple):
 
 
 class LeftChunk(NamedTuple):
-    """Hidden states of a sequence that a step left: those of ``num_tokens`` tokens from position ``start`` on lie from
-    row ``first_row`` on. The token behind each of them is known."""
+    """Hidden states that a step left of a sequence: those of ``num_tokens`` tokens from position ``start`` on, from
+    row ``first_row`` on. The token after each of them is known."""
 
     sequence: Sequence
     first_row: int
@@ -79,8 +79,8 @@ class StateDrafter(BatchDrafter, Protocol):
     wanted: WantedStates
 
     def follow(self, kept: KeptRows, chunks: Callable[[], list[LeftChunk]], *, pays: bool) -> None:
-        """A step is over, and no other was started: what it left, and whose it is, is there until one is. ``pays``:
-        proposals may be worth what it takes to prepare them."""
+        """Take up the hidden states of a step that is over, before the next one starts. ``pays`` means that drafts may
+        be worth their preparation."""
         ...
 
 

@@ -1,6 +1,6 @@
-"""What a drafter over hidden states makes of what a step left: pairs in its pages, and proposals behind them.
+"""Drafting from the hidden states of a step: pairs in the drafter's pages, and draft tokens after them.
 
-`stepping` and `blocks` are the two ways; `state_proposer` knows whose the pairs are, and which pages are theirs.
+`stepping` and `blocks` are the two ways; `state_proposer` keeps track of the sequences and pages of the pairs.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from runtime.tensor.tensor import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PairChunks:
-    """Pairs of some sequences that are computed next, those of each one behind another.
+    """The next pairs of some sequences to compute, those of each in order.
 
     states       the model's, of each layer that is read
     state_rows   of each pair among them
     token_ids    of each pair
     rows         of the sequences in the block tables; they ascend
-    starts, counts  where in their pages the pairs go, and how many
+    starts, counts  indices in their pages where the pairs go, and how many
     """
 
     states: tuple[Tensor, ...]
@@ -37,17 +37,17 @@ class PairChunks:
     counts: NDArray[np.int64]
 
     def own_states(self, device: Device) -> list[Tensor]:
-        """Of each layer, those of the pairs alone."""
+        """The rows of the pairs alone, for each layer."""
         return [rows_of(each, self.state_rows, device) for each in self.states]
 
     @property
     def last(self) -> NDArray[np.int32]:
-        """The place of each sequence's last pair."""
+        """The index of each sequence's last pair."""
         return (np.cumsum(self.counts) - 1).astype(np.int32)
 
 
 class Drawing(NamedTuple):
-    """A sequence for which at most so many tokens are proposed, one or more."""
+    """A sequence and its draft length, at least one."""
 
     sequence: Sequence
     most: int
@@ -56,21 +56,21 @@ class Drawing(NamedTuple):
 class Drafting(Protocol):
     """One way of drafting.
 
-    pair_ahead  how far the last token that a pair's key and value are made of is behind that of its hidden states
+    pair_ahead  how many positions the last token in a pair's key and value is after that of its hidden states
     """
 
     pair_ahead: int
 
     def slots_behind(self, most: int) -> int:
-        """Slots behind a sequence's pairs that so many proposals take; of pairs alone 0 are asked for."""
+        """Slots after a sequence's pairs that so many draft tokens take; 0 for pairs alone."""
         ...
 
     def absorb(self, chunks: PairChunks) -> None:
-        """The pairs go into their pages."""
+        """Write the pairs to their pages."""
         ...
 
     def draft(self, chunks: PairChunks, drawing: list[Drawing]) -> list[list[int]]:
-        """The pairs go into their pages, and what is proposed behind each sequence's last one."""
+        """Write the pairs to their pages, and draft after each sequence's last one."""
         ...
 
 

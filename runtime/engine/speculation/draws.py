@@ -1,4 +1,4 @@
-"""Draws of a small model, with the noise that the larger one's at the same place will have."""
+"""Samples from a small model, with the noise that the target model will use at the same position."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from runtime.sampling_table import COLUMNS
 from runtime.tensor.tensor import Tensor
 
 DRAWN_BY = [name for name, column in COLUMNS.items() if not column.is_penalty]
-"""The parameters that a small model's draws follow; penalties and biases it does without."""
+"""The sampling parameters that a draft follows; penalties and biases are ignored."""
 
 
 def arrays_ahead(sequences: Sequences[Sequence], num_ahead: Sequences[int]) -> SamplingArrays:
-    """The parameters of each one's draw behind so many proposals."""
+    """The parameters of each sequence's sample after so many draft tokens."""
     arrays = SamplingArrays.neutral(len(sequences))
     for name in DRAWN_BY:
         values: NDArray[Any] = getattr(arrays, name)
@@ -30,6 +30,6 @@ def arrays_ahead(sequences: Sequences[Sequence], num_ahead: Sequences[int]) -> S
 
 
 def draw_ahead(logits: Tensor, sequences: Sequences[Sequence], num_ahead: Sequences[int]) -> list[int]:
-    """The token of each that comes behind so many proposals; -1: there is none. ``logits [n, vocab_size]``."""
+    """The token of each after so many draft tokens, or -1 if there is none. ``logits [n, vocab_size]``."""
     token_ids: list[int] = ops.sample(logits, arrays_ahead(sequences, num_ahead)).token_ids.tolist()
     return token_ids

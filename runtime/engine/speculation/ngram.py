@@ -1,7 +1,7 @@
-"""Proposals out of what was said before: the tokens behind the latest place that ends as the sequence does now.
+"""N-gram drafts: the tokens after the latest earlier occurrence of the sequence's end.
 
 Code that is edited, texts that are summarised and answers that quote repeat long stretches of their prompts (prompt
-lookup decoding, Saxena 2023). An index of each text, which grows with it, leads to the latest places of the last token.
+lookup decoding, Saxena 2023). An incremental index of each text finds the latest positions of the last token.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from runtime.engine.speculation.repeats import BREAK, Lookup, Text, follow, load
 
 
 class _Own(NamedTuple):
-    """A sequence's text, and who looks in it."""
+    """A sequence's text, and its lookup."""
 
     text: Text
     lookup: Lookup
 
 
 class NgramDrafter:
-    """The sequence's own prompt and output."""
+    """Drafts from the sequence's own prompt and output."""
 
     name = "ngram"
 
@@ -41,7 +41,7 @@ class NgramDrafter:
         self._texts.pop(sequence, None)
 
     def _lookup(self, sequence: Sequence) -> Lookup:
-        """Of the text, which has all of the sequence's tokens."""
+        """The lookup over the text, brought up to date with the sequence."""
         own = self._texts.get(sequence)
         if own is None:
             text = Text(sequence.token_ids(0, sequence.num_tokens))
@@ -52,10 +52,10 @@ class NgramDrafter:
 
 
 MOST_KEPT_TOKENS = 32_768
-"""Of a tenant's ended sequences; the oldest are forgotten first."""
+"""Tokens of a tenant's ended sequences; the oldest are dropped first."""
 
 _SLACK = 4096
-"""Forgotten tokens that stay in the array, until those behind them move."""
+"""Dropped tokens that stay in the array before the others are moved."""
 
 MOST_TENANTS = 256
 
@@ -77,8 +77,8 @@ class _History:
 
 
 class SuffixDrafter(NgramDrafter):
-    """The sequence's own tokens, and, where these do not agree for as long, what other requests of the same tenant
-    (its ``cache_salt``) have got as answers."""
+    """Drafts from the sequence's own tokens, or from answers to other requests of the same tenant (``cache_salt``) if
+    those match for longer."""
 
     name = "suffix"
 

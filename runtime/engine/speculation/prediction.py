@@ -1,4 +1,4 @@
-"""Proposals out of a request's prediction: a text that its answer may repeat, as OpenAI's `prediction` gives it."""
+"""Drafts from a request's prediction: a text that its answer may repeat, as in OpenAI's `prediction`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from runtime.engine.speculation.repeats import Lookup, Text, follow, load
 
 
 class _Followed:
-    """An answer beside its prediction.
+    """An answer's position in its prediction.
 
     num_followed  tokens of the sequence that were compared, prompt included
-    place         where they led to; -1: nowhere
+    place         the index in the prediction, or -1
     """
 
     __slots__ = ("lookup", "num_followed", "place", "text")
@@ -25,8 +25,8 @@ class _Followed:
 
 
 class PredictionDrafter:
-    """Follows an answer through its prediction. Where they part, it goes on behind the place that agrees with the
-    answer's end for longest, as n-grams do; an answer that has not begun is at the prediction's beginning."""
+    """Follows an answer through its prediction. After a difference it continues after the place with the longest match
+    of the answer's end, as n-grams do; before the first token it is at the prediction's start."""
 
     name = "prediction"
 

@@ -1,8 +1,8 @@
-"""A drafter's pass over pairs and all of its steps behind, as one recording on the cpu: one compiled call.
+"""Records a drafter's pass over pairs and all following steps on the CPU, as one compiled call.
 
-What Python does to launch the operations of a small layer takes longer than these do. A recording is for a number of
-pairs, of sequences and of steps, and for sequences up to a length; it is made when it is missing. Pairs are made up to
-a round number by those of a sequence that is nobody's, which write nothing.
+Launching the operations of a small layer from Python takes longer than running them. A recording is for a number of
+pairs, of sequences and of steps, and for sequences up to a length; it is made on first use. Pairs are padded to
+a round number by those of a dummy sequence, which write nothing.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from runtime.sampling_table import COLUMNS
 from runtime.tensor.tensor import Tensor
 
 _SIZES = (*range(2, 10), 17, 33, 65)
-"""Pairs that there are recordings for, those that are nobody's included: at least one."""
+"""Numbers of pairs that there are recordings for, with at least one of padding."""
 
 MOST_PAIRS, MOST_SEQUENCES = _SIZES[-1] - 1, 16
-"""Of one recording; more are computed operation by operation."""
+"""Steps of one recording; more are computed operation by operation."""
 
 NUM_KEPT = 64
-"""Recordings; the one that was used longest ago goes first."""
+"""Recordings; the least recently used one is dropped first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,11 @@ class RecordedDrafts:
         self._lengths = CpuDecodes.sequence_lengths(limits.max_model_len, exact=limits.exact)
         self._most_steps = most_steps
         self._arena = Arena()
-        self._kept: dict[_Shape, Recording] = {}  # the one used last comes last
+        self._kept: dict[_Shape, Recording] = {}  # most recently used last
         seqs, width = MOST_SEQUENCES, drafter.target.config.hidden_size
         self._states = [np.zeros((MOST_PAIRS + 1, width), np.float32) for _ in drafter.layers]
         self._given = [Tensor.over(each, float32) for each in self._states]
-        # The arrays of the pass over pairs, then those of each step behind it.
+        # The arrays of the pass over pairs, then those of each step after it.
         self._token_ids, self._positions = np.zeros((2, MOST_PAIRS + 1), np.int32)
         self._slots = np.zeros((1, MOST_PAIRS + 1), np.int64)
         self._query_start, self._seq_lens = np.zeros((2, seqs + 2), np.int32)
@@ -78,11 +78,11 @@ class RecordedDrafts:
         self._seeds, self._choices = np.zeros(seqs, np.int64), np.zeros(seqs, np.int32)
         self._nothing, self._no_values = np.zeros(seqs, np.int32), np.zeros(seqs, np.float32)
         self._no_logits = np.empty(0, np.int32)
-        with contextlib.suppress(NotRecordableError):  # its kernels are there before the first request
+        with contextlib.suppress(NotRecordableError):  # its kernels are compiled before the first request
             self._record(_Shape(_SIZES[0], 1, most_steps, self._lengths[0]))
 
     def run(self, chunks: PairChunks, drawing: list[Drawing]) -> list[list[int]] | None:
-        """What is proposed behind the pairs. None, before anything was done: there are too many, or the drafter's
+        """The draft tokens after the pairs. None, before any work, if there are too many, or the drafter's
         operations cannot be recorded."""
         num_pairs, num_seqs = len(chunks.token_ids), len(chunks.rows)
         steps = max(most for _, most in drawing)
@@ -137,7 +137,7 @@ class RecordedDrafts:
         steps = shape.num_steps
         ahead = np.arange(steps - 1)[:, None]
         most = np.array([each for _, each in drawing])
-        is_own = ahead + 1 < most  # those behind its own are nobody's, and write nothing
+        is_own = ahead + 1 < most  # later ones are padding, and write nothing
         places = np.where(is_own, ends + ahead, ends - 1)
         self._step_positions[: steps - 1, :seqs] = places
         self._step_lens[: steps - 1, :seqs] = places + 1

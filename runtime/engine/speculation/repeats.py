@@ -1,4 +1,4 @@
-"""Texts as arrays that grow, and where the end of one stood before (`numba_kernels.cpu.repeats`)."""
+"""Growing texts as arrays, and lookup of earlier occurrences of a text's end (`numba_kernels.cpu.repeats`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from runtime.engine.speculation.drafter import NOTHING, SUREST, Ids
 __all__ = ["BREAK", "MOST_IDS", "Lookup", "Text", "follow", "load"]
 
 MOST_IDS = 64
-"""Tokens that a look may give."""
+"""Most tokens that a look returns."""
 
 _LEAST_HEADS = 256
 
@@ -39,14 +39,14 @@ assert MOST_MATCH == SUREST
 
 
 class Text:
-    """Tokens in one array, and their index, which follows when the text is searched: 8 bytes a token, and 6 to 11 for
+    """Tokens in one array, and their index, which is updated before a search: 8 bytes a token, and 6 to 11 for
     each different one."""
 
     __slots__ = ("_end", "_heads", "_previous", "_state", "_tokens", "_words", "address")
 
     def __init__(self, tokens: Ids, *, start: int = 0, capacity: int = 0) -> None:
-        """``start``: the tokens before it neither agree with anything nor are found. ``capacity``: of tokens, before it
-        has to be moved."""
+        """Tokens before ``start`` are neither matched nor found. ``capacity`` is the number of tokens before a
+        reallocation."""
         self._state: NDArray[np.int64] = np.zeros(TEXT_WORDS, np.int64)
         self.address, self._words = address_of(self._state), self._state.data
         self._words[START] = start
@@ -61,11 +61,11 @@ class Text:
         return self._end
 
     def tokens(self, start: int = 0) -> Ids:
-        """A view."""
+        """A view of the tokens from ``start`` on."""
         return self._tokens[start : self._end]
 
     def append(self, token_id: int) -> None:
-        """One more token."""
+        """Append a token."""
         end = self._end
         if end == len(self._tokens):
             self._grow(end + 1)
@@ -73,7 +73,7 @@ class Text:
         self._end = self._words[END] = end + 1
 
     def extend(self, ids: Ids) -> None:
-        """More tokens."""
+        """Append tokens."""
         end = self._end + len(ids)
         if end > len(self._tokens):
             self._grow(end)
@@ -81,11 +81,11 @@ class Text:
         self._end = self._words[END] = end
 
     def keep(self, start: int) -> None:
-        """From now on tokens before this place are not found."""
+        """From now on tokens before ``start`` are not found."""
         self._words[START] = start
 
     def forget(self, count: int) -> None:
-        """The first tokens go; the others are indexed anew."""
+        """Drop the first tokens and reindex the others."""
         kept = self._tokens[count : self._end].copy()
         self._end = len(kept)
         self._tokens[: self._end] = kept
@@ -102,7 +102,7 @@ class Text:
         words[TOKENS], words[PREVIOUS] = address_of(tokens), address_of(previous)
 
     def add_heads(self) -> None:
-        """The index had no room for another different token: it is made anew."""
+        """Rebuild the index with room for more different tokens."""
         self._lay_out(2 * self._words[NUM_HEADS])
 
     def _lay_out(self, num_heads: int) -> None:
@@ -119,7 +119,7 @@ def _power_of_two(least: int) -> int:
 
 
 def follow(text: Text, sequence: Sequence) -> None:
-    """The text gets what the sequence has more than it: it has the sequence's tokens."""
+    """Append the sequence's new tokens, so that the text has all of them."""
     known = len(text)
     count = sequence.num_tokens - known
     if count == 1:
@@ -129,14 +129,14 @@ def follow(text: Text, sequence: Sequence) -> None:
 
 
 def load() -> None:
-    """What looks is compiled, or read from disk: no proposal is to wait for that."""
+    """Compile the lookup, or load it from disk, so that no draft waits for that."""
     repeats_kernel()
 
 
 class Lookup:
-    """Looks for the end of one text in another one, which may be the same.
+    """Looks up the end of one text in another one, which may be the same.
 
-    place  where what was found begins in the text; -1: nowhere, or in another
+    place  the index of the match's continuation in the text, or -1 if there is none, or it is in another
     """
 
     __slots__ = ("_answer", "_launch", "_searched", "_words")
@@ -150,9 +150,9 @@ class Lookup:
         )
 
     def __call__(self, most: int, other: Text | None = None) -> tuple[Ids, int]:
-        """What follows where the latest of the longest agreements is, up to a break and at most ``most``, and for how
-        many tokens that agrees: `LEAST_MATCH` to `MOST_MATCH`; 0: nowhere. It repeats itself where it would run over
-        the text's end. ``other`` is searched where it may agree for longer."""
+        """The tokens after the latest of the longest matches, up to a break and at most ``most``, and the length of the
+        match: `LEAST_MATCH` to `MOST_MATCH`, or 0 for none. They repeat themselves at the text's end. ``other`` is
+        searched as well, for a longer match."""
         words = self._words
         words[LIMIT] = most
         while status := self._launch(0 if other is None else other.address):
@@ -164,6 +164,6 @@ class Lookup:
 
     @property
     def place(self) -> int:
-        """Where that begins."""
+        """The index of the match's continuation."""
         place: int = self._words[PLACE]
         return place

@@ -1,10 +1,10 @@
-"""How many proposals of which sequences a step tries, so that it pays.
+"""Chooses the draft length of each sequence in a step, so that speculation pays.
 
-Per second, a step of n sequences without proposals gives n / t(0) tokens. With d of them it gives
-(n + sum of the chances that each is kept) / t(d): chances fall with the place of a proposal, since all before it have
-to be kept, so the best d are those with the highest chances. t is measured (`step_times`), chances are counted, by
-sequence and by how sure the drafter was. Where no d is better than none, none is tried, and nothing is looked for but
-now and then.
+A plain step of n sequences gives n / t(0) tokens a second. With d draft tokens it gives
+(n + sum of their acceptance chances) / t(d). Chances fall along a draft, since a token is accepted only with all before
+it, so the best d are those with the highest chances. t is measured (`step_times`); chances are counted by
+sequence and by the drafter's confidence. If no d is better than 0, none is tried, and drafts are looked for
+only now and then.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ from runtime.engine.steps.executor import KeptRows
 logger = logging.getLogger("xserv.engine")
 
 SHARE_PAYING = 0.25
-"""Of a step's time that looking for proposals may take while they pay; while they do not, see `naps`."""
+"""Fraction of a step's time that looking for drafts may take while they pay; otherwise see `naps`."""
 
 TRIAL_STEPS = 64
-"""Steps that overlap with the next between two that do not, to see whether proposals would pay."""
+"""Overlapped steps between two that are not, to see whether drafts would pay."""
 
 TRIAL_STEPS_PREDICTED = 4
-"""The same while a request has a prediction, which is short."""
+"""The same while a request has a prediction, whose lookup is fast."""
 
 PLAIN_STEPS, MOST_PLAIN_STEPS = 16, 128
-"""Steps with proposals before a few without, though they pay, and at most between two such pauses, each time twice as
-many: otherwise nobody would know whether that is still so, where the machine's speed changes."""
+"""Steps with drafts before a few without, although they pay, and at most between two such pauses, each time twice as
+many: they update the times of plain steps if the machine's speed changes."""
 
 COLD, COLD_FADING = 1.6, 0.75
-"""By how many times more than later ones the first of such steps is longer than one without proposals, and what is left
-of that a step later, where steps are short: code and memory that have not been used for long make it so."""
+"""How many times more than later ones the first of such steps is longer than a plain one, and the factor of that
+a step later, if steps are short: the code and memory are cold."""
 
 LEAST_WEIGHT = 24.0
-"""Proposals of a kind that have to have been compared with what came before any are tried, where steps are short: a
+"""Draft tokens of a kind that have to be compared with samples before any are tried, if steps are short: a
 trial costs more than a look."""
 
 MOST_DISTURBED = 2.0
-"""So many times as long as twice what its tokens would take one by one a step with proposals may be charged as: it may
-want a processor that others use, but the machine may have slept, too."""
+"""Upper limit of a step's charge, as a multiple of twice the time of plain steps for its tokens: it may
+lack a processor that others use, but the machine may have slept, too."""
 
 KEPT_STEPS = 8
-"""A choice is made once in so many short steps."""
+"""Short steps between two choices."""
 
 HANG_S = 1.0
 
@@ -72,17 +72,17 @@ _INT32 = np.dtype(np.int32)
 
 
 class Speculator:
-    """What the engine asks for proposals before it plans a step. It belongs to the engine's loop.
+    """Proposes draft tokens before the engine plans a step. It belongs to the engine's loop.
 
-    drafter   of all sequences; None: there are proposals out of requests' predictions alone
-    most      proposals for a sequence in a step
-    fixed     try as many as there are, whether or not it pays: to measure with
-    counters  of what was tried
+    drafter   of all sequences; with None only requests' predictions are used
+    most      the highest draft length of a sequence
+    fixed     try as many draft tokens as there are, whether or not it pays: for measurements
+    counters  of tried draft tokens
     hang_s    a drafter that takes so long for one sequence is turned off
     clock     seconds
-    wanted    the hidden states that the drafter reads; None: none
+    wanted    the hidden states that the drafter reads, or None
     reads_states  whether `follow` is to be called
-    num_resting   steps to come that are left out, so that nothing is asked or told: the engine counts them down. Where
+    num_resting   steps to come without calls, which the engine counts down. If
                   steps are short, a call for each would take more than a percent of them.
     """
 
@@ -95,23 +95,23 @@ class Speculator:
         self._distribution_drafter = drafter if isinstance(drafter, DistributionDrafter) else None  # the same
         self._batch_drafter = drafter if isinstance(drafter, BatchDrafter) else None  # the same
         self._predictions: Drafter | None = PredictionDrafter()
-        self._num_predicted = 0  # sequences with predictions that have not ended
-        self._follower = drafter if isinstance(drafter, StateDrafter) else None  # protocols are slow to look at
+        self._num_predicted = 0  # unfinished sequences with predictions
+        self._follower = drafter if isinstance(drafter, StateDrafter) else None  # checking protocols is slow
         self.wanted = None if self._follower is None else self._follower.wanted
         self._most = most
         self._vocab_size = vocab_size
         self._fixed = fixed
         self._acceptance = Acceptance(most)
-        self._predicted: set[Sequence] = set()  # whose proposals come from predictions
+        self._predicted: set[Sequence] = set()  # sequences drafted for from predictions
         self._lookup_s = 0.0  # of one sequence, fading
         self._pays = True  # as far as is known
-        self._next = 0  # whose turn it is to be looked at first
-        self._last_end: tuple[int, int, float] | None = None  # of the step before: number, sequences, when
+        self._next = 0  # the sequence to look at first
+        self._last_end: tuple[int, int, float] | None = None  # of the previous step: number, sequences, end
         self._has_just_tried = False  # in the step before
         self._num_in_run = 0  # steps with proposals since the latest nap
-        self._chosen: dict[Sequence, int] = {}  # how many of each one's, as long as that is kept
-        self._most_wanted = 0  # of one sequence in the look before, by how near the sequences' ends are
-        self._num_tried, self._most_tried = 0, PLAIN_STEPS  # steps with proposals since the latest without
+        self._chosen: dict[Sequence, int] = {}  # draft length of each, while the choice is kept
+        self._most_wanted = 0  # of one sequence in the previous look, limited by its end
+        self._num_tried, self._most_tried = 0, PLAIN_STEPS  # steps with drafts since the latest plain one
         self._num_asked = 0
         self._is_held = False
         self.reads_states = self._follower is not None
@@ -121,7 +121,7 @@ class Speculator:
         self._account = TrialAccount()
         self._choice = WidthChoice(self.times, self._account)
         self._naps = Naps()
-        self._plain_s = 0.0  # of a step of as many sequences as decode
+        self._plain_s = 0.0  # of a plain step of as many sequences
 
     @property
     def counters(self) -> SpeculationCounters:
@@ -129,7 +129,7 @@ class Speculator:
 
     @property
     def observes(self) -> bool:
-        """Whether it wants to know of the step that it was asked about last, where it does not rest."""
+        """Whether `observe` is to be called for the latest step, unless it rests."""
         return self._naps.is_seen and self.is_asked
 
     @property
@@ -143,16 +143,16 @@ class Speculator:
 
     @property
     def is_asked(self) -> bool:
-        """Whether anything can be proposed now."""
+        """Whether drafts are possible now."""
         return self._drafter is not None or self._num_predicted > 0
 
     def tries_all(self) -> None:
-        """From now on try as many proposals as there are."""
+        """From now on try as many draft tokens as there are."""
         self._fixed = True
         self._wake()
 
     def expect(self, request: Request) -> None:
-        """The request has come."""
+        """A request was admitted."""
         if len(request.prediction) and request.speculates:
             self._num_predicted += len(request.open_sequences)
             self._wake()
@@ -162,8 +162,8 @@ class Speculator:
         self.num_resting = 0
 
     def wants_tokens(self) -> bool:
-        """Whether the step behind the one that runs should be planned when that one's tokens are known: while
-        proposals pay, and now and then to see whether they would. Asked once a step, where steps overlap."""
+        """Whether to plan the next step only after the running one's tokens are known: while
+        drafts pay, and now and then to see whether they would. Called once a step, if steps overlap."""
         self._num_asked += 1
         every = TRIAL_STEPS_PREDICTED if self._num_predicted else TRIAL_STEPS
         self._is_held = self._fixed or bool(self._acceptance.tried) or self._num_asked % every == 0
@@ -172,7 +172,7 @@ class Speculator:
         return self._is_held
 
     def propose(self, running: Iterable[Sequence]) -> dict[Sequence, list[int]]:
-        """Proposals that are worth trying in the next step, for sequences that wait for nothing but their next token.
+        """Drafts that are worth trying in the next step, for sequences that lack only their next token.
         All of a sequence's tokens have to be known."""
         if self._acceptance.tried:
             self._acceptance.tried = {}
@@ -187,7 +187,7 @@ class Speculator:
         self._num_tried += 1 if drafts else 0
         if not drafts and self._plain_s > 0.0 and not self._fixed and not self._num_predicted:
             if self._has_just_tried and self._most_wanted < self._most:
-                # These sequences' ends are too near: what pays for others is looked for when they have ended.
+                # These sequences are too near their ends; drafts of others are looked for when they have ended.
                 self.num_resting = self._most_wanted
                 return drafts
             self._num_tried, self._most_tried = 0, PLAIN_STEPS
@@ -225,8 +225,8 @@ class Speculator:
         return drafts
 
     def _best(self, found: dict[Sequence, tuple[list[int], int]], num_decodes: int) -> dict[Sequence, int]:
-        """How many of each one's proposals to try, by the chance that its next one is kept. While they pay, the answer
-        is good for a few steps: choosing takes a part of a short one."""
+        """The draft length of each sequence, by the chance that its next token is accepted. While drafts pay, the
+        choice is kept for a few steps: choosing takes a part of a short one."""
         kept = self._chosen
         if (
             self._num_in_run % KEPT_STEPS
@@ -247,7 +247,7 @@ class Speculator:
                 for place in range(1, 1 + len(ids)):
                     together *= chance
                     chances.append((-together, place, number))
-        if len(sequences) > 1:  # short steps try as many of each: another layout of rows costs more than it gains
+        if len(sequences) > 1:  # short steps use one length for all: another layout of rows costs more than it gains
             chances.sort(key=itemgetter(1) if self._is_short else None)
         likeliest = [-together for together, _, _ in chances]
         width = self._choice.best(
@@ -262,8 +262,8 @@ class Speculator:
         return counts
 
     def distributions(self, drafts: dict[Sequence, list[int]]) -> dict[Sequence, NDArray[np.float32]]:
-        """What those of a step's proposals were drawn from that rejection sampling shall keep, ``[proposals,
-        vocab_size]``; the others are kept where they equal a draw."""
+        """The distributions ``[proposals, vocab_size]`` of those drafts that rejection sampling is to verify;
+        the others are accepted if they equal the sample."""
         drafter, found = self._distribution_drafter, {}
         for sequence, ids in drafts.items() if drafter is not None else ():
             if sequence not in self._predicted:
@@ -274,8 +274,8 @@ class Speculator:
         return found
 
     def observe(self, number: int, drafted: dict[Sequence, int], kept: dict[Sequence, int], is_pure: bool) -> None:
-        """The step ``number`` is over. ``drafted``: how many proposals of each sequence it took, ``kept``: how many
-        tokens each that drew keeps. ``is_pure``: it computed nothing else."""
+        """Record that step ``number`` is over. ``drafted`` is the draft length of each sequence, ``kept`` the tokens
+        kept of each that sampled; ``is_pure`` means that it computed nothing else."""
         now = self._clock()
         if drafted:
             self._acceptance.observe(drafted, kept)
@@ -291,7 +291,7 @@ class Speculator:
             return
         if total:
             self._settle(len(kept), total, sum(kept.values()), now - last[2], place)
-        elif not self._is_held:  # a held one is no plain one
+        elif not self._is_held:  # a held one is not plain
             plain = self.times.plain(len(kept))
             if is_asleep or plain is None or not (was_trying or self._naps.takes_naps):
                 self.times.observe(len(kept), 0, now - last[2])
@@ -299,12 +299,12 @@ class Speculator:
                 self._account.earn(plain)
 
     def _settle(self, num_sequences: int, num_drafts: int, num_kept: int, seconds: float, place: int) -> None:
-        """A step with proposals took so long. ``place``: in its run."""
+        """Account for a step with drafts that took ``seconds``; ``place`` is its index in the run."""
         is_first, plain = not self.times.is_known(num_sequences, num_drafts), self.times.plain(num_sequences)
         if plain is None:
             self.times.observe(num_sequences, num_drafts, seconds)
             return
-        # One that takes twice as long as its tokens would one by one was disturbed.
+        # One that takes twice as long as plain steps for its tokens was disturbed.
         most = 2.0 * plain * (1 + num_drafts / num_sequences)
         cold = COLD * COLD_FADING**place if self._is_short else 0.0
         warm_s = plain + max(0.0, min(seconds, most) - plain) / (1.0 + cold)
@@ -318,7 +318,7 @@ class Speculator:
             self._wake()
 
     def follow(self, kept: KeptRows, chunks: Callable[[], list[LeftChunk]]) -> None:
-        """A step is over, and left hidden states. See `StateDrafter`."""
+        """Pass on the hidden states of a step that is over. See `StateDrafter`."""
         drafter = self._follower
         if drafter is not None:
             try:
@@ -341,7 +341,7 @@ class Speculator:
                     self._turn_off(drafter, "failed", with_trace=True)
 
     def _look(self, decodes: list[Sequence], step_s: float) -> dict[Sequence, tuple[list[int], int]]:
-        """Proposals of as many sequences as there is time to ask for."""
+        """Drafts of as many sequences as time allows."""
         num_asked = len(decodes)
         if step_s > 0.0 and self._lookup_s > 0.0 and self._pays:
             num_asked = min(num_asked, max(1, int(SHARE_PAYING * step_s / self._lookup_s)))
@@ -370,7 +370,7 @@ class Speculator:
         return found
 
     def _prepare(self, drafter: BatchDrafter, wanted: list[tuple[Sequence, int]]) -> None:
-        """One that fails, or takes too long where no sequence is new, is turned off."""
+        """Prepare drafts. A drafter that fails, or takes too long without new sequences, is turned off."""
         begun = time.perf_counter()
         try:
             drafter.prepare(wanted)
@@ -382,7 +382,7 @@ class Speculator:
             self._turn_off(drafter, f"took more than {self._hang_s:g} s for each of {len(wanted)} sequences")
 
     def _ask(self, sequence: Sequence, most: int) -> tuple[list[int], int]:
-        """What follows in the request's prediction, else what the drafter says."""
+        """The draft from the request's prediction, or else from the drafter."""
         if self._predictions is not None and len(sequence.request.prediction):
             ids, sureness = self._sound(self._predictions, sequence, most)
             if ids:
@@ -391,7 +391,7 @@ class Speculator:
         return ([], 0) if self._drafter is None else self._sound(self._drafter, sequence, most)
 
     def _sound(self, drafter: Drafter, sequence: Sequence, most: int) -> tuple[list[int], int]:
-        """What a drafter says, if that is sound. One that fails, gives rubbish or takes too long is turned off."""
+        """A drafter's valid draft. A drafter that fails, gives invalid tokens or takes too long is turned off."""
         begun = time.perf_counter()
         try:
             ids, sureness = drafter.propose(sequence, most)
@@ -423,7 +423,7 @@ class Speculator:
 
 
 def _within(matcher: GrammarMatcher, ids: list[int], sureness: int, most: int) -> tuple[list[int], int]:
-    """The proposals that a grammar has a place for; without any, what it forces."""
+    """The draft tokens that a grammar accepts, or else those that it forces."""
     if ids:
         ids = ids[: matcher.num_allowed(ids)]
     return (ids, sureness) if ids else (matcher.forced()[:most], SUREST)

@@ -1,14 +1,14 @@
-"""A drafter that reads hidden states at work (`models.drafters`): what each step leaves of the model's.
+"""Runs a drafter that reads hidden states (`models.drafters`), which each step leaves of the model's.
 
-A pair is what it computes first: token i + 1 of a sequence, and the model's hidden states at token i. It comes when
-the step that computed token i is over, and its key and value go into pages of the drafter's own, one behind another.
-The pair of a sequence's last token but one says the next token. What follows is said with the drafter's own results
-(`stepping`), or at once (`blocks`), for all sequences in batch, and drawn as the model will, with the same noise.
+It first computes pairs: token i + 1 of a sequence, with the model's hidden states at token i. A pair is available when
+the step that computed token i is over; its key and value go into the drafter's own pages, in order.
+The pair of a sequence's last token but one gives the next token. Later tokens are drafted from the drafter's own
+results (`stepping`), or at once (`blocks`), for all sequences in batch, and sampled with the model's noise.
 
-Pages of pairs can be found by what they are made of, as the model's own are by their tokens: a sequence whose prefix
-the model finds in its cache gets none of its hidden states, and takes over the pairs that another left. Where these are
-gone, or steps came by unread, pairs are missing: it goes on without them, and those behind lie next to those before. It
-knows less then, and is right less often; nothing else depends on it.
+Pages of pairs are cached by their tokens, like the model's own: for a prefix in its cache the model gives
+no hidden states, and the sequence takes over the pairs that another left. If these are
+gone, or steps were not read, pairs are missing: it continues without them, and later pairs follow the earlier ones. It
+is then accepted less often; nothing else depends on it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from runtime.tensor.tensor import Tensor
 
 
 class _Pairs:
-    """A sequence as the pool of pages reads it: its pairs by the tokens that they end with, ``ahead`` of those
+    """A sequence as the block pool reads it: its pairs by the tokens that they end with, ``ahead`` of those
     of their hidden states. See `TokenSource`."""
 
     __slots__ = ("ahead", "sequence")
@@ -48,13 +48,13 @@ class _Pairs:
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """What the drafter knows of a sequence.
+    """The drafter's state of a sequence.
 
     row        its row in the block tables
     pairs, chain  as the pool needs them
     blocks     its pages
-    length     pairs that lie in them
-    following  the place in the sequence of the next pair's hidden states
+    length     pairs in the pages
+    following  the position in the sequence of the next pair's hidden states
     is_whole   no pair is missing
     """
 
@@ -69,7 +69,7 @@ class _Known:
 
 @dataclass(slots=True, eq=False)
 class _Pass:
-    """Pairs of a sequence that are computed next, from ``start`` of its pages on, behind the rows of hidden states."""
+    """The next pairs of a sequence to compute, from ``start`` of its pages on, with the rows of hidden states."""
 
     known: _Known
     token_ids: Ids
@@ -83,7 +83,7 @@ class StateProposer:
     drafter     on the engine's device
     limits      the engine's
     num_blocks  of its pages
-    most        proposals for a sequence in a step
+    most        highest draft length of a sequence
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class StateProposer:
             self._drafting = Blocks(drafter, pages, self._tables, limits)
         else:
             self._drafting = Stepping(drafter, pages, self._tables, limits, most)
-        self._known: dict[Sequence, _Known] = {}  # the one that was computed last is the last
-        self._states: tuple[Tensor, ...] = ()  # that the latest step left
-        self._chunks: Callable[[], list[LeftChunk]] = list  # whose they are
+        self._known: dict[Sequence, _Known] = {}  # most recently computed last
+        self._states: tuple[Tensor, ...] = ()  # left by the latest step
+        self._chunks: Callable[[], list[LeftChunk]] = list  # their sequences
         self._proposed: dict[Sequence, list[int]] = {}
 
     def follow(self, kept: KeptRows, chunks: Callable[[], list[LeftChunk]], *, pays: bool) -> None:
-        """See `StateDrafter`. Chunks within prompts are computed at once, while that may pay; the others are, if
-        proposals are asked for before the next step."""
+        """See `StateDrafter`. Chunks within prompts are computed at once, while that may pay; the others only if
+        drafts are requested before the next step."""
         self._states, self._chunks, self._proposed = kept.tensors, chunks, {}
         if not pays:
             return
@@ -124,7 +124,7 @@ class StateProposer:
                 continue
             before = self._known.get(chunk.sequence)
             if before is not None and chunk.start + chunk.num_tokens <= before.following:
-                continue  # computed again by the model, after a preemption
+                continue  # recomputed by the model after a preemption
             if (one := self._take(chunk, 0, keep)) is not None:
                 prompts.append(one)
         if prompts:
@@ -169,7 +169,7 @@ class StateProposer:
 
     def _take(self, chunk: LeftChunk, most: int, keep: set[Sequence]) -> _Pass | None:
         """The pairs of a chunk that are not known yet, at least the last, with pages for them and for ``most``
-        proposals behind; None: there is no room for them."""
+        draft tokens; None if there is no room."""
         sequence, size = chunk.sequence, self._block_size
         known = self._known.pop(sequence, None) or self._begin(chunk, keep)
         if known is None:
@@ -177,7 +177,7 @@ class StateProposer:
         self._known[sequence] = known
         skipped = min(max(0, known.following - chunk.start), chunk.num_tokens - 1)
         first, count = chunk.start + skipped, chunk.num_tokens - skipped
-        if first < known.following:  # known before: the same again
+        if first < known.following:  # known before: computed again
             known.length = max(0, known.length - (known.following - first))
         elif first > known.following:
             known.is_whole = False
@@ -200,7 +200,7 @@ class StateProposer:
         return _Pass(known, ids, known.length, rows)
 
     def _begin(self, chunk: LeftChunk, keep: set[Sequence]) -> _Known | None:
-        """A sequence that is new, with the pairs before the chunk that others left; None: there is no row."""
+        """A new sequence, with the cached pairs before the chunk; None if there is no row."""
         if not self._free_rows and not self._forget_oldest(keep):
             return None
         sequence = chunk.sequence
@@ -217,14 +217,14 @@ class StateProposer:
         return known
 
     def _forget_oldest(self, keep: set[Sequence]) -> bool:
-        """Let the pages go of whoever was computed longest ago. False: there is nobody."""
+        """Free the pages of the sequence that was computed least recently; False if there is none."""
         oldest = next((sequence for sequence in self._known if sequence not in keep), None)
         if oldest is not None:
             self.end(oldest)
         return oldest is not None
 
     def _chunks_of(self, passes: list[_Pass]) -> PairChunks:
-        """The same, whose sequences' rows ascend."""
+        """The pairs in the order of their sequences' rows."""
         return PairChunks(
             self._states,
             np.concatenate([one.rows for one in passes]),
@@ -235,7 +235,7 @@ class StateProposer:
         )
 
     def _note(self, passes: list[_Pass]) -> None:
-        """These pairs lie in their pages."""
+        """Record that these pairs lie in their pages."""
         for one in passes:
             known = one.known
             known.length += len(one.token_ids)

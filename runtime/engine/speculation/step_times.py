@@ -1,4 +1,4 @@
-"""How long steps of decodes take: measured, by their sequences where they have no proposals, else by their tokens."""
+"""Measured times of decode steps: plain ones by their sequences, those with drafts by their tokens."""
 
 from __future__ import annotations
 
@@ -7,55 +7,55 @@ from collections import deque
 
 _KEPT = 8
 _QUARTER = 4
-"""Of the latest times the one that a quarter of them are below: others use the machine, too."""
+"""The quantile of the latest times that is used, since others use the machine, too."""
 
 _STALE_STEPS = 512
-"""After so many steps without a measurement a time is forgotten: contexts have grown."""
+"""Steps without a measurement after which a time is dropped: contexts have grown."""
 
 _UNMEASURED = 8
-"""Steps that were not measured make a time as old as one that was: some 4,000 of them, a second where steps are
-so short that most are left out."""
+"""The weight of an unmeasured step in the age of a time: some 4,000 of them count as one, a second if steps are
+so short that most are skipped."""
 
 _GUESS, _GUESS_OF_TOKEN, _LEAST = 0.03, 0.5, 0.01
-"""Shares of a plain step, and of what each of its own tokens takes of it, that a token is guessed to cost, the smaller
-one, while less than two steps with proposals are known; beyond two, half of what tokens cost between them, and at least
-the last: less than it does, so that it is tried where it promises something."""
+"""The guessed cost of a token, as fractions of a plain step and of a plain step's cost a token (the smaller is used),
+while less than two steps with drafts are known; beyond two, half of the cost a token between them, and at least
+the last. The guess is too low on purpose, so that promising lengths are tried."""
 
 ANY_S = 1.5e-4
-"""Seconds of a step that having any proposals takes by itself, which is Python's part: but for what is known. At most
-half of what the fewest that are known cost."""
+"""Seconds that any draft adds to a step, mostly in Python, until measured. At most half of the cost of the shortest
+known draft."""
 
 _DOUBT = 0.5
-"""Of what a step costs more than a plain one: after one measurement, which may have been disturbed. After two, half of
-that. So a step is tried again that seemed slow once."""
+"""The fraction used of a step's cost over a plain one after one measurement, which may have been disturbed. After two,
+half of that. So a step that seemed slow once is tried again."""
 
 _NEAR = 0.15
-"""Share of a step's tokens by which another may have more or less and still tells its time: what is between two tiles'
-leaps."""
+"""Relative distance in tokens within which a step's time applies to another: less than a tile of
+products."""
 
 WIDTHS = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8), *range(80, 257, 16))
-"""How many proposals a step may have in all. Steps of the same shape run from one recording."""
+"""Draft tokens that a step may have in all. Steps of the same shape run from one recording."""
 
 
 _FASTER = 0.7
-"""A plain step that takes so much of what was known shows that the machine is another now: the ones before it are
-forgotten."""
+"""A plain step that takes so much of the known time shows that the machine's speed has changed: earlier times are
+dropped."""
 
 
 _Curve = tuple[int, int, int, list[float]]
-"""Of so many sequences, with at most so many proposals; the step when it is to be made anew; the times."""
+"""Number of sequences; most draft tokens; the step at which it is remade; the times."""
 
 _NO_CURVE: _Curve = (0, 0, 0, [])
 
 
 class _Times:
-    """The latest of one kind of steps."""
+    """The latest times of one kind of steps."""
 
     __slots__ = ("latest", "seconds", "seen")
 
     def __init__(self) -> None:
         self.seen: deque[float] = deque(maxlen=_KEPT)
-        self.seconds = 0.0  # of a quarter of these
+        self.seconds = 0.0  # the quantile
         self.latest = 0
 
     def note(self, seconds: float, number: int) -> None:
@@ -65,15 +65,15 @@ class _Times:
 
 
 class _TriedTimes(_Times):
-    """Each beside the plain steps of its time, with their number of sequences: cores are slower when others use them,
-    and plain steps, which are timed all the time, tell by how much."""
+    """Each time beside that of plain steps then, with their number of sequences. Cores are slower when others use them,
+    and plain steps, which are timed all the time, show by how much."""
 
     __slots__ = ("beside", "now")
 
     def __init__(self) -> None:
         super().__init__()
         self.beside: deque[tuple[int, float]] = deque(maxlen=_KEPT)
-        self.now: float | None = None  # at the speed of plain steps now; None: to be computed
+        self.now: float | None = None  # at the current speed of plain steps; None until computed
 
 
 class StepTimes:
@@ -81,15 +81,15 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._number = 0
-        self._passed = 0.0  # steps that count beside those that were measured
+        self._passed = 0.0  # steps that count beside the measured ones
         self._plain: dict[int, _Times] = {}  # by sequences
         self._tried: dict[int, _TriedTimes] = {}  # by tokens
         self._shapes: dict[tuple[int, int], int] = {}
         self._curve = _NO_CURVE
 
     def observe(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
-        """A step of so many sequences tried so many proposals. The first of its shape may have been recorded, and
-        tells nothing."""
+        """Record a step of so many sequences and draft tokens. The first of its shape may have been recorded, and
+        is ignored."""
         is_known = self.is_known(num_sequences, num_drafts)
         self._number += 1
         self._shapes[num_sequences, num_drafts] = self._number
@@ -117,49 +117,49 @@ class StepTimes:
                 tried.now = None
 
     def pass_by(self, num_steps: int) -> None:
-        """So many steps were not measured: what was may have been disturbed, and is to be forgotten in the end."""
+        """Age the times by so many unmeasured steps, so that old or disturbed ones are dropped."""
         self._passed += num_steps / _UNMEASURED
         self._curve = _NO_CURVE
 
     def is_known(self, num_sequences: int, num_drafts: int) -> bool:
-        """Whether a step of this shape came before, and not too long ago."""
+        """Whether a step of this shape was seen, not too long ago."""
         return self._number - self._shapes.get((num_sequences, num_drafts), -_STALE_STEPS) < _STALE_STEPS
 
     def plain(self, num_sequences: int) -> float | None:
-        """Of a step without proposals; None: not known."""
+        """Seconds of a plain step, or None if unknown."""
         times = self._plain.get(num_sequences)
         return None if times is None or self._is_stale(times) else times.seconds
 
     def tried(self, num_tokens: int) -> float | None:
-        """Of a step with proposals, by all its tokens, at the speed of plain steps now; None: not known."""
+        """Seconds of a step with drafts, by all its tokens, at the current speed of plain steps; None if unknown."""
         times = self._tried.get(num_tokens)
         if times is None or self._is_stale(times):
             return None
         if times.now is None:
             found, now, known_for = [], None, 0
             for seconds, (num_sequences, before) in zip(times.seen, times.beside, strict=True):
-                if num_sequences != known_for:  # mostly all are of the same number
+                if num_sequences != known_for:  # usually all have the same number
                     now, known_for = self.plain(num_sequences), num_sequences
                 found.append(seconds * now / before if now is not None and before > 0.0 else seconds)
             times.now = sorted(found)[len(found) // _QUARTER]
         return times.now
 
     def is_timed(self, num_tokens: int) -> bool:
-        """Whether a step with proposals was timed that had so many tokens, or at most `_NEAR` of them more or less."""
+        """Whether a step with drafts was timed with so many tokens, or within `_NEAR` of them."""
         return any(
             abs(tokens - num_tokens) <= _NEAR * num_tokens and not self._is_stale(times)
             for tokens, times in self._tried.items()
         )
 
     def most_tokens(self, num_sequences: int) -> int:
-        """Of the longest steps whose times are known."""
+        """Tokens of the longest steps with known times."""
         known = (tokens for tokens, times in self._tried.items() if not self._is_stale(times))
         return max(num_sequences, *known, 0)
 
     def curve(self, num_sequences: int, most: int = WIDTHS[-1]) -> list[float]:
-        """Of a step without proposals, then with each of ``WIDTHS`` up to the first that is ``most`` or more; empty
-        while that without is not known. Between two that are known by a straight line; beyond them by a guess that is
-        too low. Where all are known well it is the same for a few steps: making it takes a part of a short one."""
+        """Seconds of a plain step, then with each of ``WIDTHS`` up to the first that is ``most`` or more; empty
+        while the plain time is unknown. Interpolated linearly between known times; beyond them guessed too low.
+        If all are well known it is kept for a few steps: making it takes a part of a short one."""
         kept_sequences, kept_most, until, kept = self._curve
         if kept_sequences == num_sequences and kept_most == most and self._number < until:
             return kept
@@ -185,7 +185,7 @@ class StepTimes:
                 if len(points) > 1:
                     before, earlier = points[-2]
                     each = (seconds - earlier) / (last - before)
-                    # Trying may cost something by itself, and the first of two slopes holds it.
+                    # Any draft may have a fixed cost, which is in the first of two slopes.
                     slope = max(_LEAST * plain, 0.5 * each if len(points) > 2 else min(guess, each))
                 curve.append(seconds + (tokens - last) * slope)
             else:

@@ -1,4 +1,4 @@
-"""Drafting token by token: a pass over pairs, and then the drafter goes on with its own results."""
+"""Drafts token by token: a pass over pairs, then steps with the drafter's own results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runtime.tensor.tensor import Tensor
 
 
 class Stepping:
-    """See `Drafting`. On the cpu all steps are one recording, where they can be recorded."""
+    """See `Drafting`. On the CPU all steps are one recording, if they can be recorded."""
 
     pair_ahead = 1
 
@@ -47,12 +47,12 @@ class Stepping:
     def _step_by_step(self, chunks: PairChunks, drawing: list[Drawing]) -> list[list[int]]:
         normed, hidden = self._compute(chunks)
         found: list[list[int]] = [[] for _ in drawing]
-        ready = np.arange(len(drawing))  # of these the rows are
+        ready = np.arange(len(drawing))  # the sequences of the rows
         ends = chunks.starts + chunks.counts
         for ahead in range(max(one.most for one in drawing)):
             sequences = [drawing[i].sequence for i in ready]
             drawn = draw_ahead(self._drafter.logits(normed), sequences, [ahead] * len(ready))
-            going_on = []  # rows of those that draw further
+            going_on = []  # rows that are drafted further
             for row, (i, token_id) in enumerate(zip(ready, drawn, strict=True)):
                 if token_id >= 0:
                     found[i].append(token_id)
@@ -69,7 +69,7 @@ class Stepping:
         return found
 
     def _compute(self, chunks: PairChunks) -> tuple[Tensor, Tensor]:
-        """Of the last pair of each sequence what `_forward` gives."""
+        """`_forward`'s result for the last pair of each sequence."""
         states = self._drafter.fuse(chunks.own_states(self._drafter.device))
         normed, hidden = self._forward(chunks.token_ids, chunks.rows, chunks.starts, chunks.counts, states)
         if chunks.counts.max() == 1:

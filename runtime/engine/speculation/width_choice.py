@@ -1,5 +1,5 @@
-"""How many of the likeliest proposals of a step are tried: so many that most tokens a second are expected, of those
-numbers that may be tried."""
+"""Chooses how many of the likeliest draft tokens of a step are tried: the permitted number with the most expected
+tokens a second."""
 
 from __future__ import annotations
 
@@ -7,40 +7,40 @@ from runtime.engine.speculation.account import TrialAccount
 from runtime.engine.speculation.step_times import WIDTHS, StepTimes
 
 SHORT_S = 2e-3
-"""Steps without proposals that are shorter run code and read memory that is warm, and the first step of a shape, which
+"""Plain steps that are shorter run warm code and memory, and the first step of a shape, which
 is recorded, takes as long as dozens of them."""
 
 LEAST_GAIN = 1.02
-"""What proposals have to promise against none before the first is tried: times are noisy."""
+"""The gain over plain steps that drafts have to promise before the first is tried: times are noisy."""
 
 BETTER, MAY_BE_BETTER = 1.05, 0.95
-"""What a number whose steps were not timed has to promise against the best of those that were; the other one where
-steps are long, between two numbers whose steps were timed: steps get longer in leaps, where a product takes another
-tile, and in front of a leap is the best number, of which a straight line knows nothing."""
+"""The gain that an untimed number has to promise over the best timed one; the other is for
+long steps, between two timed numbers: times rise in leaps, where a product takes another
+tile, and the best number is just before a leap, which interpolation does not show."""
 
 STAYS = 1.05
-"""So much more is expected of as many as the step before had: another shape's first step takes longer."""
+"""The bonus of the previous step's number: another shape's first step takes longer."""
 
 FIRST = 3
-"""Proposals for each sequence that are tried first. Then steps of up to twice as many tokens are."""
+"""Draft length that is tried first. Then up to twice as many tokens."""
 
 USUAL = (1, 3, 7, 15, 31)
-"""Proposals for each sequence, beside the most, of shapes that no step had yet, where steps are short: few shapes are
+"""Draft lengths, beside the highest, of new shapes if steps are short: few shapes are
 recorded sooner than many."""
 
 RUN_STEPS = 8
-"""So many steps with proposals follow one another before the account is asked again, where steps are short, unless
-nothing is expected of them any more."""
+"""Steps with drafts between two checks of the account, if steps are short, unless
+no gain is expected any more."""
 
 LEAST_STEPS = 3
-"""So many of them the account has to pay for before the first."""
+"""How many of them the account has to pay for before the first."""
 
 COMES_TRUE = 0.8
-"""Of what proposals promise, what the account counts on."""
+"""The fraction of the promised gain that the account counts on."""
 
 
 class WidthChoice:
-    """Chooses by what steps take and what may be lost."""
+    """Chooses by the times of steps and the permitted loss."""
 
     def __init__(self, times: StepTimes, account: TrialAccount) -> None:
         self._times = times
@@ -51,13 +51,12 @@ class WidthChoice:
         self, chances: list[float], num_sequences: int, num_asking: int, most: int, curve: list[float], num_in_run: int,
         *, ends_soon: bool,
     ) -> int:  # fmt: skip
-        """How many to try.
+        """The number of draft tokens to try.
 
-        ``chances``: that each proposal is kept, in the order in which they are tried, of ``num_asking`` sequences with
-        at most ``most`` each, beside which others decode, ``num_sequences`` in all. ``curve``: of their steps
-        (`StepTimes.curve`). ``num_in_run``: steps with proposals that came one behind the other before this one.
-        ``ends_soon``: none of the sequences has room for ``most``; where steps are short, nothing is recorded for so
-        few tokens.
+        ``chances`` are the acceptance chances in the order of trial, of ``num_asking`` sequences with at most ``most``
+        each; with those that only decode there are ``num_sequences``. ``curve`` has the times of their steps
+        (`StepTimes.curve`). ``num_in_run`` counts the directly preceding steps with drafts. ``ends_soon`` means that no
+        sequence has room for ``most``; if steps are short, nothing is recorded for so few tokens.
         """
         times, account, plain_s = self._times, self._account, curve[0]
         is_short = plain_s < SHORT_S

@@ -1,4 +1,4 @@
-"""From the scheduler's plan to a `StepInput`: the one place that reads sequences for a step."""
+"""Makes a `StepInput` from the scheduler's plan, the only module that reads sequences for a step."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _IS_LAST = attrgetter("is_last")
 
 @dataclass(slots=True)
 class Assembled:
-    """A step's value, and whose rows these are.
+    """A step's input, and the sequences and requests of its rows.
 
     sequences        the sequence of each chunk, in the order of the input's rows
-    drawing          those of chunks that draw
+    drawing          those of chunks that sample
     prompt_requests  the request of each of the input's ``prompt_logprobs``
     """
 
@@ -43,9 +43,9 @@ class Assembled:
 
 
 class Assembler:
-    """Knows what the executor's rows hold. A step that was assembled and is not `sent` is forgotten.
+    """Tracks the contents of the executor's rows. A step that was assembled but not `sent` is forgotten.
 
-    A running sequence's tables only grow. Entries go to the executor with the first chunk that needs them.
+    A running sequence's tables only grow. Entries are sent to the executor with the first chunk that needs them.
     """
 
     def __init__(self, max_num_seqs: int, num_groups: int, block_size: int, mode: Mode) -> None:
@@ -56,7 +56,7 @@ class Assembler:
         self._first_unknown = [0] * max_num_seqs  # by row: position whose prompt log probabilities come next
         self._last_tokens = np.full(max_num_seqs, LAST_TOKEN, np.int32)
         self._ones = np.ones(max_num_seqs, np.int64)
-        # The plan before, which mostly has the same sequences in the same order.
+        # The previous plan, which mostly has the same sequences in the same order.
         self._planned_rows: list[int] = []
         self._order: NDArray[np.intp] = np.empty(0, np.intp)  # its chunks by row
         self._rows: NDArray[np.int64] = np.empty(0, np.int64)
@@ -65,7 +65,7 @@ class Assembler:
         self._has_pictures = False
 
     def assemble(self, step: Step, loads: list[RowLoad]) -> Assembled:
-        """The value of a plan, with the ``loads`` of the sequences whose first chunk it has."""
+        """The input of a planned step, with the ``loads`` of the sequences that start in it."""
         chunks, count = step.chunks, len(step.chunks)
         planned_rows: list[int] = [chunk.sequence.row for chunk in chunks]  # type: ignore[misc]  # all of them run
         if loads or planned_rows != self._planned_rows:
@@ -77,7 +77,7 @@ class Assembler:
         prompt_logprobs: list[PromptLogprobs] = []
         prompt_requests: list[Request] = []
         if step.num_tokens == count + step.num_drafts and all(map(_IS_LAST, chunks)):
-            if step.num_drafts:  # decodes, with proposals
+            if step.num_drafts:  # decodes, with drafts
                 chunks = [chunks[i] for i in self._order.tolist()]
                 num_draws = counts = np.array([chunk.num_tokens for chunk in chunks], np.int64)
                 last_positions = starts + counts - 1
@@ -118,7 +118,7 @@ class Assembler:
             self._num_covered[row] = min([num_blocks[row] for num_blocks in self._num_blocks]) * self._block_size
 
     def load_of(self, sequence: Sequence) -> RowLoad:
-        """What a row needs of a sequence that starts to run, whose tokens are all known."""
+        """The row load of a sequence that starts to run, whose tokens are all known."""
         request, params, row = sequence.request, sequence.request.params, sequence.row
         assert row is not None
         self._num_covered[row] = 0
@@ -158,7 +158,7 @@ class Assembler:
         self._has_pictures = any(each.request.pictures is not None for each in self._sequences)
 
     def _additions(self, last_positions: NDArray[np.int64]) -> list[BlockAddition]:
-        """What the executor lacks of the tables of sequences whose chunks' last tokens are at these positions
+        """Block table entries that the executor lacks for sequences whose chunks' last tokens are at these positions
         ``[n]``."""
         additions = []
         for i in (last_positions >= self._num_covered[self._rows]).nonzero()[0].tolist():
@@ -170,15 +170,15 @@ class Assembler:
         return additions
 
     def _wanted_prompt_logprobs(self, chunks: list[Chunk]) -> tuple[list[PromptLogprobs], list[Request]]:
-        """What this step can tell of prompts, and whose they are: the token at position ``p + 1`` is predicted at
-        ``p``."""
+        """The prompt log probabilities of this step, and their requests: the token at position ``p + 1`` is predicted
+        at ``p``."""
         wanted, requests, first_token = [], [], 0
         for chunk in chunks:
             request, row = chunk.sequence.request, chunk.sequence.row
             assert row is not None
             first = max(chunk.start, self._first_unknown[row])
             end = min(chunk.start + chunk.num_tokens, request.num_prompt_tokens - 1)
-            if first < end:  # else not wanted, or recomputed after a preemption: known already
+            if first < end:  # otherwise not requested, or known before a preemption
                 targets = request.prompt_ids[first + 1 : end + 1]
                 num_alternatives = request.params.prompt_logprobs or 0
                 wanted.append(PromptLogprobs(first_token + first - chunk.start, targets, num_alternatives))
@@ -188,10 +188,10 @@ class Assembler:
 
 
 def _add_pictures(step: StepInput, sequences: list[Sequence]) -> None:
-    """Where a chunk has tokens of a picture, or before one: its spans, and the positions of all the step's tokens."""
+    """For chunks with image tokens, or tokens before them: add spans, and positions of all the step's tokens."""
     chunks = list(zip(sequences, step.starts.tolist(), step.counts.tolist(), strict=True))
     if not any(seq.request.pictures is not None and start < seq.request.pictures.end for seq, start, _ in chunks):
-        return  # rows know the offset
+        return  # rows have the offset
     positions, features, uncut, first, has_axes = [], [], list[UncutSpan](), 0, False
     for sequence, start, count in chunks:
         end, pictures = start + count, sequence.request.pictures
@@ -214,7 +214,7 @@ def _add_pictures(step: StepInput, sequences: list[Sequence]) -> None:
 
 
 def chunk_spans(pictures: Pictures, start: int, end: int, first: int) -> tuple[list[FeatureSpan], list[UncutSpan]]:
-    """What a prompt's tokens from ``start`` to ``end`` have of its pictures, and of what may not be cut; the first of
+    """The spans of images and of uncut regions within a prompt's tokens ``start`` to ``end``; the first of
     these tokens is token ``first`` of the step."""
     features, uncut = list[FeatureSpan](), list[UncutSpan]()
     for item, slot in zip(pictures.items, pictures.slots, strict=True):
@@ -229,7 +229,7 @@ def chunk_spans(pictures: Pictures, start: int, end: int, first: int) -> tuple[l
 
 
 def _tokens_of(chunks: list[Chunk], num_tokens: int) -> NDArray[np.int32]:
-    """The chunks' tokens; where a chunk computes its sequence's last alone, the row knows it."""
+    """The chunks' tokens, without the last token of a decode, which the row has."""
     token_ids = np.full(num_tokens, LAST_TOKEN, np.int32)
     first = 0
     for chunk in chunks:

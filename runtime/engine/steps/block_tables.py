@@ -1,4 +1,4 @@
-"""The executor's block tables: which blocks hold each row's tokens, and the slots of tokens in them."""
+"""The executor's block tables: the blocks of each row, and the slots of tokens in them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 
 
 class BlockTables:
-    """Each row's blocks, by KV cache group. An entry is a place in all rows, one behind another.
+    """Each row's blocks, by KV cache group. Entries are numbered through all rows.
 
     table       [num_groups, num_rows, max_blocks] int32
-    num_blocks  by group and row: entries that are written
+    num_blocks  by group and row: written entries
     """
 
     def __init__(self, num_groups: int, num_rows: int, max_blocks: int, block_size: int) -> None:
@@ -21,7 +21,7 @@ class BlockTables:
         self._max_blocks = max_blocks
         self._block_size = block_size
         self._block_ids = self.table.reshape(num_groups, -1)  # by entry
-        self._shifts = np.zeros(self._block_ids.shape, np.int64)  # by entry: how far slots lie behind positions
+        self._shifts = np.zeros(self._block_ids.shape, np.int64)  # by entry: slot minus position
 
     @property
     def num_groups(self) -> int:
@@ -33,7 +33,7 @@ class BlockTables:
             num_blocks[row] = 0
 
     def add(self, group: int, row: int, first: int, block_ids: Sequence[int]) -> None:
-        """Write a row's blocks from its entry ``first`` on; what was behind them is forgotten."""
+        """Write a row's blocks from its entry ``first`` on; later entries are forgotten."""
         start, count, size = row * self._max_blocks + first, len(block_ids), self._block_size
         self._block_ids[group, start : start + count] = block_ids
         shifts = [(block_id - index) * size for index, block_id in enumerate(block_ids, first)]
@@ -41,7 +41,7 @@ class BlockTables:
         self.num_blocks[group][row] = first + count
 
     def of(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
-        """The tables of rows ``[n]`` that ascend, ``[num_groups, n, width]``: a view where they are dense."""
+        """The tables of ascending rows ``[n]``, ``[num_groups, n, width]``: a view if they are dense."""
         count = len(rows)
         if rows[-1] == count - 1:
             return self.table[:, :count]
@@ -49,7 +49,7 @@ class BlockTables:
         return self.table[:, :, :width].take(rows, axis=1)
 
     def first_entries(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where ``rows [n]`` begin."""
+        """The first entries of ``rows [n]``."""
         return rows * self._max_blocks
 
     def slots(self, first_entries: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:

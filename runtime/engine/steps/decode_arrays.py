@@ -1,13 +1,13 @@
-"""What decode steps are given, in arrays that stay where they are, since a decode graph reads the same addresses in
+"""The inputs of decode steps, in arrays with fixed addresses, which a decode graph reads in
 each step.
 
-A row of the executor's has a place in them, which it keeps from step to step. On the device lie its block tables, to
-which only what was added goes up, and the columns: one number a place of position, slot, sampling parameters and so on.
-All of a step goes up in one copy: the columns, then the added blocks, then the token lists of penalties. Ids, statuses
-and the flag for bad ids come down in one.
+A row of the executor has a place in them, which it keeps from step to step. The device holds the block tables, to
+which only additions are uploaded, and the columns: one number a place of position, slot, sampling parameters and so on.
+All of a step is uploaded in one copy: the columns, then the added blocks, then the token lists of penalties. Ids,
+statuses and the flag for bad ids are downloaded in one.
 
-A graph is for a number of places, which may be more than the step has sequences. An empty place is harmless: its token
-is stored nowhere and sees no keys, and what it draws is nobody's.
+A graph is for a number of places, which may be more than the step has sequences. An empty place is padding: its token
+is not stored and sees no keys, and its sample is ignored.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ TAIL_WORDS = 1 << 18
 """Room in the upload for added blocks (two words each) and the tokens of penalties: 1 MiB."""
 
 _PROGRESS = ("positions", "seq_lens", "position")
-"""Neighbouring columns that advance with each step; position: of the token to be drawn, in the output."""
+"""Adjacent columns that advance with each step; position: of the token to be sampled, in the output."""
 
 _NEUTRAL = {"sources": -1, **{name: column.neutral for name, column in COLUMNS.items()}}
-"""What an empty place holds; in slots -1, in all other columns 0."""
+"""The contents of an empty place: -1 in slots, 0 in all other columns."""
 
 
 def _columns_of(num_places: int, slots: list[str]) -> list[tuple[str, DType, int]]:
@@ -46,7 +46,7 @@ def _columns_of(num_places: int, slots: list[str]) -> list[tuple[str, DType, int
     whole = [(name, int64) for name in (*slots, "seed")]
     whole += [
         (name, int32) for name in (
-            "token_ids", "sources", "choice_index",  # sources: the place in the step before that draws the token, or -1
+            "token_ids", "sources", "choice_index",  # sources: the token's place in the previous step, or -1
             *_PROGRESS,
         )
     ]  # fmt: skip
@@ -57,10 +57,10 @@ def _columns_of(num_places: int, slots: list[str]) -> list[tuple[str, DType, int
 
 @dataclass(slots=True)
 class Placement:
-    """Where a step's rows lie.
+    """The places of a step's rows.
 
     places      of each row, in the order of the step
-    num_places  of the graph that shall run: 0 ... num_places - 1
+    num_places  of the graph to run: 0 ... num_places - 1
     """
 
     places: NDArray[np.intp]
@@ -68,7 +68,7 @@ class Placement:
 
 
 class _Upload(NamedTuple):
-    """A step's buffers, and the parts of what they send up: the columns as they lie in memory, and the tail."""
+    """A step's buffers, and the parts of their upload: the columns as they lie in memory, and the tail."""
 
     buffers: StepBuffers
     columns: NDArray[np.uint8]
@@ -78,10 +78,10 @@ class _Upload(NamedTuple):
 class DecodeArrays:
     """``max_num_seqs`` places. Belongs to the engine's loop.
 
-    The order is `place`, `send`, `launch`, `StepBuffers.wait`. A placement that is not sent is forgotten with the next;
-    two steps may be under way.
+    The order is `place`, `send`, `launch`, `StepBuffers.wait`. A placement that is not sent is replaced by the next;
+    two steps may be in flight.
 
-    Raises OutOfMemoryError where the device or the system has no room.
+    Raises OutOfMemoryError if the device or the system has no room.
     """
 
     def __init__(self, device: Device, runs_on: DecodeDevice, limits: EngineLimits, rows: Rows) -> None:
@@ -112,7 +112,7 @@ class DecodeArrays:
         self._tail = {
             dtype: Tensor(inputs, dtype, (TAIL_WORDS,), (1,), size // 4) for dtype in (int32, float32)
         }
-        self._tables = Tensor.zeros((len(slots) * places, width), int32, device)  # a group's behind another's
+        self._tables = Tensor.zeros((len(slots) * places, width), int32, device)  # group by group
         self._flat_tables = self._tables.view(-1)
         self._group_starts = range(0, len(slots) * places, places)
         self._results = Tensor.zeros(2 * places + 1, int32, device)
@@ -124,13 +124,13 @@ class DecodeArrays:
             self._uploads.append(_Upload(buffers, buffers.upload[:size], buffers.upload[size:].view(np.int32)))
         self._place_of = np.full(places, -1, np.intp)  # by row; -1: none
         self._row_at = np.full(places, -1, np.intp)  # by place; -1: none
-        self._changes: dict[int, int] = {}  # what the device's tables lack: the block of each of these entries
+        self._changes: dict[int, int] = {}  # entries that the device's tables lack, and the block of each
         self._has_sources = False  # whether the column holds any
         self._rows: NDArray[np.int64] | None = None  # of the step placed last
         self._places = np.zeros(0, np.intp)  # of these rows
         self._first_entries = np.zeros(0, np.int64)  # of these rows, in the host's tables
         self._num_used = 0  # places of its graph
-        self._progress_at = np.zeros(0, np.intp)  # where the rows' entries in those columns lie
+        self._progress_at = np.zeros(0, np.intp)  # flat indices of the rows in those columns
         self._ahead = np.zeros((len(_PROGRESS), 0), np.int32)  # these entries less ``starts``
 
     @property
@@ -139,24 +139,24 @@ class DecodeArrays:
         tensors = (self._inputs, self._tables, self._results, self._zeros, self._numbers)
         return sum(tensor.size_bytes for tensor in tensors)
 
-    # What a step sends and gets
+    # Inputs and outputs of a step
 
     def forget(self, row: int) -> None:
-        """The row is another sequence's from now on."""
+        """The row belongs to another sequence from now on."""
         place = self._place_of[row]
         if place >= 0:
             self._place_of[row] = self._row_at[place] = -1
             self._rows = None
 
     def add(self, group: int, row: int, first: int, block_ids: Sequence[int]) -> None:
-        """The row gets these blocks, from entry ``first`` of its table in this group on."""
+        """Add blocks to the row, from entry ``first`` of its table in this group on."""
         place = int(self._place_of[row])
         if place >= 0:
             self._change(group, place, first, block_ids)
 
     def place(self, rows: NDArray[np.int64], starts: NDArray[np.int64], num_places: int) -> Placement:
-        """Lay out the step that computes the token at ``starts [n]`` of each row, in places below ``num_places``: those
-        that they have, where possible."""
+        """Lay out the step that computes the token at ``starts [n]`` of each row, in places below ``num_places``: their
+        present ones, if possible."""
         if rows is not self._rows or num_places != self._num_used:
             self._assign(rows, num_places)
             self._rows, self._num_used = rows, num_places
@@ -173,11 +173,11 @@ class DecodeArrays:
         sources: NDArray[np.intp] | None = None,
         lists: list[PenaltyLists] | None = None,
     ) -> StepBuffers:
-        """Queue the copy of all that the step is given.
+        """Queue the upload of the step's inputs.
 
-        token_ids  of each row, its last, or anything where the device has it
-        sources    of each row: the place where the step before draws its token, or -1; None: of none
-        lists      of each row, where penalties count
+        token_ids  of each row, its last, or anything if the device has it
+        sources    of each row: the place where the previous step samples its token, or -1; None for no row
+        lists      of each row, for penalties
         """
         self._uploads.reverse()
         upload = self._uploads[0]
@@ -197,13 +197,13 @@ class DecodeArrays:
         return upload.buffers
 
     def launch(self, graph: StepGraph, placement: Placement, buffers: StepBuffers) -> None:
-        """Queue the step, and the copy of what it draws."""
+        """Queue the step, and the download of its samples."""
         self.runs_on.launch(graph, self._results, 2 * placement.num_places + 1, buffers)
 
-    # What a graph reads and writes
+    # Reads and writes of a graph
 
     def take_inputs(self, num_places: int) -> None:
-        """Queue what completes the inputs when they have come up."""
+        """Queue the kernel that completes the inputs after the upload."""
         device = self._on_device
         ops.take_decode_inputs(
             self._tail[int32],
@@ -231,7 +231,7 @@ class DecodeArrays:
         )
 
     def draw(self, logits: Tensor, *, has_penalties: bool) -> None:
-        """Queue the draw from ``logits [num_places, vocab_size]``."""
+        """Queue sampling from ``logits [num_places, vocab_size]``."""
         num_places, tail = logits.shape[0], self._tail[int32]
         device = {name: column[:num_places] for name, column in self._on_device.items()}
         no_bias = self._zeros[:num_places]
@@ -243,10 +243,10 @@ class DecodeArrays:
         ops.draw(logits, fields, self._results[: 2 * num_places + 1], has_penalties=has_penalties)
 
     def clear(self) -> None:
-        """Empty all places on the device, for a graph that runs on trial."""
+        """Empty all places on the device, for a trial run of a graph."""
         self.runs_on.write(self._inputs, self._neutral)
 
-    # Within
+    # Internals
 
     def _empty_places(self) -> None:
         for name, column in self._columns.items():
@@ -284,7 +284,7 @@ class DecodeArrays:
         sampling.write_columns(self._columns, places, rows)
 
     def _write_changes(self, tail: NDArray[np.int32]) -> int:
-        """Write the changes of block tables as pairs; how many. They go up by themselves where there is no room."""
+        """Write the changes of block tables as pairs; returns how many. Without room they are uploaded separately."""
         count = len(self._changes)
         if not count:
             return 0
@@ -296,7 +296,7 @@ class DecodeArrays:
             return count
         order = np.argsort(entries)
         sorted_entries, sorted_ids = np.array(entries)[order], np.array(block_ids, np.int32)[order]
-        ends = [*(np.flatnonzero(np.diff(sorted_entries) != 1) + 1).tolist(), count]  # of entries in a row
+        ends = [*(np.flatnonzero(np.diff(sorted_entries) != 1) + 1).tolist(), count]  # of adjacent entries
         for start, end in zip([0, *ends], ends):
             self.runs_on.write(self._flat_tables[int(sorted_entries[start]) :], sorted_ids[start:end])
         return 0
@@ -304,7 +304,7 @@ class DecodeArrays:
     def _write_lists(
         self, placement: Placement, lists: list[PenaltyLists], tail: NDArray[np.int32], at: int
     ) -> int:
-        """Write the lists from ``tail[at]`` on, in the order of the step; where they end."""
+        """Write the lists from ``tail[at]`` on, in step order; returns their end."""
         for index, name in enumerate(("prompt", "output")):
             lengths = [len(pair[index]) for pair in lists]
             ends = at + np.cumsum(lengths)

@@ -1,6 +1,6 @@
-"""Decode graphs on the cpu: recorded launches that one compiled call replays, in memory that they share.
+"""Decode graphs on the CPU: recorded launches in shared memory, replayed by one compiled call.
 
-A step runs when it is waited for: in the executor's own thread where the loop is overlapped.
+A step runs when its result is waited for: on the executor's own thread if the loop is overlapped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor.tensor import Tensor
 
 SHORT_SEQUENCES = 128
-"""Attention over sequences up to this length is planned apart: alone it is not worth waking a thread."""
+"""Attention over sequences up to this length is planned separately: alone it is not worth waking a thread."""
 
 
 class HostBuffers:
@@ -63,7 +63,7 @@ class CpuDecodes:
     def __init__(self, limits: EngineLimits, num_groups: int) -> None:
         self._arena = Arena()
         lengths = self.sequence_lengths(limits.max_model_len, exact=limits.exact)
-        # Another thread's than captures, where loops overlap.
+        # On another thread than captures, if loops overlap.
         self.forwards = RecordedForwards(limits, lengths, num_groups)
         self._recorded_bytes = 0
 
@@ -73,7 +73,7 @@ class CpuDecodes:
 
     @staticmethod
     def batch_sizes(max_num_seqs: int) -> list[int]:
-        """Every number up to 32, from there on in steps of an eighth: an empty place costs as much as another."""
+        """Every number up to 32, then in steps of an eighth: padding costs as much as a sequence."""
         sizes, size = [], 1
         while size < max_num_seqs:
             sizes.append(size)
@@ -82,7 +82,7 @@ class CpuDecodes:
 
     @staticmethod
     def sequence_lengths(max_model_len: int, *, exact: bool) -> list[int]:
-        """A short one, and the segments of attention doubled again and again; results are the same in all."""
+        """A short one, and the segments of attention doubled again and again; results are the same for all."""
         lengths, length = [], SHORT_SEQUENCES
         while length < max_model_len:
             lengths.append(length)
@@ -109,7 +109,7 @@ class CpuDecodes:
         except MemoryError as error:
             raise OutOfMemoryError(f"cpu: no memory for a step of {num_rows} sequences") from error
         self._recorded_bytes += recording.size_bytes
-        # What comes after the logits in a run leaves them as they are, so that they need no memory of their own.
+        # Whatever follows the logits in a run does not overwrite them, so they need no memory of their own.
         kept = Tensor.over(self._arena.borrowed(logits.array), float32) if keeps_logits else None
         return CpuGraph(recording, kept)
 
@@ -121,10 +121,10 @@ class CpuDecodes:
         cast(HostBuffers, buffers).pending = run
 
     def make_room(self, count: int, shape: tuple[int, int], dtype: DType) -> None:
-        """They stay where they are."""
+        """Nothing to do: the tensors stay in place."""
 
     def hold(self, kept: list[Tensor]) -> list[Tensor]:
-        """Views that keep the arena, and not the arrays' places in it."""
+        """Views that keep the arena alive, and not the arrays' places in it."""
         return [Tensor.over(self._arena.borrowed(each.array), float32) for each in kept]
 
     def run_forward(

@@ -1,4 +1,4 @@
-"""What decode graphs need of the device that they run on; `decode_gpu` and `decode_cpu` have it."""
+"""The device interface of decode graphs, implemented by `decode_gpu` and `decode_cpu`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Forward: TypeAlias = Callable[[Batch], Computed]
 """A model's forward pass."""
 
 Agree: TypeAlias = Callable[[bool], bool]
-"""Whether what is so here is so on all ranks."""
+"""Whether a condition holds on all ranks, given this one's."""
 
 
 def alone(is_so: bool) -> bool:
@@ -28,21 +28,21 @@ def alone(is_so: bool) -> bool:
 
 
 class StepGraph(Protocol):
-    """A recorded step. ``result``: the logits that each run leaves behind, where they are kept."""
+    """A recorded step. ``result`` has the logits of each run, if they are kept."""
 
     @property
     def result(self) -> Tensor | None: ...
 
     def release(self) -> None:
-        """Give its memory back; it is not run any more."""
+        """Free its memory; it is not run any more."""
         ...
 
 
 class StepBuffers(Protocol):
-    """Host memory for one step's way up and down; the next step has another.
+    """Host memory for one step's upload and download; the next step has another.
 
     upload   bytes, to be written before `DecodeDevice.upload`
-    results  int32, once `wait` has returned
+    results  int32, valid once `wait` has returned
     """
 
     @property
@@ -52,16 +52,16 @@ class StepBuffers(Protocol):
     def results(self) -> NDArray[np.int32]: ...
 
     def wait(self) -> None:
-        """Until the step has run. Raises what its kernels found wrong, LaunchError where the device failed."""
+        """Wait until the step has run. Raises its kernels' errors, and LaunchError if the device failed."""
         ...
 
 
 class RecordedPasses(Protocol):
-    """Recordings of forward passes that no graph is for.
+    """Recordings of forward passes that decode graphs do not cover.
 
-    num_recorded  that there are
-    num_steps     that they have run
-    num_failed    that could not be made
+    num_recorded  recordings
+    num_steps     steps run from them
+    num_failed    failed recordings
     """
 
     @property
@@ -77,8 +77,8 @@ class RecordedPasses(Protocol):
 class DecodeDevice(Protocol):
     """Records steps and runs them, one after another.
 
-    can_lead     whether a step may be launched before the one before it was waited for
-    graph_bytes  that the recordings hold of the device's memory
+    can_lead     whether a step may be launched before the previous one was waited for
+    graph_bytes  device memory held by the recordings
     forwards     see `run_forward`
     """
 
@@ -92,28 +92,28 @@ class DecodeDevice(Protocol):
     def graph_bytes(self) -> int: ...
 
     def batch_sizes(self, max_num_seqs: int) -> list[int]:
-        """Numbers of places for which there are graphs, ascending, the last being ``max_num_seqs``."""
+        """Numbers of places that get graphs, ascending, up to ``max_num_seqs``."""
         ...
 
     def sequence_lengths(self, max_model_len: int, *, exact: bool) -> list[int]:
-        """Longest sequences for which attention is planned, ascending, the last being ``max_model_len``."""
+        """Sequence lengths that attention is planned for, ascending, up to ``max_model_len``."""
         ...
 
     def new_buffers(self, upload_bytes: int, num_results: int) -> StepBuffers: ...
 
     def upload(self, target: Tensor, buffers: StepBuffers, size_bytes: int) -> None:
-        """Queue the copy of the first bytes of ``buffers.upload`` to where ``target``, bytes, begins."""
+        """Queue the copy of the first bytes of ``buffers.upload`` to the start of ``target``, bytes."""
         ...
 
     def write(self, target: Tensor, values: NDArray[Any]) -> None:
-        """Queue the copy of values, which the caller may change, to where ``target``, of their type, begins."""
+        """Queue the copy of values, which the caller may then change, to the start of ``target``, of their type."""
         ...
 
     def capture(self, work: Callable[[], Tensor], *, num_rows: int, keeps_logits: bool) -> StepGraph:
-        """Record what ``work`` does, which may run once for that. With ``keeps_logits`` the ``num_rows`` logits that it
+        """Record ``work``, which may run once for that. With ``keeps_logits`` the ``num_rows`` logits that it
         returns outlive each run, until the next graph's.
 
-        Raises OutOfMemoryError, LaunchError where the device is lost, DeviceError for what cannot be recorded.
+        Raises OutOfMemoryError, LaunchError if the device is lost, DeviceError for work that cannot be recorded.
         """
         ...
 
@@ -122,25 +122,25 @@ class DecodeDevice(Protocol):
         ...
 
     def make_room(self, count: int, shape: tuple[int, int], dtype: DType) -> None:
-        """`hold` will be given so many tensors, at most of this shape. Raises OutOfMemoryError."""
+        """Prepare for `hold` with so many tensors, at most of this shape. Raises OutOfMemoryError."""
         ...
 
     def hold(self, kept: list[Tensor]) -> list[Tensor]:
-        """Called in what is captured, with results of a row a place, which are referred to until that is over: where
-        they are behind each run, until the next graph's."""
+        """Called inside a capture, with results of a row a place that are referenced until its end. Returns the tensors
+        that have them after each run, until the next graph's."""
         ...
 
     def run_forward(
         self, layout: Layout, forward: Forward, draws: SamplingArrays | None = None, *, may_record: bool
     ) -> Computed | None:
-        """What ``forward`` makes of a step that no graph is for, and what is drawn from its logits by ``draws``, which
-        have no mask; at the latest where it is looked at, and valid until the next one. A device may replay a recording
-        of the same shape and, with ``may_record``, make one on the way. None, before anything was done: the device
-        would have to record it. Draws of more than a recording has room for are not drawn.
+        """The result of ``forward`` for a step without a graph, and samples from its logits by ``draws``, which
+        have no mask; possibly computed only when read, and valid until the next one. A device may replay a recording
+        of the same shape and, with ``may_record``, make one on the way. Returns None, before any work, if the device
+        would have to record it. If a recording lacks room for the draws, they are not sampled.
 
-        Raises CaptureError, before anything was done, for what cannot be done this way."""
+        Raises CaptureError, before any work, if it cannot be done this way."""
         ...
 
     def release(self) -> None:
-        """Give back what graphs share; none is run any more."""
+        """Free the memory that graphs share; none is run any more."""
         ...

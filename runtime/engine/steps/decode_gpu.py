@@ -1,4 +1,4 @@
-"""Decode graphs on a GPU: CUDA graphs that share one pool of memory, copies through pinned memory."""
+"""Decode graphs on a GPU: CUDA graphs with a shared memory pool, and copies through pinned memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PinnedBuffers:
         self.is_under_way = False
 
     def wait(self) -> None:
-        """Until the device has come past the step's last copy. Raises LaunchError where work before it failed."""
+        """Wait until the device has passed the step's last copy. Raises LaunchError if earlier work failed."""
         if self.is_under_way:
             self.is_under_way = False
             self.event.synchronize()
@@ -65,12 +65,12 @@ class GpuDecodes:
 
     @staticmethod
     def batch_sizes(max_num_seqs: int) -> list[int]:
-        """1, 2, 4, 8, 16, 24, 32 ... and the most that there may be."""
+        """1, 2, 4, 8, 16, 24, 32 ... and the highest."""
         return [size for size in (1, 2, 4, *range(8, max_num_seqs, 8)) if size < max_num_seqs] + [max_num_seqs]
 
     @staticmethod
     def sequence_lengths(max_model_len: int, *, exact: bool) -> list[int]:
-        """The longest that is never cut, and the longest that there may be. In exact mode none is cut."""
+        """The longest that is never split, and the longest possible. In exact mode none is split."""
         if exact or max_model_len <= MIN_PART_KEYS:
             return [max_model_len]
         return [MIN_PART_KEYS, max_model_len]
@@ -109,7 +109,7 @@ class GpuDecodes:
         self._held = [Tensor.empty(shape, dtype, self._device) for _ in range(count)]
 
     def hold(self, kept: list[Tensor]) -> list[Tensor]:
-        """Copies: another graph's intermediate results may lie where these are."""
+        """Copies them: another graph's intermediate results may use the same memory."""
         held = []
         for number, each in enumerate(kept):
             place = self._held[number][: each.shape[0]]
@@ -129,7 +129,7 @@ class GpuDecodes:
         self._pool = None
 
     def _kept(self, num_rows: int) -> Tensor:
-        """Where logits outlive their graph; one tensor serves the graphs of similar sizes."""
+        """A tensor for logits that outlive their graph; it serves the graphs of similar sizes."""
         rows = 1 << (num_rows - 1).bit_length()
         if rows not in self._kept_logits:
             self._kept_logits[rows] = Tensor.empty((rows, self._vocab_size), float32, self._device)

@@ -1,12 +1,12 @@
-"""Decode steps as recorded graphs: all kernels of a step, the draw among them, in one launch.
+"""Decode steps as recorded graphs: all kernels of a step, sampling included, in one launch.
 
-There is a graph for a number of places, for sequences up to a length (attention cuts long ones), with and without
-penalties, with and without the logits kept for log probabilities. It is recorded when it was missing for the first
-time: the step that missed it runs without. All share one pool, and read and write `DecodeArrays`. What they hold no
-place for runs without them: prompts, logit bias, allowed ids, and tokens that ``min_tokens`` forbids. What a graph is
-on which device stands in `decode_gpu` and `decode_cpu`.
+There is a graph for a number of places, for sequences up to a length (attention splits long ones), with and without
+penalties, with and without the logits kept for log probabilities. It is recorded after the first step that needs it,
+which runs eagerly. All share one pool, and read and write `DecodeArrays`. Unsupported steps run
+eagerly: those with prompts, logit bias, allowed ids, or tokens that ``min_tokens`` forbids.
+`decode_gpu` and `decode_cpu` implement graphs for their devices.
 
-A step may be started while the one before it runs, if a graph runs that, too: it takes its tokens where they are drawn.
+A step may start while the previous one runs, if a graph runs that, too: it reads the tokens where they are sampled.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ from runtime.tensor.tensor import Tensor
 logger = logging.getLogger("xserv.engine")
 
 MOST_LISTED = TAIL_WORDS // 2
-"""Tokens that the penalties of one step may count; with more it runs without a graph."""
+"""Tokens that the penalties of one step may count; with more it runs eagerly."""
 
 
 def open_decode_device(
     device: Device, limits: EngineLimits, vocab_size: int, kv_cache: KVCache, agree: Agree = alone
 ) -> DecodeDevice:
-    """What graphs over ``vocab_size`` ids and this KV cache need of the device; ``agree``: among ranks."""
+    """The device interface for graphs over ``vocab_size`` ids and this KV cache; ``agree`` is among ranks."""
     if device.kind == "cpu":
         from runtime.engine.steps.decode_cpu import CpuDecodes
 
         return CpuDecodes(limits, len(kv_cache.spec.group_kinds))
-    from runtime.engine.steps.decode_gpu import GpuDecodes  # brings the driver, which the cpu does without
+    from runtime.engine.steps.decode_gpu import GpuDecodes  # imports the driver, which the CPU does not need
 
     return GpuDecodes(device, limits, vocab_size, kv_cache, agree)
 
 
 class GraphKey(msgspec.Struct, frozen=True, gc=False):
-    """What a graph is for."""
+    """The properties of a step that determine its graph."""
 
     num_places: int
     max_seq_len: int
@@ -82,9 +82,9 @@ class DecodeRun:
     ) -> None:
         self.places = placement.places
         self.logits = logits
-        """``[num_places, vocab_size]``, where they are kept: until the next graph is launched."""
+        """``[num_places, vocab_size]``, if they are kept: until the next graph is launched."""
         self.kept = kept
-        """Hidden states behind the layers that are kept, a row a place: until the next graph is launched."""
+        """Hidden states after the kept layers, a row a place: until the next graph is launched."""
         self.number = number
         self.keeps_outputs = keeps_outputs
         self._graphs = graphs
@@ -92,8 +92,8 @@ class DecodeRun:
         self._buffers = buffers
 
     def wait(self) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """The drawn id of each row, and whether there is one; nothing where a later stage draws. Raises LaunchError
-        where the device failed, InvalidArgumentError where a token was outside the vocabulary."""
+        """The sampled id of each row, and whether it is valid; empty if a later stage samples. Raises LaunchError
+        if the device failed, InvalidArgumentError if a token was outside the vocabulary."""
         try:
             self._buffers.wait()
         finally:
@@ -101,18 +101,18 @@ class DecodeRun:
         count, results = self._num_places, self._buffers.results
         if not self._graphs.draws:
             return results[:0], results[:0] == 0
-        if self._graphs.device.kind != "cpu" and results[2 * count]:  # the cpu's kernels check ids where they are
+        if self._graphs.device.kind != "cpu" and results[2 * count]:  # the CPU's kernels check ids themselves
             ops.check_ids(self._graphs.device)
         return results[self.places], results[count:][self.places] == 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Members:
-    """The rows of a step, as far as they stay the same from step to step.
+    """The rows of a step, reused while the next steps have the same ones.
 
-    version   the rows', when this was found
+    version   the rows', when this was made
     is_plain  none of them has penalties or anything that may forbid ids
-    keeps_outputs  one of them has what looks at its output
+    keeps_outputs  one of them has parameters that depend on its output
     """
 
     rows: NDArray[np.int64]
@@ -126,10 +126,10 @@ class _Members:
 class DecodeGraphs:
     """The graphs of one model and KV cache. Belongs to the engine's loop.
 
-    num_steps   that graphs have run
-    num_failed  recordings that failed: each is tried once more, then no more graphs are made
-    forwards    recordings of steps that graphs hold no place for
-    draws       whether the model ends here; a stage before the last one draws nothing
+    num_steps   steps run from graphs
+    num_failed  failed recordings: each is tried once more, then no more graphs are made
+    forwards    recordings of steps that decode graphs do not cover
+    draws       whether the model ends here; a stage before the last one does not sample
     """
 
     def __init__(
@@ -153,12 +153,12 @@ class DecodeGraphs:
         self._lengths = runs_on.sequence_lengths(limits.max_model_len, exact=limits.exact)
         self._graphs: dict[GraphKey, StepGraph] = {}
         self._kept_layers: tuple[int, ...] = ()
-        self._kept: dict[GraphKey, list[Tensor]] = {}  # what each graph leaves of them
+        self._kept: dict[GraphKey, list[Tensor]] = {}  # each graph's copies of them
         self._wanted: GraphKey | None = None
         self._has_given_up = False  # of graphs of decodes
         self._cannot_record = False  # anything
         self._arrays: DecodeArrays | None = None  # with the first graph
-        self._drawn_at = np.full(limits.max_num_seqs, -1, np.intp)  # by row: the place in the step that drew it last
+        self._drawn_at = np.full(limits.max_num_seqs, -1, np.intp)  # by row: the place in the step that sampled it last
         self._drawn_by = np.full(limits.max_num_seqs, -1, np.int64)  # by row: that step
         self._running: DecodeRun | None = None
         self._members: _Members | None = None  # of the step that came last
@@ -169,17 +169,17 @@ class DecodeGraphs:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes on the device, for all that is recorded and its arrays."""
+        """Bytes on the device, for all recordings and their arrays."""
         return self._runs_on.graph_bytes + (0 if self._arrays is None else self._arrays.size_bytes)
 
     def keep(self, layers: tuple[int, ...], width: int, dtype: DType) -> None:
-        """From now on each step's hidden states ``[num_places, width]`` behind these layers are kept."""
+        """From now on keep each step's hidden states ``[num_places, width]`` after these layers."""
         assert not self._graphs, "graphs were recorded without"
         self._runs_on.make_room(len(layers), (self._limits.max_num_seqs, width), dtype)
         self._kept_layers = layers
 
     def apply(self, step: StepInput) -> None:
-        """Forget what the step changes in the rows; to be called before it is written to them."""
+        """Forget the step's changes of rows; to be called before they are written."""
         for load in step.loads:
             self._drawn_by[load.row] = -1
             if self._arrays is not None:
@@ -189,7 +189,7 @@ class DecodeGraphs:
                 self._arrays.add(addition.group, addition.row, addition.first, addition.block_ids)
 
     def key_of(self, step: StepInput) -> GraphKey | None:
-        """The graph that a step of decodes needs, whose rows are loaded; None: there can be none."""
+        """The graph that a step of decodes needs, whose rows are loaded; None if it cannot run as one."""
         rows, sampling, members = step.rows, self._rows.sampling, self._members
         if members is None or members.rows is not rows or members.version != self._rows.version:
             members = self._members = self._members_of(rows)
@@ -212,13 +212,13 @@ class DecodeGraphs:
         return key in self._graphs
 
     def want(self, key: GraphKey) -> None:
-        """Record this graph behind the step."""
+        """Record this graph after the step."""
         self._wanted = None if self._has_given_up else key
 
     def run_forward(
         self, layout: Layout, forward: Forward, draws: SamplingArrays | None = None, *, may_record: bool
     ) -> Computed | None:
-        """See `DecodeDevice.run_forward`. None: it has to be run at once, since it cannot or may not be recorded."""
+        """See `DecodeDevice.run_forward`. None means that it has to run eagerly, without a recording."""
         if self._cannot_record:
             return None
         try:
@@ -228,8 +228,8 @@ class DecodeGraphs:
             return None
 
     def can_lead(self, key: GraphKey) -> bool:
-        """Whether a step may be started while the latest one runs: what it lacks is on the device, and what that one
-        still needs there it leaves alone."""
+        """Whether a step may be started while the latest one runs: its missing inputs are on the device, and it does
+        not overwrite those that the latest one still needs."""
         running = self._running
         return (
             self._runs_on.can_lead
@@ -241,16 +241,16 @@ class DecodeGraphs:
 
     @property
     def leads(self) -> bool:
-        """Whether steps are queued, and the next may be behind them; else they run when they are waited for."""
+        """Whether steps are queued, so that the next may follow them; else they run when they are waited for."""
         return self._runs_on.can_lead
 
     @property
     def may_be_led(self) -> bool:
-        """Whether a graph runs behind which another may be queued."""
+        """Whether a graph runs after which another may be queued."""
         return self._runs_on.can_lead and self._running is not None
 
     def start(self, step: StepInput, key: GraphKey) -> DecodeRun:
-        """Queue the step: one copy, one launch, one copy."""
+        """Queue the step: one upload, one launch, one download."""
         assert self._arrays is not None
         assert self._running is None or self.can_lead(key), "the step before has to be waited for"
         self._kv_cache.wait_for_arrivals()
@@ -276,7 +276,7 @@ class DecodeGraphs:
         return self._running
 
     def recorded(self) -> list[StepGraph]:
-        """The graphs that there are."""
+        """The recorded graphs."""
         return list(self._graphs.values())
 
     def ended(self, run: DecodeRun) -> None:
@@ -287,8 +287,8 @@ class DecodeGraphs:
     def record(self) -> None:
         """Record the graph that was missing last, if there is one and none runs. Waits for the device.
 
-        Where its memory is not to be had, or it fails twice (the model does what cannot be recorded), all steps without
-        a graph stay so. Of several ranks all record at once; if one of them fails, none of them records any more.
+        Without memory for it, or after a second failure (the model does something that cannot be recorded), steps
+        without a graph stay eager. Several ranks record at the same time; if one of them fails, none records any more.
         """
         key = self._wanted
         if key is None or self._running is not None:
@@ -308,7 +308,7 @@ class DecodeGraphs:
                 return
 
     def _record_once(self, key: GraphKey, *, is_last: bool) -> StepGraph | None:
-        """None where it fails; if it was the last try, for ever."""
+        """Returns None if it fails; after the last try, never tries again."""
         try:
             return self._recorded(key)
         except OutOfMemoryError as error:
@@ -319,7 +319,7 @@ class DecodeGraphs:
             )  # fmt: skip
         except LaunchError:  # the device is lost
             raise
-        except DeviceError as error:  # as of work that cannot be recorded, or that another thread interrupted
+        except DeviceError as error:  # such as work that cannot be recorded, or that another thread interrupted
             self.num_failed += 1
             if is_last:
                 self._say_what_cannot_be_recorded(error)
@@ -339,13 +339,13 @@ class DecodeGraphs:
         self._kept.clear()
 
     def release(self) -> None:
-        """Give the memory back; no step is started any more."""
+        """Free the memory; no step is started any more."""
         self.give_up()
         self._runs_on.release()
         self._arrays = self._running = None
 
     def _say_what_cannot_be_recorded(self, error: DeviceError) -> None:
-        """Once: nothing is recorded any more."""
+        """Log it once, and record nothing any more."""
         self._has_given_up = self._cannot_record = True
         logger.warning("the model's operations cannot be recorded, each is done at once from now on: %s", error)
 
@@ -369,7 +369,7 @@ class DecodeGraphs:
         return self._runs_on.capture(partial(self._run, key), num_rows=key.num_places, keeps_logits=keeps_logits)
 
     def _run(self, key: GraphKey) -> Tensor:
-        """What is recorded. Its result is the logits, or what a stage hands over."""
+        """The recorded work. Its result is the logits, or the output of a stage."""
         arrays = self._arrays
         assert arrays is not None
         if self._communicator is not None:

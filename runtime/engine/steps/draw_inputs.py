@@ -1,4 +1,4 @@
-"""The parameters of a step's draws where a recorded step reads them, so that it draws, too."""
+"""The parameters of a step's samples, in arrays that a recorded step reads, so that it samples, too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runtime.sampling_table import COLUMNS, PENALTIES
 from runtime.tensor.tensor import Tensor
 
 Take: TypeAlias = Callable[[Any, tuple[int, ...]], NDArray[Any]]
-"""Gives an array of a type and shape."""
+"""Returns an array of a type and shape."""
 
 _NAMES = tuple(name for name, _, _ in SAMPLING_FIELDS)
 _ARE_BY_DRAW = tuple(size == "n" for _, _, size in SAMPLING_FIELDS)
@@ -23,13 +23,13 @@ _SEED = SAMPLING_FIELDS[_SEED_AT][1]
 
 
 class Computed(NamedTuple):
-    """What a model's forward pass leaves behind, and what a recorded step draws.
+    """The results of a model's forward pass, and the samples of a recorded step.
 
-    hidden  [num_tokens, hidden_size]; None on a stage that another one follows: what it has sent lies where the sums of
-            later passes do
-    logits  [num_draws, vocab_size]; None: none are wanted
-    drawn   [2 n + 1] int32, as `ops.draw` writes it, n at least the step's draws; None: they were not drawn from
-    kept    [num_tokens, hidden_size] behind each layer that is kept
+    hidden  [num_tokens, hidden_size]; None on a stage that another one follows, since later passes overwrite what it
+            has sent
+    logits  [num_draws, vocab_size], or None if not needed
+    drawn   [2 n + 1] int32, as `ops.draw` writes it, n at least the step's draws; None if nothing was sampled
+    kept    [num_tokens, hidden_size] after each kept layer
     """
 
     hidden: Tensor | None
@@ -39,9 +39,9 @@ class Computed(NamedTuple):
 
 
 class DrawShape(NamedTuple):
-    """What a recording of draws does not read from memory.
+    """The fixed properties of a recording of draws.
 
-    num_draws      that it makes
+    num_draws      draws
     room           ids that each list may have
     has_penalties  of some draw
     """
@@ -52,12 +52,12 @@ class DrawShape(NamedTuple):
 
 
 def room_for(draws: SamplingArrays) -> int:
-    """Ids that the longest of its lists has."""
+    """The number of ids in the longest of its lists."""
     return max(len(draws.prompt_ids), len(draws.output_ids), len(draws.bias_ids))
 
 
 def shape_of(draws: SamplingArrays, num_draws: int) -> DrawShape:
-    """For at least ``num_draws``; where there are ids there is room for a power of two of them, at least 256."""
+    """For at least ``num_draws``; room for ids is 0 or a power of two, at least 256."""
     longest = room_for(draws)
     room = max(256, 1 << (longest - 1).bit_length()) if longest else 1
     has_penalties = any((getattr(draws, name) != neutral).any() for name, neutral in PENALTIES.items())
@@ -65,7 +65,7 @@ def shape_of(draws: SamplingArrays, num_draws: int) -> DrawShape:
 
 
 def draw_arrays(shape: DrawShape, take: Take) -> list[NDArray[Any]]:
-    """Arrays for such draws, in the order of the fields. Seeds are int64, as tensors have no other."""
+    """Arrays for such draws, in field order. Seeds are int64, since tensors have no uint64."""
     return [
         take(np.int64 if dtype is _SEED else dtype, (shape.num_draws if size == "n" else shape.room,))
         for _, dtype, size in SAMPLING_FIELDS
@@ -73,16 +73,16 @@ def draw_arrays(shape: DrawShape, take: Take) -> list[NDArray[Any]]:
 
 
 class WrittenDraws:
-    """What was written last to arrays of draws, so that what comes again is not written again: steps that try proposals
-    mostly have the parameters of the step before. Arrays that were given are not changed afterwards."""
+    """The latest contents of arrays of draws, to skip writing them again: steps with drafts mostly have the parameters
+    of the previous step. Arrays that were given are not changed afterwards."""
 
     def __init__(self) -> None:
         self._arrays: list[NDArray[Any]] | None = None
         self._given: list[NDArray[Any] | None] = [None] * len(SAMPLING_FIELDS)
 
     def write(self, arrays: list[NDArray[Any]], draws: SamplingArrays) -> None:
-        """What is behind the given draws is for nobody: greedy, without anything else. ``arrays`` that are others than
-        before lie elsewhere."""
+        """Write the draws; the rest is padding: greedy, without anything else. If ``arrays`` are not those of the last
+        call, all is written."""
         before = self._given
         if arrays is not self._arrays:
             self._arrays = arrays
@@ -102,10 +102,10 @@ class WrittenDraws:
 
 
 def read_drawn(drawn: Tensor, count: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-    """The ids of the first ``count`` draws, and whether there is one. Waits for the device. Raises LaunchError where it
-    failed, InvalidArgumentError where an id was outside the vocabulary."""
+    """The ids of the first ``count`` draws, and whether each is valid. Waits for the device. Raises LaunchError if it
+    failed, InvalidArgumentError if an id was outside the vocabulary."""
     num_draws = drawn.shape[0] // 2
-    if drawn.device.kind == "cpu":  # its kernels check ids where they are
+    if drawn.device.kind == "cpu":  # its kernels check ids themselves
         results = drawn.array
     else:
         results = drawn.to("cpu").array

@@ -1,5 +1,5 @@
-"""What a step drew, from what its model computed: tokens, whether they hold, their log probabilities, and which
-proposals are kept. The executor's rows are told of it."""
+"""Samples a step's tokens from its logits: tokens, validity, log probabilities, and accepted
+draft tokens. Updates the executor's rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from runtime.tensor.tensor import Tensor
 
 
 class DrawResults:
-    """Draws for the rows of an executor, over the vocabulary of its model."""
+    """Samples for the rows of an executor, over the vocabulary of its model."""
 
     def __init__(self, model: Model, rows: Rows, vocab_size: int) -> None:
         self._model = model
@@ -42,10 +42,10 @@ class DrawResults:
         proposed: Sequence[NDArray[np.float32] | None] | None,
         computed: Computed,
     ) -> Drawn:
-        """Draw from what the model computed.
+        """Sample from the logits that the model computed.
 
         broken    draws whose own parameters raise an error: they are not valid
-        proposed  what proposals were drawn from, by chunk that draws; None: proposals are kept where they equal a draw
+        proposed  distributions of the draft tokens, by chunk; with None they are accepted if they equal the sample
         """
         logits = computed.logits
         prompt_logprobs = [self._prompt_logprobs(computed.hidden, wanted) for wanted in wanted_of_prompts]
@@ -86,7 +86,7 @@ class DrawResults:
     def of_graph(
         self, step: StepInput, run: DecodeRun, token_ids: NDArray[np.int32], is_valid: NDArray[np.bool_], version: int
     ) -> Drawn:
-        """What a decode graph drew. ``version``: the rows', when the step began."""
+        """The samples of a decode graph. ``version``: the rows', when the step began."""
         rows = self._rows
         rows.note(step.rows, token_ids)
         if run.keeps_outputs:
@@ -105,7 +105,7 @@ class DrawResults:
         logits: Tensor,
         places: NDArray[np.intp] | None = None,
     ) -> list[TokenLogprobs | None] | None:
-        """``rows``: of each draw; ``places``: the rows of the logits that are the draws', unless all are, in order."""
+        """``rows``: of each draw; ``places``: the draws' rows of the logits, or None if these are all, in order."""
         counts = self._rows.sampling.num_alternatives[rows]
         if largest(counts) < 0:
             return None
@@ -132,8 +132,8 @@ class DrawResults:
 
 
 def _accepted(drawn: Drawn, proposals: list[int]) -> tuple[Drawn, list[int]]:
-    """The tokens of each chunk up to the first draw that differs from the proposal that the next one stood behind; and
-    which draws these are."""
+    """The tokens of each chunk up to the first sample that differs from its draft token, and the indices
+    of these draws."""
     assert drawn.counts is not None
     kept: list[int] = []
     counts: list[int] = []

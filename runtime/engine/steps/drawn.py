@@ -1,4 +1,4 @@
-"""What a step drew, as one value that can be sent. It wakes no kernels."""
+"""A step's sampled tokens, as one value that can be sent. It imports no kernels."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from runtime.engine.messages import TokenLogprobs
 
 
 class Drawn(msgspec.Struct, kw_only=True):
-    """What a step drew, token by token in the order of its chunks.
+    """A step's sampled tokens, in the order of its chunks.
 
-    counts           tokens of each chunk that draws: at least 1, at most its draws; None: one each
-    is_valid         False where the logits held NaN or allowed no token, or the row's parameters failed. With several
+    counts           tokens of each chunk that samples: at least 1, at most its draws; None means one each
+    is_valid         False if the logits held NaN or allowed no token, or the row's parameters failed. With several
                      draws a chunk's last one may be so.
-    broken           tokens of the latter
-    logprobs         an entry a token, None where its row asked for none; None: no row asked
+    broken           tokens of rows whose parameters failed
+    logprobs         an entry a token, None if its row did not request any; None if no row did
     prompt_logprobs  entries for each of the step's ``prompt_logprobs``
     """
 

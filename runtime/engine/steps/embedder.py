@@ -1,9 +1,9 @@
 """Embeddings: the pooled hidden states of prompts, computed beside the running requests.
 
-One forward pass at a time, of at most ``max_num_batched_tokens`` tokens, between two steps: so running requests wait
-for no more than they would for a chunk of somebody's prompt. Short prompts share a pass, a longer one takes several.
-One with pictures comes here when the engine has encoded them, and shares none. They have pages of their own for the
-time of the work, and know nothing of the scheduler's.
+One forward pass at a time, of at most ``max_num_batched_tokens`` tokens, between two steps, so that running requests
+wait no longer than for a chunk of another prompt. Short prompts share a pass, a longer one takes several.
+A prompt with images is added once they are encoded, and does not share a pass. Passes have their own pages, apart
+from the scheduler's.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ from runtime.tensor.tensor import Tensor
 logger = logging.getLogger("xserv.engine")
 
 Pooling = Literal["last", "mean"]
-"""Which hidden states, after the final norm, become the embedding: the last token's, or the mean of all."""
+"""The pooling of hidden states after the final norm: the last token's, or the mean of all."""
 
 POOLINGS = ("last", "mean")
 
 
 class EmbeddingError(XservError):
-    """The model failed at an embedding, or computed one that is not finite."""
+    """The model failed on an embedding, or computed one that is not finite."""
 
 
 @dataclass(slots=True, eq=False)
 class Embedding:
-    """A prompt on its way to a vector.
+    """A prompt to embed.
 
     token_ids     [num_tokens] int32
-    future        of the embedding ``[hidden_size]`` float32; when it is cancelled, no further pass is spent on it
+    future        of the embedding ``[hidden_size]`` float32; once it is cancelled, no further pass is run for it
     num_computed  tokens whose keys and values are in the pages
     total         sum of their hidden states, ``[hidden_size]`` float64
-    pictures      of the prompt; None: there are none
-    cache_salt    whose pictures' embeddings it may find
+    pictures      of the prompt, or None
+    cache_salt    encoded images are shared within it
     """
 
     token_ids: NDArray[np.int32]
@@ -66,7 +66,7 @@ class Embedding:
 
     @property
     def request_id(self) -> str:
-        """For the log: it has none."""
+        """For the log, since an embedding has no id."""
         return "of an embedding"
 
     @property
@@ -75,10 +75,10 @@ class Embedding:
 
 
 class Embedder:
-    """The prompts that wait for their embedding, in the order in which they came.
+    """The prompts that wait for their embedding, in order of arrival.
 
-    ``prepare`` may be called on any thread; the rest belongs to the engine's loop. ``on_end`` is told of each that had
-    pictures, when it is over.
+    ``prepare`` is thread-safe; the rest belongs to the engine's loop. ``on_end`` is called with each that had
+    images, when it is over.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Embedder:
         self._images = images
         self.on_end: Callable[[Embedding], None] | None = None
         self._waiting: deque[Embedding] = deque()
-        self._pass: SidePass | None = None  # of a prompt that takes several: the first that waits
+        self._pass: SidePass | None = None  # of the first waiting prompt, if it takes several passes
 
     @property
     def has_work(self) -> bool:
@@ -115,11 +115,11 @@ class Embedder:
         )  # fmt: skip
 
     def add(self, embedding: Embedding) -> None:
-        """One whose pictures are encoded, if it has any."""
+        """Enqueue an embedding whose images are encoded, if it has any."""
         self._waiting.append(embedding)
 
     def fail(self, embedding: Embedding, why: str) -> None:
-        """Tell who waits for it."""
+        """Fail its future."""
         embedding.num_computed = len(embedding.token_ids)
         if not embedding.future.done() and embedding.future.set_running_or_notify_cancel():
             embedding.future.set_exception(EmbeddingError(why))
@@ -130,7 +130,7 @@ class Embedder:
             self.on_end(embedding)
 
     def advance(self) -> None:
-        """One forward pass, if there is work for one. A failure is told to those whose prompts it had. Raises
+        """Run one forward pass, if there is work. A failure is raised by the futures of its prompts. Raises
         ExecutorLostError."""
         chosen = self._choose()
         if not chosen:

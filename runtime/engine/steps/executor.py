@@ -1,4 +1,4 @@
-"""What the engine needs of whoever runs its steps, and what that needs of a model."""
+"""The engine's interface to the executor of its steps, and the executor's to a model."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from runtime.tensor.tensor import Tensor
 
 
 class UnsupportedStepError(XservError):
-    """A step asks for what its executor's model cannot do; the message names the field."""
+    """The executor's model does not support the step; the message names the field."""
 
 
 class ExecutorLostError(XservError):
-    """The executor can run no step any more; the message says why."""
+    """The executor can run no step any more; the message has the reason."""
 
 
 class Model(Protocol):
-    """What an executor needs of a model; ``models.base.Model`` is one."""
+    """The executor's interface to a model; ``models.base.Model`` implements it."""
 
     @property
     def device(self) -> Device: ...
@@ -37,8 +37,8 @@ class Model(Protocol):
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec: ...
 
     def forward(self, batch: Batch, kv_cache: KVCache) -> Tensor:
-        """``[num_tokens, hidden_size]`` float32. By operations of ``runtime.ops`` alone: unless ``decode_graphs`` is
-        "off" they may not have been done yet when they return, so that nobody may look into a tensor."""
+        """``[num_tokens, hidden_size]`` float32. Uses operations of ``runtime.ops`` alone; unless ``decode_graphs`` is
+        "off" they may be deferred until after they return, so tensors must not be read here."""
         ...
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
@@ -47,22 +47,22 @@ class Model(Protocol):
 
 
 class SidePass(Protocol):
-    """Prompts that are computed beside the steps."""
+    """Forward passes over prompts outside the steps."""
 
     def run(
         self, token_ids: Sequence[NDArray[np.int32]], starts: Sequence[int], pictures: PassPictures | None = None
     ) -> Tensor:
         """The hidden states ``[num_tokens, hidden_size]`` of the tokens at ``starts`` of each prompt, all before which
-        were computed. Waits until no step runs. ``pictures``: of the only prompt."""
+        were computed. Waits until no step runs. ``pictures`` belong to the only prompt."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class KeptRows:
-    """Hidden states that a step left: until the next step is started.
+    """Hidden states that a step left, valid until the next step starts.
 
     number   of the step
-    tensors  of each layer that is kept, ``[rows, hidden_size]``
+    tensors  of each kept layer, ``[rows, hidden_size]``
     first    [n]: the row of each chunk's first token; its others follow
     """
 
@@ -72,35 +72,35 @@ class KeptRows:
 
 
 class DrawMasks(Protocol):
-    """The masks of a step's draws that are under a grammar: computed beside the step, and sent behind it."""
+    """The grammar masks of a step's draws: computed during the step, and sent after it."""
 
     def wait(self) -> tuple[NDArray[np.intp], NDArray[np.uint32], list[int]]:
-        """Those draws ``[m]``; the ids that each allows, ``[m, words]``, bit ``t % 32`` of word ``t // 32``; and draws
-        that have none, since their grammar failed."""
+        """The constrained draws ``[m]``; the ids that each allows, ``[m, words]``, bit ``t % 32`` of word ``t // 32``;
+        and the draws without a mask, since their grammar failed."""
         ...
 
 
 class Computation(Protocol):
-    """A step under way.
+    """A running step.
 
-    started_s  when all was ready and its computation began, of ``time.monotonic()``
+    started_s  when its inputs were ready and its computation began, of ``time.monotonic()``
     """
 
     @property
     def started_s(self) -> float: ...
 
     def result(self) -> Drawn:
-        """Waits for it. Raises what the model raised."""
+        """Waits for it. Raises the model's errors."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """What was done of a picture.
+    """The progress of encoding an image.
 
-    is_made   that was all of it: steps may name its slot
-    num_rows  that were computed
-    seconds   that the host was busy
+    is_made   the image is complete: steps may use its slot
+    num_rows  computed rows
+    seconds   the host's time
     """
 
     is_made: bool
@@ -110,8 +110,8 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class GraphStats:
-    """Decode graphs that are recorded, the device's memory that all recordings hold, steps that decode graphs have run,
-    and recordings that failed; recorded passes of other steps, and those steps."""
+    """Recorded decode graphs, device memory of all recordings, steps run from decode graphs, and failed
+    recordings; recorded passes of other steps, and steps run from them."""
 
     num_graphs: int = 0
     size_bytes: int = 0
@@ -122,11 +122,11 @@ class GraphStats:
 
 
 class Executor(Protocol):
-    """Runs steps over rows, KV pages and host pages of its own. Belongs to the engine's loop; results are asked for in
+    """Runs steps over rows, KV pages and host pages of its own. Belongs to the engine's loop; results are read in
     the order of the steps.
 
-    depth       steps that may be open, each with sequences of its own: started, and their results not asked for
-    overlaps    whether ``start`` returns while the step runs, so that the next one is best planned meanwhile
+    depth       steps that may be open (started, and their results not read), each with its own sequences
+    overlaps    whether ``start`` returns while the step runs, so that the next one should be planned meanwhile
     num_groups  KV cache groups
     """
 
@@ -143,26 +143,26 @@ class Executor(Protocol):
         self, step: StepInput, masks: DrawMasks | None = None,
         proposed: Sequence[NDArray[np.float32] | None] | None = None,
     ) -> Computation:  # fmt: skip
-        """Move blocks, write rows, and begin the computation. Raises UnsupportedStepError before anything was
-        done, and where blocks could not be moved: pages are in doubt then. What else fails, the computation's result
-        raises. An executor of several ranks raises ExecutorLostError, here as elsewhere, when one of them fails.
-        ``proposed``: of each chunk that draws, the probabilities ``[proposals, vocab_size]`` that its proposals were
-        drawn by, where rejection sampling shall keep them; one of ranks takes none."""
+        """Move blocks, write rows, and start the computation. Raises UnsupportedStepError before any work, and an error
+        if blocks could not be moved, which leaves pages in doubt. Other errors come from the computation's result. An
+        executor of several ranks raises ExecutorLostError, in all methods, when one of them fails. ``proposed`` has,
+        for each chunk that samples, the distributions ``[proposals, vocab_size]`` of its draft tokens, if rejection
+        sampling is to verify them; not supported with several ranks."""
         ...
 
     def can_lead(self, step: StepInput) -> bool:
-        """Whether the step may be started while the one before it runs, though both have the same rows."""
+        """Whether the step may be started while the previous one runs, though both have the same rows."""
         ...
 
     def keep_layers(self, layers: tuple[int, ...], width: int, dtype: DType) -> None:
-        """Keep the hidden states ``[num_tokens, width]`` of each step's tokens behind these layers, counted from 1 (0:
-        the embeddings), which are of this type. To be called before the first step. Raises UnsupportedStepError where
-        the model's layers are not told apart."""
+        """Keep the hidden states ``[num_tokens, width]`` of each step's tokens after these layers, counted from 1 (0:
+        the embeddings), of this type. To be called before the first step. Raises UnsupportedStepError if
+        the model does not expose its layers."""
         ...
 
     @property
     def kept_rows(self) -> KeptRows | None:
-        """What the step that was over last left of them; None: nothing."""
+        """The kept hidden states of the step that was over last, or None."""
         ...
 
     def record(self) -> None:
@@ -170,21 +170,21 @@ class Executor(Protocol):
         ...
 
     def start_encoding(self, slot: int, patches: NDArray[np.uint8], grid: tuple[int, int]) -> None:
-        """Begin to encode a picture of ``grid`` rows and columns of ``patches [rows * columns, patch_bytes]`` into a
-        slot that is free. Raises UnsupportedStepError where the model reads none, and what the model raises."""
+        """Begin to encode an image of ``grid`` rows and columns of ``patches [rows * columns, patch_bytes]`` into a
+        free slot. Raises UnsupportedStepError if the model reads no images, and the model's errors."""
         ...
 
     def encode(self, slot: int, num_rows: int) -> Encoded:
-        """Compute pieces of the picture that have so many rows together, at least one; a row counts twice in each
+        """Compute pieces of the image with so many rows together, at least one; a row counts twice in each
         layer."""
         ...
 
     def drop_encoded(self, slot: int) -> None:
-        """The slot is free again. No step that is still to be started names it."""
+        """Free the slot. No step that is still to be started may use it."""
         ...
 
     def side_pass(self, lengths: Sequence[int]) -> SidePass:
-        """Forward passes over pages of their own, for prompts of these lengths."""
+        """Forward passes over separate pages, for prompts of these lengths."""
         ...
 
     def logits(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
@@ -192,7 +192,7 @@ class Executor(Protocol):
         ...
 
     def take_timed(self) -> tuple[int, float]:
-        """Blocks and seconds of the swaps that are over and were not given here before."""
+        """Blocks and seconds of the swaps that have finished since the last call."""
         ...
 
     def graph_stats(self) -> GraphStats:
@@ -200,7 +200,7 @@ class Executor(Protocol):
         ...
 
     def tallies(self) -> list[Tally]:
-        """What each of several ranks has done. Thread-safe."""
+        """The progress of each of several ranks. Thread-safe."""
         ...
 
     def spans(self, rank: int, num_known: int) -> tuple[int, list[Span]]:

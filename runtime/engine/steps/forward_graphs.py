@@ -1,20 +1,20 @@
-"""Forward passes on a GPU, with the draws behind them, that are recorded when a batch of their shape comes again and
-the GPU waited for its launches, and then replayed.
+"""Records forward passes on a GPU, with the samples after them, when a batch's shape recurs and the GPU
+waited for its launches, and replays them.
 
-Launching a pass from Python can take longer than a GPU takes for a few hundred tokens. While a long prompt is computed
-in chunks beside decodes, step after step has the same shape; so have decodes that decode graphs hold no place for. A
-shape that comes once is never recorded: a recording costs two to three times its launches (Qwen3-8B on an H200, before
-launches became cheaper: 16 to 20 ms, recorded 36 to 60). Nor is one whose pass keeps the GPU longer than the host: 256
-tokens took 22 ms and replayed 8, but 2,048 took 46 and replayed 46. That is measured when the shape first comes; what
-an emulated device takes says nothing, and its shapes are recorded. So are those of steps that try proposals: they come
-again and again, and nothing else runs while one is launched.
+Launching a pass from Python can take longer than the GPU needs for a few hundred tokens. While a long prompt is
+computed in chunks beside decodes, step after step has the same shape; so have decodes that decode graphs do not cover.
+A shape that comes once is never recorded: a recording costs two to three times its launches (Qwen3-8B on an H200,
+before launches became cheaper: 16 to 20 ms, recorded 36 to 60). Nor is one whose pass keeps the GPU longer than the
+host: 256 tokens took 22 ms and replayed 8, but 2,048 took 46 and replayed 46. That is measured when the shape first
+comes, except on an emulated device, whose times mean nothing, and whose shapes are recorded. So are those of steps
+with drafts: they recur, and nothing else runs while one is launched.
 
 A recording plans attention for the batch's own longest chunk, and for sequences up to a power of two: the plans, and so
 the bits, are those of the eager pass.
 
-Steps that try proposals have all kinds of shapes. They are brought to few: 2, 4 or 8 tokens for each of as many
-sequences as decode graphs have places. Tokens and draws behind the given ones belong to empty sequences: what they
-compute is stored nowhere, and what they draw is nobody's.
+Steps with drafts have all kinds of shapes. They are padded to few: 2, 4 or 8 tokens for each of as many
+sequences as decode graphs have places. The padding consists of empty sequences, whose results are not stored and
+whose samples are ignored.
 """
 
 from __future__ import annotations
@@ -60,21 +60,21 @@ logger = logging.getLogger("xserv.engine")
 T = TypeVar("T")
 
 NUM_KEPT = 32
-"""Recordings; the one that was used longest ago goes first."""
+"""Recordings; the least recently used one is dropped first."""
 NUM_REMEMBERED = 1024
-"""Shapes that came and were not recorded; the oldest is forgotten first."""
+"""Shapes that came and were not recorded; the oldest is dropped first."""
 WAITING = 1.25
-"""The GPU waits for launches where it takes no more than so many times as long as they do."""
+"""The GPU waits for launches if it takes at most so many times as long as they do."""
 _ALIGNMENT = 16
 _MOST_LISTED = 1 << 16
 """Ids that each list of a recording's draws may have: of penalties, and of biases."""
 _WIDTHS = (2, 4, 8)
-"""Tokens of a sequence in a step that tries proposals; attention over few queries takes up to eight at one's cost."""
+"""Tokens of a sequence in a step with drafts; attention over few queries takes up to eight at one's cost."""
 
 
 class _Shape(NamedTuple):
-    """All of a layout that its recording does not read from memory. ``max_seq_len``: rounded up. ``draws``: None where
-    it draws nothing."""
+    """The fixed properties of a recorded layout. ``max_seq_len`` is rounded up. ``draws`` is None if
+    it does not sample."""
 
     num_tokens: int
     num_seqs: int
@@ -85,18 +85,18 @@ class _Shape(NamedTuple):
 
     @property
     def tries(self) -> bool:
-        """Whether it is one of the few to which steps with proposals are brought."""
+        """Whether it is one of the few shapes of steps with drafts."""
         return self.draws is not None and 1 < self.max_query_len <= _WIDTHS[-1] and self.num_logits == self.num_tokens
 
 
 _QUERY_STARTS, _LOGITS_INDICES = 2, 4
-"""Places of these in `Layout.shaped`; behind the latter come the slots."""
+"""Indices of these in `Layout.shaped`; the slots follow the latter."""
 
 
 @dataclass(slots=True)
 class _Recorded:
-    """``inputs``, ``shaped``, their own, and ``draws``: on the host, where what goes up is laid out in ``size_bytes``.
-    The graph's result: what each replay leaves behind."""
+    """``inputs``, ``shaped``, their own, and ``draws`` are on the host, where the upload is laid out in ``size_bytes``.
+    The graph's result is overwritten by each replay."""
 
     graph: Graph | None
     inputs: Layout
@@ -111,7 +111,7 @@ class _Recorded:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """One that was run from Python: the seconds of its launches, and where it begins and ends on the device."""
+    """An eager pass: the seconds of its launches, and events at its start and end on the device."""
 
     launch_s: float
     start: Event
@@ -119,16 +119,16 @@ class _Pass:
 
     @property
     def waited(self) -> bool:
-        """Whether the GPU waited for the launches. A pass that still runs did not."""
+        """Whether the GPU waited for the launches; False if the pass still runs."""
         return self.end.is_done() and self.end.elapsed_ms(self.start) <= WAITING * 1e3 * self.launch_s
 
 
 class ForwardGraphs:
-    """Graphs of one model's forward passes, over the same inputs and one pool of memory. Belongs to the engine's loop.
-    Ranks record at once; if one of them fails none records any more.
+    """Graphs of one model's forward passes, with shared inputs and one memory pool. Belongs to the engine's loop.
+    Ranks record at the same time; if one of them fails none records any more.
 
-    batch_sizes  numbers of sequences that steps with proposals are brought to, ascending
-    num_steps   that they have run
+    batch_sizes  numbers of sequences that steps with drafts are padded to, ascending
+    num_steps   steps run from them
     num_failed  recordings that failed: after the second no more are made
     looks_at_times  whether a shape is recorded only if the GPU waited for its launches
     """
@@ -143,14 +143,14 @@ class ForwardGraphs:
         self._batch_sizes = batch_sizes
         self._kv_cache = kv_cache
         self._num_groups = len(kv_cache.spec.group_kinds)
-        self._kept: dict[_Shape, _Recorded] = {}  # the one used last comes last
-        self._seen: dict[_Shape, _Pass | None] = {}  # None: it kept the GPU busy
+        self._kept: dict[_Shape, _Recorded] = {}  # most recently used last
+        self._seen: dict[_Shape, _Pass | None] = {}  # None if it kept the GPU busy
         self.looks_at_times = not gpu.driver.is_emulated
         self._has_given_up = False
         self._host: NDArray[np.uint8] | None = None  # with the first recording, as the device's
         self._device: Storage | None = None
         self._pool: GraphPool | None = None
-        self._sent: _Recorded | None = None  # the last, and each of its inputs as it was written
+        self._sent: _Recorded | None = None  # the latest, and each of its inputs as it was written
         self._given: list[NDArray[Any] | None] = []
         self._written = WrittenDraws()
 
@@ -167,10 +167,10 @@ class ForwardGraphs:
     def run(
         self, layout: Layout, forward: Forward, draws: SamplingArrays | None = None, *, may_record: bool
     ) -> Computed:
-        """What ``forward``, always the same function, makes of the batch, and what is drawn of it where it is replayed,
-        on its way; valid until the next run.
+        """The result of ``forward``, always the same function, for the batch, and of sampling if it is replayed;
+        possibly still running, and valid until the next run.
 
-        Raises LaunchError where the device is lost, and what ``forward`` raises.
+        Raises LaunchError if the device is lost, and what ``forward`` raises.
         """
         if draws is not None and (not len(layout.logits_indices) or room_for(draws) > _MOST_LISTED):
             draws = None
@@ -196,7 +196,7 @@ class ForwardGraphs:
         return left._replace(logits=left.logits[:num_logits])
 
     def release(self) -> None:
-        """Give the memory back; nothing is run any more."""
+        """Free the memory; nothing is run any more."""
         self._has_given_up = True
         for kept in self._kept.values():
             kept.release()
@@ -204,8 +204,8 @@ class ForwardGraphs:
         self._pool = self._host = self._device = self._sent = None
 
     def _shape_of(self, layout: Layout, draws: SamplingArrays | None) -> _Shape:
-        """A step of decodes with proposals is brought to one of few shapes. There are as many empty sequences behind
-        the given ones as could be needed to take the rest of the tokens."""
+        """Steps of decodes with drafts are padded to one of few shapes, with as many empty sequences after
+        the given ones as the remaining tokens may need."""
         length = MIN_PART_KEYS
         while length < layout.max_seq_len:
             length *= 2
@@ -223,7 +223,7 @@ class ForwardGraphs:
         return _Shape(num_tokens, 2 * places, num_tokens, longest, length, shape_of(draws, num_tokens))
 
     def _run_timed(self, shape: _Shape, batch: Batch, forward: Forward) -> Computed:
-        """From Python. What it took is remembered if the shape is new, and could be recorded."""
+        """Run eagerly. The time of a new shape that could be recorded is remembered."""
         most_tokens, most_seqs = self._most
         has_room = shape.num_tokens <= most_tokens and shape.num_seqs <= most_seqs
         if self._has_given_up or not has_room or shape in self._seen:
@@ -238,8 +238,8 @@ class ForwardGraphs:
         return computed
 
     def _is_worth_recording(self, shape: _Shape) -> bool:
-        """Whether it came before, and the GPU waited for its launches, or it is one of few. Ranks agree: what came is
-        the same on all."""
+        """Whether it came before, and the GPU waited for its launches, or it is one of few. Ranks agree, since they get
+        the same shapes."""
         before = self._seen.get(shape)
         if before is None or self._has_given_up:
             return False
@@ -259,8 +259,8 @@ class ForwardGraphs:
     def _record(
         self, shape: _Shape, layout: Layout, forward: Forward, draws: SamplingArrays | None
     ) -> _Recorded | None:
-        """None where it fails: then nothing but pages that the step writes anyway has changed. Ranks agree before the
-        work first runs, in which they meet, and on what came of it."""
+        """Returns None if it fails: then only pages that the step writes anyway have changed. Ranks agree before the
+        work first runs, in which they meet, and on the outcome."""
         placed = self._tried(lambda: self._place(shape))
         if not self._agree(placed is not None):
             self._has_given_up = self._has_given_up or self._agree is not alone
@@ -290,7 +290,7 @@ class ForwardGraphs:
         return kept
 
     def _tried(self, work: Callable[[], T]) -> T | None:
-        """What it makes; None where it fails for a reason that is not the device's end."""
+        """The result of ``work``, or None if it fails for a reason other than a lost device."""
         try:
             return work()
         except OutOfMemoryError as error:
@@ -309,8 +309,8 @@ class ForwardGraphs:
         logger.warning("%s, %d recordings hold %s bytes: %s", why, len(self._kept), f"{self.size_bytes:,}", error)
 
     def _place(self, shape: _Shape) -> tuple[_Recorded, Batch, list[Tensor]]:
-        """A shape's inputs on the host and on the device, one array behind another. What is recorded is still to
-        come."""
+        """A shape's inputs on the host and on the device, one array after another. The graph is still to be
+        recorded."""
         device, groups = self._gpu.device, self._num_groups
         if self._device is None:
             most, most_seqs = self._most
@@ -353,7 +353,7 @@ class ForwardGraphs:
     def _arrays_of(
         self, shape: _Shape, take: Callable[[Any, tuple[int, ...]], NDArray[Any]]
     ) -> list[NDArray[Any]]:
-        """The arrays of a batch of this shape, by ``take(dtype, sizes)``, in the order in which they lie."""
+        """The arrays of a batch of this shape, by ``take(dtype, sizes)``, in memory order."""
         tokens, seqs, groups = shape.num_tokens, shape.num_seqs, self._num_groups
         width = -(-shape.max_seq_len // self._limits.block_size)
         return [
@@ -363,8 +363,8 @@ class ForwardGraphs:
         ]  # fmt: skip
 
     def _send(self, kept: _Recorded, layout: Layout, draws: SamplingArrays | None) -> None:
-        """Queue the copy of a batch to where its recording reads it, behind pages that are on their way."""
-        if kept is not self._sent:  # another lies elsewhere in the same memory
+        """Queue the copy of a batch to its recording's inputs, after pages that are being copied."""
+        if kept is not self._sent:  # others use the same memory
             self._sent, self._given, self._written = kept, [None] * len(kept.shaped), WrittenDraws()
         if draws is not None:
             self._written.write(kept.draws, draws)
@@ -387,8 +387,8 @@ class ForwardGraphs:
 def _tail(
     field: int, target: NDArray[Any], given: NDArray[Any], lacking: int, width: int
 ) -> NDArray[np.int32] | int:
-    """What stands behind what is given of ``Layout.shaped[field]``, where ``lacking`` tokens belong to nobody: those of
-    empty sequences of at most ``width``, stored nowhere, and a draw for each of them."""
+    """The padding of ``Layout.shaped[field]`` for ``lacking`` tokens: those of
+    empty sequences of at most ``width``, which are not stored, and a draw for each of them."""
     if field == _QUERY_STARTS:
         ends = np.minimum(np.arange(1, len(target) - len(given) + 1) * width, lacking)
         return (int(given[-1]) + ends).astype(np.int32)

@@ -1,9 +1,9 @@
 """Runs steps on one device of this process: step → arrays → model → sampled ids.
 
-Everything is ragged: all tokens of all chunks in one row, no padding, a decode is a chunk of length one. What a row
-holds (block tables, sampling parameters) is written when it changes, so that a decode step costs a few vectorised numpy
-calls whatever the context's length. Steps of decodes alone run as graphs (`decode_graphs`), which keep arrays of their
-own.
+Everything is ragged: all tokens of all chunks in one row, no padding, a decode is a chunk of length one. The contents
+of a row (block tables, sampling parameters) are written when they change, so that a decode step costs a few vectorised
+numpy calls, whatever the context's length. Steps of decodes alone run as graphs (`decode_graphs`), which have their own
+arrays.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ from runtime.sampling_arrays import SamplingArrays
 from runtime.tensor.tensor import Tensor
 
 _UNSUPPORTED = ("rotary_positions", "features")
-"""Fields of a step that models take not at all, or only if they read pictures."""
+"""Fields of a step that models do not support, or only if they read images."""
 
 _OF_PICTURES = ("rotary_positions", "features")
 
 BESIDE_STEPS = -1
-"""What a pass beside the steps says is its step's number."""
+"""The step number of a pass outside the steps."""
 
 
 T = TypeVar("T")
 
 
 class _Run:
-    """See `Computation`; a computation whose second half runs when its result is asked for."""
+    """See `Computation`; the second half of the computation runs when its result is read."""
 
     def __init__(self, compute: Callable[[], Drawn]) -> None:
         self.started_s = time.monotonic()
@@ -71,12 +71,12 @@ class _Run:
 
 class LocalExecutor:
     """See `Executor`. Runs steps of a model, or of a rank's part of it, against one KV cache. With a communicator it
-    meets the other ranks at the end of each step. Of several stages the last one draws; the others are told what
-    (`note_drawn`), and give nothing of their steps.
+    meets the other ranks at the end of each step. With several stages the last one samples; the others get its tokens
+    (`note_drawn`), and have no results themselves.
 
-    Where it overlaps, a step runs on the cpu in a thread of the executor's own, on a GPU in its stream.
+    If it overlaps, a step runs on the CPU in a thread of the executor, on a GPU in its stream.
 
-    Raises ``OutOfMemoryError`` when the host has no room for the swap space.
+    Raises ``OutOfMemoryError`` if the host has no room for the swap space.
     """
 
     depth = 1
@@ -89,7 +89,7 @@ class LocalExecutor:
         self.communicator = communicator
         self.is_first, self.draws = begins_here(communicator), ends_here(communicator)
         self._is_staged = communicator is not None and communicator.num_stages > 1
-        self._versions: dict[int, int] = {}  # of the rows when a step began whose draws are not known here yet
+        self._versions: dict[int, int] = {}  # of the rows at the start of steps whose samples are not known here
         self.kv_cache = kv_cache
         self.limits = limits
         self.vocab_size = vocab_size
@@ -117,7 +117,7 @@ class LocalExecutor:
         self, step: StepInput, masks: DrawMasks | None = None,
         proposed: Sequence[NDArray[np.float32] | None] | None = None,
     ) -> _Run:  # fmt: skip
-        """See `Executor`. The step before is over, unless this one `can_lead`. Raises UnsupportedStepError."""
+        """See `Executor`. The previous step is over, unless this one `can_lead`. Raises UnsupportedStepError."""
         if step.loads or step.features or step.uncut_spans or step.rotary_positions is not None:
             self._check(step)
         if step.has_transfers:
@@ -126,7 +126,7 @@ class LocalExecutor:
             return _Run(Drawn)
         try:
             return self._start(step, masks, proposed)
-        except Exception as error:  # as if it had come a moment later
+        except Exception as error:  # as if it had been raised a moment later
             return _Run(partial(_raise, error))
 
     def can_lead(self, step: StepInput) -> bool:
@@ -139,7 +139,7 @@ class LocalExecutor:
 
     @property
     def may_be_led(self) -> bool:
-        """Whether a graph runs behind which another step may be queued."""
+        """Whether a graph runs after which another step may be queued."""
         return not self._is_staged and self.graphs is not None and self.graphs.may_be_led
 
     def keep_layers(self, layers: tuple[int, ...], width: int, dtype: DType) -> None:
@@ -157,25 +157,25 @@ class LocalExecutor:
         return self.graphs is not None and self.graphs.lacks_one
 
     def record_together(self) -> None:
-        """`record`, on all ranks at once; if one of them can record no more, none does."""
+        """`record`, on all ranks at once; if one of them can no longer record, none does."""
         assert self.graphs is not None, "a recording is lacked"
         self.synchronize()
         self.graphs.record()
 
     def synchronize(self) -> None:
-        """Wait until no step runs, where one runs in a thread."""
+        """Wait until no step runs, if they run in a thread."""
         if self._worker is not None:
             self._worker.submit(int).result()
 
     def finish_queued(self) -> None:
-        """Wait until the device has done what was queued; an emulated one does nothing before somebody waits."""
+        """Wait until the device has done all queued work; an emulated one does nothing before it is waited for."""
         if self.model.device.kind != "cpu":
-            from runtime.device.gpu import Gpu  # brings the driver, which the cpu does without
+            from runtime.device.gpu import Gpu  # imports the driver, which the CPU does not need
 
             Gpu.of(self.model.device).synchronize()
 
     def wait_for_queued(self, seconds: float) -> None:
-        """The same, but not for longer, and whatever comes of it."""
+        """The same with a timeout, ignoring errors."""
         if self.model.device.kind == "cpu":
             return
         from runtime.device.gpu import Gpu
@@ -188,8 +188,8 @@ class LocalExecutor:
     def note_drawn(
         self, number: int, rows: NDArray[np.int64], positions: NDArray[np.int64], token_ids: NDArray[np.int32]
     ) -> None:
-        """What the last stage has drawn in a step: tokens at these places of the rows' outputs. A row that was loaded
-        since the step began is another sequence's."""
+        """Record the tokens that the last stage has sampled in a step, at these positions of the rows' outputs. A row
+        that was loaded since the step began belongs to another sequence."""
         version = self._versions.pop(number)
         is_same = self.rows.versions[rows] <= version
         rows, positions, token_ids = rows[is_same], positions[is_same], token_ids[is_same]
@@ -226,7 +226,7 @@ class LocalExecutor:
         return self.pictures
 
     def _beside_steps(self, work: Callable[[], T]) -> T:
-        """Behind the step that runs, on the thread that runs steps."""
+        """Run after the running step, on the thread that runs steps."""
         return work() if self._worker is None else self._worker.submit(work).result()
 
     def side_pass(self, lengths: Sequence[int]) -> SidePass:
@@ -240,7 +240,7 @@ class LocalExecutor:
             self.communicator.begin_pass()
 
     def brought_back(self, made: Callable[[], Tensor], shape: tuple[int, ...], dtype: DType) -> Tensor | None:
-        """What the last stage makes, at the first stage, to which it is handed over; None elsewhere."""
+        """The last stage's result, sent to the first stage; None elsewhere."""
         communicator = self.communicator
         if communicator is None or communicator.num_stages == 1:
             return made()
@@ -249,7 +249,7 @@ class LocalExecutor:
         return communicator.receive(shape, dtype) if self.is_first else None
 
     def logits(self, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-        """See `Executor`; numbers of the first stage."""
+        """See `Executor`; computed values only on the first stage."""
         most = self.limits.max_num_batched_tokens
         side_pass = PagedSidePass(self.model, self.limits, [len(token_ids)], self._before_pass)
         result = np.empty((len(token_ids) if self.is_first else 0, self.vocab_size), np.float32)
@@ -330,7 +330,7 @@ class LocalExecutor:
         if not self.draws and len(draws.rows):
             self._versions[step.number] = draws.version
         compute = partial(self._draw, step, draws, arrays, broken, masks, proposed)
-        is_drawn = masks is None and arrays.allowed_mask is None  # with the forward pass, where that is recorded
+        is_drawn = masks is None and arrays.allowed_mask is None  # with the forward pass, if that is recorded
         forward = partial(self._forward, layout, step, arrays if is_drawn else None)
         run = partial(self._ended, step, lambda: compute(forward()))
         if self._worker is not None:
@@ -366,7 +366,7 @@ class LocalExecutor:
         if not graphs.leads:  # it runs when it is waited for
             draw = partial(self._ended, step, draw)
         elif self.communicator is not None:
-            self.communicator.end_step(step.number)  # before what is queued behind it
+            self.communicator.end_step(step.number)  # before anything is queued after it
         return _Run(draw if self._worker is None else self._worker.submit(draw).result)
 
     def _draws_of(self, step: StepInput) -> Draws:
@@ -375,17 +375,17 @@ class LocalExecutor:
         ahead: NDArray[np.int64] | int = 0
         if largest(step.num_draws) > 1:
             counts = step.num_draws[chunks].tolist()
-            ahead = np.concatenate([np.arange(count)[::-1] for count in counts])  # draws behind it in its chunk
+            ahead = np.concatenate([np.arange(count)[::-1] for count in counts])  # draws after it in its chunk
             chunks = np.repeat(chunks, counts)
         rows = step.rows[chunks]
         tokens = np.cumsum(step.counts)[chunks] - 1 - ahead
         positions = (step.starts + step.counts)[chunks] - ahead - self.rows.sampling.num_prompt_tokens[rows]
-        if counts is not None:  # a draw that is not its chunk's last is held against the token behind its own
+        if counts is not None:  # a draw that is not its chunk's last is compared with the next token
             proposals = np.append(step.token_ids, np.int32(0))[tokens + 1]
         return Draws(rows, tokens, positions, counts, proposals, self.rows.version)
 
     def _forward(self, layout: Layout, step: StepInput, draws: SamplingArrays | None) -> Computed:
-        """What the model makes of the step; on a GPU it is on its way."""
+        """The model's result for the step; on a GPU it may still be running."""
         if self.graphs is not None and step.mode != "eager" and not step.has_pictures:
             found = self.graphs.run_forward(layout, self._run_model, draws, may_record=step.mode == "record")
             if found is not None:

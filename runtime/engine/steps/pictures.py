@@ -1,4 +1,4 @@
-"""Pictures on an executor's device: encoded piece by piece, kept by slot, put into the batches of steps."""
+"""Images on an executor's device: encoded piece by piece, kept by slot, inserted into the batches of steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runtime.tensor.tensor import Tensor
 
 
 class Encoding(Protocol):
-    """A picture on its way through a tower. ``num_rows``: that have been computed; each counts twice in each layer."""
+    """An image being encoded. ``num_rows`` have been computed; each counts twice in each layer."""
 
     @property
     def num_rows(self) -> int: ...
@@ -26,18 +26,18 @@ class Encoding(Protocol):
 
 
 class Tower(Protocol):
-    """What makes a picture's embeddings."""
+    """Encodes images."""
 
     def start(self, patches: NormalisedPatches, grid: tuple[int, int]) -> Encoding: ...
 
 
 @runtime_checkable
 class PictureModel(Protocol):
-    """A model that reads pictures; ``models.picture_decoder.PictureDecoder`` is one.
+    """A model that reads images; ``models.picture_decoder.PictureDecoder`` is one.
 
-    ``frame``: tokens before and after a picture's. ``line_ends``: those after each line of a picture's and after the
-    last. ``whole_picture_tokens``: a picture's, where they see each other, so that one step computes them; None: it may
-    be cut.
+    ``frame``: tokens before and after an image's. ``line_ends``: those after each line of an image's and after the
+    last. ``whole_picture_tokens``: an image's, if they attend to each other, so that one step computes them; None if it
+    may be cut.
     """
 
     patch_rule: Rule
@@ -61,23 +61,23 @@ class PictureModel(Protocol):
 
 @runtime_checkable
 class RotatingModel(Protocol):
-    """One whose tokens have positions on three axes."""
+    """A model whose tokens have positions on three axes."""
 
     def rotations(self, positions: NDArray[Any]) -> RopeTable: ...
 
 
 class PictureStore:
-    """The embeddings of pictures by slot, and the pictures that are being encoded."""
+    """The embeddings of images by slot, and the images that are being encoded."""
 
     def __init__(self, model: PictureModel, *, has_tower: bool = True) -> None:
-        """`has_tower`: the model does not begin in an earlier stage."""
+        """`has_tower`: False if the model begins in an earlier stage."""
         self._model, self._has_tower = model, has_tower
         self._encodings: dict[int, Encoding] = {}
         self._made: dict[int, tuple[Tensor, ...]] = {}
 
     @property
     def are_whole(self) -> bool:
-        """Whether a picture's tokens see each other."""
+        """Whether an image's tokens attend to each other."""
         return self._model.whole_picture_tokens is not None
 
     def start(self, slot: int, patches: NDArray[np.uint8], grid: tuple[int, int]) -> None:
@@ -86,7 +86,7 @@ class PictureStore:
         self._encodings[slot] = self._model.tower.start(NormalisedPatches(patches, self._model.patch_rule), grid)
 
     def advance(self, slot: int, num_rows: int) -> tuple[bool, int]:
-        """Compute so many rows more; whether that was all, and how many they were."""
+        """Compute so many rows more; returns whether the image is complete, and how many rows were computed."""
         encoding = self._encodings[slot]
         before = encoding.num_rows
         made = encoding.advance(num_rows)
@@ -100,7 +100,7 @@ class PictureStore:
         self._made.pop(slot, None)
 
     def complete(self, batch: Batch, step: StepInput | PassPictures) -> None:
-        """Give a step's or a pass's batch its positions and its pictures' embeddings."""
+        """Set the positions and the images' embeddings in a step's or a pass's batch."""
         if step.rotary_positions is not None:
             assert isinstance(self._model, RotatingModel), "the model has no axes"
             batch.rope = self._model.rotations(step.rotary_positions)

@@ -33,12 +33,12 @@ class Layout:
 
     @property
     def shaped(self) -> list[NDArray[np.int32] | NDArray[np.int64]]:
-        """The arrays whose sizes the numbers of tokens, sequences and logits tell; block tables may have any width."""
+        """The arrays sized by the numbers of tokens, sequences and logits; block tables may have any width."""
         arrays = [self.token_ids, self.positions, self.query_start, self.seq_lens, self.logits_indices]
         return [*arrays, *self.slot_mappings]
 
     def batch(self, device: Device, *, exact: bool) -> Batch:
-        """On a device."""
+        """The batch on a device."""
         placed = ops.place([*self.shaped, *self.block_tables], device)
         num_groups = len(self.slot_mappings)
         ids, positions, query_start, seq_lens, indices = placed[:5]
@@ -66,8 +66,8 @@ def lay_out(
     rotary_offsets: NDArray[np.int64] | None = None,
 ) -> Layout:
     """The ragged batch of chunks that begin at ``starts`` and have ``counts`` tokens, one a row, in the order of
-    ``rows``, which ascend. ``rotary_offsets [n]``: rotary positions less places in the sequence; None: they are the
-    same."""
+    ``rows``, which ascend. ``rotary_offsets [n]`` are rotary positions minus positions in the sequence; None if they
+    are all 0."""
     num_seqs, num_tokens = len(counts), len(token_ids)
     if num_tokens == num_seqs:
         query_start = np.arange(num_seqs + 1, dtype=np.int32)
@@ -95,5 +95,5 @@ def lay_out(
 
 
 def largest(values: NDArray[np.int32] | NDArray[np.int64]) -> int:
-    """The largest of ``values [n]``, at least one. Of so few `max` takes five times as long."""
+    """The largest of ``values [n]``, at least one. For so few `max` takes five times as long."""
     return int(values[values.argmax()])

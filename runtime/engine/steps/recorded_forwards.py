@@ -1,9 +1,9 @@
-"""Forward passes on the cpu, with the draws behind them, that are recorded when a batch of their shape comes for the
-first time, and then replayed.
+"""Records forward passes on the CPU, with the samples after them, when a batch of their shape first comes, and
+replays them.
 
-What Python does to note down the operations of a model's layers takes milliseconds, in which the processors wait. While
+Recording a model's operations from Python takes milliseconds in which the processors wait. While
 a long prompt is computed in chunks beside decodes, step after step has the same number of tokens and sequences: such a
-step costs no more than copying its arrays to where the recording reads them.
+step costs no more than copying its arrays to the recording's inputs.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from runtime.sampling_arrays import SAMPLING_FIELDS, SamplingArrays
 from runtime.tensor.tensor import Tensor
 
 NUM_KEPT = 64
-"""Recordings, about 100 KB each; the one that was used longest ago goes first."""
+"""Recordings, about 100 KB each; the least recently used one is dropped first."""
 
 _ROOM = 1 << 17
 """Ids that each list of draws may have: of penalties, and of biases."""
 
 
 class _Shape(NamedTuple):
-    """All of a layout that its recording does not read from arrays. ``max_seq_len``: rounded up."""
+    """The fixed properties of a recorded layout. ``max_seq_len`` is rounded up."""
 
     num_tokens: int
     num_seqs: int
@@ -46,8 +46,8 @@ class _Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """``inputs``, ``draws``: what the recording reads; ``shaped``: the inputs' own. ``left``: what each replay leaves
-    behind."""
+    """``inputs``, ``draws`` are read by the recording; ``shaped`` are the inputs' own. ``left`` is overwritten by each
+    replay."""
 
     recording: Recording
     inputs: Layout
@@ -57,11 +57,11 @@ class _Recorded:
 
 
 class RecordedForwards:
-    """Recordings of one model's forward passes, over the same inputs and the same memory; for one thread.
+    """Recordings of one model's forward passes, with shared inputs and memory; for one thread.
 
     sequence_lengths  to which the longest sequence is rounded up, ascending
-    num_steps   that they have run
-    num_failed  none: what cannot be recorded ends all recording
+    num_steps   steps run from them
+    num_failed  always 0: the first failure ends all recording
     """
 
     num_failed = 0
@@ -71,10 +71,10 @@ class RecordedForwards:
         self._lengths = sequence_lengths
         self.num_steps = 0
         self._arena = Arena()
-        self._kept: dict[_Shape, _Recorded] = {}  # the one used last comes last
+        self._kept: dict[_Shape, _Recorded] = {}  # most recently used last
         self._given: list[NDArray[Any] | None] = [None] * (5 + num_groups)  # each input as it was written last
         self._written = WrittenDraws()
-        tokens = max(limits.max_num_batched_tokens, limits.max_model_len)  # some styles compute a prompt whole
+        tokens = max(limits.max_num_batched_tokens, limits.max_model_len)  # some policies compute a prompt whole
         seqs = limits.max_num_seqs
         self._token_ids, self._positions = np.zeros((2, tokens), np.int32)
         self._slot_mappings = np.zeros((num_groups, tokens), np.int64)
@@ -96,10 +96,10 @@ class RecordedForwards:
     def run(
         self, layout: Layout, forward: Forward, draws: SamplingArrays | None = None, *, may_record: bool
     ) -> Computed | None:
-        """What ``forward``, always the same function, makes of the batch, and what is drawn of it; until the next run.
-        None, before anything was done: there is no recording of this shape, and none may be made.
+        """The result of ``forward``, always the same function, for the batch, and of sampling; valid until the next
+        run. Returns None, before any work, if there is no recording of this shape, and none may be made.
 
-        Raises NotRecordableError, before anything was done, and what its kernels find wrong.
+        Raises NotRecordableError, before any work, and its kernels' errors.
         """
         longest = self._lengths[bisect_left(self._lengths, layout.max_seq_len)]
         num_logits = len(layout.logits_indices)
@@ -114,12 +114,12 @@ class RecordedForwards:
         if len(self._kept) > NUM_KEPT:
             del self._kept[next(iter(self._kept))]
         for i, (recorded, given) in enumerate(zip(kept.shaped, layout.shaped)):
-            if given is not self._given[i]:  # else it was given before
+            if given is not self._given[i]:  # otherwise unchanged since the last step
                 self._given[i] = given
                 recorded[...] = given
         recorded_tables, tables = kept.inputs.block_tables, layout.block_tables
         width = min(tables.shape[2], recorded_tables.shape[2])
-        recorded_tables[:, :, :width] = tables[:, :, :width]  # all that the sequences have
+        recorded_tables[:, :, :width] = tables[:, :, :width]  # all blocks of the sequences
         if kept.draws is not None and draws is not None:
             self._written.write(kept.draws, draws)
         kept.recording.replay()
@@ -127,7 +127,7 @@ class RecordedForwards:
         return kept.left
 
     def clear(self) -> None:
-        """Give the memory back; nothing is run any more."""
+        """Free the memory; nothing is run any more."""
         self._kept.clear()
         self._arena = Arena()
 
@@ -155,7 +155,7 @@ class RecordedForwards:
         with record(self._arena) as recording:
             computed = forward(batch)
             if drawn is not None and computed.logits is not None:
-                ops.draw(computed.logits, fields, drawn, has_penalties=True)  # where there are none, the kernel sees it
+                ops.draw(computed.logits, fields, drawn, has_penalties=True)  # without any, the kernel skips them
 
         def borrowed(tensor: Tensor) -> Tensor:
             return Tensor.over(self._arena.borrowed(tensor.array), float32)

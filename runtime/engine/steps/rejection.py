@@ -1,4 +1,4 @@
-"""Proposals that were drawn from distributions of their own: rejection sampling says which are kept."""
+"""Rejection sampling: verifies draft tokens that were sampled from the draft's own distributions."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ def reject(
     token_ids: NDArray[np.int32],
     is_valid: NDArray[np.bool_],
 ) -> None:
-    """Write to the draws ``[n]`` of ``token_ids`` and ``is_valid`` what rejection sampling gives of the chunks that
-    have ``proposed``: proposals as far as they are kept, then the token instead. Where all are kept, the last draw
-    stands.
+    """Write the result of rejection sampling to the draws ``[n]`` of ``token_ids`` and ``is_valid``, for the chunks
+    that have ``proposed``: accepted draft tokens, then the replacement. If all are accepted, the last sample stands.
 
     logits     [n, vocab_size], and ``arrays``, their parameters
-    counts     draws of each chunk, one more than it has proposals
-    proposals  [n] token that each draw is held against
+    counts     draws of each chunk, one more than its draft length
+    proposals  [n] draft token that each draw is compared with
     """
     firsts = np.cumsum(counts) - counts
     chosen = [i for i, each in enumerate(proposed) if each is not None]

@@ -1,5 +1,5 @@
-"""What an executor keeps of each running sequence between steps, by row: its block tables, its last token, its sampling
-parameters. Eager steps, recorded steps and decode graphs all read it.
+"""The executor's persistent batch: the block tables, last token and sampling parameters of each running sequence, by
+row. Eager steps, recorded steps and decode graphs all read it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Rows:
     """``max_num_seqs`` rows. Belongs to the engine's loop.
 
     tables       block tables
-    last_tokens  the last token of each row, as far as the steps that drew one are over
-    rotary_offsets  of each row: rotary position less KV position
-    version      rises with each load: what is known of rows is then out of date
+    last_tokens  the last token of each row, by the steps that are over
+    rotary_offsets  of each row: rotary position minus KV position
+    version      incremented by each load, which invalidates cached facts about rows
     versions     of each row: the version when it was loaded last
     """
 
@@ -38,7 +38,7 @@ class Rows:
         self.versions = np.zeros(max_num_seqs, np.int64)
 
     def apply(self, step: StepInput) -> None:
-        """Write what the step brings. A row whose parameters cannot be written draws nothing until its next load."""
+        """Write the step's changes. A row whose parameters cannot be written samples nothing until its next load."""
         for load in step.loads:
             self._load(load)
         for addition in step.additions:
@@ -47,18 +47,18 @@ class Rows:
     def tokens_of(self, token_ids: NDArray[np.int32], rows: NDArray[np.int64]) -> NDArray[np.int32]:
         """``token_ids [n]`` with the last tokens of their ``rows [n]`` filled in."""
         filled = self.last_tokens[rows]
-        if largest(token_ids) == LAST_TOKEN:  # the least that there is
+        if largest(token_ids) == LAST_TOKEN:  # the lowest value
             return filled
         return np.where(token_ids == LAST_TOKEN, filled, token_ids)
 
     def note(self, rows: NDArray[np.int64], token_ids: NDArray[np.int32]) -> None:
-        """A step has drawn these tokens, each the last of its row so far."""
+        """Record sampled tokens, each the last of its row so far."""
         self.last_tokens[rows] = token_ids
 
     def note_outputs(
         self, rows: NDArray[np.int64], positions: NDArray[np.int64], token_ids: NDArray[np.int32], version: int
     ) -> None:
-        """A step that began at ``version`` has drawn these tokens, at these positions of the rows' outputs."""
+        """Record tokens sampled by a step that began at ``version``, at these positions of the rows' outputs."""
         is_same = self.versions[rows] <= version
         self.sampling.write_outputs(rows[is_same], positions[is_same], token_ids[is_same])
 

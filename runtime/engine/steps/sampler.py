@@ -1,7 +1,7 @@
-"""From logits to token ids: the sampling parameters of the running sequences, kept as columns by row.
+"""Samples token ids from logits, with the sampling parameters of the running sequences in columns by row.
 
-A sequence's parameters are written once, when it is given its row; a step gathers the rows of its draws. Only rows with
-penalties, logit bias, bad words, ``min_tokens`` or allowed ids cost more than that. The draw itself is ``ops.sample``.
+A sequence's parameters are written once, when it gets its row; a step gathers the rows of its draws. Only rows with
+penalties, logit bias, bad words, ``min_tokens`` or allowed ids cost more than that. ``ops.sample`` does the sampling.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger("xserv.engine")
 
 _FLOATS = [name for name, column in COLUMNS.items() if column.dtype == "float32"]
 _INTEGERS = [name for name, column in COLUMNS.items() if column.dtype == "int32"] + ["choice_index"]
-"""What is kept as rows of one array, so that one call gathers all of a type."""
+"""Parameters that are rows of one array, so that one call gathers all of a type."""
 
 Rows = NDArray[np.int64]
 Number = TypeVar("Number", np.int32, np.float32)
@@ -40,8 +40,8 @@ class SamplingRows:
     """Parameters of ``max_num_seqs`` rows over a vocabulary of ``vocab_size`` ids.
 
     num_prompt_tokens  by row
-    num_alternatives   by row: log probabilities wanted beside each token; -1: none
-    keeps_outputs      by row: whether penalties or bad words look at what was drawn
+    num_alternatives   by row: alternatives in each token's log probabilities, or -1 for none at all
+    keeps_outputs      by row: whether penalties or bad words depend on the output
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
@@ -92,7 +92,7 @@ class SamplingRows:
             self._outputs[row][: len(known)] = known
 
     def break_row(self, load: RowLoad) -> None:
-        """The row draws nothing until its next load."""
+        """The row samples nothing until its next load."""
         self._broken.add(load.row)
         self.num_prompt_tokens[load.row] = load.num_prompt_tokens
         self.num_alternatives[load.row] = -1
@@ -105,7 +105,7 @@ class SamplingRows:
         return bool(self._broken)
 
     def write_outputs(self, rows: Rows, positions: NDArray[np.int64], token_ids: NDArray[np.int32]) -> None:
-        """The tokens at ``positions [n]`` of the rows' outputs; what is behind them counts no more."""
+        """Write the tokens at ``positions [n]`` of the rows' outputs; later ones count no more."""
         for row, position, token_id in zip(rows.tolist(), positions.tolist(), token_ids.tolist()):
             if self.keeps_outputs[row]:
                 if position >= len(self._outputs[row]):
@@ -115,7 +115,7 @@ class SamplingRows:
     def gather(self, rows: Rows, positions: NDArray[np.int64]) -> SamplingArrays:
         """The parameters of draws at ``positions [n]`` of the outputs of ``rows [n]``, all before which are known.
 
-        Where a row has a grammar there is an allowed mask, which is still to be narrowed by the grammars' masks."""
+        If a row has a grammar there is an allowed mask, which is still to be narrowed by the grammars' masks."""
         no_entries = np.zeros(len(rows), np.int32)
         floats = zip(_FLOATS, self._floats.take(rows, axis=1))  # each contiguous
         integers = zip(_INTEGERS, self._integers.take(rows, axis=1))
@@ -150,8 +150,8 @@ class SamplingRows:
         return arrays
 
     def gather_sound(self, rows: Rows, positions: NDArray[np.int64]) -> tuple[SamplingArrays, list[int]]:
-        """The same, and the draws whose own parameters raise an error: what stands there is another's, for a draw that
-        is for nobody. Raises an error that no single one of them raises."""
+        """The same, and the draws whose own parameters raise an error: these get another draw's, whose sample
+        is ignored. Raises an error that no single one of them raises."""
         if not self._broken:
             try:
                 return self.gather(rows, positions), []
@@ -177,14 +177,14 @@ class SamplingRows:
         return False
 
     def penalty_lists(self, rows: Rows, positions: NDArray[np.int64]) -> list[PenaltyLists]:
-        """What penalties count in each of these draws; empty without penalties."""
+        """The ids that penalties count in each of these draws; empty without penalties."""
         return [
             (self._prompt_ids[row], self._outputs[row][:position]) if wanted else (_NO_IDS, _NO_IDS)
             for row, position, wanted in zip(rows.tolist(), positions.tolist(), self._flags[0].take(rows).tolist())
         ]
 
     def num_penalty_ids(self, rows: Rows, positions: NDArray[np.int64]) -> int | None:
-        """At least as many as `penalty_lists` will hold; None: no penalties."""
+        """An upper bound of the ids in `penalty_lists`; None without penalties."""
         (wanted,) = self._flags[0].take(rows).nonzero()
         if not wanted.size:
             return None
@@ -206,7 +206,7 @@ class SamplingRows:
         )
 
     def write_columns(self, columns: Mapping[str, NDArray[Any]], places: NDArray[np.intp], rows: Rows) -> None:
-        """Write the numbers of these rows to their ``places [n]`` in columns that bear the parameters' names."""
+        """Write the numbers of these rows to their ``places [n]`` in columns with the parameters' names."""
         for name, values in zip(_FLOATS, self._floats):
             columns[name][places] = values.take(rows)
         for name, numbers in zip(_INTEGERS, self._integers):
@@ -234,8 +234,8 @@ class SamplingRows:
 def token_logprobs(
     logits: Tensor, token_ids: NDArray[np.int32], num_alternatives: Sequence[int]
 ) -> list[TokenLogprobs]:
-    """Log probability and rank of ``token_ids [n]`` under the raw ``logits [n, vocab_size]``, each with as
-    many of the most probable ids as ``num_alternatives`` says."""
+    """Log probability and rank of ``token_ids [n]`` under the raw ``logits [n, vocab_size]``, each with
+    ``num_alternatives`` of the most probable ids."""
     most = min(max(num_alternatives), logits.shape[1])
     chosen, ranks, top_ids, top_logprobs = ops.log_softmax_topk(logits, token_ids, most)
     return [
@@ -256,7 +256,7 @@ _NO_VALUES: NDArray[np.float32] = np.empty(0, np.float32)
 
 
 def last_ids(words: list[list[int]], output_ids: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The last ids of those words whose other ids the output ends with."""
+    """The last ids of those words whose other ids end the output."""
     tail: list[int] = output_ids[-MAX_BAD_WORD_TOKENS:].tolist()
     last = [word[-1] for word in words if len(word) == 1 or tail[1 - len(word) :] == word[:-1]]
     return np.array(last, np.int32)
@@ -272,9 +272,9 @@ def _bit_mask(allowed: list[int], vocab_size: int) -> NDArray[np.uint32]:
 def shared_lists(
     owners: Sequence[int | None], lists: Sequence[NDArray[Number]]
 ) -> tuple[NDArray[Number], NDArray[np.int32], NDArray[np.int32]]:
-    """Each draw's list in one array, and ``[len(lists)]`` where it starts and ends.
+    """All draws' lists in one array, and the start and end of each, ``[len(lists)]``.
 
-    Neighbours of one owner share a list: each of theirs begins as the longest does. An owner of None shares with none.
+    Neighbours of one owner share a list, as prefixes of the longest. An owner of None does not share.
     """
     kept: list[NDArray[Number]] = []
     starts: list[int] = []

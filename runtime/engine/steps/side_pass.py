@@ -1,4 +1,4 @@
-"""Forward passes beside the steps, over pages of their own: for embeddings and for the logits of whole prompts."""
+"""Forward passes outside the steps, over separate pages: for embeddings and for the logits of whole prompts."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ LOGITS_SLICE_ELEMENTS = 1 << 23
 """Most logits (float32 elements) held at once for log probabilities of prompts: 32 MiB."""
 
 BringBack = Callable[[Callable[[], Tensor], tuple[int, ...], DType], Tensor | None]
-"""Hands what the last stage makes, of a shape and type, to the first one; None elsewhere."""
+"""Sends the last stage's result, of a shape and type, to the first one; None elsewhere."""
 
 
 class PagedSidePass:
     """See `SidePass`. Prompts of ``lengths`` tokens, and the pages that their keys and values are written to.
 
     synchronize  waits until no step runs
-    store        of the pictures' embeddings, where the model reads pictures
+    store        of the images' embeddings, if the model reads images
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class PagedSidePass:
 
 
 class StagedSidePass:
-    """See `SidePass`: hidden states come from the last stage to the first; other stages give what they handed over."""
+    """See `SidePass`: hidden states are sent from the last stage to the first; other stages return what they sent."""
 
     def __init__(self, side_pass: PagedSidePass, bring_back: BringBack, finish_queued: Callable[[], None]) -> None:
         self._side_pass, self._bring_back, self._finish_queued = side_pass, bring_back, finish_queued
@@ -90,7 +90,7 @@ class StagedSidePass:
 
 
 def slices(vocab_size: int, first: int, end: int) -> Iterator[tuple[int, int]]:
-    """Rows from ``first`` to ``end`` in parts whose logits, each a bounded number of them, are held at once."""
+    """Rows from ``first`` to ``end`` in parts with a bounded number of logits each."""
     num_rows = max(1, LOGITS_SLICE_ELEMENTS // vocab_size)
     for row in range(first, end, num_rows):
         yield row, min(row + num_rows, end)

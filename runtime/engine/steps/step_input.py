@@ -1,8 +1,8 @@
-"""One step as one value: plain numbers and arrays that msgspec can send to whoever runs the step.
+"""One step as one value: plain numbers and arrays that msgspec can send to the executor.
 
-The engine makes it of the scheduler's plan (`assemble`); an `Executor` runs it and knows nothing else. What an executor
-keeps between steps, it keeps by row: a row's block tables, its last token, its sampling parameters. A step names what
-has changed in them. Arrays are read only.
+The engine makes it of the scheduler's plan (`assemble`); an `Executor` runs it and needs nothing else. An
+executor's state between steps is kept by row: a row's block tables, its last token, its sampling parameters. A step
+carries the changes. Arrays are read only.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 LAST_TOKEN = -1
-"""In ``token_ids``: the last token of the row, which its load named or the latest step that has the row draws."""
+"""In ``token_ids``: the last token of the row, from its load or from the latest step that has the row."""
 
 Mode = Literal["eager", "replay", "record"]
-"""How the model's operations run: one by one; as a recording, where there is one that fits; or so, and a recording that
-is missing is made behind the step. Every rank of an executor reads the same mode."""
+"""How the model's operations run: eagerly; as a recording, if one fits; or as a recording that is made after the step
+if it is missing. Every rank of an executor gets the same mode."""
 
 
 class RowLoad(msgspec.Struct, kw_only=True, gc=False):
-    """A row is another sequence's from this step on.
+    """A row belongs to another sequence from this step on.
 
     numbers         the parameters of ``runtime.sampling_table``, by name
     last_token_id   the last of its known tokens
-    num_prompt_tokens  its output begins behind them
-    rotary_offset   rotary position less KV position, where the step has no ``rotary_positions``
-    logprobs        alternatives wanted beside each drawn token; None: no log probabilities
-    prompt_ids      each id of the prompt once, where penalties count them
-    output_ids      what was drawn so far, where penalties or bad words look at it
+    num_prompt_tokens  its output begins after them
+    rotary_offset   rotary position minus KV position, if the step has no ``rotary_positions``
+    logprobs        alternatives in each sampled token's log probabilities; None for no log probabilities
+    prompt_ids      each id of the prompt once, if penalties count them
+    output_ids      the output so far, if penalties or bad words depend on it
     bias_ids, bias_values  logit bias
-    min_tokens      outputs before which none of ``end_ids`` may be drawn
-    bad_words       the last id of each may not be drawn behind the others
-    allowed_ids     no other may be drawn; None: all
-    has_masks       each draw has a mask of a grammar, which comes beside the step
+    min_tokens      outputs before which none of ``end_ids`` may be sampled
+    bad_words       the last id of each may not be sampled after the others
+    allowed_ids     the only ids that may be sampled, or None for all
+    has_masks       each draw has a mask of a grammar, which is sent with the step
     """
 
     row: int
@@ -67,8 +67,8 @@ class BlockAddition(msgspec.Struct, array_like=True, gc=False):
 
 
 class PromptLogprobs(msgspec.Struct, array_like=True, gc=False):
-    """The tokens from ``first`` on of the step's row of tokens predict ``targets``; ``num_alternatives`` are wanted
-    beside each."""
+    """The tokens from ``first`` on of the step's row of tokens predict ``targets``; each gets ``num_alternatives``
+    alternatives."""
 
     first: int
     targets: NDArray[np.int32]
@@ -76,8 +76,8 @@ class PromptLogprobs(msgspec.Struct, array_like=True, gc=False):
 
 
 class FeatureSpan(msgspec.Struct, array_like=True, gc=False):
-    """The embeddings of ``count`` tokens from ``first_token`` on are rows from ``first_row`` on of what an encoder left
-    in ``slot``."""
+    """The embeddings of ``count`` tokens from ``first_token`` on are an encoder's output in ``slot``, rows from
+    ``first_row`` on."""
 
     slot: int
     first_row: int
@@ -86,31 +86,31 @@ class FeatureSpan(msgspec.Struct, array_like=True, gc=False):
 
 
 class UncutSpan(msgspec.Struct, array_like=True, gc=False):
-    """``count`` tokens from ``first_token`` on that one chunk has to hold."""
+    """``count`` tokens from ``first_token`` on that have to be in one chunk."""
 
     first_token: int
     count: int
 
 
 class StepInput(msgspec.Struct, kw_only=True):
-    """A step of ``n`` chunks, one a row, ``num_tokens`` tokens in all. Done in the order of ``swap_out``, ``swap_in``,
+    """A step of ``n`` chunks, one a row, ``num_tokens`` tokens in all. Executed in the order ``swap_out``, ``swap_in``,
     ``copies``, ``loads``, ``additions``, chunks.
 
     number        of the step
     rows          [n] int64, ascending
     starts        [n] int64, the first position of each chunk, in the KV cache
     counts        [n] int64, its tokens
-    num_draws     [n] int64: of how many of its last tokens the next one is drawn. With several, all but the first of
-                  those tokens are proposals, kept as far as the draws before them agree.
+    num_draws     [n] int64: how many of its last tokens are sampled after. If several, all but the first of
+                  those tokens are draft tokens, kept as far as the samples before them agree.
     token_ids     [num_tokens] int32, or `LAST_TOKEN`
     mode          see `Mode`
-    additions     what block tables lack
-    loads         rows that are new
+    additions     missing entries of block tables
+    loads         new rows
     swap_out      (block, host slot)
     swap_in       (host slot, block)
     copies        (source block, target block)
-    prompt_logprobs  what is wanted of prompts
-    rotary_positions  [3, num_tokens] int32; None: the KV positions and each row's offset
+    prompt_logprobs  requested log probabilities of prompts
+    rotary_positions  [3, num_tokens] int32, or None for the KV positions and each row's offset
     features      embeddings that come from an encoder
     uncut_spans   tokens that attend to each other
     """
@@ -133,7 +133,7 @@ class StepInput(msgspec.Struct, kw_only=True):
     uncut_spans: list[UncutSpan] = []
 
     def goes_on(self, before: StepInput) -> bool:
-        """Whether it decodes the same rows as the step before, and has but its number, starts and additions to say."""
+        """Whether it decodes the same rows as the previous step, and differs only in number, starts and additions."""
         return (
             self.rows is before.rows
             and self.counts is before.counts
@@ -144,7 +144,7 @@ class StepInput(msgspec.Struct, kw_only=True):
         )
 
     def next(self, number: int, starts: NDArray[np.int64], additions: list[BlockAddition]) -> StepInput:
-        """The step behind this one that `goes_on`."""
+        """The step after this one that `goes_on`."""
         return StepInput(
             number=number, rows=self.rows, starts=starts, counts=self.counts, num_draws=self.num_draws,
             token_ids=self.token_ids, mode=self.mode, additions=additions,
@@ -164,24 +164,24 @@ class StepInput(msgspec.Struct, kw_only=True):
 
     @property
     def has_pictures(self) -> bool:
-        """Whether it has tokens of pictures, or tokens before some."""
+        """Whether it has image tokens, or tokens before some."""
         return self.rotary_positions is not None or bool(self.features)
 
     @property
     def are_decodes(self) -> bool:
-        """Whether each chunk is one token, behind which one is drawn."""
+        """Whether each chunk is one token, after which one is sampled."""
         num_seqs = len(self.rows)
         return len(self.token_ids) == num_seqs == np.count_nonzero(self.num_draws)
 
     @property
     def draws_everywhere(self) -> bool:
-        """Whether one is drawn behind each token, and some chunk has several: decodes with proposals."""
+        """Whether it samples after each token, and some chunk has several: decodes with drafts."""
         counts, num_draws = self.counts, self.num_draws
         return len(self.token_ids) > len(counts) and (counts is num_draws or bool((counts == num_draws).all()))
 
 
 class PassPictures(msgspec.Struct, array_like=True, gc=False):
-    """The same of a pass beside the steps: of one prompt's tokens from ``start`` on."""
+    """The same for a pass outside the steps: for one prompt's tokens from ``start`` on."""
 
     start: int
     count: int
@@ -199,7 +199,7 @@ class PassPictures(msgspec.Struct, array_like=True, gc=False):
 
 
 def encode(step: StepInput) -> bytes:
-    """As MessagePack."""
+    """The step as MessagePack."""
     return _ENCODER.encode(step)
 
 
@@ -216,7 +216,7 @@ def from_array(value: object) -> object:
 
 
 def to_array(kind: Any, value: Any) -> NDArray[Any]:
-    """What `from_array` was given."""
+    """The inverse of `from_array`."""
     if get_origin(kind) is not np.ndarray:
         raise NotImplementedError(f"a step holds no {kind}")
     dtype, shape, data = value

@@ -1,8 +1,8 @@
-"""Steps of decodes of which some try proposals: each token of the step is drawn behind.
+"""Verification steps: decodes of which some have draft tokens, with a sample after each token of the step.
 
-Such steps follow one another with the same rows, and often with as many tokens of each. What depends on these alone is
-made once: whose each token is, which chunk, how far in it, and the parameters of its draw. The rest of a step is a few
-sums over arrays.
+Such steps follow one another with the same rows, and often with as many tokens of each. Everything that depends on
+these alone is cached: the row, chunk and offset of each token, and the parameters of its draw. The rest of a step is a
+few sums over arrays.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from runtime.engine.steps.step_input import LAST_TOKEN, StepInput
 from runtime.sampling_arrays import SamplingArrays
 
 _MOST_KEPT = 64
-"""Numbers of tokens of the same rows that are remembered."""
+"""Numbers of tokens of the same rows that are cached."""
 
 
 @dataclass(slots=True)
 class Draws:
-    """Which draws a step makes.
+    """The draws of a step.
 
-    rows, tokens, positions  of each draw: its row, the token of the step behind which it comes, and its place in the
+    rows, tokens, positions  of each draw: its row, the token of the step that it follows, and its index in the
                      row's output
-    counts           of each chunk that draws; None: one each
-    proposals        tokens that the draws are held against, by draw; None: there are none
+    counts           of each chunk that samples; None means one each
+    proposals        tokens that the draws are compared with, or None
     version          the rows', when the step began
     """
 
@@ -42,18 +42,18 @@ class Draws:
 
 @dataclass(slots=True)
 class _Places:
-    """Of the same rows with as many tokens each. ``[T]``: by token.
+    """Cached arrays for the same rows with as many tokens each. ``[T]``: by token.
 
     counts         tokens of each chunk
     query_start    [n + 1]
     indices        [T] 0, 1, ...
-    chunks, rows   [T] whose each token is
-    offsets        [T] how far in its chunk
-    first_entries  [T] where its row's blocks begin
-    outputs        [T] place in the output of what is drawn behind it, less its position
-    rotary         [T] rotary position less position; None: nothing
-    sampling       of the draws, but for their positions; None: they have to be gathered for each step
-    keeps_outputs  one of the rows has what looks at its output
+    chunks, rows   [T] of each token
+    offsets        [T] index in its chunk
+    first_entries  [T] first entry of its row's blocks
+    outputs        [T] output index of the sample after it, minus its position
+    rotary         [T] rotary position minus position, or None
+    sampling       of the draws, but for their positions; None if they have to be gathered for each step
+    keeps_outputs  one of the rows has parameters that depend on its output
     """
 
     counts: list[int]
@@ -72,19 +72,19 @@ class _Places:
 
 
 class Verifications:
-    """Lays out steps of decodes with proposals over the executor's rows. ``has_offsets``: rotary positions may be
-    others than places in the sequence."""
+    """Lays out decodes with drafts over the executor's rows. ``has_offsets``: rotary positions may differ from
+    positions in the sequence."""
 
     def __init__(self, rows: Rows, *, has_offsets: bool) -> None:
         self._row_data = rows
         self._has_offsets = has_offsets
         self._kept: dict[bytes, _Places] = {}
         self._version = -1  # of the rows, when these were made
-        self._rows: NDArray[np.int64] = np.empty(0, np.int64)  # whose they are
+        self._rows: NDArray[np.int64] = np.empty(0, np.int64)  # of these rows
 
     def lay_out(self, step: StepInput) -> tuple[Layout, Draws, SamplingArrays, list[int]]:
         """A step that `draws_everywhere`, whose rows are loaded: its batch, its draws, their parameters, and the draws
-        whose own parameters raise an error. Arrays that were given before with the same content are the same."""
+        whose own parameters raise an error. Unchanged arrays are the same objects as before."""
         rows = self._row_data
         places = self._places_of(step)
         positions = step.starts.take(places.chunks)
@@ -94,7 +94,7 @@ class Verifications:
         seq_lens = (step.starts + step.counts).astype(np.int32)
         rotary = positions if places.rotary is None else positions + places.rotary
         outputs = positions + places.outputs
-        proposals = np.empty_like(step.token_ids)  # a draw that is its chunk's last is held against none
+        proposals = np.empty_like(step.token_ids)  # a draw that is its chunk's last is compared with none
         proposals[:-1], proposals[-1] = step.token_ids[1:], 0
         draws = Draws(places.rows, places.tokens, outputs, places.counts, proposals, rows.version)
         if places.keeps_outputs:

@@ -1,8 +1,8 @@
-"""An answer in harmony as the text pipeline takes it: analysis is reasoning, the assistant's calls of functions are
-tool calls, what else the assistant writes is content. Headers are layout, and so are messages of other roles.
+"""Parses an answer in harmony for the text pipeline: analysis is reasoning, the assistant's function calls are
+tool calls, the assistant's other text is content. Headers are layout, and so are messages of other roles.
 
-A line's end separates two messages of one kind, as in vLLM. Stop strings do not count in commentary, which a model
-writes on its way to a call."""
+A newline separates two messages of one kind, as in vLLM. Stop strings do not count in commentary, which a model
+writes before a call."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from runtime.text.tools.reader import long_id
 
 class HarmonyParser:
     """
-    tools  which functions may be called; None: a call is content, or reasoning, like other messages of its channel
+    tools  the functions that may be called; with None a call is content, or reasoning, by its channel
     """
 
     def __init__(self, start: AnswerStart, tools: ToolReading | None) -> None:
         self._reader = HarmonyReader(start)
         self._tools = tools
-        self._kind: PartKind = "layout"  # of the message that is being read
+        self._kind: PartKind = "layout"  # of the current message
         self._takes_stops = True
         self._is_new = True  # nothing of the message has come
         self._shown: set[PartKind] = set()  # the kinds of the messages that had text

@@ -1,8 +1,8 @@
-"""OpenAI's messages and tools to harmony's messages.
+"""Converts OpenAI's messages and tools to harmony's messages.
 
-System and developer messages in front become one developer's message, which tells the tools, too; later ones become
-developer's messages where they stand. An assistant's text beside calls is a preamble on the commentary channel, its
-reasoning is analysis. Analysis in front of the last final answer is dropped, as the model was trained; what follows it,
+Leading system and developer messages become one developer message, which also describes the tools; later ones become
+developer messages in place. An assistant's text beside calls is a preamble on the commentary channel, its
+reasoning is analysis. Analysis before the last final answer is dropped, as in the model's training; later analysis,
 between calls and their answers, is kept.
 """
 
@@ -30,10 +30,10 @@ def harmony_messages(
     keeps_last_reasoning: bool = False,
 ) -> list[HarmonyMessage]:
     """
-    current_date          as the system's message tells it: "2026-11-23"
+    current_date          in the system message: "2026-11-23"
     keeps_last_reasoning  the last message is to be continued, with its reasoning
 
-    Raises ``RequestError`` for a role or an effort that harmony does not know, and for an answer to no call.
+    Raises ``RequestError`` for a role or an effort that harmony does not have, and for an answer without a call.
     """
     if reasoning_effort not in (None, *EFFORTS):
         problem = f"reasoning_effort must be {', '.join(EFFORTS[:-1])} or {EFFORTS[-1]} for this model"
@@ -62,7 +62,7 @@ def harmony_messages(
 
 
 class _Calls:
-    """The functions that were called, so that answers name them: by id, or in the order of the calls."""
+    """The called functions, by id or in order of the calls, which name the answers."""
 
     def __init__(self) -> None:
         self._by_id: dict[str, str] = {}
@@ -133,7 +133,7 @@ def _reasoning(message: Mapping[str, Any]) -> str:
 
 
 def _content(message: Mapping[str, Any], index: int) -> str:
-    """The text; of a list of parts, which must all be text, with line feeds between."""
+    """The text; parts, which must all be text, are joined by newlines."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""

@@ -1,5 +1,5 @@
-"""Grammars for answers in harmony: a call that is forced, or an answer of some form in the final channel, with analysis
-in front if the model writes any."""
+"""Grammars for answers in harmony: a forced call, or a constrained answer in the final channel, with optional analysis
+before it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ HARMONY = Notation(
     markers=SPECIAL_TOKENS,
     names=("openai",),
 )
-"""How a call is written that the model is made to write: as gpt-oss writes its own."""
+"""The notation of a forced call: gpt-oss's own."""
 
 
 def in_final_channel(grammar: Grammar, ids: SpecialIds) -> Grammar:
-    """A message on the final channel whose content is the grammar's. Raises ``RequestError`` where that is too long."""
+    """A message on the final channel whose content is the grammar's. Raises ``RequestError`` if that is too long."""
     lines = [f'start: <[{ids.channel}]> "final" <[{ids.message}]> final_text', f"final_text: {rule_body(grammar)}"]
     return Grammar(kind="lark", text="\n".join(lines))
 
 
 def after_analysis(grammar: Grammar, ids: SpecialIds) -> Grammar:
-    """Messages on the analysis channel, then one of the grammar's. Raises ``RequestError`` where that is too long."""
+    """Messages on the analysis channel, then one of the grammar's. Raises ``RequestError`` if that is too long."""
     lines = [
         "start: analysis* message",
         f'analysis: <[{ids.channel}]> "analysis" <[{ids.message}]> thought <[{ids.end}]> <[{ids.start}]> "assistant"',

@@ -1,9 +1,9 @@
-"""A message's header: the text between "<|start|>" and "<|message|>", to role, channel, recipient and content type.
+"""Parses a message's header, the text between "<|start|>" and "<|message|>": role, channel, recipient, content type.
 
     assistant to=functions.f<|channel|>commentary <|constrain|>json
 
-The reading is that of the package `openai-harmony`; where that refuses a header, this one gives what it has and says
-that it is malformed.
+The rules are those of the package `openai-harmony`; a header that it refuses is parsed as far as possible and
+marked as malformed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from runtime.text.harmony.message import CHANNEL, CHANNELS, CONSTRAIN, FUNCTIONS
 
 _SPACES = "".join(map(chr, range(0x2000, 0x200B)))
 WHITE_SPACE = f"\t\n\x0b\x0c\r \x85\xa0\u1680{_SPACES}\u2028\u2029\u202f\u205f\u3000"
-"""Unicode's, which are not those of Python's `str.strip`."""
+"""Unicode white space, which is not that of Python's `str.strip`."""
 
 _CHANNEL = re.compile(f"{re.escape(CHANNEL)}([^<{WHITE_SPACE}]*)")
 _PART = re.compile(r"[^ \t\n\x0c\r]+")
@@ -23,9 +23,9 @@ _PART = re.compile(r"[^ \t\n\x0c\r]+")
 
 class Header(NamedTuple):
     """
-    role, name    the author; only a tool has a name
-    recipient     as it was written, behind "to=" if `has_to`
-    is_malformed  the format's library would refuse the header
+    role, name    of the author; only a tool has a name
+    recipient     as written, after "to=" if `has_to`
+    is_malformed  `openai-harmony` would refuse the header
     """
 
     role: str
@@ -38,7 +38,7 @@ class Header(NamedTuple):
 
     @property
     def function(self) -> str | None:
-        """The name of the function that the message calls; None where it is no call."""
+        """The name of the function that the message calls, or None."""
         recipient = self.recipient
         if self.role != "assistant" or recipient is None or "<|" in recipient:
             return None
@@ -48,7 +48,7 @@ class Header(NamedTuple):
 
 
 def parse_header(text: str, role: str | None) -> Header:
-    """role: the author's, where the text does not begin with it"""
+    """role: the author's, if the text does not begin with it"""
     channel, text = _take_channel(text)
     is_malformed = channel == ""
     parts = _PART.findall(text.strip(WHITE_SPACE).replace(CONSTRAIN, f" {CONSTRAIN}"))
@@ -60,7 +60,7 @@ def parse_header(text: str, role: str | None) -> Header:
         elif len(parts) > 1 or first.startswith("to="):
             role = "tool"
             parts.pop(0)
-        else:  # a role that is none: perhaps the channel, without the token in front of it
+        else:  # not a role: perhaps the channel, without its token
             role, parts, is_malformed = "assistant", [], True
             written = first.removeprefix("assistant")
             channel = channel or (written if written in CHANNELS else None)
@@ -79,13 +79,13 @@ def parse_header(text: str, role: str | None) -> Header:
 
 
 def _take_channel(text: str) -> tuple[str | None, str]:
-    """The channel, "" where its token has none behind it, and the text without both."""
+    """The channel, "" if nothing follows its token, and the text without both."""
     found = _CHANNEL.search(text)
     return (None, text) if found is None else (found[1], text[: found.start()] + text[found.end() :])
 
 
 def _recipient_and_type(parts: list[str]) -> tuple[str | None, str | None, list[str]]:
-    """The recipient as it is written, the content type, and what is too much."""
+    """The recipient as written, the content type, and the superfluous parts."""
     if not parts:
         return None, None, []
     if len(parts) == 1 or parts[-1].startswith("to="):
@@ -94,9 +94,9 @@ def _recipient_and_type(parts: list[str]) -> tuple[str | None, str | None, list[
 
 
 class Recovered(NamedTuple):
-    """A header that never came to its "<|message|>": what of it is text of a message, and the message's channel.
+    """A header without its "<|message|>", read as a message: its text, and its channel.
 
-    pieces  all of it, in order, each with whether it is that text
+    pieces  all of it, in order, each with whether it is the message's text
     """
 
     channel: str | None
@@ -104,11 +104,11 @@ class Recovered(NamedTuple):
 
 
 def recover(text: str, role: str | None, *, keeps_end: bool = False) -> Recovered:
-    """All but the role and the channel is text. keeps_end: the text goes on, so white space at its end counts"""
+    """Everything but role and channel is text. keeps_end: the text continues, so trailing white space counts"""
     found = _CHANNEL.search(text)
     start, end = (len(text), len(text)) if found is None else found.span()
     front, behind = text[:start], text[end:]
-    is_behind = not front.strip(WHITE_SPACE)  # the role, if it stands anywhere
+    is_behind = not front.strip(WHITE_SPACE)  # after the role, if there is one
     first = _PART.match(behind.lstrip(WHITE_SPACE)) if is_behind else _PART.search(front)
     word, role_end = ("", 0) if first is None else (first[0], first.end())
     channel = None if found is None else found[1]
@@ -126,7 +126,7 @@ def recover(text: str, role: str | None, *, keeps_end: bool = False) -> Recovere
 
 
 def _trimmed(pieces: list[tuple[str, bool]], *, keeps_end: bool) -> list[tuple[str, bool]]:
-    """White space around the text is none of it."""
+    """Marks white space around the text as not part of it."""
     kept = [i for i, (text, is_text) in enumerate(pieces) if is_text and text.strip(WHITE_SPACE)]
     if not kept:
         return [(text, False) for text, _ in pieces if text]

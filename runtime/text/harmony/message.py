@@ -1,4 +1,4 @@
-"""A message of harmony's, and the special tokens that hold messages together, found by name in a tokenizer."""
+"""Harmony's messages, and the special tokens that delimit them, found by name in a tokenizer."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class HarmonyMessage:
     """
     role          one of ROLES
     content       the text
-    name          of a tool, in front of whose message it stands instead of the role; of others, behind the role
+    name          of a tool, which replaces the role in the header; of others, after the role
     channel       one of CHANNELS in the assistant's messages and a tool's
-    recipient     who is called, or answered
-    content_type  what the content is, as it stands in the header: "<|constrain|>json"
+    recipient     of a call, or of an answer
+    content_type  of the content, as in the header: "<|constrain|>json"
     """
 
     role: str
@@ -41,7 +41,7 @@ class HarmonyMessage:
 
 
 class SpecialIds(NamedTuple):
-    """The ids of SPECIAL_TOKENS, in their order."""
+    """The ids of SPECIAL_TOKENS, in order."""
 
     start: int
     message: int
@@ -58,7 +58,7 @@ class SpecialIds(NamedTuple):
 
 
 def special_ids(tokenizer: Tokenizer) -> SpecialIds | None:
-    """None where the vocabulary lacks one, or has it as an ordinary token."""
+    """None if the vocabulary lacks one, or has it as an ordinary token."""
     ids = [tokenizer.token_to_id(token) for token in SPECIAL_TOKENS]
     found = [i for i in ids if i is not None and i in tokenizer.all_special_ids]
     return SpecialIds(*found) if len(found) == len(SPECIAL_TOKENS) else None

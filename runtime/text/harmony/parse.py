@@ -1,4 +1,4 @@
-"""An answer's token ids to whole messages."""
+"""Parses an answer's token ids to whole messages."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class MessageParser:
-    """Takes ids as they come. Any ids give messages; none ever raises.
+    """Takes ids as they come. Any ids give messages; errors are never raised.
 
-    role      of the first message, whose header has begun; None: the ids begin with "<|start|>"
-    messages  those that have ended
+    role      of the first message, whose header has begun; None if the ids begin with "<|start|>"
+    messages  finished ones
     """
 
     def __init__(self, tokenizer: Tokenizer, ids: SpecialIds, role: str | None = "assistant") -> None:
@@ -41,7 +41,7 @@ class MessageParser:
             self._take(self._reader.push(text, () if token is None else (len(text) - len(token),)))
 
     def finish(self) -> list[HarmonyMessage]:
-        """All messages: the ids have ended."""
+        """All messages, at the end of the ids."""
         self._take(self._reader.push(self._decoder.flush()))
         self._take(self._reader.finish())
         return self.messages

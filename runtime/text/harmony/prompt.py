@@ -1,4 +1,4 @@
-"""Whether a model speaks harmony, its prompt for a conversation, and how a prompt leaves the answer."""
+"""Detects models that speak harmony, renders their prompts, and finds the state of the answer at a prompt's end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tokenizer import Tokenizer
 
 VARIABLES = frozenset({"reasoning_effort", "model_identity", "now"})
-"""What a conversation's prompt can be told beside messages and tools."""
+"""Variables of a conversation's prompt beside messages and tools."""
 
 _PROBE = tuple({"role": role, "content": role} for role in ("user", "assistant", "user"))
 
@@ -29,8 +29,8 @@ def speaks_harmony(tokenizer: Tokenizer) -> bool:
 
 
 def has_plain_template(tokenizer: Tokenizer) -> bool:
-    """Whether the chat template writes a conversation as harmony has it, so that it can be rendered here. A template
-    with a system message of its own, say, does not."""
+    """Whether the chat template writes a conversation as harmony does, so that it can be rendered here. A template
+    with its own system message, for example, does not."""
     from tokenizer import ChatTemplateError
 
     now = datetime(2026, 1, 2)
@@ -56,7 +56,7 @@ def harmony_prompt(
     """The token ids of a conversation, for a model that speaks harmony.
 
     parses_content  a special token's text in a message becomes the token
-    now             whose date the system's message tells; None: today's
+    now             its date is in the system message; today's by default
 
     Raises ``RequestError``.
     """
@@ -83,10 +83,10 @@ def harmony_prompt(
 
 
 class AnswerStart(NamedTuple):
-    """How a prompt leaves the answer.
+    """The state of the answer at a prompt's end.
 
-    role     of the message that has begun, if only that is known of it; None: the header says it, or it has not begun
-    header   what the prompt has of the message's header, behind the role
+    role     of the started message, if nothing else of it is known; else None
+    header   the prompt's part of the message's header, after the role
     state    what comes next: a message, the rest of its header, or of its content
     """
 
@@ -96,7 +96,7 @@ class AnswerStart(NamedTuple):
 
 
 def answer_start(tokenizer: Tokenizer, ids: SpecialIds, prompt_token_ids: Sequence[int]) -> AnswerStart:
-    """A prompt without any message leaves the assistant's header open."""
+    """After a prompt without any message the assistant's header is open."""
     begin = len(prompt_token_ids)
     while begin and prompt_token_ids[begin - 1] != ids.start:
         begin -= 1

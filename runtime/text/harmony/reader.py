@@ -1,14 +1,14 @@
-"""An answer's text and special tokens to messages, as they come, whatever the model wrote.
+"""Parses an answer's text and special tokens to messages incrementally, whatever the model writes.
 
-A message is a header, "<|message|>", its content and a token that stops it. The reading is that of the package
-`openai-harmony` in its lenient mode. Where that refuses an answer, or drops a part of it, the text becomes content of
-the best-known channel:
+A message is a header, "<|message|>", its content and a stop token. The rules are those of the package
+`openai-harmony` in its lenient mode. If that refuses an answer, or drops a part of it, the text becomes content of
+the most plausible channel:
 
-- a header that the package refuses gives what can be read of it;
+- a header that the package refuses is parsed as far as possible;
 - a header that ends without "<|message|>", or has more than MAX_HEADER characters, is itself the content;
-- what follows a message without "<|start|>" is read as a header of the assistant's.
+- text after a message without "<|start|>" is read as a header of the assistant's.
 
-Each of these is counted in `num_malformed`. What was not read at the end, an unfinished header, is layout, unless it
+Each of these is counted in `num_malformed`. An unfinished header at the end is layout, unless it
 is plain text without any sign of a header.
 """
 
@@ -22,13 +22,13 @@ from runtime.text.harmony.message import CHANNEL, CHANNELS, MESSAGE, SPECIAL_TOK
 from runtime.text.harmony.prompt import AnswerStart
 
 MAX_HEADER = 256
-"""Characters of a header; with more, it is content."""
+"""Most characters of a header; longer text is content."""
 
 class Event(NamedTuple):
-    """A stretch of the answer: all texts, put together, are the answer.
+    """A stretch of the answer: the texts of all events, concatenated, are the answer.
 
-    kind    "begin": a message's header, or nothing where that is its content; "text": of the message that has begun;
-            "end": what ends it; "layout": none of these
+    kind    "begin": a message's header, or nothing if that is its content; "text": of the started message;
+            "end": its end; "layout": none of these
     header  of "begin"
     """
 
@@ -39,14 +39,14 @@ class Event(NamedTuple):
 
 class HarmonyReader:
     """
-    start          how the prompt leaves the answer; what it has begun counts, and is no event's text
-    num_malformed  headers that the format's library would refuse, messages of the assistant's without one of the three
-                   channels, special tokens where none belongs
+    start          the answer's state at the prompt's end; the prompt's part counts, but is not in any event's text
+    num_malformed  headers that `openai-harmony` would refuse, the assistant's messages without one of the three
+                   channels, misplaced special tokens
     """
 
     def __init__(self, start: AnswerStart) -> None:
         self._state: Literal["start", "header", "content", "recovered"] = start.state
-        self._role = start.role  # where the header does not say it
+        self._role = start.role  # if the header does not have it
         self._held = start.header  # the header so far
         self._num_given = len(start.header)  # characters of it that are the prompt's
         self._is_unexpected = False  # the header began without its token
@@ -57,7 +57,7 @@ class HarmonyReader:
             self.num_malformed = 0
 
     def push(self, text: str, places: Sequence[int] = ()) -> list[Event]:
-        """`places`: where special tokens begin in the text."""
+        """`places`: indices of special tokens in the text."""
         at = 0
         for place in places:
             token = next(token for token in SPECIAL_TOKENS if text.startswith(token, place))
@@ -68,7 +68,7 @@ class HarmonyReader:
         return self._taken()
 
     def finish(self) -> list[Event]:
-        """The rest: the answer has ended."""
+        """The remaining events, at the end of the answer."""
         if self._state == "header":
             if self._is_unexpected or not self._may_go_on():
                 self._recover()
@@ -80,7 +80,7 @@ class HarmonyReader:
         return self._taken()
 
     def _may_go_on(self) -> bool:
-        """Whether the header is one as far as it goes, and no plain text."""
+        """Whether the text so far is a valid header, and not plain text."""
         words = "".join(text for text, is_text in recover(self._held, self._role).pieces if is_text).strip(WHITE_SPACE)
         is_begun_role = self._role is None and not any(space in words for space in WHITE_SPACE)
         return "<|" in self._held or "to=".startswith(words[:3]) or is_begun_role
@@ -150,7 +150,7 @@ class HarmonyReader:
         self._events.append(Event("begin", text[self._num_given :], header))
 
     def _check_length(self) -> None:
-        """Turns a header that is too long into content. What it says must not depend on how the text was cut."""
+        """Turns a header that is too long into content, independently of how the text was cut."""
         if len(self._held) > MAX_HEADER:
             rest, self._held = self._held[MAX_HEADER + 1 :], self._held[: MAX_HEADER + 1]
             self._recover(is_open=True)
@@ -172,7 +172,7 @@ class HarmonyReader:
         self._state = "recovered" if is_message else "start"
 
     def _end(self, token: str) -> None:
-        """Ends the message, where one has begun."""
+        """Ends the message, if one has begun."""
         if self._state == "start":
             self._say("layout", token)
         else:

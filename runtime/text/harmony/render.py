@@ -1,4 +1,4 @@
-"""Messages to token ids. Each piece of a header is encoded by itself, as the format's own library does."""
+"""Renders messages to token ids. Each piece of a header is encoded separately, as in `openai-harmony`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Renderer:
         return rendered if next_role is None else [*rendered, self._ids.start, *self._text(next_role)]
 
     def message(self, message: HarmonyMessage) -> list[int]:
-        """With the token that ends it: "call" where the assistant calls somebody, else "end"."""
+        """With the token that ends it: "call" for the assistant's calls, else "end"."""
         is_call = message.role == "assistant" and message.recipient is not None
         return [*self.open_message(message), self._ids.call if is_call else self._ids.end]
 

@@ -1,7 +1,7 @@
-"""What the system's message and the developer's say.
+"""The texts of the system message and the developer message.
 
-The system's message is a fixed form, and not the API's: instructions of the API's system and developer messages go to
-harmony's developer, with the tools.
+The system message is a fixed form, and not the API's: instructions of the API's system and developer messages go to
+harmony's developer message, with the tools.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def system_text(
     channels: Sequence[str] = CHANNELS,
     has_functions: bool = False,
 ) -> str:
-    """None, and no channels, leave a line out. has_functions: the developer's message has tools"""
+    """None, and no channels, omit a line. has_functions: the developer message has tools"""
     top = [
         f"{label}{value}"
         for label, value in (
@@ -64,7 +64,7 @@ def _tools_text(functions: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    """As the format's own library cuts them: at line feeds alone, with a carriage return in front dropped."""
+    """Splits as `openai-harmony` does: at line feeds alone, dropping a preceding carriage return."""
     lines = text.split("\n")
     if lines[-1] == "":
         lines.pop()

@@ -1,7 +1,7 @@
-"""A function's JSON schema as the TypeScript type that gpt-oss was trained to read.
+"""Writes a function's JSON schema as a TypeScript type, the form in gpt-oss's training.
 
-The rules are those of the package `openai-harmony`, which knows objects, arrays, oneOf, enums of strings, nullable and
-lists of types; a schema of anything else (anyOf, $ref) is `any`.
+The rules are those of the package `openai-harmony`, which supports objects, arrays, oneOf, enums of strings, nullable
+and lists of types; any other schema (anyOf, $ref) is `any`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MAX_DEPTH = 64
 
 
 def typescript_type(schema: Any, indent: str = "", depth: int = 0) -> str:
-    """The type, in lines whose further ones begin with `indent`."""
+    """The type, with `indent` before all lines but the first."""
     if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
         return "any"
     variants, kind = schema.get("oneOf"), schema.get("type")
@@ -50,7 +50,7 @@ def _object_type(schema: Mapping[str, Any], indent: str, depth: int) -> str:
 
 
 def _property_lines(key: str, schema: Any, indent: str, depth: int) -> list[str]:
-    """key: with a question mark where the property may be left out"""
+    """key: with a question mark if the property is optional"""
     fields = schema if isinstance(schema, Mapping) else {}
     lines = []
     if (title := _text(fields, "title")) is not None:
@@ -72,7 +72,7 @@ def _property_lines(key: str, schema: Any, indent: str, depth: int) -> list[str]
 def _choice_lines(
     key: str, schema: Mapping[str, Any], description: str | None, indent: str, depth: int
 ) -> list[str]:
-    """A property that is one of several types, each on a line. Its description stands above, unless the first type has
+    """A property with several alternative types, one a line. Its description is above, unless the first type has
     the same."""
     variants: list[Any] = schema["oneOf"]
     is_above = description is not None and not (variants and _text(variants[0], "description") == description)
@@ -90,7 +90,7 @@ def _choice_lines(
 
 
 def _variant_line(variant: Any, indent: str, depth: int) -> str:
-    """One type of several that are no property's: an array's items, say."""
+    """One of several types outside a property, such as an array's items."""
     default = _default(variant, is_quoted=True)
     comments = [each for each in (_text(variant, "description"), default) if each is not None]
     behind = f" // {' '.join(comments)}" if comments else ""

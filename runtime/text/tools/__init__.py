@@ -1,4 +1,4 @@
-"""Tool calls: how each family of models writes them. `table.py` lists the notations, each with what reads it out of an
-answer and what a forced call has to look like; `parser.py` reads any of them from a stream, `grammar.py` makes the
-grammar that forces one, `told.py` tells tools to models whose template does not.
+"""Tool calls in the notation of each family of models. `table.py` lists the notations, each with its reader and the
+form of a forced call; `parser.py` parses any of them from a stream, `grammar.py` makes the
+grammar that forces one, `told.py` describes tools to models whose template does not.
 """

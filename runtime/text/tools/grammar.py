@@ -1,4 +1,4 @@
-"""The grammar that forces a tool call: what `tool_choice` asks for, written the way the model writes calls."""
+"""The grammar that forces a tool call for `tool_choice`, in the model's notation."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 _MAX_DEPTH = 8
-"""Deepest nesting of which each level has rules of its own; below it anything goes."""
+"""Deepest nesting with separate rules for each level; below it anything goes."""
 
 
 def marker_ids(notation: Notation, tokenizer: Tokenizer | None) -> dict[str, int]:
-    """The notation's markers that are special tokens of the tokenizer's, which are drawn as such."""
+    """The notation's markers that are special tokens of the tokenizer's, which are sampled as such."""
     if tokenizer is None:
         return {}
     ids = {marker: tokenizer.token_to_id(marker) for marker in notation.markers}
@@ -33,11 +33,11 @@ def tool_grammar(
     parallel: bool = True,
     markers: Mapping[str, int] | None = None,
 ) -> str:
-    """A grammar, in Lark's notation as llguidance reads it, of which every text is a call that the parser reads.
+    """A grammar, in llguidance's Lark notation, whose every text is a call that the parser reads.
 
     tools     checked, in OpenAI's form; their names need no escape in JSON
-    name      the one function that may be called; None: any of them
-    parallel  further calls may follow the first, unless it was named
+    name      the only function that may be called, or None for any
+    parallel  further calls may follow the first, unless `name` is given
     markers   those that are special tokens, with their ids
     """
     functions = [tool["function"] for tool in tools if name is None or tool["function"]["name"] == name]
@@ -66,7 +66,7 @@ class _Writer:
         return "\n".join([*lines, *self._rules])
 
     def _texts(self, text: str) -> str:
-        """A text as the terms of a rule."""
+        """The text as terms of a rule."""
         pieces = [text] if self._split is None else self._split.split(text)
         return " ".join(
             f"<[{self._markers[piece]}]>" if piece in self._markers else _quoted(piece) for piece in pieces if piece
@@ -98,7 +98,7 @@ class _Writer:
     def _one_by_one(
         self, rule: str, parameters: Any, head: Callable[[str], str], tail: str, behind: str
     ) -> str:
-        """Each argument on lines of its own; those that are not required may be left out."""
+        """Each argument on lines of its own; optional ones may be omitted."""
         terms = []
         for i, (key, schema, is_required) in enumerate(_properties(parameters)):
             text = self._texts(head(key))
@@ -118,11 +118,11 @@ class _Writer:
     def _listed(
         self, rule: str, parameters: Any, root: Any, separator: str, comma: str, quote: str = "", depth: int = 0
     ) -> str:
-        """The arguments with commas between; those that are not required may be left out."""
+        """The arguments with commas between; optional ones may be omitted."""
         properties = _properties(parameters)
         if not properties:
             return ""
-        # first_i: argument i and those behind it, where none stands in front; more_i: with a comma in front.
+        # first_i: argument i and the later ones, as the first; more_i: the same after a comma.
         first, more = "", ""
         for i, (key, schema, is_required) in reversed(list(enumerate(properties))):
             value = self._value(f"{rule}_value_{i}", schema, root, quote, depth)
@@ -136,7 +136,7 @@ class _Writer:
         return first
 
     def _value(self, rule: str, schema: Any, root: Any, quote: str, depth: int) -> str:
-        """JSON, which is read as Python, too; where strings stand between marks of their own, the same with these."""
+        """JSON, which is read as Python, too; if strings have special quotes, JSON with these."""
         types = types_of(schema, root)
         if not quote and types == {"boolean"}:
             return self._rule(rule, '"True" | "False"')
@@ -173,7 +173,7 @@ class _Writer:
         self._rules.append("GEMMA_KEY: /[A-Za-z_][A-Za-z0-9_]*/")
 
     def _free_text(self, rule: str, end: str) -> str:
-        """Any text up to this one, which is read with it."""
+        """Any text up to and including ``end``."""
         if end in self._markers:
             return f"{self._rule(rule, '/(?s:.*)/')} {self._texts(end)}"
         self._rules.append(f"{rule}[suffix={_quoted(end)}]: /(?s:.*)/")
@@ -197,7 +197,7 @@ def _object_schema(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _properties(parameters: Any) -> list[tuple[str, Any, bool]]:
-    """Each declared argument, its schema, and whether it has to be there. Others are not drawn."""
+    """Each declared argument, its schema, and whether it is required. Others are not generated."""
     declared = parameters.get("properties") if isinstance(parameters, Mapping) else None
     required = parameters.get("required") if isinstance(parameters, Mapping) else None
     names = required if isinstance(required, list) else []
@@ -206,7 +206,7 @@ def _properties(parameters: Any) -> list[tuple[str, Any, bool]]:
 
 
 def _text_values(schema: Any) -> list[str] | None:
-    """The texts that a value is one of; None: it is no choice among texts."""
+    """The texts that the schema allows, or None if it is not a choice among texts."""
     values = schema.get("enum") if isinstance(schema, Mapping) else None
     if isinstance(schema, Mapping) and isinstance(schema.get("const"), str):
         values = [schema["const"]]
@@ -216,7 +216,7 @@ def _text_values(schema: Any) -> list[str] | None:
 
 
 def _with_definitions(schema: Any, root: Any) -> Any:
-    """A property's schema as one of its own, with what it may refer to."""
+    """A property's schema as a separate schema, with the definitions that it may refer to."""
     if not isinstance(schema, Mapping):
         return {} if schema is None else schema
     definitions = {name: root[name] for name in ("$defs", "definitions") if name in root and name not in schema}
@@ -228,5 +228,5 @@ def _joined(*terms: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A string of Lark's, which are JSON's."""
+    """A string in Lark, whose strings are JSON's."""
     return json.dumps(text, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""Calls whose arguments are one JSON object, in all the ways in which models put a name beside it."""
+"""Readers of calls whose arguments are one JSON object, in all the ways in which models put a name beside it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BESIDE_NAME = frozenset({"name", "id", "type"})
 def json_objects(openings: tuple[str, ...], closings: tuple[str, ...] = ()) -> Reader:
     """Objects with "name" and the arguments between two tags: one, several, or a list of them.
 
-    A closing tag may be missing, and what comes in its place is content.
+    A closing tag may be missing; the text in its place is content.
     """
 
     def read(answer: AnswerReader) -> Reading[None]:
@@ -28,8 +28,8 @@ def json_objects(openings: tuple[str, ...], closings: tuple[str, ...] = ()) -> R
 
 
 def bare_json_objects(openings: tuple[str, ...] = (), *, has_methods: bool = False) -> Reader:
-    """The same where no tag needs to stand in front: an answer that begins with such an object is one. After a tag,
-    `has_methods`, "name.call(key=value)" may stand, too."""
+    """The same without a required tag: an answer that begins with such an object is a call. After a tag,
+    with `has_methods`, "name.call(key=value)" is accepted, too."""
 
     def read(answer: AnswerReader) -> Reading[None]:
         yield from _objects(answer, ())
@@ -43,8 +43,8 @@ def bare_json_objects(openings: tuple[str, ...] = (), *, has_methods: bool = Fal
 
 
 def _objects(answer: AnswerReader, ends: tuple[str, ...]) -> Reading[bool]:
-    """Calls one after another, with a comma or a semicolon between them if any, or a list of them. Whether there was
-    one; what follows the last is not read."""
+    """Calls one after another, with a comma or a semicolon between them if any, or a list of them. Returns whether
+    there was one; the text after the last is not read."""
     is_list = (yield from answer.next_character()) == "["
     answer.at += is_list
     num_read, start = 0, answer.at
@@ -98,7 +98,7 @@ def _arguments(
     answer: AnswerReader, name: str, ends: tuple[str, ...], tail: str = "", *, empty: tuple[str, ...]
 ) -> Reading[bool]:
     """The arguments of the named function, or none: null, an empty string, or one of `empty`, which is not read.
-    Whether that makes a call."""
+    Returns whether that makes a call."""
     if (yield from answer.next_character()) == "{":
         if not answer.begin(name):
             return False
@@ -112,7 +112,7 @@ def _arguments(
 
 
 def lines_of_names(answer: AnswerReader) -> Reading[None]:
-    """The name of one of the tools alone in the answer's first line, and the arguments behind it (GLM-4)."""
+    """The name of one of the tools alone in the answer's first line, and the arguments after it (GLM-4)."""
     while True:
         yield from answer.next_character()
         start = answer.at
@@ -180,8 +180,8 @@ DEEPSEEK_MARKERS = (
 
 
 def json_object(answer: AnswerReader, ends: tuple[str, ...]) -> Reading[bool]:
-    """A call: an object of a name and the arguments, in any order, other keys beside them. Whether it is one; what has
-    begun as one is one even where it breaks off."""
+    """A call: an object of a name and the arguments, in any order, possibly with other keys. Returns whether it is one;
+    an object that has begun as a call is one even if it breaks off."""
     answer.at += 1
     name: str | None = None
     arguments: str | None = None
@@ -224,7 +224,7 @@ def json_object(answer: AnswerReader, ends: tuple[str, ...]) -> Reading[bool]:
 
 
 def _string(raw: str) -> str | None:
-    """What a JSON string says; None where it is none, or says what is no text (half a surrogate pair)."""
+    """The value of a JSON string; None if it is not one, or not valid text (half a surrogate pair)."""
     try:
         return msgspec.json.decode(raw, type=str)
     except msgspec.MsgspecError:
@@ -232,7 +232,7 @@ def _string(raw: str) -> str | None:
 
 
 def _object_of(raw: str | None) -> str:
-    """The arguments of a call that did not come as an object: none at all, or an object written as a string."""
+    """The arguments of a call that are not an object: missing, or an object written as a string."""
     text = None if raw is None else _string(raw)
     if raw is None or raw == "null" or (text is not None and not text.strip()):
         return "{}"

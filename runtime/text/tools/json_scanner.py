@@ -1,5 +1,5 @@
-"""Finds the end of a JSON value in a text that comes in pieces (RFC 8259), and writes as JSON what a model wrote
-otherwise: control characters and unknown escapes within strings, Python's single quotes, words and last commas."""
+"""Finds the end of a JSON value in a text that comes in pieces (RFC 8259), and repairs
+invalid JSON: control characters and unknown escapes in strings, Python's single quotes and words, trailing commas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUM_HEX = {"u": 4, "x": 2, "U": 8}
 
 
 class _State(IntEnum):
-    """What may come next, or what the next character is within."""
+    """The expected next element, or the one that contains the next character."""
 
     VALUE = auto()
     VALUE_OR_END = auto()
@@ -34,10 +34,10 @@ class _State(IntEnum):
 
 
 class JsonScanner:
-    """Reads one value. It is `is_complete` behind its last character (a number at the first that is none of its own),
+    """Reads one value. It is `is_complete` after its last character (a number, at the first character after it),
     and `is_broken` at the first character with which it cannot be read. Each character costs O(1).
 
-    waiting  the end of what was read, whose form as JSON is not known yet
+    waiting  the end of the read text, whose form as JSON is not known yet
     """
 
     def __init__(self) -> None:
@@ -57,13 +57,13 @@ class JsonScanner:
         return self._state is _State.BROKEN
 
     def take(self) -> str:
-        """The text read since the last call, except what waits, as JSON. Valid JSON keeps its bytes."""
+        """The text read since the last call, except `waiting`, as JSON. Valid JSON keeps its bytes."""
         written, self._written = "".join(self._written), []
         return written
 
     def push(self, text: str, start: int) -> int:
-        """Reads `text[start:]`, which goes on where the last push ended; the place of the first character that is no
-        part of the value."""
+        """Reads `text[start:]`, which continues the last push; returns the index of the first character after the
+        value."""
         at, end = start, len(text)
         while at < end and self._state < _State.COMPLETE:
             begin = at
@@ -91,7 +91,7 @@ class JsonScanner:
         return at
 
     def _structure(self, character: str) -> int:
-        """Reads a character between values; how many of it are read."""
+        """Reads a character between values; returns how many of it are read."""
         state, may_have_value = self._state, self._state in (_State.VALUE, _State.VALUE_OR_END)
         may_end = state in (_State.VALUE_OR_END, _State.KEY_OR_END, _State.COMMA_OR_END)
         if may_end and character == self._closers[-1]:
@@ -137,8 +137,8 @@ class JsonScanner:
             self._write(json.dumps(character)[1:-1])
 
     def _escape(self, character: str) -> int:
-        """Reads a character after a backslash; returns how many are read. One that no escape begins with, or goes on
-        with, stays what it is."""
+        """Reads a character after a backslash; returns how many are read. A character that does not start or continue
+        an escape stays as it is."""
         escape = self.waiting[1:]
         if escape:
             num_hex = _NUM_HEX[escape[0]]
@@ -173,13 +173,13 @@ class JsonScanner:
         self._state = _State.COMMA_OR_END if self._closers else _State.COMPLETE
 
     def _write(self, text: str) -> None:
-        """The waiting text was a part of it."""
+        """Writes the waiting text."""
         self._written.append(text)
         self.waiting = ""
 
 
 def _character(escape: str) -> str:
-    """An escape of hexadecimal digits as one of JSON's."""
+    """A hexadecimal escape as one of JSON's."""
     kind, digits = escape[1], escape[2:]
     if kind == "U":
         number = int(digits, 16)
@@ -188,7 +188,7 @@ def _character(escape: str) -> str:
 
 
 def as_json(text: str) -> str | None:
-    """An object or an array that is all of the text but white space, as JSON; None where it is none."""
+    """The text as JSON, if it is one object or array, possibly with white space around it; else None."""
     scanner = JsonScanner()
     end = scanner.push(text, 0)
     written = scanner.take().strip()
@@ -197,7 +197,7 @@ def as_json(text: str) -> str | None:
 
 
 def _end(pattern: re.Pattern[str], text: str, start: int) -> int:
-    """Where the longest match at `start` ends; the patterns here match the empty string, too."""
+    """The end of the longest match at `start`; the patterns here match the empty string, too."""
     match = pattern.match(text, start)
     assert match is not None
     return match.end()

@@ -1,4 +1,4 @@
-"""Calls with keyword arguments, as Python and Gemma write them: "f(a=1, b=['x'])", "call:f{a:1,b:[<|"|>x<|"|>]}"."""
+"""Readers of calls with keyword arguments, as in Python and Gemma: "f(a=1, b=['x'])", "call:f{a:1,b:[<|"|>x<|"|>]}"."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": "", "\\
 
 
 class NoLiteralError(ValueError):
-    """The text is no literal."""
+    """The text is not a literal."""
 
 
 class Literals:
-    """Reads arguments out of a text that is all there. `quotes`: what strings stand between; `separator`: what stands
+    """Parses arguments out of a complete text. `quotes` delimit strings; `separator` is
     between a key and its value. Raises `NoLiteralError`."""
 
     def __init__(self, text: str, quotes: tuple[str, ...], separator: str) -> None:
@@ -34,7 +34,7 @@ class Literals:
         self._separator = separator
 
     def arguments(self) -> dict[str, Any]:
-        """All of the text: "key=value" after "key=value"."""
+        """The whole text: "key=value" after "key=value"."""
         found: dict[str, Any] = {}
         while self._skip() < len(self._text):
             key = self._key()
@@ -144,7 +144,7 @@ def _unescaped(found: re.Match[str]) -> str:
 
 
 def arguments_of(text: str, quotes: tuple[str, ...] = ('"', "'"), separator: str = "=") -> str | None:
-    """The arguments as a JSON object; None where they cannot be read."""
+    """The arguments as a JSON object; None if they cannot be parsed."""
     try:
         return json.dumps(Literals(text, quotes, separator).arguments(), ensure_ascii=False)
     except NoLiteralError:
@@ -152,7 +152,7 @@ def arguments_of(text: str, quotes: tuple[str, ...] = ('"', "'"), separator: str
 
 
 def python_call(answer: AnswerReader, method: str = "") -> Reading[bool]:
-    """"name(key=value, …)", behind the name `method`. Whether it is one. It is handed out when all of it has come."""
+    """"name(key=value, …)", after the name `method`. Returns whether it is one; handed out once complete."""
     start = answer.at
     name = yield from answer.name(("(",))
     if name is None or not name.endswith(method) or not name.removesuffix(method):
@@ -168,7 +168,7 @@ def python_call(answer: AnswerReader, method: str = "") -> Reading[bool]:
 
 
 def _closing(answer: AnswerReader, at: int) -> Reading[int | None]:
-    """Where the bracket closes that opens at `at`."""
+    """The index of the bracket that closes the one at `at`."""
     depth, quote = 0, ""
     while True:
         while at < len(answer.held):
@@ -193,7 +193,7 @@ def _closing(answer: AnswerReader, at: int) -> Reading[int | None]:
 
 
 def python_calls(openings: tuple[str, ...], closings: tuple[str, ...]) -> Reader:
-    """A list of calls, "[f(a=1), g()]", that an answer begins with, or that stands between tags; between tags, calls
+    """A list of calls, "[f(a=1), g()]", at the start of an answer, or between tags; between tags, calls
     without the brackets, too."""
 
     def read(answer: AnswerReader) -> Reading[None]:
@@ -228,7 +228,7 @@ def _python_list(answer: AnswerReader) -> Reading[None]:
 
 
 def gemma_calls(opening: str, closing: str, quote: str) -> Reader:
-    """"call:name{key:value,…}" between tags, its strings between marks of their own (FunctionGemma, Gemma 4)."""
+    """"call:name{key:value,…}" between tags, with special quotes for strings (FunctionGemma, Gemma 4)."""
 
     def read(answer: AnswerReader) -> Reading[None]:
         while (yield from answer.content_until((opening,))) is not None:
@@ -254,7 +254,7 @@ def gemma_calls(opening: str, closing: str, quote: str) -> Reader:
 
 
 def _gemma_end(answer: AnswerReader, closing: str, quote: str) -> Reading[int | None]:
-    """Where the closing tag is, outside of strings; the answer's end where its last brace closes the call."""
+    """The index of the closing tag, outside of strings; the answer's end if its last brace closes the call."""
     at, is_inside = answer.at, False
     while (found := (yield from answer.find((closing, quote), at))) is not None:
         at = found[0]

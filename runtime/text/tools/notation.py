@@ -13,11 +13,11 @@ ArgumentStyle = Literal["json", "qwen3_coder", "glm45", "python", "gemma"]
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """The texts around a forced call's arguments. NAME stands for the function's name.
+    """The texts around a forced call's arguments. NAME is replaced by the function's name.
 
     before, between, after  around all calls, and between two
     head, tail              of each
-    arguments               how they are written: one JSON object, or one by one
+    arguments               their style: one JSON object, or one by one
     """
 
     head: str
@@ -31,11 +31,11 @@ class CallForm:
 @dataclass(frozen=True, slots=True)
 class Notation:
     """
-    name       ours; names: those of vLLM's `--tool-call-parser` that mean it
-    read       finds the calls in an answer; None: the format has a parser of its own (harmony)
-    form       what a forced call looks like
-    markers    texts that count only where they were drawn as special tokens, in models that have them as such
-    is_in      whether a chat template's text shows it
+    name       ours; names: the equivalent values of vLLM's `--tool-call-parser`
+    read       finds the calls in an answer, or None if the format has a parser of its own (harmony)
+    form       of a forced call
+    markers    texts that count only if sampled as special tokens, in models that have them as such
+    is_in      detects it in a chat template's text
     short_ids  calls have ids of nine letters and digits
     """
 
@@ -50,11 +50,11 @@ class Notation:
 
 @dataclass(frozen=True, slots=True)
 class ToolReading:
-    """How the calls of one answer are read.
+    """Settings for parsing the calls of one answer.
 
-    functions  the parameters' JSON schemas of those that may be called
-    is_closed  True: a call of any other function is no call, but content
-    parallel   False: the first call is kept
+    functions  the parameters' JSON schemas of the permitted functions
+    is_closed  True: a call of any other function is content
+    parallel   False: only the first call is kept
     """
 
     notation: Notation

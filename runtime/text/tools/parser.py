@@ -1,7 +1,7 @@
-"""Tool calls out of an answer's text as it comes, in any notation.
+"""Parses tool calls from an answer's text incrementally, in any notation.
 
-A call has begun as soon as its name is known and its arguments begin; from there on they are handed out as they come,
-and they stay as the model wrote them even where that is no JSON. What never comes to a name stays content. White space
+A call begins once its name is known and its arguments begin; from then on they are handed out as they come,
+unchanged even if they are not JSON. A call without a name stays content. White space
 around calls is their layout.
 """
 
@@ -17,7 +17,7 @@ from runtime.text.tools.reader import WHITE_SPACE, AnswerReader
 class ToolCallParser:
     """Parts of an answer: "content", "call" and "layout".
 
-    special_markers  those of the notation's markers that are special tokens of the model's
+    special_markers  the notation's markers that are special tokens of the model
     """
 
     def __init__(self, reading: ToolReading, special_markers: frozenset[str] = frozenset()) -> None:
@@ -34,7 +34,7 @@ class ToolCallParser:
         self._go_on()
 
     def push(self, text: str, places: Sequence[int] = ()) -> list[Part]:
-        """The parts that are certain now. `places`: where special tokens' texts begin in this text."""
+        """The parts that are certain now. `places`: indices of special tokens in this text."""
         if places or not self._reader.add_plain(text):
             self._reader.add(text, places)
             self._go_on()

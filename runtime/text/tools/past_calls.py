@@ -1,4 +1,4 @@
-"""Rewrites a conversation's past calls for a chat template that does not take them as they are."""
+"""Rewrites a conversation's past calls for a chat template that does not accept them unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from runtime.engine.errors import RequestError
 
 MAX_ARGUMENTS_DEPTH = 64
-"""Deepest nesting in a call's arguments that a template is given as objects."""
+"""Deepest nesting of a call's arguments that is passed to a template as objects."""
 
 
 def has_calls(message: Any) -> bool:
@@ -24,8 +24,8 @@ def has_calls(message: Any) -> bool:
 
 
 def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Ids of calls as nine letters and digits, which Mistral's templates ask for. Those without one are counted; an
-    answer without one belongs to the first call that has none."""
+    """Call ids of nine letters and digits, which Mistral's templates require. Missing ids are numbered; an
+    answer without an id belongs to the first call that has no answer."""
     changed, unanswered, count = [], list[str](), 0
     for message in messages:
         new = dict(message)
@@ -46,7 +46,7 @@ def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[st
 
 
 def with_names(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Tools' answers with the names of the functions that were called, which some templates ask for."""
+    """Adds the names of the called functions to tools' answers, which some templates require."""
     calls = [call for message in messages if has_calls(message) for call in message["tool_calls"]]
     names = {call["id"]: call["function"].get("name") for call in calls if call.get("id")}
     return [
@@ -66,9 +66,9 @@ def _short_id(given: str) -> str:
 def with_arguments(
     messages: Sequence[Mapping[str, Any]], *, takes_objects: bool, takes_text: bool
 ) -> Sequence[Mapping[str, Any]]:
-    """The arguments of calls as a template takes them: objects, or JSON's text. One that takes both, or writes none,
-    gets objects, but for a text that is none. Raises ``RequestError`` naming the call for such a text where objects
-    alone are taken."""
+    """The arguments of calls in the template's form: objects, or JSON text. A template that takes both, or writes none,
+    gets objects, except for a text that is not an object. Raises ``RequestError`` naming the call for such a text if
+    only objects are accepted."""
     if not any(map(has_calls, messages)):
         return messages
     prefers_text, keeps_text = takes_text and not takes_objects, takes_text or not takes_objects
@@ -116,7 +116,7 @@ def _is_deeper(value: Any, depth: int) -> bool:
 
 
 def with_calls_alone(messages: Sequence[Mapping[str, Any]], places: Collection[int]) -> Sequence[Mapping[str, Any]]:
-    """The text beside the calls of these messages in a message of its own, in front of them."""
+    """Moves the text beside the calls of these messages to a message before them."""
     changed: list[Mapping[str, Any]] = []
     for i, message in enumerate(messages):
         if i in places:
@@ -127,7 +127,7 @@ def with_calls_alone(messages: Sequence[Mapping[str, Any]], places: Collection[i
 
 
 def with_single_calls(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Each call in a message of its own, with its answer behind it."""
+    """Each call in a message of its own, followed by its answer."""
     single: list[Mapping[str, Any]] = []
     answers = {message["tool_call_id"]: message for message in messages if message.get("role") == "tool"}
     moved: list[Mapping[str, Any]] = []

@@ -1,8 +1,8 @@
-"""An answer's text as the readers of tool calls see it: they read front to back, as if all of it were there.
+"""The interface of the readers of tool calls to an answer's text: they read front to back, as if it were complete.
 
-A reader is a generator. It yields where it needs more text than has come, and is resumed when there is more, or when
-the answer has ended. So what it decides depends on the text alone and not on how the text was cut. Text before `at` has
-been read; `content`, `layout`, `begin` and `argue` say what it was and hand it out.
+A reader is a generator. It yields when it needs more text, and is resumed when there is more, or when
+the answer has ended. So its decisions depend on the text alone and not on how the text was cut. Text before `at` has
+been read; `content`, `layout`, `begin` and `argue` classify it and hand it out.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from runtime.text.parts import Part, PartKind, ToolCallDelta
 from runtime.text.tools.json_scanner import JsonScanner
 
 MAX_NAME_LENGTH = 256
-"""Characters of a function's name; with more, it is none."""
+"""Most characters of a function's name."""
 WHITE_SPACE = " \t\r\n"
 NAME_CHARACTERS = frozenset(ascii_letters + digits + "_.-")
-"""What a name consists of where it stands outside of JSON: what OpenAI's API takes, and the dot of a module's name."""
+"""The characters of a name outside of JSON: those that OpenAI's API allows, and the dot of a module's name."""
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
@@ -31,10 +31,10 @@ class AnswerReader:
     held       text that is not handed out yet
     at         how much of it has been read
     has_ended  no more text comes
-    functions  the parameters' JSON schemas of the functions that may be called; empty: unknown
+    functions  the parameters' JSON schemas of the permitted functions; empty if unknown
 
-    special    markers that are special tokens: only where such a token was drawn, they count
-    only       the names that count as calls; None: any
+    special    markers that are special tokens: they count only if sampled as such
+    only       the names that count as calls, or None for any
     """
 
     def __init__(
@@ -51,27 +51,27 @@ class AnswerReader:
         self.has_ended = False
         self.functions = functions
         self.parts: list[Part] = []
-        self.num_begun = 0  # calls, those that are dropped among them
+        self.num_begun = 0  # calls, dropped ones included
         self.is_behind_call = False  # nothing but white space since the last one
-        self.has_begun = False  # something of the call that is being read was handed out
+        self.has_begun = False  # a part of the current call was handed out
         self._is_dropped = False  # it is one too many
         self._special = special
         self._only = only
         self._is_parallel = parallel
         self._new_id = _short_id if short_ids else long_id
         self._base = 0  # characters that were handed out
-        self._places: set[int] = set()  # where special tokens begin, in characters from the beginning
-        self._first_characters: frozenset[str] | None = None  # of what content is searched for
+        self._places: set[int] = set()  # indices of special tokens, in characters from the beginning
+        self._first_characters: frozenset[str] | None = None  # of the markers searched for in content
 
     def add(self, text: str, places: Sequence[int]) -> None:
-        """More text; `places`: where a special token's text begins in it."""
+        """Add text; `places`: indices of special tokens in it."""
         if places:
             behind = self._base + len(self.held)
             self._places.update(behind + place for place in places)
         self.held += text
 
     def add_plain(self, text: str) -> bool:
-        """The same for what can only be content, as most of a text is; False: it has to be added."""
+        """Add text that can only be content, the usual case; False if `add` is needed."""
         first = self._first_characters
         if first is None or self.held or text[-1:] in WHITE_SPACE or not first.isdisjoint(text):
             return False
@@ -83,20 +83,20 @@ class AnswerReader:
     # Looking
 
     def is_at(self, marker: str, place: int | None = None) -> bool:
-        """Whether the marker is there; without a place, whether it comes next."""
+        """Whether the marker is at `place`, by default at the current one."""
         place = self.at if place is None else place
         return self.held.startswith(marker, place) and (
             marker not in self._special or self._base + place in self._places
         )
 
     def may_begin(self, marker: str) -> bool:
-        """Whether what has come from `at` on may become the marker."""
+        """Whether the text from `at` on may become the marker."""
         return marker not in self._special and len(self.held) - self.at < len(marker) and not self.has_ended and (
             marker.startswith(self.held[self.at :])
         )
 
     def next_character(self) -> Reading[str | None]:
-        """The next character that is not white space, which is not read yet; None where there is none."""
+        """The next character that is not white space, which is not read yet, or None."""
         while True:
             while self.at < len(self.held):
                 if self.held[self.at] not in WHITE_SPACE:
@@ -107,7 +107,7 @@ class AnswerReader:
             yield
 
     def accept(self, *markers: str) -> Reading[str | None]:
-        """The marker that comes next, behind which the reading goes on; None where none does."""
+        """The next marker, which is read, or None if none is next."""
         while not self.has_ended and any(map(self.may_begin, markers)):
             yield
         for marker in markers:
@@ -117,8 +117,8 @@ class AnswerReader:
         return None
 
     def find(self, markers: Sequence[str], start: int, *, most: int | None = None) -> Reading[tuple[int, str] | None]:
-        """Where the first of the markers is from `start` on; None: nowhere before the end, or before `most`
-        characters. Nothing may be handed out meanwhile."""
+        """The first of the markers from `start` on, and its index; None if there is none before the end, or before
+        `most` characters. Nothing may be handed out meanwhile."""
         searched = start
         while True:
             found = self.first_of(markers, searched)
@@ -130,7 +130,7 @@ class AnswerReader:
             yield
 
     def first_of(self, markers: Sequence[str], start: int) -> tuple[int, str] | None:
-        """The first of the markers in what has come; of two at one place the longer."""
+        """The first of the markers in the text so far; the longer of two at one index."""
         best: tuple[int, str] | None = None
         for marker in markers:
             place = self.held.find(marker, start)
@@ -141,7 +141,7 @@ class AnswerReader:
         return best
 
     def safe_end(self, markers: Sequence[str], start: int) -> int:
-        """How far what has come cannot be the beginning of a marker."""
+        """The index up to which the text so far cannot be the start of a marker."""
         end = len(self.held)
         if self.has_ended:
             return end
@@ -155,9 +155,9 @@ class AnswerReader:
     # Reading
 
     def content_until(self, markers: Sequence[str]) -> Reading[str | None]:
-        """Hand out content up to the first of the markers and read that; None: there is none.
+        """Hand out content up to the first of the markers and read that; None if there is none.
 
-        White space before the marker is kept: it belongs to the call if one follows. Where there is none, nothing but
+        White space before the marker is kept: it belongs to the call if one follows. Without a marker, only
         white space may be left.
         """
         searched = self.at
@@ -193,7 +193,7 @@ class AnswerReader:
         return name if any(map(self.is_at, ends)) else None
 
     def json_value(self) -> Reading[str | None]:
-        """A value, as JSON; None where there is none, or no end of it."""
+        """A value, as JSON; None if there is none, or it does not end."""
         scanner, written = JsonScanner(), ""
         while True:
             self.at = scanner.push(self.held, self.at)
@@ -205,8 +205,8 @@ class AnswerReader:
             yield
 
     def json_arguments(self, ends: Sequence[str], tail: str = "") -> Reading[None]:
-        """The call's arguments, a JSON object, handed out as they come. What turns out to be no JSON is handed out as
-        it is, up to the first of the ends, without the `tail` that closes what stands around it."""
+        """The call's arguments, a JSON object, handed out as they come. Invalid JSON is handed out
+        unchanged, up to the first of the ends, without the `tail` that closes the enclosing value."""
         scanner, num_waiting = JsonScanner(), 0
         while True:
             end = scanner.push(self.held, self.at + num_waiting)
@@ -242,20 +242,20 @@ class AnswerReader:
             searched = end - len(kept)
             yield
 
-    # Saying what it was
+    # Classifying the text
 
     def content(self, length: int) -> None:
-        """So much of what is held is the answer's content."""
+        """So much of the held text is the answer's content."""
         if length:
             self.is_behind_call = False
             self._hand_out("content", length)
 
     def layout(self) -> None:
-        """What has been read says nothing."""
+        """The text read so far is layout."""
         self._hand_out("layout", self.at)
 
     def begin(self, name: str, arguments: str = "") -> bool:
-        """What has been read begins a call; False: that function may not be called."""
+        """The text read so far begins a call; False if that function may not be called."""
         if self._only is not None and name not in self._only:
             return False
         self.has_begun = True
@@ -272,14 +272,14 @@ class AnswerReader:
         return True
 
     def argue(self, arguments: str) -> None:
-        """What has been read adds this to the call's arguments."""
+        """The text read so far adds this to the call's arguments."""
         if self._is_dropped or not arguments:
             self.layout()
         else:
             self._hand_out("call", self.at, (ToolCallDelta(self.num_begun - 1, arguments=arguments),))
 
     def close(self, *markers: str) -> Reading[None]:
-        """The call is over, with one of the markers or with anything else, which is content then."""
+        """End the call, with one of the markers or before anything else, which is content then."""
         start = self.at
         yield from self.next_character()
         if (yield from self.accept(*markers)) is None:
@@ -289,7 +289,7 @@ class AnswerReader:
         self.end_call()
 
     def end_call(self) -> None:
-        """The call is over; what follows is content again, or another."""
+        """End the call; content or another call follows."""
         self.layout()
         self.has_begun = False
         self.is_behind_call = True
@@ -308,15 +308,15 @@ Reader = Callable[[AnswerReader], Reading[None]]
 
 
 def _num_begun(text: str, tail: str) -> int:
-    """How many characters of the tail the text ends with."""
+    """The length of the tail's longest prefix that ends the text."""
     return next((count for count in range(len(tail), 0, -1) if text.endswith(tail[:count])), 0)
 
 
 def long_id() -> str:
-    """A call's id, as OpenAI's."""
+    """A call id in OpenAI's form."""
     return f"call_{uuid4().hex[:24]}"
 
 
 def _short_id() -> str:
-    """Nine letters and digits: Mistral's templates take no others."""
+    """Nine letters and digits: Mistral's templates accept no others."""
     return "".join(any_of(ascii_letters + digits) for _ in range(9))

@@ -1,4 +1,4 @@
-"""What a JSON schema says of a property, as far as a notation has to know it that writes values without their types."""
+"""Looks up the type of a property in a JSON schema, for notations that write values without types."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 _MAX_STEPS = 64
-"""Schemas looked at for one property: references may go in circles."""
+"""Schemas visited for one property: references may be cyclic."""
 
 _NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
 
 def property_schema(parameters: Any, key: str) -> Any:
-    """The schema of one of a function's parameters; None: it is not declared."""
+    """The schema of one of a function's parameters, or None if it is not declared."""
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     return properties.get(key) if isinstance(properties, Mapping) else None
 
 
 def resolved(schema: Any, root: Any) -> Mapping[str, Any]:
-    """The schema, or what it refers to; empty where that is none."""
+    """The schema, or the target of its reference; empty if that is invalid."""
     for _ in range(_MAX_STEPS):
         if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
             break
@@ -27,7 +27,7 @@ def resolved(schema: Any, root: Any) -> Mapping[str, Any]:
 
 
 def types_of(schema: Any, root: Any) -> frozenset[str]:
-    """The types that a schema lets a value have; none: any."""
+    """The types that a schema permits; empty for any."""
     found: set[str] = set()
     waiting = [schema]
     for _ in range(_MAX_STEPS):
@@ -60,7 +60,7 @@ def _name_of(value: Any) -> str:
 
 
 def _referred(reference: str, root: Any) -> Any:
-    """What a reference within the same schema points to."""
+    """The target of a reference within the same schema."""
     found = root
     for name in reference.removeprefix("#").strip("/").split("/"):
         found = found.get(name) if isinstance(found, Mapping) else None

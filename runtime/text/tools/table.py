@@ -1,6 +1,6 @@
-"""The notations, each family's in one entry; the first whose sign a chat template shows is the model's.
+"""The table of notations, one entry a family; the first that a chat template shows is the model's.
 
-What a notation is, is told where its reader is. A new one is an entry here, and a reader where none of those fits.
+Notations are described in their readers. A new one is an entry here, and a reader if none of the existing ones fits.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ JSON = Notation(
     bare_json_objects(),
     CallForm(_OBJECT, "}", between="\n"),
 )
-"""Objects and nothing else: for a call that is forced on a model whose notation is not known."""
+"""Plain objects: for a call that is forced on a model with an unknown notation."""
 
 NOTATIONS = (
     GLM45,
@@ -181,7 +181,7 @@ NOTATIONS = (
     GLM4,
     JSON,
 )
-"""In the order in which a template is asked for their signs."""
+"""In the order in which they are looked for in a template."""
 
 BY_NAME = {name: notation for notation in NOTATIONS for name in (notation.name, *notation.names)}
 

@@ -1,4 +1,4 @@
-"""Calls whose arguments stand one by one between tags: Qwen3-Coder's and GLM-4.5's.
+"""Readers of calls whose arguments are one by one between tags: Qwen3-Coder's and GLM-4.5's.
 
     <tool_call>                                 <tool_call>get_weather
     <function=get_weather>                      <arg_key>city</arg_key>
@@ -8,8 +8,8 @@
     </function>
     </tool_call>
 
-Nothing says a value's type but the tool's schema: text where that says text, as it comes; else what is JSON, or a
-literal of Python's, and of a type that the schema has; else text.
+Only the tool's schema has a value's type: if that is text, the value is text as it comes; else it is JSON, or a
+Python literal, of a type that the schema permits; else text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
 def qwen3_coder_calls(answer: AnswerReader) -> Reading[None]:
-    """A call may stand without the outer tags, and a closing tag may be missing where the next thing begins."""
+    """The outer tags are optional, and a closing tag may be missing before the next element."""
     while (opening := (yield from answer.content_until(("<tool_call>", "<function=")))) is not None:
         yield from answer.next_character()
         if opening == "<tool_call>" and (yield from answer.accept("<function=")) is None:
@@ -86,7 +86,7 @@ def _begin(answer: AnswerReader, name: str, argument: str, ends: tuple[str, ...]
 
 
 def _end(answer: AnswerReader, arguments: _Arguments, *closings: str) -> Reading[None]:
-    """The call's end. Where the answer broke off, its arguments stay open."""
+    """The call's end. If the answer broke off, its arguments stay open."""
     rest = answer.held[answer.at :]
     if answer.has_ended and (not rest or rest not in closings) and any(tag.startswith(rest) for tag in closings):
         answer.at = len(answer.held)
@@ -112,12 +112,12 @@ class _Arguments:
     def __init__(self, answer: AnswerReader, name: str) -> None:
         self._answer = answer
         self._schema: Any = answer.functions.get(name)
-        self._before = "{"  # what is to be said with the next text that is read
+        self._before = "{"  # text to write before the next piece
         self._has_some = False
 
     def add(self, key: str, ends: Sequence[str], *, is_padded: bool) -> Reading[None]:
-        """The argument's value, which goes up to the first of the ends. `is_padded`: a line's end in front of it and
-        one behind it are none of its own."""
+        """The argument's value, up to the first of the ends. `is_padded`: a newline before it and
+        one after it do not belong to it."""
         answer = self._answer
         line_end = "\n"
         if is_padded:
@@ -166,13 +166,13 @@ class _Arguments:
 
 
 def _line_end_length(text: str, line_end: str, *, may_go_on: bool) -> int:
-    """How much of its end is a line's end: as the one in front of the value, or a plain one."""
+    """The length of the newline at its end: like the one before the value, or a plain one."""
     begun = line_end[:-1] if may_go_on else ""
     return next((len(each) for each in (line_end, "\n", begun) if each and text.endswith(each)), 0)
 
 
 def _json_of(text: str, types: frozenset[str]) -> str:
-    """A value as JSON: of one of the types; with none, of any."""
+    """A value as JSON, of one of the types, or of any if there are none."""
     stripped = text.strip(WHITE_SPACE)
     stripped = _PYTHON.get(stripped, stripped)
     stripped = as_json(stripped) or stripped

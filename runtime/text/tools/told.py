@@ -1,5 +1,5 @@
-"""Tools for models whose chat template knows nothing of tools: a system message of our own tells them, and past calls
-and their results become text."""
+"""Tools for models whose chat template does not support tools: a system message of our own describes them, and past
+calls and their results become text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PROBE = "probe_of_tools"
 
 
 def ignores_tools(tokenizer: Tokenizer) -> bool:
-    """Whether the chat template leaves out the tools that it is given. Shown by rendering one."""
+    """Whether the chat template leaves out the given tools, determined by rendering one."""
     from tokenizer import ChatTemplateError
 
     if not tokenizer.has_chat_template:
@@ -42,7 +42,7 @@ def told(
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None,
 ) -> list[Mapping[str, Any]]:
-    """The conversation without tools, calls and results, which stand in its text."""
+    """The conversation with tools, calls and results as text."""
     plain: list[Mapping[str, Any]] = []
     for message in messages:
         if message.get("role") == "tool":
@@ -58,8 +58,8 @@ def told(
 
 
 def with_calls_as_text(messages: Sequence[Mapping[str, Any]], notation: Notation) -> list[Mapping[str, Any]]:
-    """The calls of messages in their content, as a model writes them. Raises ``RequestError`` for arguments that are no
-    object where the notation writes them one by one."""
+    """Writes the calls of messages into their content, in the model's notation. Raises ``RequestError`` for arguments
+    that are not an object if the notation writes them one by one."""
     messages = with_arguments(messages, takes_objects=True, takes_text=notation.form.arguments == "json")
     return [_as_text(message, notation) for message in messages]
 
@@ -84,7 +84,7 @@ def _told_text(notation: Notation, tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _with_tools(forms: TemplateForms, messages: list[Mapping[str, Any]], text: str) -> list[Mapping[str, Any]]:
-    """In the system message; where the template takes none, in front of the user's first."""
+    """Adds it to the system message, or, if the template takes none, before the user's first text."""
     first = messages[0] if messages else {}
     if first.get("role") in ("system", "developer"):
         return [{**first, "content": around("", first.get("content"), f"\n\n{text}")}, *messages[1:]]

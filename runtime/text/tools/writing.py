@@ -1,4 +1,4 @@
-"""Calls written as a model would write them: for a conversation's past ones, where its template cannot."""
+"""Writes calls in a model's notation: for past calls of a conversation that its template cannot write."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from runtime.text.tools.notation import Notation
 
 
 def written(notation: Notation, calls: Sequence[tuple[str, Any]]) -> str:
-    """Names and arguments, which are objects, or texts that are none."""
+    """The text of calls, given names and arguments, which are objects, or texts that are not."""
     form = notation.form
     texts = [
         form.head.replace("NAME", name) + _WRITERS[form.arguments](arguments) + form.tail for name, arguments in calls
@@ -60,7 +60,7 @@ def _gemma_value(value: Any) -> str:
 
 
 def _items(arguments: Any) -> list[tuple[str, Any]]:
-    """The arguments one by one; none of what is no object."""
+    """The arguments one by one; none for a value that is not an object."""
     return list(arguments.items()) if isinstance(arguments, Mapping) else []
 
 
