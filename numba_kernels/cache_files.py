@@ -88,7 +88,7 @@ def write_entry(path: Path, facts: dict[str, Any], content: bytes) -> None:
 
 
 def warn_of_no_cache(folder: Path, error: OSError) -> None:
-    """Once in a process, and not in those that it starts."""
+    """Logs the warning once in a process and those that it starts."""
     if not _warned and TEMPORARY not in os.environ:
         _warned.append(folder)
         logger.warning(

@@ -75,8 +75,8 @@ def name_by_content(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ready(context: Any) -> Any:
-    """Numba's target, able to run compiled code. To compile it needs its registries too, whose reading takes a
-    quarter of a second: a process that finds all its code does without."""
+    """Numba's target, able to run compiled code. To compile it needs its registries too, which take a quarter of a
+    second to load: a process that finds all its code in the cache skips them."""
     rtsys.initialize(context)
     return context
 

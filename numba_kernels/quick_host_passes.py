@@ -105,7 +105,7 @@ def post_processing(postproc: Any) -> tuple[Any, str, Callable[..., Any]]:
             own_run(processor, emit_dels, extend_lifetimes)
             return
         function.blocks = postproc.transforms.canonicalize_cfg(function.blocks)
-        function.variable_lifetime = postproc.VariableLifetime(function.blocks)  # computes what it is asked for
+        function.variable_lifetime = postproc.VariableLifetime(function.blocks)  # computes only requested sets
         function.generator_info = None
         if emit_dels:
             processor._insert_var_dels(extend_lifetimes=extend_lifetimes)
@@ -115,7 +115,7 @@ def post_processing(postproc: Any) -> tuple[Any, str, Callable[..., Any]]:
 
 _type_call: Callable[..., Any] = BaseFunction.get_call_type
 _typed: dict[tuple[int, int, tuple[Any, ...]], tuple[Any, Any, Any]] = {}
-"""By function, context and types of arguments: the signature, and function and context, which so keep their numbers."""
+"""By function, context and types of arguments: the signature; holds function and context, so that their ids stay."""
 
 
 def _get_call_type(function: Any, context: Any, arguments: Any, keywords: Any) -> Any:

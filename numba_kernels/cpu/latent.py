@@ -36,7 +36,7 @@ def _copy(source, target):
 
 @functools.cache
 def latent_kernel(stored: type) -> Kernel:
-    """For pages of ``stored``; a ticket is some tokens."""
+    """The kernel for pages of ``stored``; a ticket is some tokens."""
     itemsize = np.dtype(stored).itemsize
 
     def latent(arguments, ticket):

@@ -29,7 +29,7 @@ def rms_norm_kernel(stored: type) -> Kernel:
 
     def rms_norm(arguments, ticket):
         a = carray(arguments, 1)[0]
-        width, weight = a.width, a.weight  # locals: a store to ``out`` could change a field, for all LLVM knows
+        width, weight = a.width, a.weight  # locals: LLVM must assume that a store to ``out`` changes fields
         first = ticket * a.rows_a_ticket
         for row in range(first, min(a.num_rows, first + a.rows_a_ticket)):
             x = float32_at(a.x + row * width * 4, width)

@@ -92,7 +92,7 @@ def rotate(target, cos, sin, rotary, interleaved):
 
 @functools.cache
 def qkv_kernel(stored: type) -> Kernel:
-    """For pages of ``stored``; a ticket is some tokens."""
+    """The kernel for pages of ``stored``; a ticket is some tokens."""
     itemsize = np.dtype(stored).itemsize
     has_scales, largest = is_quantised(stored), largest_number(stored)
 

@@ -25,7 +25,7 @@ _STREAM = np.uint32(1)
 
 @njit(nogil=True)
 def _uniform(high, low):
-    """In (0, 1), of 64 bits."""
+    """A random number in (0, 1), of 64 bits."""
     return (np.float64(high) * 2.0**32 + np.float64(low) + 0.5) * 2.0**-64
 
 

@@ -236,7 +236,7 @@ def seconds(packing: Packing, rows: int, depth: int, dtype: str, memory_bytes: f
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Those of bf16, and of the other types for a matrix in 8 bits."""
+    """The launches of bf16, and of the other types for a matrix in 8 bits."""
     for name in PACKINGS:
         packing = packing_of(name)
         assert packing is not None

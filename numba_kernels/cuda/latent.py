@@ -227,7 +227,7 @@ def why_not(width: int) -> str:
 
 
 def plan_prepare(num_tokens: int, width: int, dtype: str, *, rotary: int, interleaved: bool) -> Launch:
-    """For at least one token, and at least one head.
+    """The launch for at least one token, and at least one head.
 
     Arguments: q [T, H, width], latent [T, width], positions (int32 [T]), cos, sin (float32 [P, rotary / 2]), norm
     (float32 [width - rotary]), slot_mapping (int64 [T]; negative if not stored), pages; H, eps.
@@ -238,7 +238,7 @@ def plan_prepare(num_tokens: int, width: int, dtype: str, *, rotary: int, interl
 def plan_attention(
     max_query_len: int, num_heads: int, num_seqs: int, width: int, value_dim: int, block_size: int, dtype: str
 ) -> Launch:
-    """For at least one query and sequence.
+    """The launch for at least one query and sequence.
 
     Arguments: q [T, H, width], pages, out [T, H, value_dim], query_start (int32 [S + 1]), seq_lens (int32 [S]), block
     tables (int32 [S, table_width]); H, table_width, scale times log2 e.
@@ -248,7 +248,7 @@ def plan_attention(
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Those of DeepSeek's models, whose rows are 512 and 64."""
+    """Specialisations of DeepSeek's models, with rows of 512 and 64."""
     for dtype in DTYPES:
         for interleaved in (False, True):
             yield _prepare(dtype, 576, 64, interleaved)

@@ -316,7 +316,7 @@ def _measurer_of_types() -> Callable[..., Any]:
     known = _sizes_of_types()
 
     def get_abi_sizeof(context: Any, kind: Any) -> Any:
-        if isinstance(kind, IdentifiedStructType):  # whose text does not tell what it holds
+        if isinstance(kind, IdentifiedStructType):  # the text lacks its contents
             return measure(context, kind)
         key = id(context), str(kind)
         if key not in known:

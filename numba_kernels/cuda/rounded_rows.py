@@ -202,7 +202,7 @@ def _static_kernel(dtype: str, element: str) -> Specialisation:
 
 @functools.cache
 def _grouped_kernel(dtype: str) -> Specialisation:
-    """To e4m3, with a scale for each 128 of K. Arguments: x, codes, scales addresses; m, k."""
+    """Rounds to e4m3, with a scale for each 128 of K. Arguments: x, codes, scales addresses; m, k."""
     load, bits_of = vector_loader(dtype), convert.bits_from_f32
     find_factor, store_chunk = factor_finder("e4m3"), chunk_storer("e4m3")
 

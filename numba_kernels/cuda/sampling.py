@@ -489,7 +489,7 @@ def shared_bytes(vocab: int, num_blocks: int, *, is_resident: bool = True) -> in
 def plan(
     num_rows: int, vocab: int, *, max_clusters: tuple[tuple[int, int], ...] = (), num_sms: int = 1, max_shared: int = 0
 ) -> Plan | None:
-    """For ``logits [num_rows, vocab]``; None where there are no rows.
+    """The plan for ``logits [num_rows, vocab]``; None where there are no rows.
 
     Args:
         max_clusters: (blocks a cluster, clusters that run at once where a multiprocessor holds one block); none on a

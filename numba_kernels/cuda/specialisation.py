@@ -1,7 +1,7 @@
 """Plain data of kernels before they are compiled, and of launches.
 
-A `Specialisation` is a Numba kernel with every compile-time number settled; its machine code depends on nothing else
-but the architecture. A `plan` function of a family turns shapes, dtypes and a compute capability into a `Launch`.
+A `Specialisation` is a Numba kernel with every compile-time number settled; its machine code depends otherwise only on
+the architecture. A `plan` function of a family turns shapes, dtypes and a compute capability into a `Launch`.
 `runtime.device` compiles and launches them.
 """
 

@@ -490,7 +490,7 @@ class _AttentionPlan:
 
 
 def _attention_plan(batch: Batch, group: int, tokens: int, share: int, block_size: int) -> _AttentionPlan | None:
-    """None for a batch without sequences. ``share`` query heads share a KV head."""
+    """The plan of a batch; None without sequences. ``share`` query heads share a KV head."""
     key = ("attention", group, tokens, share, block_size)
     if key in batch.plans:
         plan: _AttentionPlan | None = batch.plans[key]
@@ -538,8 +538,8 @@ def _attention_plan(batch: Batch, group: int, tokens: int, share: int, block_siz
 
 
 def _recorded_plan(batch: Batch, group: int, tokens: int, share: int, table_width: int) -> _AttentionPlan:
-    """For any chunks of at least one token, of sequences up to the batch's longest, since each replay has other values
-    in the arrays."""
+    """The plan for any chunks of at least one token, of sequences up to the batch's longest, since each replay has
+    other values in the arrays."""
     seqs = batch.num_seqs
     if not 0 < seqs <= tokens:
         raise fail("attention", "batch", f"cannot be recorded: {seqs} sequences of {tokens} tokens")

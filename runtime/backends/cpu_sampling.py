@@ -62,7 +62,7 @@ def keep_proposals(
 def _launch(
     op: str, logits: Tensor, fields: list[int], mask: int, token_ids: int, statuses: int, kernel: Kernel | None = None
 ) -> None:
-    """All but the logits as addresses, 0 for none."""
+    """The arguments but the logits as addresses, 0 for none."""
     rows, vocab = logits.shape
 
     def explain(status: int) -> Exception:

@@ -22,7 +22,7 @@ from runtime.linear.weight import GpuWeight, PackedWeight
 from runtime.tensor.tensor import Tensor
 
 NEVER_ROUNDED = 16
-"""Up to so many rows are multiplied as they are: they take no longer than the weight's bytes do."""
+"""Most rows that are multiplied without rounding: they take no longer than the weight's bytes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Sampled tokens and their log-probabilities on a GPU, as `runtime.ops` describes them.
 
-The parameters go up in one copy, and only ids and a few numbers a row come back; `draw` is for parameters that are
-there already, and waits for nothing.
+The parameters go up in one copy, and only ids and a few numbers a row come back; `draw` is for parameters already on
+the device, and does not wait.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ in another stream may use a block only until its owner releases it. Small blocks
 1 MiB, which are large blocks themselves: so a long-lived small block pins one such piece and not a segment. Unused
 pieces are merged again when a large block is missing.
 
-Without a free block the allocator asks the driver; if that fails it returns unused segments to it and tries again, then
-runs Python's collector, then raises DeviceOutOfMemoryError with a table of the memory.
+Without a free block the allocator calls the driver; if that fails it returns unused segments to it and tries again,
+then runs Python's collector, then raises DeviceOutOfMemoryError with a table of the memory.
 
 A block is returned by `DeviceBlock.release`, or with the object, in any thread and at any moment: it goes to a queue,
 which the next call empties. While a stream is captured into a graph, its blocks come from the graph's own pool, and
@@ -130,7 +130,7 @@ class AllocatorStatistics:
     """Statistics of an allocator.
 
     Attributes:
-        allocated_bytes: of blocks in use, as rounded; requested_bytes: as asked for.
+        allocated_bytes: of blocks in use, as rounded; requested_bytes: before rounding.
         reserved_bytes: taken from the driver, in use or not.
         peak_allocated_bytes, peak_reserved_bytes: the most of each since the start.
         num_allocations: calls of `allocate`; num_hits: those without a call of the driver.
@@ -294,7 +294,7 @@ class Allocator:
                 del self._redirected[stream]
 
     def begin_capture(self, pool: Pool) -> None:
-        """From now on `pool` takes nothing from the driver, and blocks returned to other pools are retained."""
+        """From now on `pool` takes no memory from the driver, and blocks returned to other pools are retained."""
         with self._lock:
             if self._captured is not None:
                 raise CaptureError(f"{self._name}: another graph is being captured")
@@ -408,7 +408,8 @@ class Allocator:
         self._reserve(pool, size)
 
     def _free_segments(self) -> int:
-        """Not those of live graphs: their next capture needs the memory that their warm-up has filled."""
+        """Frees unused segments, but not live graphs': their next capture needs the memory that their warm-up has
+        filled."""
         return sum(self._free_segments_of(pool) for pool in [*self._pools.values()])
 
     def _free_segments_of(self, pool: Pool) -> int:

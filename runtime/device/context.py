@@ -17,7 +17,7 @@ class Context:
     that finalisers no longer call the driver.
 
     Attributes:
-        driver: whose device it is.
+        driver: of the device.
         index: the device's number with that driver.
         device: the driver's own handle of the device.
         handle: the context's.

@@ -17,7 +17,7 @@ class FileMapping(mmap.mmap):
 
     Attributes:
         descriptor: an open one of the file, its own.
-        name: what errors call it.
+        name: for errors.
     """
 
     descriptor: int

@@ -59,7 +59,7 @@ class Gpu:
     """
 
     def __init__(self, device: Device, driver: Driver, *, kernel_cache: KernelCache | None = None) -> None:
-        """For `of`, and for tests with a driver of their own."""
+        """Called by `of`, and by tests with a driver of their own."""
         self.device = device
         self.driver = driver
         self.context = Context(driver, device.index)
@@ -81,7 +81,7 @@ class Gpu:
 
     @staticmethod
     def of(device: Device | str) -> Gpu:
-        """The object of a device, made when it is first asked for.
+        """The object of a device, made at the first call.
 
         Raises:
             InvalidArgumentError: for the cpu.

@@ -76,7 +76,7 @@ class Graph:
     """
 
     def __init__(self, pool: GraphPool, graph: Any, result: Any, retained: list[Any]) -> None:
-        """For `capture`. Takes the recorded graph over."""
+        """Called by `capture`. Takes the recorded graph over."""
         self.pool = pool
         self.result = result
         self._gpu = pool.gpu
@@ -100,7 +100,7 @@ class Graph:
 
         `work` must launch the same kernels each time, copy nothing from or to memory that is not pinned, and wait for
         nothing. Its memory from `Gpu.allocate` lies in `pool`, or in a new one for None. With `is_chained` its kernels
-        are recorded as `Gpu.chained` says.
+        are recorded as in `Gpu.chained`.
 
         Raises:
             CaptureError: where it does something that cannot be recorded.

@@ -1,9 +1,9 @@
 """Digests of the inputs that determine a kernel's machine code.
 
-The index of a kernel tells specialisations and architectures apart under the present sources, and is the same under
-every version of Python and of the tools, so that a machine finds what another one compiled. It is made of texts and
-numbers alone: the sources, the specialisation's fields, and what its function was made with. `tool_versions` identifies
-the compilers; the cache on disk combines both.
+A kernel's index distinguishes specialisations and architectures under the present sources, and is the same under every
+version of Python and of the tools, so that a machine finds kernels that another one compiled. It is made of texts and
+numbers alone: the sources, the specialisation's fields, and its function's closure. `tool_versions` identifies the
+compilers; the cache on disk combines both.
 """
 
 from __future__ import annotations

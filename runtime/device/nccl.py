@@ -146,7 +146,7 @@ class NcclLibrary:
 
 
 class Nccl:
-    """One NCCL.
+    """An NCCL library.
 
     Attributes:
         api: its functions.
@@ -282,7 +282,7 @@ class NcclComm:
     def all_reduce(
         self, source: int, target: int, count: int, dtype: DType, operation: str = "sum", stream: Stream | None = None
     ) -> None:
-        """All ranks' `count` numbers, added (or as `operation` says), in each rank's target, which may be the
+        """All ranks' `count` numbers, added (or reduced by `operation`), in each rank's target, which may be the
         source."""
         self._queue("ncclAllReduce", source, target, count, _number(dtype), _operation(operation), stream=stream)
 

@@ -16,7 +16,7 @@ class DeviceProperties:
         capability: (major, minor).
         total_memory_bytes: all of it.
         num_sms: streaming multiprocessors.
-        shared_bytes_per_block: most dynamic shared memory of a block, when asked for.
+        shared_bytes_per_block: most dynamic shared memory of a block, by opt-in.
         shared_bytes_per_sm, registers_per_sm, threads_per_sm: of one multiprocessor.
         l2_bytes: the second-level cache.
         clock_khz, memory_clock_khz, memory_bus_bits: 0 if the driver does not report it.

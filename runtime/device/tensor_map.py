@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _SIZE = 128
 _ALIGNMENT = 64
-"""Alignment of the memory that the driver encodes into; the objects of cuda.bindings are aligned to 16 bytes only."""
+"""Alignment of the memory that the driver encodes into; cuda.bindings aligns its objects to 16 bytes only."""
 _MOST_BOX = 256
 MOST_ADDRESSES = 512
 """The most remembered maps of tensors of one layout: more than a model has layers."""

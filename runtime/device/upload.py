@@ -1,4 +1,4 @@
-"""From host memory that is not pinned, or from a file, into a GPU's memory: threads read pieces into pinned memory,
+"""Uploads from pageable host memory, or a file, to a GPU: threads read pieces into pinned memory,
 each copied while the next is read.
 
 One thread copies some 9 GB a second within the host, a sixth of what the bus takes. A thread over a mapped file waits

@@ -34,7 +34,7 @@ _ROWS_AT_ONCE = 256
 
 
 def kept_format(layout: QuantizedLayout, options: LoadOptions) -> WeightFormat | None:
-    """The cpu's format for a quantised matrix; None if it is dequantised, as all are if only a type is asked for, and
+    """The cpu's format for a quantised matrix; None if it is dequantised, as all are if only a type is requested, and
     those whose products round x if none may."""
     is_of_type = options.dtype is not None and not options.rounding
     if options.device.kind != "cpu" or is_of_type or options.format:

@@ -38,7 +38,7 @@ class Linear:
 
     @property
     def format(self) -> WeightFormat:
-        """How the matrix is kept."""
+        """The matrix's format."""
         return self.weight.format
 
     def __call__(self, x: Tensor, *, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:

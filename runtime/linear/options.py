@@ -151,7 +151,7 @@ class LoadOptions:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the model is split over."""
+        """The number of ranks that the model is sharded over."""
         return 1 if self.communicator is None else self.communicator.num_ranks
 
     def whole_shape(self, shape: tuple[int, int], split: Split | None) -> tuple[int, int]:
@@ -162,12 +162,12 @@ class LoadOptions:
         return width, depth * (self.num_ranks if split == "inputs" else 1)
 
     def num_segments(self, split: Split | None) -> int:
-        """In how many segments this rank adds up K of a map that is split so; 0 if K is not cut."""
+        """Segments in which this rank adds up K of a map that is split so; 0 if K is not cut."""
         return SEGMENTS // self.num_ranks if self.exact and split == "inputs" else 0
 
     @property
     def quantization(self) -> str:
-        """As users name it, or "none"."""
+        """The format's name for users, or "none"."""
         return self.rounding or ("none" if self.format is None else self.format.name)
 
     def format_of(self, dtype: DType) -> WeightFormat:

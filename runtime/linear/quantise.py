@@ -116,8 +116,7 @@ def _int8(blocks: NDArray, largest: NDArray, kind: np.dtype[Any]) -> tuple[NDArr
 
 
 def _int4(blocks: NDArray, largest: NDArray, kind: np.dtype[Any]) -> tuple[NDArray, NDArray]:
-    """Of a scale and its integers q, x . q / q . q is the best scale for these, and takes (x . q)^2 / q . q off the
-    error."""
+    """The best scale for integers q is x . q / q . q, which takes (x . q)^2 / q . q off the error."""
     best_gain, best = np.full(largest.shape, -1, np.float32), np.zeros(largest.shape, np.float32)
     integers = np.empty_like(blocks)
     for share in _SHARES:

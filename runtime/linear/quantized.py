@@ -94,7 +94,7 @@ class QuantizedLayout:
 
     @property
     def name(self) -> str:
-        """For messages: such as "int4 in groups of 128, with zeros"."""
+        """A name for messages, such as "int4 in groups of 128, with zeros"."""
         rows, elements = self.block
         if not rows:
             place = "a scale for all"

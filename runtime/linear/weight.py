@@ -68,7 +68,7 @@ class BlockRows:
 
 
 class KeptRows(NamedTuple):
-    """So many rows of a matrix on the cpu, and how they are kept."""
+    """Rows of a matrix on the cpu, and their format."""
 
     width: int
     format: WeightFormat
@@ -203,12 +203,12 @@ class GpuWeight(LinearWeight):
         elements: the type that the kernels read: a dtype, or the name of a packing (`numba_kernels.cuda.packing`).
         address: of the block.
         bias: ``[N]`` float32, or None.
-        tier: which kernel multiplies with it, one of `numba_kernels.cuda.gemm.TIERS`; gemv and few_rows only through
+        tier: the kernel of its products, one of `numba_kernels.cuda.gemm.TIERS`; gemv and few_rows only through
             "auto".
         exact: whether a row of the product has the same bits however many rows there are.
         whole_shape: (N, K) of the unsharded map, by which exact products choose their kernel.
         input_scale: the static scale, whose multiples rows are rounded to; else 0.
-        plans: how products with weights of its kind are computed.
+        plans: of products with weights of its kind.
     """
 
     __slots__ = (
@@ -367,7 +367,7 @@ def prepare_linear(
 ) -> LinearWeight:
     """``weight [N, K]`` on the cpu with an optional ``bias [N]``, laid out for the options' device and in their format.
     Several weights are joined over N without a copy between. On the cpu, weights of several types keep them; there and
-    whole, with the options' default type, a weight may be in ggml's blocks, or quantised as `kept_format` says.
+    whole, with the options' default type, a weight may be in ggml's blocks, or quantised as in `kept_format`.
 
     ``split`` is the side over which the map is sharded between the options' ranks. Where that is over
     inputs of several ranks, a format with a scale for a whole row of K needs ``whole_rows``, the weights with all
@@ -421,7 +421,7 @@ def prepare_linear(
 def _in_rows(
     weights: list[Tensor], bias: Tensor | None, options: LoadOptions, settings: GpuSettings, norm: RmsNorm | None
 ) -> RowWeight:
-    """On a GPU; the norm's weights are multiplied into the columns."""
+    """The weight on a GPU; the norm's weights are multiplied into the columns."""
     shape = (sum(part.shape[0] for part in weights), weights[0].shape[1])
     rows = Tensor.empty(shape, weights[0].dtype, options.device)
     first = 0
@@ -441,7 +441,7 @@ def _packed(
     weights: list[Tensor], whole_rows: list[Tensor] | None, bias: Tensor | None, options: LoadOptions,
     settings: GpuSettings,
 ) -> PackedWeight:  # fmt: skip
-    """On a GPU, in the options' format. The norm in front stays a launch of its own."""
+    """The weight on a GPU, in the options' format. The norm in front stays a launch of its own."""
     format, activations = options.format, weights[0].dtype
     assert format is not None
     packing = packing_of(format.packing)

@@ -12,7 +12,7 @@ result is a new, contiguous tensor. The rules are the same on every device:
 - NaN travels: arithmetic, minimum, maximum and every reduction hand it on, and argmax finds the first one.
   Comparisons with it are False, `!=` is True.
 - sum of bools and integers is int64, mean of them float32; both keep a floating-point type and accumulate in
-  at least float32. The mean of nothing is NaN, its sum 0, its maximum an error.
+  at least float32. The mean of no elements is NaN, its sum 0, its maximum an error.
 - matmul accumulates in float32; 8-bit integers give int32.
 
 Every error is an InvalidArgumentError that names the operation. On the cpu numpy computes, in float64 where that costs

@@ -63,7 +63,7 @@ class Tensor:
         shape: sizes.
         strides: distance between neighbours along each axis, in elements.
         offset: position of the first element in the storage, in elements.
-        array: the numpy view of a cpu tensor, made when first asked for and kept: hot paths read it like a
+        array: the numpy view of a cpu tensor, made at the first use and kept: hot paths read it like a
             field. DeviceError on any other device.
         address: where the first element lies, on whichever device, kept likewise: a kernel's argument.
         row_squares: of a matrix ``[T, N]`` on a GPU, float32 ``[T, parts]`` whose rows add up to its rows' sums of

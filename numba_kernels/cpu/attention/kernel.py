@@ -191,8 +191,8 @@ def span_of(block_size: int) -> int:
 
 @functools.cache
 def attention_kernel(stored: type, span: int, is_latent: bool = False) -> Kernel:
-    """For pages of ``stored`` whose size is a multiple of ``span``, HALF_TOKENS or LANES. A ticket is one row group and
-    KV head, or with ``num_segments > 1`` one segment of them.
+    """The kernel for pages of ``stored`` whose size is a multiple of ``span``, HALF_TOKENS or LANES. A ticket is one
+    row group and KV head, or with ``num_segments > 1`` one segment of them.
 
     Values are ``value_dim`` long; their sums have rows of ``value_width``, whole vectors, and pages rows of
     ``value_stride``. For latent pages ``v_cache`` is the address of the first value.

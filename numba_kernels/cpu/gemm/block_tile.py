@@ -28,7 +28,7 @@ from numba_kernels.cpu.target import LANES
 
 X_WORDS = X_GROUP // 4  # of bytes
 X_ROW_WORDS = X_WORDS + 3
-"""With the scale, and the starts of both halves' sums, or of the whole and the sum itself."""
+"""With the scale, the starts of both halves' sums, or that of the whole sum, and the sum."""
 
 PART = LANES // 2 if DOT == "pairs" else LANES  # columns that a register holds
 

@@ -83,7 +83,7 @@ class E4m3Sums:
 
     @property
     def _vector_bytes(self):
-        """From a scale to that of the next vector of columns."""
+        """Bytes from a scale to that of the next vector of columns."""
         return _BYTES if self.is_unpacked else BLOCK.words * _BYTES
 
     def _add_words(self, builder, at, x_at, ahead, step):
@@ -136,7 +136,7 @@ def unpack_blocks(typingctx, source, words, target):
 
 
 def _prefetch(builder, at, step, lines):
-    """So many lines, ``step`` bytes in all."""
+    """Prefetches so many lines, ``step`` bytes in all."""
     for _ in range(lines):
         simd.prefetch(builder, at)
         at = builder.add(at, builder.sdiv(step, _i64(lines)))

@@ -4,7 +4,7 @@
 
 An expert that has rows is read once. Tickets are fixed by the most experts that can have rows, since a recorded launch
 cannot depend on the routing: the first ones arrange a tile of rows each, the others multiply some panels of an expert
-with all its rows, and those that are left over do nothing. A row's bits are those of `linear`.
+with all its rows, and surplus ones return at once. A row's bits are those of `linear`.
 """
 
 from __future__ import annotations

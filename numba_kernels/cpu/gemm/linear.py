@@ -121,7 +121,7 @@ class ProductParts(NamedTuple):
 
 @functools.cache
 def product_parts(stored: Any) -> ProductParts:
-    """For panels of ``stored``: a class, or a block's name. `linear_kernel` documents the fields."""
+    """The parts for panels of ``stored``: a class, or a block's name. `linear_kernel` documents the fields."""
     is_block = stored in BLOCKS
     is_int8, is_pairs, is_integers = stored is np.uint8, are_pairs(stored), are_integers(stored)
     # K is cut at multiples of `span` words.
@@ -353,7 +353,7 @@ def neutral(columns: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Tickets:
-    """How a product is shared: tickets of ``panels`` panels and one of ``row_tickets`` shares of ``num_tiles`` tiles of
+    """The shares of a product: tickets of ``panels`` panels and one of ``row_tickets`` shares of ``num_tiles`` tiles of
     rows, ``count`` in all."""
 
     __slots__ = ("count", "num_tiles", "num_workers", "panels", "row_tickets")
@@ -368,7 +368,7 @@ class Tickets:
 
 @functools.lru_cache(4096)
 def tickets_of(rows: int, depth: int, width: int, num_workers: int) -> Tickets:
-    """For ``rows`` (at least 1) rows: as few tiles as there can be, and a few tickets a thread."""
+    """The shares for ``rows`` (at least 1) rows: the fewest tiles, and a few tickets a thread."""
     num_tiles = -(-rows // GEMM_ROWS)
     panels = -(-width // PANEL_COLUMNS)
     if rows * width * depth < SERIAL_MACS or num_workers == 1:

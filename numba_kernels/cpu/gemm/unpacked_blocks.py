@@ -1,7 +1,7 @@
 """Blocks of integers (`blocks`) that are unpacked once for many rows, on processors that lack vpdpbusd.
 
-Where rows are more than a tile has, some blocks of a panel are unpacked to a buffer in the first-level cache, and all
-tiles of rows meet them there: scales and minima of groups as floats, integers as they are multiplied.
+For more rows than a tile has, some blocks of a panel are unpacked to a buffer in the first-level cache, and all
+tiles of rows meet them there: scales and minima of groups as floats, integers as factors.
 A block in the buffer is
 
     [vector of columns][scales of groups, minima of groups, words][column of the vector]

@@ -123,7 +123,7 @@ def plan(
 
 @functools.cache
 def flash_hopper(dtype: str, head_dim: int, block_size: int, variant: Variant) -> Specialisation:
-    """For pages of `block_size` tokens. Grid: as many blocks as the device has multiprocessors, or fewer."""
+    """The kernel for pages of `block_size` tokens. Grid: as many blocks as the device has multiprocessors, or fewer."""
     check_pages(head_dim, block_size, dtype)
     tiles = hopper_tiles(head_dim)
     keys, panels, stages = tiles.num_keys, tiles.panels, tiles.stages

@@ -102,8 +102,8 @@ def shared_bytes(dtype: str, head_dim: int, tile_rows: int, pages: str = "") -> 
 
 @functools.cache
 def flash_tensor_core(dtype: str, head_dim: int, block_size: int, tile_rows: int, variant: Variant) -> Specialisation:
-    """For pages of `block_size` tokens, tiles of 64 or 128 rows. Grid: (tiles of the longest chunk's rows, KV heads,
-    sequences)."""
+    """The kernel for pages of `block_size` tokens, tiles of 64 or 128 rows. Grid: (tiles of the longest chunk's rows,
+    KV heads, sequences)."""
     check_pages(head_dim, block_size, dtype)
     keys = num_keys(head_dim)
     shape = tile_shape(dtype, head_dim)

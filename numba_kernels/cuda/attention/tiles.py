@@ -141,7 +141,7 @@ class Variant:
 
     @property
     def suffix(self) -> str:
-        """For the kernel's name."""
+        """A suffix for the kernel's name."""
         cap = f"_cap{self.softcap:g}".replace(".", "p").replace("-", "m").replace("+", "") if self.softcap else ""
         pages = f"_{self.pages}" if self.pages else ""
         return pages + "_window" * self.has_window + "_sinks" * self.has_sinks + cap + "_spans" * self.has_spans

@@ -103,7 +103,7 @@ def _kernel(dtype: str, width: int) -> Specialisation:
 
 
 def plan(num_rows: int, size: int, dtype: str, *, alignment: int = 16) -> Launch:
-    """For at least one token and column."""
+    """The launch for at least one token and column."""
     return Launch(_kernel(dtype, access_width(dtype, size, alignment)), (num_rows, 1, 1), (THREADS, 1, 1))
 
 

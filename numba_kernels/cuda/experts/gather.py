@@ -197,13 +197,13 @@ def _down(dtype: str) -> Specialisation:
 
 
 def plan_gate_up(num_choices: int, columns: int, dtype: str, activation: str) -> Launch:
-    """For at least one choice, and rows on 16-byte bounds."""
+    """The launch for at least one choice, and rows on 16-byte bounds."""
     blocks = -(-columns // (ROWS // 2 * WARPS))
     return Launch(_gate_up(dtype, activation), (blocks, num_choices, 1), (WARPS * 32, 1, 1))
 
 
 def plan_down(num_tokens: int, top_k: int, columns: int, dtype: str) -> Launch:
-    """For at least one token, at most `MAX_CHOICES` choices of each, and rows on 16-byte bounds."""
+    """The launch for at least one token, at most `MAX_CHOICES` choices of each, and rows on 16-byte bounds."""
     return Launch(_down(dtype), (-(-columns // ROWS), num_tokens, 1), (top_k * 32, 1, 1))
 
 

@@ -420,8 +420,8 @@ def can_unpack(arch: str, packing: Packing, dtype: str, columns: int, depth: int
 
 
 def unpacking_tile(num_rows: int, num_experts: int) -> Tile | None:
-    """For so many rows of that many packed experts, spread evenly: as low as the rows; None if there are too few or too
-    many. The choice changes no bit."""
+    """The tile for so many rows of that many packed experts, spread evenly: as low as the rows; None if there are too
+    few or too many. The choice changes no bit."""
     rows = num_rows / min(num_experts, num_rows)
     if not LEAST_UNPACKED_ROWS <= rows <= MOST_UNPACKED_ROWS:
         return None
@@ -472,9 +472,9 @@ def plan(
     tiles: int, columns: int, dtype: str, activation: str, tile: Tile, machine: Machine,
     joined: tuple[int, int] | None = None, packing: Packing | None = None,
 ) -> Launch:  # fmt: skip
-    """For at most so many tiles of rows, at least one, if `can_plan`. With `joined` the weights lie one after the
-    other, so many rows of that length in all, and their address is the last argument. With `packing` they are packed,
-    and the tile is one of `UNPACKING_TILES`, if `can_unpack`."""
+    """The launch for at most so many tiles of rows, at least one, if `can_plan`. With `joined` the weights lie one
+    after the other, so many rows of that length in all, and their address is the last argument. With `packing` they are
+    packed, and the tile is one of `UNPACKING_TILES`, if `can_unpack`."""
     width = tile.block_n // 2 if activation else tile.block_n
     clusters = min(tiles * -(-columns // width), machine.clusters_at_once(tile.cluster))
     maps = () if joined is None else ((len(ARGUMENT_TYPES), map_layout(dtype, *joined)),)

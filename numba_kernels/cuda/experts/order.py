@@ -47,7 +47,7 @@ _add = instruction("red.shared.add.u32 [$0], $1;", "", "r r")
 
 
 def most_tiles(num_rows: int, num_experts: int, tile_rows: int) -> int:
-    """How many tiles there are at most, however the rows fall to the experts."""
+    """The most tiles for any routing."""
     return num_rows // tile_rows + min(num_experts, num_rows)
 
 
@@ -134,7 +134,7 @@ def _kernel() -> Specialisation:
 
 
 def plan(num_experts: int) -> Launch:
-    """For at least one choice, of so many experts."""
+    """The launch for at least one choice, of so many experts."""
     return Launch(_kernel(), (num_experts, 1, 1), (THREADS, 1, 1))
 
 

@@ -85,7 +85,7 @@ def seconds(num_rows: int, num_experts: int, columns: int, depth: int, num_multi
 
 
 def plan(tiles: int, columns: int, dtype: str, weight_name: str, activation: str, tile_rows: int) -> Launch:
-    """For at most so many tiles of rows, at least one, if `can_plan`."""
+    """The launch for at most so many tiles of rows, at least one, if `can_plan`."""
     grid = (tiles * -(-columns // (BLOCK_N // 2 if activation else BLOCK_N)), 1, 1)
     return Launch(
         _kernel(dtype, weight_name, tile_rows, activation), grid, (num_threads(tile_rows), 1, 1),
@@ -94,7 +94,7 @@ def plan(tiles: int, columns: int, dtype: str, weight_name: str, activation: str
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Those of bf16 that published models use; others are compiled at their first launch."""
+    """Specialisations of bf16 that published models use; others are compiled at their first launch."""
     for weight in PACKINGS:
         for tile_rows in (FEW_ROWS, BLOCK_M):
             for activation in ("", "silu", *(("clamped_silu",) if weight == "e2m1_g32_exponents" else ())):

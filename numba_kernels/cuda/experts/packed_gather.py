@@ -251,7 +251,7 @@ def can_plan(packing: Packing, dtype: str, inner: int, hidden: int, top_k: int) 
 def plan_gate_up(
     num_choices: int, columns: int, depth: int, packing: Packing, activation: str, num_multiprocessors: int
 ) -> Launch:
-    """For at least one choice, if `can_plan`."""
+    """The launch for at least one choice, if `can_plan`."""
     blocks, at_once = columns // ROWS, BLOCKS * num_multiprocessors
     if blocks * num_choices >= _LEAST_ROUNDS * at_once:
         blocks = max(1, at_once // num_choices)
@@ -262,7 +262,7 @@ def plan_gate_up(
 
 
 def plan_down(num_tokens: int, top_k: int, columns: int, depth: int, packing: Packing) -> Launch:
-    """For at least one token, if `can_plan`."""
+    """The launch for at least one token, if `can_plan`."""
     num_warps = top_k * max(1, WARPS // top_k)
     return Launch(
         _down(packing.name), (-(-columns // ROWS), num_tokens, 1), (num_warps * 32, 1, 1),
@@ -271,7 +271,7 @@ def plan_down(num_tokens: int, top_k: int, columns: int, depth: int, packing: Pa
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Those that published models use."""
+    """Specialisations that published models use."""
     for weight in PACKINGS:
         packing = packing_of(weight)
         if packing is not None and can_plan(packing, DTYPE, ROWS, 8, 1):

@@ -232,7 +232,7 @@ def plan(
     num_rows: int, size: int, num_experts: int, dtype: str, scores: str, num_sms: int,
     max_clusters: tuple[tuple[int, int], ...],
 ) -> Launch:  # fmt: skip
-    """If `can_plan`, on a device of so many multiprocessors.
+    """The launch, if `can_plan`, on a device of so many multiprocessors.
 
     Args:
         max_clusters: as `Gpu.max_clusters`; none on a device without clusters.

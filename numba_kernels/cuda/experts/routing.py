@@ -243,7 +243,7 @@ def lane_experts(num_experts: int) -> int:
 
 
 def plan(num_rows: int, num_experts: int, scores: str, num_groups: int) -> Launch:
-    """For at least one row, if `why_not` is ""."""
+    """The launch for at least one row, if `why_not` is ""."""
     kernel = _kernel(lane_experts(num_experts), scores, num_groups > 1)
     return Launch(kernel, (-(-num_rows // WARPS), 1, 1), (WARPS * 32, 1, 1))
 

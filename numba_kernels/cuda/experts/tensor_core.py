@@ -91,7 +91,7 @@ def tile_of(tile_rows: int) -> Tile:
 
 
 def plan(tiles: int, columns: int, dtype: str, activation: str, tile: Tile) -> Launch:
-    """For at most so many tiles of rows, at least one, if `can_plan`."""
+    """The launch for at most so many tiles of rows, at least one, if `can_plan`."""
     block_columns = tile.block_n // 2 if activation else tile.block_n
     grid = (tiles * -(-columns // block_columns), 1, 1)
     return Launch(_kernel(dtype, tile, activation), grid, (tile.num_warps * 32, 1, 1), shared_bytes=tile.shared_bytes)

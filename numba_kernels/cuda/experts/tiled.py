@@ -98,7 +98,7 @@ def _kernel(dtype: str, activation: str) -> Specialisation:
 
 
 def plan(tiles: int, columns: int, dtype: str, activation: str) -> Launch:
-    """For at most so many tiles of rows."""
+    """The launch for at most so many tiles of rows."""
     return Launch(_kernel(dtype, activation), (-(-columns // SIDE), tiles, 1), (SIDE, SIDE, 1))
 
 

@@ -270,7 +270,7 @@ def why_not(product: Product, machine: Machine) -> str:
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """By work in whole tiles, by their reads, and by latency; without the rounding of x."""
+    """Seconds by work in whole tiles, by their reads, and by latency; without the rounding of x."""
     row_tiles, column_tiles = -(-product.m // BLOCK_M), -(-product.weight_rows // BLOCK_N)
     blocks = max(row_tiles * column_tiles, machine.num_multiprocessors)
     efficiency, ends = (_HOPPER_EFFICIENCY, _HOPPER_ENDS_S) if machine.arch == "sm_90a" else (_EFFICIENCY, 0.0)
@@ -291,7 +291,7 @@ def plan(product: Product) -> Launch:
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Those of bf16."""
+    """Every specialisation of bf16."""
     for weight in ELEMENTS:
         for activation in ("", "silu"):
             yield _kernel(weight, "bf16", "bf16", activation)

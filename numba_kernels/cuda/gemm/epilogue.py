@@ -111,7 +111,7 @@ def norm_scale(total, k, eps):
 
 @device_function
 def scale_of_row(x_squares, row, x_parts, k, eps):
-    """By one thread alone; 1 without scaling."""
+    """The scale computed by one thread alone; 1 without scaling."""
     scale = float32(1.0)
     if x_squares != types.uint64(0):
         total = float32(0.0)

@@ -499,7 +499,7 @@ def cache_reads(product: Product, machine: Machine) -> int:
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """By `few_rows_shape`'s model."""
+    """Seconds by `few_rows_shape`'s model."""
     return seconds_of(product, machine, choose(product, machine))
 
 

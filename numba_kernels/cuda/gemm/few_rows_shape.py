@@ -141,8 +141,8 @@ def has_clusters(product: Product, machine: Machine) -> bool:
 
 
 def shapes(product: Product, machine: Machine) -> list[Shape]:
-    """Those worth a comparison: without clusters of as many row tiles as the rows fill, and each with as many blocks of
-    a cluster as serve it best."""
+    """Shapes worth a comparison: without clusters of as many row tiles as the rows fill, and each with as many blocks
+    of a cluster as serve it best."""
     spilling = SPILLING if machine.arch in SPILLS_ON else set()
     fitting = [tiles for tiles in ROW_TILES if (product.weight, tiles) not in spilling]
     packing = packing_of(product.weight)
@@ -200,7 +200,7 @@ def _cluster_blocks(product: Product, machine: Machine, row_tiles: int, num_stre
 
 
 def seconds_of(product: Product, machine: Machine, shape: Shape) -> float:
-    """By work, reads from the second-level cache, latency, and, for packed weights, steps."""
+    """Seconds by work, reads from the second-level cache, latency, and, for packed weights, steps."""
     least = _least_s(product, machine, shape)
     if packing_of(product.weight) is None:
         return least
@@ -209,7 +209,7 @@ def seconds_of(product: Product, machine: Machine, shape: Shape) -> float:
 
 
 def alone_s(product: Product, machine: Machine, shape: Shape) -> float:
-    """For a packed weight, with an idle GPU before and after the launch."""
+    """Seconds for a packed weight, with an idle GPU before and after the launch."""
     return _ENDS_S + _walk_s(product, machine, shape, _least_s(product, machine, shape))
 
 

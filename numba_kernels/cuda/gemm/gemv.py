@@ -12,7 +12,7 @@ The more warps a team has, the more the sum over K is split; few columns need it
 other tiers. Float32 goes up to 8 rows; from 3 rows on, 16-bit factors cost tensor cores fewer instructions
 (`few_rows`).
 
-Of a gated unit half of a team's rows are of the gate's half of the weight, the others those of up's that belong to
+In a gated unit half of a team's rows are of the gate's half of the weight, the others those of up's that belong to
 them, whose sums a shuffle brings to the gate's lanes. Squares of x's row are added up by the whole block.
 
 Threads: x lanes, y the warps of a team, z the teams of a block.
@@ -293,7 +293,7 @@ def why_not(product: Product, machine: Machine) -> str:
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """By its multiply-adds, and as many instructions again that widen the weight."""
+    """Seconds by its multiply-adds, and as many instructions again that widen the weight."""
     return product.n * product.k * 2 * (product.m + 1) / machine.float_flops
 
 

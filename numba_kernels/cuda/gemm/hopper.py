@@ -273,8 +273,8 @@ def why_not(product: Product, machine: Machine) -> str:
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """By the model above, and by few rows' reads from the second-level cache; with more rows it is always the fastest.
-    Exact products do not choose it, since its bits are its own."""
+    """Seconds by the model above, and by few rows' reads from the second-level cache; with more rows it is always the
+    fastest. Exact products do not choose it, since its bits are its own."""
     if product.exact or product.m < LEAST_ROWS:
         return math.inf
     if product.m > few_rows_shape.MAX_ROWS:

@@ -327,14 +327,14 @@ def _work_s(product: Product, machine: Machine, blocks: int) -> float:
 
 
 def _blocks_of_a_tile(product: Product, machine: Machine) -> int:
-    """How many share K."""
+    """Blocks that share K."""
     most = min(8, -(-product.k // BLOCK_K) // _LEAST_STEPS)
     return min((count for count in (1, 2, 4, 8) if count <= max(1, most)),
                key=lambda count: _work_s(product, machine, count))  # fmt: skip
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """By work in whole tiles, by their reads, and by filling the ring; without the rounding of x."""
+    """Seconds by work in whole tiles, by their reads, and by filling the ring; without the rounding of x."""
     row_tiles, column_tiles = _tiles(product)
     work = _work_s(product, machine, _blocks_of_a_tile(product, machine))
     cache_reads = row_tiles * product.weight_bytes + column_tiles * product.m * product.k
@@ -362,7 +362,7 @@ def plan(product: Product, machine: Machine) -> Launch:
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Those of bf16."""
+    """Every specialisation of bf16."""
     for weight in WEIGHTS:
         for activation in ("", "silu"):
             yield _kernel(weight, "bf16", "bf16", activation)

@@ -3,7 +3,7 @@
 Against `packed_tiles` and `few_rows`, whose products are `mma.sync`'s, it changes
 
 - the arithmetic: `wgmma`, which multiplies at twice their rate, while other warps unpack (`hopper_unpack.py`);
-- how often a weight is unpacked: once for 64 or 128 rows, by warps that do nothing else;
+- how often a weight is unpacked: once for 64 or 128 rows, by warps of their own;
 - the way in of x: the TMA's.
 
 Against a weight that is written out first (`dequantize`) it reads a quarter of the bytes or half, once, and needs no
@@ -86,14 +86,14 @@ def choose(m: int, n: int, k: int, machine: Machine, *, exact: bool = False) -> 
 
 
 def tile_seconds(product: Product, machine: Machine, tile: Tile, parts: int) -> float:
-    """By that model, or by the weight's way from memory."""
+    """Seconds by that model, or by the weight's load from memory."""
     cycles = _cycles(tile, parts, product.m, product.weight_rows, product.k, machine)
     from_memory = product.weight_bytes / (hopper.MEMORY_SHARE * machine.memory_bytes)
     return _LAUNCH_S + max(cycles / hopper.CLOCK_HZ, from_memory + hopper.FIRST_CYCLES / hopper.CLOCK_HZ)
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """By `tile_seconds` of the choice; never for exact products, nor for other numbers of rows than those."""
+    """Seconds by `tile_seconds` of the choice; never for exact products, nor for other numbers of rows than those."""
     if product.exact or not LEAST_ROWS <= product.m <= MOST_ROWS:
         return math.inf
     return tile_seconds(product, machine, *choose(product.m, product.weight_rows, product.k, machine))
@@ -106,7 +106,7 @@ def plan(product: Product, machine: Machine) -> Launch:
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Those of bf16 that published models use; others are compiled at their first launch."""
+    """Specialisations of bf16 that published models use; others are compiled at their first launch."""
     for weight in PACKINGS:
         for tile in TILES:
             for way_out in (*hopper.WAYS_OUT, "silu"):

@@ -222,7 +222,7 @@ def tile_unpacker(tile: Tile, weight: str, dtype: str, is_gated: bool, fetch: An
 
 @functools.cache
 def dense_unpacker(tile: Tile, weight: str, dtype: str, is_gated: bool) -> Any:
-    """`tile_unpacker` where the TMA brings the rows of x from `rows_of_x` on, asked by a lane of the first warp."""
+    """`tile_unpacker` where the TMA brings the rows of x from `rows_of_x` on, issued by a lane of the first warp."""
     x_bytes, load = tile.x_bytes, tma.load(2)
 
     @device_function

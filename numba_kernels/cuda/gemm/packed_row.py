@@ -1,4 +1,4 @@
-"""One row times a packed weight: quantised GEMV: `few_rows` for a single row, by `packed_stream`.
+"""Quantised GEMV, one row times a packed weight: `few_rows` for a single row, by `packed_stream`.
 
 A block takes up to 64 columns at a time, 16 a team; a team's warps share K (a gated unit has teams of the gate's rows
 and of up's). A block's teams share x, which it brings to shared memory once, so that a block has as many columns as
@@ -179,8 +179,8 @@ def teams(columns: int, *, is_gated: bool) -> int:
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """By the weight's bytes, by unpacking, by its blocks' reads from the second-level cache, and latency. Before it x
-    is read twice, with two barriers."""
+    """Seconds by the weight's bytes, by unpacking, by its blocks' reads from the second-level cache, and latency.
+    Before it x is read twice, with two barriers."""
     packing, blocks = packing_of(product.weight), plan(product, machine).grid[0]
     assert packing is not None
     num_bytes, at_once = product.weight_bytes, min(blocks, machine.num_multiprocessors)
@@ -207,7 +207,7 @@ def plan(product: Product, machine: Machine) -> Launch:
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Those of bf16 that published models use; others are compiled at their first launch."""
+    """Specialisations of bf16 that published models use; others are compiled at their first launch."""
     for weight in PACKINGS:
         if can_read(packing_of(weight)):
             for activation in ("", "silu"):

@@ -441,7 +441,7 @@ def cache_reads(product: Product) -> int:
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """By work in whole tiles, by their reads, and by latency. Never for few rows, nor for exact products,
+    """Seconds by work in whole tiles, by their reads, and by latency. Never for few rows, nor for exact products,
     whose tier may not depend on them."""
     if product.exact or product.m < _MIN_ROWS:
         return float("inf")
@@ -467,7 +467,7 @@ def plan(product: Product, machine: Machine) -> Launch:
 
 
 def specialisations() -> Iterator[Specialisation]:
-    """Those of bf16 that published models use; others are compiled at their first launch."""
+    """Specialisations of bf16 that published models use; others are compiled at their first launch."""
     for weight in PACKINGS:
         for activation in ("", "silu"):
             yield _kernel("bf16", weight, "bf16", activation)

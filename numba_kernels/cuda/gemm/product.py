@@ -21,7 +21,7 @@ AnyTile = TypeVar("AnyTile")
 
 
 def unpacking_s(weight_bytes: int, instructions: int, num_multiprocessors: int) -> float:
-    """For a packed weight whose loop has so many warp instructions for 4 KB."""
+    """Seconds of unpacking a weight by a loop with so many warp instructions for 4 KB."""
     return weight_bytes / 4096 * instructions / (num_multiprocessors * _ISSUES_A_SECOND)
 
 

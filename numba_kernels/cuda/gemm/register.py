@@ -266,7 +266,7 @@ def why_not(product: Product, machine: Machine) -> str:
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """By its work in tiles of 64. 16-bit factors are tensor_core's."""
+    """Seconds by its work in tiles of 64. 16-bit factors are tensor_core's."""
     if product.x != "f32":
         return math.inf
     return 2 * product.n * product.k * -(-product.m // 64) * 64 / machine.float_flops

@@ -39,7 +39,7 @@ def why_not(product: Product, machine: Machine) -> str:
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """Never chosen."""
+    """Infinite: never chosen."""
     return math.inf
 
 

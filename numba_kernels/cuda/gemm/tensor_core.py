@@ -175,7 +175,7 @@ def _weight_tile(tile: Tile, is_weight_layout: bool) -> tuple[int, int]:
 
 
 def _passes(tile: Tile, rows: int, columns: int) -> tuple[int, int, int]:
-    """How the block's threads copy ``[rows, columns]``: chunks of 8 elements a row, passes, and rows a pass."""
+    """The block's copy of ``[rows, columns]``: chunks of 8 elements a row, passes, and rows a pass."""
     chunks = columns // 8
     step = tile.num_warps * 32 // chunks
     if step % 8 or rows % step:  # the swizzle repeats after 8 rows
@@ -449,7 +449,7 @@ def why_not(product: Product, machine: Machine) -> str:
 
 
 def seconds(product: Product, machine: Machine) -> float:
-    """By work, the second-level cache and latency, in tiles of 64."""
+    """Seconds by work, the second-level cache and latency, in tiles of 64."""
     row_tiles, column_tiles = -(-product.m // 64), -(-product.n // 64)
     return max(
         2 * product.n * product.k * row_tiles * 64 / machine.tensor_flops,

@@ -13,8 +13,8 @@
 A float of few bits is one of 16 bits with its fields in other places, but for the exponents' bias: a factor of
 ``2 ** SHIFTS[element, dtype]``, exact for subnormals, too, which the caller multiplies into its scale.
 
-Word w of 8 elements of 4 bits has elements 2i and 2i + 1 in nibbles i and i + 4. Of 8 bits, a word of four has elements
-0 and 1 in bytes 0 and 2, elements 2 and 3 in bytes 1 and 3. Then a shift and one `lop3` make a pair.
+Word w of 8 elements of 4 bits has elements 2i and 2i + 1 in nibbles i and i + 4. A word of four elements of 8 bits has
+elements 0 and 1 in bytes 0 and 2, elements 2 and 3 in bytes 1 and 3. Then a shift and one `lop3` make a pair.
 
 Scales come as they are kept, two rows' beside each other, and become pairs of 16 bits with the same number twice
 (`spread_all`).

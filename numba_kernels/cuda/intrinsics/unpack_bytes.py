@@ -1,6 +1,6 @@
 """Elements of 4 and 8 bits as int8, in registers: the first factor of a product of bytes (`byte_mma`).
 
-Elements come as `unpack` says that they lie in their words; what four of them become one word has their order.
+Elements lie in their words as in `unpack`; four of them become one word.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-any-return"

@@ -2,7 +2,7 @@
 
 So kernels cannot rely on more accuracy than is documented. Each works in float64 on exact operands and rounds to
 float32 at the end; the move and that last rounding together stay inside the bound. Powers of two, zeros, infinities and
-signs come out as the manual's tables say; results move monotonically.
+signs come out as in the manual's tables; results move monotonically.
 
     rcp     1 ulp                     rounded away from zero
     sqrt    2**-23 relative           rsqrt   2**-22.9 relative

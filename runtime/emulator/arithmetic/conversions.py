@@ -98,7 +98,7 @@ def _to_integer(low: Lowering, mods: Modifiers, to: str, of: str) -> None:
     if of not in FLOATS:
         raise mods.refuse(f"from .{of} to .{to}")
     way = _TO_WHOLE[mods.one_of(_TO_WHOLE)]
-    mods.take("sat")  # what it asks for holds without it
+    mods.take("sat")  # already holds
     x = _float_source(low, source, of, of == "f32" and mods.take("ftz"))
     name = f"xserv.cvt.{to}.{of}.{way}"
     result = shared(b, name, INTEGERS[int(to[1:])], [x], lambda b, x: _whole(b, x, to, of, way))
@@ -129,7 +129,7 @@ def _integer_to_float(b: Builder, x: Value, signed: bool, to: str, mode: str) ->
     """An integer → float64, or float32, or (to "odd") a float32 rounded to odd, rounded once.
 
     Conversions of the machine's own only where they are exact or round to nearest: elsewhere LLVM makes them of parts
-    that each round in the direction asked for.
+    that each round in that direction.
     """
     if width(x) < 64:
         if to == "f32" and mode == "rn":
@@ -156,7 +156,7 @@ def _of_integer(low: Lowering, source: Operand, of: str, to: str, mode: str) -> 
 
 
 def _to_wide(low: Lowering, mods: Modifiers, to: str, of: str) -> None:
-    """To float32 or float64."""
+    """Conversion to float32 or float64."""
     b = low.builder
     target, source = mods.operands(2)
     ftz = "f32" in (to, of) and mods.take("ftz")
@@ -186,7 +186,7 @@ def _keep_sign(b: Builder, x: Value, signed: Value) -> Value:
 
 
 def _to_small(low: Lowering, mods: Modifiers, to: str, of: str) -> None:
-    """To f16, bf16 or tf32."""
+    """Conversion to f16, bf16 or tf32."""
     b = low.builder
     target, source = mods.operands(2)
     ftz = of == "f32" and mods.take("ftz")
@@ -237,7 +237,7 @@ def _pair_sources(low: Lowering, mods: Modifiers, sources: tuple[Operand, ...], 
 
 
 def _to_pair(low: Lowering, mods: Modifiers, to: str, of: str) -> None:
-    """To f16x2, bf16x2 and pairs of fp8."""
+    """Conversion to f16x2, bf16x2 and pairs of fp8."""
     b = low.builder
     target, *sources = mods.operands(2, 3)
     name = to.removesuffix("x2")

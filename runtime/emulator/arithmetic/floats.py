@@ -53,7 +53,7 @@ def flush(b: Builder, x: Value) -> Value:
 
 
 def saturate(b: Builder, x: Value) -> Value:
-    """To [+0, 1]; NaN gives +0."""
+    """Clamps to [+0, 1]; NaN gives +0."""
     zero, one = like(x, 0.0), like(x, 1.0)
     x = b.select(b.fcmp_ordered(">", x, zero), x, zero)
     return b.select(b.fcmp_ordered("<", x, one), x, one)

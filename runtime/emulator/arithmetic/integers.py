@@ -106,7 +106,7 @@ def high_product(builder: Builder, x: Value, y: Value, signed: bool) -> Value:
 
 
 def _high_product_64(b: Builder, x: Value, y: Value) -> Value:
-    """By halves of 32 bits."""
+    """The upper half of a 64-bit product, by halves of 32 bits."""
     half, ones = splat(I64, 32), splat(I64, 0xFFFFFFFF)
     xl, xh, yl, yh = b.and_(x, ones), b.lshr(x, half), b.and_(y, ones), b.lshr(y, half)
     first = b.add(b.mul(xh, yl), b.lshr(b.mul(xl, yl), half))

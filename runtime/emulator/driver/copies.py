@@ -172,7 +172,7 @@ class CopyFunctions(DriverState):
         return Place(address, None, None)
 
     def _copy(self, stream: Stream, target: Place, source: Place, size: int) -> None:
-        """Queues a copy; returns when the driver's rules say that the caller may go on."""
+        """Queues a copy; returns when the driver's rules allow the caller to go on."""
         data = None
         if target.is_pageable or source.is_pageable:
             if stream.capture is not None:

@@ -1,4 +1,4 @@
-"""An emulated driver that does nothing: addresses are handed out, and copies, fills and kernels are only accepted.
+"""An emulated driver that runs no work: it hands out addresses, and copies, fills and kernels are only accepted.
 
 With it a program goes through its launches on a device of some architecture, at no cost and with memory of zeros, to
 list the kernels that it needs.

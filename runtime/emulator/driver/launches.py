@@ -121,7 +121,7 @@ def _from_values(function: Function, values: tuple[Any, ...], kinds: tuple[Any, 
 
 
 def overlap_of(kernel_launch: KernelLaunch) -> Overlap:
-    """How far a launch waits for the kernel in front of it."""
+    """A launch's dependence on the previous kernel."""
     if not kernel_launch.is_dependent:
         return Overlap.KERNEL
     return Overlap.WAITING if kernel_launch.function.waits_for_dependency else Overlap.UNORDERED

@@ -1,4 +1,4 @@
-"""How many registers a kernel may need, and how many of its blocks a multiprocessor can hold.
+"""Estimates of a kernel's registers, and of the blocks that a multiprocessor can hold.
 
 Registers are an estimate, from the values of the PTX text that are alive at once: the allocation is ptxas's, which an
 emulated device does not run. The limits on blocks follow the "CUDA Occupancy Calculator" of the CUDA Toolkit: registers
@@ -52,7 +52,7 @@ def _registers(operand: Operand | None) -> list[Register]:
 
 
 def _width(register: Register) -> int:
-    """In 32-bit registers; predicates have a file of their own."""
+    """Its size in 32-bit registers; predicates have a file of their own."""
     if register.type == "pred":
         return 0
     bits = int(register.type.lstrip("bufs") or "32")

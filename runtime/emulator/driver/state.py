@@ -115,7 +115,7 @@ def entry(
 ) -> Callable[[Callable[Concatenate[_S, _P], Any]], Callable[Concatenate[_S, _P], tuple[Any, ...]]]:
     """Makes a method a function of the driver: under its lock, with `outputs` values after the status.
 
-    The method returns nothing, its one value, or a tuple of `outputs` values. If garbage collection calls the driver in
+    The method returns None, its one value, or a tuple of `outputs` values. If garbage collection calls the driver in
     the middle of another call, a release (a call that frees or waits, without a result) is done after that call.
     """
 
@@ -226,7 +226,7 @@ class DriverState:
         return context
 
     def raise_if_failed(self, context: Context) -> None:
-        """For the end of a call that has run work."""
+        """Ends a call that has run work."""
         if context.error is not None:
             raise Refused(context.error, str(self.last_fault))
 

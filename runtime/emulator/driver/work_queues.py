@@ -21,7 +21,7 @@ IDLE_S = 0.0002
 """Seconds between two polls of parked works."""
 
 _WEIGHTS = (0.02, 1.0, 50.0)
-"""How eager a queue is during one `finish`: some lag, some run ahead."""
+"""Weights of a queue's turns during one `finish`: some lag, some run ahead."""
 
 
 class Operation(Protocol):
@@ -59,7 +59,7 @@ class Meeting:
         raise NotImplementedError
 
     def advance(self, work: Work) -> bool:
-        """Does what can be done now; whether all is done."""
+        """Makes progress; returns whether it is done."""
         raise NotImplementedError
 
     def run(self, work: Work) -> None:

@@ -1,7 +1,7 @@
 """Counts the costs of memory instructions: sectors of device memory, wavefronts of shared memory.
 
-A sector is 32 aligned bytes. A wavefront serves each of the 32 four-byte banks once; lanes that want the same word of a
-bank are served together. 8-byte accesses go by half warps, 16-byte ones by quarters (CUDA programming guide, "Shared
+A sector is 32 aligned bytes. A wavefront serves each of the 32 four-byte banks once; lanes that access the same word of
+a bank are served together. 8-byte accesses go by half warps, 16-byte ones by quarters (CUDA programming guide, "Shared
 memory", and Nsight Compute's metrics of the same names).
 
 Each OS thread of a launch has TRAFFIC_FIELDS int64 for each instruction, at launch[LAUNCH_TRAFFIC].

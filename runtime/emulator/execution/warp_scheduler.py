@@ -1,7 +1,7 @@
 """Scheduling of warps: clusters from the grid into slots, their warps in turns until each blocks, yields or exits.
 
 One OS thread runs a number of slots. Within a cluster warps take turns, in the order of their numbers, or shuffled anew
-each round where a seed is given. A cluster that only polls (its warps yield, and nothing else of it moves) makes room
+each round where a seed is given. A cluster that only polls (its warps yield, without progress) makes room
 for another one beside it, since it may wait for another block. If every warp of a cluster is blocked and none has
 moved, it is a deadlock: warps block only on their own cluster.
 """

@@ -98,7 +98,7 @@ def _is_same(places, slots, lane, size, count, is_wide):
 
 @njit
 def races_of_lane(warp, site, place, block_address, size, lane, action, flags, same):
-    """One lane's access as the race checker sees it. Returns 1 with a fault reported, or 0."""
+    """Reports one lane's access to the race checker. Returns 1 with a fault reported, or 0."""
     access = (ACCESS_STRONG if flags & IS_STRONG else 0) | (ACCESS_NC if flags & IS_NC else 0)
     return lane_races(warp, site, place, block_address, size, lane, action, access | (ACCESS_SAME if same else 0))
 

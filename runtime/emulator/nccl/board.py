@@ -6,8 +6,9 @@ so that the memory is freed with the last rank. For R ranks, each part in pages 
 | part | what |
 |---|---|
 | head | 0, or 1 + the rank that found a fault |
-| R records | process and thread, whether it has joined or left, what it has posted and published, its last words |
-| R rings | the calls that it has posted, each a `Call` |
+| R records | process and thread, whether it has joined or left, counts of calls posted and pieces published, its last
+words |
+| R rings | its posted calls, each a `Call` |
 | 2 R slots | by turns, the numbers of its collective, a piece at a time |
 | R x R channels | of messages from one rank to another: two records, two rings and a slot |
 
@@ -227,7 +228,7 @@ class Board:
         return bytes(self._memory[at : at + _TEXT_BYTES]).rstrip(b"\0").decode(errors="replace")
 
     def why_it_cannot_come(self, rank: int, *, has_called: bool = False) -> str:
-        """Why a rank will make no more calls, or, if it `has_called`, not run its call; "" if it may."""
+        """The reason why a rank will make no more calls, or, if it `has_called`, not run its call; "" if it may."""
         record = self.records[rank]
         state, pid = record[STATE], record[PID]
         if state == NOT_JOINED:
@@ -245,7 +246,7 @@ class Board:
 
 
 def _started(pid: int) -> int:
-    """When a process began, in the kernel's ticks; 0 where it has ended."""
+    """The time at which a process began, in the kernel's ticks; 0 where it has ended."""
     with contextlib.suppress(OSError):
         state, *fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return 0 if state in "ZX" else int(fields[18])

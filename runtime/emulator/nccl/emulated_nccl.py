@@ -210,7 +210,8 @@ class EmulatedNccl:
             self.driver.submit(stream, Messages(comm, tuple(messages)))
 
     def _wait(self, comm: Communicator, is_so: Callable[[], bool]) -> None:
-        """Until it is so; the driver's other threads go on. Raises DriverFault where a rank cannot come any more."""
+        """Waits for a condition; the driver's other threads go on. Raises DriverFault where a rank cannot come any
+        more."""
         looked_s = 0.0
         while not is_so():
             comm.raise_if_failed()

@@ -26,7 +26,7 @@ ELEMENTS: dict[int, Any] = {
     5: np.dtype(np.uint64), 6: np.dtype(np.float16), 7: np.dtype(np.float32), 8: np.dtype(np.float64),
     9: np.dtype(ml_dtypes.bfloat16), 10: np.dtype(ml_dtypes.float8_e4m3fn), 11: np.dtype(ml_dtypes.float8_e5m2),
 }  # fmt: skip
-"""By the numbers of `ncclDataType_t`."""
+"""Types by their numbers in `ncclDataType_t`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ def _lacks_piece(comm: Communicator, turn: int, rank: int) -> bool:
 
 
 def _reduced(numbers: list[NDArray[Any]], operation: int) -> NDArray[Any]:
-    """All ranks' numbers as one, by the numbers of `ncclRedOp_t`."""
+    """All ranks' numbers reduced by an operation of `ncclRedOp_t`."""
     element = numbers[0].dtype
     is_narrow = element.kind not in "iu" and element.itemsize < 4
     wide = [each.astype(np.float32) if is_narrow else each for each in numbers]

@@ -352,7 +352,7 @@ def _global_write_lane(warp, site, record, address, size, lane, strong, same):
 
 @njit
 def lane_entry(warp_address, site, place, block_address, size, lane, action, flags):
-    """One lane's access as the race checker sees it. Returns 1 with a fault reported, or 0."""
+    """Checks one lane's access. Returns 1 with a fault reported, or 0."""
     warp = i64_at(warp_address)
     record = i64_at(warp[WARP_CLOCK])
     strong, is_nc, same = flags & ACCESS_STRONG, (flags & ACCESS_NC) >> 1, (flags & ACCESS_SAME) >> 2
