@@ -56,7 +56,7 @@ GATHER = Fields("*shared *counter *target slots slot_bytes ranks first_byte most
 
 
 def header_bytes(num_ranks: int) -> int:
-    """Bytes in front of the slots."""
+    """Bytes before the slots."""
     return (1 + (1 + DESCRIBED) * num_ranks) * LINE_BYTES
 
 

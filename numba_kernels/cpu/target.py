@@ -28,7 +28,7 @@ _NEEDS = {
     "avx512_vnni": ("avx512vnni",),
     "avx512_bf16": ("avx512bf16",),
 }
-"""The features, by LLVM's names, that each kind of tile needs beyond the kind before it; better kinds stand later."""
+"""The features, by LLVM's names, that each kind of tile needs beyond the kind before it; better kinds come later."""
 
 _MODELS = {
     "portable": "x86-64",

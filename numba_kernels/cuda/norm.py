@@ -118,7 +118,7 @@ def _rms_norm(dtype: str, width: int, has_residual: bool) -> Specialisation:
         if has_residual:
             residual += row_bytes
         keep_weights(weights, weight, first, step, size)
-        wait_for_previous_grid()  # the weight is immutable; x may be the output of the grid in front
+        wait_for_previous_grid()  # the weight is immutable; x may be the previous grid's output
         launch_dependents()
         squares = block_sum(add_squares(row, x, first, step, size), partials)
         scale = reciprocal_sqrt(squares * reciprocal_size + eps)
@@ -230,7 +230,7 @@ def _layer_norm(dtype: str, width: int) -> Specialisation:
                 for lane in range(width):
                     weights[i, lane] = loaded_weights[lane]
                     shifts[i, lane] = loaded_shifts[lane]
-        wait_for_previous_grid()  # weight and bias are immutable; x may be the output of the grid in front
+        wait_for_previous_grid()  # weight and bias are immutable; x may be the previous grid's output
         launch_dependents()
         count = float32(0)
         mean = float32(0)

@@ -41,7 +41,7 @@ def _kernel(item_bytes: int, width: int) -> Specialisation:
                         places[4 * q + e] = four[e]
             else:
                 places[0] = load_order(at_order)
-        wait_for_previous_grid()  # the order is immutable; x may be the output of the grid in front
+        wait_for_previous_grid()  # the order is immutable; x may be the previous grid's output
         launch_dependents()
         if column < accesses:
             while row < num_rows:

@@ -98,7 +98,7 @@ def _kernel(dtype: str, element: str, kind: Kind) -> Specialisation:
         target += uint64((row & uint32(TILE_ROWS - 1)) * uint32(64))
         there = size if row < m else uint32(0)  # of a row that x has not
         keep_weights(weights, weight, first, step, there)
-        wait_for_previous_grid()  # the weight is immutable; x may be the output of the grid in front
+        wait_for_previous_grid()  # the weight is immutable; x may be the previous grid's output
         launch_dependents()
         squares = block_sum(add_squares(kept, x, first, step, there), partials)
         scale = reciprocal_sqrt(squares * reciprocal_size + eps)

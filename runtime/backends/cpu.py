@@ -362,7 +362,7 @@ def expert_linear(x: Tensor, routing: Routing, weight: ExpertsWeight) -> Tensor:
 
 
 class _RowsByExpert:
-    """Rows put together by the experts that they go to."""
+    """Rows grouped by expert."""
 
     def __init__(self, routing: Routing) -> None:
         self.routing = routing
@@ -377,7 +377,7 @@ class _RowsByExpert:
         )  # fmt: skip
 
     def gather(self, x: Tensor) -> Tensor:
-        """Each row of x as often as it goes to an expert, ``[T k, K]``."""
+        """Each row of x once for each of its experts, ``[T k, K]``."""
         return _add_rows("experts", "routing", self.tokens_of, x, None)
 
     def product(self, x: Tensor, weight: ExpertsWeight) -> Tensor:

@@ -254,7 +254,7 @@ def expert_linear(x: Tensor, chosen: Routing, weight: ExpertsWeight) -> Tensor:
 
 
 class _RowsByExpert:
-    """Rows put together by the experts that they go to, for products with all of `weights`; by `wgmma` where there is
+    """Rows grouped by expert, for products with all of `weights`; by `wgmma` where there is
     a `tile`."""
 
     def __init__(

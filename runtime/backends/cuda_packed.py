@@ -1,7 +1,7 @@
 """Packed weights on a GPU: products that read them as they are, and those that need rows of numbers first.
 
 A product that no tier computes from a packed weight (float32, exact segments, a tier that the user names), or that
-others are faster at (many rows), has it written out as a matrix of x's type in front of it, every time: memory for one
+others are faster at (many rows), has it written out as a matrix of x's type first, every time: memory for one
 such matrix is needed then.
 """
 
@@ -48,7 +48,7 @@ class Planned:
 
 
 def plan_product(gpu: Gpu, weight: GpuWeight, product: gemm.Product, *, has_norm: bool = False) -> Planned:
-    """Chooses the kernels of a product; see `gemm.plan`. With a norm, the launch in front of it can round, too."""
+    """Chooses the kernels of a product; see `gemm.plan`. With a norm, the launch before it can round, too."""
     planned = _choose(gpu, weight, product, has_norm=has_norm)
     if planned.launch is None or not (product.epilogue.has_residual and product.epilogue.is_aligned):
         return planned

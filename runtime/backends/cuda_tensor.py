@@ -51,7 +51,7 @@ def upload_together(arrays: Sequence[NDArray], device: Device) -> list[Tensor]:
 
 
 def download(tensor: Tensor) -> Tensor:
-    """A copy on the cpu; waits for the work in front of it."""
+    """A copy on the cpu; waits for earlier work."""
     source = tensor if tensor.is_contiguous else tensor.clone()
     array: NDArray = np.empty(tensor.shape, tensor.dtype.numpy)
     if array.size:

@@ -60,7 +60,7 @@ class DeviceBlock:
 
     def declare_immutable(self, stream: Stream) -> None:
         """Freezes the block once the work now in `stream` has run. An emulated device checks it, and
-        lets a dependent launch read the block before it waits for the kernel in front of it."""
+        lets a dependent launch read the block before it waits for the previous kernel."""
         if (pool := self._pool) is not None and self.size_bytes:
             pool.allocator.declare_immutable(self, stream)
 

@@ -140,7 +140,7 @@ class Gpu:
 
     @contextmanager
     def chained(self) -> Iterator[None]:
-        """Until the block ends, kernels that `launch` launches start before the kernel in front of them has ended, if
+        """Until the block ends, kernels that `launch` launches start before the previous kernel has ended, if
         they wait for it themselves (``griddepcontrol.wait``): programmatic dependent launch.
 
         The first does not; nor do those that follow a copy or a fill. All work goes to one stream meanwhile.
@@ -227,7 +227,7 @@ class Gpu:
         Raises:
             InvalidArgumentError: where the array is not contiguous or cannot be written.
             CaptureError: where the stream is recorded into a graph.
-            LaunchError: where work in front of the copy failed.
+            LaunchError: where work before the copy failed.
         """
         if not (array.flags.c_contiguous and array.flags.writeable):
             raise InvalidArgumentError("read needs a C-contiguous array that can be written", param="array")

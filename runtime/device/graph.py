@@ -3,7 +3,7 @@
     graph = Graph.capture(gpu, lambda: step(tensors))    # runs once eagerly, then once recorded
     graph.replay()
 
-While a stream is captured nothing may be allocated, freed, queried or waited for. So the work first runs once for real:
+A captured stream allows no allocation, release, query or wait. So the work first runs once for real:
 that compiles and loads its kernels and fills a pool of memory that is the graph's own. Then it is recorded, in the
 thread-local mode, taking its memory from that pool; if that is full, the recording ends, the pool grows, and it begins
 again. The addresses in the recorded launches stay valid because the pool stays reserved as long as the graph.
@@ -98,9 +98,9 @@ class Graph:
     ) -> Graph:
         """Runs `work` once on the device's stream, then records it from there.
 
-        `work` must launch the same kernels each time, copy nothing from or to memory that is not pinned, and wait for
-        nothing. Its memory from `Gpu.allocate` lies in `pool`, or in a new one for None. With `is_chained` its kernels
-        are recorded as in `Gpu.chained`.
+        `work` must launch the same kernels each time, copy only from and to pinned memory, and not wait. Its memory
+        from `Gpu.allocate` lies in `pool`, or in a new one for None. With `is_chained` its kernels are recorded as in
+        `Gpu.chained`.
 
         Raises:
             CaptureError: where it does something that cannot be recorded.

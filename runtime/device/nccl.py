@@ -151,7 +151,7 @@ class Nccl:
     Attributes:
         api: its functions.
         is_emulated: whether it serves an emulated driver's devices, and checks the ranks' calls.
-        is_dry: whether its calls do nothing, for a rank alone.
+        is_dry: whether its calls have no effect, for a rank alone.
     """
 
     def __init__(self, api: Any, *, is_emulated: bool = False, is_dry: bool = False) -> None:

@@ -37,7 +37,7 @@ class Event:
         return _is_done(self.context, "cuEventQuery", self.handle)
 
     def synchronize(self) -> None:
-        """Waits until the device has come past it. Raises LaunchError where work in front of it failed."""
+        """Waits until the device has come past it. Raises LaunchError where earlier work failed."""
         self.context.call("cuEventSynchronize", self.handle)
 
     def elapsed_ms(self, start: Event) -> float:

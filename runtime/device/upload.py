@@ -37,7 +37,7 @@ def upload_pieces(
 ) -> None:
     """Copies so many bytes to the device. The source has been read when this returns.
 
-    `fill` reads the source, and `copy` puts the piece that begins at a place on its way, on the stream; both from any
+    `fill` reads the source, and `copy` queues the copy of the piece at a place, on the stream; both from any
     thread. Each thread takes two pieces of pinned memory. Raises what `fill` raises, as OSError of a file.
     """
     pieces, lock = iter(range(0, size_bytes, PIECE_BYTES)), threading.Lock()

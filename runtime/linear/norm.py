@@ -1,4 +1,4 @@
-"""The norm in front of a linear map."""
+"""The norm before a linear map."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class LinearWeight:
         size_bytes: of matrix, scales and bias, padding included.
         activations: the type of the rows that it multiplies.
         num_segments: in how many segments K is added up (`numba_kernels.segments`); 0 if it is not cut.
-        is_normed: whether the weights of the norm in front of it are multiplied into its columns: products then scale
+        is_normed: whether the weights of the norm before it are multiplied into its columns: products then scale
             rows alone.
         rounds_rows: how the checkpoint rounds x to the weight's own kind of byte: "rows" by their own largest
         magnitude, "groups" of 128 of K by theirs, or all by a "static" scale; products of many rows on a GPU then may.
@@ -441,7 +441,7 @@ def _packed(
     weights: list[Tensor], whole_rows: list[Tensor] | None, bias: Tensor | None, options: LoadOptions,
     settings: GpuSettings,
 ) -> PackedWeight:  # fmt: skip
-    """The weight on a GPU, in the options' format. The norm in front stays a launch of its own."""
+    """The weight on a GPU, in the options' format. The norm before it stays a launch of its own."""
     format, activations = options.format, weights[0].dtype
     assert format is not None
     packing = packing_of(format.packing)

@@ -112,7 +112,7 @@ class Storage:
         """Freezes these bytes: for a weight, once it is loaded.
 
         Tensors refuse to write them. An emulated GPU checks every kernel and copy, and lets a kernel that is launched
-        dependently read them before it waits for the one in front of it.
+        dependently read them before it waits for the previous one.
         """
         self._is_frozen = True
         if self.device.kind != "cpu":

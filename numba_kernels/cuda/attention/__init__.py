@@ -19,7 +19,7 @@ The tiers, each one a step:
                           `flash_float32` with is_split), one read of K and V for all query heads that share them
 
 `plan` chooses. Blocks of the flash tier are laid over (tiles of the longest chunk, KV heads, sequences), and those
-beyond a sequence's own rows leave at once: simple, and wasteful only where one long chunk stands beside many short
+beyond a sequence's own rows exit at once: simple, and wasteful only where one long chunk stands beside many short
 ones. Those of flash_hopper stay and look up the tiles.
 """
 

@@ -24,7 +24,7 @@ from numba_kernels.cuda.intrinsics.warp import maximum_f32, shuffle_xor_f32
 MINUS_INFINITY = float32(float("-inf"))
 LOG2_E = float32(math.log2(math.e))
 
-# Never fused with the product in front of it: the largest score less itself is exactly 0, its weight exactly 1.
+# Never fused with the product before it: the largest score less itself is exactly 0, its weight exactly 1.
 subtract = instruction("sub.rn.f32 $0, $1, $2;", "f", "f f", is_pure=True)
 
 

@@ -6,7 +6,7 @@ be a captured graph's, and each block reads the lengths as they are.
 
 With `wanted` blocks for one KV head, a part is the batch's keys over `wanted`, but `MIN_PART_KEYS` at least, and a
 sequence has as many equal parts as it needs to have none longer. Rounding up adds less than one part a tile of rows, so
-that `wanted` and the number of tiles bound the blocks whatever the lengths are, and those left over leave at once.
+that `wanted` and the number of tiles bound the blocks for all lengths, and surplus blocks exit at once.
 Blocks lie in the order of sequences, then tiles, then parts.
 
 A block whose sequence is not cut writes its rows out. Others leave for each row a record of float32 in the workspace:

@@ -2,7 +2,7 @@
 
     router         a decode step's norm, router and choice at once
     routing        logits of a router to experts and weights of each token
-    order          the choices of all tokens put together by expert, in tiles of rows
+    order          the choices of all tokens grouped by expert, in tiles of rows
     tiled          products of such rows: 16 x 16, every type
     tensor_core    the same on tensor cores: 16-bit rows, by the tiles of dense products
     hopper         the same by `wgmma` (sm_90a): many rows of each expert

@@ -1,6 +1,6 @@
 """Groups the tokens' choices by expert, so that products may take an expert's rows tile by tile.
 
-A row is one choice of one token; an expert's rows stand together, in the order of tokens. Each expert has a block,
+A row is one choice of one token; an expert's rows are neighbours, in the order of tokens. Each expert has a block,
 which counts all choices, to find how many rows and tiles come before its own; no block waits for another.
 The results are lists of fixed sizes:
 

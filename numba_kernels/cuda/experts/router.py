@@ -37,7 +37,7 @@ uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 MOST_ROWS = 256
 ROWS = 4  # of the router, that a warp multiplies
-_TURNS = 2  # loads of each of them that a lane has on their way
+_TURNS = 2  # loads of each of them that a lane has in flight
 _MOST_PER_LANE = 8  # experts: 256 of them
 MOST_SIZE = 20480  # elements of a row, which a block has in shared memory
 _BLOCKS = 2  # of a multiprocessor, that clusters may fill: with more tokens each has one block

@@ -44,7 +44,7 @@ _MINUS_INFINITY = float("-inf")
 
 @device_function
 def _rising(value):
-    """uint32 that rise with float32 numbers; above 0, which stands for an expert that cannot be chosen."""
+    """uint32 that rise with float32 numbers; above 0, which means an expert that cannot be chosen."""
     bits = bits_from_f32(value)
     return uint32(~bits) if bits & uint32(0x80000000) else uint32(bits | uint32(0x80000000))
 

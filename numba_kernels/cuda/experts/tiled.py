@@ -3,7 +3,7 @@
     out[r] = x[token of r] . weight[e]^T + bias[e]              for the rows r of expert e; or
     out[r] = f(gate, up)                                        of a weight that has gate's rows, then up's
 
-Rows are grouped by expert (`order`); a block takes one of its tiles of rows and 16 columns, and leaves at once where
+Rows are grouped by expert (`order`); a block takes one of its tiles of rows and 16 columns, and exits at once where
 there is no such tile. Each sum runs over k from first to last, so that a row has the same bits in any batch.
 
 Arguments of all tiers: x, table, tiles, num_tiles, tokens (0 if row r of x is r's), out addresses; N, K, E. The table

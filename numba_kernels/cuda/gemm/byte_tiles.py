@@ -1,6 +1,6 @@
 """Many rows times a weight of bytes, integers or e4m3, where the checkpoint rounds x so, too: `mma.sync` of bytes.
 
-Lesson: when both factors lie as `mma.sync` reads them, a tile is nothing but loads of 16 bytes. x comes
+Lesson: when both factors lie as `mma.sync` reads them, a tile is only loads of 16 bytes. x comes
 rounded and in a packed weight's order (`rounded_rows.py`): there is no swizzle, no `ldmatrix` and no conversion but a
 bit of each of the weight's bytes, which are stored 128 above their value.
 

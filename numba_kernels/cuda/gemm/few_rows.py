@@ -1,7 +1,7 @@
 """Few rows, up to 64, of 16-bit factors: the weight streams through tensor cores as memory delivers it. Lesson: the
 tensor cores may see K in any order.
 
-A decode step uses each element of the weight as often as there are sequences: no tile raises that; only the bytes in
+A decode step uses each element of the weight once for each sequence: no tile raises that; only the bytes in
 flight count, and the number of instructions for them. So
 
 - tiles of 16 rows are multiplied whole, however few there are: the tensor cores are not the bottleneck;
@@ -342,7 +342,7 @@ def _kernel(
             load_early_2(words, group_scales, zeros, rows, scale_rows, zero_rows, column, end, False)
             load_early_3(words, group_scales, zeros, rows, scale_rows, zero_rows, column, end, False)
 
-        wait_for_previous_grid()  # the weight is immutable; x may be the output of the grid in front
+        wait_for_previous_grid()  # the weight is immutable; x may be the previous grid's output
         # This lane's row of each tile of x, and which tiles its warp copies. Rows beyond the last one repeat it, or are
         # zeros, where a tile has no others: their sums are never stored.
         places, chosen = cuda.local.array(num_tiles, uint64), uint32(0)

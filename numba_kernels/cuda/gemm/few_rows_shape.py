@@ -33,7 +33,7 @@ MANY_COLUMNS = 8449
 """From here on two teams of columns fill a large GPU, and x is read half as often. Below, blocks of a single team are
 at most 264, two for each multiprocessor of a H200."""
 MANY_PACKED_COLUMNS = 5120  # the same of packed weights, whose blocks of 32 or 64 rows have a multiprocessor each
-SCALES_BYTES = 4 * MAX_ROWS  # in front of shared memory: of x's rows
+SCALES_BYTES = 4 * MAX_ROWS  # at the beginning of shared memory: of x's rows
 _UNPACKING = {"u4_g128": 624, "u4_g128_zeros": 663, "u4": 775, "e2m1": 914, "u8": 446, "e4m3": 474}
 """Machine instructions of a warp for 4 KB of a weight and 16 rows, by its name, or else its elements (`unpacking`)."""
 

@@ -47,7 +47,7 @@ uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 MAX_ROWS = {"f32": 8, "f16": 2, "bf16": 2}
 COLUMNS = {1: 4, 2: 4, 4: 4, 8: 2}  # of a team, by the rows that a kernel is made for
-TURNS = 2  # loads of each of its columns that a lane has on their way
+TURNS = 2  # loads of each of its columns that a lane has in flight
 BLOCK_WARPS = 8
 WANTED_WARPS = 4096  # that many keep a large GPU's memory busy
 MIN_ROUNDS = 2  # of a lane with all its loads; below, a wider team has idle lanes
@@ -159,7 +159,7 @@ def _kernel(
             if position + uint32(i * turn) < k:
                 load_first_turn(weight_rows, i, loaded)
 
-        wait_for_previous_grid()  # the weight is immutable; x may be the output of the grid in front
+        wait_for_previous_grid()  # the weight is immutable; x may be the previous grid's output
         launch_dependents()
         x_rows = cuda.local.array(rows, uint64)
         for r in range(rows):

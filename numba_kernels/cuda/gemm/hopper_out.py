@@ -25,7 +25,7 @@ from numba_kernels.cuda.intrinsics.warp import shuffle_index_f32, shuffle_xor_f3
 uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 
 SQUARE_PIECES = 2  # whose squares are added up in one sum
-_PARTS_AT_ONCE = 4  # vectors of parts of a row's squares that a lane has on their way
+_PARTS_AT_ONCE = 4  # vectors of parts of a row's squares that a lane has in flight
 
 
 @device_function

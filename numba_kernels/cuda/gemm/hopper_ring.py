@@ -44,7 +44,7 @@ class Tile:
 
     @property
     def producers(self) -> int:
-        """Warps in front of those that multiply."""
+        """Warps before those that multiply."""
         return max(4, self.num_unpackers)
 
     @property

@@ -172,7 +172,7 @@ def tile_unpacker(tile: Tile, weight: str, dtype: str, is_gated: bool, fetch: An
                 load_early_1(
                     more_words, more_scales, more_zeros, more_rows, more_scale_rows, more_zero_rows, start, end, False
                 )  # fmt: skip
-        wait_for_previous_grid()  # the weight is immutable; x may be the output of the grid in front
+        wait_for_previous_grid()  # the weight is immutable; x may be the previous grid's output
         # Row g of its tiles of 8; chunk t, or of odd rows the one half a row further, in its swizzled place.
         g = lane >> uint32(2)
         chunk = uint32(((lane & uint32(3)) | ((g & uint32(1)) << uint32(2))) ^ g)

@@ -83,7 +83,7 @@ def _kernel(weight_name: str, out_dtype: str, activation: str = "", *, has_turns
         stride = uint32(uint32(cuda.gridDim.x) * columns_teams)
         aim(rows, scale_rows, weight, uint32(minimum_u32(tile, last_tile) + beside), both, k, first, lane)
         begin(words, scales, rows, scale_rows, first, last)
-        wait_for_previous_grid()  # the weight is immutable; x may be the output of the grid in front
+        wait_for_previous_grid()  # the weight is immutable; x may be the previous grid's output
         launch_dependents()
         most = largest(x, warp, uint32(BLOCK_WARPS), k, lane)
         if lane == uint32(0):

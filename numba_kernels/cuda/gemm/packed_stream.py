@@ -30,7 +30,7 @@ uint32, uint64, float32 = types.uint32, types.uint64, types.float32
 DTYPE = "bf16"  # of rows
 ROWS = 16  # of a weight, that a warp multiplies
 AHEAD = 4
-NUM_WORDS = 8 * AHEAD  # of a lane, on their way
+NUM_WORDS = 8 * AHEAD  # of a lane, in flight
 MOST_SHARED_BYTES = 96 << 10
 _FEW_SCALE_BYTES = 8  # of a lane's two rows and a slot: with more of them registers become few
 
@@ -44,7 +44,7 @@ class PackedReader:
         num_scale_words: of all slots, at least 1.
         aim: ``(rows, scale_rows, weight, tile, n, k, first, lane)``: the addresses of a tile's slots.
         begin: ``(words, scales, rows, scale_rows, first, last)``: loads the first slots.
-        begin_early: the same in front of `wait_for_previous_grid`.
+        begin_early: the same before `wait_for_previous_grid`.
         multiply: ``(sums, words, scales, rows, scale_rows, next_rows, next_scale_rows, goes_on, x, first, last,
             lane)``: sums[0] and sums[1] are those of rows g and g + 8 of the tile in lane 4 g, without the rows'
             scales; x is where `factors` places the lane. With `goes_on` not 0, the next tile's first slots are loaded

@@ -49,7 +49,7 @@ class WeightStream:
         place: ``(rows, scale_rows, zero_rows, weight, n, k, first_column, position, lane)``: this lane's addresses.
         advance: ``(rows, scale_rows, zero_rows)``: to the next slots.
         load: a slot's ``(words, scales, zeros, rows, scale_rows, zero_rows, column, end, is_whole)``.
-        load_early: the same in front of `wait_for_previous_grid`.
+        load_early: the same before `wait_for_previous_grid`.
         unpack: a slot's and step's ``(pairs, factors, words, scales, zeros)``; None if words are pairs.
         spread, unpack_words: the two halves of it, ``(factors, scales, zeros)`` and ``(pairs, factors, words)``, of a
             slot, a step, and the first of 8 elements of `factors`.

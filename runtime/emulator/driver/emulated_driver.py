@@ -66,7 +66,7 @@ class EmulatedDriver(
             num_threads: OS threads that a kernel may use.
 
         Raises:
-            InvalidArgumentError: for a device that cannot be emulated, or no device at all.
+            InvalidArgumentError: for a device that cannot be emulated, or for no device.
         """
         if isinstance(devices, str | GpuModel):
             count = DEFAULT_NUM_DEVICES if num_devices is None else num_devices

@@ -86,7 +86,7 @@ class Step:
     """A node at its place in a replay.
 
     Attributes:
-        branch: index of the in-order queue that it stands in.
+        branch: index of its in-order queue.
         waits: indices of earlier steps in other branches.
     """
 

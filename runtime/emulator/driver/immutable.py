@@ -2,7 +2,7 @@
 
 An emulated driver has a function for it that no real one has. From its place in the stream on, and for as long as the
 allocation or the pool's block lives, a write to these bytes is a fault; and a dependent launch may read them before
-its griddepcontrol.wait, since the kernel in front of it cannot be writing them.
+its griddepcontrol.wait, since the previous kernel cannot be writing them.
 """
 
 from __future__ import annotations

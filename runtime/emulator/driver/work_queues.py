@@ -71,7 +71,7 @@ class Work:
 
     Attributes:
         operation: its operation; None for a mark that other works wait for.
-        queue: the queue it stands in; earlier works of the queue are done first.
+        queue: its queue; earlier works of the queue are done first.
         waits: other works that must be done first.
         is_done: it has run, or was dropped with its context.
         ended_s: when, by `time.perf_counter`.
@@ -169,7 +169,7 @@ class Scheduler:
                 pending.pop()
 
     def finish_all(self, owner: Any = None) -> None:
-        """Runs until no work of an owner, or none at all, is queued."""
+        """Runs until no work of an owner, or none, is queued."""
         self.finish([queue.works[-1] for queue in self._busy if owner is None or queue.owner is owner])
 
     def progress(self) -> None:

@@ -27,7 +27,7 @@ _MAX_LINES = 24
 
 
 def who_waits(slots: Iterable[Slot], kernel: LoadedKernel) -> list[str]:
-    """A line for each block and place where warps of it stand, for the clusters that are resident."""
+    """A line for each block and place where its warps wait, for the clusters that are resident."""
     lines = []
     for slot in slots:
         header = slot.words(slot.address, SLOT_FIELDS)

@@ -121,7 +121,7 @@ class _Access:
         return builder.and_(builder.not_(self.any(other)), full)
 
     def is_wrong(self, states: Any) -> Any:
-        """Whether a vector of shadow bytes (as wider integers) has one that is not as wanted."""
+        """Whether a vector of shadow bytes (as wider integers) has a wrong one."""
         builder, kind = self.builder, states.type
         need, want = self.repeated(self.need, kind), self.repeated(self.want, kind)
         return self.any(builder.icmp_unsigned("!=", builder.and_(states, need), want))

@@ -45,7 +45,7 @@ _SIZES = {"64B", "128B", "256B"}
 
 
 def space_of(mods: Modifiers) -> int:
-    """The state space that stands there; generic where none does."""
+    """The state space among the modifiers; generic without one."""
     word = mods.one_of(SPACES, "")
     return SPACES[word] if word else GENERIC
 

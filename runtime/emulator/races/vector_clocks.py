@@ -8,7 +8,7 @@ clusters' warps are known by a second vector over all warps of the launch, which
 value that a strong operation of theirs published at gpu scope.
 
 Clocks start above everything that an earlier launch, or an earlier block in the same place, has left in the shadows, so
-that nothing has to be cleared.
+that they need no clearing.
 
 The functions `*_entry` are compiled once, for the first launch that checks races, and called by their addresses.
 """

@@ -146,7 +146,7 @@ def _shape(low: Lowering, ins: Instruction) -> tuple[int, int]:
 
 
 def _registers(low: Lowering, operand: Operand, count: int) -> list[Operand]:
-    """The registers of a vector, or the one that stands alone; `count` of them."""
+    """The registers of a vector, or the single one; `count` of them."""
     items: list[Operand] = [*operand.items] if isinstance(operand, Vector) else [operand]
     if len(items) != count:
         raise low.refuse(f"{len(items)} registers")

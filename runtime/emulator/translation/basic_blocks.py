@@ -32,7 +32,7 @@ NO_RESULT = {
 
 
 def registers_of(operand: Operand | None) -> Iterator[Register]:
-    """Every register that stands in an operand."""
+    """Every register in an operand."""
     if isinstance(operand, Register):
         yield operand
     elif isinstance(operand, Negated):

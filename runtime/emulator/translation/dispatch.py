@@ -2,7 +2,7 @@
 
 Each lane has a program counter (an instruction's index) in the warp's array, valid while the lane does not run. While
 all live lanes run together, a branch goes straight to its target. Otherwise the lanes' counters are written and the
-smallest one runs next, with every lane that stands there: structured code reconverges by itself. Lanes that block or
+smallest one runs next, with every lane at that place: structured code reconverges by itself. Lanes that block or
 yield are set aside until no other lane can run; then `run` returns.
 """
 

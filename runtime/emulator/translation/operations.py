@@ -8,7 +8,7 @@ An operation is a Python function of ``(warp, mask, site, *arguments) -> int`` r
 Kinds: ``p`` a 32-bit slot (``CPointer(uint32)``, 32 lanes), ``q`` a 64-bit slot (``CPointer(uint64)``), ``i`` an int32,
 ``l`` an int64. `warp` is ``CPointer(int64)`` (see warp_state.py), `mask` a uint32 of the active lanes, `site` the
 instruction's index. It returns DONE, FAILED, RETRY or DONE_BUT_YIELD, touches only the lanes of `mask` of a target, and
-must stand a target that is also a source. Compiled when a kernel that uses it is loaded, and kept on disk; before it,
+must allow a target that is also a source. Compiled when a kernel that uses it is loaded, and kept on disk; before it,
 those operations that it calls by their symbols, which are found in its code.
 """
 

@@ -51,7 +51,7 @@ class LoadedKernel:
 
     Attributes:
         kernel: its text, parsed.
-        module: the module that it stands in.
+        module: its module.
         shared: where its shared variables lie.
         parameter_bytes: of all its parameters, each aligned to its size.
         variables: the .global and .const variables that it names, in the order of its symbol table.

@@ -244,7 +244,7 @@ class Registers:
     # --- chunks and instructions ---
 
     def begin_chunk(self, index: int, mask: Value) -> None:
-        """Begins a chunk: the builder stands at its code, and no register has a known value."""
+        """Begins a chunk: the builder is at its code, and no register has a known value."""
         self._cache.clear()
         self._dirty.clear()
         for name, offset in self._temporary.items():
