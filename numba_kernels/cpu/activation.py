@@ -171,8 +171,7 @@ SHAPED_NAMES = ("clamp", "xielu")  # in the same order
 
 @intrinsic
 def _apply_shaped(typingctx, which, x, out, count, first, second, third, fourth):
-    """``out[i] = f(x[i], ...)`` for ``count`` floats; ``out`` may be ``x``. ``which`` is a literal index into
-    _SHAPED."""
+    """``out[i] = f(x[i], ...)`` for ``count`` floats; ``out`` may be ``x``. ``which`` is an index into _SHAPED."""
     if not isinstance(which, types.IntegerLiteral):
         raise RequireLiteralValue("which must be a literal")
     function, index = _SHAPED[which.literal_value], types.intp

@@ -96,8 +96,7 @@ def send_kernel() -> Kernel:
 
 @functools.cache
 def receive_kernel() -> Kernel:
-    """Takes a piece of a message out of the pipe, which must be of this step and of a message of this size; one
-    ticket."""
+    """Takes a message's piece out of the pipe, which must be of this step and message size; one ticket."""
     wait_above = _wait_above()
 
     def receive(arguments, ticket):

@@ -43,8 +43,7 @@ SQUARE_PARTS = 4  # in which `plan_row_squares` adds up a row: warps of a block
 
 @functools.cache
 def weights_keeper(width: int) -> Any:
-    """A device function ``(weights, weight, first, step, size)``: RMSNorm's weights for the part of a row that a thread
-    keeps."""
+    """A device function ``(weights, weight, first, step, size)``: RMSNorm's weights for a thread's part of a row."""
     resident, load_weight = RESIDENT["rms_norm"], floats_loader(width)
 
     @device_function
@@ -285,8 +284,7 @@ def _specialisation(family: str, variant: str, kernel: object, dtype: str, width
 
 
 def row_threads(family: str, size: int, width: int) -> int:
-    """Threads of a block. Up to 256 have a vector each; beyond, threads hold as many as they can, for fewer
-    barriers."""
+    """Threads of a block. Up to 256 have a vector each; beyond, threads hold more, for fewer barriers."""
     vectors = -(-size // width)
     threads = min(MAX_THREADS[family], max(min(vectors, 256), -(-vectors // RESIDENT[family])))
     return -(-threads // 32) * 32

@@ -254,8 +254,7 @@ def expert_linear(x: Tensor, chosen: Routing, weight: ExpertsWeight) -> Tensor:
 
 
 class _RowsByExpert:
-    """Rows grouped by expert, for products with all of `weights`; by `wgmma` where there is
-    a `tile`."""
+    """Rows grouped by expert, for products with all of `weights`; by `wgmma` if there is a `tile`."""
 
     def __init__(
         self, x: Tensor, chosen: Routing, weights: tuple[ExpertsWeight, ...], tile: Tile | None

@@ -408,8 +408,7 @@ class Allocator:
         self._reserve(pool, size)
 
     def _free_segments(self) -> int:
-        """Frees unused segments, but not live graphs': their next capture needs the memory that their warm-up has
-        filled."""
+        """Frees unused segments, except live graphs': their next capture needs their warm-up's memory."""
         return sum(self._free_segments_of(pool) for pool in [*self._pools.values()])
 
     def _free_segments_of(self, pool: Pool) -> int:

@@ -70,8 +70,8 @@ class CacheEntry:
 
 
 class KernelCache:
-    """A folder of compiled kernels. Counts, for this process: `num_compiled`, `num_read`, and Numba's runs,
-    `num_front_ends`."""
+    """A folder of compiled kernels. Counts this process's `num_compiled`, `num_read`, and `num_front_ends`
+    (Numba's)."""
 
     def __init__(self, folder: Path | None = None) -> None:
         """`folder` is the user's cache if None."""
@@ -161,8 +161,7 @@ class KernelCache:
         return removed
 
     def _compiled(self, specialisation: Specialisation, arch: str, *, is_ptx: bool) -> CompiledKernel:
-        """Compiles a kernel; a cubin is assembled from an emulated device's PTX if there is one: the text is the
-        same."""
+        """Compiles a kernel; assembles an emulated device's PTX into a cubin if there is one: the text is the same."""
         if not is_ptx:
             kept = self._read_kernel(self.path_of(specialisation, arch, is_ptx=True))
             if kept is not None:
@@ -279,8 +278,7 @@ def assembled(kernel: CompiledKernel) -> CompiledKernel:
 
 
 def capability_of(arch: str) -> int:
-    """The compute capability of an architecture's name: 90 for "sm_90a". Raises InvalidArgumentError for an invalid
-    name."""
+    """The compute capability of an architecture's name: 90 for "sm_90a". InvalidArgumentError for an invalid name."""
     match = re.fullmatch(r"sm_(\d{2,3})[af]?", arch)
     if match is None:
         raise InvalidArgumentError(f"arch {arch!r} is not one such as 'sm_80' or 'sm_90a'", param="arch")

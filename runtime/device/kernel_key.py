@@ -30,8 +30,7 @@ _TOOLS = ("numba", "numba-cuda", "llvmlite", "nvidia-cuda-nvcc", "nvidia-nvvm", 
 
 
 def kernel_index(specialisation: Specialisation, *parts: str) -> str:
-    """A digest of 24 hex digits, of the kernel itself and of `parts`, such as the architecture and the kind of
-    image."""
+    """A digest of 24 hex digits, of the kernel and of `parts`, such as architecture and kind of image."""
     function = specialisation.kernel.py_func
     words = (
         sources_of(function), specialisation.name, repr(sorted(specialisation.constants.items())),

@@ -282,8 +282,7 @@ class NcclComm:
     def all_reduce(
         self, source: int, target: int, count: int, dtype: DType, operation: str = "sum", stream: Stream | None = None
     ) -> None:
-        """All ranks' `count` numbers, added (or reduced by `operation`), in each rank's target, which may be the
-        source."""
+        """All ranks' `count` numbers, added or reduced by `operation`, in each rank's target, perhaps the source."""
         self._queue("ncclAllReduce", source, target, count, _number(dtype), _operation(operation), stream=stream)
 
     def reduce_scatter(

@@ -141,8 +141,7 @@ QUANTIZATIONS = ("none", *(each.name for each in FORMATS.values() if each.is_qua
 
 
 def quantized_format(quantization: str) -> WeightFormat | None:
-    """The format that matrices are made into; None for "none" and `ROUNDED`. Raises InvalidArgumentError for an unknown
-    name."""
+    """The matrices' format; None for "none" and `ROUNDED`. Raises InvalidArgumentError for an unknown name."""
     if quantization not in QUANTIZATIONS:
         raise InvalidArgumentError(
             f"quantization is {quantization!r}, must be one of {', '.join(QUANTIZATIONS)}", param="quantization"

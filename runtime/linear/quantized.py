@@ -255,8 +255,7 @@ class QuantizedMatrix:
     def _groups(
         self, values: NDArray, scales: NDArray, zeros: NDArray | None
     ) -> Iterator[tuple[NDArray, NDArray, NDArray | None]]:
-        """Views of the values and of the scales that broadcast over them: whole groups first, then the rest of a
-        row."""
+        """Views of the values, with the scales that broadcast over them: whole groups, then the rest of a row."""
         depth = values.shape[1]
         size = self.layout.block[1] or depth
         whole = depth // size

@@ -306,8 +306,7 @@ class PackedWeight(GpuWeight):
 
 
 def logits_share(width: int, num_ranks: int) -> int:
-    """Logits that each rank but the last computes, of so many: whole panels and aligned rows. 0 if a rank would have
-    none."""
+    """Logits of each rank but the last, of so many: whole panels and aligned rows. 0 if a rank would have none."""
     panels = -(-width // PANEL_COLUMNS)
     share = -(-panels // num_ranks) * PANEL_COLUMNS
     return share if (num_ranks - 1) * share < width else 0

@@ -31,8 +31,7 @@ HEIGHTS = tuple(height for height in (1, 2, 4, 8) if height <= TILE_ROWS)
 
 
 def _if_fetching(builder, table, height, emit):
-    """Runs ``emit(fetches)``: True for a low tile that was given a table (an address, not 0) of addresses to
-    prefetch."""
+    """Runs ``emit(fetches)``: True for a low tile with a table (an address, not 0) of addresses to prefetch."""
     if height > _FETCHING_ROWS:
         emit(False)
         return

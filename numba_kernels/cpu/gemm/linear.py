@@ -341,8 +341,7 @@ def add_partials(
 
 
 def _arranging_parts(rows: int, depth: int, tickets: Tickets) -> int:
-    """The number of parts that a tile's K is cut into, so that no thread waits for another that quantises few rows
-    alone."""
+    """Parts of a tile's K, so that no thread waits for another that quantises few rows alone."""
     return max(1, min(-(-tickets.num_workers // tickets.num_tiles), rows * depth // _ARRANGED_ALONE))
 
 

@@ -153,8 +153,7 @@ def int8_at(address, size):
 
 @njit
 def copy_bytes(target, source, size):
-    """Copies ``size`` bytes from one address to another; they do not overlap. By words: numba assigns arrays of bytes
-    byte by byte."""
+    """Copies ``size`` bytes to another address, without overlap. By words: numba assigns byte arrays bytewise."""
     num_words = size >> 3
     words, given = int64_at(target, num_words), int64_at(source, num_words)
     for i in range(num_words):

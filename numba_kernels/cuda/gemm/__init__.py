@@ -196,8 +196,7 @@ def choose(product: Product, machine: Machine) -> str:
 
 
 def candidates(product: Product, machine: Machine) -> list[tables.Choice]:
-    """Candidates for the fastest (tier, tile) of an aligned product with the weight layout: all that are worth
-    measuring."""
+    """Candidates for the fastest (tier, tile) of an aligned product with the weight layout, to be measured."""
     found = []
     for name, tier in TIERS.items():
         if not tier.why_not(product, machine) and tier.seconds(product, machine) < math.inf:

@@ -232,8 +232,7 @@ def _rounds_cycles(tile: Tile, parts: int, m: int, n: int, k: int, machine: Mach
 
 
 def cycles(tile: Tile, parts: int, m: int, n: int, k: int, machine: Machine) -> int:
-    """Seconds of ``out [m, n]`` with a tile and K in so many parts: the rounds, or the weight's load from memory if
-    longer."""
+    """Seconds of ``out [m, n]`` with a tile and K in so many parts: by the rounds, or the weight's load."""
     weight_s = 2 * n * k / (MEMORY_SHARE * machine.memory_bytes)
     return max(_rounds_cycles(tile, parts, m, n, k, machine), int(weight_s * CLOCK_HZ) + FIRST_CYCLES)
 

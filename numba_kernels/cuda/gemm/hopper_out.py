@@ -1,5 +1,4 @@
-"""The Hopper tier's epilogue: each warp stores its sums through its own pieces of shared memory, without other
-warps."""
+"""The Hopper tier's epilogue: each warp stores its sums through its own pieces of shared memory."""
 
 from __future__ import annotations
 

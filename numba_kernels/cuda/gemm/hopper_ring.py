@@ -57,8 +57,7 @@ class Tile:
 
     @property
     def piece_columns(self) -> int:
-        """The columns that a warp brings out at a time: both halves of the tile, a gated unit's gate and up, are such
-        pieces."""
+        """Columns of a piece that a warp stores at a time; both halves of the tile consist of pieces."""
         return PIECE_COLUMNS if self.block_n // 2 % PIECE_COLUMNS == 0 else PIECE_COLUMNS // 2
 
     @property
@@ -82,8 +81,7 @@ class Tile:
 
     @property
     def barriers_at(self) -> int:
-        """Offset where the pieces end and the barriers begin: of full stages, of empty ones, two of each consumer's
-        warp."""
+        """Offset where the pieces end and the barriers begin: full, empty, and two of each consumer's warp."""
         return self.pieces_at + 4 * self.num_consumers * self.piece_bytes
 
     @property

@@ -54,8 +54,7 @@ def sums_of_segment(out, m, n):
 
 @functools.cache
 def _tree(count: int, width: int) -> Any:
-    """A device function ``(address, stride) -> sums``: `count` vectors of `width` (1 or 4) floats `stride` apart, added
-    in pairs."""
+    """A device function ``(address, stride) -> sums``: `count` vectors of `width` (1 or 4) floats, added in pairs."""
     if count == 1:
         load_1, load_4 = memory.load_f32, memory.load_4xf32
         if width == 1:

@@ -1,5 +1,4 @@
-"""The part shared by tiers whose blocks are 16 x 16 threads, one for each element of the output. They exist for
-comparison."""
+"""Tiers whose blocks are 16 x 16 threads, one for each element of the output; they exist for comparison."""
 
 from __future__ import annotations
 

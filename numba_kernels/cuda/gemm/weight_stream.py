@@ -86,8 +86,8 @@ class WeightStream:
 
 @functools.cache
 def weight_stream(weight: str, dtype: str, row_tiles: int, is_gated: bool, has_parts: bool = False) -> WeightStream:
-    """The stream of a product's weight and x's dtype, for so many tiles of 16 rows of x, or, with `has_parts`, one at a
-    time."""
+    """The stream of a product's weight and x's dtype, for some tiles of 16 rows of x, or, with `has_parts`, for
+    each."""
     packing = packing_of(weight)
     if packing is None:
         return _plain(is_gated)

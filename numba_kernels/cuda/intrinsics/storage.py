@@ -56,7 +56,7 @@ def _f32_from_e5m2(code):
 
 @functools.cache
 def _fp8_from_f32(mantissa_bits: int, bias: int, largest: int, overflow: int) -> Any:
-    """A device function float32 -> uint32 code. `largest` is the greatest finite code, `overflow` the code for larger
+    """A device function float32 -> uint32 code. `largest` is the greatest finite code, `overflow` is for larger
     values."""
     dropped = 23 - mantissa_bits
     smallest_normal = (127 - bias + 1) << 23

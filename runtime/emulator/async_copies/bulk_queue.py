@@ -132,8 +132,7 @@ def _land(record):
 
 @njit
 def land_for(warp, mbarrier):
-    """Carries out all copies that the cluster's blocks have in flight towards an mbarrier. Returns 1 and a fault, or
-    0."""
+    """Carries out the cluster's copies in flight towards an mbarrier. Returns 1 and a fault, or 0."""
     cluster = i64_at(i64_at(warp[WARP_BLOCK])[BLOCK_CLUSTER])
     for rank in range(i64_at(warp[WARP_LAUNCH])[LAUNCH_CLUSTER_SIZE]):
         queue = i64_at(cluster[rank])[BLOCK_ASYNC]

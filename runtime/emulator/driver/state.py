@@ -195,8 +195,7 @@ class DriverState:
 
     @contextmanager
     def calling(self) -> Iterator[None]:
-        """Lets another library's call use the driver's state until the block ends, as `entry` does for the driver's
-        own."""
+        """Lets another library use the driver's state until the block ends, as `entry` does for the driver."""
         with self.lock:
             self.depth += 1
             try:

@@ -93,8 +93,7 @@ def leak(allocations: Sequence[Allocation]) -> DriverFault:
 
 
 def status_of(failure: Exception) -> Any:
-    """The CUresult by which CUDA reports such a fault. Faults that hardware does not notice count as a failed
-    launch."""
+    """The CUresult by which CUDA reports such a fault: a failed launch if hardware does not notice it."""
     if isinstance(failure, EmulatorFault):
         for name, status in _STATUS_BY_NAME.items():
             if failure.kind.name.startswith(name):

@@ -194,8 +194,7 @@ class Scheduler:
             del self._busy[queue]
 
     def _choose(self, weights: dict[Queue, float], parked: set[Queue]) -> Queue | None:
-        """A queue whose first work may run, or None if all are parked. There is one, since a work waits for earlier
-        ones only."""
+        """A queue whose first work may run, or None if all are parked. Works wait for earlier ones only."""
         ready = [
             queue for queue in self._busy
             if queue not in parked

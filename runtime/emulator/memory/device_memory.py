@@ -326,8 +326,7 @@ class Machine:
         self.mark_written(address, size_bytes)
 
     def copy(self, destination: int, source: int, size_bytes: int, source_machine: Machine | None = None) -> None:
-        """Copies between allocations, of this machine or from another's; carries over which bytes were never
-        written."""
+        """Copies between allocations, of one machine or two; never-written bytes stay marked so."""
         other = source_machine or self
         self.check(destination, size_bytes, "copy to", is_write=True)
         other.check(source, size_bytes, "copy from")
@@ -375,8 +374,7 @@ class Machine:
         return other is self or other.index in self._peers
 
     def regions(self) -> list[tuple[int, int, int, int]]:
-        """The memory that its kernels may reach: (base, span, shadow delta, 1 where only pinned bytes may be
-        touched)."""
+        """The memory that its kernels may reach: (base, span, shadow delta, 1 if only pinned bytes are allowed)."""
         others = [(m.base, m.span, m.shadow_delta, 0 if self.can_access(m) else 1) for m in self.neighbours]
         return [(self.base, self.span, self.shadow_delta, 0), *others]
 

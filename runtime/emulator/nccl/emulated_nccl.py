@@ -68,8 +68,7 @@ def _function(
 
 
 class _Group(threading.local):
-    """Calls of a thread that wait for the end of its group: its depth, the works to queue at its end, the ranks to wait
-    for."""
+    """Calls of a thread that wait for its group's end: its depth, works to queue, ranks to wait for."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -210,8 +209,7 @@ class EmulatedNccl:
             self.driver.submit(stream, Messages(comm, tuple(messages)))
 
     def _wait(self, comm: Communicator, is_so: Callable[[], bool]) -> None:
-        """Waits for a condition; the driver's other threads go on. Raises DriverFault where a rank cannot come any
-        more."""
+        """Waits for a condition, without the driver's lock. Raises DriverFault where a rank cannot come any more."""
         looked_s = 0.0
         while not is_so():
             comm.raise_if_failed()

@@ -141,15 +141,13 @@ def on_fence(warp, scope):
 
 @njit
 def strong_write(warp, address, scope, is_release):
-    """An atomic or another strong write at host address `address`: publishes the accesses that the warp's fences
-    allow."""
+    """A strong write (an atomic, say) at host address `address`: publishes accesses that the warp's fences cover."""
     _order(STRONG_WRITE, warp, address, scope, 1 if is_release else 0)
 
 
 @njit
 def strong_read(warp, address, scope):
-    """An atomic or another strong read at host address `address`: orders the warp after the accesses published
-    there."""
+    """A strong read (an atomic, say) at host address `address`: orders the warp after accesses published there."""
     _order(STRONG_READ, warp, address, scope, 0)
 
 

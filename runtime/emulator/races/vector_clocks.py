@@ -386,8 +386,7 @@ def _on_fence(warp, scope):
 
 @njit
 def _strong_write(warp, address, scope, is_release):
-    """An atomic or another strong write at host address `address`: publishes the accesses that the warp's fences
-    allow."""
+    """A strong write (an atomic, say) at host address `address`: publishes accesses that the warp's fences cover."""
     record = i64_at(warp[WARP_CLOCK])
     races = i64_at(record[CLOCK_RACES])
     if not is_release and record[CLOCK_HAS_FENCE] == 0:
@@ -413,8 +412,7 @@ def _strong_write(warp, address, scope, is_release):
 
 @njit
 def _strong_read(warp, address, scope):
-    """An atomic or another strong read at host address `address`: orders the warp after the accesses published
-    there."""
+    """A strong read (an atomic, say) at host address `address`: orders the warp after accesses published there."""
     record = i64_at(warp[WARP_CLOCK])
     races = i64_at(record[CLOCK_RACES])
     found = entry_of(races, address, FIND)

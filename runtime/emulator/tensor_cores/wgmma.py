@@ -192,8 +192,7 @@ def _set_state(warp, table, set_bits):
 
 @operation("wgmma_issue", "llqqpii")
 def wgmma_issue(warp, mask, site, run, table_address, a, b, keep, flags, columns):
-    """Records one instruction. `a` is the descriptor of A unless it lies in registers; `keep` is the mask of lanes with
-    scale-d."""
+    """Records one instruction. `a` is A's descriptor, unless in registers; `keep` is the mask of lanes with scale-d."""
     if mask != FULL_MASK:
         return report(warp, _DIVERGENT, site, 0, 0, mask, FULL_MASK, 0, 0)
     block = i64_at(warp[WARP_BLOCK])

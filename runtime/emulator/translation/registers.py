@@ -284,8 +284,7 @@ class Registers:
                 self._free[size].append(self._temporary.pop(name))
 
     def flush(self, index: int | None = None) -> None:
-        """Writes live registers to the register file: at the block's end, or before instruction `index` of the
-        block."""
+        """Writes live registers to the register file, at the block's end or before its instruction `index`."""
         for name in [*self._dirty]:
             live = name in self.block.live_out if index is None else self.block.is_live(name, index)
             if live:
