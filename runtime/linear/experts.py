@@ -30,7 +30,7 @@ class ExpertsWeight:
         experts: the E weights.
         parts: each expert's weight in its parts, which are kept in formats of their own; one where it is one.
         tables: on the cpu, for each part, ``[3, E]`` int64: the addresses of each expert's panels, scales and bias.
-        Empty for weights that are only declared.
+            Empty for weights that are only declared.
         table: on a GPU, in its memory, ``[2, E]`` int64: the addresses of each expert's rows and bias, or 0; else None.
         table_address: of `table`, or 0.
         maps, maps_address: on Hopper, of 16-bit rows on 16-byte bounds, ``[E, 128]`` uint8: a tensor map of each

@@ -56,7 +56,7 @@ class LoadOptions:
         exact: whether a row of a product has the same bits alone and among others, and on 1, 2, 4 and 8 ranks. On the
             cpu the former always holds.
         activations: "auto" lets products round rows of x to bytes where the device's product for the weight does; with
-        "float" none does, and weights that have no other product become floats.
+            "float" none does, and weights that have no other product become floats.
         communicator: this rank's, where the model is sharded over several; else None.
         pipeline: this rank's stage of several, or None if one has all layers.
         stages: the layers of each stage; empty without stages.

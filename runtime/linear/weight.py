@@ -94,8 +94,8 @@ class LinearWeight:
         is_normed: whether the weights of the norm before it are multiplied into its columns: products then scale
             rows alone.
         rounds_rows: how the checkpoint rounds x to the weight's own kind of byte: "rows" by their own largest
-        magnitude, "groups" of 128 of K by theirs, or all by a "static" scale; products of many rows on a GPU then may.
-        Else "".
+            magnitude, "groups" of 128 of K by theirs, or all by a "static" scale; products of many rows on a GPU may
+            then. Else "".
     """
 
     activations: DType

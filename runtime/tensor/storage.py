@@ -35,7 +35,7 @@ class Storage:
         device: where the bytes lie.
         size_bytes: how many there are.
         owner: the object whose life keeps the bytes valid: our own allocation, a caller's numpy array, a mapped file, a
-        block of a GPU's allocator.
+            block of a GPU's allocator.
         address: on a GPU, where the bytes lie; 0 on the cpu (see `Tensor.address`).
         number: increases from storage to storage (`numba_kernels.creation_order`).
     """

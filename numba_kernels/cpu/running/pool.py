@@ -8,9 +8,9 @@ it, and meanwhile draws the tickets itself.
 The protocol, over the words of `_words` (each on a cache line of its own):
 
 - A job is open while NEXT < CLOSED. The launcher writes the job's words while it is closed, opens it by NEXT = 0, draws
-tickets like the helpers, closes it by NEXT = CLOSED, and waits until ACTIVE is 0.
+  tickets like the helpers, closes it by NEXT = CLOSED, and waits until ACTIVE is 0.
 - A helper counts itself in ACTIVE, then draws. A ticket drawn from an open job belongs to that job, whose words cannot
-change while the helper is counted; a ticket of a closed one is at least CLOSED, and it leaves.
+  change while the helper is counted; a ticket of a closed one is at least CLOSED, and it leaves.
 
 One launch at a time, or one program of launches: callers of `run` or `run_program` hold the lock. Helpers are
 daemon threads, joined when the process ends.

@@ -6,7 +6,7 @@ The loads and stores differ from the dense tier's:
   `cp.async`, 16 bytes a lane, where the TMA would have put them; two stages later, when they have arrived, a fence
   hands them to `wgmma`;
 - an expert's weight comes by the TMA. Each expert has a tensor map of its own, in device memory, which the thread that
-loads a tile acquires first;
+  loads a tile acquires first;
 - an expert's last tile is not whole, and the rows after it belong to another one: so a warp writes its rows itself,
   16 bytes a lane, after they have changed places in shared memory. Biases and the gate come before that.
 

@@ -105,12 +105,12 @@ def plan(product: Product, machine: Machine, tier: str = "auto", tile: str = "")
 
     Args:
         tier: one of `TIERS`, or "auto": the fastest measured (`tables`), or the fastest by the tiers' models
-        (`choose`).
+            (`choose`).
         tile: one of the tier's tiles by its name, for the aligned weight layout; "" for the tier's choice.
 
     Raises:
         ValueError: for an unknown tier, or one that can do this neither itself nor by `INSTEAD`; for a tile that the
-        tier lacks.
+            tier lacks.
     """
     if tier != "auto" and tier not in TIERS:
         raise ValueError(f"gemm: tier is {tier!r}, must be one of auto, {', '.join(TIERS)}")

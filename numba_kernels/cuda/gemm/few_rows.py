@@ -10,7 +10,7 @@ flight count, and the number of instructions for them. So
   serves two instructions, straight from device memory to the registers of the lane that multiplies, where it lies as
   their second operand does: no shared memory, no `ldmatrix`, no swizzle, no barrier, no move;
 - x goes the same way, but through shared memory: `cp.async` brings it some steps ahead, 16 bytes for each lane that
-reads them;
+  reads them;
 - a warp has 32 rows of the weight, and four steps of 32 elements of K in registers, each loaded again as soon as it is
   used: 16 loads of 16 bytes a lane, 8 KB a warp, which with eight warps a multiprocessor is 64 KB in flight;
 - few columns leave too few warps. The sum over K is split into 1 to 8 streams of whole groups of 128, a warp each;

@@ -3,9 +3,9 @@
 Against the tensor_core tier it changes
 
 - the arithmetic: four warps together multiply 64 rows of x by 256 columns, both from shared memory, in one asynchronous
-instruction; only the sums are in registers;
+  instruction; only the sums are in registers;
 - the way in: one thread loads whole tiles by the TMA, which arrive swizzled as `wgmma` reads them and zero beyond the
-matrices. No other thread computes an address;
+  matrices. No other thread computes an address;
 - the roles: a group of warps that only loads (the producer, which gives its registers away) runs as far ahead as
   shared memory has stages; the groups that multiply (consumers) take these registers. They meet only at two barriers a
   stage, "full" and "empty";

@@ -8,7 +8,7 @@ store, at the TMA's place. So
   slot or two ahead, to registers (`weight_stream.py`): the loads start long before a stage is free;
 - a step is half a stage. Lanes of odd rows take the second one first: neighbours in a store lie in other banks so;
 - a stage is full once each of these warps has handed its part over, by a fence, and the TMA has brought x, which the
-first of them loads;
+  first of them loads;
 - the weight passes through shared memory in 16 bits, and up to there in its own bytes.
 
 The scales of the weight's rows are columns' of the output, and wait in registers for the sums.

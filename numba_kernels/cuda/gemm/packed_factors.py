@@ -57,7 +57,7 @@ class Factors:
         part_type: of a group's sums; `num_parts` of them a lane.
         scale_by: ``largest magnitude's bits -> (factor of x, factor of sums)``.
         stage: ``(x_row, target, part, parts, k, padded, factor, lane)``: this warp's chunks of a row go to shared
-        memory, zeros after k.
+            memory, zeros after k.
         place: ``(target, padded, lane) -> address`` of the lane's first numbers.
         step_taker: ``(first word of a slot, step) -> (parts, pairs, x_words, words, x_at)``, a device function.
         settle: ``(sums, parts, upper, lower)``: a group's sums, times the scales of rows g and g + 8.

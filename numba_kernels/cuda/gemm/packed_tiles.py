@@ -4,7 +4,7 @@ they are in registers. Lesson: unpacking is free where tensor cores are the bott
 Against `tensor_core` it changes
 
 - the weight's tile: it comes to shared memory as it is packed, followed by its groups' scales and offsets. A lane's 16
-bytes are its own factors, 4 or 2 steps of 32 of K, so that it is read without `ldmatrix` or a swizzle;
+  bytes are its own factors, 4 or 2 steps of 32 of K, so that it is read without `ldmatrix` or a swizzle;
 - the order of K: lane t has elements 8t to 8t + 7 of a step (`few_rows.py`), and reads x so, 16 bytes at a time. Chunks
   of odd rows are exchanged by fours, which keeps lanes out of each other's banks;
 - between: a warp unpacks 16 columns of a step into 8 registers, and multiplies them by its 64 rows:

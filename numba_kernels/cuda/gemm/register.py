@@ -6,7 +6,7 @@ Against the tiled tier it changes
   numbers from shared memory for 64 multiply-adds, where the tiled tier reads 2 for 1;
 - the loads: 16 bytes at a time, from global memory and, four neighbours in a register tile, from shared memory;
 - the layout: both tiles lie k-major, [k, row], so that a thread's rows are neighbours. Loads along k, two chunks of 16
-bytes a row, which is a sector, are stored across it; rows are exchanged in groups of 16 in the second
+  bytes a row, which is a sector, are stored across it; rows are exchanged in groups of 16 in the second
   chunk, so that the lanes which hold different k of one row do not meet in a bank;
 - the order in time: the next tile travels from global memory to registers while this one is multiplied, then goes to
   the other of two buffers: one barrier a tile.

@@ -25,7 +25,7 @@ class Counters:
         by_opcode: opcode as written ("fma.rn.f32"): warp instructions.
         lanes_by_opcode: the same in lane instructions.
         traffic: index of the instruction in its kernel: its memory traffic, where Checks.TRAFFIC was set. In sums over
-        different kernels the indices have no meaning.
+            different kernels the indices have no meaning.
     """
 
     warp_instructions: int = 0
