@@ -119,8 +119,7 @@ class QuantizedMatrix:
             ``x . W^T = x[:, order] . stored^T``; or None if columns are in order.
         divisor: scales are divided by it.
         factor: scales are multiplied by it.
-        input_scale: of a static activation scheme: x is rounded to its multiples. For "fp4", scales of x are divided by
-        it.
+        input_scale: of a static activation scheme: x is rounded to its multiples ("fp4": divides scales of x).
     """
 
     layout: QuantizedLayout

@@ -8,8 +8,7 @@ row, ``[words, h]``, so that a tile reads one stream however far apart rows lie:
     int8                          groups of GROUP elements: their words of four int8 (see DOT_WORDS), then ``[h]``
                                   scales and ``[h]`` sums of a group times -ZERO_POINT: where integer sums begin
     blocks of integers            groups of X_GROUP elements: words of four int8 (of pairs of int16 in some cases, see
-                                  `unpacked_blocks`), then ``[h]`` scales and two ``[h]`` that
-                                  of `packed_words.quantize_block`
+                                  `unpacked_blocks`), then ``[h]`` scales and two ``[h]`` of `quantize_block`
 
 int8: the scale of a group is its largest magnitude over 127 (https://arxiv.org/abs/2208.07339, by groups instead of
 rows); one with NaN or infinity has a scale that is neither finite, and so are its products.

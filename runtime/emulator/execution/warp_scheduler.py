@@ -51,7 +51,7 @@ from runtime.emulator.synchronisation.barriers import settle_barriers
 # --- what OS threads of a launch share: int64 array ---
 Q_NEXT = 0  # clusters handed out
 Q_COUNT = 1  # clusters of the grid
-Q_STOP = 2  # 1: a fault somewhere
+Q_STOP = 2  # 1 after a fault
 Q_FACTOR, Q_SHIFT = 3, 4  # cluster = (number * factor + shift) % count
 QUEUE_FIELDS = 8
 
