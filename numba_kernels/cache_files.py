@@ -165,6 +165,6 @@ def locked(path: Path, *, is_waiting: bool = True) -> Iterator[bool]:
         yield not is_busy
     finally:
         if is_held:
-            lock.unlink(missing_ok=True)  # who waits holds the file itself, and finds the work done
+            lock.unlink(missing_ok=True)  # a waiter has the file open, and finds the work done
         if number is not None:
             os.close(number)

@@ -2,7 +2,7 @@
 
 The memory, in cache lines of 64 bytes, for R ranks:
 
-| lines | what |
+| lines | contents |
 |---|---|
 | 0 | 0, or 1 + the rank that has given up; of several such memories the first one's counts |
 | 1 … R | how many collectives each rank has reached |

@@ -2,7 +2,7 @@
 
 A pipe's memory, in cache lines of 64 bytes:
 
-| lines | what |
+| lines | contents |
 |---|---|
 | 0 | how many pieces the sender has put there |
 | 1 | how many the receiver has taken |

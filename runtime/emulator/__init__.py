@@ -1,6 +1,6 @@
 """The emulated GPU: PTX text in, exact results out, with checkers that report errors which hardware hides.
 
-| room | what lives there |
+| folder | contents |
 |---|---|
 | driver | the functions of `cuda.bindings.driver`: devices, memory, streams, graphs; queues of work |
 | translation | PTX text → LLVM IR over vectors of 32 lanes → machine code, kept on disk |

@@ -1,6 +1,6 @@
 """Quantised matrices that the cpu multiplies without dequantising them, and their repacking into its panels.
 
-| matrix | is kept as |
+| matrix | kept as |
 |---|---|
 | int8 without zeros, a scale a row or one for all | `INT8`: these integers, these scales |
 | int4 or int8, scales (and zeros) of groups of 32 or a multiple | `Q4_0`, `Q8_0`, `int4_bfloat` …, scales repeated |

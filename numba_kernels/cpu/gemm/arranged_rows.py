@@ -11,7 +11,7 @@ row, ``[words, h]``, so that a tile reads one stream however far apart rows lie:
                                   `unpacked_blocks`), then ``[h]`` scales and two ``[h]`` of `quantize_block`
 
 int8: the scale of a group is its largest magnitude over 127 (https://arxiv.org/abs/2208.07339, by groups instead of
-rows); one with NaN or infinity has a scale that is neither finite, and so are its products.
+rows); one with NaN or infinity has a scale that is not finite, and such products.
 """
 
 from __future__ import annotations

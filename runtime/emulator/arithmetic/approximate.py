@@ -74,7 +74,7 @@ def _float32(body: Callable[..., Value]) -> Callable[..., Value]:
 
 
 def _reciprocal(b: Builder, x: Value) -> Value:
-    """Away from zero: less than 1 ulp, and a power of two's is exact."""
+    """Rounds away from zero by less than 1 ulp; and a power of two's is exact."""
     exact = b.fdiv(splat(F64, 1.0), b.fpext(x, F64))
     near = b.fptrunc(exact, F32)
     short = b.fcmp_ordered("<", unary(b, "fabs", b.fpext(near, F64)), unary(b, "fabs", exact))

@@ -132,7 +132,8 @@ def leading_zeros(b: Builder, x: Value) -> Value:
 
 @by_type("bfind", kinds=("u32", "s32", "u64", "s64"))
 def find_leading(low: Lowering, mods: Modifiers, kind: str) -> None:
-    """The place of the first bit that differs from the sign (0 if unsigned), or its distance from the top; −1: none."""
+    """The place of the first bit that differs from the sign (0 if unsigned), or its distance from the top; −1 if there
+    is none."""
     b, from_top = low.builder, mods.take("shiftamt")
     to, source = mods.operands(2)
     x = low.value(source, kind)

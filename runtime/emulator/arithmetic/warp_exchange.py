@@ -158,7 +158,7 @@ def redux(low: Lowering, mods: Modifiers, kind: str) -> None:
 
 
 def _reduced(b: Builder, x: Value, members: Value, kind: str, name: str, combine: object) -> Value:
-    """Over each lane's own members, in the order of the lanes."""
+    """A reduction over each lane's own members, in the order of the lanes."""
     sign = kind == "s32"
     identity = {"and": -1, "min": (1 << 31) - 1 if sign else -1, "max": 1 << 31 if sign else 0}.get(name, 0)
     result = like(x, identity)

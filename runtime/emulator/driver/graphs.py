@@ -78,7 +78,7 @@ class GraphFunctions(CaptureFunctions, LaunchFunctions):
 
     @entry(1)
     def cuGraphKernelNodeGetParams(self, hNode: Any) -> Any:
-        """All but the arguments."""
+        """A kernel node's parameters but the arguments."""
         launch = self._node(hNode).operation
         if not isinstance(launch, KernelLaunch):
             raise Refused(R.CUDA_ERROR_INVALID_VALUE, f"graph node {handle_of(hNode):#x} is no kernel node")

@@ -408,7 +408,7 @@ _DEVICE_ROOM = str(Path(__file__).resolve().parents[2])
 
 
 def caller_label() -> str:
-    """The nearest place outside the emulator and the device room, for the list of leaks: "engine.py:120 in build"."""
+    """The nearest place outside the emulator and `runtime.device`, for the list of leaks: "engine.py:120 in build"."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_DEVICE_ROOM):
         frame = frame.f_back

@@ -24,7 +24,7 @@ RECORD_FIELDS = 16
 
 
 class FaultKind(IntEnum):
-    """Each room adds its own; numbers are never used twice."""
+    """Each folder adds its own; numbers are never used twice."""
 
     # control [CORE]: 1 …
     TRAP = 1

@@ -180,7 +180,7 @@ _WINDOWS = {
 
 @lowers("cvta")
 def lower_cvta(low: Lowering, ins: Instruction) -> None:
-    """Between the address of a state space and the generic address."""
+    """Converts between the address of a state space and the generic address."""
     mods = Modifiers(ins)
     is_back = mods.take("to")
     window = _WINDOWS.get(space_of(mods))

@@ -3,11 +3,10 @@
 The memory has no name: the unique id holds its maker's process and descriptor, kept open until all ranks have joined,
 so that the memory is freed with the last rank. For R ranks, each part in pages of its own:
 
-| part | what |
+| part | contents |
 |---|---|
 | head | 0, or 1 + the rank that found a fault |
-| R records | process and thread, whether it has joined or left, counts of calls posted and pieces published, its last
-words |
+| R records | process, thread, joined or left, counts of posted calls and published pieces, its last words |
 | R rings | its posted calls, each a `Call` |
 | 2 R slots | by turns, the numbers of its collective, a piece at a time |
 | R x R channels | of messages from one rank to another: two records, two rings and a slot |

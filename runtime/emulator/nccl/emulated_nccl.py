@@ -97,7 +97,7 @@ class EmulatedNccl:
 
     @staticmethod
     def of(driver: EmulatedDriver) -> EmulatedNccl:
-        """A driver's only one."""
+        """The driver's only NCCL."""
         if driver not in _of_drivers:
             _of_drivers[driver] = EmulatedNccl(driver)
         return _of_drivers[driver]
@@ -114,7 +114,7 @@ class EmulatedNccl:
 
     def ncclGetUniqueId(self) -> tuple[Any, ...]:
         unique_id, descriptor = new_unique_id()
-        self._memory[unique_id] = descriptor  # who joins opens it by this number
+        self._memory[unique_id] = descriptor  # joining ranks open it by this number
         return _SUCCESS, unique_id
 
     def forget(self, unique_ids: list[bytes]) -> None:

@@ -122,7 +122,7 @@ def compile_operations(names: Iterable[str]) -> None:
 
 
 def _compile_alone(name: str, *, is_waiting: bool) -> bool:
-    """Compiles an operation, unless another process does, for which it may wait. Whether it is compiled."""
+    """Compiles an operation, unless another process does, for which it may wait. Returns whether it is compiled."""
     folder = cache_folder(Path(inspect.getfile(_find(name).function)))
     with locked(folder / name, is_waiting=is_waiting) as is_mine:
         if is_mine:
