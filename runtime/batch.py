@@ -1,8 +1,8 @@
 """One step's ragged batch: plain data that the runner writes and models and operations read.
 
 The tokens of all sequences form one row. Sequence ``s`` owns the tokens ``query_start[s] : query_start[s+1]``; its
-``j``-th token has position ``seq_lens[s] - query_len + j`` and attends to positions up to its own. A decode is a
-chunk of length one; there is no padding and no separate prefill path.
+``j``-th token has position ``seq_lens[s] - query_len + j`` and attends to positions up to its own. A decode is a chunk
+of length one; there is no padding and no separate prefill path.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ class EncodedTokens:
 class Batch:
     """The input of one forward pass. Every Tensor lies on the model's device and is C-contiguous.
 
-    The runner sets every field once, before ``Model.forward``; only ``kept`` changes afterwards.
-    ``slot_mappings`` and ``block_tables`` hold one entry for each KV cache group (full attention, sliding window); most
-    models have one.
+    The runner sets every field once, before ``Model.forward``; only ``kept`` changes afterwards. ``slot_mappings`` and
+    ``block_tables`` hold one entry for each KV cache group (full attention, sliding window); most models have one.
     """
 
     token_ids: Tensor  # [num_tokens] int32

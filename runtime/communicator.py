@@ -60,8 +60,7 @@ class Pipeline(Protocol):
     num_stages: int
 
     def send(self, x: Tensor) -> None:
-        """Queues a contiguous tensor for the next stage, in the order of calls; the last stage sends to the
-        first."""
+        """Queues a contiguous tensor for the next stage, in the order of calls; the last stage sends to the first."""
         ...
 
     def receive(self, shape: tuple[int, ...], dtype: DType) -> Tensor:

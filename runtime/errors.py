@@ -6,8 +6,8 @@
     ├── DeviceError                              a device is missing, or its driver failed
     └── OutOfMemoryError (also MemoryError)      an allocation or a fixed pool is exhausted
 
-Higher modules add their own leaves (`ModelLoadError`, `RequestError` ...). Every message names the
-operation, the argument, the offending value and the limit that it broke.
+Higher modules add their own leaves (`ModelLoadError`, `RequestError` ...). Every message names the operation, the
+argument, the offending value and the limit that it broke.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Ranks with a GPU each: collectives by NCCL in the GPU's current stream, eager or recorded into a graph.
 
-Small sums, such as a decode step's, lie in a window, memory of NCCL's at the same offsets on all ranks, for which
-NCCL has its fastest algorithms. A pass of the model takes the window's slots in turn, always from the first on, so that
-all ranks take the same ones, in recordings, too.
+Small sums, such as a decode step's, lie in a window, memory of NCCL's at the same offsets on all ranks, for which NCCL
+has its fastest algorithms. A pass of the model takes the window's slots in turn, always from the first on, so that all
+ranks take the same ones, in recordings, too.
 
-With several stages, the ranks of each have their own communicator, and transfers between stages use
-one of all ranks.
+With several stages, the ranks of each have their own communicator, and transfers between stages use one of all ranks.
 """
 
 from __future__ import annotations

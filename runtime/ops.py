@@ -163,8 +163,8 @@ def linear_glu(
     x: Tensor, weight: LinearWeight, activation: GluActivation, *, norm: RmsNorm | None = None
 ) -> Tensor:
     """``glu(linear(x, weight, norm=norm), activation)``, gate's rows first in ``weight [2 I, K]`` -> ``[T, I]``.
-One launch if a kernel can fuse it, and then rounded once.
-    One launch where a kernel can, and then rounded once.
+
+    One launch if a kernel can fuse it, and then rounded once.
     """
     backend = _check_factors("linear_glu", x, weight)
     normed = _check_norm("linear_glu", x, weight, norm)
@@ -229,8 +229,8 @@ def _check_softcap(op: str, softcap: float | None) -> None:
 def embedding(token_ids: Tensor, table: Tensor | LinearWeight | SharedTable, *, scale: float = 1.0) -> Tensor:
     """``scale`` times rows of ``table [V, H]`` for ``token_ids [T]`` int32 -> ``[T, H]`` in the activations' type.
 
-    A LinearWeight serves as the table too, so that a weight tied to the output layer is stored once. With a
-    SharedTable each rank looks up its columns, which are then gathered.
+    A LinearWeight serves as the table too, so that a weight tied to the output layer is stored once. With a SharedTable
+    each rank looks up its columns, which are then gathered.
     """
     if isinstance(table, SharedTable):
         rows = embedding(token_ids, table.part, scale=scale)
@@ -539,9 +539,9 @@ def attention(
 
     ``group`` selects the batch's block tables. ``window`` counts the keys that a query sees, its own included; pages
     outside it are not read. A batch's ``sees_until`` lets tokens see later ones, too. ``sinks`` (float32 ``[Hq]``): a
-    learned logit of each head that joins the softmax without a value (gpt-oss). With ``softcap`` c
-    a score s becomes ``c tanh(s / c)``. A sequence longer than its block table, or a table entry outside the pages, is
-    an error. ``scales`` are those of pages of int8 or fp8, of keys and of values (`qkv_prepare`).
+    learned logit of each head that joins the softmax without a value (gpt-oss). With ``softcap`` c a score s becomes
+    ``c tanh(s / c)``. A sequence longer than its block table, or a table entry outside the pages, is an error.
+    ``scales`` are those of pages of int8 or fp8, of keys and of values (`qkv_prepare`).
     """
     op, backend, device = "attention", _backend("attention", "q", q), q.device
     check(op, "q", q, device, backend.ACTIVATIONS, (None, None, None))
@@ -588,8 +588,8 @@ def latent_prepare(
 ) -> Tensor:
     """Rotates the first R numbers of ``q [T, Hq, R + C]`` in place, and writes each token's row of latent pages.
 
-    ``latent [T, C + R]`` is the projection's output: C numbers, which are normalised, and R, which are rotated. The
-    row in the pages (`runtime.kv.cache`) has the R first. ``slot_mapping`` as in `qkv_prepare`.
+    ``latent [T, C + R]`` is the projection's output: C numbers, which are normalised, and R, which are rotated. The row
+    in the pages (`runtime.kv.cache`) has the R first. ``slot_mapping`` as in `qkv_prepare`.
     """
     op, backend, device = "latent_prepare", _backend("latent_prepare", "q", q), q.device
     check(op, "q", q, device, backend.ACTIVATIONS, (None, None, None))
@@ -641,8 +641,8 @@ def _check_latent_pages(op: str, backend: Any, pages: Tensor, device: Device, wi
 def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
     """Samples one token for each row of ``logits [n, V]`` float32, which stay unchanged.
 
-    A row's sample depends on its logits and parameters alone, its seed, choice and position among them, and is the
-    same on every device for the same logits.
+    A row's sample depends on its logits and parameters alone, its seed, choice and position among them, and is the same
+    on every device for the same logits.
     """
     backend = _sampling_backend("sample", logits)
     check_sampling("sample", logits.shape[0], logits.shape[1], params)
@@ -652,10 +652,10 @@ def sample(logits: Tensor, params: SamplingArrays) -> SampledTokens:
 def draw(logits: Tensor, fields: Sequence[Tensor], results: Tensor, *, has_penalties: bool) -> None:
     """`sample` with parameters on the device: on a GPU queued only, so that a graph can record it.
 
-    ``fields`` are the arrays of SamplingArrays except the mask, in their order; seeds int64.
-    ``results [2 n + 1]`` int32 gets ids, statuses (0: sampled), and on a GPU whether an id was outside its table since
-    the last `check_ids`. Without ``has_penalties`` no row may have one. The contents of the arrays are not checked;
-    the caller must ensure that they are valid.
+    ``fields`` are the arrays of SamplingArrays except the mask, in their order; seeds int64. ``results [2 n + 1]``
+    int32 gets ids, statuses (0: sampled), and on a GPU whether an id was outside its table since the last `check_ids`.
+    Without ``has_penalties`` no row may have one. The contents of the arrays are not checked; the caller must ensure
+    that they are valid.
     """
     op, backend = "draw", _sampling_backend("draw", logits)
     rows, device = logits.shape[0], logits.device

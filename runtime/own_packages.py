@@ -1,8 +1,8 @@
 """Resolves the project's packages, whose names (`models`, `server`) other projects use, too.
 
-`hidden_package` finds one that is hidden by another folder of the same name, `prefer_own` makes Python import ours.
-Run as a script, `own_packages.py MODULE ARGUMENTS…` is `python -m MODULE ARGUMENTS…` with our packages. It imports
-none of them, so that it works if all are hidden.
+`hidden_package` finds one that is hidden by another folder of the same name, `prefer_own` makes Python import ours. Run
+as a script, `own_packages.py MODULE ARGUMENTS…` is `python -m MODULE ARGUMENTS…` with our packages. It imports none of
+them, so that it works if all are hidden.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class OwnFinder:
 
 
 def prefer_own() -> None:
-    """Make Python import our packages from now on, whatever else has their names. For programs, not for
-    libraries, which would hide their users' own modules."""
+    """Make Python import our packages from now on, whatever else has their names. For programs, not for libraries,
+    which would hide their users' own modules."""
     if OwnFinder not in sys.meta_path:
         sys.meta_path.insert(0, OwnFinder)
 

@@ -3,8 +3,8 @@
     with reporter.shown("loading weights", is_bytes=True) as show:
         show(done, total)
 
-Work of less than a second is not shown. Nothing goes to stdout. If the log has a format of its own (JSON),
-`redirect` makes log records of the lines.
+Work of less than a second is not shown. Nothing goes to stdout. If the log has a format of its own (JSON), `redirect`
+makes log records of the lines.
 """
 
 from __future__ import annotations

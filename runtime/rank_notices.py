@@ -1,5 +1,5 @@
-"""Status messages between rank processes: shared memory with a flag and last words, for failures,
-and with each rank's times."""
+"""Status messages between rank processes: shared memory with a flag and last words, for failures, and with each rank's
+times."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Sampling parameters of one step as plain arrays, one row a draw: the input of the sampling kernel.
 
-All arrays are C-contiguous numpy arrays on the host; the operation uploads them. A draw's lists are
-``ids[start[i] : end[i]]``; several draws of a sequence read one list, each up to its own end. Semantics and order are
-vLLM V1's: allowed mask and bias, then penalties, then the argmax for a greedy row, else temperature, min-p, top-k,
-top-p and sampling.
+All arrays are C-contiguous numpy arrays on the host; the operation uploads them. A draw's lists are ``ids[start[i] :
+end[i]]``; several draws of a sequence read one list, each up to its own end. Semantics and order are vLLM V1's: allowed
+mask and bias, then penalties, then the argmax for a greedy row, else temperature, min-p, top-k, top-p and sampling.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Ranks that are processes of one machine and compute on its processors: collectives, and pipes between
-stages, in shared memory.
+"""Ranks that are processes of one machine and compute on its processors: collectives, and pipes between stages, in
+shared memory.
 
 Collectives are kernels of the CPU (`numba_kernels.cpu.collectives`), and so are sending and receiving
 (`numba_kernels.cpu.pipes`), so that they can be recorded. Each is labelled, and the labels are
 compared: an error names every rank's call if they differ.
 
-The memory has a region for all ranks of all stages, then one for the ranks of each stage, if there are several,
-and a pipe from each rank to its next stage's.
+The memory has a region for all ranks of all stages, then one for the ranks of each stage, if there are several, and a
+pipe from each rank to its next stage's.
 """
 
 from __future__ import annotations
@@ -218,8 +218,8 @@ class SharedCommunicator:
         self._begun_ns = time.perf_counter_ns()
 
     def end_step(self, number: int) -> None:
-        """Reports the end of a step to the others, so that a rank with fewer collectives in it is found: here, or
-        when this rank or the other meets them next."""
+        """Reports the end of a step to the others, so that a rank with fewer collectives in it is found: here, or when
+        this rank or the other meets them next."""
         if self._ends is not None:
             status = self._ends(_description("end of step", number))
             if status:

@@ -21,8 +21,7 @@ from runtime.images.errors import ImageError
 
 
 def prepare(request: EngineRequest, info: EngineInfo) -> Request:
-    """Check a request and make the engine's record of it; ``max_tokens`` is capped at the end of the
-    context.
+    """Check a request and make the engine's record of it; ``max_tokens`` is capped at the end of the context.
 
     Raises ``ContextLengthExceededError``, ``RequestError``.
     """

@@ -1,9 +1,9 @@
 """The engine's loop: schedule → run → commit, step by step or with the next step planned while one runs.
 
-The plain loop is the oracle of the overlapped one. Both give the same outputs: everything that depends on the tokens
-of the previous step (the last token ids, penalties, finished choices) is filled in between its commit and the next
-step's start; the rest of the next step is prepared while the previous one runs. If decode graphs run both, the next
-step starts before the previous one is over (`OpenSteps.lead`).
+The plain loop is the oracle of the overlapped one. Both give the same outputs: everything that depends on the tokens of
+the previous step (the last token ids, penalties, finished choices) is filled in between its commit and the next step's
+start; the rest of the next step is prepared while the previous one runs. If decode graphs run both, the next step
+starts before the previous one is over (`OpenSteps.lead`).
 
 The engine works in token ids alone; text, stop strings and parsers belong to the client (``runtime.text``). One thread
 owns an ``Engine``; others reach it through ``runtime.engine.process.client``. Any thread may call ``prepare`` and
@@ -46,8 +46,8 @@ from runtime.engine.timeline import Timeline
 logger = logging.getLogger("xserv.engine")
 
 GPU_ROWS_PER_TOKEN = 16
-"""Image rows that a GPU encodes between two steps, for each token that a step may have: an eighth of an image of
-1,024 tokens by Qwen3-VL-8B's tower, where steps may have 2,048."""
+"""Image rows that a GPU encodes between two steps, for each token that a step may have: an eighth of an image of 1,024
+tokens by Qwen3-VL-8B's tower, where steps may have 2,048."""
 
 GRAMMAR_WAIT_S = 1e-3
 """How long a step without work waits for a grammar before it returns, so that messages are polled."""
@@ -174,8 +174,8 @@ class Engine:
         self.admit(self.prepare(request))
 
     def admit(self, request: Request) -> None:
-        """Put a prepared request in the waiting queue, once its grammar, if any, is compiled. Raises
-        ``RequestError`` if its id is in use."""
+        """Put a prepared request in the waiting queue, once its grammar, if any, is compiled. Raises ``RequestError``
+        if its id is in use."""
         self.opened.admit(request)
         if self.speculator is not None:
             self.speculator.expect(request)

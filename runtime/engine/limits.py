@@ -31,11 +31,11 @@ one, with 1 M weights and with 600 M; other streams stall for a quarter of the t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:
-    """The numbers that the engine runs with. One request at ``max_model_len`` always fits ``num_blocks``, and
-    every running sequence can decode in each step: ``max_num_seqs <= max_num_batched_tokens``.
-    ``num_host_blocks`` is the swap space in blocks, ``cache_kinds`` the kind of each cache group;
-    ``rotary_switch`` is the model's, or None if no sequence can be longer. ``most_whole`` tokens of images that
-    may not be cut fit a step and the pool; None if there are none."""
+    """The numbers that the engine runs with. One request at ``max_model_len`` always fits ``num_blocks``, and every
+    running sequence can decode in each step: ``max_num_seqs <= max_num_batched_tokens``. ``num_host_blocks`` is the
+    swap space in blocks, ``cache_kinds`` the kind of each cache group; ``rotary_switch`` is the model's, or None if no
+    sequence can be longer. ``most_whole`` tokens of images that may not be cut fit a step and the pool; None if there
+    are none."""
 
     max_model_len: int
     max_num_seqs: int
@@ -68,16 +68,16 @@ def resolve(
     rotary_switch: int | None = None,
     whole_tokens: int | None = None,
 ) -> EngineLimits:
-    """The limits for a model with these positions, bytes in one KV block (all layers of a cache group),
-    kinds of cache groups, and ``rotary_switch``.
+    """The limits for a model with these positions, bytes in one KV block (all layers of a cache group), kinds of cache
+    groups, and ``rotary_switch``.
 
     ``whole_tokens`` counts those of an image that one step computes, beside the decodes of all other sequences; None
     means that images may be cut. ``draft_bytes_per_block`` is the size of a draft model's block beside each block.
     ``available_bytes`` are free on the device; ``has_own_memory`` means that they are a real GPU's, of which the KV
     cache may take nine tenths by default. An emulated GPU (``is_gpu``) has none of its own.
 
-    Raises ``RequestError`` if ``max_model_len`` exceeds the model's positions, an image exceeds a step, a requested
-    KV cache size exceeds the free memory, or the KV cache cannot hold one request of that length.
+    Raises ``RequestError`` if ``max_model_len`` exceeds the model's positions, an image exceeds a step, a requested KV
+    cache size exceeds the free memory, or the KV cache cannot hold one request of that length.
     """
     block_size = config.block_size
     num_host_blocks = config.swap_space_bytes // bytes_per_block
@@ -165,8 +165,7 @@ def resolve(
 
 def available_memory_bytes(root: Path = Path("/")) -> int:
     """Bytes of host memory that can be taken without swapping (an estimate within the cgroup's limit). The page cache
-    counts as free: it may hold a model's weights after they were packed. ``root`` holds proc and
-    sys."""
+    counts as free: it may hold a model's weights after they were packed. ``root`` holds proc and sys."""
     meminfo = root / "proc/meminfo"
     available = 0
     if meminfo.exists():

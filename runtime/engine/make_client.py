@@ -47,8 +47,8 @@ def start_client(
 
 
 class StartingClient:
-    """An engine that is starting; the arguments are ``start_client``'s. The constructor returns at once, and
-    raises the errors of options. An engine in this process starts in ``wait``."""
+    """An engine that is starting; the arguments are ``start_client``'s. The constructor returns at once, and raises the
+    errors of options. An engine in this process starts in ``wait``."""
 
     def __init__(
         self,

@@ -118,8 +118,8 @@ def lone_rank(folder: Path, config: EngineConfig) -> Engine:
 
 
 def declared_rank(config: EngineConfig) -> tuple[Communicator | None, Pipeline | None]:
-    """The first rank and stage of a split model, for its declaration; all ranks of a stage have the same
-    number of bytes. Raises ``RequestError``."""
+    """The first rank and stage of a split model, for its declaration; all ranks of a stage have the same number of
+    bytes. Raises ``RequestError``."""
     num_ranks, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
     is_here = config.distributed_executor_backend == "mp"  # otherwise each rank is on another machine
     if config.num_ranks > 1 and is_here and (device := Device.parse(config.device)).kind == "cuda":
@@ -143,16 +143,16 @@ def load_settings(
     config: EngineConfig, communicator: Communicator | None = None, pipeline: Pipeline | None = None,
     stages: tuple[range, ...] = (),
 ) -> LoadSettings:  # fmt: skip
-    """The settings of a config for loading: device and types of the weights, and the rank, the stage and the
-    layers of each stage."""
+    """The settings of a config for loading: device and types of the weights, and the rank, the stage and the layers of
+    each stage."""
     options = {each.name: getattr(config, each.name) for each in OPTIONS if each.name in LoadSettings.__annotations__}
     options["device"] = Device.parse(config.device)
     return cast("LoadSettings", {**options, "communicator": communicator, "pipeline": pipeline, "stages": stages})
 
 
 def layers_of_stages(folder: Path, config: EngineConfig) -> tuple[range, ...]:
-    """The layers of each stage of the model in a folder, by its files' headers; empty for one stage.
-    Raises ``ConfigError`` unless there are enough layers, and as many as ``pipeline_layers`` has."""
+    """The layers of each stage of the model in a folder, by its files' headers; empty for one stage. Raises
+    ``ConfigError`` unless there are enough layers, and as many as ``pipeline_layers`` has."""
     if config.pipeline_parallel_size == 1:
         return ()
     rank, _ = declared_rank(config)
@@ -197,8 +197,8 @@ def load_declared(
     declared: Declaration, config: EngineConfig, reporter: Reporter = SILENT,
     communicator: RankCommunicator | None = None,
 ) -> Model:  # fmt: skip
-    """Loads a declared model, or a rank's part of it, which joins the others by this communicator. Tables of
-    positions are as long as the longest sequence that could ever be served."""
+    """Loads a declared model, or a rank's part of it, which joins the others by this communicator. Tables of positions
+    are as long as the longest sequence that could ever be served."""
     logger.info("loading %s on %s", declared.folder, declared.options.device)
     return declared.load(
         max_model_len=limits_of(declared.model, config).max_model_len, reporter=reporter,
@@ -211,8 +211,8 @@ def engine_over(
     loaded: Model, folder: Path, config: EngineConfig, name: str, ranks: RankGroup | None = None,
     most_open_steps: int = 1,
 ) -> Engine:  # fmt: skip
-    """An engine with its own KV cache over a model that is loaded from ``folder``; or over rank 0's part of it and
-    the other ranks, which load theirs.
+    """An engine with its own KV cache over a model that is loaded from ``folder``; or over rank 0's part of it and the
+    other ranks, which load theirs.
 
     Exact products and quantisation were chosen when the model was loaded. Raises ``RequestError``,
     ``OutOfMemoryError``, what a rank raises, and ``CommunicatorError``.
@@ -255,8 +255,8 @@ Draft = Model | SteppingDrafter | BlockDrafter
 
 
 def drafter_of(config: EngineConfig, target: Model, folder: Path, *, declares: bool = False) -> Draft | None:
-    """The drafter that the config names, loaded or declared, or None if it has no weights. Raises as `load_model`
-    and the loader of drafters, and ``RequestError`` if it does not fit the target of that folder."""
+    """The drafter that the config names, loaded or declared, or None if it has no weights. Raises as `load_model` and
+    the loader of drafters, and ``RequestError`` if it does not fit the target of that folder."""
     if config.draft_model is not None:
         return declared_draft(config, target, folder) if declares else loaded_draft(config, target, folder)
     if not config.reads_hidden_states:

@@ -74,8 +74,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One token's log probability under the raw logits, its 1-based rank, and the most probable
-    alternatives (as many as were requested, most probable first)."""
+    """One token's log probability under the raw logits, its 1-based rank, and the most probable alternatives (as many
+    as were requested, most probable first)."""
 
     token_id: int
     logprob: float
@@ -94,8 +94,8 @@ class RequestTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProposalCounts(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Draft tokens of one choice that were tried, and accepted; and the counts of both that came from its
-    request's prediction."""
+    """Draft tokens of one choice that were tried, and accepted; and the counts of both that came from its request's
+    prediction."""
 
     num_tried: int = 0
     num_kept: int = 0

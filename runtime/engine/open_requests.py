@@ -57,9 +57,8 @@ class OpenRequests:
     def admit(self, request: Request) -> None:
         """Put a prepared request in the waiting queue.
 
-        Its first choice computes the prompt; the others join the queue afterwards, and share its blocks. A request
-        with a grammar is queued once that is compiled (``start``). Raises ``RequestError`` if the id is in
-        use.
+        Its first choice computes the prompt; the others join the queue afterwards, and share its blocks. A request with
+        a grammar is queued once that is compiled (``start``). Raises ``RequestError`` if the id is in use.
         """
         if request.request_id in self.by_id:
             raise RequestError(f"request_id {request.request_id!r} is in use", param="request_id")

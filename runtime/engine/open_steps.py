@@ -1,7 +1,7 @@
 """The open steps: how each is planned, laid out, started and finished.
 
-The engine's loop (``runtime.engine.engine``) decides their order. Steps end in the order in which they were started;
-a step that is planned while another runs is brought up to date before it starts.
+The engine's loop (``runtime.engine.engine``) decides their order. Steps end in the order in which they were started; a
+step that is planned while another runs is brought up to date before it starts.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class StepCounters:
 
 @dataclass(slots=True)
 class OpenStep:
-    """A planned step. ``assembled`` is None if it has no work, and then it is not started; ``computation`` is set
-    once it runs, unless it only moves blocks."""
+    """A planned step. ``assembled`` is None if it has no work, and then it is not started; ``computation`` is set once
+    it runs, unless it only moves blocks."""
 
     step: Step
     assembled: Assembled | None

@@ -1,5 +1,4 @@
-"""The model's recommended sampling parameters, read from ``generation_config.json`` for ``LLM`` and
-the server."""
+"""The model's recommended sampling parameters, read from ``generation_config.json`` for ``LLM`` and the server."""
 
 from __future__ import annotations
 

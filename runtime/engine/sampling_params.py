@@ -1,9 +1,8 @@
 """One request's sampling parameters, with vLLM's names, defaults and meanings.
 
 A ``SamplingParams`` is checked when it is made (types, ranges, NaN) and again at admission against the model
-(``validate``: token ids within the vocabulary, lengths). Every error is a ``RequestError`` that names
-the field, the value and the limit. Text is not handled here: ``stop`` strings are matched in
-``runtime.text``.
+(``validate``: token ids within the vocabulary, lengths). Every error is a ``RequestError`` that names the field, the
+value and the limit. Text is not handled here: ``stop`` strings are matched in ``runtime.text``.
 """
 
 from __future__ import annotations
@@ -81,8 +80,8 @@ class SamplingParams(_Numbers, frozen=True, kw_only=True, forbid_unknown_fields=
     structured_outputs      a grammar in vLLM's form; it is kept as ``grammar``
     output_kind             the content of each output of ``AsyncLLM.generate``; ``LLM`` gives whole answers alone
 
-    An unknown keyword raises ``UnknownOptionError`` with the nearest one; a value of a wrong type or out
-    of its range, ``RequestError`` (a ``ValueError``) naming the field.
+    An unknown keyword raises ``UnknownOptionError`` with the nearest one; a value of a wrong type or out of its range,
+    ``RequestError`` (a ``ValueError``) naming the field.
     """
 
     n: int = 1

@@ -7,9 +7,9 @@ tokens of the page and ``q . K`` needs no horizontal sums, and the values' rows 
 - K ``[num_blocks, num_kv_heads, head_dim, block_size]``
 - V ``[num_blocks, num_kv_heads, block_size, head_dim rounded up to 16]``
 
-Pages of int8 and fp8 (e4m3) have two planes more, ``k_scale`` and ``v_scale``, float32
-``[num_blocks, num_kv_heads, block_size]``: the scale of each token's numbers in each head. They are written
-with the token, so no calibration is needed.
+Pages of int8 and fp8 (e4m3) have two planes more, ``k_scale`` and ``v_scale``, float32 ``[num_blocks, num_kv_heads,
+block_size]``: the scale of each token's numbers in each head. They are written with the token, so no calibration is
+needed.
 
 Latent pages (MLA, https://arxiv.org/abs/2405.04434) have one plane on every device, ``latent``: a row a token, which is
 the key of all query heads, and whose last ``latent_values`` numbers are their value:
@@ -20,12 +20,12 @@ On a GPU, real or emulated, keys and values are ``[num_blocks, num_kv_heads, blo
 bytes to 16: one head's part of a page is one run of whole 16-byte pieces (`numba_kernels.cuda.kv_cache`).
 
 The cache has as many storages as a group has layers (`runtime.kv.groups`): the i-th layers of all groups share the i-th
-storage, where each block belongs to one group at a time. Swapping and transfer move planes, not layers. Layers
-may keep pages of another type (`layer_dtypes`); a storage has the planes of every type that its layers have, so that
-layers of two types which share one cost the bytes of both.
+storage, where each block belongs to one group at a time. Swapping and transfer move planes, not layers. Layers may keep
+pages of another type (`layer_dtypes`); a storage has the planes of every type that its layers have, so that layers of
+two types which share one cost the bytes of both.
 
-`HostPages` holds whole blocks in host memory in the same layout, for swapping; `runtime.kv.transfer` moves
-them. The engine's block pool knows which blocks belong to which sequence.
+`HostPages` holds whole blocks in host memory in the same layout, for swapping; `runtime.kv.transfer` moves them. The
+engine's block pool knows which blocks belong to which sequence.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class KVCacheSpec:
         groups: of the layers, by the windows of all.
         planes: of one block, for each storage.
 
-    Raises InvalidArgumentError for a size that is not positive, a wrong number of windows, unknown own
-    layers, a ``block_size`` that is not a multiple of 8 (on a GPU: not 8, 16 or 32), or a dtype other than float32,
-    float16, bfloat16, int8 and float8_e4m3, of which the last two are not for latent pages.
+    Raises InvalidArgumentError for a size that is not positive, a wrong number of windows, unknown own layers, a
+    ``block_size`` that is not a multiple of 8 (on a GPU: not 8, 16 or 32), or a dtype other than float32, float16,
+    bfloat16, int8 and float8_e4m3, of which the last two are not for latent pages.
     """
 
     num_layers: int
@@ -240,8 +240,8 @@ class KVCache:
         """Layer ``index``'s pages, plane by plane: K, V and, if they are quantised, the scales of both; or the one
         plane of latent pages. Each is ``[num_blocks, ...]`` by the spec's `planes`.
 
-        Later work on the device's current stream waits for the pending copies of these pages. A
-        recorded graph does not call this: see `wait_for_arrivals`.
+        Later work on the device's current stream waits for the pending copies of these pages. A recorded graph does not
+        call this: see `wait_for_arrivals`.
         """
         _, storage, planes = self._places[index]
         if self.arrivals:
@@ -249,8 +249,8 @@ class KVCache:
         return self.storages[storage][planes]
 
     def wait_for_arrivals(self) -> None:
-        """As `layer` for all layers: later work on the device's current stream, such as a graph's replay,
-        waits for all pending copies of pages."""
+        """As `layer` for all layers: later work on the device's current stream, such as a graph's replay, waits for all
+        pending copies of pages."""
         for storage in list(self.arrivals):
             self._wait(storage)
 

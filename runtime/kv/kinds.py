@@ -30,15 +30,15 @@ class CacheKind(Protocol):
         """The fewest tokens after which the page is not needed; ``sys.maxsize`` if it is always needed."""
 
     def most_pages(self, num_tokens: int, block_size: int, chunk: int | None) -> int:
-        """The most pages that a sequence of so many tokens needs at once, with at most ``chunk`` of them computed
-        in a step, or all in one for None."""
+        """The most pages that a sequence of so many tokens needs at once, with at most ``chunk`` of them computed in a
+        step, or all in one for None."""
 
     def reserved_tokens(self, remaining: int) -> int:
         """How many of a prompt's ``remaining`` tokens need further pages before any is given up."""
 
     def findable_pages(self, path: Sequence[bool], most: int, block_size: int) -> int:
-        """The longest prefix, of at most ``most`` pages, that can be continued from the stored pages: ``path`` has
-        for each page whether it is stored."""
+        """The longest prefix, of at most ``most`` pages, that can be continued from the stored pages: ``path`` has for
+        each page whether it is stored."""
 
 
 class Full(msgspec.Struct, frozen=True, tag="full"):
@@ -121,14 +121,14 @@ def window_of(kind: CacheKind) -> int | None:
 def blocks_of_sequence(
     num_tokens: int, kinds: Sequence[CacheKind], block_size: int, *, chunk: int | None = 1
 ) -> int:
-    """Most blocks that a sequence of so many tokens needs at once, over all cache groups, with at most ``chunk`` of
-    its tokens computed in a step (all in one for None)."""
+    """Most blocks that a sequence of so many tokens needs at once, over all cache groups, with at most ``chunk`` of its
+    tokens computed in a step (all in one for None)."""
     return sum(kind.most_pages(num_tokens, block_size, chunk) for kind in kinds)
 
 
 def findable_pages(paths: Sequence[Sequence[bool]], kinds: Sequence[CacheKind], block_size: int) -> int:
-    """The longest prefix, in pages, that all cache groups have. ``paths``: by group and page, whether its content
-    is stored."""
+    """The longest prefix, in pages, that all cache groups have. ``paths``: by group and page, whether its content is
+    stored."""
     most = min(map(len, paths))
     while True:
         found = most

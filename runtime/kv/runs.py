@@ -25,8 +25,8 @@ Wave = list[Run]
 def waves_of(name: str, pairs: Pairs, sources: tuple[str, int], targets: tuple[str, int]) -> list[Wave]:
     """The pairs as waves of runs; a pair sees the effect of earlier ones.
 
-    `name` is the list's. `sources` and `targets` give the unit ("block") and its number; if the two are
-    equal, a pair's target may be another's source.
+    `name` is the list's. `sources` and `targets` give the unit ("block") and its number; if the two are equal, a pair's
+    target may be another's source.
 
     Raises InvalidArgumentError if a source or target does not exist.
     """

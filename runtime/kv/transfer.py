@@ -7,10 +7,10 @@ The three lists act in that order, on all planes of all storages: swapped-out pa
 them, swapped-in pages may take their place, and a copy may read swapped-in pages. Blocks and slots that are adjacent on
 both sides move as one run.
 
-On the CPU `run` returns when all is done. On a GPU it only queues, on a separate stream: storage by storage, each
-after all current work on the device's stream, and the forward pass waits for each layer's pages when it uses them
-(`KVCache.layer`). So the pages of later layers are copied while a layer is computed, and no page is read
-before it has arrived, or overwritten before it has left.
+On the CPU `run` returns when all is done. On a GPU it only queues, on a separate stream: storage by storage, each after
+all current work on the device's stream, and the forward pass waits for each layer's pages when it uses them
+(`KVCache.layer`). So the pages of later layers are copied while a layer is computed, and no page is read before it has
+arrived, or overwritten before it has left.
 
 The scheduler decides which block belongs to which sequence.
 """
@@ -125,8 +125,8 @@ class KVTransfer:
         )
 
     def take_timed(self) -> tuple[int, float]:
-        """(blocks, seconds) of the swaps that were finished and timed since the last call; (0, 0.0) if there
-        are none. The seconds include copies from page to page in the same calls of `run`."""
+        """(blocks, seconds) of the swaps that were finished and timed since the last call; (0, 0.0) if there are none.
+        The seconds include copies from page to page in the same calls of `run`."""
         mover, before = self._mover, self._taken
         mover.collect()
         self._taken = (mover.swap_bytes, mover.swap_s)

@@ -1,9 +1,9 @@
 """Moves KV blocks on a GPU: batches of copies on a separate stream, a storage at a time.
 
-The stream waits for all work on the device's own stream, so that pages are read as the previous steps left them and
-are not overwritten while those read them. An event after each storage's copies goes to `KVCache.arrivals`: the
-device's stream waits for it when the forward pass uses the pages of its first layer, so that its kernels neither
-read pages too early nor write pages too early.
+The stream waits for all work on the device's own stream, so that pages are read as the previous steps left them and are
+not overwritten while those read them. An event after each storage's copies goes to `KVCache.arrivals`: the device's
+stream waits for it when the forward pass uses the pages of its first layer, so that its kernels neither read pages too
+early nor write pages too early.
 """
 
 from __future__ import annotations

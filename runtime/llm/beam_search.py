@@ -1,5 +1,5 @@
-"""Beam search over one prompt, a step at a time: chooses the next prompts to run, and updates the beams from their
-log probabilities. It does not use an engine; ``LLM.beam_search`` runs the prompts of all searches together.
+"""Beam search over one prompt, a step at a time: chooses the next prompts to run, and updates the beams from their log
+probabilities. It does not use an engine; ``LLM.beam_search`` runs the prompts of all searches together.
 
 The rules are transformers' (``generate(num_beams=...)`` with ``early_stopping=False``).
 """

@@ -41,8 +41,8 @@ def with_images(
 def take_images(
     messages: Sequence[Mapping[str, Any]], *, reads_images: bool = True
 ) -> tuple[list[Mapping[str, Any]], list[Any]]:
-    """A conversation with normalised content (``runtime.text.content``), and its images in order. If the model reads
-    no images, those in tools' results become a text. Raises ``RequestError``."""
+    """A conversation with normalised content (``runtime.text.content``), and its images in order. If the model reads no
+    images, those in tools' results become a text. Raises ``RequestError``."""
     images: list[Any] = []
     plain = [
         {

@@ -80,10 +80,10 @@ class LLM(LoadedModel):
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several: see ``chat_prompt`` and ``generate``; a prompt's ``cache_salt``
-        and ``priority`` are the request's. Messages may be objects of an SDK, and a message's content a list of parts,
-        in the forms of OpenAI, Anthropic and transformers; ``{"type": "image", "image": ...}`` takes the values of
-        a prompt's "images"."""
+        """Answer one conversation, or several: see ``chat_prompt`` and ``generate``; a prompt's ``cache_salt`` and
+        ``priority`` are the request's. Messages may be objects of an SDK, and a message's content a list of parts, in
+        the forms of OpenAI, Anthropic and transformers; ``{"type": "image", "image": ...}`` takes the values of a
+        prompt's "images"."""
         is_one = bool(messages) and not isinstance(messages[0], (list, tuple))
         conversations: Sequence[Any] = [messages] if is_one else messages
         reads_images = self.client.info.images is not None
@@ -113,9 +113,9 @@ class LLM(LoadedModel):
         *,
         answer_format: AnswerFormat | None = None,
     ) -> Generator[TextDelta, None, None]:
-        """Complete one prompt, with ``n=1``, and yield its deltas as they come; the last one has a
-        ``finish_reason``. With an ``answer_format``, reasoning and tool calls are parsed from the text. The request
-        starts with the first ``next``; closing the iterator cancels it. Raises as ``generate`` does."""
+        """Complete one prompt, with ``n=1``, and yield its deltas as they come; the last one has a ``finish_reason``.
+        With an ``answer_format``, reasoning and tool calls are parsed from the text. The request starts with the first
+        ``next``; closing the iterator cancels it. Raises as ``generate`` does."""
         job = self._job(prompt, sampling_params or self.default_sampling_params(), answer_format)
         if job.params.n != 1:
             raise RequestError(f"stream has one choice, got n={job.params.n}", param="n")
@@ -173,8 +173,8 @@ class LLM(LoadedModel):
         concurrency_limit  prompts that are searched at once, by default all
 
         The search, its scores and its end are those of transformers' ``generate(num_beams=...)``: the best
-        ``beam_width`` candidates of a step that end are kept by ``cum_logprob / num_new_tokens ** length_penalty``,
-        the best that do not end continue, and the search is over when none of these could be better. (vLLM counts the
+        ``beam_width`` candidates of a step that end are kept by ``cum_logprob / num_new_tokens ** length_penalty``, the
+        best that do not end continue, and the search is over when none of these could be better. (vLLM counts the
         prompt's tokens in the length.) Raises ``RequestError``, ``ContextLengthExceededError``, ``EngineDeadError``.
         """
         if concurrency_limit is not None and concurrency_limit < 1:

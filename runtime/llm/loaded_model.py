@@ -1,5 +1,5 @@
-"""The common part of ``LLM`` and ``AsyncLLM``: a loaded model with its engine in a thread, or several in processes,
-its tokenizer, and the conversion of prompts to requests."""
+"""The common part of ``LLM`` and ``AsyncLLM``: a loaded model with its engine in a thread, or several in processes, its
+tokenizer, and the conversion of prompts to requests."""
 
 from __future__ import annotations
 

@@ -120,8 +120,8 @@ class Fleet:
 
     @property
     def info(self) -> EngineInfo:
-        """The first engine's, with limits of lengths that all engines have. ``max_waiting`` and
-        ``max_waiting_tokens`` are totals."""
+        """The first engine's, with limits of lengths that all engines have. ``max_waiting`` and ``max_waiting_tokens``
+        are totals."""
         infos = [client.info for client in self._clients]
         return msgspec.structs.replace(
             infos[0],
@@ -249,11 +249,11 @@ class Fleet:
         return self._is_restarting
 
     def restart(self, drain_timeout_s: float) -> None:
-        """Rolling restart: drain and restart one engine after another, while the others serve; returns
-        when all have restarted. The first failure ends it: the others run on as they are.
+        """Rolling restart: drain and restart one engine after another, while the others serve; returns when all have
+        restarted. The first failure ends it: the others run on as they are.
 
-        Raises ``RequestError`` if one is in progress, ``EngineDeadError`` for an engine that is not ready when
-        its turn comes, and the errors of an engine's start.
+        Raises ``RequestError`` if one is in progress, ``EngineDeadError`` for an engine that is not ready when its turn
+        comes, and the errors of an engine's start.
         """
         self.begin_restart()
         self.finish_restart(drain_timeout_s)

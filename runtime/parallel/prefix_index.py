@@ -96,8 +96,7 @@ class PromptDigests:
         return cls(secret, info.block_size, kinds, info.rotary_switch)
 
     def of(self, request: Request) -> list[list[int]]:
-        """By cache group: the digests of the full pages that could be cached, which exclude the last
-        token."""
+        """By cache group: the digests of the full pages that could be cached, which exclude the last token."""
         prompt, digest = request.prompt_ids, self._digest
         if request.pictures is not None:
             keys = PictureKeys()

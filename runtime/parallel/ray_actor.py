@@ -1,7 +1,7 @@
 """The Ray actor on a node: it holds a process, an engine's or one of its ranks', which ends with it.
 
-The processes are those that a server, or an engine, starts on its own machine, with TCP sockets. The
-actor only connects them and holds them: when the actor is killed, so is the process.
+The processes are those that a server, or an engine, starts on its own machine, with TCP sockets. The actor only
+connects them and holds them: when the actor is killed, so is the process.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ one machine: frames over a socket, whose other side has proved that it knows a s
 start the next actor when one ends.
 
 On GPUs each rank has a bundle and an actor of its own, on any node: rank 0's process is the engine, which connects to
-the others' by addresses and secrets in its first message; they exchange results by NCCL.
-On the CPU ranks share memory, so that an engine's bundle has room for all of them.
+the others' by addresses and secrets in its first message; they exchange results by NCCL. On the CPU ranks share memory,
+so that an engine's bundle has room for all of them.
 """
 
 from __future__ import annotations
@@ -226,8 +226,8 @@ def _shifted(times: RequestTimes, offset_s: float) -> RequestTimes:
 
 
 def _with_ranks(start: Start, actors: Sequence[Any], has_gpus: bool) -> Start:
-    """The first message of an engine with its ranks in these actors: each one's address and device. Raises
-    Ray's errors."""
+    """The first message of an engine with its ranks in these actors: each one's address and device. Raises Ray's
+    errors."""
     import ray
 
     places = ray.get([actor.place.remote() for actor in actors], timeout=START_TIMEOUT_S)

@@ -1,9 +1,8 @@
 """Routes requests to one of several engines: in turn, by load, or by the prefixes in the engines' blocks.
 
 The unit of load is the token. An engine's load is the number of prompt tokens that it has still to compute, and for
-each open choice the mean length of past answers. "prefix-aware" takes the engine with
-the least sum of that and of the prompt's tokens that its blocks do not hold, these counted twice: they take time, and
-room in its cache from others.
+each open choice the mean length of past answers. "prefix-aware" takes the engine with the least sum of that and of the
+prompt's tokens that its blocks do not hold, these counted twice: they take time, and room in its cache from others.
 
 A prefix that many requests share must not keep other engines idle. So each engine has an account of the cost of its
 prefixes: whenever a request goes there for its prefix although another engine has less than half as many open ones,

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 def bad_words_token_ids(words: Sequence[str], tokenizer: Tokenizer | None) -> list[list[int]]:
-    """Each word as the ids that begin a text with it, and, if these differ and are as many, those that
-    follow a space, as in vLLM. A word may still be generated as other tokens.
+    """Each word as the ids that begin a text with it, and, if these differ and are as many, those that follow a space,
+    as in vLLM. A word may still be generated as other tokens.
 
     Raises ``RequestError`` whose ``param`` is ``bad_words`` or one of its entries.
     """

@@ -3,11 +3,11 @@
 Templates accept less than OpenAI's and Anthropic's APIs allow. Content, images and the arguments of calls get the form
 that the template takes (`runtime.text.content`, `tokenizer.templates.template_forms`). If a template refuses a
 conversation, or leaves out a system message, consecutive messages of one role are merged, and system messages that it
-still leaves out become the user's. If it refuses them altogether, as Gemma 2's does, they are prepended to the
-user's first text. Calls get short ids, or separate messages, if a template otherwise refuses them or leaves out
-some of them or the text beside them; if it leaves out all, they become text in the model's notation. If it leaves
-out a tool's answer, the conversation is refused, since the model would never see it. Other omissions are reported by
-name (`chat_prompt`'s ``notes``).
+still leaves out become the user's. If it refuses them altogether, as Gemma 2's does, they are prepended to the user's
+first text. Calls get short ids, or separate messages, if a template otherwise refuses them or leaves out some of them
+or the text beside them; if it leaves out all, they become text in the model's notation. If it leaves out a tool's
+answer, the conversation is refused, since the model would never see it. Other omissions are reported by name
+(`chat_prompt`'s ``notes``).
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def chat_prompt(
 ) -> list[int]:
     """The prompt's token ids. ``template_kwargs`` are names that the template may read (``enable_thinking``).
     ``special_tokens_in_content`` chooses whether a special token's text in a message becomes the token, with which its
-    writer could forge other turns, or stays text. With ``told_tools`` the template leaves tools out, and
-    a message of our own describes them and this notation of calls. With ``harmony`` messages are
-    rendered as harmony's, unless a template is given, or a variable that only a template reads. ``picture_text`` is the
-    text of an image in the prompt. Image parts are in the prompt in their order. ``notes`` gets
-    the names of omissions: a message's name, a text beside calls, an unused template variable.
+    writer could forge other turns, or stays text. With ``told_tools`` the template leaves tools out, and a message of
+    our own describes them and this notation of calls. With ``harmony`` messages are rendered as harmony's, unless a
+    template is given, or a variable that only a template reads. ``picture_text`` is the text of an image in the prompt.
+    Image parts are in the prompt in their order. ``notes`` gets the names of omissions: a message's name, a text beside
+    calls, an unused template variable.
 
-    Raises ``RequestError`` if the model has no tokenizer or no chat template, or if the template refuses
-    the conversation or leaves out a tool's answer.
+    Raises ``RequestError`` if the model has no tokenizer or no chat template, or if the template refuses the
+    conversation or leaves out a tool's answer.
     """
     from tokenizer import ChatTemplateError
 
@@ -159,8 +159,8 @@ def _plain(messages: Messages, *, reads_images: bool) -> list[Mapping[str, Any]]
 def _completed(
     render: Callable[..., Any], messages: Messages, ids: list[int], forms: TemplateForms
 ) -> tuple[Messages, list[int], list[int]]:
-    """The conversation and its prompt, rewritten if the template has left out a system message, calls,
-    or a text beside them; and which of these texts, by index, are still left out. Raises ``ChatTemplateError``."""
+    """The conversation and its prompt, rewritten if the template has left out a system message, calls, or a text beside
+    them; and which of these texts, by index, are still left out. Raises ``ChatTemplateError``."""
     from tokenizer import ChatTemplateError
 
     systems, texts, calls = _systems(messages), _beside_calls(messages), call_places(messages)
@@ -224,8 +224,8 @@ def _names(messages: Messages) -> list[Place]:
 
 
 def _attempts(messages: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
-    """The conversation, and its rewrites if the template refuses it: with its system messages kept, then as
-    the user's."""
+    """The conversation, and its rewrites if the template refuses it: with its system messages kept, then as the
+    user's."""
     yield from _attempts_as_sent(messages)
     if any(message.get("role") in _SYSTEM for message in messages):
         yield from _attempts_as_sent(_with_systems_as_users(messages))
@@ -266,8 +266,8 @@ def _with_systems_as_users(messages: Sequence[Mapping[str, Any]]) -> list[Mappin
 
 
 def _joined(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Merges consecutive messages of one role, with a blank line between. Only those that have content
-    and nothing else, and no tool's."""
+    """Merges consecutive messages of one role, with a blank line between. Only those that have content and nothing
+    else, and no tool's."""
     joined: list[Mapping[str, Any]] = []
     for message in messages:
         last = joined[-1] if joined else {}

@@ -1,8 +1,8 @@
 """Normalises the content of messages, and shapes it for a template.
 
-Normalised content is None, a text, or a list of parts that are `{"type": "text", "text": …}` or
-`{"type": "image"}`. Clients and scripts write parts under the names of several APIs; `plain_content` reads them all,
-for the server and for `LLM.chat`. `shaped` gives each message the form that the template takes for its role.
+Normalised content is None, a text, or a list of parts that are `{"type": "text", "text": …}` or `{"type": "image"}`.
+Clients and scripts write parts under the names of several APIs; `plain_content` reads them all, for the server and for
+`LLM.chat`. `shaped` gives each message the form that the template takes for its role.
 """
 
 from __future__ import annotations

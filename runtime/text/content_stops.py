@@ -1,7 +1,7 @@
 """Finds stop strings in an answer's content: not in its reasoning, its tool calls, nor the layout between them.
 
-A stop string lies in one stretch of content, with nothing else between its characters. Places are counted in
-characters from the answer's beginning, shown or not.
+A stop string lies in one stretch of content, with nothing else between its characters. Places are counted in characters
+from the answer's beginning, shown or not.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class ContentStops:
         self._passed: list[Part] = []
 
     def push(self, parts: Sequence[Part], floor: int, token_end: Callable[[int], int], *, is_last: bool) -> list[Part]:
-        """The parts that cannot belong to a stop string. After a match, those before it, with the stop string
-        itself if it is kept.
+        """The parts that cannot belong to a stop string. After a match, those before it, with the stop string itself if
+        it is kept.
 
         floor      a stop string that ends at or before it does not count
         token_end  returns the end of the last token that ends at or before a place: text is passed on by whole tokens

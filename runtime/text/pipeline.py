@@ -1,9 +1,9 @@
 """Turns one choice's token ids into its answer: detokenizes, separates reasoning and tool calls from content, and finds
 stop strings in the content.
 
-Ids, log probabilities and text move together: a token is handed out when its text is whole (half a character
-waits), is known to be content, reasoning, a tool call or layout, and can no longer become part of a stop string.
-The concatenated deltas do not depend on how outputs are cut. The token that completes a stop string is the last.
+Ids, log probabilities and text move together: a token is handed out when its text is whole (half a character waits), is
+known to be content, reasoning, a tool call or layout, and can no longer become part of a stop string. The concatenated
+deltas do not depend on how outputs are cut. The token that completes a stop string is the last.
 """
 
 from __future__ import annotations

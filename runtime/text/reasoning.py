@@ -1,8 +1,8 @@
 """Parses reasoning: text between `<think>` and `</think>` before the answer.
 
 The opening tag counts only at the beginning of the answer, since a text about tags may have it anywhere else; many
-templates write it themselves, at the end of the prompt (`reasoning_start`). Unclosed reasoning extends to the
-end. Newlines beside the tags belong to them, as in the templates that write past reasoning back.
+templates write it themselves, at the end of the prompt (`reasoning_start`). Unclosed reasoning extends to the end.
+Newlines beside the tags belong to them, as in the templates that write past reasoning back.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ ReasoningStart = Literal["may_open", "open", "closed"]
 def reasoning_start(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> ReasoningStart:
     """The state by the answer's turn in the prompt: the text after the last special token.
 
-    If no special token marks the turns, only the prompt's last characters count, since earlier ones may
-    belong to other speakers.
+    If no special token marks the turns, only the prompt's last characters count, since earlier ones may belong to other
+    speakers.
     """
     special = tokenizer.all_special_ids
     begin = len(prompt_token_ids)

@@ -1,9 +1,9 @@
 """Stop strings in a text that comes in pieces.
 
-The match is the occurrence that begins first in the text (of those with the same start, the one that
-ends first), however the text is cut. So a shorter string inside a longer one that has begun earlier waits
-until the longer one is complete or has failed. Each character costs O(1) amortised whatever the number of
-strings (Aho and Corasick, "Efficient string matching", 1975).
+The match is the occurrence that begins first in the text (of those with the same start, the one that ends first),
+however the text is cut. So a shorter string inside a longer one that has begun earlier waits until the longer one is
+complete or has failed. Each character costs O(1) amortised whatever the number of strings (Aho and Corasick, "Efficient
+string matching", 1975).
 """
 
 from __future__ import annotations
@@ -76,8 +76,7 @@ class StopMatcher:
         return self._end - self._automaton.depths[self._node]
 
     def push(self, text: str, *, can_match: bool = True) -> StopMatch | None:
-        """The match, as soon as no other can begin before it. If ``can_match`` is False, no match may
-        end here."""
+        """The match, as soon as no other can begin before it. If ``can_match`` is False, no match may end here."""
         automaton = self._automaton
         node = self._node
         if not node and self._candidate is None and automaton.first.search(text) is None:

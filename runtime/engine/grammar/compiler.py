@@ -100,8 +100,8 @@ def compile_grammar(grammar: Grammar, vocabulary: Vocabulary, count: int) -> lis
 
 
 def _matcher(grammar: Grammar, vocabulary: Vocabulary, *, is_trial: bool = False) -> LLMatcher:
-    """A matcher with its first mask computed, often the most expensive one. `is_trial` also draws texts of the
-    grammar, under tighter limits than those of an answer."""
+    """A matcher with its first mask computed, often the most expensive one. `is_trial` also draws texts of the grammar,
+    under tighter limits than those of an answer."""
     text = lark_of(grammar, is_canonical=vocabulary.is_canonical)
     matcher, error = on_deep_stack(partial(_compiled, text, vocabulary, is_trial))
     if error is not None:

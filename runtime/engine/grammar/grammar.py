@@ -1,5 +1,5 @@
-"""The constraint on a choice's text, as a request gives it: a JSON schema, a regular expression, a choice of texts or
-a grammar. Plain data that is sent to the engine; `runtime.engine.grammar.compiler` checks and compiles it.
+"""The constraint on a choice's text, as a request gives it: a JSON schema, a regular expression, a choice of texts or a
+grammar. Plain data that is sent to the engine; `runtime.engine.grammar.compiler` checks and compiles it.
 """
 
 from __future__ import annotations

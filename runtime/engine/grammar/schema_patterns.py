@@ -1,7 +1,7 @@
 """Translates patterns of JSON schemas, which are ECMAScript's, to the syntax of Rust's regex crate.
 
-That syntax has no look-around. Some look-ahead at the start of a pattern can be expressed by separate patterns: that
-of zod and pydantic for addresses and decimals.
+That syntax has no look-around. Some look-ahead at the start of a pattern can be expressed by separate patterns: that of
+zod and pydantic for addresses and decimals.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 NUM_TEXTS = 2
 NUM_CHOICES = 24
-"""Sampled tokens of each trial text; forced ones are not counted."""
+"""Tokens of each trial text that are chosen among more than `MANY`; others are not counted."""
 MANY = 16
 MAX_TOKENS = 400
 TIME_LIMIT_S = 0.3

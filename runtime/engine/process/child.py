@@ -95,8 +95,8 @@ class EngineConnection:
 class EngineProcess(EngineConnection):
     """A process that starts and runs an engine, and the socket to it.
 
-    The thread that makes it must live as long as the process: on Linux that dies with its thread. Raises ``OSError``
-    if the process cannot be started.
+    The thread that makes it must live as long as the process: on Linux that dies with its thread. Raises ``OSError`` if
+    the process cannot be started.
     """
 
     def __init__(self, start: Start, command: Sequence[str] = COMMAND) -> None:

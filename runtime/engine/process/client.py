@@ -70,15 +70,14 @@ class EngineClient(Protocol):
         Each of its ``params.n`` choices ends with exactly one output that has a ``finish_reason``; after the
         last of them the sink is not called again.
 
-        Raises, before admission: ``ContextLengthExceededError`` (the prompt leaves no room for one
-        token), ``RequestError`` (any other wrong field; an id that is in use), ``QueueFullError``,
-        ``EngineDeadError``.
+        Raises, before admission: ``ContextLengthExceededError`` (the prompt leaves no room for one token),
+        ``RequestError`` (any other wrong field; an id that is in use), ``QueueFullError``, ``EngineDeadError``.
         """
         ...
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
-        """End a request, or one choice of it. Its blocks are free within one step, and each open choice that this
-        ends gets a last output with ``finish_reason="abort"``. Unknown and finished ones are ignored."""
+        """End a request, or one choice of it. Its blocks are free within one step, and each open choice that this ends
+        gets a last output with ``finish_reason="abort"``. Unknown and finished ones are ignored."""
         ...
 
     def pause(self, request_id: str) -> None:
@@ -106,8 +105,8 @@ class EngineClient(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """A snapshot, at most about a second old; never waits for a step. Raises ``EngineDeadError`` if the engine
-        has died."""
+        """A snapshot, at most about a second old; never waits for a step. Raises ``EngineDeadError`` if the engine has
+        died."""
         ...
 
     def watch(self, sink: Callable[[StepView], None]) -> Callable[[], None]:

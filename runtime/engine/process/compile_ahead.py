@@ -4,7 +4,6 @@ LLVM and numba keep 100 MB and more of compiler state for the life of a process,
 should hold. The engine's process therefore first runs several compiler processes. Those for the CPU also compile the
 tokenizer's loops: `python -m runtime.engine.process.compile_ahead STORED IS_INT8 BLOCK_SIZE PAGES HAS_EXPERTS [FORMATS]
 TICKETS`. Those for a GPU, real or emulated, are `compile_kernels`.
-real or emulated, are `compile_kernels`.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ logger = logging.getLogger("xserv.engine")
 
 
 def compile_ahead(model: str | Path | None, config: EngineConfig, reporter: Reporter) -> None:
-    """Makes sure that the code of an engine is compiled on disk, and shows the progress. A server calls it before
-    the kernels are imported.
+    """Makes sure that the code of an engine is compiled on disk, and shows the progress. A server calls it before the
+    kernels are imported.
 
     If nothing can be compiled for the CPU, or the kernels for a GPU are unknown, code is compiled on first use, with a
-    warning. The arguments are ``engine_of``'s, which validates them. Raises
-    ``ModelLoadError``, ``DeviceError``; ``CompileError`` for a kernel that does not compile.
+    warning. The arguments are ``engine_of``'s, which validates them. Raises ``ModelLoadError``, ``DeviceError``;
+    ``CompileError`` for a kernel that does not compile.
     """
     device = Device.parse(config.device)
     if device.kind != "cpu":
@@ -180,8 +179,8 @@ def main(*arguments: str) -> None:
 def _tasks(
     stored: str, is_int8: str, block_size: str, pages: str, has_experts: str, *formats: str
 ) -> Iterator[Callable[[], object]]:
-    """The tasks: first the tokenizer's loops, which a process can start before it imports the kernels; then the
-    kernels in the order of `kernels_of`, the slowest first."""
+    """The tasks: first the tokenizer's loops, which a process can start before it imports the kernels; then the kernels
+    in the order of `kernels_of`, the slowest first."""
     from tokenizer.warm_up import LOOPS
 
     yield from LOOPS

@@ -2,8 +2,8 @@
 
     python -m runtime.engine.process.compile_kernels WANTED SHARE NUM_SHARES
 
-is such a process. Each determines the wanted kernels itself, since these are closures, which cannot be sent;
-it compiles its share and writes a line of JSON about each. No GPU is needed.
+is such a process. Each determines the wanted kernels itself, since these are closures, which cannot be sent; it
+compiles its share and writes a line of JSON about each. No GPU is needed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ COMMAND = python_module("runtime.engine.process.compile_kernels")
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """Kernels for an architecture, `is_ptx` for an emulated device: those of a model's engine (`model`, a
-    folder, and `config`), or all registered ones with `match` in their names."""
+    """Kernels for an architecture, `is_ptx` for an emulated device: those of a model's engine (`model`, a folder, and
+    `config`), or all registered ones with `match` in their names."""
 
     arch: str
     is_ptx: bool
@@ -110,9 +110,9 @@ class Progress:
 def compile_kernels(wanted: Wanted, show: Show, num_processes: int | None = None) -> Progress:
     """Compiles missing kernels, in so many processes (None for one a processor, if memory allows).
 
-    `show` is called with the progress. Raises CompileError for the first kernel that does not compile or
-    a process that crashes, and what `Wanted.find` raises. An unknown architecture is refused before any process
-    starts, since finding all kernels takes seconds.
+    `show` is called with the progress. Raises CompileError for the first kernel that does not compile or a process that
+    crashes, and what `Wanted.find` raises. An unknown architecture is refused before any process starts, since finding
+    all kernels takes seconds.
     """
     from runtime.device.kernel_cache import capability_of
 

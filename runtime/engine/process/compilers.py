@@ -27,8 +27,8 @@ def num_processes() -> int:
 
 
 def lines_of(commands: Sequence[Sequence[str]], pass_fds: Sequence[int] = ()) -> Generator[bytes, None, None]:
-    """Starts Python with each command's arguments and yields every line that a process writes, until
-    all have ended. Closing the iterator ends them.
+    """Starts Python with each command's arguments and yields every line that a process writes, until all have ended.
+    Closing the iterator ends them.
 
     Raises CompileError, with a process's stderr, if its exit status is not 0.
     """

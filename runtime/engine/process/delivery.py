@@ -13,8 +13,8 @@ from runtime.engine.messages import EngineOutput, EngineRequest, ErrorCode, Fini
 logger = logging.getLogger("xserv.engine")
 
 OutputSink = Callable[[EngineOutput], None]
-"""Receives a request's outputs, in order. Called on the engine's thread: it must not block (use a
-queue or ``loop.call_soon_threadsafe``). An exception is logged and cancels this request alone.
+"""Receives a request's outputs, in order. Called on the engine's thread: it must not block (use a queue or
+``loop.call_soon_threadsafe``). An exception is logged and cancels this request alone.
 """
 
 

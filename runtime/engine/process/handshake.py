@@ -53,8 +53,8 @@ class HandshakeError(XservError):
 
 
 class Listener:
-    """Waits on a free port of an address for one process that knows the secret. The port is freed when it has
-    come, or the wait is over."""
+    """Waits on a free port of an address for one process that knows the secret. The port is freed when it has come, or
+    the wait is over."""
 
     def __init__(self, host: str, secret: bytes) -> None:
         """Raises ``OSError`` for an address that is not this machine's."""

@@ -4,8 +4,8 @@
 
 It reads commands from the inherited socket N and writes outputs, those of a step in one message. While the server does
 not read them the engine waits, so that it buffers at most a step's outputs. The process ends on command, when the
-socket is closed (so with its server, however that ends), when the engine's loop has died, and when the
-engine has work but finishes no step for too long. Signals from the terminal are for the server.
+socket is closed (so with its server, however that ends), when the engine's loop has died, and when the engine has work
+but finishes no step for too long. Signals from the terminal are for the server.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ class Supervision:
 
 
 Launch = Callable[[Start], RunningEngine]
-"""Starts an engine's process somewhere. Called on the supervisor's thread, which lives as long as the process.
-Raises ``OSError`` and ``XservError`` if it cannot be started."""
+"""Starts an engine's process somewhere. Called on the supervisor's thread, which lives as long as the process. Raises
+``OSError`` and ``XservError`` if it cannot be started."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -278,8 +278,8 @@ class ProcessEngineClient:
         return len(self._calls)
 
     def renew(self, drain_timeout_s: float) -> None:
-        """Drain the engine and start it anew; returns when it is ready again. Meanwhile it refuses new requests.
-        Those still open after ``drain_timeout_s`` end with "error" and ``engine_died``.
+        """Drain the engine and start it anew; returns when it is ready again. Meanwhile it refuses new requests. Those
+        still open after ``drain_timeout_s`` end with "error" and ``engine_died``.
 
         Raises ``EngineDeadError`` unless it is ready, and the error of a failed restart, which is retried as after a
         death.
@@ -343,8 +343,8 @@ class ProcessEngineClient:
         return future
 
     def _cancel_call(self, call_id: int, future: Future[NDArray[np.float32]]) -> None:
-        """Called when the future is done. If it was cancelled, the process is notified; the call counts
-        until the process has replied."""
+        """Called when the future is done. If it was cancelled, the process is notified; the call counts until the
+        process has replied."""
         with self._lock:
             if future.cancelled() and call_id in self._calls and self._process is not None:
                 self._process.send(frame(CancelCall(call_id)))

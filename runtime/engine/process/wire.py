@@ -40,8 +40,8 @@ class WireError(XservError):
 
 
 class RemoteRank(msgspec.Struct, frozen=True):
-    """A rank of a split model that was started elsewhere: the address where it waits for its engine, the shared
-    secret, and its device there."""
+    """A rank of a split model that was started elsewhere: the address where it waits for its engine, the shared secret,
+    and its device there."""
 
     host: str
     port: int
@@ -114,8 +114,7 @@ ToEngine = Start | EngineRequest | Cancel | Pause | Watch | Call | CancelCall | 
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """An error: its class and base classes, nearest first; its text; its plain attributes. See
-    ``wire_errors``."""
+    """An error: its class and base classes, nearest first; its text; its plain attributes. See ``wire_errors``."""
 
     kinds: list[str]
     message: str
@@ -222,8 +221,8 @@ class FrameReader:
         self._start = self._end = 0  # of the bytes that were read and not taken
 
     def read(self) -> list[memoryview]:
-        """The messages that have come, at least one; waits for it. Valid until the next call. Empty if the peer
-        has closed.
+        """The messages that have come, at least one; waits for it. Valid until the next call. Empty if the peer has
+        closed.
 
         Raises ``BlockingIOError`` after the socket's timeout, ``WireError``, ``OSError``.
         """
@@ -282,8 +281,8 @@ class WaitingWriter:
 
 
 class PatientWriter:
-    """Sends frames and never makes a caller wait: a thread sends what the socket does not take at once.
-    Thread-safe. Frames to a peer that is gone are dropped: the reader will notice."""
+    """Sends frames and never makes a caller wait: a thread sends what the socket does not take at once. Thread-safe.
+    Frames to a peer that is gone are dropped: the reader will notice."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection

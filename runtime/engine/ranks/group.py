@@ -147,8 +147,8 @@ class RankGroup:
         self.send_frame(frame(message))
 
     def send_frame(self, data: bytearray) -> None:
-        """Sends a frame to all. Ranks read a command after they have done the previous one; beyond
-        `UNREAD_BYTES` the sender waits."""
+        """Sends a frame to all. Ranks read a command after they have done the previous one; beyond `UNREAD_BYTES` the
+        sender waits."""
         for rank in self._ranks:
             rank.send(data)
 

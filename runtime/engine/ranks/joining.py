@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 
 def device_of_rank(device: Device, rank: int) -> Device:
-    """The device of a rank, if rank 0 computes on this one: consecutive GPUs; emulated devices are per
-    process."""
+    """The device of a rank, if rank 0 computes on this one: consecutive GPUs; emulated devices are per process."""
     return Device(f"cuda:{device.index + rank}") if device.kind == "cuda" else device
 
 
@@ -45,8 +44,8 @@ def new_memory(device: Device, shape: Shape) -> int:
 
 
 def new_unique_ids(device: Device, shape: Shape) -> list[bytes]:
-    """The ids of new communicators, on GPUs: of all ranks, and, if stages have several ranks, of each stage.
-    Raises NoNcclError, NcclError."""
+    """The ids of new communicators, on GPUs: of all ranks, and, if stages have several ranks, of each stage. Raises
+    NoNcclError, NcclError."""
     if device.kind == "cpu":
         return []
     from runtime.device.gpu import Gpu

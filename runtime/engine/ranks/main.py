@@ -2,9 +2,9 @@
 
     python -m runtime.engine.ranks.main --fd N [--memory M]
 
-N is a socket to the driver, M the memory that the ranks share. Without M the driver is on another machine; each
-rank then has such memory to itself and learns of another's end over the socket. The process ends when the driver closes
-the socket or ends, and with its own first error, which it reports to the driver and the other ranks.
+N is a socket to the driver, M the memory that the ranks share. Without M the driver is on another machine; each rank
+then has such memory to itself and learns of another's end over the socket. The process ends when the driver closes the
+socket or ends, and with its own first error, which it reports to the driver and the other ranks.
 """
 
 from __future__ import annotations

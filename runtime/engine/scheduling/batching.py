@@ -1,8 +1,8 @@
 """Policies for batching decodes and prompts: the default, and its predecessors, for comparison.
 
 A policy composes three parts of the scheduler: ``decode`` (running sequences that lack only their last token),
-``prefill`` (chunks of prompts that have begun) and ``admit`` (waiting sequences, as long as rows, blocks and
-budget last). ``extend`` adds new arrivals to a planned step.
+``prefill`` (chunks of prompts that have begun) and ``admit`` (waiting sequences, as long as rows, blocks and budget
+last). ``extend`` adds new arrivals to a planned step.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 class StallFree:
-    """Decodes first, then prompts in chunks that fill the rest of the budget (Sarathi-Serve, Agrawal et al.
-    2024)."""
+    """Decodes first, then prompts in chunks that fill the rest of the budget (Sarathi-Serve, Agrawal et al. 2024)."""
 
     cuts_prompts = True
 

@@ -1,15 +1,14 @@
 """Free, held and cached KV blocks.
 
 A block is a number; its bytes live in ``runtime.kv.cache``. A block is either held by sequences (its reference count),
-or free: then it is empty or cached, that is, its content can be found and shared until the block is reallocated.
-The scheduler knows the holders: its ``check_invariants`` compares the counts with the sequences.
+or free: then it is empty or cached, that is, its content can be found and shared until the block is reallocated. The
+scheduler knows the holders: its ``check_invariants`` compares the counts with the sequences.
 
 All cache groups (``runtime.kv.groups``) draw on the same blocks; each has trees of its own in the prefix cache, and a
 prefix is a hit as far as all groups have it: each kind determines which pages it needs (``runtime.kv.kinds``).
 
 A sequence that holds a block of a group that keeps all tokens also holds all blocks before it, or copies of them. The
-pool keeps a content that is held in a block that is held, so a free block is never in the middle of a held
-prefix.
+pool keeps a content that is held in a block that is held, so a free block is never in the middle of a held prefix.
 """
 
 from __future__ import annotations
@@ -204,8 +203,8 @@ class BlockPool:
             self.ref_counts[block_id] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Count one holder less of each block, given in the order of the sequence. Those without a holder are free;
-        the last is evicted first, so that a prefix outlives its continuations."""
+        """Count one holder less of each block, given in the order of the sequence. Those without a holder are free; the
+        last is evicted first, so that a prefix outlives its continuations."""
         for block_id in reversed(list(block_ids)):
             count = self.ref_counts[block_id] - 1
             assert count >= 0, f"block {block_id} was released twice"
@@ -319,8 +318,8 @@ class BlockPool:
         chain.reset()
 
     def drop_prefixes(self) -> tuple[int, int]:
-        """Empty every cached free block, and those on the host. Returns how many were dropped on the
-        device, and how many blocks are held."""
+        """Empty every cached free block, and those on the host. Returns how many were dropped on the device, and how
+        many blocks are held."""
         num_dropped = len(self._idle)
         while self._idle:
             node = self._idle.pop()

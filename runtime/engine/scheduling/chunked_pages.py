@@ -34,8 +34,8 @@ class ChunkedPages:
         return min(count, len(shortest) * pool.block_size - sequence.num_computed)
 
     def give_up(self, sequence: Sequence) -> None:
-        """Release the pages that are not needed after a sequence's committed tokens; later ones may be rejected.
-        They stay cached."""
+        """Release the pages that are not needed after a sequence's committed tokens; later ones may be rejected. They
+        stay cached."""
         pool, before = self.pool, sequence.first_pages
         num_tokens, size = sequence.num_committed, pool.block_size
         after = [max(first, kind.first_page(num_tokens, size)) for first, kind in zip(before, pool.kinds)]

@@ -1,8 +1,8 @@
 """The most tokens of one prompt in a step.
 
 Smaller chunks let the decodes of other sequences go on sooner, larger ones read the weights less often. Sarathi-Serve
-(Agrawal et al., 2024, and its scheduler's dynamic chunking) shrinks them as a prompt proceeds: attention to a
-longer context makes later chunks more expensive, so equal times need smaller ones.
+(Agrawal et al., 2024, and its scheduler's dynamic chunking) shrinks them as a prompt proceeds: attention to a longer
+context makes later chunks more expensive, so equal times need smaller ones.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def round_up(size: float) -> int:
 def chunking_of(
     config: SchedulingConfig, max_num_batched_tokens: int, depth: int, times: PromptTimes
 ) -> Chunking:
-    """The chunking that the configuration names. By default a step's budget is the only limit, or, with ``depth``
-    open steps, all of them share it and take equal times."""
+    """The chunking that the configuration names. By default a step's budget is the only limit, or, with ``depth`` open
+    steps, all of them share it and take equal times."""
     if config.prefill_chunk_stages is not None:
         return StagedChunks(*config.prefill_chunk_stages)
     if depth > 1 and config.prefill_chunk is None:
@@ -87,8 +87,8 @@ class PromptChunks:
     cuts_prompts: bool
 
     def size(self, step: Step, num_computed: int, remaining: int, pictures: Pictures | None) -> int:
-        """How many of a prompt's ``remaining`` tokens the step may compute. A prompt that may not be cut may exceed
-        the budget if it is alone; an image that may not be cut may exceed the chunk's size."""
+        """How many of a prompt's ``remaining`` tokens the step may compute. A prompt that may not be cut may exceed the
+        budget if it is alone; an image that may not be cut may exceed the chunk's size."""
         if self.cuts_prompts:
             most = min(remaining, step.budget)
             count = min(most, self.chunking.most(num_computed))

@@ -9,8 +9,8 @@ from runtime.engine.scheduling.step import Chunk, Step
 
 
 def reserve_drafts(chunk: Chunk, drafts: list[int], step: Step, pool: BlockPool, num_running: int) -> None:
-    """Let a decode verify its sequence's draft tokens, within the budget and the blocks left after one page for each
-    of ``num_running`` sequences. Nothing else is planned for the sequence until the step is committed."""
+    """Let a decode verify its sequence's draft tokens, within the budget and the blocks left after one page for each of
+    ``num_running`` sequences. Nothing else is planned for the sequence until the step is committed."""
     sequence = chunk.sequence
     if sequence.num_pending != 1:
         return  # they follow another token
@@ -33,8 +33,8 @@ def reserve_drafts(chunk: Chunk, drafts: list[int], step: Step, pool: BlockPool,
 
 
 def take_back(chunk: Chunk, num_accepted: int) -> int:
-    """Uncount the rejected tokens of a chunk with drafts, as neither computed nor pending. Returns the end of
-    its known tokens."""
+    """Uncount the rejected tokens of a chunk with drafts, as neither computed nor pending. Returns the end of its known
+    tokens."""
     sequence = chunk.sequence
     sequence.num_pending -= chunk.num_draws - num_accepted
     if sequence.row is not None:

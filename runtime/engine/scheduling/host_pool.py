@@ -50,8 +50,8 @@ class HostPool:
             self._free.append(slot)
 
     def hold(self, slots: Iterable[int]) -> None:
-        """Keep prefix blocks in place until ``release``: a planned step reads them. In a sequence's
-        order; they count as used, the first latest."""
+        """Keep prefix blocks in place until ``release``: a planned step reads them. In a sequence's order; they count
+        as used, the first latest."""
         for slot in reversed(list(slots)):
             node, count = self._held.get(slot) or (self._prefixes.pop(slot), 0)
             self._held[slot] = (node, count + 1)

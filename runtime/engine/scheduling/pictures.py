@@ -94,8 +94,8 @@ class Pictures:
         return start + 1
 
     def whole_chunk(self, start: int, count: int, most: int) -> int:
-        """How many of ``count`` tokens from ``start`` on a step may compute; up to ``most`` of them, if fewer
-        would cut an image."""
+        """How many of ``count`` tokens from ``start`` on a step may compute; up to ``most`` of them, if fewer would cut
+        an image."""
         end = self.cut(start + count)
         if end <= start:
             end = self.least_end(start)
@@ -116,8 +116,8 @@ def runs_of(items: Sequence[Picture]) -> tuple[tuple[int, int], ...]:
 class PictureKeys:
     """One key for each digest, which stands for an image's tokens when prefixes are compared.
 
-    All tokens of an image have its key; their number before a token identifies it, since a digest has one grid.
-    Images whose tokens attend to each other share a key.
+    All tokens of an image have its key; their number before a token identifies it, since a digest has one grid. Images
+    whose tokens attend to each other share a key.
     """
 
     def __init__(self) -> None:

@@ -38,8 +38,8 @@ class Placement:
         self._refusal = None
 
     def start(self, sequence: Sequence, step: Step, num_running: int) -> int:
-        """Give a waiting sequence its blocks, if there are enough and the step has room for it. Returns how many of
-        its tokens the step computes, or 0 if it cannot start.
+        """Give a waiting sequence its blocks, if there are enough and the step has room for it. Returns how many of its
+        tokens the step computes, or 0 if it cannot start.
 
         One more free page is left for each of the ``num_running`` sequences, so that the new one is not preempted at
         once; in groups that give pages up, the pages of its next chunks are left as well.
@@ -90,8 +90,7 @@ class Placement:
         return needed
 
     def _page_counts(self, sequence: Sequence, hit: Hit, count: int) -> list[int]:
-        """By group: the pages of a sequence that starts with ``hit`` and ``count`` more tokens, up to the last
-        one."""
+        """By group: the pages of a sequence that starts with ``hit`` and ``count`` more tokens, up to the last one."""
         known = -(-sequence.num_tokens // self._pool.block_size)
         computed = -(-(hit.num_tokens + count) // self._pool.block_size)
         return [known if kind.is_whole else computed for kind in self._pool.kinds]

@@ -45,8 +45,8 @@ class Priority:
 class Deadline:
     """Least slack first: the time at which the next token is due, minus the time to compute up to it.
 
-    The first token is due ``ttft_target_s`` after the arrival, each later one ``tpot_target_s`` after the previous
-    one; the request may have its own. ``prefill_s`` estimates the seconds for computing a number of tokens.
+    The first token is due ``ttft_target_s`` after the arrival, each later one ``tpot_target_s`` after the previous one;
+    the request may have its own. ``prefill_s`` estimates the seconds for computing a number of tokens.
     """
 
     def __init__(self, ttft_target_s: float, tpot_target_s: float, prefill_s: Callable[[int], float]) -> None:

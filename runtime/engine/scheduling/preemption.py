@@ -42,8 +42,8 @@ VICTIM_RULES: dict[str, Callable[[list[Sequence]], Sequence]] = {
 class CostModel:
     """Estimates the seconds to compute tokens and to move blocks, from measurements with decaying weights.
 
-    A step's time is modelled as a constant plus a cost a token: recomputed tokens mostly join steps that run
-    anyway, so only their own cost counts.
+    A step's time is modelled as a constant plus a cost a token: recomputed tokens mostly join steps that run anyway, so
+    only their own cost counts.
     """
 
     _weight: float = 0.0

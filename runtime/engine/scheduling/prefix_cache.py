@@ -1,13 +1,13 @@
 """The prefix cache's index: a tree of blocks, found by digest and compared token by token.
 
 A ``CachedBlock`` is the content of one block: its own tokens, after those of its parent. Every salt (a tenant's secret)
-has a root of its own in each cache group, so nothing is shared across salts or groups. One index maps the digest
-of (parent's digest, tokens) to the block; a hit counts only if the parent is the very object that was walked and the
-token ids are equal. If two contents have one digest, the second is not recorded.
+has a root of its own in each cache group, so nothing is shared across salts or groups. One index maps the digest of
+(parent's digest, tokens) to the block; a hit counts only if the parent is the very object that was walked and the token
+ids are equal. If two contents have one digest, the second is not recorded.
 
-A content can lie on the device (``block_id``), in the host pool (``host_slot``), in both, or, while a continuation
-is kept or may come (``num_pins``), in neither. The last block of a sequence is seldom full; it is kept with
-the tokens it has.
+A content can lie on the device (``block_id``), in the host pool (``host_slot``), in both, or, while a continuation is
+kept or may come (``num_pins``), in neither. The last block of a sequence is seldom full; it is kept with the tokens it
+has.
 
 Reference counts and the order of eviction belong to the block pool.
 """
@@ -151,8 +151,7 @@ class PrefixCache:
         return None if best is None else (best, most)
 
     def add(self, parent: CachedBlock, tokens: bytes) -> CachedBlock | None:
-        """The node of these tokens after ``parent``, made if it is new; None if another content has its
-        digest."""
+        """The node of these tokens after ``parent``, made if it is new; None if another content has its digest."""
         digest = self._digest(parent.digest, tokens)
         node = self._index.get(digest)
         if node is None:

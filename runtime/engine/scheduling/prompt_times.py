@@ -3,9 +3,9 @@ chunks of equal time.
 
     t = c + b x + a (2 L x + x²)
 
-for x tokens after L: a constant, a cost a token, and a cost for each pair of tokens in attention. A
-model's stages compute steps one after another, and a stage that is done sooner waits, so steps should take equal
-times. SGLang's chunked pipelines (2026) fit the same.
+for x tokens after L: a constant, a cost a token, and a cost for each pair of tokens in attention. A model's stages
+compute steps one after another, and a stage that is done sooner waits, so steps should take equal times. SGLang's
+chunked pipelines (2026) fit the same.
 """
 
 from __future__ import annotations

@@ -5,14 +5,14 @@
     ...                           # the engine executes the step, unless it has no work
         scheduler.commit(step)        # or abandon(step); then the sampled tokens are appended
 
-Both queues are kept in the policy's order. A sequence gets the blocks of all its known tokens when it
-starts to run, and one more whenever its output fills the last; in a cache group that does not keep all tokens it gets
-those of each chunk, and gives up those that are not needed after its committed tokens. When a block is missing, a
-running sequence is preempted: it gives up its blocks and waits again. The first in order is never the victim, and one
-request always fits the pool, so there is always progress. Its parts are separate modules: ``policy`` (the order),
-``batching`` (how decodes and prompts share steps), ``chunking`` (how prompts are cut), ``placement`` (which sequences
-start, with which blocks), ``reuse`` (existing content), ``drafts`` (draft tokens), ``chunked_pages``, ``preemption``
-(the victim, and how its content is restored), ``rotation`` (sequences to recompute since they became too long).
+Both queues are kept in the policy's order. A sequence gets the blocks of all its known tokens when it starts to run,
+and one more whenever its output fills the last; in a cache group that does not keep all tokens it gets those of each
+chunk, and gives up those that are not needed after its committed tokens. When a block is missing, a running sequence is
+preempted: it gives up its blocks and waits again. The first in order is never the victim, and one request always fits
+the pool, so there is always progress. Its parts are separate modules: ``policy`` (the order), ``batching`` (how decodes
+and prompts share steps), ``chunking`` (how prompts are cut), ``placement`` (which sequences start, with which blocks),
+``reuse`` (existing content), ``drafts`` (draft tokens), ``chunked_pages``, ``preemption`` (the victim, and how its
+content is restored), ``rotation`` (sequences to recompute since they became too long).
 
 It does not know tensors, models or clocks.
 """
@@ -113,8 +113,8 @@ class Scheduler:
     def schedule(self) -> Step:
         """Plan the next step: choose its chunks, reserve their blocks, count them as computed.
 
-        It has no chunks only if there is no work, or if all running sequences wait for the end of the previous
-        step. Raises ``InvariantError`` if the bookkeeping is broken.
+        It has no chunks only if there is no work, or if all running sequences wait for the end of the previous step.
+        Raises ``InvariantError`` if the bookkeeping is broken.
         """
         assert len(self.open_steps) < max(2, self.depth), "a step is planned before the first was committed"
         step = Step(self.num_steps, self.limits.max_num_batched_tokens)
@@ -128,8 +128,8 @@ class Scheduler:
         return step
 
     def extend(self, step: Step) -> None:
-        """Update a planned step that has not begun, after the previous one was committed: drop the
-        sequences that have ended since, and admit waiting ones within the budget."""
+        """Update a planned step that has not begun, after the previous one was committed: drop the sequences that have
+        ended since, and admit waiting ones within the budget."""
         step.drop_finished()
         self._batching.extend(self, step)
         self._close(step)
@@ -196,7 +196,7 @@ class Scheduler:
                     wanting.append(sequence)
                 continue
             if len(decodes) == most:
-                continue  # no room this time
+                continue  # the step has its share of decodes
             decodes.append(sequence)
             if computed >= len(sequence.blocks[shortest]) * block_size:
                 wanting.append(sequence)

@@ -21,8 +21,8 @@ _FIRST_OUTPUT_CAPACITY = 32
 
 
 class State(enum.Enum):
-    """HELD → WAITING ⇄ RUNNING → FINISHED. A choice is held until the request's grammar is compiled, all but the
-    first until that has computed the prompt, and while its request is paused."""
+    """HELD → WAITING ⇄ RUNNING → FINISHED. A choice is held until the request's grammar is compiled, all but the first
+    until that has computed the prompt, and while its request is paused."""
 
     HELD = enum.auto()
     WAITING = enum.auto()

@@ -77,8 +77,8 @@ class Step(msgspec.Struct, eq=False):
         return bool(self.chunks) or self.has_transfers
 
     def add(self, sequence: Sequence, count: int, *, is_first: bool) -> None:
-        """Add the next ``count`` tokens of a sequence and count them as computed, since the next step may be
-        planned before this one has run."""
+        """Add the next ``count`` tokens of a sequence and count them as computed, since the next step may be planned
+        before this one has run."""
         start = sequence.num_computed
         end = start + count
         is_last = end == sequence.num_tokens + sequence.num_pending
@@ -119,8 +119,8 @@ class Step(msgspec.Struct, eq=False):
             self.swap_out = [pair for pair in self.swap_out if pair[1] not in slots]
 
     def let_go(self, block_ids: list[int]) -> list[int]:
-        """Release and return the held sources of copies into these blocks, which are about to be freed. Later writes
-        to the sources follow the copies."""
+        """Release and return the held sources of copies into these blocks, which are about to be freed. Later writes to
+        the sources follow the copies."""
         targets = set(block_ids)
         sources = [source for source, target in self.held_blocks if target in targets]
         self.held_blocks = [pair for pair in self.held_blocks if pair[1] not in targets]

@@ -1,5 +1,5 @@
-"""Acceptance rates of draft tokens, those tried and those only compared with later samples: as counters for
-metrics, and as chances of the next drafts."""
+"""Acceptance rates of draft tokens, those tried and those only compared with later samples: as counters for metrics,
+and as chances of the next drafts."""
 
 from __future__ import annotations
 
@@ -104,8 +104,7 @@ class Acceptance:
             self._watched[sequence] = _Watched(sequence.num_tokens, np.array(ids, np.int32), sureness)
 
     def compare(self) -> None:
-        """Count the watched draft tokens against the samples since: as informative as trying them, without the
-        cost."""
+        """Count the watched draft tokens against the samples since: as informative as trying them, without the cost."""
         for sequence in [*self._watched]:
             self._compare(sequence)
 

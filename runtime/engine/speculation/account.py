@@ -6,16 +6,14 @@ ALLOWANCE = 0.008
 """Fraction of the time of plain steps that trials may cost; gains pay for more."""
 
 CREDIT_S = 0.02
-"""Initial credit, before the allowance has grown: some first steps of shapes and a few repeats, if steps
-are short."""
+"""Initial credit, before the allowance has grown: some first steps of shapes and a few repeats, if steps are short."""
 
 MOST_STEPS = 2.0
-"""The same if steps are long, in steps of the first draft length to be tried; and the highest remembered debt, in
-steps of the highest."""
+"""The same if steps are long, in steps of the first draft length to be tried; and the highest remembered debt, in steps
+of the highest."""
 
 GAINS = 2.0
-"""This multiple of that debt may be lost from gains: if speculation pays, a few bad steps do not end
-it."""
+"""Upper limit of the balance, as a multiple of that debt: if speculation pays, a few bad steps do not end it."""
 
 MOST_SETUP_STEPS = 100.0
 """Upper limit of a first step's time, in plain steps: the machine may have slept."""

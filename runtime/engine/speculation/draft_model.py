@@ -3,8 +3,8 @@
 It runs between two steps, for all sequences of the next one in batch: first over the tokens that it has not seen, then
 token by token. It samples as the target model will, with the same noise of seed, choice and position, so that equal
 distributions give equal tokens at any temperature. For rejection sampling it uses its own noise and keeps the
-distributions. It has its own pages; if there are too few, the sequence that was drafted for least recently
-loses its pages, which are recomputed if it is drafted for again.
+distributions. It has its own pages; if there are too few, the sequence that was drafted for least recently loses its
+pages, which are recomputed if it is drafted for again.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ class Drafter(Protocol):
     name: str
 
     def propose(self, sequence: Sequence, most: int) -> tuple[Ids, int]:
-        """Up to ``most`` draft tokens, and the drafter's confidence: 0 to ``SUREST``, a class of drafts
-        whose acceptance is counted together."""
+        """Up to ``most`` draft tokens, and the drafter's confidence: 0 to ``SUREST``, a class of drafts whose
+        acceptance is counted together."""
         ...
 
     def end(self, sequence: Sequence) -> None:
@@ -63,8 +63,8 @@ class WantedStates(NamedTuple):
 
 
 class LeftChunk(NamedTuple):
-    """Hidden states that a step left of a sequence: those of ``num_tokens`` tokens from position ``start`` on, from
-    row ``first_row`` on. The token after each of them is known."""
+    """Hidden states that a step left of a sequence: those of ``num_tokens`` tokens from position ``start`` on, from row
+    ``first_row`` on. The token after each of them is known."""
 
     sequence: Sequence
     first_row: int

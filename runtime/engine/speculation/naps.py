@@ -9,23 +9,21 @@ FIRST_STEPS = 8
 """Steps of the first nap. Each may be half as long again as the previous one, so that new gains are noticed soon."""
 
 MOST_STEPS = 512
-"""Steps without a look."""
+"""Most steps without a look."""
 
 _UNSEEN_S = 5e-5
-"""The unmeasured part of a look's cost, in seconds: the step is reported afterwards, by cold Python code
-(40 to 60 microseconds on Zen 3)."""
+"""The unmeasured part of a look's cost, in seconds: the step is reported afterwards, by cold Python code (40 to 60
+microseconds on Zen 3)."""
 
 _PAUSE = 2
 """Steps between one with drafts and timed ones: the first takes longer if steps are short."""
 
 _NUM_SEEN = 2
-"""Timed steps at a nap's end, for the time of a step without a look. The second is timed, from the first's
-end."""
+"""Timed steps at a nap's end, for the time of a step without a look. The second is timed, from the first's end."""
 
 
 class Naps:
-    """After a fruitless look, skips so many steps that looking takes its fraction of the time, until
-    drafts pay.
+    """After a fruitless look, skips so many steps that looking takes its fraction of the time, until drafts pay.
 
     is_asleep   whether the latest step is skipped
     num_resting  steps at the start of a nap that are not reported

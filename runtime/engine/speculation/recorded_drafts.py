@@ -1,8 +1,8 @@
 """Records a drafter's pass over pairs and all following steps on the CPU, as one compiled call.
 
 Launching the operations of a small layer from Python takes longer than running them. A recording is for a number of
-pairs, of sequences and of steps, and for sequences up to a length; it is made on first use. Pairs are padded to
-a round number by those of a dummy sequence, which write nothing.
+pairs, of sequences and of steps, and for sequences up to a length; it is made on first use. Pairs are padded to a round
+number by those of a dummy sequence, which write nothing.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class RecordedDrafts:
             self._record(_Shape(_SIZES[0], 1, most_steps, self._lengths[0]))
 
     def run(self, chunks: PairChunks, drawing: list[Drawing]) -> list[list[int]] | None:
-        """The draft tokens after the pairs. None, before any work, if there are too many, or the drafter's
-        operations cannot be recorded."""
+        """The draft tokens after the pairs. None, before any work, if there are too many, or the drafter's operations
+        cannot be recorded."""
         num_pairs, num_seqs = len(chunks.token_ids), len(chunks.rows)
         steps = max(most for _, most in drawing)
         if num_pairs > MOST_PAIRS or num_seqs > MOST_SEQUENCES or steps > self._most_steps:

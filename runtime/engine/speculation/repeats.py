@@ -39,8 +39,8 @@ assert MOST_MATCH == SUREST
 
 
 class Text:
-    """Tokens in one array, and their index, which is updated before a search: 8 bytes a token, and 6 to 11 for
-    each different one."""
+    """Tokens in one array, and their index, which is updated before a search: 8 bytes a token, and 6 to 11 for each
+    different one."""
 
     __slots__ = ("_end", "_heads", "_previous", "_state", "_tokens", "_words", "address")
 

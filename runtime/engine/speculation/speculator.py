@@ -1,10 +1,9 @@
 """Chooses the draft length of each sequence in a step, so that speculation pays.
 
-A plain step of n sequences gives n / t(0) tokens a second. With d draft tokens it gives
-(n + sum of their acceptance chances) / t(d). Chances fall along a draft, since a token is accepted only with all before
-it, so the best d are those with the highest chances. t is measured (`step_times`); chances are counted by
-sequence and by the drafter's confidence. If no d is better than 0, none is tried, and drafts are looked for
-only now and then.
+A plain step of n sequences gives n / t(0) tokens a second. With d draft tokens it gives (n + sum of their acceptance
+chances) / t(d). Chances fall along a draft, since a token is accepted only with all before it, so the best d are those
+with the highest chances. t is measured (`step_times`); chances are counted by sequence and by the drafter's confidence.
+If no d is better than 0, none is tried, and drafts are looked for only now and then.
 """
 
 from __future__ import annotations
@@ -52,16 +51,16 @@ PLAIN_STEPS, MOST_PLAIN_STEPS = 16, 128
 many: they update the times of plain steps if the machine's speed changes."""
 
 COLD, COLD_FADING = 1.6, 0.75
-"""How many times more than later ones the first of such steps is longer than a plain one, and the factor of that
-a step later, if steps are short: the code and memory are cold."""
+"""How many times more than later ones the first of such steps is longer than a plain one, and the factor of that a step
+later, if steps are short: the code and memory are cold."""
 
 LEAST_WEIGHT = 24.0
-"""Draft tokens of a kind that have to be compared with samples before any are tried, if steps are short: a
-trial costs more than a look."""
+"""Draft tokens of a kind that have to be compared with samples before any are tried, if steps are short: a trial costs
+more than a look."""
 
 MOST_DISTURBED = 2.0
-"""Upper limit of a step's charge, as a multiple of twice the time of plain steps for its tokens: it may
-lack a processor that others use, but the machine may have slept, too."""
+"""Upper limit of a step's charge, as a multiple of twice the time of plain steps for its tokens: it may lack a
+processor that others use, but the machine may have slept, too."""
 
 KEPT_STEPS = 8
 """Short steps between two choices."""
@@ -162,8 +161,8 @@ class Speculator:
         self.num_resting = 0
 
     def wants_tokens(self) -> bool:
-        """Whether to plan the next step only after the running one's tokens are known: while
-        drafts pay, and now and then to see whether they would. Called once a step, if steps overlap."""
+        """Whether to plan the next step only after the running one's tokens are known: while drafts pay, and now and
+        then to see whether they would. Called once a step, if steps overlap."""
         self._num_asked += 1
         every = TRIAL_STEPS_PREDICTED if self._num_predicted else TRIAL_STEPS
         self._is_held = self._fixed or bool(self._acceptance.tried) or self._num_asked % every == 0
@@ -172,8 +171,8 @@ class Speculator:
         return self._is_held
 
     def propose(self, running: Iterable[Sequence]) -> dict[Sequence, list[int]]:
-        """Drafts that are worth trying in the next step, for sequences that lack only their next token.
-        All of a sequence's tokens have to be known."""
+        """Drafts that are worth trying in the next step, for sequences that lack only their next token. All of a
+        sequence's tokens have to be known."""
         if self._acceptance.tried:
             self._acceptance.tried = {}
         if not self._is_held and self._naps.sleeps_on():
@@ -262,8 +261,8 @@ class Speculator:
         return counts
 
     def distributions(self, drafts: dict[Sequence, list[int]]) -> dict[Sequence, NDArray[np.float32]]:
-        """The distributions ``[proposals, vocab_size]`` of those drafts that rejection sampling is to verify;
-        the others are accepted if they equal the sample."""
+        """The distributions ``[proposals, vocab_size]`` of those drafts that rejection sampling is to verify; the
+        others are accepted if they equal the sample."""
         drafter, found = self._distribution_drafter, {}
         for sequence, ids in drafts.items() if drafter is not None else ():
             if sequence not in self._predicted:

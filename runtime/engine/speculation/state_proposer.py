@@ -1,14 +1,14 @@
 """Runs a drafter that reads hidden states (`models.drafters`), which each step leaves of the model's.
 
 It first computes pairs: token i + 1 of a sequence, with the model's hidden states at token i. A pair is available when
-the step that computed token i is over; its key and value go into the drafter's own pages, in order.
-The pair of a sequence's last token but one gives the next token. Later tokens are drafted from the drafter's own
-results (`stepping`), or at once (`blocks`), for all sequences in batch, and sampled with the model's noise.
+the step that computed token i is over; its key and value go into the drafter's own pages, in order. The pair of a
+sequence's last token but one gives the next token. Later tokens are drafted from the drafter's own results
+(`stepping`), or at once (`blocks`), for all sequences in batch, and sampled with the model's noise.
 
-Pages of pairs are cached by their tokens, like the model's own: for a prefix in its cache the model gives
-no hidden states, and the sequence takes over the pairs that another left. If these are
-gone, or steps were not read, pairs are missing: it continues without them, and later pairs follow the earlier ones. It
-is then accepted less often; nothing else depends on it.
+Pages of pairs are cached by their tokens, like the model's own: for a prefix in its cache the model gives no hidden
+states, and the sequence takes over the pairs that another left. If these are gone, or steps were not read, pairs are
+missing: it continues without them, and later pairs follow the earlier ones. It is then accepted less often; nothing
+else depends on it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from runtime.tensor.tensor import Tensor
 
 
 class _Pairs:
-    """A sequence as the block pool reads it: its pairs by the tokens that they end with, ``ahead`` of those
-    of their hidden states. See `TokenSource`."""
+    """A sequence as the block pool reads it: its pairs by the tokens that they end with, ``ahead`` of those of their
+    hidden states. See `TokenSource`."""
 
     __slots__ = ("ahead", "sequence")
 
@@ -110,8 +110,8 @@ class StateProposer:
         self._proposed: dict[Sequence, list[int]] = {}
 
     def follow(self, kept: KeptRows, chunks: Callable[[], list[LeftChunk]], *, pays: bool) -> None:
-        """See `StateDrafter`. Chunks within prompts are computed at once, while that may pay; the others only if
-        drafts are requested before the next step."""
+        """See `StateDrafter`. Chunks within prompts are computed at once, while that may pay; the others only if drafts
+        are requested before the next step."""
         self._states, self._chunks, self._proposed = kept.tensors, chunks, {}
         if not pays:
             return
@@ -168,8 +168,8 @@ class StateProposer:
             self._free_rows.append(known.row)
 
     def _take(self, chunk: LeftChunk, most: int, keep: set[Sequence]) -> _Pass | None:
-        """The pairs of a chunk that are not known yet, at least the last, with pages for them and for ``most``
-        draft tokens; None if there is no room."""
+        """The pairs of a chunk that are not known yet, at least the last, with pages for them and for ``most`` draft
+        tokens; None if there is no room."""
         sequence, size = chunk.sequence, self._block_size
         known = self._known.pop(sequence, None) or self._begin(chunk, keep)
         if known is None:

@@ -7,31 +7,30 @@ from collections import deque
 
 _KEPT = 8
 _QUARTER = 4
-"""The quantile of the latest times that is used, since others use the machine, too."""
+"""The lower quartile of the latest times is used, since others use the machine, too."""
 
 _STALE_STEPS = 512
 """Steps without a measurement after which a time is dropped: contexts have grown."""
 
 _UNMEASURED = 8
-"""The weight of an unmeasured step in the age of a time: some 4,000 of them count as one, a second if steps are
+"""Unmeasured steps that age a time as much as a measured one: some 4,000 of them make it stale, a second if steps are
 so short that most are skipped."""
 
 _GUESS, _GUESS_OF_TOKEN, _LEAST = 0.03, 0.5, 0.01
 """The guessed cost of a token, as fractions of a plain step and of a plain step's cost a token (the smaller is used),
-while less than two steps with drafts are known; beyond two, half of the cost a token between them, and at least
-the last. The guess is too low on purpose, so that promising lengths are tried."""
+while less than two steps with drafts are known; beyond two, half of the cost a token between them, and at least the
+last. The guess is too low on purpose, so that promising lengths are tried."""
 
 ANY_S = 1.5e-4
 """Seconds that any draft adds to a step, mostly in Python, until measured. At most half of the cost of the shortest
 known draft."""
 
 _DOUBT = 0.5
-"""The fraction used of a step's cost over a plain one after one measurement, which may have been disturbed. After two,
-half of that. So a step that seemed slow once is tried again."""
+"""The share of a step's cost over a plain one that is left out after one measurement, which may be disturbed, and
+half of it after two. So a step that seemed slow once is tried again."""
 
 _NEAR = 0.15
-"""Relative distance in tokens within which a step's time applies to another: less than a tile of
-products."""
+"""Relative distance in tokens within which a step's time applies to another: less than a tile of products."""
 
 WIDTHS = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8), *range(80, 257, 16))
 """Draft tokens that a step may have in all. Steps of the same shape run from one recording."""
@@ -88,8 +87,8 @@ class StepTimes:
         self._curve = _NO_CURVE
 
     def observe(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
-        """Record a step of so many sequences and draft tokens. The first of its shape may have been recorded, and
-        is ignored."""
+        """Record a step of so many sequences and draft tokens. The first of its shape may have been recorded, and is
+        ignored."""
         is_known = self.is_known(num_sequences, num_drafts)
         self._number += 1
         self._shapes[num_sequences, num_drafts] = self._number
@@ -157,9 +156,9 @@ class StepTimes:
         return max(num_sequences, *known, 0)
 
     def curve(self, num_sequences: int, most: int = WIDTHS[-1]) -> list[float]:
-        """Seconds of a plain step, then with each of ``WIDTHS`` up to the first that is ``most`` or more; empty
-        while the plain time is unknown. Interpolated linearly between known times; beyond them guessed too low.
-        If all are well known it is kept for a few steps: making it takes a part of a short one."""
+        """Seconds of a plain step, then with each of ``WIDTHS`` up to the first that is ``most`` or more; empty while
+        the plain time is unknown. Interpolated linearly between known times; beyond them guessed too low. If all are
+        well known it is kept for a few steps: making it takes a part of a short one."""
         kept_sequences, kept_most, until, kept = self._curve
         if kept_sequences == num_sequences and kept_most == most and self._number < until:
             return kept

@@ -7,16 +7,16 @@ from runtime.engine.speculation.account import TrialAccount
 from runtime.engine.speculation.step_times import WIDTHS, StepTimes
 
 SHORT_S = 2e-3
-"""Plain steps that are shorter run warm code and memory, and the first step of a shape, which
-is recorded, takes as long as dozens of them."""
+"""Plain steps that are shorter run warm code and memory, and the first step of a shape, which is recorded, takes as
+long as dozens of them."""
 
 LEAST_GAIN = 1.02
 """The gain over plain steps that drafts have to promise before the first is tried: times are noisy."""
 
 BETTER, MAY_BE_BETTER = 1.05, 0.95
-"""The gain that an untimed number has to promise over the best timed one; the other is for
-long steps, between two timed numbers: times rise in leaps, where a product takes another
-tile, and the best number is just before a leap, which interpolation does not show."""
+"""The gain that an untimed number has to promise over the best timed one; the other is for long steps, between two
+timed numbers: times rise in leaps, where a product takes another tile, and the best number is just before a leap, which
+interpolation does not show."""
 
 STAYS = 1.05
 """The bonus of the previous step's number: another shape's first step takes longer."""
@@ -25,12 +25,10 @@ FIRST = 3
 """Draft length that is tried first. Then up to twice as many tokens."""
 
 USUAL = (1, 3, 7, 15, 31)
-"""Draft lengths, beside the highest, of new shapes if steps are short: few shapes are
-recorded sooner than many."""
+"""Draft lengths, beside the highest, of new shapes if steps are short: few shapes are recorded sooner than many."""
 
 RUN_STEPS = 8
-"""Steps with drafts between two checks of the account, if steps are short, unless
-no gain is expected any more."""
+"""Steps with drafts between two checks of the account, if steps are short, unless no gain is expected any more."""
 
 LEAST_STEPS = 3
 """How many of them the account has to pay for before the first."""

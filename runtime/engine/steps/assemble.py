@@ -214,8 +214,8 @@ def _add_pictures(step: StepInput, sequences: list[Sequence]) -> None:
 
 
 def chunk_spans(pictures: Pictures, start: int, end: int, first: int) -> tuple[list[FeatureSpan], list[UncutSpan]]:
-    """The spans of images and of uncut regions within a prompt's tokens ``start`` to ``end``; the first of
-    these tokens is token ``first`` of the step."""
+    """The spans of images and of uncut regions within a prompt's tokens ``start`` to ``end``; the first of these tokens
+    is token ``first`` of the step."""
     features, uncut = list[FeatureSpan](), list[UncutSpan]()
     for item, slot in zip(pictures.items, pictures.slots, strict=True):
         low, high = max(item.first_token, start), min(item.end, end)

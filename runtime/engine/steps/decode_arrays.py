@@ -1,10 +1,9 @@
-"""The inputs of decode steps, in arrays with fixed addresses, which a decode graph reads in
-each step.
+"""The inputs of decode steps, in arrays with fixed addresses, which a decode graph reads in each step.
 
-A row of the executor has a place in them, which it keeps from step to step. The device holds the block tables, to
-which only additions are uploaded, and the columns: one number a place of position, slot, sampling parameters and so on.
-All of a step is uploaded in one copy: the columns, then the added blocks, then the token lists of penalties. Ids,
-statuses and the flag for bad ids are downloaded in one.
+A row of the executor has a place in them, which it keeps from step to step. The device holds the block tables, to which
+only additions are uploaded, and the columns: one number a place of position, slot, sampling parameters and so on. All
+of a step is uploaded in one copy: the columns, then the added blocks, then the token lists of penalties. Ids, statuses
+and the flag for bad ids are downloaded in one.
 
 A graph is for a number of places, which may be more than the step has sequences. An empty place is padding: its token
 is not stored and sees no keys, and its sample is ignored.

@@ -110,8 +110,8 @@ class DecodeDevice(Protocol):
         ...
 
     def capture(self, work: Callable[[], Tensor], *, num_rows: int, keeps_logits: bool) -> StepGraph:
-        """Record ``work``, which may run once for that. With ``keeps_logits`` the ``num_rows`` logits that it
-        returns outlive each run, until the next graph's.
+        """Record ``work``, which may run once for that. With ``keeps_logits`` the ``num_rows`` logits that it returns
+        outlive each run, until the next graph's.
 
         Raises OutOfMemoryError, LaunchError if the device is lost, DeviceError for work that cannot be recorded.
         """
@@ -133,10 +133,10 @@ class DecodeDevice(Protocol):
     def run_forward(
         self, layout: Layout, forward: Forward, draws: SamplingArrays | None = None, *, may_record: bool
     ) -> Computed | None:
-        """The result of ``forward`` for a step without a graph, and samples from its logits by ``draws``, which
-        have no mask; possibly computed only when read, and valid until the next one. A device may replay a recording
-        of the same shape and, with ``may_record``, make one on the way. Returns None, before any work, if the device
-        would have to record it. If a recording lacks room for the draws, they are not sampled.
+        """The result of ``forward`` for a step without a graph, and samples from its logits by ``draws``, which have no
+        mask; possibly computed only when read, and valid until the next one. A device may replay a recording of the
+        same shape and, with ``may_record``, make one on the way. Returns None, before any work, if the device would
+        have to record it. If a recording lacks room for the draws, they are not sampled.
 
         Raises CaptureError, before any work, if it cannot be done this way."""
         ...

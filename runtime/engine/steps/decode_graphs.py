@@ -92,8 +92,8 @@ class DecodeRun:
         self._buffers = buffers
 
     def wait(self) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """The sampled id of each row, and whether it is valid; empty if a later stage samples. Raises LaunchError
-        if the device failed, InvalidArgumentError if a token was outside the vocabulary."""
+        """The sampled id of each row, and whether it is valid; empty if a later stage samples. Raises LaunchError if
+        the device failed, InvalidArgumentError if a token was outside the vocabulary."""
         try:
             self._buffers.wait()
         finally:

@@ -1,5 +1,5 @@
-"""Samples a step's tokens from its logits: tokens, validity, log probabilities, and accepted
-draft tokens. Updates the executor's rows."""
+"""Samples a step's tokens from its logits: tokens, validity, log probabilities, and accepted draft tokens. Updates the
+executor's rows."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ class DrawResults:
 
 
 def _accepted(drawn: Drawn, proposals: list[int]) -> tuple[Drawn, list[int]]:
-    """The tokens of each chunk up to the first sample that differs from its draft token, and the indices
-    of these draws."""
+    """The tokens of each chunk up to the first sample that differs from its draft token, and the indices of these
+    draws."""
     assert drawn.counts is not None
     kept: list[int] = []
     counts: list[int] = []

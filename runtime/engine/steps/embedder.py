@@ -1,9 +1,9 @@
 """Embeddings: the pooled hidden states of prompts, computed beside the running requests.
 
 One forward pass at a time, of at most ``max_num_batched_tokens`` tokens, between two steps, so that running requests
-wait no longer than for a chunk of another prompt. Short prompts share a pass, a longer one takes several.
-A prompt with images is added once they are encoded, and does not share a pass. Passes have their own pages, apart
-from the scheduler's.
+wait no longer than for a chunk of another prompt. Short prompts share a pass, a longer one takes several. A prompt with
+images is added once they are encoded, and does not share a pass. Passes have their own pages, apart from the
+scheduler's.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Embedding:
 class Embedder:
     """The prompts that wait for their embedding, in order of arrival.
 
-    ``prepare`` is thread-safe; the rest belongs to the engine's loop. ``on_end`` is called with each that had
-    images, when it is over.
+    ``prepare`` is thread-safe; the rest belongs to the engine's loop. ``on_end`` is called with each that had images,
+    when it is over.
     """
 
     def __init__(

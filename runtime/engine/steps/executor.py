@@ -110,8 +110,8 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class GraphStats:
-    """Recorded decode graphs, device memory of all recordings, steps run from decode graphs, and failed
-    recordings; recorded passes of other steps, and steps run from them."""
+    """Recorded decode graphs, device memory of all recordings, steps run from decode graphs, and failed recordings;
+    recorded passes of other steps, and steps run from them."""
 
     num_graphs: int = 0
     size_bytes: int = 0
@@ -122,8 +122,8 @@ class GraphStats:
 
 
 class Executor(Protocol):
-    """Runs steps over rows, KV pages and host pages of its own. Belongs to the engine's loop; results are read in
-    the order of the steps.
+    """Runs steps over rows, KV pages and host pages of its own. Belongs to the engine's loop; results are read in the
+    order of the steps.
 
     depth       steps that may be open (started, and their results not read), each with its own sequences
     overlaps    whether ``start`` returns while the step runs, so that the next one should be planned meanwhile
@@ -156,8 +156,8 @@ class Executor(Protocol):
 
     def keep_layers(self, layers: tuple[int, ...], width: int, dtype: DType) -> None:
         """Keep the hidden states ``[num_tokens, width]`` of each step's tokens after these layers, counted from 1 (0:
-        the embeddings), of this type. To be called before the first step. Raises UnsupportedStepError if
-        the model does not expose its layers."""
+        the embeddings), of this type. To be called before the first step. Raises UnsupportedStepError if the model does
+        not expose its layers."""
         ...
 
     @property
@@ -175,8 +175,7 @@ class Executor(Protocol):
         ...
 
     def encode(self, slot: int, num_rows: int) -> Encoded:
-        """Compute pieces of the image with so many rows together, at least one; a row counts twice in each
-        layer."""
+        """Compute pieces of the image with so many rows together, at least one; a row counts twice in each layer."""
         ...
 
     def drop_encoded(self, slot: int) -> None:

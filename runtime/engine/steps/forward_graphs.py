@@ -1,5 +1,5 @@
-"""Records forward passes on a GPU, with the samples after them, when a batch's shape recurs and the GPU
-waited for its launches, and replays them.
+"""Records forward passes on a GPU, with the samples after them, when a batch's shape recurs and the GPU waited for its
+launches, and replays them.
 
 Launching a pass from Python can take longer than the GPU needs for a few hundred tokens. While a long prompt is
 computed in chunks beside decodes, step after step has the same shape; so have decodes that decode graphs do not cover.
@@ -12,9 +12,9 @@ with drafts: they recur, and nothing else runs while one is launched.
 A recording plans attention for the batch's own longest chunk, and for sequences up to a power of two: the plans, and so
 the bits, are those of the eager pass.
 
-Steps with drafts have all kinds of shapes. They are padded to few: 2, 4 or 8 tokens for each of as many
-sequences as decode graphs have places. The padding consists of empty sequences, whose results are not stored and
-whose samples are ignored.
+Steps with drafts have all kinds of shapes. They are padded to few: 2, 4 or 8 tokens for each of as many sequences as
+decode graphs have places. The padding consists of empty sequences, whose results are not stored and whose samples are
+ignored.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ _WIDTHS = (2, 4, 8)
 
 
 class _Shape(NamedTuple):
-    """The fixed properties of a recorded layout. ``max_seq_len`` is rounded up. ``draws`` is None if
-    it does not sample."""
+    """The fixed properties of a recorded layout. ``max_seq_len`` is rounded up. ``draws`` is None if it does not
+    sample."""
 
     num_tokens: int
     num_seqs: int
@@ -124,8 +124,8 @@ class _Pass:
 
 
 class ForwardGraphs:
-    """Graphs of one model's forward passes, with shared inputs and one memory pool. Belongs to the engine's loop.
-    Ranks record at the same time; if one of them fails none records any more.
+    """Graphs of one model's forward passes, with shared inputs and one memory pool. Belongs to the engine's loop. Ranks
+    record at the same time; if one of them fails none records any more.
 
     batch_sizes  numbers of sequences that steps with drafts are padded to, ascending
     num_steps   steps run from them
@@ -204,8 +204,8 @@ class ForwardGraphs:
         self._pool = self._host = self._device = self._sent = None
 
     def _shape_of(self, layout: Layout, draws: SamplingArrays | None) -> _Shape:
-        """Steps of decodes with drafts are padded to one of few shapes, with as many empty sequences after
-        the given ones as the remaining tokens may need."""
+        """Steps of decodes with drafts are padded to one of few shapes, with as many empty sequences after the given
+        ones as the remaining tokens may need."""
         length = MIN_PART_KEYS
         while length < layout.max_seq_len:
             length *= 2
@@ -387,8 +387,8 @@ class ForwardGraphs:
 def _tail(
     field: int, target: NDArray[Any], given: NDArray[Any], lacking: int, width: int
 ) -> NDArray[np.int32] | int:
-    """The padding of ``Layout.shaped[field]`` for ``lacking`` tokens: those of
-    empty sequences of at most ``width``, which are not stored, and a draw for each of them."""
+    """The padding of ``Layout.shaped[field]`` for ``lacking`` tokens: those of empty sequences of at most ``width``,
+    which are not stored, and a draw for each of them."""
     if field == _QUERY_STARTS:
         ends = np.minimum(np.arange(1, len(target) - len(given) + 1) * width, lacking)
         return (int(given[-1]) + ends).astype(np.int32)

@@ -1,9 +1,9 @@
-"""Records forward passes on the CPU, with the samples after them, when a batch of their shape first comes, and
-replays them.
+"""Records forward passes on the CPU, with the samples after them, when a batch of their shape first comes, and replays
+them.
 
-Recording a model's operations from Python takes milliseconds in which the processors wait. While
-a long prompt is computed in chunks beside decodes, step after step has the same number of tokens and sequences: such a
-step costs no more than copying its arrays to the recording's inputs.
+Recording a model's operations from Python takes milliseconds in which the processors wait. While a long prompt is
+computed in chunks beside decodes, step after step has the same number of tokens and sequences: such a step costs no
+more than copying its arrays to the recording's inputs.
 """
 
 from __future__ import annotations

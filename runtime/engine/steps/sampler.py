@@ -150,8 +150,8 @@ class SamplingRows:
         return arrays
 
     def gather_sound(self, rows: Rows, positions: NDArray[np.int64]) -> tuple[SamplingArrays, list[int]]:
-        """The same, and the draws whose own parameters raise an error: these get another draw's, whose sample
-        is ignored. Raises an error that no single one of them raises."""
+        """The same, and the draws whose own parameters raise an error: these get another draw's, whose sample is
+        ignored. Raises an error that no single one of them raises."""
         if not self._broken:
             try:
                 return self.gather(rows, positions), []

@@ -1,8 +1,8 @@
 """One step as one value: plain numbers and arrays that msgspec can send to the executor.
 
-The engine makes it of the scheduler's plan (`assemble`); an `Executor` runs it and needs nothing else. An
-executor's state between steps is kept by row: a row's block tables, its last token, its sampling parameters. A step
-carries the changes. Arrays are read only.
+The engine makes it of the scheduler's plan (`assemble`); an `Executor` runs it and needs nothing else. An executor's
+state between steps is kept by row: a row's block tables, its last token, its sampling parameters. A step carries the
+changes. Arrays are read only.
 """
 
 from __future__ import annotations

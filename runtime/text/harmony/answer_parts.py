@@ -1,8 +1,8 @@
-"""Parses an answer in harmony for the text pipeline: analysis is reasoning, the assistant's function calls are
-tool calls, the assistant's other text is content. Headers are layout, and so are messages of other roles.
+"""Parses an answer in harmony for the text pipeline: analysis is reasoning, the assistant's function calls are tool
+calls, the assistant's other text is content. Headers are layout, and so are messages of other roles.
 
-A newline separates two messages of one kind, as in vLLM. Stop strings do not count in commentary, which a model
-writes before a call."""
+A newline separates two messages of one kind, as in vLLM. Stop strings do not count in commentary, which a model writes
+before a call."""
 
 from __future__ import annotations
 

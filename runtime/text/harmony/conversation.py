@@ -1,9 +1,9 @@
 """Converts OpenAI's messages and tools to harmony's messages.
 
 Leading system and developer messages become one developer message, which also describes the tools; later ones become
-developer messages in place. An assistant's text beside calls is a preamble on the commentary channel, its
-reasoning is analysis. Analysis before the last final answer is dropped, as in the model's training; later analysis,
-between calls and their answers, is kept.
+developer messages in place. An assistant's text beside calls is a preamble on the commentary channel, its reasoning is
+analysis. Analysis before the last final answer is dropped, as in the model's training; later analysis, between calls
+and their answers, is kept.
 """
 
 from __future__ import annotations

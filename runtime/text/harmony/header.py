@@ -2,8 +2,8 @@
 
     assistant to=functions.f<|channel|>commentary <|constrain|>json
 
-The rules are those of the package `openai-harmony`; a header that it refuses is parsed as far as possible and
-marked as malformed.
+The rules are those of the package `openai-harmony`; a header that it refuses is parsed as far as possible and marked as
+malformed.
 """
 
 from __future__ import annotations

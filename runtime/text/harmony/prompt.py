@@ -29,8 +29,8 @@ def speaks_harmony(tokenizer: Tokenizer) -> bool:
 
 
 def has_plain_template(tokenizer: Tokenizer) -> bool:
-    """Whether the chat template writes a conversation as harmony does, so that it can be rendered here. A template
-    with its own system message, for example, does not."""
+    """Whether the chat template writes a conversation as harmony does, so that it can be rendered here. A template with
+    its own system message, for example, does not."""
     from tokenizer import ChatTemplateError
 
     now = datetime(2026, 1, 2)

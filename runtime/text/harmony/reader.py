@@ -1,15 +1,15 @@
 """Parses an answer's text and special tokens to messages incrementally, whatever the model writes.
 
-A message is a header, "<|message|>", its content and a stop token. The rules are those of the package
-`openai-harmony` in its lenient mode. If that refuses an answer, or drops a part of it, the text becomes content of
-the most plausible channel:
+A message is a header, "<|message|>", its content and a stop token. The rules are those of the package `openai-harmony`
+in its lenient mode. If that refuses an answer, or drops a part of it, the text becomes content of the most plausible
+channel:
 
 - a header that the package refuses is parsed as far as possible;
 - a header that ends without "<|message|>", or has more than MAX_HEADER characters, is itself the content;
 - text after a message without "<|start|>" is read as a header of the assistant's.
 
-Each of these is counted in `num_malformed`. An unfinished header at the end is layout, unless it
-is plain text without any sign of a header.
+Each of these is counted in `num_malformed`. An unfinished header at the end is layout, unless it is plain text without
+any sign of a header.
 """
 
 from __future__ import annotations

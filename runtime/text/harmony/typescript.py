@@ -72,8 +72,8 @@ def _property_lines(key: str, schema: Any, indent: str, depth: int) -> list[str]
 def _choice_lines(
     key: str, schema: Mapping[str, Any], description: str | None, indent: str, depth: int
 ) -> list[str]:
-    """A property with several alternative types, one a line. Its description is above, unless the first type has
-    the same."""
+    """A property with several alternative types, one a line. Its description is above, unless the first type has the
+    same."""
     variants: list[Any] = schema["oneOf"]
     is_above = description is not None and not (variants and _text(variants[0], "description") == description)
     lines = [f"{indent}// {description}\n"] if is_above else []

@@ -28,8 +28,8 @@ def json_objects(openings: tuple[str, ...], closings: tuple[str, ...] = ()) -> R
 
 
 def bare_json_objects(openings: tuple[str, ...] = (), *, has_methods: bool = False) -> Reader:
-    """The same without a required tag: an answer that begins with such an object is a call. After a tag,
-    with `has_methods`, "name.call(key=value)" is accepted, too."""
+    """The same without a required tag: an answer that begins with such an object is a call. After a tag, with
+    `has_methods`, "name.call(key=value)" is accepted, too."""
 
     def read(answer: AnswerReader) -> Reading[None]:
         yield from _objects(answer, ())

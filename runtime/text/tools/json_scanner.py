@@ -1,5 +1,5 @@
-"""Finds the end of a JSON value in a text that comes in pieces (RFC 8259), and repairs
-invalid JSON: control characters and unknown escapes in strings, Python's single quotes and words, trailing commas."""
+"""Finds the end of a JSON value in a text that comes in pieces (RFC 8259), and repairs invalid JSON: control characters
+and unknown escapes in strings, Python's single quotes and words, trailing commas."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class _State(IntEnum):
 
 
 class JsonScanner:
-    """Reads one value. It is `is_complete` after its last character (a number, at the first character after it),
-    and `is_broken` at the first character with which it cannot be read. Each character costs O(1).
+    """Reads one value. It is `is_complete` after its last character (a number, at the first character after it), and
+    `is_broken` at the first character with which it cannot be read. Each character costs O(1).
 
     waiting  the end of the read text, whose form as JSON is not known yet
     """

@@ -24,8 +24,8 @@ class NoLiteralError(ValueError):
 
 
 class Literals:
-    """Parses arguments out of a complete text. `quotes` delimit strings; `separator` is
-    between a key and its value. Raises `NoLiteralError`."""
+    """Parses arguments out of a complete text. `quotes` delimit strings; `separator` is between a key and its value.
+    Raises `NoLiteralError`."""
 
     def __init__(self, text: str, quotes: tuple[str, ...], separator: str) -> None:
         self._text = text
@@ -193,8 +193,8 @@ def _closing(answer: AnswerReader, at: int) -> Reading[int | None]:
 
 
 def python_calls(openings: tuple[str, ...], closings: tuple[str, ...]) -> Reader:
-    """A list of calls, "[f(a=1), g()]", at the start of an answer, or between tags; between tags, calls
-    without the brackets, too."""
+    """A list of calls, "[f(a=1), g()]", at the start of an answer, or between tags; between tags, calls without the
+    brackets, too."""
 
     def read(answer: AnswerReader) -> Reading[None]:
         if (yield from answer.next_character()) == "[":

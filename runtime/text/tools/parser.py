@@ -1,8 +1,7 @@
 """Parses tool calls from an answer's text incrementally, in any notation.
 
-A call begins once its name is known and its arguments begin; from then on they are handed out as they come,
-unchanged even if they are not JSON. A call without a name stays content. White space
-around calls is their layout.
+A call begins once its name is known and its arguments begin; from then on they are handed out as they come, unchanged
+even if they are not JSON. A call without a name stays content. White space around calls is their layout.
 """
 
 from __future__ import annotations

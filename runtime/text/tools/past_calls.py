@@ -24,8 +24,8 @@ def has_calls(message: Any) -> bool:
 
 
 def with_short_ids(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Call ids of nine letters and digits, which Mistral's templates require. Missing ids are numbered; an
-    answer without an id belongs to the first call that has no answer."""
+    """Call ids of nine letters and digits, which Mistral's templates require. Missing ids are numbered; an answer
+    without an id belongs to the first call that has no answer."""
     changed, unanswered, count = [], list[str](), 0
     for message in messages:
         new = dict(message)

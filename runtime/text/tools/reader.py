@@ -1,8 +1,8 @@
 """The interface of the readers of tool calls to an answer's text: they read front to back, as if it were complete.
 
-A reader is a generator. It yields when it needs more text, and is resumed when there is more, or when
-the answer has ended. So its decisions depend on the text alone and not on how the text was cut. Text before `at` has
-been read; `content`, `layout`, `begin` and `argue` classify it and hand it out.
+A reader is a generator. It yields when it needs more text, and is resumed when there is more, or when the answer has
+ended. So its decisions depend on the text alone and not on how the text was cut. Text before `at` has been read;
+`content`, `layout`, `begin` and `argue` classify it and hand it out.
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ class AnswerReader:
     def content_until(self, markers: Sequence[str]) -> Reading[str | None]:
         """Hand out content up to the first of the markers and read that; None if there is none.
 
-        White space before the marker is kept: it belongs to the call if one follows. Without a marker, only
-        white space may be left.
+        White space before the marker is kept: it belongs to the call if one follows. Without a marker, only white space
+        may be left.
         """
         searched = self.at
         while True:
@@ -205,8 +205,8 @@ class AnswerReader:
             yield
 
     def json_arguments(self, ends: Sequence[str], tail: str = "") -> Reading[None]:
-        """The call's arguments, a JSON object, handed out as they come. Invalid JSON is handed out
-        unchanged, up to the first of the ends, without the `tail` that closes the enclosing value."""
+        """The call's arguments, a JSON object, handed out as they come. Invalid JSON is handed out unchanged, up to the
+        first of the ends, without the `tail` that closes the enclosing value."""
         scanner, num_waiting = JsonScanner(), 0
         while True:
             end = scanner.push(self.held, self.at + num_waiting)

@@ -8,8 +8,8 @@
     </function>
     </tool_call>
 
-Only the tool's schema has a value's type: if that is text, the value is text as it comes; else it is JSON, or a
-Python literal, of a type that the schema permits; else text.
+Only the tool's schema has a value's type: if that is text, the value is text as it comes; else it is JSON, or a Python
+literal, of a type that the schema permits; else text.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class _Arguments:
         self._has_some = False
 
     def add(self, key: str, ends: Sequence[str], *, is_padded: bool) -> Reading[None]:
-        """The argument's value, up to the first of the ends. `is_padded`: a newline before it and
-        one after it do not belong to it."""
+        """The argument's value, up to the first of the ends. `is_padded`: a newline before it and one after it do not
+        belong to it."""
         answer = self._answer
         line_end = "\n"
         if is_padded:
