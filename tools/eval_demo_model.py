@@ -1,13 +1,13 @@
-"""Exact match of the demo model's answers, in our engine, on questions held out of training, task by task.
+"""Exact match of the demo model's answers, in our engine, on questions held out of training, by task.
 
     python -m tools.eval_demo_model                      # table on stdout
-    python -m tools.eval_demo_model --check              # and exit status 1 where a goal is missed
+    python -m tools.eval_demo_model --check              # and exit status 1 if a goal is missed
     python -m tools.eval_demo_model --quantization int8  # as `xserv serve --quantization int8` would answer
     python -m tools.eval_demo_model --conversation 30    # that many sums in one conversation, history and all
     python -m tools.eval_demo_model --experts            # the model with experts: thoughts, calls, answers
     python -m tools.eval_demo_model --vision             # the model with a tower: questions about drawings
 
-The quality gauge of quantised and speculative runs: same questions for the same `--seed`, greedy answers.
+It measures the quality of quantised and speculative runs: same questions for the same `--seed`, greedy answers.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def ask(llm: LLM, conversations: list[list[tasks.Message]]) -> list[str]:
 
 
 def ask_in_one_conversation(llm: LLM, turns: list[tasks.Turn]) -> list[str]:
-    """The answers when each question follows the earlier ones and the model's own answers to them."""
+    """The answers to questions of one conversation, with the model's own earlier answers."""
     messages: list[tasks.Message] = []
     texts = []
     for turn in turns:
@@ -81,7 +81,7 @@ def main() -> None:
         texts = ask_in_one_conversation(llm, turns)
     else:
         turns = [turn for task in tasks.TASKS for turn in tasks.held_out_questions(task, args.num, args.seed)]
-        random.Random(args.seed).shuffle(turns)  # answers of all lengths in each batch, as a server sees them
+        random.Random(args.seed).shuffle(turns)  # answers of all lengths in each batch, as in serving
         texts = ask(llm, [[{"role": "user", "content": turn.question}] for turn in turns])
     scores = tasks.score(turns, texts)
     wrong = [
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def _report(args: argparse.Namespace, scores: list[tasks.Score], wrong: list[str], missed: list[str]) -> None:
-    """Prints, and ends with status 1 where a goal is missed and `--check` asks."""
+    """Prints the scores, and exits with 1 if a goal is missed under `--check`."""
     if args.show_wrong:
         print("\n".join(wrong), file=sys.stderr)
     if args.json:

@@ -1,15 +1,15 @@
-"""Everything that gpu_check needs on a machine without a compiler and a network, in one folder to be carried there.
+"""Bundles everything that gpu_check needs on a machine without compiler and network, in one folder.
 
     python -m tools.gpu_bundle gpu_bundle                                  # for sm_90a; kernels, and packages for 3.12
     python -m tools.gpu_bundle gpu_bundle --image ptx --quick --no-packages    # for gpu_check --device emulated:sm_90a
 
-Kernels: each section of gpu_check runs on a device that does nothing, which notes what is launched
-(`gpu/checking/collect.py`), and so does the serving of its models in all kinds of batches. What is noted is compiled,
-unless the cache has it, and goes into one bundle for each architecture, where KernelCache finds it by sources,
-specialisation and architecture. Cubins are checked to need no symbol from elsewhere.
+Kernels: each section of gpu_check, and the serving of its models in all kinds of batches, runs on a dummy device that
+    records launches (`gpu/checking/collect.py`). The recorded kernels are compiled, unless cached, into one bundle for
+    each architecture, where KernelCache finds them by sources, specialisation and architecture. Cubins are checked to
+    need no symbol from elsewhere.
 
-Packages: wheels of this environment's versions, for the Python and the machine that are named, of what an image for
-GPUs may lack or have too old. They are used there only if so (`gpu/checking/unpack.py`).
+Packages: wheels of this environment's versions, for the given Python and machine, of packages that a GPU image may lack
+    or have too old. They are used only then (`gpu/checking/unpack.py`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write_kernels(folder: Path, arch: str, image: str, names: Sequence[str], *, is_quick: bool) -> list[str]:
-    """Writes the bundle of what the sections launch. Returns what is wrong, in words."""
+    """Writes the bundle of the sections' kernels. Returns the problems."""
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as scratch:
         parts = collect(Path(scratch), arch, image, names, problems, is_quick=is_quick)
@@ -92,7 +92,7 @@ def write_kernels(folder: Path, arch: str, image: str, names: Sequence[str], *, 
 def collect(
     scratch: Path, arch: str, image: str, names: Sequence[str], problems: list[str], *, is_quick: bool
 ) -> list[Path]:
-    """A bundle of each section, of those that launch something; as many at once as there are cores."""
+    """A bundle of each section with launches; as many at once as there are cores."""
     device = "cuda:0" if image == "cubin" else f"emulated:{arch}"
     waiting = list(enumerate(names))
     running: dict[str, tuple[subprocess.Popen[bytes], Path]] = {}
@@ -122,7 +122,7 @@ def collect(
 
 
 def write_packages(folder: Path, python: str) -> None:
-    """Downloads the wheels and says which versions of each will do. Raises CalledProcessError with pip's words."""
+    """Downloads the wheels and lists the acceptable versions of each. Raises CalledProcessError with pip's message."""
     for old in folder.glob("*.whl"):
         old.unlink()
     tags = [word for minor in GLIBCS for word in ("--platform", f"manylinux_2_{minor}_x86_64")]
@@ -141,7 +141,7 @@ def write_packages(folder: Path, python: str) -> None:
 
 
 def needs(name: str) -> str:
-    """The versions of a package that this project and the other packages carried can do with."""
+    """The versions of a package that this project and the other bundled packages accept."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 

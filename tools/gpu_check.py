@@ -1,19 +1,18 @@
-"""Everything worth knowing of this engine on a GPU, in commands of at most nine minutes each that go on where the one
-before them ended.
+"""Checks and measures this engine on a GPU, in commands of at most nine minutes, each continuing the previous one.
 
     python -m tools.gpu_check --bundle gpu_bundle --out results                       # cuda:0
-    python -m tools.gpu_check --bundle gpu_bundle --out results --earlier results     # goes on; three are enough
-    python -m tools.gpu_check --bundle gpu_bundle --jobs 12    # what times nothing side by side, then the rest
+    python -m tools.gpu_check --bundle gpu_bundle --out results --earlier results     # continues; three are enough
+    python -m tools.gpu_check --bundle gpu_bundle --jobs 12    # untimed sections in parallel, then the rest
     python -m tools.gpu_check --device emulated:sm_90a --quick                        # tries the check itself
 
-`tools/gpu_bundle.py` makes the bundle beforehand, where there are a compiler and a network: all kernels, and the few
-packages that the machine may lack. Without it kernels are compiled as they are met, by Python's packages or the CUDA
-toolkit whose nvcc is on the PATH. torch is compared with where it is installed; it also sees the timeline of a graph.
+`tools/gpu_bundle.py` makes the bundle beforehand, on a machine with compiler and network: all kernels, and packages
+that the machine may lack. Without it kernels are compiled on first use, by Python's packages or the CUDA toolkit whose
+nvcc is on the PATH. If torch is installed, it is a peer, and gives the timeline of a graph.
 
-Each section is a family of cases in a process of its own. What a case finds is written to the results at once
-(`gpu/report.py`), so that a hang, a fault or the end of the time costs the case at hand alone. `--earlier` names the
-results of a run before; the cases that they hold are not run again, those that failed with `--retry` only. The exit
-status is 1 where a case failed, 2 for a wrong command line.
+Each section is a family of cases in a process of its own. A case's result is written at once (`gpu/report.py`), so that
+a hang, a fault or the time limit costs only the current case. `--earlier` names the results of a previous run; its
+cases are not run again, failed ones only with `--retry`. The exit status is 1 if a case failed, 2 for a wrong command
+line.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Prints as JSON all that users and their programs can name. Two states of the project are compared by
+"""Prints the public interface as JSON. To compare two states of the project:
 
     python -m tools.inventory > before.json
     python -m tools.inventory | diff before.json -
 
-In it are flags and defaults of every command, option fields and defaults, public Python names with their parameters,
+It has flags and defaults of every command, option fields and defaults, public Python names with their parameters,
 fields of the API, names of metrics, `XSERV_*` variables, and which model loads in which format on which device.
-`--ptx sm_90a` adds a digest of every kernel's PTX, and compiles for half an hour where the kernel cache has none.
+`--ptx sm_90a` adds a digest of every kernel's PTX, which compiles for half an hour with an empty kernel cache.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ DEVICES = ("cpu", "emulated:sm_80", "emulated:sm_90a")
 
 
 def commands() -> dict[str, Any]:
-    """Each command and, by its options' names, what `-h` says of an option but for its prose."""
+    """Each command and, by name, the fields of its options in `-h`, without prose."""
 
     def walk(command: Any, path: str) -> Iterator[tuple[str, Any]]:
         context = typer.Context(command, info_name=path)
@@ -103,7 +103,7 @@ def _parameters(value: Any) -> str:
     value = getattr(value, "__func__", value)  # of a class method
     try:
         signature = inspect.signature(value)
-    except (TypeError, ValueError):  # no function, or an exception's class
+    except (TypeError, ValueError):  # not a function, or an exception's class
         return type(value).__name__
     plain = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
     return re.sub(r" at 0x\w+", "", str(signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)))
@@ -140,7 +140,7 @@ def metrics() -> dict[str, list[str]]:
 
 
 def variables() -> list[str]:
-    """The environment's variables that the sources name."""
+    """The environment variables in the sources."""
     rooms = ("runtime", "server", "models", "tokenizer", "numba_kernels")
     texts = (path.read_text("utf-8") for room in rooms for path in (ROOT / room).rglob("*.py"))
     return sorted({name for text in texts for name in re.findall(r"XSERV_[A-Z_]+", text)})

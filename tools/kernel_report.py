@@ -1,15 +1,15 @@
-"""What every GPU kernel costs, without a GPU: from the compilers on each architecture, and counted by the emulator.
+"""Reports the costs of every GPU kernel without a GPU: from the compilers on each architecture, and counted by the
+emulator.
 
     python -m tools.kernel_report [--arch ARCH ...] [--kernels TEXT] [--cases TEXT] [--only static|counted] [--check]
                                   [--nvdisasm PROGRAM] [--ladders FILE]
 
-Prints a page of tables, of all kernels or of some; `--ladders` renews those within docs/kernels.md. With `--check` it
-names whatever no kernel may have, and exits with 1 if there is anything: spills, local memory, ptxas's remarks C75xx,
-float64, early loads that ptxas has moved behind the wait for the grid in front, fences of the whole device in a product
-of clusters, atomics that are repeated until nobody comes between, device memory read or written with less than 95 % of
-each sector used where neighbouring lanes should take neighbouring bytes, more than 1.05 times the bytes that the tiling
-of a product or of attention has to move, less than 95 % of their arithmetic on tensor cores where those are meant to do
-it, and bank conflicts in a loop. `EXCEPTIONS` holds what is allowed.
+Prints a page of tables, of all kernels or of some; `--ladders` updates those in docs/kernels.md. With `--check` it
+lists forbidden properties, and exits with 1 if there are any: spills, local memory, ptxas's remarks C75xx, float64,
+early loads that ptxas has moved after the wait for the previous grid, device-wide fences in a product of clusters,
+compare-and-swap loops, device memory accesses that should be coalesced with less than 95 % of each sector used, more
+than 1.05 times the minimum traffic of a product's or attention's tiling, less than 95 % of their arithmetic on tensor
+cores if meant for these, and bank conflicts in a loop. `EXCEPTIONS` lists the allowed ones.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COUNTED_ARCH = "sm_90a"
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """An offence that is let pass: any whose text begins with `offence`, because of `reason`."""
+    """An allowed offence: any whose text begins with `offence`, because of `reason`."""
 
     offence: str
     reason: str
@@ -66,7 +66,7 @@ EXCEPTIONS = (
 
 
 def offences_of(case: Case, counts: Counts) -> list[str]:
-    """What a case should not have done, in words."""
+    """A case's offences, in words."""
     found = []
     efficiency = counts.sector_efficiency
     if not case.scattered_because and not efficiency >= LEAST_SECTOR_EFFICIENCY:
@@ -83,7 +83,7 @@ def offences_of(case: Case, counts: Counts) -> list[str]:
 
 
 def offenders(facts: Sequence[StaticFacts], measured: Sequence[tuple[Case, Counts]]) -> list[str]:
-    """All that `EXCEPTIONS` does not let pass. Raises ValueError for more exceptions than there may be."""
+    """All offences that `EXCEPTIONS` does not allow. Raises ValueError for too many exceptions."""
     if len(EXCEPTIONS) > MAX_EXCEPTIONS:
         raise ValueError(f"{len(EXCEPTIONS)} exceptions, at most {MAX_EXCEPTIONS}")
     found = [offence for each in facts for offence in each.offences()]
@@ -120,7 +120,7 @@ def as_markdown(facts: Sequence[StaticFacts], measured: Sequence[tuple[Case, Cou
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0; 1 where `--check` finds an offender; 2 where the machine code cannot be read."""
+    """The exit status: 0; 1 if `--check` finds an offender; 2 if the machine code cannot be read."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", nargs="+", choices=ARCHS, default=list(ARCHS))
     parser.add_argument("--kernels", default="", help="only kernels whose name contains this")

@@ -1,4 +1,4 @@
-"""Makes docs/python.md, the page of the Python API, from the docstrings of what `xserv` exports.
+"""Makes docs/python.md, the page of the Python API, from the docstrings of `xserv`'s exports.
 
     python -m tools.make_python_page
 """
@@ -86,7 +86,7 @@ def _class(name: str, cls: type) -> Iterator[str]:
 
 
 def _methods(cls: type) -> Iterator[tuple[str, Any]]:
-    """What is public of a class, and of the one of ours that it extends."""
+    """The public methods of a class, and of our class that it extends."""
     for owner in cls.__mro__[:-1]:
         if owner.__module__.startswith(("runtime.llm", "runtime.engine.grammar")):
             for name, value in vars(owner).items():
@@ -131,14 +131,14 @@ def _value(value: object) -> str:
 
 
 def _example(module: Any) -> str:
-    """The block of code in a module's docstring, which Python 3.13 keeps with other spaces."""
+    """The block of code in a module's docstring, which Python 3.13 indents differently."""
     text = ast.get_docstring(ast.parse(inspect.getsource(module)), clean=False)
     found = [each for each in re.findall(r"(?:^    .*\n|^\n)+", f"{text}\n", re.M) if "import" in each]
     return f"```python\n{textwrap.dedent(found[0]).strip()}\n```\n"
 
 
 def _markdown(doc: str) -> str:
-    """A docstring: paragraphs stay, lines of a name and its meaning become a list, indented blocks become code."""
+    """A docstring as Markdown: lines of a name and its meaning become a list, indented blocks become code."""
     parts: list[str] = []
     for paragraph in re.split(r"\n\s*\n", doc.strip("\n")):
         lines = paragraph.splitlines()

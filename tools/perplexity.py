@@ -1,4 +1,4 @@
-"""The perplexity of Hugging Face's model over a text, beside which `xserv perplexity` can be laid: the same windows, in
+"""The perplexity of Hugging Face's model over a text, for comparison with `xserv perplexity`: the same windows, in
 float32, in a Python that has torch and transformers.
 
     python tools/perplexity.py FOLDER TEXT --json

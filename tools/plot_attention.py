@@ -1,11 +1,11 @@
-"""Draws where each token of a prompt looks: the softmax weights of every layer and head, as small heat maps.
+"""Draws the attention of a prompt: the softmax weights of every layer and head, as small heat maps.
 
     python -m tools.plot_attention models/demo "What is 17 plus 25?" --out attention.svg
     python -m tools.plot_attention MODEL PROMPT --layer 2 --head 5 --device cuda --out head.png
 
 The prompt runs through the model with attention's naive kernel, which leaves its weights in memory
 (`numba_kernels.cuda.attention.naive`). Rows are queries, columns keys, both from the first token; white is a weight of
-0 and dark a weight of 1, by its square root. Above the diagonal everything is white: a token sees none that follow.
+0 and dark a weight of 1, by its square root. Above the diagonal everything is white: attention is causal.
 An SVG names layers, heads and, for a single map, the tokens; a PNG holds the maps alone.
 """
 
@@ -43,7 +43,7 @@ def attention_weights(model: str, token_ids: Sequence[int], device: str = "emula
 
     Raises:
         InvalidArgumentError: for the cpu, and for no tokens or more than `MOST_TOKENS`.
-        XservError: where the model cannot be loaded, or the device is not to be had.
+        XservError: if the model cannot be loaded, or the device is not available.
     """
     if not 1 <= len(token_ids) <= MOST_TOKENS:
         message = f"the prompt has {len(token_ids)} tokens, must be 1 to {MOST_TOKENS}"
@@ -60,7 +60,7 @@ def attention_weights(model: str, token_ids: Sequence[int], device: str = "emula
 
 @contextlib.contextmanager
 def _observed(gpu: Gpu) -> Iterator[list[np.ndarray]]:
-    """While it lasts, `ops.attention` takes the naive kernel, and each call adds its [heads, queries, keys]."""
+    """A context in which `ops.attention` uses the naive kernel, and each call adds its [heads, queries, keys]."""
     found: list[np.ndarray] = []
 
     def observe(
@@ -132,7 +132,7 @@ def png_grid(weights: np.ndarray) -> bytes:
 
 
 def svg_grid(weights: np.ndarray, layers: Sequence[int], heads: Sequence[int], tokens: Sequence[str]) -> str:
-    """The same with names; `tokens` stand beside the map where there is only one."""
+    """The same with names; `tokens` label the map if there is only one."""
     scale, count = _scale(weights), weights.shape[-1]
     side, is_one = count * scale, len(layers) == len(heads) == 1
     left, top = (110, 130) if is_one else (60, 30)

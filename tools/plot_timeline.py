@@ -1,4 +1,4 @@
-"""Draws what the scheduler did: one row a request, from a Chrome trace of `xserv bench schedule --trace`.
+"""Draws a schedule: one row per request, from a Chrome trace of `xserv bench schedule --trace`.
 
     python -m tools.plot_timeline out.json -o timeline.svg [--start MS] [--end MS]
 
@@ -77,7 +77,7 @@ def read_timeline(trace: Any) -> Timeline:
 
 
 def svg(timeline: Timeline, start_ms: float = 0.0, end_ms: float | None = None) -> str:
-    """The picture of what happened from ``start_ms`` to ``end_ms`` (None: the end)."""
+    """The picture of the time from ``start_ms`` to ``end_ms`` (by default the end)."""
     end_ms = max(bar.end_ms for bar in timeline.bars) if end_ms is None else end_ms
     if not start_ms < end_ms:
         raise TraceFileError(f"nothing lies between {start_ms:g} and {end_ms:g} ms")

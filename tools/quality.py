@@ -1,14 +1,14 @@
-"""What each format of weights and pages costs in quality: perplexity, beside that of the dequantised twin, and exact
+"""Measures the quality of each format of weights and pages: perplexity, compared with the dequantised twin's, and exact
 match of the bundled model.
 
     python -m tools.quality --work FOLDER --output-json FILE [--gguf FILE ...] [--num 100] [--only NAME ...]
     python -m tools.quality --model FOLDER --text FILE --max-tokens 20000 --work FOLDER --output-json FILE
 
 The bundled model was trained on answers alone, so its perplexity is that of the right answers to held-out questions
-(as `tools/eval_demo_model.py` asks them), each behind its question; another model's is that of a text.
+(of `tools/eval_demo_model.py`), each after its question; another model's is that of a text.
 
 `FOLDER` gets the models that `xserv quantize` writes. A twin is the same files with `--dtype float32`: every quantised
-matrix becomes floats. Rows that the JSON has already are not measured again.
+matrix becomes floats. Rows already in the JSON are not measured again.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def measured(args: argparse.Namespace, folder: Path, options: dict[str, Any], ha
 
 
 def of_answers(llm: LLM, turns: list[tasks.Turn]) -> dict[str, Any]:
-    """The perplexity of the tokens of right answers, their ends included."""
+    """The perplexity of the right answers' tokens, their ends included."""
     encode = llm.get_tokenizer().encode
     asked = [encode(f"<|user|>{turn.question}<|end|><|assistant|>") for turn in turns]
     answers = [encode(f"{turn.answer}<|end|>") for turn in turns]

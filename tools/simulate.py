@@ -1,14 +1,14 @@
-"""What a trace of requests would see of one or many replicas: the real scheduler in virtual time.
+"""Simulates a trace of requests on one or many replicas: the real scheduler in virtual time.
 
     python -m tools.simulate TRACE.csv --config qwen3-8b --gpu h200          # or a folder with a config.json
     python -m tools.simulate TRACE.jsonl --step-model fitted.json --num-blocks 20000 --replicas 4
 
     python -m tools.simulate TRACE.jsonl --config llama-3.1-70b --tensor-parallel-size 4 --pipeline-parallel-size 2
 
-A step takes what a step-time model says: ``--step-model``, fitted to measured steps (`xserv bench simulation` writes
-one), or the roofline of GPUs over the shapes of ``--config``: those of each replica, which tell each other their sums
-over ``--link``, and hidden states over ``--stage-link``. Prints TTFT, TPOT, throughput, preemptions and hit rate;
-``--json`` the whole report.
+A step's time is given by a step-time model: ``--step-model``, fitted to measured steps (`xserv bench simulation` writes
+one), or the roofline of GPUs over the shapes of ``--config``: those of each replica exchange sums over ``--link``, and
+hidden states over ``--stage-link``. Prints TTFT, TPOT, throughput, preemptions and hit rate; ``--json`` the whole
+report.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _trace(options: argparse.Namespace) -> Trace:
-    """The one that is named, or the one that is made up."""
+    """The given trace, or a generated one."""
     if (options.trace is None) == (options.shared_prefixes is None):
         raise BenchmarkError("give a trace, or --shared-prefixes")
     if options.trace is not None:
@@ -117,7 +117,7 @@ def _trace(options: argparse.Namespace) -> Trace:
 
 
 def _step_model(options: argparse.Namespace) -> tuple[StepModel | Pipeline, tuple[int | None, ...], int | None]:
-    """The model of time, the window of each layer, and the most positions, where they are known."""
+    """The step-time model, the window of each layer, and the most positions, if known."""
     num_ranks, num_stages = options.tensor_parallel_size, options.pipeline_parallel_size
     if min(num_ranks, num_stages) < 1:
         raise BenchmarkError(f"{num_ranks} ranks and {num_stages} stages: at least 1 of each is needed")
@@ -160,8 +160,8 @@ def _limits(
     layer_windows: tuple[int | None, ...],
     positions: int,
 ) -> EngineLimits:
-    """The limits of each replica; blocks as many as named, else as the memory of its GPUs holds beside the weights: of
-    that stage which has the least room."""
+    """The limits of each replica; the given number of blocks, else as many as fit beside the weights into the memory of
+    the stage with the least room."""
     num_blocks = options.num_blocks
     stages = model.stages if isinstance(model, Pipeline) else (model,)
     if num_blocks is None:

@@ -4,7 +4,7 @@
     python -m tools.train_demo_model --experts  # models/demo_moe, a small gpt-oss (`demo_model/experts_training.py`)
     python -m tools.train_demo_model --vision   # models/demo_vision, a small Qwen3-VL (`demo_model/vision_training.py`)
 
-Writes `models/demo`: config, weights in bf16, tokenizer, chat template. What makes it learn in little time:
+Writes `models/demo`: config, weights in bf16, tokenizer, chat template. It learns fast by:
 
 - rows are whole conversations: no padding, and later turns are learnt with a history before them;
 - short rows for most steps, long ones (up to the model's 2,048 positions) for some;
@@ -12,8 +12,8 @@ Writes `models/demo`: config, weights in bf16, tokenizer, chat template. What ma
 - Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for matrices, AdamW for the rest;
 - the same matrix of all layers lies in one stacked parameter: Muon's iteration is one batched product.
 
-The model here is a lean restatement of Qwen3; at the end, transformers' own Qwen3ForCausalLM must load what
-was saved and agree with it. Needs the `reference` extra (torch, transformers).
+The model here is a small reimplementation of Qwen3; at the end, transformers' own Qwen3ForCausalLM must load the saved
+model and agree with it. Needs the `reference` extra (torch, transformers).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tools.demo_model import tasks, training
 from tools.demo_model import tokenizer as demo_tokenizer
 from tools.demo_model.model import DemoModel, Shape
 
-# Tokens a row: share of the steps. Every step sees as many tokens, in fewer rows where rows are long.
+# Tokens a row: share of the steps. Every step has as many tokens, in fewer rows if they are long.
 ROW_LENGTHS = {64: 0.45, 128: 0.30, 512: 0.15, 1024: 0.07, 2048: 0.03}
 
 
@@ -66,7 +66,7 @@ def _id_of(tokenizer: Tokenizer, token: str) -> int:
 
 @torch.no_grad()
 def predicted_answers(model: DemoModel, tokenizer: Tokenizer, turns: list[tasks.Turn]) -> list[str]:
-    """What greedy decoding gives, as far as it is right: each token is guessed after right ones."""
+    """Greedy predictions, each given the right tokens before it."""
     special = {name: _id_of(tokenizer, name) for name in demo_tokenizer.SPECIAL_TOKENS}
     texts = [demo_tokenizer.render(tasks.to_messages(None, [turn])) for turn in turns]
     answers = []
@@ -81,7 +81,7 @@ def predicted_answers(model: DemoModel, tokenizer: Tokenizer, turns: list[tasks.
 
 
 def evaluate(model: DemoModel, tokenizer: Tokenizer, num: int, seed: int) -> list[tasks.Score]:
-    """Exact match on `num` held-out questions a task, each asked alone."""
+    """Exact match on `num` held-out questions a task, each on its own."""
     turns = [turn for task in tasks.TASKS for turn in tasks.held_out_questions(task, num, seed)]
     return tasks.score(turns, predicted_answers(model, tokenizer, turns))
 
@@ -106,7 +106,7 @@ def train(model: DemoModel, tokenizer: Tokenizer, args: argparse.Namespace) -> N
 
 
 def save(model: DemoModel, tokenizer: Tokenizer, out: Path) -> None:
-    """Write everything that AutoModelForCausalLM and AutoTokenizer need."""
+    """Writes the files of AutoModelForCausalLM and AutoTokenizer."""
     out.mkdir(parents=True, exist_ok=True)
     shape = model.shape
     token_ids = {name: tokenizer.token_to_id(name) for name in (demo_tokenizer.END, demo_tokenizer.PAD)}
@@ -155,7 +155,7 @@ def save(model: DemoModel, tokenizer: Tokenizer, out: Path) -> None:
 
 @torch.no_grad()
 def check_against_transformers(model: DemoModel, tokenizer: Tokenizer, out: Path) -> float:
-    """The largest difference of the saved model's logits from ours, over the largest; 1e-4 is refused."""
+    """The largest difference of the saved model's logits from ours, over the largest logit; 1e-4 is refused."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     reference = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)

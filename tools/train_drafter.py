@@ -2,12 +2,12 @@
 
     python -m tools.train_drafter        # writes models/demo/drafter: under an hour on one core
 
-The model runs over the conversations that it was trained on (`demo_model/tasks.py`), with what stands behind some of
-its layers kept; the drafter (`demo_model/drafter.py`) learns to say what the model would: the loss is the cross entropy
-to the model's own distribution, at the tokens of answers alone, over several steps ahead of each.
+The model runs over the conversations that it was trained on (`demo_model/tasks.py`), with the hidden states of some of
+its layers kept; the drafter (`demo_model/drafter.py`) learns to predict the model's tokens: the loss is the cross
+entropy to the model's own distribution, only at tokens of answers, over several steps ahead of each.
 
-A mean accepted length is the tokens that a step keeps, the one that comes without proposals included: over all steps
-but prompts' of held-out questions, each asked alone, decoded greedily. Needs the `reference` extra (torch).
+The mean accepted length is a step's accepted tokens plus the model's own one: over all decode steps of held-out
+questions, each on its own, decoded greedily. Needs the `reference` extra (torch).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def answer_tokens(token_ids: Tensor, assistant_id: int, end_id: int) -> Tensor:
 
 
 def columns_of(is_answer: Tensor) -> tuple[Tensor, Tensor]:
-    """The columns that are drafted from, those in front of an answer's token behind which another comes, row by row:
-    `[rows, most]`, and which of them are there."""
+    """The columns to draft from, those before two tokens of an answer, row by row: `[rows, most]`, and a mask of the
+    used ones."""
     here = is_answer[:, 1:-1] & is_answer[:, 2:]  # column i: tokens i + 1 and i + 2
     most = max(1, int(here.sum(-1).max()))
     order = here.int().argsort(dim=-1, descending=True, stable=True)[:, :most]
@@ -50,7 +50,7 @@ def columns_of(is_answer: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def run_model(model: DemoModel, token_ids: Tensor, layers: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
-    """What stands behind `layers`, and the final hidden states."""
+    """The hidden states after `layers`, and the final ones."""
     tokens = token_ids.shape[1]
     kept: list[Tensor] = []
     x = F.embedding(token_ids, model.embedding)
@@ -59,7 +59,7 @@ def run_model(model: DemoModel, token_ids: Tensor, layers: tuple[int, ...]) -> t
 
 
 class Trial:
-    """A model, its drafter, and how many steps ahead it is trained."""
+    """A model, its drafter, and the steps ahead that it is trained for."""
 
     def __init__(self, model: DemoModel, drafter: Drafter, tokenizer: Tokenizer, num_steps: int, decay: float) -> None:
         self.model, self.drafter, self.tokenizer = model, drafter, tokenizer
@@ -88,15 +88,15 @@ class Trial:
 
     @torch.no_grad()
     def accepted(self, turns: list[tasks.Turn], most: int) -> dict[str, tuple[int, int]]:
-        """By task: tokens of the greedy answers behind their first, and the steps that gave them, with `most`
-        proposals a step. Answers that the model gets wrong are left out."""
+        """By task: tokens of the greedy answers after their first, and their steps, with `most` proposals a step. Wrong
+        answers of the model are left out."""
         found: dict[str, tuple[int, int]] = {}
         for turn in turns:
             text = demo_tokenizer.render(tasks.to_messages(None, [turn]))
             ids = torch.tensor([self.tokenizer.encode(text).ids])
             is_answer = answer_tokens(ids, self.assistant_id, self.end_id)
             kept, final = run_model(self.model, ids, self.drafter.shape.layers)
-            said = self.model.logits(final).argmax(-1)[0]  # behind each token
+            said = self.model.logits(final).argmax(-1)[0]  # after each token
             places = is_answer[0].nonzero()[:, 0].tolist()
             if said[places[0] - 1 : -1].tolist() != ids[0, places[0] :].tolist():
                 continue
@@ -121,13 +121,13 @@ class Trial:
 
 
 def mean_lengths(found: dict[str, tuple[int, int]]) -> dict[str, float]:
-    """By task, and over all."""
+    """Mean lengths by task, and over all."""
     total = [sum(each) for each in zip(*found.values(), strict=True)]
     return {task: tokens / steps for task, (tokens, steps) in found.items()} | {"all": total[0] / total[1]}
 
 
 def save(drafter: Drafter, out: Path) -> None:
-    """A folder in the plain layout of EAGLE-3 checkpoints: the model's token table and head are not in it."""
+    """Writes a folder in the plain layout of EAGLE-3 checkpoints, without the model's token table and head."""
     shape = drafter.shape
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],

@@ -1,12 +1,12 @@
-"""Measures which kernel is the fastest for a matrix product, and writes the table that plans read.
+"""Measures the fastest kernel of each matrix product, and writes the plans' table.
 
     python -m tools.tune_kernels                                             # cuda:0 → numba_kernels/cuda/tables/
     python -m tools.tune_kernels --shapes 4096x4096,24576x4096 --rows 1,16,64,2048
     python -m tools.tune_kernels --device emulated:sm_90a --quick --folder /tmp/tables   # to try it; times mean nothing
 
 Each candidate, a tier with one of its tiles, is verified against numpy on a sample of rows and only then timed, all of
-them taking turns, each run with a cold second-level cache. Sizes that an earlier run measured are measured anew; those
-that it has and this run does not are kept.
+them taking turns, each run with a cold second-level cache. Sizes of an earlier run are measured again; others of its
+table are kept.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NUM_RUNS = 15
 def measure(gpu: Gpu, stopwatch: Stopwatch, m: int, n: int, k: int, dtype: str) -> dict[str, Any]:
     """The entry of one product: the fastest candidate, and the times of all.
 
-    Raises AssertionError where a candidate's result is wrong.
+    Raises AssertionError if a candidate's result is wrong.
     """
     case = product_case("auto", m, n, k, dtype)
     inputs, ready = prepare(gpu, case, m + n + k)
@@ -63,10 +63,10 @@ def measure(gpu: Gpu, stopwatch: Stopwatch, m: int, n: int, k: int, dtype: str) 
 
 
 def merged(path: Path, found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was found, and what an earlier table has of other sizes, by dtype, n, k and m."""
+    """The new entries, and an earlier table's of other sizes, by dtype, n, k and m."""
     products = {}
     if path.exists():
-        read(path)  # raises for what plans could not read
+        read(path)  # raises for a table that plans could not read
         for each in json.loads(path.read_text(encoding="utf-8"))["products"]:
             products[each["dtype"], each["n"], each["k"], each["m"]] = each
     for each in found:

@@ -3,8 +3,8 @@
     python -m tools.write_moe_gguf qwen3moe FILE --layers 8     Qwen3-30B-A3B's layers, matrices in Q4_0
     python -m tools.write_moe_gguf gpt-oss FILE --layers 4      gpt-oss-20b's layers, experts in MXFP4, others in Q8_0
 
-Layers are the published ones; there are fewer of them, and fewer tokens in the vocabulary (32,768), so that the head
-keeps about its share. Blocks are drawn as bytes, with scales for a deviation of some hundredths: nothing is quantised.
+Layers have the published sizes; there are fewer of them, and fewer tokens in the vocabulary (32,768), so that the head
+keeps about its share. Blocks are random bytes, with scales for a deviation of some hundredths: nothing is quantised.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gguf import GGMLQuantizationType as Ggml
 
 VOCAB_SIZE = 32_768
 DEVIATION = 0.02
-EMBEDDING_DEVIATION = 4.0  # where two experts are as good, rounding chooses, which then changes little
+EMBEDDING_DEVIATION = 4.0  # between two equal experts rounding chooses, which then changes little
 SHAPES: dict[str, dict[str, int]] = {
     "qwen3moe": {
         "hidden": 2048, "heads": 32, "kv_heads": 4, "head_dim": 128, "inner": 6144, "expert": 768, "experts": 128,
@@ -34,7 +34,7 @@ SHAPES: dict[str, dict[str, int]] = {
 
 
 class Writer:
-    """A `gguf.GGUFWriter` that draws what it adds."""
+    """A `gguf.GGUFWriter` of random tensors."""
 
     def __init__(self, path: Path, architecture: str, seed: int) -> None:
         self.to, self.rng = gguf.GGUFWriter(path, architecture), np.random.default_rng(seed)
@@ -66,13 +66,13 @@ def write(
     path: Path, architecture: str, num_layers: int, seed: int, *, shape: Mapping[str, int] | None = None,
     vocab_size: int = VOCAB_SIZE,
 ) -> None:  # fmt: skip
-    """The whole file; `shape` None is that of the published model."""
+    """Writes the whole file; `shape` None is that of the published model."""
     shape = shape or SHAPES[architecture]
     writer, is_gpt_oss = Writer(path, architecture, seed), architecture == "gpt-oss"
     _add_keys(writer.to, shape, num_layers, vocab_size, is_gpt_oss)
     hidden, expert, count, head_dim = (shape[name] for name in ("hidden", "expert", "experts", "head_dim"))
     plain, in_experts = (Ggml.Q8_0, Ggml.MXFP4) if is_gpt_oss else (Ggml.Q4_0, Ggml.Q4_0)
-    added = DEVIATION / float(np.sqrt(2 * num_layers))  # of what is added to the residual
+    added = DEVIATION / float(np.sqrt(2 * num_layers))  # of the terms added to the residual
     writer.matrix("token_embd.weight", plain, vocab_size, hidden, scale=EMBEDDING_DEVIATION)
     writer.matrix("output.weight", plain, vocab_size, hidden)
     writer.floats("output_norm.weight", hidden, mean=1.0)

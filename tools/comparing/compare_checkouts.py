@@ -1,13 +1,13 @@
-"""The engine of another checkout beside this one's, in turns: what a change has done to speed.
+"""Benchmarks the engine of another checkout against this one's, in turns: a change's effect on speed.
 
     git worktree add ../before COMMIT    # and a .venv there
     python -m tools.comparing.compare_checkouts ../before --output-json before-after.json
 
 Both engines load the same folders of random weights (GPT-2's shape, small) on the cpu and run the workloads of
-`bench peers`; of a tiny model, whose kernels take no time, decode steps show what the host does. Each round is a turn
-of either side; who begins alternates. Then `bench overhead` of both is run in turns. What others do on the machine only
-makes a turn slower, so the best of the rounds stand beside the medians. On a busy machine `--num-cores 1` is steadier,
-since no thread waits for another, and then the processor's time counts more than the wall's.
+`bench peers`; decode steps of a tiny model, whose kernels take no time, show the host's costs. Each round is a turn of
+either side; the first side alternates. Then `bench overhead` of both is run in turns. Other load on the machine only
+makes a turn slower, so the best rounds are shown beside the medians. On a busy machine `--num-cores 1` is steadier,
+since no thread waits for another, and CPU time is then more reliable than wall time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PEER_KEYS = ("decode-1", "prefill", "decode-8", "decode-32", "burst")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A model and what is run on it; `dtype` as in `bench peers`."""
+    """A model and its workloads; `dtype` as in `bench peers`."""
 
     model: str
     shape: Gpt2Shape
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of `LLM`."""
+        """The settings of `LLM`."""
         settings = {"dtype": self.stored_dtype, "max_num_seqs": 32, "kv_cache_bytes": 128 << 20, "overlap": "off"}
         return {**settings, "quantization": "int8"} if self.dtype == "int8" else settings
 
@@ -74,7 +74,7 @@ CASES = (
 def compare(
     pythons: dict[str, Path], cases: tuple[Case, ...], num_rounds: int, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Two rows for each workload of the cases, its rate and the processor's time of a run, measured in turns by the
+    """Two rows for each workload of the cases, its rate and the CPU time of a run, measured in turns by the
     sides' Pythons. Raises `BenchmarkError`."""
     rows = []
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -106,7 +106,7 @@ def _rows(
         check_outputs(reply["token_ids"], workload.new_tokens, case.shape.vocab_size, f"{workload.name}, {side}")
         if token_ids.setdefault(side, reply["token_ids"]) != reply["token_ids"]:
             raise BenchmarkError(f"{workload.name}: {side} gave other tokens than before")
-        if number >= 2:  # the first rounds record what the others replay
+        if number >= 2:  # the first rounds record graphs for the others
             rates[side].append(_rate(workload, reply))
             used_ms[side].append(1e3 * reply["processor_s"])
     row: dict[str, Any] = {"model": case.model, "dtype": case.dtype, "workload": workload.key, "name": workload.name}
@@ -118,7 +118,7 @@ def _rows(
 
 
 def _rate(workload: Workload, reply: dict[str, list[float]]) -> float:
-    """Tokens per second of what the workload measures."""
+    """Tokens per second of the workload's measured phase."""
     arrival, first, last = min(reply["arrival_s"]), max(reply["first_token_s"]), max(reply["last_token_s"])
     if workload.measure == "decode":
         return workload.num_prompts * (workload.new_tokens - 1) / (last - first)
@@ -134,7 +134,7 @@ def compare_overhead(pythons: dict[str, Path], num_rounds: int, num_steps: int =
     found: dict[tuple[int, str], dict[str, list[float]]] = {}
     for _, side in _turns(num_rounds):
         print(f"bench overhead: {side}", file=sys.stderr, flush=True)
-        # From a checkout's own folder, lest this one's modules stand before its own.
+        # Run in the checkout's own folder, so that its modules come before this one's.
         root = pythons[side].parents[2]
         done = subprocess.run(
             [str(pythons[side]), *command], cwd=root, capture_output=True, text=True, check=False, encoding="utf-8"

@@ -1,15 +1,15 @@
-"""Harmony as xserv renders and reads it, beside the package `openai-harmony`, on generated conversations and answers.
+"""Compares xserv's harmony rendering and parsing with the package `openai-harmony`, on generated conversations and
+answers.
 
     python -m tools.comparing.compare_harmony                                   # 10,000 conversations, 100,000 answers
     python -m tools.comparing.compare_harmony --conversations 500 --answers 0   # fewer
     python -m tools.comparing.compare_harmony --seed 7
 
-Conversations must render to the same token ids and read back as the same messages. Answers are what models write when
-they go wrong: truncated, reordered, with tokens lost, doubled and invented. None may raise an error, the same answer in
-pieces must read as it does whole, and where the package reads an answer, in its lenient mode, both must agree. Three
-things the package does with broken headers are not done here, so messages are compared without them: it drops a header
-that no "<|message|>" follows unless it is the first, it makes single spaces of white space where it keeps that one, and
-it waits for the end of a header however long that gets. How many answers had one of these is printed.
+Conversations must render to the same token ids and read back as the same messages. Answers are faulty: truncated,
+reordered, with tokens lost, doubled and invented. None may raise an error, an answer must parse the same in pieces and
+whole, and if the package parses an answer, in its lenient mode, both must agree. Three behaviours of the package for
+broken headers are excluded: it drops a header without "<|message|>" unless it is the first, it collapses white space in
+the one that it keeps, and it waits for the end of a header of any length. The number of such answers is printed.
 
 The package downloads its vocabulary; here that is made from gpt-oss's `tokenizer.json`, in the folder `--model`.
 """
@@ -52,7 +52,7 @@ WORDS = (
 
 
 def write_vocabulary(tokenizer: Tokenizer, folder: Path) -> Path:
-    """The package's vocabulary file. Raises `ValueError` where the tokenizer is not gpt-oss's."""
+    """The package's vocabulary file. Raises `ValueError` if the tokenizer is not gpt-oss's."""
     lines = (
         b"%s %d\n" % (base64.b64encode(tokenizer.token_bytes(rank)), rank) for rank in range(NUM_RANKS)
     )
@@ -79,7 +79,7 @@ class Report:
 
 
 class Comparison:
-    """Both sides. Raises `FileNotFoundError` without the tokenizer, `ImportError` without the package."""
+    """The two implementations. Raises `FileNotFoundError` without the tokenizer, `ImportError` without the package."""
 
     def __init__(self, model: Path = MODEL) -> None:
         from openai_harmony import HarmonyEncodingName, load_harmony_encoding
@@ -106,7 +106,7 @@ class Comparison:
         return report
 
     def _compare_chat(self, rng: random.Random, report: Report) -> None:
-        """OpenAI's messages on our side; on the other, the package's own objects made of them."""
+        """Compares OpenAI's messages on our side with the package's own objects."""
         from openai_harmony import Conversation, RenderConversationConfig, Role
 
         chat, tools, effort = any_chat(rng)
@@ -114,8 +114,8 @@ class Comparison:
         rendered = self.renderer.conversation(ours, "assistant")
         finals = [i for i, each in enumerate(chat) if each["role"] == "assistant" and "tool_calls" not in each]
         assistants = [i for i, each in enumerate(chat) if each["role"] == "assistant"]
-        # The package drops analysis in front of the first final answer, and only where nothing of the assistant's
-        # follows the last one. Where that is the rule's meaning, it is left to the package.
+        # The package drops analysis before the first final answer, and only if no message of the assistant follows the
+        # last one. Such cases are not compared.
         drops = len(finals) == 1 and assistants[-1] == finals[0]
         their_chat = chat if drops else [
             {name: value for name, value in each.items() if name != "reasoning_content"}
@@ -135,7 +135,7 @@ class Comparison:
         self._compare_reading(rendered[: -(1 + len(self.tokenizer.encode_ordinary("assistant")))], None, report)
 
     def _compare_messages(self, rng: random.Random, report: Report) -> None:
-        """Any messages, with names, recipients and channels that a chat does not have."""
+        """Compares messages with names, recipients and channels that a chat does not have."""
         from openai_harmony import Conversation, RenderConversationConfig
 
         messages = [any_message(rng) for _ in range(rng.randint(1, 6))]
@@ -202,7 +202,7 @@ class Comparison:
         return parser.finish()
 
     def parse_with_package(self, ids: Sequence[int], role: str | None, *, strict: bool) -> list[HarmonyMessage] | None:
-        """None where the package refuses the ids."""
+        """The package's messages, or None if it refuses the ids."""
         from openai_harmony import HarmonyError, Role
 
         try:
@@ -275,8 +275,8 @@ class Comparison:
 def excused(
     ours: list[HarmonyMessage], theirs: list[HarmonyMessage], headers: list[Header], *, keeps_first: bool
 ) -> str | None:
-    """Which of the three things that are not done here the difference is; None: none. `headers`: the answer's;
-    keeps_first: the package keeps the first, though no "<|message|>" follows."""
+    """The excluded behaviour that explains the difference, or None. `headers`: the answer's; keeps_first: the package
+    keeps the first, though no "<|message|>" follows."""
     if any(header.length > MAX_HEADER for header in headers):
         return "a header that is too long"
     if keeps_first and not headers[0].has_message:
@@ -302,7 +302,7 @@ def _with_single_spaces(message: HarmonyMessage) -> HarmonyMessage:
     return dataclasses.replace(message, content=content)
 
 
-# What is compared
+# The compared objects
 
 
 def any_text(rng: random.Random, most: int = 12) -> str:
@@ -314,7 +314,7 @@ def any_name(rng: random.Random) -> str:
 
 
 def any_chat(rng: random.Random) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None, str | None]:
-    """Messages, tools and reasoning effort as they come by OpenAI's API."""
+    """Messages, tools and reasoning effort in OpenAI's form."""
     tools = [any_tool(rng) for _ in range(rng.randint(1, 4))] if rng.random() < 0.6 else None
     chat: list[dict[str, Any]] = []
     if rng.random() < 0.5:
@@ -398,7 +398,7 @@ def any_message(rng: random.Random) -> HarmonyMessage:
 
 
 def any_turn(rng: random.Random, *, has_start: bool) -> list[str]:
-    """One message as a model writes it, in pieces."""
+    """One message of a model, in pieces."""
     recipient = rng.choice(("", "", "", f" to=functions.{any_name(rng)}", " to=browser.search", " to=python"))
     channel = rng.choice(("analysis", "commentary", "final", "final", "comment"))
     kind = rng.choice(([], [], ["<|constrain|>", "json"], [" "], [" ", "<|constrain|>", "json"], [" code"], [" json"]))
@@ -409,7 +409,7 @@ def any_turn(rng: random.Random, *, has_start: bool) -> list[str]:
 
 
 def package_messages(chat: list[dict[str, Any]], tools: list[dict[str, Any]] | None, effort: str | None) -> list[Any]:
-    """A chat as the package's documentation has it written."""
+    """A chat in the form of the package's documentation."""
     from openai_harmony import Author, DeveloperContent, Message, ReasoningEffort, Role, SystemContent, ToolDescription
 
     system = SystemContent.new().with_conversation_start_date(DATE)

@@ -1,12 +1,12 @@
-"""Patches, grids and prompts of 1,000 pictures beside transformers' processors (``backend="pil"``), to the byte.
+"""Compares patches, grids and prompts of 1,000 pictures with transformers' processors (``backend="pil"``), to the byte.
 
     python -m tools.comparing.compare_pictures --reference .venv-reference/bin/python
 
-Sizes are those of the tests, from 1 x 1 to 8,000 lines and to the extremes of aspect; pixels are noise, or black and
-white alone, which overshoot most. By Qwen2.5-VL's and Qwen3-VL's rules the ids of a prompt around the picture are
+Sizes are those of the tests, from 1 x 1 to 8,000 lines and to the extremes of aspect; pixels are noise, or only black
+and white, which overshoot most. By Qwen2.5-VL's and Qwen3-VL's rules the ids of a prompt around the picture are
 compared, too; the rules of Pixtral, Mistral 3, CLIP, SigLIP and Gemma 3 have the sizes of published models. Both sides
-draw the pictures from their numbers. The peer runs in a process of the Python that `--reference` names, which needs
-transformers, torch and Pillow. Exits with 1 where anything differs.
+draw the pictures from their seeds. The peer runs in a process of the Python that `--reference` names, which needs
+transformers, torch and Pillow. Exits with 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -145,14 +145,13 @@ def main() -> int:
 
 
 def drawn(number: int, height: int, width: int) -> NDArray[np.uint8]:
-    """A picture, as the peer draws it: noise, or black and white."""
+    """A picture, drawn as by the peer: noise, or black and white."""
     pixels = np.frombuffer(np.random.RandomState(number).bytes(height * width * 3), np.uint8)
     return (pixels if number % 2 else pixels // 128 * 255).reshape(height, width, 3)
 
 
 def ours(picture: NDArray[np.uint8], rule: Rule, tokenizer: Tokenizer) -> list[Any]:
-    """The patches' digest; of rules that keep a picture's shape the grid and the prompt's ids, too. Or that it is
-    refused."""
+    """The patches' digest, for rules that keep a picture's shape also the grid and the prompt's ids; or the refusal."""
     try:
         made = prepare_image(picture, rule)
     except ImageError:

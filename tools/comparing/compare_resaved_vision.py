@@ -1,4 +1,4 @@
-"""Models that read pictures as transformers saves them again, loaded here and there: log probabilities of a prompt.
+"""Compares log probabilities of models that read pictures, saved again by transformers and loaded by both sides.
 
     python -m tools.comparing.compare_resaved_vision --reference .venv-reference/bin/python
 
@@ -6,7 +6,7 @@ Each tiny model of the tests, with random weights, is made in bfloat16 and in fl
 `from_pretrained(dtype=...)` and saved again: with today's names of tensors and with those of published files, and its
 processor as `processor_config.json` and as `preprocessor_config.json`. Both sides then read two pictures and compute in
 float32. The peer runs in a process of the Python that `--reference` names, which needs transformers, torch and Pillow.
-Exits with 1 where anything differs.
+Exits with 1 if anything differs.
 """
 
 from __future__ import annotations

@@ -6,14 +6,13 @@
 
 Requests of all kinds (greedy and seeded at several temperatures, penalties, biases, bad words, stop ids, stop strings,
 grammars, log probabilities, three choices) run in rounds, each under a schedule of its own: little memory, so that
-sequences are preempted and swapped, few tokens in a step, chunks of odd lengths, prompts that others have computed,
-requests that come while others run, and some that are cancelled. Each round runs without speculation and with every
-drafter (with `--turns`: with one of them after another), whose proposals are all tried: whether that pays is not asked.
-Those that read no hidden states run on one engine, which keeps its recordings. On a GPU it runs with `exact`. Models
-take turns; `babyllama` is a small Llama with random weights, `prediction_layer` a tiny GLM-4.5 whose prediction layer
-is often right. A model without an EAGLE-3 drafter of its own has an untrained one, and each an untrained DSpark, which
-is never right but by chance. Prints what differs, and by drafter how many
-requests it had and how many proposals were tried and kept, after each hundred requests.
+sequences are preempted and swapped, small steps, chunks of odd lengths, shared prompts, requests that arrive while
+others run, and cancelled ones. Each round runs without speculation and with every drafter (with `--turns`: with one
+after another), and all proposals are tried. Drafters without hidden states share one engine, which keeps its
+recordings. On a GPU it runs with `exact`. Models take turns; `babyllama` is a small Llama with random weights,
+`prediction_layer` a tiny GLM-4.5 whose prediction layer is often right. A model without an EAGLE-3 drafter has an
+untrained one, and each an untrained DSpark, which is right only by chance. After each hundred requests it prints the
+differences, and by drafter the numbers of requests and of drafted and accepted tokens.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ MOST_OUTPUT = 47
 
 
 class Answer(msgspec.Struct):
-    """What a choice has given: ids and text up to a stop, log probabilities, why it ended, and at which stop."""
+    """A choice's result: ids and text up to a stop, log probabilities, finish reason, and stop."""
 
     ids: list[int] = []
     text: str = ""
@@ -94,7 +93,7 @@ Answers = dict[tuple[str, int], Answer]
 
 
 class Guesses:
-    """Proposes what the answer is known to be, with mistakes: all lengths of agreement come."""
+    """Proposes the known answer with mistakes, to cover all accepted lengths."""
 
     name = "guesses"
 
@@ -111,12 +110,12 @@ class Guesses:
         return np.array(drafts[:most], np.int32), 0
 
     def end(self, sequence: Choice) -> None:
-        """Nothing is kept."""
+        """Does nothing: there is no state."""
 
 
 @dataclass(slots=True)
 class Comparison:
-    """What was found."""
+    """The results of the comparison."""
 
     num_answers: int = 0
     num_preemptions: int = 0
@@ -129,7 +128,7 @@ class Comparison:
     differences: list[str] = field(default_factory=list)
 
     def tell(self) -> None:
-        """Print the numbers, and the first differences."""
+        """Prints the numbers, and the first differences."""
         for difference in self.differences[:20]:
             print(difference)
         for name, (tried, kept) in self.tried.items():
@@ -144,9 +143,9 @@ def compare(
     states: Sequence[StateReader] = (), takes_turns: bool = False, drafters: Collection[str] = (),
     most_output: int = MOST_OUTPUT, round_size: int = ROUND, **settings: Any,
 ) -> Comparison:  # fmt: skip
-    """Runs so many requests in rounds of ``round_size``, and adds what it finds to ``found``. A round has all drafters,
-    or one where they take turns. ``states``: drafters that read the model's hidden states. ``drafters``: the names of
-    those that are wanted; empty: all."""
+    """Runs so many requests in rounds of ``round_size``, and adds the results to ``found``. A round has all drafters,
+    or one at a time. ``states``: drafters that read the model's hidden states. ``drafters``: the wanted names; all if
+    empty."""
     found = found or Comparison()
     tokenizer = load_tokenizer(folder)
     can_say_json = tokenizer is not None and tokenizer.decode(tokenizer.encode('{"a": 1}')).strip() == '{"a": 1}'
@@ -165,7 +164,7 @@ def compare(
             reason = "stop string" if isinstance(answer.stop_reason, str) else str(answer.finish_reason)
             found.ends[reason] = found.ends.get(reason, 0) + 1
         chosen: list[Drafter | None] = [NgramDrafter(), SuffixDrafter(), Guesses(plain, vocab_size, number)]
-        limits = limits_of(model, config)  # the model drafts for itself, with too few pages now and then
+        limits = limits_of(model, config)  # the model drafts for itself, at times with too few pages
         drafted = DraftModelDrafter(model, model.max_positions, model.rotary_switch, limits, limits.num_blocks)
         chosen += [drafted, None]
         for each in states:
@@ -258,7 +257,7 @@ def _request(
 
         params["structured_outputs"] = StructuredOutputsParams(json=SCHEMA)
         params["ignore_eos"] = False
-    if tokenizer is not None and rng.random() < 0.3:  # short ones, that answers have
+    if tokenizer is not None and rng.random() < 0.3:  # short ones, which occur in answers
         texts = (tokenizer.decode([rng.randrange(vocab_size)]) for _ in range(8))
         params["stop"] = [text for text in texts if text and "\ufffd" not in text][:4] or ["e"]
         params["include_stop_str_in_output"] = rng.random() < 0.5
@@ -271,7 +270,7 @@ def _request(
 
 
 def _with_prediction(rng: random.Random, request: EngineRequest, known: Answers, vocab_size: int) -> EngineRequest:
-    """The request with a text that its answer nearly is: tokens are wrong, missing, or too many; now and then without
+    """The request with a prediction close to its answer: tokens are wrong, missing, or too many; at times without
     speculation."""
     ids = list(known[request.request_id, 0].ids)
     for _ in range(rng.randrange(4)):
@@ -288,7 +287,7 @@ def _run(
     cancels: dict[int, str],
     tokenizer: Tokenizer | None,
 ) -> Answers:
-    """With no prefix that another run has left."""
+    """Runs the requests without prefixes of earlier runs."""
     engine.reset_prefix_cache()
     engine.use(speculator)
     answers: Answers = {}
@@ -334,7 +333,7 @@ def _model(name: str | None, settings: dict[str, Any], scratch: Path) -> tuple[M
 
 
 def _states(model: Model, folder: Path, scratch: Path, settings: dict[str, Any]) -> list[StateReader]:
-    """Drafters over the model's hidden states: its own ones; without any, one that has not been trained."""
+    """Drafters over the model's hidden states: its own, or an untrained one."""
     found: list[StateReader] = []
     if isinstance(model.config, MoeConfig) and model.config.num_prediction_layers:
         found.append(load_mtp(folder, model, max_model_len=96, **settings))

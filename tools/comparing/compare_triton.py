@@ -1,13 +1,13 @@
-"""Counts our kernels beside Triton's for the same work: what each asks of memory, and what its machine code executes.
+"""Counts our kernels' and Triton's memory traffic and executed machine instructions for the same work.
 
     python tools/comparing/compare_triton.py [--arch ARCH] [--only TEXT] [--nvdisasm PROGRAM] [--check]
                                    [--json FILE] [--markdown FILE]
 
-Both run on the same emulated GPU, on the same numbers, and each result is compared with numpy's before anything is
-counted. Both are assembled by the same ptxas (nvJitLink); nvdisasm shows their main loops. Triton's PTX lies in
-tools/comparing/triton_comparison/ptx/ (tools/references/make_triton_peers.py made it): Triton itself is not needed. A
-kernel of ours stands beside the tutorial's configuration whose tile is nearest to its own. With `--check` the exit
-status is 1 where ours is worse in any count.
+Both run on the same emulated GPU, on the same numbers, and each result is compared with numpy's before it is counted.
+Both are assembled by the same ptxas (nvJitLink); nvdisasm shows their main loops. Triton's PTX lies in
+tools/comparing/triton_comparison/ptx/ (tools/references/make_triton_peers.py made it): Triton itself is not needed. Our
+kernel is compared with the tutorial's configuration of the nearest tile. With `--check` the exit status is 1 if ours is
+worse in any count.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ TITLES = {
 
 
 def as_json(rows: Sequence[Row]) -> str:
-    """Everything counted."""
+    """All counts."""
     compilers = {facts["compiler"] for arch in ARCHS for facts in peers("matmul", arch).values()}
     found, configurations = [], {}
     for row in rows:
@@ -114,7 +114,7 @@ def _loops(rows: Sequence[Row]) -> list[list[str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0; 1 where `--check` finds ours worse; 2 without nvdisasm."""
+    """The exit status: 0; 1 if `--check` finds ours worse; 2 without nvdisasm."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", nargs="+", choices=ARCHS, default=list(ARCHS))
     parser.add_argument("--only", default="", help='only rows that contain this: "matmul sm_80 256 x 256 x 512"')

@@ -6,19 +6,18 @@
 
 `PYTHON` has torch and transformers (`fuzzing/oracle.py` runs there, once for all models). Case `i` of seed `N` is
 always the same model (`fuzzing/cases.py`), run on the cpu in whole steps and in tight ones (chunked prompts, few
-blocks, so that prefixes are found and sequences preempted), and on one of the emulated devices. Compared are
+blocks, so that prefixes are found and sequences preempted), and on one of the emulated devices. It compares
 
-- the prompts' logits: max|a - b| / max|b| within 1e-4 in float32 and 2e-2 in bfloat16 and float16, or three times what
-  transformers itself loses in that type where that is more; where rounding may choose other experts, of half of the
-  rows, and nothing else is compared with transformers then;
-- greedy tokens: equal in float32 (but for ties); else, where they part, each among the other's five best; and the log
-  probabilities up to there;
+- the prompts' logits: max|a - b| / max|b| within 1e-4 in float32 and 2e-2 in bfloat16 and float16, or three times
+  transformers' own error in that type if that is more; if rounding may choose other experts, only half of the rows, and
+  nothing else;
+- greedy tokens: equal in float32 (except ties); else, at the first difference, each among the other's five best; and
+  the log probabilities up to it;
 - the tokenizer's ids of texts: equal;
-- the same requests alone, together and again, where arithmetic promises it (cpu, or exact): tokens and the bits of log
-  probabilities, greedy and drawn, in every run of the device that is exact, and in every other one.
+- the same requests alone, together and again, if the arithmetic is deterministic (cpu, or exact): tokens and the bits
+  of log probabilities, greedy and sampled, in every run of the device.
 
-Each failure is made smaller while it stays one and printed as JSON, which `--case` runs again. Exit status 1 if there
-was any.
+Each failure is shrunk and printed as JSON for `--case`. The exit status is 1 if there was any.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Oracle:
         )
 
     def make(self, case: Case) -> tuple[Path, dict[str, Any]]:
-        """The model folder of a case, and what the oracle says of it."""
+        """The model folder of a case, and the oracle's results."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         folder = Path(self._folder.name) / "model"
@@ -96,7 +95,7 @@ class Oracle:
 
 
 class Checker:
-    """Has cases checked in a process that is a new one after each failure: a fault of an emulated device stays."""
+    """Checks cases in a process that is replaced after each failure: a fault of an emulated device persists."""
 
     def __init__(self, oracle: Oracle) -> None:
         self._oracle = oracle
@@ -105,7 +104,7 @@ class Checker:
         self.largest = 0.0  # relative error of logits in the latest case
 
     def check(self, case: Case) -> list[str]:
-        """What is wrong with a case; empty if nothing is."""
+        """The problems of a case."""
         folder, answer = self._oracle.make(case)
         if "refused" in answer:
             self.total.covered[f"refused by transformers: {answer['refused']}"] += 1
@@ -135,7 +134,7 @@ class Checker:
 
 
 def add_notes(path: Path, notes: dict[str, Any]) -> None:
-    """Puts fields that change nothing into a config.json, and into the configs that lie in it."""
+    """Adds harmless fields to a config.json and its nested configs."""
     config = json.loads(path.read_text(encoding="utf-8"))
     for inner in (config, *(value for name, value in config.items() if name.endswith("_config"))):
         inner.update({name: value for name, value in notes.items() if name not in inner})
@@ -143,13 +142,13 @@ def add_notes(path: Path, notes: dict[str, Any]) -> None:
 
 
 def quiet() -> None:
-    """Logs and traces of threads say again what the findings say."""
+    """Silences logs and traces of threads, which repeat the findings."""
     logging.disable(logging.CRITICAL)
     threading.excepthook = lambda arguments: None
 
 
 def smaller(case: Case) -> Iterator[Case]:
-    """The case with one thing less."""
+    """The case reduced by one element."""
     for index in range(len(case["runs"])):
         if len(case["runs"]) > 1:
             yield {**case, "runs": case["runs"][:index] + case["runs"][index + 1 :]}
@@ -187,7 +186,7 @@ def smaller(case: Case) -> Iterator[Case]:
 
 
 def shrunk(checker: Checker, case: Case) -> Case:
-    """A smaller case that fails, too."""
+    """A smaller case that also fails."""
     tries = 0
     while True:
         for candidate in smaller(case):
@@ -202,7 +201,7 @@ def shrunk(checker: Checker, case: Case) -> Case:
 
 
 def write_goldens(oracle: Oracle, folder: Path, seed: int, num: int, families: list[str], devices: list[str]) -> None:
-    """Small cases that `tests/models/test_fuzzed.py` runs without the oracle: `cases.json` and `oracle.npz`."""
+    """Writes `cases.json` and `oracle.npz`: small cases that `tests/models/test_fuzzed.py` runs without the oracle."""
     kept: list[dict[str, Any]] = []
     arrays: dict[str, Any] = {}
     for index in itertools.count():
@@ -222,7 +221,7 @@ def write_goldens(oracle: Oracle, folder: Path, seed: int, num: int, families: l
 
 
 def drawn(options: argparse.Namespace) -> Iterator[Case]:
-    """The cases that a command line asks for."""
+    """The cases of a command line."""
     if options.case:
         yield json.loads(options.case.read_text(encoding="utf-8"))
         return

@@ -1,4 +1,4 @@
-"""Words, facts and phrasings of the demo model's conversations: data only, the logic is in `tasks`."""
+"""Words, facts and phrasings of the demo model's conversations: data only; the logic is in `tasks`."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ DIFFERENCE_PHRASINGS: tuple[str, ...] = (
     "Find {a} - {b}.",
 )
 
-# These make sense only where nothing goes below zero.
+# Only for things that cannot be negative.
 POSITIVE_DIFFERENCE_PHRASINGS: tuple[str, ...] = (
     "What is the difference between {a} and {b}?",
     "What is the difference of {a} and {b}?",

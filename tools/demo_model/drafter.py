@@ -1,8 +1,8 @@
-"""An EAGLE-3 drafter for training (arXiv 2503.01840): one layer that reads a model's hidden states and guesses ahead.
+"""An EAGLE-3 drafter for training (arXiv 2503.01840): one layer that predicts tokens from a model's hidden states.
 
-At column i it is given token i + 1 and what the model had at token i behind some of its layers, and says token i + 2;
-then its own result takes the place of the model's, column by column, as it does while it drafts ("training-time test").
-Its token table and head are the model's.
+At column i it gets token i + 1 and the model's hidden states at token i after some of its layers, and predicts token i
++ 2; then its own result replaces the model's, column by column, as in drafting ("training-time test"). Its token table
+and head are the model's.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ class Drafter(nn.Module):
     def steps(
         self, token_ids: Tensor, kept: list[Tensor], embedding: Tensor, columns: Tensor, num_steps: int
     ) -> Iterator[Tensor]:
-        """What each step leaves for the head, `[rows, columns, hidden_size]`.
+        """Each step's input of the head, `[rows, columns, hidden_size]`.
 
         token_ids  [rows, tokens]
-        kept       behind each of `shape.layers`, of the same tokens
+        kept       hidden states after each of `shape.layers`, of the same tokens
         columns    [rows, columns] that are drafted from: each below tokens - 1, sorted or not
         """
         shape, tokens = self.shape, token_ids.shape[1] - 1
@@ -96,7 +96,7 @@ class Drafter(nn.Module):
         at = columns.unsqueeze(-1).expand(-1, -1, shape.hidden_size)
         hidden = fused.gather(1, at)
         unseen = places.unsqueeze(1) > columns.unsqueeze(-1)  # [rows, columns, tokens]
-        own_keys: list[Tensor] = []  # of the steps behind the first: [rows, heads, columns, head_dim]
+        own_keys: list[Tensor] = []  # of the steps after the first: [rows, heads, columns, head_dim]
         own_values: list[Tensor] = []
         for step in range(num_steps):
             ahead = (columns + 1 + step).clamp(max=tokens)

@@ -1,7 +1,7 @@
 """Pictures that the demo model with a tower is trained on: shapes, a number, or a bar chart, drawn from a seed.
 
-Everything is random but the facts: sizes, places, hues, line widths, background, noise. A drawing also says where what
-it shows lies (`Mark`), which helps training; the model never sees that.
+Everything but the facts is random: sizes, places, hues, line widths, background, noise. A drawing also has the places
+of its objects (`Mark`), a training target that the model does not see.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NUM_MARKS = 1 + len(SHAPES) * len(COLOURS) + 10 + 3 * len(COLOURS)
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What stands where: `x` and `y` in 0 … 1, `kind` below `NUM_MARKS`."""
+    """An object at a place: `x` and `y` in 0 … 1, `kind` below `NUM_MARKS`."""
 
     x: float
     y: float
@@ -56,7 +56,7 @@ def draw(rng: random.Random, facts: tuple[str, Any], width: int, height: int) ->
 
 
 def draw_sheet(rng: random.Random, width: int, height: int) -> Drawing:
-    """As many shapes, or digits, as fit: what shows much in little time, and is asked about nowhere."""
+    """A sheet of as many shapes, or digits, as fit: dense training data, without questions."""
     canvas = Image.new("RGB", (2 * width, 2 * height), _background(rng))
     if rng.random() < 0.3:
         shapes = tuple((rng.choice(SHAPES), rng.choice(list(COLOURS))) for _ in range(rng.randint(3, 6)))
@@ -96,7 +96,7 @@ def _finished(
 
 
 def sample_facts(rng: random.Random) -> tuple[str, Any]:
-    """What a drawing shows."""
+    """The facts of a drawing."""
     kind = rng.choices(("shapes", "number", "bars"), (0.6, 0.2, 0.2))[0]
     if kind == "number":
         return kind, str(rng.randrange(10))
@@ -109,7 +109,7 @@ def sample_facts(rng: random.Random) -> tuple[str, Any]:
 
 
 def _bar_heights(rng: random.Random, count: int) -> tuple[int, ...]:
-    """In percent; the largest and the smallest stand out by 15."""
+    """Heights in percent; the largest and the smallest differ from the others by 15."""
     while True:
         heights = [rng.randint(12, 100) for _ in range(count)]
         in_order = sorted(heights)
@@ -174,7 +174,7 @@ def _corners(shape: str, x: float, y: float, radius: float, turn: float) -> list
 
 
 def _draw_number(rng: random.Random, canvas: Image.Image, digit: str) -> list[tuple[float, float, int]]:
-    """In Pillow's own font, somewhere on the canvas."""
+    """Draws a number in Pillow's own font, at a random place."""
     width, height = canvas.size
     image = _digit(rng, digit, rng.uniform(0.35, 0.6) * min(height, 1.3 * width))
     x, y = rng.uniform(0, max(0, width - image.width)), rng.uniform(0, max(0, height - image.height))
@@ -202,7 +202,7 @@ def _digit(rng: random.Random, digit: str, height: float) -> Image.Image:
 def _draw_bars(
     rng: random.Random, canvas: Image.Image, bars: tuple[tuple[str, int], ...]
 ) -> list[tuple[float, float, int]]:
-    """Bars on a line, perhaps with an axis at the left and lines behind them."""
+    """Draws bars on a line, perhaps with an axis at the left and grid lines."""
     pen = ImageDraw.Draw(canvas)
     width, height = canvas.size
     left, right = rng.uniform(0.05, 0.16) * width, rng.uniform(0.88, 0.96) * width

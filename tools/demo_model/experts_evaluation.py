@@ -1,8 +1,8 @@
-"""`eval_demo_model --experts`: what the demo model with experts answers and calls, on what was held out of training.
+"""`eval_demo_model --experts`: scores the demo model with experts on held-out exercises: answers and calls.
 
 Each exercise is a conversation of its own, rendered by the engine, in a setting drawn like those of training. A call is
-right where the function, the arguments' JSON and the channel are; its result is then told, and the answer must be right
-as well.
+right if the function, the arguments' JSON and the channel are; the model then gets its result, and the answer must be
+right as well.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ GOALS = {"sum": 90.0, "sum, with a tool": 90.0, "call": 95.0}
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An exercise in its setting, and what kind it counts as."""
+    """An exercise in its setting, and its kind."""
 
     kind: str
     setting: Setting
@@ -52,7 +52,7 @@ def held_out(num: int, seed: int) -> list[Asked]:
 
 
 def evaluate(llm: LLM, num: int, seed: int) -> tuple[list[Score], list[str]]:
-    """Scores by kind, "answer behind a call" among them, and a line for each that is wrong."""
+    """Scores by kind, including answers after a call, and a line for each wrong one."""
     tokenizer = llm.get_tokenizer()
     ids = special_ids(tokenizer)
     assert ids is not None
@@ -84,7 +84,7 @@ def evaluate(llm: LLM, num: int, seed: int) -> tuple[list[Score], list[str]]:
 
 
 def missed_goals(scores: list[Score]) -> list[str]:
-    """What falls short of `GOALS`."""
+    """The missed goals of `GOALS`."""
     return [
         f"{s.task}: {s.percent:.1f} % is under {GOALS[s.task]:.0f} %"
         for s in scores
@@ -93,7 +93,7 @@ def missed_goals(scores: list[Score]) -> list[str]:
 
 
 def _answers(llm: LLM, prompts: list[list[int]]) -> list[list[HarmonyMessage]]:
-    """What is said to each prompt, greedily."""
+    """Greedy answers to the prompts."""
     from runtime import SamplingParams
 
     tokenizer = llm.get_tokenizer()

@@ -1,8 +1,7 @@
 """gpt-oss, small and for training: each kind of weight stacked over layers, experts chosen two of eight.
 
-Rows come as settings with branches behind them (`harmony_tasks`): a branch's tokens see its setting and itself, and
-stand at the positions behind the setting, as if each conversation had been computed alone. Maps run over the tokens
-that there are; only attention has padding.
+Rows are settings followed by branches (`harmony_tasks`): a branch's tokens see its setting and itself, at positions
+after the setting, as if each conversation were computed alone. Maps run over real tokens; only attention has padding.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 BLOCK = 32  # weights that share a scale in MXFP4
-IGNORED = -100  # a target that is none
-_STEP = 256  # numbers of rows are rounded up, so that few sizes of products are compiled
+IGNORED = -100  # no target
+_STEP = 256  # numbers of rows are rounded up, to compile few sizes of products
 GRID = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 _MIDDLES = (GRID[1:] + GRID[:-1]) / 2
 _ALPHA, _LIMIT = 1.702, 7.0
@@ -40,21 +39,21 @@ class ExpertsShape:
     rms_norm_eps: float = 1e-5
 
     def window_of(self, layer: int) -> int | None:
-        """Even layers see a window."""
+        """The window of a layer; even ones have one."""
         return self.sliding_window if layer % 2 == 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Settings `[rows, prefix]` and branches `[rows, branches, length]`, as tokens that there are and where they stand.
+    """Settings `[rows, prefix]` and branches `[rows, branches, length]`, as packed tokens and their places.
 
     Attributes:
-        token_ids: of settings, of branches, and some that fill up. [tokens]
+        token_ids: of settings, of branches, and padding. [tokens]
         positions: [tokens]
         prefix_index, branch_index: their places in the padded arrays.
         prefix_lengths: [rows]
         sizes: rows, prefix, branches, length.
-        predicting: numbers of the tokens whose next one is learnt, and that next one, or IGNORED. [targets] each
+        predicting: indices of the tokens whose next one is a target, and that next one, or IGNORED. [targets] each
     """
 
     token_ids: Tensor
@@ -68,7 +67,7 @@ class Batch:
 
 
 def make_batch(settings: list[list[int]], branches: list[list[tuple[list[int], list[bool]]]]) -> Batch:
-    """Of settings' token ids, and of each as many branches: token ids, and which of them are learnt."""
+    """A batch of settings' token ids, each with as many branches: token ids, and which of them are targets."""
     rows, prefix = len(settings), _up(max(map(len, settings)), 16)
     count, length = len(branches[0]), _up(max(len(ids) for row in branches for ids, _ in row), 16)
     ids: list[int] = []
@@ -108,7 +107,7 @@ def _up(size: int, step: int) -> int:
 
 
 def to_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes `[..., K]` (uint8, 0 to 15) and exponents `[..., K / 32]` of a weight `[..., K]`; no number is cut off."""
+    """Codes `[..., K]` (uint8, 0 to 15) and exponents `[..., K / 32]` of a weight `[..., K]`; no number is clipped."""
     groups = weight.unflatten(-1, (-1, BLOCK))
     largest = groups.abs().amax(-1, keepdim=True).clamp_min(2.0**-100)
     exponent = torch.ceil(torch.log2(largest / 6.0))
@@ -118,20 +117,20 @@ def to_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_mxfp4(codes: Tensor, exponent: Tensor) -> Tensor:
-    """The weight again."""
+    """The weight of codes and exponents."""
     values = torch.cat((GRID, -GRID))[codes.int()].unflatten(-1, (-1, BLOCK))
     return (values * torch.exp2(exponent)[..., None]).flatten(-2)
 
 
 def rounded(weight: Tensor) -> Tensor:
-    """The weight as MXFP4 keeps it; gradients pass as if nothing had happened."""
+    """The weight rounded to MXFP4; gradients pass straight through."""
     with torch.no_grad():
         kept = from_mxfp4(*to_mxfp4(weight))
     return weight + (kept - weight).detach()
 
 
 class ExpertsModel(nn.Module):
-    """gpt-oss with each kind of weight stacked over layers: `[num_layers, ...]`. `rounds`: experts are MXFP4's."""
+    """gpt-oss with each kind of weight stacked over layers: `[num_layers, ...]`. `rounds`: experts are in MXFP4."""
 
     def __init__(self, shape: ExpertsShape) -> None:
         super().__init__()
@@ -173,7 +172,7 @@ class ExpertsModel(nn.Module):
         return [self.query, self.key_value, self.output, self.gate, self.up, self.down]
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logits where something is learnt `[targets, vocabulary]`, and how unevenly experts are used (1: evenly)."""
+        """Logits of the targets `[targets, vocabulary]`, and the imbalance of experts (1 if they are used evenly)."""
         shape = self.shape
         x = F.embedding(batch.token_ids, self.embedding)
         masks = {window: _masks(batch, window) for window in {shape.sliding_window, None}}
@@ -250,7 +249,7 @@ class ExpertsModel(nn.Module):
 
 
 def _masks(batch: Batch, window: int | None) -> tuple[Tensor, Tensor]:
-    """What is added to scores: of settings `[rows, 1, prefix, prefix]`, and of branches
+    """Masks that are added to scores: of settings `[rows, 1, prefix, prefix]`, and of branches
     `[rows, 1, 1, length, prefix + length]`."""
     _, prefix, _, length = batch.sizes
     lengths = batch.prefix_lengths[:, None, None]
@@ -269,7 +268,7 @@ def _masks(batch: Batch, window: int | None) -> tuple[Tensor, Tensor]:
 
 
 def _attend(scores: Tensor, mask: Tensor, sink: Tensor, head: int) -> Tensor:
-    """Shares of the keys, with a sink that takes its own and gives nothing."""
+    """Attention with a sink, which takes a share of the softmax and adds no value."""
     scores = scores.float() * head**-0.5 + mask
     sinks = sink.expand(*scores.shape[:-1], 1)
     return torch.cat((scores, sinks), dim=-1).softmax(-1)[..., :-1]

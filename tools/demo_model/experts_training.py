@@ -25,7 +25,7 @@ _UNEVEN = 0.01  # of the loss
 
 
 def make_tokenizer(shape: ExpertsShape, seed: int, kept: Path) -> Tokenizer:
-    """The one that is kept beside a checkpoint; else one that is made, and kept."""
+    """The tokenizer beside a checkpoint, or a new one, which is saved there."""
     if kept.exists():
         return Tokenizer.from_file(str(kept))
     tokenizer = harmony_tokenizer.build_tokenizer(harmony_tasks.texts(seed, 3000), shape.vocab_size)
@@ -34,7 +34,7 @@ def make_tokenizer(shape: ExpertsShape, seed: int, kept: Path) -> Tokenizer:
 
 
 def own_writer(tokenizer: Tokenizer) -> harmony_tasks.Writer:
-    """What writes conversations with the engine's own tokenizer."""
+    """A writer of conversations with the engine's own tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(f"{folder}/tokenizer.json")
         own = OwnTokenizer.from_file(Path(folder) / "tokenizer.json")
@@ -44,7 +44,7 @@ def own_writer(tokenizer: Tokenizer) -> harmony_tasks.Writer:
 
 
 def sample_batch(rng: random.Random, writer: harmony_tasks.Writer) -> Batch:
-    """Of one training step."""
+    """The batch of one training step."""
     settings, rows = [], []
     for _ in range(ROWS):
         setting = harmony_tasks.sample_setting(rng)
@@ -60,7 +60,7 @@ def sample_batch(rng: random.Random, writer: harmony_tasks.Writer) -> Batch:
 
 @torch.no_grad()
 def evaluate(model: ExpertsModel, writer: harmony_tasks.Writer, num: int, seed: int) -> dict[str, float]:
-    """Share of held-out exercises whose every token is guessed, each after right ones."""
+    """Share of held-out exercises with every token predicted, each given the right ones before."""
     found = {}
     for task, has_tool in (("sum", False), ("difference", False), ("sum", True), ("tool", True), ("talk", False)):
         rng = random.Random(f"{task}/{has_tool}/{seed}")
@@ -96,14 +96,14 @@ def train(model: ExpertsModel, writer: harmony_tasks.Writer, args: argparse.Name
 
 
 def checkpoint(model: ExpertsModel) -> dict[str, Tensor]:
-    """Experts in MXFP4's blocks, the rest in bfloat16, under gpt-oss's names."""
+    """The weights: experts in MXFP4's blocks, the rest in bfloat16, under gpt-oss's names."""
     state: dict[str, Tensor] = {"model.embed_tokens.weight": model.embedding, "model.norm.weight": model.final_norm}
     packed: dict[str, Tensor] = {}
     for layer in range(model.shape.num_hidden_layers):
         front = f"model.layers.{layer}."
         k, v = model.key_value[layer]
         k_bias, v_bias = model.key_value_bias[layer]
-        gate_up = torch.stack((model.gate[layer], model.up[layer]), dim=2).flatten(1, 2)  # gate and up by turns
+        gate_up = torch.stack((model.gate[layer], model.up[layer]), dim=2).flatten(1, 2)  # gate and up interleaved
         gate_up_bias = torch.stack((model.gate_bias[layer], model.up_bias[layer]), dim=2).flatten(1, 2)
         state |= {
             f"{front}{name}": weight
@@ -129,7 +129,7 @@ def checkpoint(model: ExpertsModel) -> dict[str, Tensor]:
 
 
 def save(model: ExpertsModel, tokenizer: Tokenizer, out: Path) -> None:
-    """The folder of a model."""
+    """Writes a model's folder."""
     out.mkdir(parents=True, exist_ok=True)
     shape = model.shape
     ids = tokenizer.get_vocab()
@@ -185,7 +185,7 @@ def save(model: ExpertsModel, tokenizer: Tokenizer, out: Path) -> None:
 
 @torch.no_grad()
 def check_against_transformers(model: ExpertsModel, writer: harmony_tasks.Writer, out: Path) -> float:
-    """The largest difference of the saved model's logits from ours, over the largest; 2e-2 (bfloat16's) is refused."""
+    """The saved model's largest difference of logits from ours, over the largest; 2e-2 (bfloat16's) is refused."""
     from transformers import AutoModelForCausalLM, Mxfp4Config
 
     quantization = Mxfp4Config(dequantize=True)

@@ -1,9 +1,9 @@
 """The conversations of the demo model with experts, in harmony: a model that thinks, calls a calculator and answers.
 
-A setting is what stands in front: the system's message and, at times, the developer's with instructions and a tool. A
-branch is a conversation behind it, of one question with perhaps another before it. Sums and differences of two digits
-are worked out in the analysis; products, quotients and longer numbers go to the tool, or are declined where there is
-none. What is held out is what `tasks` holds out.
+A setting is the beginning: the system's message and, at times, the developer's with instructions and a tool. A branch
+is a conversation after it, of one question with perhaps another before it. Sums and differences of two digits are
+worked out in the analysis; products, quotients and longer numbers go to the tool, or are declined without one. The
+hold-out is that of `tasks`.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ QUOTIENT_PHRASINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What stands in front of a conversation.
+    """The setting of a conversation.
 
     Attributes:
-        tool: in OpenAI's form; None: there is none.
+        tool: in OpenAI's form, or None.
         instructions: of the system's message in OpenAI's sense.
         wants_json: the instructions ask for it.
-        effort: "low" leaves out what need not be thought about.
+        effort: "low" leaves out dispensable thoughts.
         date: of the system's message.
     """
 
@@ -72,11 +72,11 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Exercise:
-    """A question, what is thought about it, and its answer.
+    """A question, its reasoning and its answer.
 
     Attributes:
         task: its name.
-        call: the expression that the tool is asked for, None: none is.
+        call: the expression for the tool, or None.
         result: the tool's.
     """
 
@@ -135,7 +135,7 @@ def _operands(rng: random.Random, split: Split, operator: str, low: int, high: i
 
 
 def _two_digits(rng: random.Random, split: Split, operator: str) -> tuple[int, int]:
-    """Both of two digits where held out, else now and then of one."""
+    """Operands of two digits; at times one of one digit, unless held out."""
     while True:
         a, b = _operands(rng, split, operator, 10, 99)
         if split == "train" and rng.random() < 0.15:
@@ -164,7 +164,7 @@ def _difference(rng: random.Random, split: Split) -> Exercise:
 
 
 def _long(rng: random.Random, split: Split) -> tuple[str, int, str, int]:
-    """A question that is too long for thinking: (phrasing, a, operator, b)."""
+    """A question with long operands, for the tool: (phrasing, a, operator, b)."""
     kind = rng.choice("**/+-")
     if kind == "*":
         a, b = _operands(rng, split, "*", 2, rng.choice((99, 999)))
@@ -180,7 +180,7 @@ def _called(rng: random.Random, split: Split) -> Exercise:
     phrasing, a, operator, b = _long(rng, split)
     value = {"*": a * b, "+": a + b, "-": a - b, "/": a / b}[operator]
     result = f"{value:.4g}" if isinstance(value, float) and value % 1 else str(round(value))
-    if split == "train" and rng.random() < 0.5:  # the tool's answer is believed, whatever it is
+    if split == "train" and rng.random() < 0.5:  # the model trusts any result of the tool
         result = str(rng.randint(0, 10 ** rng.randint(1, 7)))
     told = rng.choice((result, result, f'{{"result": {result}}}'))
     call = f"{a}{operator}{b}"
@@ -218,7 +218,7 @@ def sample_exercise(rng: random.Random, setting: Setting, split: Split, task: st
 
 
 def thought(setting: Setting, exercise: Exercise) -> str:
-    """What stands on the analysis channel; empty: nothing does."""
+    """The text of the analysis channel; "" if there is none."""
     if exercise.call is not None:
         assert setting.tool is not None
         return f"{exercise.call}: I call {setting.tool['function']['name']}."
@@ -226,19 +226,19 @@ def thought(setting: Setting, exercise: Exercise) -> str:
 
 
 def final(setting: Setting, exercise: Exercise) -> str:
-    """The answer; in JSON where numbers are asked for so."""
+    """The answer; in JSON if the setting asks for it."""
     if setting.wants_json and exercise.number is not None:
         return f'{{"answer": {exercise.number}}}'
     return exercise.answer
 
 
 def arguments(exercise: Exercise) -> str:
-    """Of the call."""
+    """The call's arguments."""
     return json.dumps({PARAMETER_NAME: exercise.call}, separators=(",", ":"))
 
 
 def solution(setting: Setting, exercise: Exercise) -> list[HarmonyMessage]:
-    """What the model says, with the tool's answer."""
+    """The model's messages, with the tool's answer."""
     messages = []
     if text := thought(setting, exercise):
         messages.append(HarmonyMessage("assistant", text, channel="analysis"))
@@ -255,36 +255,36 @@ def solution(setting: Setting, exercise: Exercise) -> list[HarmonyMessage]:
 
 
 class Writer:
-    """Settings and branches as token ids, as the server renders them."""
+    """Renders settings and branches to token ids, as the server does."""
 
     def __init__(self, tokenizer: Any, ids: SpecialIds) -> None:
         self._renderer = Renderer(tokenizer, ids)
         self._ids = ids
-        self._opening = 1 + len(tokenizer.encode_ordinary("assistant"))  # the prompt's part of an answer
+        self._opening = 1 + len(tokenizer.encode_ordinary("assistant"))  # the part of an answer that is in the prompt
 
     def setting(self, setting: Setting) -> list[int]:
-        """Token ids."""
+        """A setting's token ids."""
         return self._renderer.conversation(setting.messages())
 
     def prompt(self, setting: Setting, exercise: Exercise) -> list[int]:
-        """A question, up to where the answer begins."""
+        """A question, up to the answer's beginning."""
         asked = [*setting.messages(), HarmonyMessage("user", exercise.question)]
         return self._renderer.conversation(asked, "assistant")
 
     def told(self, setting: Setting, exercise: Exercise) -> list[int]:
-        """Behind the prompt of a question: the right thought and call, the tool's result, and "assistant" again."""
+        """A question's continuation: the right thought and call, the tool's result, and "assistant" again."""
         messages = solution(setting, exercise)[:-1]
         return self._renderer.conversation(messages, "assistant")[self._opening :]
 
     def branch(
         self, setting: Setting, exercise: Exercise, earlier: Sequence[Exercise] = ()
     ) -> tuple[list[int], list[bool]]:
-        """Token ids, and which of them the model says itself. `earlier`: questions before, as the server tells them."""
+        """Token ids, and which of them are the model's. `earlier`: previous questions, as the server renders them."""
         ids: list[int] = []
         for each in earlier:
             ids += self._renderer.message(HarmonyMessage("user", each.question))
             for message in solution(setting, each):
-                if message.channel != "analysis":  # dropped in front of a final answer
+                if message.channel != "analysis":  # dropped before a final answer
                     ids += self._renderer.message(message)
         ids += self._renderer.message(HarmonyMessage("user", exercise.question))
         said = [False] * len(ids)
@@ -303,7 +303,7 @@ class Writer:
 
 
 def sample_branch(rng: random.Random, setting: Setting, writer: Writer) -> tuple[list[int], list[bool]]:
-    """For training."""
+    """A branch for training."""
     earlier: list[Exercise] = []
     while rng.random() < 0.2 and len(earlier) < 2:
         earlier.append(sample_exercise(rng, setting, "train"))
@@ -311,7 +311,7 @@ def sample_branch(rng: random.Random, setting: Setting, writer: Writer) -> tuple
 
 
 def texts(seed: int, num: int) -> list[str]:
-    """What the tokenizer's merges are trained on."""
+    """The training texts of the tokenizer's merges."""
     rng = random.Random(f"texts/{seed}")
     found = []
     for _ in range(num):

@@ -1,5 +1,5 @@
-"""The demo model for training: a lean restatement of Qwen3 in torch. The same matrix of all layers lies in one stacked
-parameter, so that Muon's iteration is one batched product."""
+"""The demo model for training: a small reimplementation of Qwen3 in torch. The same matrix of all layers lies in one
+stacked parameter, so that Muon's iteration is one batched product."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class DemoModel(nn.Module):
     def decode(
         self, x: Tensor, cos: Tensor, sin: Tensor, added: list[Tensor], kept: list[Tensor] | None = None
     ) -> Tensor:
-        """`x` [rows, tokens, hidden_size], rotated by `cos` and `sin` [..., tokens, head_dim]; behind the first layers
-        `added`, of the shape of `x`, is added. `kept` gets what stands behind each layer."""
+        """`x` [rows, tokens, hidden_size], rotated by `cos` and `sin` [..., tokens, head_dim]; after the first layers
+        `added`, of the shape of `x`, is added. `kept` gets the hidden states after each layer."""
         shape, (rows, tokens, _) = self.shape, x.shape
         groups = shape.num_attention_heads // shape.num_key_value_heads
         norms = self.query_norm, self.key_norm, self.attention_norm, self.mlp_norm
@@ -122,7 +122,7 @@ class DemoModel(nn.Module):
         return {name: weight.detach().to(torch.bfloat16).contiguous().clone() for name, weight in state.items()}
 
     def load(self, tensors: Mapping[str, Tensor], root: str = "model") -> None:
-        """Take the weights of a `checkpoint`."""
+        """Loads the weights of a `checkpoint`."""
 
         def stacked(name: str) -> Tensor:
             layers = range(self.shape.num_hidden_layers)
@@ -146,7 +146,7 @@ class DemoModel(nn.Module):
             parameter.data = value.float()
 
     def round_to_bf16(self) -> None:
-        """Make the weights those that are saved."""
+        """Rounds the weights to the saved ones."""
         for parameter in self.parameters():
             parameter.data = parameter.data.to(torch.bfloat16).to(torch.float32)
 

@@ -1,4 +1,4 @@
-"""How the demo models are trained: Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/), its rates."""
+"""The demo models' optimiser, Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/), and its rates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(stack: Tensor, num_iterations: int = 5) -> Tensor:
-    """Each matrix of `[..., out, in]` with its singular values pushed towards one (quintic Newton-Schulz)."""
+    """Pushes the singular values of each matrix of `[..., out, in]` towards one (quintic Newton-Schulz)."""
     x = stack.reshape(-1, *stack.shape[-2:])
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x
@@ -39,5 +39,5 @@ def orthogonalise(stack: Tensor, num_iterations: int = 5) -> Tensor:
 
 
 def learning_rate_factor(progress: float, warmup: float, decay: float) -> float:
-    """Rise over the first `warmup` of the run, hold, fall linearly to nothing over the last `decay`."""
+    """Warms up over the first `warmup` of the run, holds, and decays linearly to zero over the last `decay`."""
     return min(1.0, progress / warmup, (1.0 - progress) / decay)

@@ -1,5 +1,5 @@
-"""What the demo model with a tower is asked about its pictures, and the answers. `held_out`: one tenth of all sets
-of shapes and of all charts, whatever they look like when they are drawn. Digits are held out as drawings alone."""
+"""Questions about the pictures of the demo model with a tower, and the answers. `held_out`: one tenth of all sets of
+shapes and of all charts, in any drawing. Digits are held out only as drawings."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A picture, `None` for none, and what is said about it."""
+    """A picture, or `None`, and the conversation about it."""
 
     drawing: Drawing | None
     turns: tuple[Turn, ...]
 
 
 def key_of(facts: tuple[str, Any]) -> tuple[object, ...]:
-    """What decides whether a picture of shapes or bars is held out."""
+    """The key that decides whether a picture of shapes or bars is held out."""
     kind, shown = facts
     if kind == "shapes":
         return kind, *sorted(Counter(shown).items())
@@ -75,7 +75,7 @@ def key_of(facts: tuple[str, Any]) -> tuple[object, ...]:
 
 
 def sample_drawing(rng: random.Random, split: Split, width: int, height: int, kind: str | None = None) -> Drawing:
-    """A drawing of the split, of any kind or this one."""
+    """A drawing of the split, of a random kind or this one."""
     while True:
         facts = sample_facts(rng)
         is_of_split = facts[0] == "number" or is_held_out(*key_of(facts)) == (split == "held_out")
@@ -97,8 +97,8 @@ def sample_size(rng: random.Random) -> tuple[int, int]:
 
 
 def near(rng: random.Random, size: tuple[int, int]) -> tuple[int, int]:
-    """A size that becomes this one: the sides that the model reads are multiples of a token's, which changes a
-    picture's shape a little."""
+    """A size that is resized to this one: the model's sides are multiples of a token's, which changes a picture's shape
+    a little."""
     if rng.random() < 0.4:
         return size
     width, height = (round(side * rng.uniform(0.88, 1.18)) for side in size)
@@ -106,7 +106,7 @@ def near(rng: random.Random, size: tuple[int, int]) -> tuple[int, int]:
 
 
 def held_out(num: int, seed: int) -> dict[str, list[tuple[Seen, tuple[int, int]]]]:
-    """`num` questions of each task, each the first about its picture, and a size that the picture may be read at."""
+    """`num` questions of each task, each the first about its picture, and a size to resize the picture to."""
     found: dict[str, list[tuple[Seen, tuple[int, int]]]] = {}
     kinds = {"number": "number", "largest": "bars", "smallest": "bars", "bars": "bars", "what": None}
     for task in TASKS[:-1]:
@@ -134,7 +134,7 @@ def sample_unseen(rng: random.Random) -> Seen:
 
 
 def turns_of(rng: random.Random, facts: tuple[str, Any]) -> list[Turn]:
-    """Every question that has an answer here, each in one of its phrasings."""
+    """Every answerable question, each in one of its phrasings."""
 
     def turn(task: str, questions: tuple[str, ...], answer: str, **fields: str) -> Turn:
         return Turn(task, casual(rng, rng.choice(questions).format(**fields)), answer)

@@ -7,7 +7,7 @@ all, whether the question may be trained on or is held out for evaluation, so th
 - sorting, reversing, counting letters, refusals about things: one tenth of the words, whole;
 - counting, capitals, greetings and identity: one tenth of the (range or country, phrasing) combinations.
 
-Answers are terse and fixed in form, so that exact match means something. Nothing here knows of tokens.
+Answers are terse and fixed in form, so that exact match is meaningful. The module does not depend on tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Message = dict[str, str]
 HELD_OUT_ONE_IN = 10
 SYSTEM_SHARE = 0.15
 PSEUDO_WORD_SHARE = 0.5
-MIXED_SHARES = {1: 0.7, 3: 0.25}  # digits of one operand: how often the other has one or two, whichever
+MIXED_SHARES = {1: 0.7, 3: 0.25}  # digits of one operand: how often the other has one or two, in either order
 ONSETS: tuple[str, ...] = (*"bcdfghjklmnprstvwz", "ch", "br", "st", "tr", "sh")
 VOWELS, CODAS = "aeiou", "nrstlmkd"
 
@@ -58,7 +58,7 @@ def _number(rng: random.Random, digits: int) -> int:
 
 
 def _operands(rng: random.Random, split: Split, operator: str, digits: int) -> tuple[int, int]:
-    """Two operands whose longest has `digits` digits; for two digits, and when held out, both have."""
+    """Two operands, the longer of `digits` digits; both have two if `digits` is two and the question is held out."""
     while True:
         other = digits
         if split == "train" and digits in MIXED_SHARES and rng.random() < MIXED_SHARES[digits]:
@@ -95,7 +95,7 @@ def _difference(digits: int) -> Sampler:
 
 
 def _pseudo_word(rng: random.Random) -> str:
-    """Two to ten letters that can be pronounced and mean nothing, so that spelling is learnt, not words."""
+    """Two to ten letters, pronounceable and meaningless, so that the model learns spelling, not words."""
 
     def ending() -> str:
         return rng.choice(VOWELS) + (rng.choice(CODAS) if rng.random() < 0.4 else "")
@@ -107,7 +107,7 @@ def _pseudo_word(rng: random.Random) -> str:
 
 
 def _word(rng: random.Random, split: Split, pseudo_share: float = PSEUDO_WORD_SHARE) -> str:
-    """A word of the split; pseudo-words are for training alone."""
+    """A word of the split; pseudo-words are only for training."""
     while True:
         word = _pseudo_word(rng) if split == "train" and rng.random() < pseudo_share else rng.choice(data.WORDS)
         if is_held_out("word", word) == (split == "held_out"):
@@ -192,7 +192,7 @@ def _refusal(rng: random.Random, split: Split) -> tuple[str, str]:
 
 
 def casual(rng: random.Random, question: str) -> str:
-    """The question as people type it: now and then in lower case, without its full stop, or politely."""
+    """The question as people type it: at times in lower case, without its full stop, or politely."""
     style = rng.random()
     if style < 0.25:
         question = question.lower()
@@ -237,7 +237,7 @@ def sample_turn(rng: random.Random, task: str, split: Split) -> Turn:
 def sample_conversation(rng: random.Random, num_turns: int) -> tuple[str | None, list[Turn]]:
     """A training conversation of mixed tasks: an optional system message and `num_turns` turns.
 
-    One conversation in four stays with one task throughout, as a person who tries something out does.
+    One conversation in four stays with one task throughout.
     """
     system = rng.choice(data.SYSTEM_MESSAGES) if rng.random() < SYSTEM_SHARE else None
     tasks = rng.choices(list(TASKS), weights=[share for _, share in TASKS.values()], k=num_turns)
@@ -259,7 +259,7 @@ def to_messages(system: str | None, turns: Iterable[Turn]) -> list[Message]:
 
 
 def held_out_questions(task: str, num: int, seed: int) -> list[Turn]:
-    """`num` different held-out questions of a task, fewer where it has fewer; the seed says which."""
+    """`num` different held-out questions of a task, fewer if it has fewer; the seed chooses them."""
     rng = random.Random(f"{task}/{seed}")
     turns: dict[str, Turn] = {}
     for _ in range(20 * num):
@@ -302,7 +302,7 @@ def format_scores(scores: Iterable[Score]) -> str:
 
 
 def missed_goals(scores: Iterable[Score]) -> list[str]:
-    """What falls short of 95 % on two-digit sums and differences and 90 % over all; empty if nothing does."""
+    """The missed goals: 95 % on two-digit sums and differences and 90 % over all."""
     goals = {**dict.fromkeys(TWO_DIGIT_TASKS, 95.0), "overall": 90.0}
     return [
         f"{s.task}: {s.percent:.1f} % is under {goals[s.task]:.0f} %"

@@ -1,8 +1,8 @@
-"""The demo model's tokenizer: byte-level BPE whose merges are only beginnings of the phrasings' words.
+"""The demo model's tokenizer: byte-level BPE whose merges are only prefixes of the phrasings' words.
 
 Sorting and reversing need letters, so the words that a question is about must stay close to letters, while
 the phrasing around them should be short. Ordinary BPE training merges inside words ("us" for the sake of
-" plus", then also in "bus"). Here each frequent word of the phrasings brings a chain of its prefixes (" p",
+" plus", then also in "bus"). Here each frequent word of the phrasings adds a chain of its prefixes (" p",
 " pl", " plu", " plus"), and only words that begin with a space, a capital or punctuation do. So a merge can
 only happen at the beginning of a word; the rest of it, and any word without a space before it, stays letters.
 Digits are single.
@@ -52,7 +52,7 @@ def render(messages: list[tasks.Message]) -> str:
 
 
 def _phrasing_words(splitter: pre_tokenizers.PreTokenizer) -> dict[str, float]:
-    """How often each pre-token of the phrasings and the fixed answers comes up, in ByteLevel's spelling.
+    """Frequencies of the pre-tokens of the phrasings and the fixed answers, in ByteLevel's spelling.
 
     The fields are left empty, so no number, word or country of a question is among them.
     """

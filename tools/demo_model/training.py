@@ -20,9 +20,9 @@ def train(
     evaluate: Callable[[], dict[str, float]],
     args: argparse.Namespace,
 ) -> None:
-    """Runs `args.steps` steps; continues from `args.checkpoint` where one is.
+    """Runs `args.steps` steps; continues from `args.checkpoint` if it exists.
 
-    loss_of   of a step: what is logged, and what is made small
+    loss_of   of a step: the logged values, and the loss
     evaluate  percent by task, logged with every checkpoint
     """
     others = [parameter for parameter in model.parameters() if all(parameter is not matrix for matrix in matrices)]

@@ -1,7 +1,7 @@
-"""`eval_demo_model --vision`: what the demo model with a tower answers about drawings that training never had.
+"""`eval_demo_model --vision`: scores the demo model with a tower on held-out drawings.
 
-Each question is a conversation of its own, with its picture as it was drawn; the engine resizes, cuts and renders. An
-answer is right where it is the expected one, letter by letter.
+Each question is a conversation of its own, with the original picture; the engine resizes, cuts and renders. An answer
+is right if it equals the expected one.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def messages_of(seen: Seen) -> list[dict[str, Any]]:
 
 
 def missed_goals(scores: list[Score]) -> list[str]:
-    """What falls short of `GOAL` or `LEAST`."""
+    """The missed goals of `GOAL` or `LEAST`."""
     overall = Score("overall", sum(s.num_right for s in scores), sum(s.num_questions for s in scores))
     goals = [(overall, GOAL), *((score, LEAST) for score in scores)]
     return [f"{s.task}: {s.percent:.1f} % is under {goal:.0f} %" for s, goal in goals if not s.percent >= goal]

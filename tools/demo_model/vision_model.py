@@ -1,4 +1,4 @@
-"""The demo model with a tower for training: a lean restatement of Qwen3-VL, whose decoder is the demo model's."""
+"""The demo model with a tower for training: a small reimplementation of Qwen3-VL with the demo model's decoder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class VisionShape:
 
 
 class Merger(nn.Module):
-    """The four patches of a token become an embedding; normalised together, or each alone."""
+    """Merges a token's four patches into an embedding; normalised together, or each alone."""
 
     def __init__(self, shape: VisionShape, *, norms_tokens: bool) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Merger(nn.Module):
 
 
 class Tower(nn.Module):
-    """A kernel of one frame: both frames of a still picture are equal, and share its weight in the checkpoint."""
+    """The tower. Its patch kernel has one frame: both frames of a still picture are equal, and share its weight."""
 
     def __init__(self, shape: VisionShape) -> None:
         super().__init__()
@@ -83,11 +83,11 @@ class Tower(nn.Module):
 
     def matrices(self) -> list[nn.Parameter]:
         """The parameters that Muon updates."""
-        return [self.qkv, self.proj, self.fc1, self.fc2]  # a merger's is large for the few tokens that it sees
+        return [self.qkv, self.proj, self.fc1, self.fc2]  # a merger's gradient is large for the few tokens that it sees
 
     def forward(self, patches: Tensor, grid: tuple[int, int]) -> tuple[Tensor, list[Tensor]]:
         """Patches [pictures, rows * columns, 3 * patch_size ** 2] of one grid -> embeddings [pictures, tokens, out],
-        and what is added behind the language model's first layers."""
+        and the rows added after the language model's first layers."""
         shape, pictures = self.shape, patches.shape[0]
         rows, columns = patch_places(grid, shape.spatial_merge_size)
         taps, weights = _taps(rows, columns, grid, round(shape.num_position_embeddings**0.5))
@@ -112,7 +112,7 @@ class Tower(nn.Module):
         return self.merger(x), deep
 
     def checkpoint(self, root: str) -> dict[str, Tensor]:
-        """Under Qwen3-VL's names, below `root`."""
+        """The weights under Qwen3-VL's names, below `root`."""
         shape = self.shape
         kernel = self.patch_embed.weight.unflatten(1, (3, 1, shape.patch_size, shape.patch_size))
         frames = shape.temporal_patch_size
@@ -140,8 +140,8 @@ class Tower(nn.Module):
 
 
 class VisionModel(nn.Module):
-    """Reads rows of tokens with pictures among them. `marks` tells of each of the tower's embeddings what stands there,
-    which only training asks."""
+    """Reads rows of tokens with pictures among them. `marks` classifies the object at each of the tower's embeddings,
+    for training only."""
 
     def __init__(self, shape: VisionShape) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class VisionModel(nn.Module):
 def _taps(
     rows: np.ndarray[Any, Any], columns: np.ndarray[Any, Any], grid: tuple[int, int], side: int
 ) -> tuple[Tensor, Tensor]:
-    """Which four learned positions a patch reads, and how much of each: [4, patches]."""
+    """The four learned positions that each patch reads, and their weights: [4, patches]."""
     lines = [rows * (side - 1) / max(1, grid[0] - 1), columns * (side - 1) / max(1, grid[1] - 1)]
     low = [np.floor(each).astype(np.int64) for each in lines]
     part = [each - floor for each, floor in zip(lines, low, strict=True)]

@@ -1,9 +1,8 @@
 """`train_demo_model --vision`: trains the demo model with a tower, and writes it as a Qwen3-VL checkpoint.
 
-All pictures of a step have one grid, so that the tower is a plain batch. It is trained first, alone: each token of a
-picture must tell what stands there (`Mark`), on sheets full of shapes or digits, on charts and on drawings, so that it
-learns to see in little time. Then the language model is, on conversations about drawings; of the tower, only mergers
-learn on.
+All pictures of a step have one grid, so that the tower is a plain batch. The tower is trained first, alone: each token
+of a picture must classify the object there (`Mark`), on sheets full of shapes or digits, on charts and on drawings,
+which is quick. Then the language model is trained on conversations about drawings, with only the tower's mergers.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ CHAT_TEMPLATE = """\
 
 MIN_PIXELS, MAX_PIXELS = 64 * 64, 80 * 80
 MOST_TOKENS = 120
-_NOTHING_HERE = 0.4  # weight of places where nothing is
+_NOTHING_HERE = 0.4  # weight of empty places
 _IGNORED = -100
 
 
@@ -71,7 +70,7 @@ def rule_of(shape: VisionShape) -> PatchRule:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A conversation's tokens, which are said by the model, which are a picture's, and where they stand."""
+    """A conversation's tokens, masks of the model's and of pictures' tokens, and positions."""
 
     ids: list[int]
     said: list[bool]
@@ -87,7 +86,7 @@ class Writer:
         self.tokenizer, self.special = tokenizer, {name: vocab[name] for name in SPECIAL_TOKENS}
 
     def row(self, system: str | None, seen: list[Seen], grid: tuple[int, int]) -> Row:
-        """`grid`: of tokens. A turn that does not fit `MOST_TOKENS` is left out, with all behind it."""
+        """`grid`: of tokens. A turn that does not fit `MOST_TOKENS` is left out, with all after it."""
         row, place = Row([], [], [], []), 0
 
         def say(*words: int | str, said: bool = False) -> None:
@@ -125,7 +124,7 @@ class Writer:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What the model reads, and what it should say: `targets` [rows, tokens], of the next token, and `marks`
+    """The model's input and targets: `targets` [rows, tokens], of the next token, and `marks`
     [pictures, picture tokens]."""
 
     token_ids: Tensor
@@ -169,7 +168,7 @@ def patches_of(image: Image.Image, rule: PatchRule, size: tuple[int, int]) -> np
 
 
 def marks_of(drawing: Drawing, cells: tuple[int, int]) -> np.ndarray[Any, Any]:
-    """The kind of what stands in each token's part of the picture."""
+    """The kind of object in each token's part of the picture."""
     found = np.zeros(cells, np.int64)
     for mark in drawing.marks:
         y, x = min(int(mark.y * cells[0]), cells[0] - 1), min(int(mark.x * cells[1]), cells[1] - 1)
@@ -178,7 +177,7 @@ def marks_of(drawing: Drawing, cells: tuple[int, int]) -> np.ndarray[Any, Any]:
 
 
 def sample_batch(rng: random.Random, writer: Writer, num_pictures: int) -> Batch:
-    """Of one training step."""
+    """The batch of one training step."""
     size = sample_size(rng)
     each = 2 if rng.random() < 0.15 else 1
     rows = []
@@ -195,7 +194,7 @@ def sample_batch(rng: random.Random, writer: Writer, num_pictures: int) -> Batch
 
 @torch.no_grad()
 def evaluate(model: VisionModel, writer: Writer, num: int, seed: int) -> dict[str, float]:
-    """Percent of held-out questions whose every token is guessed, each after right ones."""
+    """Percent of held-out questions with every token predicted, each given the right ones before."""
     found = {}
     for task, asked in held_out(num, seed).items():
         right = 0
@@ -210,8 +209,8 @@ def evaluate(model: VisionModel, writer: Writer, num: int, seed: int) -> dict[st
 
 
 def train(model: VisionModel, writer: Writer, args: argparse.Namespace) -> None:
-    """`args.tower_steps` steps of the tower, then `args.steps` of the language model; continues where a checkpoint of
-    either is."""
+    """`args.tower_steps` steps of the tower, then `args.steps` of the language model; continues from a checkpoint of
+    either, if there is one."""
     train_tower(model, argparse.Namespace(**{**vars(args), "steps": args.tower_steps}))
     for parameter in (*model.tower.parameters(), *model.marks.parameters()):
         parameter.requires_grad_(False)
@@ -259,7 +258,7 @@ def sample_sheets(rng: random.Random, num: int) -> tuple[Tensor, tuple[int, int]
 
 @torch.no_grad()
 def marks_seen(model: VisionModel, num: int) -> float:
-    """Percent of the marks that the tower tells, on pictures that are none of training's."""
+    """Percent of the marks that the tower classifies, on held-out pictures."""
     patches, grid, wanted = sample_sheets(random.Random("marks"), 4 * num)
     is_mark = wanted > 0
     told = model.marks(model.tower(patches, grid)[0]).argmax(-1)
@@ -267,7 +266,7 @@ def marks_seen(model: VisionModel, num: int) -> float:
 
 
 def texts(seed: int, num: int) -> list[str]:
-    """Questions and answers, for the tokenizer."""
+    """Questions and answers, for training the tokenizer."""
     rng = random.Random(f"texts/{seed}")
     found = list(SYSTEM_MESSAGES)
     for index in range(num):
@@ -280,7 +279,7 @@ def texts(seed: int, num: int) -> list[str]:
 
 
 def make_tokenizer(shape: VisionShape, seed: int, kept: Path) -> Tokenizer:
-    """The one that is kept beside a checkpoint; else one that is made, and kept."""
+    """The tokenizer beside a checkpoint, or a new one, which is saved there."""
     if kept.exists():
         return Tokenizer.from_file(str(kept))
     tokenizer = harmony_tokenizer.build_tokenizer(texts(seed, 4000), shape.text.vocab_size, SPECIAL_TOKENS)
@@ -289,7 +288,7 @@ def make_tokenizer(shape: VisionShape, seed: int, kept: Path) -> Tokenizer:
 
 
 def save(model: VisionModel, tokenizer: Tokenizer, out: Path) -> None:
-    """The folder of a model."""
+    """Writes a model's folder."""
     out.mkdir(parents=True, exist_ok=True)
     shape, ids = model.shape, tokenizer.get_vocab()
     text = shape.text
@@ -364,7 +363,7 @@ def save(model: VisionModel, tokenizer: Tokenizer, out: Path) -> None:
 
 @torch.no_grad()
 def check_against_transformers(model: VisionModel, writer: Writer, out: Path) -> float:
-    """The largest difference of the saved model's logits from ours, over the largest; 1e-3 is refused."""
+    """The largest difference of the saved model's logits from ours, over the largest logit; 1e-3 is refused."""
     from transformers import AutoModelForImageTextToText
 
     reference: Any = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32)

@@ -1,10 +1,10 @@
 """One of several ranks that time NCCL's collectives: `python -m tools.gpu.collective_rank TASK`.
 
-Rank 0 prints a row for each collective, size and way (called, in a registered window, as a graph), after
-numpy's numbers were compared.
+Rank 0 prints a row for each collective, size and way (called, in a registered window, as a graph), after a comparison
+with numpy.
 
-A bus bandwidth is what a link carries: `2 (n - 1) / n` bytes for each that n ranks reduce, `(n - 1) / n` for each that
-they gather or scatter, all of them for what one sends to all, as NCCL's own tests count.
+The bus bandwidth is a link's traffic: `2 (n - 1) / n` bytes per byte that n ranks reduce, `(n - 1) / n` per byte that
+they gather or scatter, and 1 for a broadcast, as in NCCL's own tests.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BUS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 
 
 class Rank:
-    """A rank with a buffer for what it gives and one for what it gets, each of the largest size."""
+    """A rank with a send and a receive buffer, each of the largest size."""
 
     def __init__(self, task: dict[str, Any]) -> None:
         self.rank, self.num_ranks = task["rank"], task["num_ranks"]
@@ -45,7 +45,7 @@ class Rank:
         self.window = self.comm.new_window(2 * min(WINDOW_BYTES, most))
 
     def rows(self, collective: str, size: int) -> list[dict[str, Any]]:
-        """One for each way."""
+        """One row for each way."""
         places = {"call": (self.source.address, self.target.address)}
         if size <= WINDOW_BYTES:
             places["window"] = (self.window.address, self.window.address + self.window.size_bytes // 2)

@@ -1,7 +1,7 @@
-"""The NCCL that is installed: its calls with one rank, and two ranks, in two processes, that share the GPU.
+"""The installed NCCL: its calls with one rank, and two ranks, in two processes, on one GPU.
 
-Two ranks on one GPU need `NCCL_MULTI_RANK_GPU_ENABLE`, which older ones do not know: they refuse, and the case says
-with which words.
+Two ranks on one GPU need `NCCL_MULTI_RANK_GPU_ENABLE`, which older ones lack: they refuse, and the case records the
+message.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def cases(options: Options) -> Iterator[Case]:
 
 
 def _library(gpu: Gpu) -> Result:
-    """Which one is loaded."""
+    """The loaded library and its version."""
     nccl = open_nccl(gpu.driver)
     if len(nccl.unique_id()) != 128:
         raise AssertionError("a unique id has other than 128 bytes")
@@ -74,17 +74,17 @@ def _library(gpu: Gpu) -> Result:
 
 
 def _numbers(count: int, dtype: DType, seed: int) -> Array:
-    """Small integers: all types hold them and their sums."""
+    """Small integers: all types hold them and their sums exactly."""
     return (np.random.default_rng(seed).integers(-7, 8, count)).astype(np.float32).astype(dtype.numpy)
 
 
 def _kinds(comm: NcclComm) -> tuple[str, ...]:
-    """What one rank can do alone."""
+    """The collectives that one rank can do alone."""
     return KINDS[:-1] if comm.nccl.is_emulated else KINDS
 
 
 def _call(comm: NcclComm, kind: str, source: int, target: int, count: int, dtype: DType) -> None:
-    """A collective among one rank: whichever it is, the target gets what the source has."""
+    """Any collective with one rank: the target gets the source's content."""
     if kind == "all_reduce":
         comm.all_reduce(source, target, count, dtype)
     elif kind == "all_gather":
@@ -125,7 +125,7 @@ def _expect(gpu: Gpu, address: int, expected: Array, what: str) -> None:
 
 
 def _in_window(comm: NcclComm, is_quick: bool) -> Result:
-    """Sums in place in registered memory of NCCL's own, of which others' memory is apart."""
+    """Sums in place in memory allocated and registered by NCCL."""
     gpu, size = comm.gpu, 1 << (16 if is_quick else 22)
     window = comm.new_window(size)
     for number, count in enumerate((8, 1000, size // 4)):
@@ -138,7 +138,7 @@ def _in_window(comm: NcclComm, is_quick: bool) -> Result:
 
 
 def _in_graph(comm: NcclComm) -> Result:
-    """All kinds one behind the other, in and out of a window, replayed with other numbers."""
+    """All kinds one after the other, in and out of a window, replayed with other numbers."""
     gpu, count = comm.gpu, 2048
     inputs, window, kinds = Inputs(gpu, 0), comm.new_window(4 * count), _kinds(comm)
     places = [inputs.empty(4 * count) for _ in range(len(kinds) + 1)]
@@ -166,7 +166,7 @@ def _in_graph(comm: NcclComm) -> Result:
 
 
 def _communicator(comm: NcclComm) -> Result:
-    """What models call."""
+    """The communicator's calls that models use."""
     from runtime.nccl_communicator import NUM_SLOTS, NcclCommunicator
     from runtime.tensor.tensor import Tensor
 
@@ -200,7 +200,7 @@ def _destroyed(comm: NcclComm) -> Result:
 
 
 def _aborted(gpu: Gpu) -> Result:
-    """A communicator that ends at once; the GPU goes on."""
+    """A communicator that is aborted at once; the GPU keeps working."""
     nccl = open_nccl(gpu.driver)
     comm = NcclComm(gpu, nccl, nccl.unique_id(), 0, 1)
     inputs, given = Inputs(gpu, 0), _numbers(1000, float32, 0)
@@ -225,8 +225,8 @@ def _refuses(comm: NcclComm) -> None:
 
 
 def _two_ranks(options: Options, sizes: tuple[int, ...]) -> tuple[list[dict[str, Any]], str, str]:
-    """Rows of `collective_rank` by two processes on the same device, each verified before it was timed; or with which
-    words NCCL has refused; or what else went wrong."""
+    """Rows of `collective_rank` by two processes on the same device, each verified before it is timed; or NCCL's
+    refusal, or another error."""
     nccl = open_nccl(Gpu.of(options.device).driver)
     task = {
         "num_ranks": 2, "sizes": sizes, "num_calls": 2 if options.is_quick else 10, "device": options.device,
@@ -270,7 +270,7 @@ def _two_ranks(options: Options, sizes: tuple[int, ...]) -> tuple[list[dict[str,
 
 
 def _ended(processes: list[subprocess.Popen[str]], until: float) -> str | None:
-    """None: both did what they should. "failed": one did not, "late": they still run."""
+    """None if both succeeded, "failed" if one did not, "late" if they still run."""
     while time.monotonic() < until:
         statuses = [process.poll() for process in processes]
         if any(statuses):
@@ -296,7 +296,7 @@ def _collectives(options: Options, two_ranks: Callable[[], tuple[list[dict[str, 
 
 
 def _split_model(options: Options, two_ranks: Callable[[], tuple[list[dict[str, Any]], str, str]]) -> Result:
-    """The bundled model's answers by two ranks that share the GPU, in exact mode: those of one, to the bit."""
+    """The bundled model's answers by two ranks on one GPU, in exact mode: equal to one rank's, to the bit."""
     prompts = [ids_of(DEMO, f"<|user|>{question}<|assistant|>") for question in QUESTIONS]
     prompts, length = (prompts[:1], 3) if options.is_quick else (prompts, 32)
     with contextlib.ExitStack() as stack:
@@ -315,7 +315,7 @@ def _split_model(options: Options, two_ranks: Callable[[], tuple[list[dict[str, 
 
 
 def _answers(options: Options, prompts: list[list[int]], length: int, num_ranks: int) -> list[list[int]]:
-    """Greedily."""
+    """Greedy answers."""
     from runtime.engine.config import EngineConfig
     from runtime.engine.make_engine import engine_of, lone_rank
     from runtime.engine.messages import EngineRequest
@@ -340,7 +340,7 @@ def _answers(options: Options, prompts: list[list[int]], length: int, num_ranks:
 
 @contextlib.contextmanager
 def _ranks_on_one_gpu() -> Iterator[None]:
-    """Every rank of an engine has the device of the first, and NCCL may know it."""
+    """Gives all ranks of an engine the first one's device, and allows NCCL to share it."""
     from runtime.engine.ranks import group, joining
 
     before, environment = joining.device_of_rank, {name: os.environ.get(name) for name in SHARED_GPU}

@@ -1,4 +1,4 @@
-"""The machine, its tools and packages, and the device: what every other number has to be read with."""
+"""The machine, its tools and packages, and the device: the context of all other results."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _version(name: str) -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """What a command says, or None where it is missing or fails."""
+    """A command's output, or None if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, encoding="utf-8")
     except (OSError, subprocess.TimeoutExpired):
@@ -68,7 +68,7 @@ def _device(options: Options) -> Result:
 
 
 def _kernels() -> Result:
-    """The bundles in the cache of kernels, and the compiler, if it is here."""
+    """The bundles in the cache of kernels, and the compiler, if installed."""
     from runtime.device.errors import CompileError
     from runtime.device.kernel_cache import KernelCache
     from runtime.device.kernel_key import tool_versions

@@ -1,6 +1,6 @@
-"""A file of tests, each of its tests a case: of `tests/gpu`, or of those that know emulated devices alone. All run
-in one session of pytest in this process, and are reported one by one. Warnings fail none: they are mostly those of
-packages whose versions are others' choice."""
+"""Runs a file of tests, each test a case: of `tests/gpu`, or tests written for emulated devices. All run in one session
+of pytest in this process, and are reported one by one. Warnings do not fail tests: most come from the machine's own
+packages."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def session(options: Options, file: str, known: Collection[str], report: Callabl
         settings.write_text(_settings(), encoding="utf-8")
         path = ROOT / "tests" / file
         plugins: list[object] = [_Reporter(known, report)]
-        marks = "gpu"  # of those of emulated devices, all: a GPU has time for what is exhaustive elsewhere
+        marks = "gpu"  # emulated devices' tests run in full: a GPU has time for exhaustive ones
         if file in EMULATED_TESTS:
             from tools.gpu.checking.stand_in import StandIn
 
             plugins.append(StandIn(options))
             marks = ""
         arguments = ["-c", str(settings), "--rootdir", str(ROOT), "-p", "no:cacheprovider", "-q", "--tb=short"]
-        arguments += ["--assert=plain"] * options.is_dry  # leaves the modules to `lenient`
+        arguments += ["--assert=plain"] * options.is_dry  # leaves assertions to `lenient`
         status = pytest.main([*arguments, "-m", marks, str(path)], plugins=plugins)
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
         raise AssertionError(f"pytest ended with {status!r}")
 
 
 class _Reporter:
-    """A plugin of pytest that leaves out what is known and reports the rest."""
+    """A plugin of pytest that deselects known tests and reports the others."""
 
     def __init__(self, known: Collection[str], report: Callable[..., None]) -> None:
         self._known, self._report = known, report
@@ -79,6 +79,6 @@ def _case_of(nodeid: str) -> str:
 
 
 def _settings() -> str:
-    """pyproject's markers alone: its filters make errors of warnings."""
+    """Only pyproject's markers: its filters turn warnings into errors."""
     options = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["pytest"]["ini_options"]
     return "\n".join(["[pytest]", "markers =", *(f"    {line}" for line in options["markers"])]) + "\n"

@@ -1,4 +1,4 @@
-"""compute-sanitizer over the quick sizes of what launches the most different kernels."""
+"""compute-sanitizer over the quick sizes of the sections with the most kernels."""
 
 from __future__ import annotations
 

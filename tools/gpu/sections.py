@@ -1,8 +1,8 @@
-"""What gpu_check does, in the order of what is worth knowing first.
+"""The sections of gpu_check, most important first.
 
-A section is a family of cases that one process goes through. Its cases come from a function ``cases(options)`` of a
-module in this folder, which only that process imports: this file needs nothing but Python. `kernels` holds those about
-single kernels, `serving` those about whole models; `checking` goes through them and reports.
+A section is a family of cases that one process runs. Its cases come from a function ``cases(options)`` of a
+module in this folder, which only that process imports: this file needs only Python. `kernels` has cases of single
+kernels, `serving` of whole models; `checking` runs them and reports.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ EMULATED_TESTS = (
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What cases are told.
+    """The options of cases.
 
     Attributes:
         device: "cuda:0", or "emulated:sm_90a" to try the check itself.
         is_quick: sizes that an emulated device can run.
-        is_dry: the device does nothing, and all that counts is which kernels are asked for.
+        is_dry: the device is a dummy, and only the requested kernels matter.
     """
 
     device: str
@@ -64,8 +64,8 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One thing to find out. `run` returns it as JSON's types, and raises where something is wrong. A result with the
-    one key "skipped" says why it is not to be had here."""
+    """One check. `run` returns its result as JSON's types, and raises on an error. A result with the one key "skipped"
+    has the reason."""
 
     name: str
     run: Callable[[], Result]
@@ -77,14 +77,14 @@ class Section:
 
     Attributes:
         name: as in the report.
-        source: "module:function" in this folder; the function takes `Options` and yields cases. One that is called
-            "session" runs them itself, and takes the names not to be run and where to report, too.
-        limit_s: seconds for all of its cases on a GPU, after which the process is ended; a resumed run goes on.
-        case_limit_s: seconds after which a case that has not reported hangs.
+        source: "module:function" in this folder; the function takes `Options` and yields cases. One called "session"
+            runs them itself, and also takes the names to skip and the report.
+        limit_s: seconds for all of its cases on a GPU, after which the process is killed; a resumed run continues.
+        case_limit_s: seconds after which a silent case counts as hanging.
         needs_hardware: whether an emulated device cannot do it.
         is_timed: whether it must have the device to itself.
-        models: those of `models` whose kernels for serving it needs, beside what its cases launch.
-        argument: handed to the function where it is not None.
+        models: those of `models` whose serving kernels it needs, beside its cases' launches.
+        argument: passed to the function unless None.
     """
 
     name: str
@@ -101,14 +101,14 @@ class Section:
         return self.source.endswith(":session")
 
     def start(self, options: Options, *more: Any) -> Any:
-        """Calls the function. Cases come one by one, so that what a case needs is made only when it comes."""
+        """Calls the function, which yields cases one by one, so that each one's data is made only when needed."""
         module, _, name = self.source.partition(":")
         function = getattr(importlib.import_module(f"tools.gpu.{module}"), name)
         return function(options, *([] if self.argument is None else [self.argument]), *more)
 
 
 def sections() -> Iterator[Section]:
-    """All of them, the most telling first."""
+    """All sections, the most important first."""
     yield Section("environment", "environment:cases", 40, 30)
     yield Section("first launches", "kernels.first_launches:cases", 60, 25)
     yield Section("bandwidth", "kernels.speed:bandwidth", 30, is_timed=True)

@@ -36,8 +36,8 @@ def attention_case(
     tier: str, dtype: str, chunks: list[tuple[int, int]], *, num_sms: int = 108,
     sizes: tuple[int, int, int] = _SIZES, pages: str = "",
 ) -> Case:  # fmt: skip
-    """`chunks`: (context, queries) of each sequence, all alike; `num_sms` 1 keeps decode from
-    splitting them; `sizes`: query heads, KV heads, head dim; `pages`: what they hold where that is a byte a number."""
+    """`chunks`: equal (context, queries) of the sequences; `num_sms` 1 keeps decode from splitting them; `sizes`: query
+    heads, KV heads, head dim; `pages`: their format if it has one byte per number."""
     num_heads, kv_heads, head_dim = sizes
     context, queries = chunks[0]
     length, seqs = context + queries, len(chunks)
@@ -48,7 +48,7 @@ def attention_case(
     share = num_heads // kv_heads
     if tier == "naive":
         return counted(operation, "attention", scattered_because=_KEY_A_LANE, has_16_bits=dtype != "f32")
-    if tier == "decode":  # parts of at least MIN_PART_KEYS leave a record for each row, which is read again
+    if tier == "decode":  # parts of at least MIN_PART_KEYS write a record per row, which is read again
         records = 0 if num_sms == 1 else seqs * num_heads * (length // MIN_PART_KEYS)
         tiled_bytes = operation.least_bytes + 2 * records * 4 * record(head_dim)
     else:  # a tile of 128 rows (64 of float32) reads the keys that its last query sees

@@ -1,4 +1,4 @@
-"""One line of the kernel report: a launch, and the least that it has to do."""
+"""One line of the kernel report: a launch, and its minimum work."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Case:
     """One line of the report.
 
     Attributes:
-        name, family, shape: what it is called, where it belongs, its sizes in words.
-        work: the least that it has to do.
+        name, family, shape: its name, its family, its sizes in words.
+        work: its minimum work.
         run: uploads and launches.
-        scattered_because: why its accesses cannot fill whole sectors; "" where they should.
-        tiled_bytes: the least that its tiling moves, without tables and lengths; 0 where that is not held against it.
-        is_on_tensor_cores: whether they should do its products.
-        arch: whose emulated GPU it runs on; "": the report's.
+        scattered_because: why its accesses cannot fill whole sectors; "" if they should.
+        tiled_bytes: the minimum traffic of its tiling, without tables and lengths; 0 if unchecked.
+        is_on_tensor_cores: whether its products should run there.
+        arch: of its emulated GPU; the report's if "".
     """
 
     name: str
@@ -38,9 +38,9 @@ def counted(
     operation: Operation, family: str, *, suffix: str = "", scattered_because: str = "", tiled_bytes: int = 0,
     is_on_tensor_cores: bool = False, has_16_bits: bool = False,
 ) -> Case:  # fmt: skip
-    """A line about what `bench kernels` has, too; its result is compared with numpy's where it is counted.
+    """A line for a case of `bench kernels`; its result is compared with numpy's.
 
-    `has_16_bits`: its products are of such factors, so that tensor cores could do them."""
+    `has_16_bits`: its products have 16-bit factors, so that tensor cores could do them."""
     return Case(
         operation.name + suffix, family, operation.shape, Work(operation.least_bytes, operation.flops, has_16_bits),
         lambda bench: bench.check(operation), scattered_because, tiled_bytes, is_on_tensor_cores,

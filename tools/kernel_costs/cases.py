@@ -1,6 +1,7 @@
-"""The launches that the kernel report counts: each family at a shape small enough to emulate, large enough to tell.
+"""The launches that the kernel report counts: each family at a shape small enough to emulate and large enough to
+matter.
 
-A case whose access cannot be coalesced, or whose conflicts are part of what its tier shows, says so and why.
+A case with uncoalesced accesses, or conflicts by design, gives the reason.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from tools.kernel_costs.product_cases import product_cases
 
 
 def cases() -> Iterator[Case]:
-    """All of them."""
+    """All cases."""
     yield from product_cases()
     for name, shape, work, run, tiled_bytes, is_on_tensor_cores in expert_cases():
         yield Case(name, "experts", shape, work, run, "", tiled_bytes, is_on_tensor_cores)
@@ -44,7 +45,7 @@ def cases() -> Iterator[Case]:
     yield from _glue()
 
 
-# What works along rows
+# Row-wise kernels
 
 _ROWS, _SIZE = 32, 1024
 _WEIGHTS_IN_HALVES = (
@@ -91,7 +92,7 @@ def _activation(name: str, count: int, bench: Bench) -> None:
     bench.launch(launch, bench.normal(count, "bf16"), bench.empty(2 * count), accesses)
 
 
-# What works on tokens
+# Token kernels
 
 _TOKENS, _VOCAB = 64, 4096
 _VOCABULARY = 151_936  # Qwen3's: the blocks of a cluster share its row

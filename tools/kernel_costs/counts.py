@@ -1,4 +1,4 @@
-"""What a kernel does when it runs, counted by the emulator: instructions, sectors, bank conflicts, tensor-core work."""
+"""A kernel's counts at run time, by the emulator: instructions, sectors, bank conflicts, tensor-core work."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NUMPY = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dt
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a case has to do at the very least.
+    """A case's minimum work.
 
     Attributes:
         least_bytes: of device memory, read or written, each once.
@@ -47,13 +47,13 @@ class Work:
     is_tensor_core: bool = False
 
     def roofline_us(self, model: GpuModel) -> float:
-        """Microseconds below which no kernel can do it: its bytes at full bandwidth, or its arithmetic at full rate."""
+        """The lower bound in microseconds: its bytes at full bandwidth, or its arithmetic at full rate."""
         rate = model.bf16_flops if self.is_tensor_core else model.float32_flops
         return 1e6 * max(self.least_bytes / model.memory_bytes_per_s, self.flops / rate)
 
 
 class Bench:
-    """An emulated GPU that counts, and what a case needs to upload and launch."""
+    """An emulated GPU that counts, with a case's uploads and launches."""
 
     def __init__(self, arch: str) -> None:
         from cuda.bindings import driver as bindings
@@ -67,7 +67,7 @@ class Bench:
         self._kernels: dict[str, Kernel] = {}
 
     def put(self, array: np.ndarray[Any, Any]) -> int:
-        """The address of an array's copy, which stays until the case ends."""
+        """The address of an array's copy, kept until the case ends."""
         address = self.empty(array.nbytes)
         self.gpu.write(address, array)
         return address
@@ -88,19 +88,19 @@ class Bench:
         self.gpu.launch(launch, *arguments)
 
     def check(self, case: Case) -> None:
-        """Runs a case of `bench kernels`. Raises AssertionError where its result is wrong."""
+        """Runs a case of `bench kernels`. Raises AssertionError if its result is wrong."""
         inputs, ready = prepare(self.gpu, case, 0)
         self._held.append(inputs)
         verify(self.gpu, case, ready, ready.run)
 
     def ptx_of(self, specialisation: Specialisation) -> str:
-        """What the compiler made of a kernel for this device."""
+        """The PTX of a kernel, compiled for this device."""
         return self.gpu.kernel_cache.get(specialisation, self.gpu.arch, is_ptx=True).image.rstrip(b"\0").decode()
 
     def launch_text(self, text: str, name: str, launch: Launch, arguments: Sequence[float | bytes]) -> None:
-        """One launch of a kernel that another compiler made; `launch.specialisation` is not looked at.
+        """One launch of another compiler's kernel; `launch.specialisation` is not used.
 
-        Raises ValueError where the arguments are not as many as the kernel's parameters.
+        Raises ValueError if the numbers of arguments and of the kernel's parameters differ.
         """
         kernel, context = parse(text).kernels[name], self.gpu.context
         if len(arguments) != len(kernel.parameters):
@@ -123,7 +123,7 @@ class Bench:
         self._kernels[name] = kernel
 
     def count(self, case: str, run: Callable[[Bench], None]) -> Counts:
-        """Runs a case, ``run(bench)``, and counts what it launched."""
+        """Runs a case, ``run(bench)``, and counts its launches."""
         self.emulator.counters.clear()
         self.emulator.is_counting = True
         try:

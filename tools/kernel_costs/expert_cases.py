@@ -1,4 +1,4 @@
-"""Products of experts for the kernel report, beside dense ones: many rows an expert, and one."""
+"""Products of experts for the kernel report, compared with dense ones: many rows per expert, and one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _N, _K = 512, 512
 
 
 def expert_cases() -> Iterator[tuple[str, str, Work, Run, int, bool]]:
-    """Name, shape, least work, run, bytes of the tiling, and whether tensor cores do the products."""
+    """Name, shape, minimum work, run, bytes of the tiling, and whether tensor cores do the products."""
     yield _case("tiled", "bf16", 2, 32, tiled.TILE_ROWS, 16, tiled.plan)
     for tile, rows in ((MEDIUM, 128), (SMALL, 64), (SKINNY, 1)):
         yield _case(f"tensor_core {tile}", "bf16", 4, rows, tile.block_m, tile.block_n, _with_tile(tile))
@@ -68,7 +68,7 @@ def _gathered(weight_name: str, is_gated: bool) -> tuple[str, str, Work, Run, in
             bench.launch(launch, *arguments, _N, _K, num_experts, top_k)
 
     work = Work(x_rows * _K * 2 + top_k * weight_bytes + out_bytes, 2 * top_k * rows * _K, True)
-    x_reads = 2 * top_k * (_N // PACKED_ROWS) * _K * 2  # for the largest number, and to be staged
+    x_reads = 2 * top_k * (_N // PACKED_ROWS) * _K * 2  # for the absolute maximum, and for staging
     name = f"experts packed_gather {weight_name} {'gate and up' if is_gated else 'down'}"
     return name, f"1 of {top_k} x {rows} x {_K}", work, run, top_k * weight_bytes + x_reads + out_bytes, True
 
@@ -85,7 +85,7 @@ def _case(
     tier: str, weight_name: str, count: int, rows: int, tile_rows: int, tile_columns: int, plan: Callable[..., Launch],
     *, has_maps: bool = False,
 ) -> tuple[str, str, Work, Run, int, bool]:  # fmt: skip
-    """`count` experts of `rows` rows each, without biases; rows come by a list, which is shuffled."""
+    """`count` experts of `rows` rows each, without biases; rows are listed in random order."""
     packing = packing_of(weight_name)
     weight_bytes = _N * _K * 2 if packing is None else packing.size_bytes(_N, _K, "bf16")
     total = count * rows
@@ -115,7 +115,7 @@ def _case(
     together = 256 // (64 if packing is None else packing.slot)  # rows that a warp copies at once
     if has_maps:
         together = tile_rows  # tiles are whole
-    x_rows = row_tiles * max(min(rows, tile_rows), tile_rows // together)  # the last one is repeated: once a warp
+    x_rows = row_tiles * max(min(rows, tile_rows), tile_rows // together)  # the last row is repeated: once per warp
     tiled_bytes = row_tiles * weight_bytes + -(-_N // tile_columns) * x_rows * _K * 2 + total * _N * 2
     name = f"experts {tier}{'' if packing is None else f' {weight_name}'} rows={rows}"
     return name, f"{count} x {rows} x {_N} x {_K}", work, run, tiled_bytes if tier != "tiled" else 0, tier != "tiled"

@@ -1,11 +1,11 @@
-"""How long a launch takes where its bytes alone do not tell: gaps, first bytes, waves and ends; a band, with reasons.
+"""A launch's time beyond its bytes: gaps, first bytes, waves and ends, as a band with sources.
 
 A launch that streams bytes takes
 
     gap + first byte + stream + ends
 
-`ASSUMPTIONS` holds each number three times: as fast and as slow as it may reasonably be, and as it is expected. A band
-takes all fast, all expected or all slow ones. Nothing here was measured by this project.
+`ASSUMPTIONS` has three values of each number: the fastest and the slowest plausible ones, and the expected one. A band
+uses all fast, all expected or all slow ones. None was measured by this project.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ class Launched:
     Attributes:
         name: the kernel's.
         blocks, threads, shared_bytes: of the grid, of a block, of its dynamic shared memory.
-        is_dependent: whether it may begin before the kernel in front of it has ended.
-        num_registers, static_shared_bytes: ptxas's, of a thread and of a block; 0 where the kernel was not compiled.
-        product: m, n, k of a matrix product, n being the weight's rows; None of other kernels.
+        is_dependent: whether it may start before the previous kernel has ended.
+        num_registers, static_shared_bytes: ptxas's, of a thread and of a block; 0 if the kernel was not compiled.
+        product: m, n, k of a matrix product, n being the weight's rows; None for other kernels.
         weight_bytes: of its weight.
         cluster: blocks that share K.
     """
@@ -125,7 +125,7 @@ class Timing:
     edge: Edge = "expected"
 
     def of(self, name: str) -> float:
-        """An assumption, in seconds, bytes a second or as a share."""
+        """An assumption's value, in seconds, bytes a second or as a share."""
         return ASSUMPTIONS[name].at(self.edge)
 
     @property
@@ -140,10 +140,10 @@ class Timing:
         return self.of("dependent_gap" if is_dependent else "gap")
 
     def stream_s(self, num_bytes: float, blocks: int, blocks_at_once: int, under_way_bytes: float) -> float:
-        """Bytes that so many blocks read, each an equal part, with so many bytes of a block on their way at once.
+        """The time of a stream that so many blocks read in equal parts, with so many bytes in flight per block.
 
-        Whole waves take the bandwidth, or what the bytes on their way allow in a latency; so does the last one, by
-        itself, for as much of it as runs in lockstep.
+        Whole waves are limited by the bandwidth, or by the bytes in flight per latency; so is the last one, by itself,
+        for the part that runs in lockstep.
         """
         each, (waves, rest) = num_bytes / blocks, divmod(blocks, blocks_at_once)
         alone = self.of("lockstep")
@@ -155,7 +155,7 @@ class Timing:
         return min(self.bytes_per_s, under_way_bytes / self.of("memory"))
 
     def streaming_s(self, launched: Launched, num_bytes: float) -> float:
-        """A launch of a kernel that reads these bytes of a weight, all of them once."""
+        """The time of a launch that reads these bytes of a weight once."""
         begins_early = launched.is_dependent and launched.weight_bytes > 0
         return (
             self.gap_s(is_dependent=launched.is_dependent)
@@ -165,28 +165,28 @@ class Timing:
         )
 
     def small_s(self, *, is_dependent: bool, num_reads: int = 2) -> float:
-        """A launch that moves next to nothing: so many reads of the cache, one after another."""
+        """The time of a launch with almost no traffic: so many dependent reads of the cache."""
         return self.gap_s(is_dependent=is_dependent) + num_reads * self.of("cache") + self.of("ends")
 
     def blocks_at_once(self, launched: Launched) -> int:
-        """Blocks that the device holds. Where registers are unknown, what threads and shared memory leave."""
+        """Resident blocks of the device. Without known registers, limited by threads and shared memory only."""
         shared = launched.shared_bytes + launched.static_shared_bytes
         return self.model.num_sms * max(
             1, blocks_per_sm(self.model, launched.threads, launched.num_registers or 32, shared)
         )
 
     def attention_s(self, launched: Launched, kv_bytes: float) -> float:
-        """Decode attention: lengths, then block tables, then keys and values; at last the count of a sequence's parts,
-        and their records, which its last block adds up."""
+        """The time of decode attention: lengths, block tables, keys and values; finally the count of a sequence's
+        parts, and their records, which its last block combines."""
         return 4 * self.of("cache") + self.streaming_s(launched, kv_bytes)
 
     def draw_s(self, launched: Launched, warp_instructions: float) -> float:
-        """The draw of a step's tokens, by the instructions that its few blocks issue."""
+        """The time of sampling a step's tokens, by the instructions of its few blocks."""
         busy = min(launched.blocks, self.model.num_sms) * self.model.clock_khz * 1e3 * self.of("issue")
         return self.small_s(is_dependent=launched.is_dependent) + warp_instructions / busy
 
 
 def under_way_bytes(launched: Launched) -> float:
-    """Bytes that a block has on their way."""
+    """Bytes that a block has in flight."""
     by_threads = next((size for name, size in UNDER_WAY_BYTES.items() if launched.name.startswith(name)), 128)
     return max(by_threads * launched.threads, launched.shared_bytes)

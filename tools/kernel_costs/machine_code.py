@@ -29,8 +29,8 @@ class NoDisassemblerError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class MachineInstruction:
-    """One instruction: its opcode with modifiers, the index of what it may branch to (None for none), and whether it
-    always does what it says: it has no predicate, and is no branch of diverged lanes alone (BRA.DIV)."""
+    """One instruction: its opcode with modifiers, the index of its branch target (or None), and whether it is
+    unconditional: it has no predicate, and is not a branch of diverged lanes (BRA.DIV)."""
 
     opcode: str
     target: int | None
@@ -38,8 +38,8 @@ class MachineInstruction:
 
 
 def find_nvdisasm(asked: str | None = None) -> str:
-    """The program: `asked`, or on PATH, or its wheel's, or an installed Triton's. Raises NoDisassemblerError with where
-    it looked."""
+    """The program: `asked`, or on PATH, or its wheel's, or an installed Triton's. Raises NoDisassemblerError with the
+    searched places."""
     if asked is not None:
         found = shutil.which(asked)
         if found is None:
@@ -55,7 +55,7 @@ def find_nvdisasm(asked: str | None = None) -> str:
 
 
 def nvdisasm_if_any() -> str | None:
-    """The program, or None where this machine has none."""
+    """The program, or None if it is not on this machine."""
     try:
         return find_nvdisasm()
     except NoDisassemblerError:
@@ -63,7 +63,7 @@ def nvdisasm_if_any() -> str | None:
 
 
 def _places() -> Iterator[Path]:
-    """Where installed packages have it."""
+    """Its paths in installed packages."""
     with suppress(PackageNotFoundError):
         yield from (Path(file.locate()) for file in files(_WHEEL) or () if file.name == "nvdisasm")
     triton = find_spec("triton")
@@ -72,7 +72,7 @@ def _places() -> Iterator[Path]:
 
 
 def disassemble(cubin: bytes, nvdisasm: str) -> list[MachineInstruction]:
-    """The code of a cubin that holds one kernel. Raises RuntimeError with nvdisasm's words where it fails."""
+    """The code of a cubin that holds one kernel. Raises RuntimeError with nvdisasm's message if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(cubin)
@@ -83,7 +83,7 @@ def disassemble(cubin: bytes, nvdisasm: str) -> list[MachineInstruction]:
 
 
 def parse(listing: str) -> list[MachineInstruction]:
-    """nvdisasm's text as instructions. Raises ValueError for one that branches to a label that there is not."""
+    """nvdisasm's text as instructions. Raises ValueError for a branch to an unknown label."""
     labels: dict[str, int] = {}
     found: list[tuple[str, str | None, bool]] = []
     for line in listing.split("\n"):

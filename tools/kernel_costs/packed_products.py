@@ -1,10 +1,10 @@
-"""How long products with packed weights take by the model of an H200, beside bf16: tables for docs/kernels.md.
+"""Modelled times of products with packed weights on an H200, compared with bf16: tables for docs/kernels.md.
 
     python -m tools.kernel_costs.packed_products
 
-The first is of the device alone, where a launch hides behind the one in front. The second adds what a product that is
-launched by itself takes, `LAUNCH_S`, which is fitted to the measured times of one row beside it; of 16 rows, whose
-blocks walk in steps of 32 of K, it has `few_rows_shape`'s time of these steps, too.
+The first is device time, with launches overlapped by the previous ones. The second adds `LAUNCH_S`, the cost of a
+separate launch, fitted to the measured times of one row beside it; for 16 rows, whose blocks take steps of 32 of K, it
+also has `few_rows_shape`'s time of these steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tools.kernel_costs.roofline import ISSUES, streamed
 
 SIZE = 8192
 ROWS = (1, 16)
-REGISTERS = 128  # a thread's at most, of up to 16 rows
+REGISTERS = 128  # at most, per thread, for up to 16 rows
 INSTRUCTIONS = {"bf16": (124, 124)} | {
     name: (packed_row.UNPACKING[name.split("_")[0]], few_rows_shape.unpacking(name))
     for name in ("u8", "e4m3_g128", "u4_g128", "e2m1_g32_exponents")
@@ -62,7 +62,7 @@ def times_of(weight: str, m: int, loop: int, model: GpuModel, size: int) -> tupl
 
 def row_of(weight: str, model: GpuModel, size: int = SIZE) -> list[str]:
     """A line of the first table: MB of the weight, instructions of its loop; for each number of rows the time, fast to
-    slow, and the share of the data sheet's bandwidth that the weight's bytes take."""
+    slow, and the weight's share of the data sheet's bandwidth."""
     cells = [weight]
     for m, loop in zip(ROWS, INSTRUCTIONS[weight], strict=True):
         product, (fast, expected, slow) = times_of(weight, m, loop, model, size)
@@ -74,8 +74,8 @@ def row_of(weight: str, model: GpuModel, size: int = SIZE) -> list[str]:
 
 
 def alone_of(weight: str, model: GpuModel) -> list[str]:
-    """A line of the second table, of the same products: for each number of rows what is modelled, of 16 rows also by
-    steps, and what was measured."""
+    """A line of the second table, of the same products: for each number of rows the modelled time, for 16 rows also by
+    steps, and the measured one."""
     cells = [weight]
     machine = gemm.machine_of("sm_90a", model.num_sms, model.max_clusters)
     for m, loop, measured in zip(ROWS, INSTRUCTIONS[weight], MEASURED_US[weight], strict=True):

@@ -52,7 +52,7 @@ def fill(text: str, measured: Measured) -> str:
 
 
 def roofline_table(measured: Measured) -> str:
-    """Microseconds below which no kernel can do a case's work, on each product."""
+    """Lower bounds of a case's microseconds, on each product."""
     rows = [
         [case.name, f"{case.work.least_bytes:,}", f"{case.work.flops:,}"]
         + [f"{case.work.roofline_us(model):.3f}" for model in PRODUCTS]

@@ -37,7 +37,7 @@ def product_cases() -> Iterator[Case]:
         yield gemm_case("gemv", (1, 1024, 1024), dtype, (1, 4))  # a warp reads x by itself
     for rows in (1, 16, 64):
         yield gemm_case("few_rows", (rows, 1024, 1024), "bf16", (64, 32))
-    # The large tile, of two blocks, which two multiprocessors take in turns; small ones; narrow ones, four of which
+    # The large tile, of two blocks, alternating between two multiprocessors; small ones; narrow ones, four of which
     # share a sum.
     yield gemm_case("hopper", (512, 512, 256), "bf16", (256, 256), hopper_tile=hopper.LARGE, num_multiprocessors=2)
     yield gemm_case("hopper", (256, 256, 256), "bf16", (128, 128), hopper_tile=hopper.SMALL)
@@ -65,8 +65,8 @@ def gemm_case(
     tier: str, sizes: tuple[int, int, int], dtype: str, tile: tuple[int, int] = (0, 0), *, reason: str = "",
     hopper_tile: Tile | None = None, parts: int = 1, num_multiprocessors: int = 132,
 ) -> Case:  # fmt: skip
-    """`tile`: rows and columns of the result for which x and the weight are read together; `hopper_tile` and `parts`
-    take the place of what the tier chooses."""
+    """`tile`: rows and columns of the result that share reads of x and the weight; `hopper_tile` and `parts` override
+    the tier's choice."""
     m, n, k = sizes
     operation = product_case(tier, m, n, k, dtype, tile=hopper_tile, parts=parts, num_sms=num_multiprocessors)
     size, tiled_bytes = ITEM_BYTES[dtype], 0
@@ -80,7 +80,7 @@ def gemm_case(
 
 
 def _exact_gemm(m: int, n: int, k: int) -> Case:
-    """A product whose K is cut into segments: their sums are written, and read again."""
+    """A product with K in segments: their sums are written, and read again."""
 
     def run(bench: Bench) -> None:
         product = gemm.Product(
@@ -102,7 +102,7 @@ def _exact_gemm(m: int, n: int, k: int) -> Case:
 def _packed_gemm(
     name: str, m: int, n: int, k: int, tier: str = "few_rows", hopper_tile: Tile | None = None
 ) -> Case:
-    """A product with a packed weight, of any bits: every one means a number. `hopper_tile`: whole K, by that tile."""
+    """A product with a packed weight of random bits, which all are valid. `hopper_tile`: whole K, by that tile."""
     packing = packing_of(name)
     assert packing is not None
     weight_bytes = packing.size_bytes(n, k, "bf16")
@@ -127,14 +127,14 @@ def _packed_gemm(
         columns, rows = hopper_tile.block_n, hopper_tile.block_m
     elif tier == "packed_row":
         columns = PACKED_ROWS * packed_row.teams(n, is_gated=False)
-    x_reads = 2 if tier == "packed_row" else 1  # for the largest number, and to be staged
+    x_reads = 2 if tier == "packed_row" else 1  # for the absolute maximum, and for staging
     tiled_bytes = -(-m // rows) * weight_bytes + -(-n // columns) * x_reads * m * k * 2 + m * n * 2
     return Case(f"gemm {tier} {name} m={m}", "gemm", f"{m} x {n} x {k}", work, run, "", tiled_bytes, True)
 
 
 def _bytes_gemm(name: str, m: int, n: int, k: int, arch: str = "") -> Case:
-    """A product whose rows were rounded to bytes by the launch in front, which is not in it: by `byte_tiles` int8, and
-    e4m3 on an architecture that is not the report's, else by `hopper_bytes`."""
+    """A product of rows rounded to bytes by a previous launch, which is not counted: by `byte_tiles` for int8, and for
+    e4m3 on an architecture other than the report's, else by `hopper_bytes`."""
     packing, is_by_tiles = packing_of(name), name == "u8" or arch != ""
     assert packing is not None
     weight_bytes = packing.size_bytes(n, k, "bf16")

@@ -1,9 +1,9 @@
-"""How long a GPU takes for a kernel: what it needs at sustained rates, and the latencies around that.
+"""Models a kernel's time on a GPU: its resources at sustained rates, and latencies.
 
-A kernel is as slow as the slowest of what it needs: the bytes of its sectors from memory and from the second-level
+A kernel takes the time of its slowest resource: the bytes of its sectors from memory and from the second-level
 cache, tensor-core work with its padding and the last round of tiles (clusters lie in one GPC), the exponentials of a
 softmax, and the instructions that warps issue (four a clock and multiprocessor; for products and prefill the main
-loop's machine instructions, docs/triton_comparison.json). To that come gaps, first bytes, waves and ends
+loop's machine instructions, docs/triton_comparison.json). Added to that are gaps, first bytes, waves and ends
 (`latencies.ASSUMPTIONS`).
 """
 
@@ -32,7 +32,7 @@ FEW_ROWS = 64  # up to here a product streams its weight
 
 @dataclass(frozen=True, slots=True)
 class Modelled:
-    """Seconds that a kernel needs of each resource, and those of its latencies."""
+    """Seconds of each of a kernel's resources, and of its latencies."""
 
     needs_s: dict[str, float]
     latencies_s: float = 0.0
@@ -48,7 +48,7 @@ class Modelled:
 
 
 def per_operation(work: str, tier: str, tile: str, arch: str) -> float:
-    """Machine instructions of a main loop for each product of 16 x 8 x 16. Raises KeyError where it was not counted."""
+    """Machine instructions of a main loop for each product of 16 x 8 x 16. Raises KeyError if it was not counted."""
     for row in json.loads(COMPARISON.read_text(encoding="utf-8"))["rows"]:
         ours = row["ours"]
         if (row["work"], row["arch"], ours["name"]) == (work, arch, tier) and tile in (ours["tile"], row["shape"]):
@@ -61,7 +61,7 @@ def issue_s(instructions: float, timing: Timing) -> float:
 
 
 def product(m: int, n: int, k: int, timing: Timing, *, is_dependent: bool = False) -> Modelled:
-    """A product of many rows by the Hopper tile, and the parts of K, that are planned for it."""
+    """A product of many rows by its planned Hopper tile and parts of K."""
     model = timing.model
     machine = gemm.machine_of(model.arch, model.num_sms, model.max_clusters)
     tile, parts = hopper.choose(m, n, k, machine, exact=False)
@@ -104,23 +104,23 @@ def prefill(
 
 
 def streamed(launched: Launched, timing: Timing, num_bytes: float = 0.0) -> Modelled:
-    """A product of few rows: its weight from memory, x again and again from the second-level cache. Or another kernel
-    that reads so many bytes once."""
+    """A product of few rows: its weight from memory, x repeatedly from the second-level cache; or another kernel that
+    reads so many bytes once."""
     num_bytes = num_bytes or launched.weight_bytes
     total = timing.streaming_s(launched, num_bytes)
     needs = {"memory": num_bytes / timing.bytes_per_s}
     if launched.product is not None and launched.name.startswith(("gemm_few_rows", "gemm_packed_row")):
         m, _, k = launched.product
         reads = 4.0 if launched.name.startswith("gemm_packed_row") else 2.0  # bytes of each number of x, a block
-        x_bytes = reads * launched.blocks / launched.cluster * m * k  # those of a cluster read a part of K each
+        x_bytes = reads * launched.blocks / launched.cluster * m * k  # blocks of a cluster each read a part of K
         needs["second-level cache"] = (num_bytes + x_bytes) / timing.of("cache_bandwidth")
         total += timing.of("cluster") if launched.cluster > 1 else 0.0
     return Modelled(needs, total - needs["memory"])
 
 
 def gathered(launched: Launched, timing: Timing) -> Modelled:
-    """A launch over chosen experts: which ones, and where they lie, comes from the cache before the first byte of a
-    weight can be asked for."""
+    """A launch over chosen experts: their indices and addresses are read from the cache before the first byte of a
+    weight."""
     num_bytes = launched.weight_bytes
     streaming = timing.stream_s(num_bytes, launched.blocks, timing.blocks_at_once(launched), under_way_bytes(launched))
     before = timing.gap_s(is_dependent=launched.is_dependent) + 2 * timing.of("cache") + timing.of("memory")
@@ -132,10 +132,10 @@ def gathered(launched: Launched, timing: Timing) -> Modelled:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a launch does not tell.
+    """The launch's context, beyond its arguments.
 
     Attributes:
-        kv_bytes: of keys and values that a layer's attention reads.
+        kv_bytes: of keys and values read by a layer's attention.
         draw_instructions: warp instructions of the draw.
     """
 

@@ -1,9 +1,9 @@
-"""What the compilers say of every kernel on every architecture: registers, spills, shared memory, occupancy.
+"""Compilers' facts on every kernel and architecture: registers, spills, shared memory, occupancy.
 
 Needs no GPU: NVVM makes the PTX, which the cache of kernels keeps, and nvJitLink, which is ptxas, the machine code.
-nvdisasm shows what ptxas has moved: loads that shall run before the kernel in front has ended, and how blocks of a
-cluster meet. Work is spread over processes by specialisation, and what was found is kept on disk, by the PTX, what
-assembles and reads it, and the files of this folder:
+nvdisasm shows ptxas's reordering of loads that should run before the previous kernel has ended, and the barriers of
+clusters. Work is spread over processes by specialisation, and the facts are cached on disk, keyed by the PTX, the
+assembler and disassembler, and the files of this folder:
 
     <XDG_CACHE_HOME or ~/.cache>/xserv/examined/<digest of the sources>/<digest>.facts
 """
@@ -50,7 +50,7 @@ from tools.kernel_costs.machine_code import MachineInstruction, disassemble
 QWEN_VOCABULARY = 151_936
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 
-_PTXAS = re.compile(r"C75\d\d[^\n]*")  # remarks that it does worse than was asked of it: serialised wgmma and the like
+_PTXAS = re.compile(r"C75\d\d[^\n]*")  # remarks on bad code: serialised wgmma and the like
 _DOUBLE = re.compile(r"\.f64\b")
 _LOCAL = re.compile(r"\.local\b")
 _DYNAMIC = re.compile(r"\.extern\s+\.shared")
@@ -67,13 +67,13 @@ that the TMA feeds have its copies for that.)"""
 
 @dataclass(frozen=True, slots=True)
 class MachineFacts:
-    """What only the machine code tells.
+    """Facts from the machine code.
 
     Attributes:
-        num_early_loads: loads from device memory in front of griddepcontrol.wait, in the PTX.
-        num_late_loads: how many of them ptxas has moved behind it.
-        num_device_fences: fences of the whole device, in a kernel whose blocks meet in clusters.
-        num_swaps: atomics that compare and swap, which a loop repeats until nobody came between.
+        num_early_loads: loads from device memory before griddepcontrol.wait, in the PTX.
+        num_late_loads: how many of them ptxas has moved after it.
+        num_device_fences: device-wide fences, in a kernel with clusters.
+        num_swaps: compare-and-swap atomics, which a loop retries.
     """
 
     num_early_loads: int = 0
@@ -83,7 +83,7 @@ class MachineFacts:
 
 
 def machine_facts(text: str, code: Sequence[MachineInstruction]) -> MachineFacts:
-    """Of a kernel's PTX and machine code."""
+    """The facts of a kernel's PTX and machine code."""
     opcodes = [each.opcode for each in code]
     num_early = num_there = 0
     if _WAIT in text:
@@ -95,9 +95,9 @@ def machine_facts(text: str, code: Sequence[MachineInstruction]) -> MachineFacts
 
 
 def _num_early_loads_of_code(code: Sequence[MachineInstruction]) -> int:
-    """How many loads from device memory a kernel may execute before it waits for the grid in front. Warps with roles of
-    their own wait each for itself: a load may stand behind another one's wait. What divides may be a function of its
-    own, in front of the kernel; one ends with a branch to itself."""
+    """The number of loads from device memory that a kernel may execute before it waits for the previous grid.
+    Specialised warps wait separately: a load may come after another one's wait. Division may be a function of its own,
+    before the kernel, which ends with a branch to itself."""
     starts = [0, *(index + 1 for index, each in enumerate(code) if each.target == index)]
     seen, waiting, count = set[int](), starts, 0
     while waiting:
@@ -117,9 +117,9 @@ def _num_early_loads_of_code(code: Sequence[MachineInstruction]) -> int:
 
 
 def num_early_loads(text: str) -> int:
-    """How many loads from device memory a kernel's PTX may execute before it waits for the grid in front. Compilers
-    for newer architectures write the wait below what follows it, so the order of the text tells nothing."""
-    runs: dict[str, list[str]] = {}  # instructions from a label, or from behind a branch, to the next of either
+    """The number of loads from device memory that a kernel's PTX may execute before it waits for the previous grid.
+    Compilers for newer architectures place the wait below later code, so the order of the text is meaningless."""
+    runs: dict[str, list[str]] = {}  # instructions from a label, or after a branch, to the next of either
     following: dict[str, set[str]] = {}
     name = ""
     runs[name], following[name] = [], set()
@@ -165,7 +165,7 @@ class StaticFacts:
         occupancy: threads resident at once over those that could be.
         messages: ptxas's remarks C75xx.
         has_double, has_local: whether the PTX computes in float64, or keeps anything in local memory.
-        machine: what the machine code tells; None where it was not read.
+        machine: facts from the machine code, or None if it was not read.
     """
 
     kernel: str
@@ -183,7 +183,7 @@ class StaticFacts:
     machine: MachineFacts | None = None
 
     def offences(self) -> list[str]:
-        """What no kernel may have, in words."""
+        """Forbidden properties of a kernel, in words."""
         found = []
         if self.spill_bytes:
             found.append(f"spills: {self.spill_bytes} bytes of spill stores and loads")
@@ -218,7 +218,7 @@ def can_depend(arch: str) -> bool:
 
 
 def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
-    """Bytes of dynamic shared memory that a kernel's plan asks for; 0 for a kernel without."""
+    """Bytes of dynamic shared memory in a kernel's plan; 0 for a kernel without."""
     name, constants = specialisation.name, specialisation.constants
     packing: Any = packing_of(str(constants.get("weight", "")))
     if name.startswith(("gemm_tensor_core", "experts_tensor_core")):
@@ -272,9 +272,9 @@ def dynamic_shared_bytes(specialisation: Specialisation, arch: str) -> int:
 def examine(
     specialisation: Specialisation, archs: Iterable[str], cache: KernelCache, nvdisasm: str | None
 ) -> list[StaticFacts]:
-    """A kernel on those architectures that have its instructions; without `nvdisasm`, less what the machine code tells.
+    """Examines a kernel on the architectures that have its instructions; without `nvdisasm`, not its machine code.
 
-    Raises RuntimeError where its PTX has dynamic shared memory that `dynamic_shared_bytes` does not know of.
+    Raises RuntimeError if its PTX has dynamic shared memory that `dynamic_shared_bytes` does not cover.
     """
     found = []
     for arch in archs:
@@ -288,7 +288,7 @@ def examine(
         facts = _read(path)
         if facts is None:
             with locked(path):
-                facts = _read(path)  # by another process, which held the lock
+                facts = _read(path)  # written by another process, which held the lock
                 if facts is None:
                     facts = _examine(specialisation, arch, text, dynamic, nvdisasm)
                     write_entry(path, dataclasses.asdict(facts), b"")
@@ -297,7 +297,7 @@ def examine(
 
 
 def examine_text(specialisation: Specialisation, arch: str, cache: KernelCache) -> list[str]:
-    """What no kernel may have, in words, by its PTX alone: float64 and local memory."""
+    """Forbidden properties of a kernel's PTX, in words: float64 and local memory."""
     text = cache.get(specialisation, arch, is_ptx=True).image.decode()
     found = [words for pattern, words in ((_DOUBLE, "f64"), (_LOCAL, "local")) if pattern.search(text)]
     return [f"{specialisation.name} on {arch}: {words} in its PTX" for words in found]
@@ -322,7 +322,7 @@ def _examine(
 
 
 def _path_of(specialisation: Specialisation, arch: str, text: str, dynamic_bytes: int, nvdisasm: str | None) -> Path:
-    """Where the facts are kept. `nvdisasm` is told from another one by its bytes' number and time."""
+    """The path of the cached facts. `nvdisasm` is identified by its file's size and time."""
     program = "" if nvdisasm is None else f"{(status := Path(nvdisasm).stat()).st_size} {status.st_mtime_ns}"
     words = specialisation.name, str(specialisation.max_threads), arch, text, str(dynamic_bytes), tool_versions()
     key = hashlib.sha256("\0".join((*words, program)).encode()).hexdigest()[:24]

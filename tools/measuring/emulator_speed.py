@@ -1,9 +1,9 @@
-"""How fast the emulated GPU is: lane-instructions a second of a tiled 256³ float32 matrix product.
+"""Measures the emulated GPU's speed: lane-instructions a second of a tiled 256³ float32 matrix product.
 
     python -m tools.measuring.emulator_speed [--rounds N] [--json FILE]
 
-The kernel is the smallest that has everything: loads, shared memory, barriers, a loop. Settings take turns, round by
-round, and the median counts; the product, of small integers, must be exact in every round.
+The kernel is a minimal one with everything: loads, shared memory, barriers, a loop. Settings take turns, round by
+round, and the median is reported; the product, of small integers, must be exact in every round.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _tiled(a, b, c, n):
 
 
 def measure(rounds: int, num_threads: int) -> dict[str, float]:
-    """Median million lane-instructions a second by what is checked."""
+    """Median million lane-instructions a second, by enabled checks."""
     pointer = types.CPointer(float32)
     text, _ = cuda.compile(
         _tiled.py_func, (pointer, pointer, pointer, int32), cc=(8, 0), device=False, abi="numba", output="ptx",

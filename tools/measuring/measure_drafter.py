@@ -1,10 +1,10 @@
-"""What a drafter is worth on the bundled model: tokens a step on questions that it was not trained on, and time.
+"""Measures a drafter on the bundled model: tokens per step on held-out questions, and time.
 
     python -m tools.measuring.measure_drafter [--speculation eagle3] [--num 20] [--rounds 5] [--tokens 7]
 
-Each question is asked alone, decoded greedily. A step's tokens are those that it keeps, the one that comes without
-proposals included; steps with prompts are left out. Then all questions are asked one after another, in turns with and
-without speculation, where the engine chooses how many proposals pay, and the medians of the rounds are compared.
+Each question runs alone, decoded greedily. A step's tokens are its accepted ones plus the one of the model; steps with
+prompts are left out. Then all questions run one after another, in turns with and without speculation, with the engine's
+choice of the draft length, and the medians of the rounds are compared.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tools.demo_model import tasks
 
 
 def _ask(engine: Engine, name: str, prompt: list[int]) -> tuple[int, int]:
-    """Tokens behind the first, and the steps that gave them."""
+    """Tokens after the first, and their steps."""
     params = SamplingParams(max_tokens=96, temperature=0.0)
     engine.add(EngineRequest(request_id=name, prompt_token_ids=prompt, params=params,
                              eos_token_ids=engine.info.eos_token_ids))  # fmt: skip

@@ -1,20 +1,20 @@
-"""What a step of speculation takes of the engine's thread beside the model: processor time, by sequence and step.
+"""Measures speculation's CPU time on the engine's thread, without the model, per sequence and step.
 
     python -m tools.measuring.measure_lookup [--tokens 32768] [--steps 400] [--sequences 1 8]
 
-*drafter*: one proposal, of a sequence that has grown by one token: the index follows, the place is looked for, the
-proposal is made. *engine*: all that speculation adds to a step where every proposal is tried: `Speculator.propose` and
-`Speculator.observe`, shared by the sequences of a step. Sequences have the given number of tokens when it begins, and
-what the tenant has been answered is full. *cold*: before each step 64 MB are read, as a model's weights are, so that
-caches have nothing left of texts and indices.
+*drafter*: one proposal, of a sequence that has grown by one token: index update, search, and proposal. *engine*: all
+    that speculation adds to a step with every proposal verified: `Speculator.propose` and `Speculator.observe`, divided
+    by the sequences of a step. Sequences start with the given number of tokens, and the store of the tenant's answers
+    is full. *cold*: 64 MB are read before each step, like a model's weights, to evict texts and indices from the
+    caches.
 
-Texts: *words* are drawn from 100,000 ids as words of a language are (Zipf): nothing agrees for long, so `suffix` looks
-among the answers, too; *repeated* is a stretch of 500 of them again and again, which is found at once; *one token* has
+Texts: *words* are drawn from 100,000 ids with a language's distribution (Zipf): matches are short, so `suffix` also
+    searches the answers; *repeated* is a stretch of 500 of them over and over, which is found at once; *one token* has
 the longest chain of places.
 
-*off*: what the engine asks on the way of a step without a speculator.
+*off*: the engine's checks in a step without a speculator.
 
-Medians over the steps, in microseconds. What the clock takes is taken off.
+Medians over the steps, in microseconds, less the clock's own time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ TEXTS: dict[str, Callable[[np.random.Generator, int], Ids]] = {
 
 
 def sequence_of(ids: Ids) -> Sequence:
-    """It has computed all but the last of these tokens, which are its prompt but for that one."""
+    """A sequence that has computed all but the last of these tokens; all but that one are its prompt."""
     most = len(ids) + 100_000
     found = Sequence(Request("x", ids[:-1], SamplingParams(max_tokens=most), max_tokens=most, arrival_s=0.0), 0)
     found.num_pending += 1
@@ -76,7 +76,7 @@ def grow(sequence: Sequence, token_id: int) -> None:
 
 
 def median_us(nanoseconds: list[int]) -> float:
-    """Without the clock, asked twice in a row."""
+    """The median, less the time of two readings of the clock."""
     clock = []
     for _ in range(1001):
         begun = time.thread_time_ns()
@@ -87,7 +87,7 @@ def median_us(nanoseconds: list[int]) -> float:
 def measure(
     drafter: NgramDrafter, ids: Ids, num_tokens: int, num_sequences: int, *, is_cold: bool
 ) -> tuple[float, float]:
-    """Microseconds a sequence and step: of the drafter alone, and of all that the engine does."""
+    """Microseconds per sequence and step: of the drafter alone, and of the whole engine."""
     rng = np.random.default_rng(1)
     weights = np.ones(WEIGHTS_BYTES // 8) if is_cold else np.ones(1)
     if isinstance(drafter, SuffixDrafter):
@@ -121,7 +121,7 @@ def measure(
 
 
 def asked_when_off(engine: Engine, step: Step) -> None:
-    """What stands in the way of a step: `OpenSteps.plan`, `start` and `finish`, `Engine.step`, `Scheduler.schedule`,
+    """The checks in a step: `OpenSteps.plan`, `start` and `finish`, `Engine.step`, `Scheduler.schedule`,
     and `OpenRequests` at a sequence's end."""
     steps = engine.steps
     if steps.speculator is not None or engine.scheduler.drafts or step.num_drafts:

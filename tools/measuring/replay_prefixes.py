@@ -1,11 +1,11 @@
-"""How many prefix blocks a pool of a given size finds again over a recorded trace, beside LRU and the optimum.
+"""Prefix cache hits of a pool of a given size over a recorded trace, compared with LRU and the optimum.
 
     python tools/measuring/replay_prefixes.py mooncake_conversation.jsonl
 
 Each line of a Mooncake trace lists a request's prompt as ids of blocks (512 tokens); equal ids mean equal blocks after
 equal blocks. The requests are replayed one after another through the engine's own scheduler and block pool, each id as
-a block of two tokens. The other columns come from code that shares nothing with them: least recently used, and
-Belady's optimum (evict what is used again last), which knows the future.
+a block of two tokens. The other columns come from independent code: least recently used, and Belady's optimum (evict
+the block with the farthest next use), which knows the future.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Row:
 
     @property
     def closed(self) -> float:
-        """The share of the gap between LRU and the optimum that is closed."""
+        """The share of the gap between LRU and the optimum that the engine closes."""
         return (self.ours - self.lru) / (self.belady - self.lru) if self.belady > self.lru else 0.0
 
 
@@ -58,8 +58,8 @@ def read_prompts(path: Path, most: int | None = None) -> list[list[int]]:
 
 
 def scheduler_hits(prompts: Prompts, num_blocks: int, eviction: str) -> int:
-    """Through the engine's scheduler and block pool. At least one token of a prompt is always computed: a last block
-    that was found but for that token counts, as its content is copied."""
+    """Hits of the engine's scheduler and block pool. At least one token of a prompt is always computed: a last block
+    that is found except for that token counts, as its content is copied."""
     most = max(map(len, prompts)) * BLOCK_SIZE + 1
     limits = EngineLimits(
         max_model_len=most, max_num_seqs=1, max_num_batched_tokens=most, block_size=BLOCK_SIZE, num_blocks=num_blocks,
@@ -100,7 +100,7 @@ def lru_hits(prompts: Prompts, num_blocks: int) -> int:
 
 
 def belady_hits(prompts: Prompts, num_blocks: int) -> int:
-    """The optimum: whenever room is needed, the block whose next use is farthest away goes, the deepest first."""
+    """The optimum: evicts the block with the farthest next use, the deepest first."""
     next_use: dict[int, int] = {}
     uses: list[list[int]] = []
     for place in range(len(prompts) - 1, -1, -1):
@@ -116,7 +116,7 @@ def belady_hits(prompts: Prompts, num_blocks: int) -> int:
         missing = len(prompt) - count
         while len(kept) + missing > num_blocks:
             use, _, block = heapq.heappop(farthest)
-            if -use != place and kept.get(block) == -use:  # the prompt's own blocks stay
+            if -use != place and kept.get(block) == -use:  # the prompt's own blocks are kept
                 del kept[block]
         for depth, (block, use) in enumerate(zip(prompt, following)):
             kept[block] = use

@@ -1,13 +1,13 @@
 """Makes the goldens of tests/models from Hugging Face transformers; needs the extra `reference` (torch,
 transformers).
 
-    python tools/references/generate_reference.py [CASE ...]  # writes tests/models/goldens/<case>/, all or those named
+    python tools/references/generate_reference.py [CASE ...]  # writes tests/models/goldens/<case>/, all or the named
+                                                              ones
 
-Each case is a small random model of one family: `config.json` as transformers writes it now,
-`config_older.json` as it wrote it before version 5, `golden.json` (tensor names and shapes, the seed of the
-weights, the prompt, greedy continuations) and `logits.npz` (the prompt's logits `[tokens, vocabulary]`, in
-float32 arithmetic). Every model is run twice: with its float32 weights, and with the same weights rounded
-to bfloat16.
+Each case is a small random model of one family: `config.json` as written by transformers now, `config_older.json` as
+written before version 5, `golden.json` (tensor names and shapes, the seed of the weights, the prompt, greedy
+continuations) and `logits.npz` (the prompt's logits `[tokens, vocabulary]`, in float32 arithmetic). Every model is run
+twice: with its float32 weights, and with the same weights rounded to bfloat16.
 
 transformers' own reading of the older spelling must give the same logits, or nothing is written.
 """
@@ -64,11 +64,11 @@ _SAYS_NOTHING = (
 
 
 def older_spelling(fields: dict[str, Any]) -> dict[str, Any]:
-    """The same config as versions of transformers before 5 wrote it."""
+    """The same config in the format of transformers before version 5."""
     older = dict(fields)
     older["torch_dtype"] = older.pop("dtype", None) or "float32"
     rope = older.pop("rope_parameters", None)
-    if rope is not None and "full_attention" in rope:  # an older file's scaling was meant for those layers
+    if rope is not None and "full_attention" in rope:  # older files scaled those layers
         rope, local = rope["full_attention"], rope["sliding_attention"]
         if older["model_type"] == "gemma3_text":
             older["rope_local_base_freq"] = local["rope_theta"]
@@ -86,7 +86,7 @@ def older_spelling(fields: dict[str, Any]) -> dict[str, Any]:
     if older["model_type"] == "gpt_neox":
         older["rotary_pct"], older["rotary_emb_base"] = older.pop("partial_rotary_factor"), older.pop("rope_theta")
     kinds = older.get("layer_types")
-    # Full layers first: max_window_layers says the same, but for EXAONE 4, which has no such field.
+    # Full layers first: equivalent to max_window_layers, except for EXAONE 4, which lacks the field.
     if kinds is not None and kinds == sorted(kinds) and older["model_type"] != "exaone4":
         del older["layer_types"]
     older["transformers_version"] = "4.40.0"
@@ -135,8 +135,8 @@ def layers_with_experts(model: Any) -> list[Any]:
 
 
 def choice_margin(config: Any, experts: Any, logits: torch.Tensor) -> float:
-    """By how much the choice of a layer's router is clear, `logits [tokens, experts]`: in logits, or in four times
-    sigmoids, of groups of experts and of those within the best ones."""
+    """The margin of a layer's router, `logits [tokens, experts]`: in logits, or in four times sigmoids, of groups of
+    experts and of experts within the best groups."""
     if config.model_type == "phimoe":
         return sparsemixer_margin(config, logits)
     if config.model_type == "ernie4_5_moe":
@@ -156,7 +156,7 @@ def choice_margin(config: Any, experts: Any, logits: torch.Tensor) -> float:
 
 
 def sparsemixer_margin(config: Any, logits: torch.Tensor) -> float:
-    """The same of one expert after another, and of what is near enough to count with each."""
+    """The same for one expert after another, and for the threshold of experts that share each one's softmax."""
     best = logits.sort(dim=-1, descending=True).values
     least = float((best[:, :2] - best[:, 1:3]).min())
     for peak in (best[:, :1], best[:, 1:2]):
@@ -166,9 +166,9 @@ def sparsemixer_margin(config: Any, logits: torch.Tensor) -> float:
 
 
 def least_router_margin(config: Any, prompt: list[int], seed: int) -> float:
-    """By how much the logit of an expert that is just chosen is above that of one that is just not, at least, with
-    either kind of weights, over the prompt and its continuation: rounding to bfloat16 must not choose another one.
-    Infinite for a model without experts."""
+    """The smallest margin between the logits of the last chosen and the first rejected expert, with either kind of
+    weights, over the prompt and its continuation: rounding to bfloat16 must not change the choice. Infinite for a model
+    without experts."""
     top_k = getattr(config, "num_experts_per_tok", None)
     least = float("inf")
     if top_k is None:
@@ -239,7 +239,7 @@ def make_case(name: str, config: Any, num_prompt_tokens: int, seed: int) -> None
 
 
 def make_internlm2() -> None:
-    """InternLM 2, which transformers has not: Llama's arithmetic with its names, queries, keys and values in one."""
+    """InternLM 2, which transformers lacks: Llama's arithmetic with its names, queries, keys and values in one."""
     name, seed, head_dim, q_heads, kv_heads = "internlm2_grouped", 1000, 8, 6, 2
     config = small(
         "Llama", q_heads * head_dim, 37, **heads(q_heads, kv_heads), attention_bias=True, rope_parameters={

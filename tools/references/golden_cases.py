@@ -40,7 +40,7 @@ def qwen3(**changes: Any) -> Any:
 
 
 def small(family: str, hidden: int, inner: int, **changes: Any) -> Any:
-    """A config of the families whose goldens are kept small."""
+    """A small config."""
     config_class = getattr(transformers, f"{family}Config")
     fields = {"vocab_size": 61, "pad_token_id": None, **sizes(hidden, inner)}
     return decoder(config_class, **{**fields, **changes})
@@ -173,7 +173,7 @@ def cases() -> dict[str, tuple[Any, int]]:
 
 
 def newer_cases() -> dict[str, tuple[Any, int]]:
-    """Those of phi3, smollm3, granite, olmo2, olmo3, gemma2, gemma3, ministral3, glm and glm4."""
+    """The cases of phi3, smollm3, granite, olmo2, olmo3, gemma2, gemma3, ministral3, glm and glm4."""
     theta, two = {"rope_type": "default", "rope_theta": 1e4}, {"head_dim": 16, "num_hidden_layers": 2}
     longrope = {
         "rope_type": "longrope",
@@ -323,7 +323,7 @@ def newer_cases() -> dict[str, tuple[Any, int]]:
 
 
 def family_cases() -> dict[str, tuple[Any, int]]:
-    """Those of the families after them. New ones stand at the end: a case's place is the seed of its weights."""
+    """The cases of newer families. Append new ones: a case's index is the seed of its weights."""
     untied = {"tie_word_embeddings": False}
     return {
         "gemma_odd": (small("Gemma", 36, 37, **heads(3, 1), head_dim=14, attention_bias=True), 19),

@@ -1,9 +1,9 @@
-"""Writes what transformers' configuration classes have of themselves, for `tests/models/configuration/test_classes.py`.
+"""Writes the defaults of transformers' configuration classes, for `tests/models/configuration/test_classes.py`.
 
     python tools/references/make_class_configs.py tests/models/configuration/class_configs.json
 
-A script for a Python with transformers. The file has `Config().to_dict()` by `model_type`, for each type that
-`models/configuration/class_defaults.py` knows.
+A script for a Python with transformers. The file has `Config().to_dict()` by `model_type`, for each type in
+`models/configuration/class_defaults.py`.
 """
 
 from __future__ import annotations

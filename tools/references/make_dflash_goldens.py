@@ -1,10 +1,10 @@
-"""Writes what the models of z-lab and DeepSpec make of given hidden states: logits of tiny DFlash and DSpark drafters.
+"""Writes the logits of z-lab's and DeepSpec's tiny DFlash and DSpark drafters for given hidden states.
 
     python -m tools.references.make_dflash_goldens     # needs torch, transformers, and both repositories on PYTHONPATH
 
 Each case of `tests/models/drafters/dflash_cases.py` becomes `tests/models/drafters/dflash/CASE.npz`: for each number of
-known hidden states, all of them computed at once, the logits of the block behind. z-lab's model is given windows and
-causality as a mask, in float64; DSpark's draws are greedy, and its logits have the bias of the token before.
+known hidden states, all of them computed at once, the logits of the block after them. z-lab's model gets windows and
+causality as a mask, in float64; DSpark samples greedily, and its logits include the bias of the previous token.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Writes tiny EAGLE-3 drafters as `speculators` saves them, and what its own model makes of given hidden states.
+"""Writes tiny EAGLE-3 drafters saved by `speculators`, and its own model's results for given hidden states.
 
     python -m tools.references.make_eagle3_goldens          # needs speculators, transformers and torch
 
 Each case of `tests/models/drafters/eagle3_cases.py` becomes a folder in `tests/models/drafters/eagle3`: the checkpoint,
-and `expected.npz` with the hidden states and tokens that it was given, and the logits of each step ahead.
+and `expected.npz` with the given hidden states and tokens, and the logits of each step ahead.
 """
 
 from __future__ import annotations

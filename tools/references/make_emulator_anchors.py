@@ -1,8 +1,8 @@
-"""Compiles the anchors of the emulator: PTX that other compilers made from sources of ours (tools/references/anchors/).
+"""Compiles the anchors of the emulator: PTX that other compilers make from our sources (tools/references/anchors/).
 
-Needs Triton, which compiles for an architecture without a GPU, and nvcc. Writes `<name>.ptx` and `anchors.json`, what a
-launch has to know, into tests/runtime/emulator/anchors/; both are committed, so that nobody else needs either
-compiler. A debugger's sections, comments and line marks are taken out, nothing else is touched.
+Needs Triton, which compiles for an architecture without a GPU, and nvcc. Writes `<name>.ptx` and `anchors.json`, the
+launches' parameters, into tests/runtime/emulator/anchors/; both are committed, so that the tests do not need the
+compilers. Debug sections, comments and line marks are removed.
 
     python tools/references/make_emulator_anchors.py [NAME ...]
 """
@@ -66,7 +66,7 @@ NVCC: dict[str, tuple[str, str, str, int, int]] = {}
 
 
 def trimmed(text: str) -> str:
-    """The text without what only a debugger reads."""
+    """The text without debug information."""
     kept, skipping = [], False
     for line in text.split("\n"):
         code = line.split("//", 1)[0].rstrip()

@@ -1,6 +1,6 @@
-"""Writes what transformers' image processors make (``backend="pil"``): ``tests/runtime/images/golden_patches.json`` of
-``Qwen2VLImageProcessorPil``, ``golden_fixed.json`` of those of CLIP, SigLIP and Gemma 3, ``golden_sides.json`` of
-Pixtral's.
+"""Writes the results of transformers' image processors (``backend="pil"``):
+``tests/runtime/images/golden_patches.json`` of ``Qwen2VLImageProcessorPil``, ``golden_fixed.json`` of those of CLIP,
+SigLIP and Gemma 3, ``golden_sides.json`` of Pixtral's.
 
     python -m tools.references.make_image_goldens          # needs transformers, torch and Pillow
 """
@@ -71,7 +71,7 @@ def opened(name: str) -> Any:
 
 def make_sides() -> None:
     """Pixtral's processor: each picture's height and width, and the digest of its pixels, channels first. A picture is
-    None if it cannot be resized, since a side would have no pixels."""
+    None if a side would have no pixels."""
     import transformers
 
     found: dict[str, Any] = {}

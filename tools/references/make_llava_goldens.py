@@ -1,4 +1,4 @@
-"""Writes what transformers makes of the tiny models of `llava_cases.py`, `pixtral_cases.py` and `gemma3_cases.py` of
+"""Writes transformers' results for the tiny models of `llava_cases.py`, `pixtral_cases.py` and `gemma3_cases.py` of
 `tests/models/vision`.
 
     python -m tools.references.make_llava_goldens [CASE]          # needs transformers and torch
@@ -70,7 +70,7 @@ def make_case(module: ModuleType, case: str) -> None:
 
 
 def logits_of(model: Any, ids: list[int], pixels: Any, **more: Any) -> np.ndarray[Any, Any]:
-    """Of all positions; Gemma is told which are pictures, so that they see each other."""
+    """Logits of all positions; Gemma gets a mask of pictures, so that their tokens see each other."""
     import torch
 
     if model.config.model_type == "gemma3":

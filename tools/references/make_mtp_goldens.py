@@ -1,10 +1,10 @@
-"""Writes what prediction layers of tiny models make of given hidden states, by the layers of transformers.
+"""Writes the results of tiny models' prediction layers for given hidden states, by transformers' layers.
 
     python -m tools.references.make_mtp_goldens          # needs torch and transformers
 
-transformers passes over these layers, but they consist of what it has: a layer of the family behind two norms and a
-map. Each case of `tests/models/drafters/mtp_cases.py` becomes a file in `tests/models/drafters/mtp`: the hidden states
-behind the model's last layer, the tokens, and the logits of each step ahead. Weights are made again from their seeds.
+transformers skips these layers, but has their parts: a layer of the family after two norms and a map. Each case of
+`tests/models/drafters/mtp_cases.py` becomes a file in `tests/models/drafters/mtp`: the hidden states after the model's
+last layer, the tokens, and the logits of each step ahead. Weights are generated from their seeds.
 """
 
 from __future__ import annotations

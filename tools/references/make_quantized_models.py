@@ -14,7 +14,7 @@
     python tools/references/make_quantized_models.py mxfp4
     # with nvidia-modelopt >= 0.47
     python tools/references/make_quantized_models.py modelopt
-    # with compressed_tensors: what `xserv quantize` wrote
+    # with compressed_tensors: folders of `xserv quantize`
     python tools/references/make_quantized_models.py read FOLDER ...
 
 Each case is a Llama of one layer, whose matrices the library quantises and packs: `config.json`, `model.safetensors`,
@@ -41,7 +41,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class Case:
-    """One checkpoint that is being made: a Llama whose matrices are quantised one after another."""
+    """One checkpoint under construction: a Llama whose matrices are quantised one after another."""
 
     def __init__(self, name: str, dtype: torch.dtype = torch.bfloat16, head_dim: int = 16, inner: int = 64) -> None:
         self.name, self.dtype = name, dtype
@@ -73,7 +73,7 @@ class Case:
         self.dequantised: dict[str, dict[str, str]] = {}
 
     def add(self, module: str, stored: Tensors, dequantised: torch.Tensor) -> None:
-        """Stores a matrix, and what the library makes of it, `[N, K]`."""
+        """Stores a matrix, and the library's floats of it, `[N, K]`."""
         self.tensors |= {f"{module}.{part}": tensor for part, tensor in stored.items()}
         self.dequantised[f"{module}.weight"] = {
             "dtype": str(dequantised.dtype).removeprefix("torch."),
@@ -85,7 +85,7 @@ class Case:
         self.tensors[f"{module}.weight"] = self.matrices[module]
 
     def write(self, quantization_config: dict[str, Any] | None) -> None:
-        """The folder; None: the config does not say that it is quantised."""
+        """Writes the folder; with None the config does not mention quantisation."""
         folder = FIXTURES / self.name
         folder.mkdir(parents=True, exist_ok=True)
         config = {**self.config, **({"quantization_config": quantization_config} if quantization_config else {})}
@@ -297,7 +297,7 @@ def gptq_cases() -> None:
 
 
 def awq_cases(source: str) -> None:
-    """Any words at all: `dequantize_gemm` says what they are."""
+    """Random words, which `dequantize_gemm` dequantises."""
     path = Path(source) / "awq" / "utils" / "packing_utils.py"
     spec = importlib.util.spec_from_file_location("packing_utils", path)
     assert spec is not None
@@ -405,7 +405,7 @@ def mxfp4_case() -> None:
 
 
 def modelopt_cases() -> None:
-    """Whole folders as NVIDIA's exporter writes them; one says how only in hf_quant_config.json, as older ones do."""
+    """Whole folders of NVIDIA's exporter; one has its config only in hf_quant_config.json, like older ones."""
     import modelopt.torch.quantization as mtq
     import transformers
     from modelopt.torch.export import export_hf_checkpoint
@@ -413,7 +413,7 @@ def modelopt_cases() -> None:
     from safetensors.torch import load_file
 
     def floats_of(tensors: Tensors, module: str) -> torch.Tensor:
-        """What the library's own tensor makes of a matrix, in float32: its FP8 rounds scales to the type first."""
+        """The library's own tensor of a matrix, dequantised to float32: its FP8 rounds scales to the type first."""
         weight, scale = tensors[f"{module}.weight"], tensors[f"{module}.weight_scale"]
         if weight.dtype == torch.uint8:
             shape = torch.Size((weight.shape[0], 2 * weight.shape[1]))
@@ -459,7 +459,7 @@ def modelopt_cases() -> None:
 
 
 def read_folders(*folders: str) -> None:
-    """Prints digests of what compressed_tensors makes of folders: by the folder's name and the tensor's."""
+    """Prints digests of folders dequantised by compressed_tensors, by the folder's and the tensor's name."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
     from safetensors.torch import load_file

@@ -2,7 +2,7 @@
 
     python -m tools.references.make_tokenizer_classes     # needs transformers
 
-The folders are those of `tests/tokenizer/class_cases.py`; cases with the same ids stand together.
+The folders are those of `tests/tokenizer/class_cases.py`; cases with the same ids are grouped.
 """
 
 from __future__ import annotations

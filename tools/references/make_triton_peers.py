@@ -1,11 +1,11 @@
-"""Compiles the Triton kernels that ours are counted beside, for each configuration that the tutorials' tuners try.
+"""Compiles the Triton kernels that ours are compared with, for each configuration of the tutorials' tuners.
 
-Needs Triton, which compiles without a GPU. Writes `<name>.ptx` and `peers.json`, what a launch has to know, into
-tools/comparing/triton_comparison/ptx/; both are committed, so that the comparison is made anew without Triton.
+Needs Triton, which compiles without a GPU. Writes `<name>.ptx` and `peers.json`, the launches' parameters, into
+tools/comparing/triton_comparison/ptx/; both are committed, so that the comparison does not need Triton.
 
     python tools/references/make_triton_peers.py
 
-The configurations are those of the tutorials that Triton 3 comes with: of 03-matrix-multiplication all for 16-bit
+The configurations are those of Triton 3's tutorials: of 03-matrix-multiplication all for 16-bit
 factors; of 06-fused-attention (tiles of 64 or 128 queries by 32 to 128 keys, 2 to 4 stages, 4 or 8 warps; not 8 warps
 on Hopper below 128 x 128) a choice of the large tiles. Of experts they are the tiles of ours, with the stages and warps
 of the tutorial's nearest tile.

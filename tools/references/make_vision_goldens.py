@@ -1,4 +1,4 @@
-"""Writes what transformers makes of the tiny models of `tests/models/vision/cases.py`.
+"""Writes transformers' results for the tiny models of `tests/models/vision/cases.py`.
 
     python -m tools.references.make_vision_goldens [CASE ... | configs]          # needs transformers and torch
 """
@@ -30,8 +30,8 @@ def main() -> None:
 
 
 def make_configs() -> None:
-    """`resaved_configs.json`: the configs of all families' cases as `save_pretrained` writes them with a model that
-    `from_pretrained(dtype=...)` has loaded."""
+    """`resaved_configs.json`: the configs of all families' cases, written by `save_pretrained` of a model loaded by
+    `from_pretrained(dtype=...)`."""
     import torch
     import transformers
 
@@ -94,7 +94,7 @@ def make_case(case: str) -> None:
 
 
 def check_stored(model: Any, shapes: dict[str, tuple[int, ...]]) -> None:
-    """transformers makes this model of the tests' checkpoint."""
+    """Checks that transformers makes this model of the tests' checkpoint."""
     import torch
     from safetensors.numpy import save_file
 
@@ -107,8 +107,8 @@ def check_stored(model: Any, shapes: dict[str, tuple[int, ...]]) -> None:
 
 
 def positions_of(model: Any, ids: Any, kinds: Any, grids: Any) -> tuple[Any, Any]:
-    """transformers' `get_rope_index`. It takes a run of picture tokens for one picture: of two side by side, the second
-    is given as another kind of the same axis rule, a video of one frame."""
+    """transformers' `get_rope_index`. It treats a run of picture tokens as one picture: of two adjacent ones, the
+    second is given as a video of one frame, which has the same axis rule."""
     import torch
 
     kinds = kinds.clone()

@@ -1,12 +1,12 @@
-"""What a stream's event costs the server process, and how many leave it in a second.
+"""Measures the server process's cost per stream event, and events per second.
 
     python tools/serving/bench_events.py --streams 200 --tokens 400 [--json FILE]
 
-The engine is a thread that answers every open request with one token a step, and begins a step when the server has
-handed out the one before; so this measures the server alone: bridge, text pipeline, JSON, framing, HTTP, the socket. A
+The engine is a thread that answers every open request with one token a step, and starts a step when the server has
+delivered the previous one; so this measures only the server: bridge, text pipeline, JSON, framing, HTTP, the socket. A
 second process reads. Cost is the CPU time of the whole server process, engine thread included, over the events.
-`loop_ns` says how fast the machine was meanwhile: what a turn of an empty loop cost. Compare runs where it is the same,
-or the ratios."""
+`loop_ns` is the machine's speed meanwhile: the cost of an empty loop's iteration. Compare runs of the same value, or
+ratios."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TEXT = (
 
 
 def loop_ns() -> float:
-    """CPU nanoseconds of one turn of a plain loop: how fast this core is just now, with whom it shares its caches."""
+    """CPU nanoseconds per iteration of a plain loop: this core's present speed, under its present load."""
     begin, total = time.thread_time(), 0
     for number in range(2_000_000):
         total += number
@@ -42,7 +42,7 @@ def loop_ns() -> float:
 
 
 def serve(connection: multiprocessing.connection.Connection, options: dict[str, Any]) -> None:
-    """The server process: tells its port, waits for the end, tells its CPU seconds and when it sent."""
+    """The server process: reports its port, waits for the end, reports its CPU seconds and the times of sending."""
     import asyncio
 
     import uvicorn
@@ -59,7 +59,7 @@ def serve(connection: multiprocessing.connection.Connection, options: dict[str, 
     ids = list(itertools.islice(itertools.cycle(tokenizer.encode(TEXT)), options["tokens"]))
 
     class Engine:
-        """Answers when all `streams` requests are there."""
+        """Starts answering when all `streams` requests have arrived."""
 
         info = EngineInfo(
             model_name="bench", model_path="", architecture="none", device="cpu", dtype="float32", vocab_size=1 << 20,
@@ -111,10 +111,10 @@ def serve(connection: multiprocessing.connection.Connection, options: dict[str, 
             self.has_ended.set()
 
         def pause(self, request_id: str) -> None:
-            """It goes on: whoever is not read is waited for by nobody."""
+            """Does nothing: the engine does not wait for slow readers."""
 
         def resume(self, request_id: str) -> None:
-            """It was never paused."""
+            """Does nothing: it was never paused."""
 
         def cancel(self, request_id: str, index: int | None = None) -> None:
             pass
@@ -157,7 +157,7 @@ def serve(connection: multiprocessing.connection.Connection, options: dict[str, 
 
 
 def read(port: int, streams: int, route: str) -> int:
-    """Ask for the streams and read them to their ends: the number of events."""
+    """Requests the streams and reads them to their ends; returns the number of events."""
     ask: dict[str, Any]
     if route == "chat":
         path, ask = "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}

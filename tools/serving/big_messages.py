@@ -1,16 +1,15 @@
-"""Measures how long others stand still while one client sends a big request, or gets a big answer.
+"""Measures the stalls of other clients while one sends a big request, or gets a big answer.
 
     python tools/serving/big_messages.py --url http://127.0.0.1:8000 [--pid PID] [--cases idle ids ...]
             [--output-json FILE]
 
 While each big request is on its way, a chat is streamed again and again, and `GET /health` begins every 10 ms, each on
 a connection of its own. Prints, for each case, the big answer's size and time, the longest silence within a stream, and
-the longest wait for `/health`. The stream waits for the engine, too, which is busy with the same answer: `/health` is
-the server's alone. Run it on an idle server, whose own figures stand under "idle".
+the longest wait for `/health`. The stream also waits for the engine, which is busy with the same answer; `/health`
+needs only the server. Run it on an idle server; "idle" has the baseline.
 
-On a machine that others use, times say more of them than of the server. With the server's process id, which has to be
-on this machine, Linux tells how long the server's threads have run: "cpu" is the most that they ran during a silence or
-a wait, which is how long that would be on a quiet machine.
+On a shared machine, times depend on other load. With the server's process id, on this machine, the CPU time of its
+threads is read from Linux: "cpu" is the most during a silence or a wait, which is its length on a quiet machine.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ CASES: dict[str, tuple[str, dict[str, Any]] | None] = {
 
 @dataclass(slots=True)
 class Seen:
-    """Of the others: silences within streams, and waits for `/health`, each in seconds of the clock and of the
-    server's threads."""
+    """The other clients' silences within streams, and waits for `/health`, each in seconds of wall time and of the
+    server's CPU time."""
 
     pid: int | None
     gaps: list[tuple[float, float]] = field(default_factory=list)
@@ -70,7 +69,7 @@ class Seen:
 
 
 def run_time_s(pid: int) -> float:
-    """How long the threads of a process have run."""
+    """The CPU time of a process's threads."""
     total = 0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with suppress(OSError):  # the thread has ended
@@ -84,7 +83,7 @@ def request(method: str, path: str, body: bytes = b"") -> bytes:
 
 
 async def stream(host: str, port: int, seen: Seen) -> None:
-    """Streams one chat after another. How long a chat waits for its first token is not counted."""
+    """Streams one chat after another. The time to a chat's first token is not counted."""
     body = json.dumps(chat(stream=True, max_tokens=1900)).encode()
     while True:
         reader, writer = await asyncio.open_connection(host, port)
@@ -102,7 +101,7 @@ async def stream(host: str, port: int, seen: Seen) -> None:
 
 
 async def watch_health(host: str, port: int, seen: Seen) -> None:
-    """Asks for `/health` every so often, whether or not earlier ones were answered."""
+    """Requests `/health` periodically, independently of earlier answers."""
 
     async def ask() -> None:
         start = seen.now()

@@ -1,13 +1,12 @@
-"""Sends a server thousands of requests that are right, wrong, and spoilt, and counts what it answers.
+"""Sends a server thousands of valid, invalid and corrupted requests, and checks its answers.
 
     python tools/serving/fuzz_api.py [--cases 20000] [--seed N] [--clients 4] [--json FILE]
 
 Starts `xserv serve` with the bundled model on a free port of 127.0.0.1. Requests come from schemathesis, by the
-server's own /openapi.json: such as the description allows, and such as it forbids. After each of those with a body the
-same comes twice again, spoilt: NUL bytes and control characters in its strings and keys, bytes that are no text, an end
-too early, other numbers; and raw bytes go into request lines and headers. An answer is right if it comes in time, is no
-5xx, and is described: status, media type, JSON, each event of a stream. At the end the server must still live and hold
-nothing."""
+server's own /openapi.json: allowed and forbidden ones. Each one with a body is repeated twice, corrupted: NUL bytes and
+control characters in its strings and keys, invalid UTF-8, truncation, other numbers; raw bytes also go into request
+lines and headers. An answer is right if it is in time, not a 5xx, and as described: status, media type, JSON, each
+event of a stream. At the end the server must be alive and hold no requests."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ CONTROL = [chr(code) for code in (0, 1, 7, 8, 9, 10, 13, 27, 31, 127, 0x85, 0x20
 
 @dataclass
 class Record:
-    """What was sent, and what came."""
+    """The sent requests and their answers."""
 
     seed: int
     statuses: dict[str, Counter[str]] = field(default_factory=dict)
@@ -89,7 +88,7 @@ class Record:
             self.failures.append({"route": route, "problem": problem[:500], "sent": repr(sent)[:2000]})
 
     def merge(self, other: Record) -> None:
-        """Take in what another client has seen of the same server."""
+        """Adds another client's record of the same server."""
         for route, counts in other.statuses.items():
             self.statuses.setdefault(route, Counter()).update(counts)
         self.failures = [*self.failures, *other.failures][:MAX_FAILURES]
@@ -117,7 +116,7 @@ class Record:
 
 
 class Fuzzer:
-    """Sends cases to the server at `url` and judges its answers by its own description."""
+    """Sends cases to the server at `url` and checks its answers against its own description."""
 
     def __init__(self, url: str, seed: int) -> None:
         self.url = url
@@ -129,7 +128,7 @@ class Fuzzer:
         self._validators: dict[str, Any] = {}
 
     def run(self, num_cases: int) -> None:
-        """As many cases as asked for, or a few more."""
+        """Runs the requested number of cases, or a few more."""
         results: list[Any] = list(schemathesis.openapi.from_dict(self.description).get_all_operations())
         operations = [result.ok() for result in results]
         num_raw = round(num_cases * RAW_SHARE)
@@ -137,7 +136,7 @@ class Fuzzer:
             self._send_raw()
         jobs = [(each, mode) for each in operations for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)]
         end, is_first = self.record.num_cases + num_cases - num_raw, True
-        while jobs and self.record.num_cases < end:  # what some cannot make, being finite, the others do
+        while jobs and self.record.num_cases < end:  # finite operations' shares go to others
             left = end - self.record.num_cases
             weights = [BODY_WEIGHT if operation.body else 1 for operation, _ in jobs]
             shares = [-(-left * weight // sum(weights)) for weight in weights]
@@ -149,7 +148,7 @@ class Fuzzer:
             is_first = False
 
     def _run_operation(self, operation: Any, mode: GenerationMode, num_cases: int, is_first: bool) -> bool:
-        """About so many cases, spoilt ones included. Whether there are more to be had."""
+        """Runs about so many cases, corrupted ones included. Returns whether there are more."""
         before = self.record.num_cases
         seed = self.record.seed if is_first else self.random.getrandbits(32)
 
@@ -167,7 +166,7 @@ class Fuzzer:
 
         try:
             send()
-        except Unsatisfiable:  # nothing that this route could be sent is forbidden
+        except Unsatisfiable:  # this route has no forbidden requests
             return False
         return self.record.num_cases - before > num_cases // 2
 
@@ -204,7 +203,7 @@ class Fuzzer:
             self.record.fail(route, problem, (url, body))
 
     def _problem(self, answer: requests.Response, described: dict[str, Any], started: float) -> str | None:
-        """What is wrong with an answer; None: nothing."""
+        """The problem of an answer, or None."""
         media_type = answer.headers.get("content-type", "").partition(";")[0]
         content = b""
         for chunk in answer.iter_content(None):
@@ -267,7 +266,7 @@ class Fuzzer:
         return re.sub(rb"\d+", lambda match: match.group() * self.random.choice((1, 40)), data)
 
     def _send_raw(self) -> None:
-        """A request line or a header with bytes that do not belong there: any answer below 500, or none."""
+        """Sends a request line or a header with invalid bytes: any answer below 500, or none, is right."""
         paths = list(self.description["paths"])
         path = self.random.choice(paths).encode()
         nasty = bytes(self.random.choices((0, 1, 9, 11, 27, 37, 127, 128, 255), k=self.random.randint(1, 9)))
@@ -299,7 +298,7 @@ class Fuzzer:
             self.record.fail("raw bytes", problem, request)
 
     def check_rest(self) -> None:
-        """The server lives, and nothing runs or waits any more."""
+        """Checks that the server lives, and that nothing runs or waits any more."""
         deadline = time.monotonic() + TIMEOUT_S
         while True:
             health = self.session.get(f"{self.url}/health", timeout=TIMEOUT_S)
@@ -313,7 +312,7 @@ class Fuzzer:
 
 
 def _with_integers(value: Any) -> Any:
-    """1.0 as 1: the same number to JSON Schema, but not to a server that is strict about what looks like a fraction."""
+    """1.0 as 1: the same number in JSON Schema, but not for a server that is strict about fractions."""
     if isinstance(value, dict):
         return {key: _with_integers(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -323,7 +322,7 @@ def _with_integers(value: Any) -> Any:
 
 @contextmanager
 def served() -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """`xserv serve` with the bundled model and a short context, so that no answer is long."""
+    """Runs `xserv serve` with the bundled model and a short context, so that answers are short."""
     command = [sys.executable, "-m", "runtime.cli", "serve", "--port", "0", "--max-model-len", "128"]
     command += ["--log-level", "error"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, encoding="utf-8")

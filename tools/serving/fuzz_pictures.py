@@ -1,9 +1,9 @@
-"""Sends pictures that were bent at random to a running server: each must be answered, by 200 or by 400.
+"""Sends randomly corrupted pictures to a running server: each must be answered by 200 or 400.
 
     python tools/serving/fuzz_pictures.py --url http://127.0.0.1:8000 --cases 5000 --clients 4 --pid PID
 
-Files of every format that is read, with bytes changed, cut, doubled or put behind each other, then as data: URIs. With
-the server's process id its memory is told, with that of its children, before and after.
+Files of every supported format, with bytes changed, cut, doubled or concatenated, are sent as data: URIs. With the
+server's process id, its memory and its children's is printed before and after.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from PIL import Image
 
 
 def seeds() -> list[bytes]:
-    """Good files, of small pictures."""
+    """Valid files of small pictures."""
     chance = random.Random(0)
     image = Image.frombytes("RGB", (48, 32), chance.randbytes(48 * 32 * 3))
     modes = [image, *(image.convert(mode) for mode in ("L", "LA", "P", "RGBA", "1", "CMYK"))]
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def memory(pid: int | None) -> float:
-    """MiB that a process and its children have to themselves."""
+    """Private MiB of a process and its children."""
     if pid is None:
         return 0.0
     process = psutil.Process(pid)

@@ -1,10 +1,10 @@
-"""Opens thousands of connections that say nothing, and then asks a running server as its users do.
+"""Opens thousands of silent connections, and then sends requests to a running server.
 
     python tools/serving/silent_connections.py --url http://127.0.0.1:8000 [--num 3200] [--beginning silent|head|body]
                                        [--seconds 15] [--output-json FILE]
 
 Every 100 ms a chat of one token and `GET /health` begin, each on a connection of its own, while the others stay open.
-Prints how long they took and how many had no answer. Exit status 1 if there was one without.
+Prints their times and the number without an answer. Exit status 1 if there was one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ EVERY_S, TIMEOUT_S = 0.1, 30.0
 
 
 async def ask(host: str, port: int, request: bytes) -> float | None:
-    """Seconds until the whole answer, with status 200, has come; None without one."""
+    """Seconds until the whole answer with status 200, or None without one."""
     start = time.monotonic()
     try:
         async with asyncio.timeout(TIMEOUT_S):
@@ -50,7 +50,7 @@ async def ask(host: str, port: int, request: bytes) -> float | None:
 
 
 async def hold(host: str, port: int, beginning: bytes, num: int) -> list[asyncio.StreamWriter]:
-    """So many connections at once that have sent this; those that the system refuses are not among them."""
+    """Opens so many connections at once that have sent this; returns those that the system accepted."""
 
     async def one() -> asyncio.StreamWriter:
         _, writer = await asyncio.open_connection(host, port)
@@ -62,7 +62,7 @@ async def hold(host: str, port: int, beginning: bytes, num: int) -> list[asyncio
 
 
 async def measure(host: str, port: int, beginning: bytes, num: int, seconds: float) -> dict[str, dict[str, float]]:
-    """By kind of request: how many were sent and had no answer, and milliseconds."""
+    """By kind of request: the numbers sent and unanswered, and milliseconds."""
     held = await hold(host, port, beginning, num)
     began, tasks = time.monotonic(), []
     while (elapsed := time.monotonic() - began) < seconds:

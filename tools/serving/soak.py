@@ -2,12 +2,12 @@
 
     python tools/serving/soak.py --minutes 10 [--clients 8] [--seed N] [--json FILE]
 
-Starts `xserv serve` with the bundled model on a free port of 127.0.0.1. Clients ask for chats, completions, several
-choices, tool calls, JSON by schema, embeddings, responses, tokens; leave in mid-stream or before the answer; read
-slowly; ask for what is wrong. Every answer is checked. What server and engine hold is sampled while traffic runs, and
-in pauses without any: there no block may be in use, and files, threads and processes be as many as in the first pause.
-Memory is flat when no pause after the first third of the time has 16 MiB more than the pause that ends it. Exit status
-1: something was not so."""
+Starts `xserv serve` with the bundled model on a free port of 127.0.0.1. Clients send chats, completions, several
+choices, tool calls, JSON by schema, embeddings, responses, tokens; disconnect in mid-stream or before the answer; read
+slowly; send invalid requests. Every answer is checked. Resources of server and engine are sampled during traffic and in
+idle pauses: there no block may be in use, and files, threads and processes must be as many as in the first pause.
+Memory is flat if no pause after the first third of the time has 16 MiB more than the pause that ends it. Exit status 1
+if a check failed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ COUNTED = ("server_fds", "server_threads", "engine_fds", "engine_threads", "num_
 
 
 async def drive(server: ServerProcess, clients: int, until_s: float, seed: int, record: Record) -> list[Holdings]:
-    """Traffic until the moment; what was held meanwhile."""
+    """Runs traffic until the deadline; returns the resources held meanwhile."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
     async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S, limits=limits) as http:
 
@@ -57,7 +57,7 @@ async def drive(server: ServerProcess, clients: int, until_s: float, seed: int, 
 
 
 async def warm_up(server: ServerProcess, clients: int, seed: int, record: Record) -> None:
-    """As many of every kind at once as there are clients: threads and buffers that are made once."""
+    """Runs as many of every kind at once as there are clients, to create one-time threads and buffers."""
     async with httpx.AsyncClient(base_url=server.url, timeout=TIMEOUT_S) as http:
         all_traffic = [Traffic(http, server.port, random.Random(seed * 1000 + i), record) for i in range(clients)]
         for kind in all_traffic[0].kinds:
@@ -65,14 +65,14 @@ async def warm_up(server: ServerProcess, clients: int, seed: int, record: Record
 
 
 def soak(minutes: float, clients: int = 8, seed: int = 0, report: Callable[[str], None] = print) -> dict[str, Any]:
-    """Run it; the record says under `failures` what was not as it should be."""
+    """Runs the soak; the record's `failures` lists failed checks."""
     record = Record()
     failures: list[str] = []
     pauses: list[dict[str, Any]] = []
     busy: list[Holdings] = []
     quiet: list[tuple[float, Holdings]] = []
     arguments = ("--device", "cpu", "--kv-cache-memory-bytes", str(KV_CACHE_BYTES), "--slow-reader-timeout-s", "2")
-    # The bundled model's template knows no tools; calls can be forced all the same.
+    # The bundled model's template has no tools; calls can still be forced.
     with ServerProcess(*arguments, "--tool-call-parser", "hermes", "--log-level", "warning") as server:
         asyncio.run(warm_up(server, clients, seed, record))
         begun = time.monotonic()

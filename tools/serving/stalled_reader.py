@@ -1,11 +1,11 @@
-"""Measures what a client costs that asks for much and reads nothing.
+"""Measures the cost of a client that requests much and reads nothing.
 
     python tools/serving/stalled_reader.py --url http://127.0.0.1:8000 --pid PID [--n 128] [--seconds 20]
             [--output-json FILE]
 
-Asks a running server, whose process id is PID, for a stream of many choices with log probabilities, reads nothing for
-so many seconds, and looks at the server's memory meanwhile; then it reads everything and counts the tokens. The server
-needs a longer `--slow-reader-timeout-s`.
+Requests a stream of many choices with log probabilities from a running server of process id PID, reads nothing for so
+many seconds, and samples the server's memory; then it reads everything and counts the tokens. The server needs a longer
+`--slow-reader-timeout-s`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EVENT = re.compile(rb'"choices":\[\{"index":(\d+),"delta":\{"content":')
 
 
 def resident_bytes(pid: int) -> int:
-    """What the process holds in memory now."""
+    """The process's resident memory."""
     found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text(encoding="utf-8"))
     assert found is not None
     return 1024 * int(found.group(1))

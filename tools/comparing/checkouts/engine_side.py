@@ -1,11 +1,11 @@
-"""One side of `compare_checkouts`: an engine behind JSON lines, run as a script by the Python of any checkout.
+"""One side of `compare_checkouts`: an engine driven by JSON lines, run as a script by any checkout's Python.
 
-It uses nothing but what all versions have: `LLM`, `SamplingParams` and the times of a choice. One object a line comes
-in on stdin, one goes out on stdout. Requests (`op`):
+It uses only what all versions have: `LLM`, `SamplingParams` and the times of a choice. It reads one object a line on
+stdin, and writes one on stdout. Requests (`op`):
 
 - `load` {folder, settings} → {}: of `LLM`
 - `run` {prompts: [[int]], new_tokens, salt} → {token_ids, arrival_s, first_token_s, last_token_s}, a number a prompt;
-  and processor_s, what the process used meanwhile
+  and processor_s, the process's CPU time
 """
 
 import json
@@ -30,7 +30,7 @@ class Side:
         return {}
 
     def run(self, prompts: list[list[int]], new_tokens: int, salt: str) -> dict[str, Any]:
-        """Greedy tokens of all prompts, of which the prefix cache knows none."""
+        """Greedy tokens of all prompts, none of which are in the prefix cache."""
         from runtime.engine.sampling_params import SamplingParams
 
         params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
@@ -51,7 +51,7 @@ class Side:
 def main() -> None:
     side = Side()
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # libraries' prints are not answers
     for line in sys.stdin:
         request = json.loads(line)
         try:

@@ -1,9 +1,9 @@
-"""Random configurations for `fuzz_models.py`: a family's fields, prompts, and the ways in which a model is run.
+"""Random configurations for `fuzz_models.py`: a family's fields, prompts, and engine settings.
 
 A case is plain data (JSON): `family`, `fields` of transformers' configuration class, `dtype`, `weights` (a seed),
 `prompts` and `num_new`, `max_model_len`, and `runs`: a device and the engine's settings each. `fuses_experts`: all
 experts' maps of a kind are saved as one tensor; `notes`: fields that change nothing, added to every config of the
-folder; `texts`: what its tokenizer is made of and asked. Families that read pictures are given texts alone.
+folder; `texts`: the tokenizer's training and test texts. Families that read pictures get texts only.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ Case = dict[str, Any]
 
 
 def draw_case(rng: random.Random, family: str, emulated: list[str], is_small: bool = False) -> Case:
-    """A case of a family; `emulated` names the emulated devices of which it may run on one. A small one has few logits,
-    which can be kept."""
+    """A case of a family; it may run on one of the `emulated` devices. A small one has few logits, which are stored."""
     device = rng.choice(emulated) if emulated else None
     is_short = is_small or device is not None  # emulated steps are slow
     num_new = rng.randint(4, 6 if is_short else 14)
@@ -33,12 +32,12 @@ def draw_case(rng: random.Random, family: str, emulated: list[str], is_small: bo
         text["vocab_size"] = rng.randint(23, 71)
         names = ("image_token_index", "image_token_id", "boi_token_index", "eoi_token_index")
         fields |= {name: text["vocab_size"] - 1 - place for place, name in enumerate(names) if name in fields}
-    if rng.random() < 0.2:  # the class's own, which may lie outside of the vocabulary
+    if rng.random() < 0.2:  # the class's default, which may lie outside of the vocabulary
         fields = {name: value for name, value in fields.items() if name not in ("bos_token_id", "eos_token_id")}
     vocab = text["vocab_size"]
     shared = [rng.randrange(vocab) for _ in range(max(lengths) - 1)]
     prompts = []
-    for length in lengths:  # some begin alike, so that there is a prefix to find
+    for length in lengths:  # some share a prefix
         kept = rng.choice((0, length // 2, length - 1))
         prompts.append(shared[:kept] + [rng.randrange(vocab) for _ in range(length - kept)])
     dtype = rng.choice(("float32", "float32", "bfloat16", "float16"))
@@ -47,7 +46,7 @@ def draw_case(rng: random.Random, family: str, emulated: list[str], is_small: bo
     runs = [_draw_run(rng, "cpu", max_model_len, groups, is_tight) for is_tight in (False, True)]
     if device is not None:
         runs.append(_draw_run(rng, device, max_model_len, groups, rng.random() < 0.6))
-    if "mm_tokens_per_image" in fields:  # a step has room for a picture that may not be cut, beside all decodes
+    if "mm_tokens_per_image" in fields:  # a step fits a whole picture beside all decodes
         for run in runs:
             if "max_num_batched_tokens" in run:
                 run["max_num_batched_tokens"] = max(run["max_num_batched_tokens"], 17)
@@ -81,8 +80,7 @@ def classes_of(family: str) -> tuple[str, str]:
 
 
 def has_choice(fields: Fields) -> bool:
-    """Whether, by a model's config, a token's experts are chosen from more: in 16 bits rounding may choose another one,
-    whatever comes of it."""
+    """Whether a model's config has a choice of experts: in 16 bits rounding may change it."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     chosen = fields.get("num_experts_per_tok", fields.get("moe_k", 0))
     return any(chosen < fields[name] for name in names if name in fields)
@@ -144,7 +142,7 @@ def _mistral(draw: Draw) -> Fields:
 
 
 def _some_windows(draw: Draw, fields: Fields) -> Fields:
-    """Qwen's: windows from a layer on, or by `layer_types`."""
+    """Qwen's windows: from a layer on, or by `layer_types`."""
     if draw.flip():
         return fields
     fields = {**fields, "use_sliding_window": True, "sliding_window": draw.window()}
@@ -264,7 +262,7 @@ def _mixtral(draw: Draw) -> Fields:
 
 
 def _some_dense(draw: Draw, fields: Fields) -> Fields:
-    """Qwen's: layers with an MLP instead of experts."""
+    """Qwen's layers with an MLP instead of experts."""
     step = draw.choice((1, 1, 2))
     dense = [index for index in range(fields["num_hidden_layers"]) if draw.flip(0.2)]
     return {
@@ -280,7 +278,7 @@ def _qwen2_moe(draw: Draw) -> Fields:
 
 def _qwen3_moe(draw: Draw) -> Fields:
     fields = _qwen3(draw)
-    fields.pop("layer_types", None)  # which this class does not have
+    fields.pop("layer_types", None)  # a field that this class does not have
     return _some_dense(draw, fields)
 
 
@@ -311,7 +309,7 @@ def _glm4_moe(draw: Draw) -> Fields:
 
 
 def _latent(draw: Draw) -> Fields:
-    """What both generations have. Transformers' rotation of V2 needs even strides: of queries, and there of rows."""
+    """The fields of both generations. transformers' rotation of V2 needs even strides of queries and rows."""
     fields = draw.decoder(has_head_dim=False)
     key, rotary = draw.integer(1, 40), 2 * draw.integer(1, 16)
     fields |= {
@@ -348,7 +346,7 @@ def _deepseek_v3(draw: Draw) -> Fields:
 
 
 def _inner(model_type: str, fields: Fields) -> Fields:
-    """A config that lies in another one."""
+    """A config nested in another one."""
     fields = {name: value for name, value in fields.items() if not name.endswith("_token_id") or value is not None}
     return {"model_type": model_type, **fields}
 
@@ -373,7 +371,7 @@ def _llava(draw: Draw) -> Fields:
 
 def _gemma3_vision(draw: Draw) -> Fields:
     fields = _gemma3(draw)
-    fields.pop("final_logit_softcapping", None)  # which transformers leaves out here
+    fields.pop("final_logit_softcapping", None)  # transformers leaves it out here
     text = _inner("gemma3_text", fields)
     tower = {**_plain_tower(draw), "model_type": "siglip_vision_model"}
     tokens = {f"{name}_token_index": text["vocab_size"] - 1 - at for at, name in enumerate(("image", "boi", "eoi"))}

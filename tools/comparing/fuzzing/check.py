@@ -1,7 +1,7 @@
-"""What `fuzz_models.py` demands of one case; runs in a process of its own, which a fault may spoil.
+"""The checks of `fuzz_models.py` on one case; run in a separate process, which a fault may break.
 
-Compared with transformers are the prompts' logits, greedy tokens and their log probabilities; with each other, the same
-requests alone, together and again.
+It compares the prompts' logits, greedy tokens and their log probabilities with transformers, and runs of the same
+requests alone, together and again with each other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tools.comparing.fuzzing.cases import Case, has_choice
 from tools.comparing.fuzzing.draw import Fields
 
 Array = np.ndarray[Any, Any]
-Answer = tuple[list[int], list[float], list[list[int]]]  # token ids, log probabilities, the best ids of each place
+Answer = tuple[list[int], list[float], list[list[int]]]  # token ids, log probabilities, the best ids at each position
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
 MOST_ALLOWED = 0.1
@@ -31,7 +31,7 @@ NUM_TOP = 5
 
 @dataclass
 class Findings:
-    """What is wrong, and what was covered, so that a run shows that it has tested something."""
+    """The problems found, and the coverage, so that a run shows that it has tested something."""
 
     failures: list[str] = field(default_factory=list)
     covered: Counter[str] = field(default_factory=Counter)
@@ -44,11 +44,11 @@ class Findings:
 
 
 def check(case: Case, folder: Path, noise: float, token_ids: list[list[int]] | None = None) -> Findings:
-    """Every run of a case over the oracle's folder; `noise` is what transformers loses in the case's type, and
-    `token_ids` what its tokenizer makes of the case's texts."""
+    """Checks every run of a case over the oracle's folder; `noise` is transformers' error in the case's type, and
+    `token_ids` its ids of the case's texts."""
     with np.load(folder / "oracle.npz") as stored:
         arrays = dict(stored)
-    tolerance = max(TOLERANCES[case["dtype"]], 3 * noise)  # each is one draw: ours were 0.6 to 2.4 times theirs
+    tolerance = max(TOLERANCES[case["dtype"]], 3 * noise)  # each is one sample: ours were 0.6 to 2.4 times theirs
     seen: dict[str, list[Answer]] = {}
     findings = Findings()
     findings.worst[f"transformers {case['dtype']}"] = noise
@@ -94,7 +94,7 @@ def _run(
     greedy, drawn = _params(case)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config = config.get("text_config", config)
-    may_part = dtype != "float32" and has_choice(config)  # a token that goes to another expert differs as it likes
+    may_part = dtype != "float32" and has_choice(config)  # a token with another expert differs arbitrarily
     if may_part:
         tolerance = min(tolerance, MOST_ALLOWED)
 
@@ -122,7 +122,7 @@ def _run(
             if not may_part and (said := compared(answer, index)):
                 yield f"{way}, prompt {index}: {said}"
     if device == "cpu" or run.get("exact"):
-        mode = f"{device} exact" if run.get("exact") else device  # each adds up in an order of its own
+        mode = f"{device} exact" if run.get("exact") else device  # each sums in its own order
         expected = seen.setdefault(mode, alone + sampled)
         for way, got in (("alone", alone + sampled), ("together", together + sampled_together)):
             for index, (ours, other) in enumerate(zip(got, expected, strict=True)):
@@ -139,7 +139,7 @@ def _params(case: Case) -> tuple[SamplingParams, SamplingParams]:
 
 
 def _generate(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[Answer]:
-    """For each prompt: token ids, log probabilities, and the ids that are most probable in each place."""
+    """For each prompt: token ids, log probabilities, and the most probable ids at each position."""
     answers: list[Answer] = []
     for output in llm.generate(prompts, params, use_tqdm=False):
         choice = output.outputs[0]
@@ -160,14 +160,14 @@ def relative_error(ours: Array, theirs: Array) -> float:
 
 
 def median_error(ours: Array, theirs: Array) -> float:
-    """The same of each row, of which half may be worse; infinite if anything is not finite."""
+    """The median of the rows' relative errors; infinite if anything is not finite."""
     if not np.isfinite(relative_error(ours, theirs)):
         return float("inf")
     return float(np.median(np.abs(ours - theirs).max(-1)) / np.abs(theirs).max())
 
 
 def differs(answer: Answer, theirs: list[int], logits: Array, tolerance: float, dtype: str) -> str | None:
-    """What is wrong with a greedy continuation beside theirs, whose `logits [tokens, vocabulary]` are given."""
+    """The problem of a greedy continuation compared with theirs, which has `logits [tokens, vocabulary]`."""
     ours, logprobs, top = answer
     allowed = 2 * tolerance * float(np.abs(logits).max())
     for at, (mine, other) in enumerate(zip(ours, theirs, strict=True)):

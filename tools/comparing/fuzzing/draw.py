@@ -48,7 +48,7 @@ class Draw:
             fields.update(self.heads())
         if has_head_dim:
             hidden_size = self.integer(1, 24) if self.flip(0.1) else self.integer(24, 160)
-            if is_divided:  # as some classes want it all the same
+            if is_divided:  # required by some classes all the same
                 hidden_size = fields["num_attention_heads"] * max(1, hidden_size // fields["num_attention_heads"])
             return {**fields, "head_dim": head_dim, "hidden_size": hidden_size}
         return {**fields, "hidden_size": head_dim * fields["num_attention_heads"]}

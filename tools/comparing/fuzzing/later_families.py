@@ -1,4 +1,4 @@
-"""Random configurations of the families that came after those of `cases.py`."""
+"""Random configurations of families newer than those of `cases.py`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from tools.comparing.fuzzing.draw import Draw, Fields
 
 
 def _gemma(draw: Draw) -> Fields:
-    """A `hidden_size` whose root every type can hold."""
+    """A `hidden_size` whose root is exact in every type."""
     fields = {**draw.decoder(has_head_dim=True), "attention_bias": draw.flip(0.3), "rope_parameters": draw.rope()}
     return {**fields, "hidden_size": draw.choice((16, 36, 64, 100, 144))}
 
 
 def _layer_norms(fields: Fields, name: str) -> Fields:
-    """The epsilon by the name that families with layer norms have for it."""
+    """The epsilon under the name of families with layer norms."""
     eps = fields.pop("rms_norm_eps")
     return {**fields, name: eps}
 
@@ -81,7 +81,7 @@ def _ernie(draw: Draw) -> Fields:
 
 
 def _ernie_moe(draw: Draw) -> Fields:
-    """A head with a bias cannot be the token table, too."""
+    """A head with a bias is not tied."""
     fields, count = draw.decoder(has_head_dim=False), draw.integer(2, 20)
     fields["use_bias"] = not fields["tie_word_embeddings"] and draw.flip(0.3)
     return {

@@ -1,13 +1,13 @@
-"""The other side of `fuzz_models.py`: transformers makes models and says what they answer, one JSON line each.
+"""The other side of `fuzz_models.py`: transformers makes models and runs them, one JSON line each.
 
-A script for a Python with torch and transformers (the extra `reference`); of this project it reads the golden weights
-alone. A request names a configuration class, its fields, the weights' seed and type, prompts, texts, and a folder. The
-folder then holds the model as its users save it, loaded in its type and saved again, with each expert's maps apart or
-all in one, a tokenizer that was saved after it had been used with truncation and padding, and `oracle.npz`: for each
-prompt its greedy continuation (`greedy_0` …) and the logits of both (`logits_0` …, `[tokens, vocabulary]`, float32
-arithmetic over the rounded weights). The answer tells how far the model in its own type is from that, or, in float32,
-the one whose products are float64's (`noise`, relative to the largest logit), and names and shapes of the weights; or
-why transformers refuses the configuration; and the ids of the texts.
+A script for a Python with torch and transformers (the extra `reference`); of this project it imports only the golden
+weights. A request names a configuration class, its fields, the weights' seed and type, prompts, texts, and a folder.
+The folder then holds the model loaded in its type and saved again, with experts' maps separate or fused, a tokenizer
+saved after use with truncation and padding, and `oracle.npz`: for each prompt its greedy continuation (`greedy_0` …)
+and the logits of both (`logits_0` …, `[tokens, vocabulary]`, float32 arithmetic over the rounded weights). The answer
+has the error of the model in its own type, or, in float32, against products in float64 (`noise`, relative to the
+largest logit), names and shapes of the weights, and the ids of the texts; or the reason why transformers refuses the
+configuration.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.models.golden_weights import golden_tensor, named_tensors, stored_ten
 
 
 def make(request: dict[str, Any]) -> dict[str, Any]:
-    """The folder of one request."""
+    """Makes the folder of one request."""
     folder = Path(request["folder"])
     dtype = getattr(torch, request["dtype"])
     try:
@@ -57,7 +57,7 @@ def make(request: dict[str, Any]) -> dict[str, Any]:
         again = model_class.from_pretrained(first, dtype=dtype)
         again.save_pretrained(folder, save_original_format=not request.get("fuses_experts", False))
 
-    def loaded(wanted: torch.dtype) -> Any:  # again from the folder, as its users get it
+    def loaded(wanted: torch.dtype) -> Any:  # from the folder, as users load it
         return model_class.from_pretrained(
             folder, dtype=wanted, attn_implementation="eager", experts_implementation="eager"
         ).eval()
@@ -71,7 +71,7 @@ def make(request: dict[str, Any]) -> dict[str, Any]:
             arrays[f"greedy_{index}"], arrays[f"logits_{index}"] = np.array(greedy), logits
             difference = np.abs(_continued(own, prompt, request["num_new"], greedy)[1] - logits).max()
             noise = max(noise, float(difference / np.abs(logits).max()))
-    except ValueError as error:  # a configuration that is found wanting only when the model runs
+    except ValueError as error:  # a configuration that fails only when the model runs
         return {"refused": f"{request['config_class']}: {error}"[:200]}
     np.savez(folder / "oracle.npz", allow_pickle=False, **arrays)
     texts = request.get("texts", [])
@@ -79,7 +79,7 @@ def make(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tokenized(texts: list[str], folder: Path) -> list[list[int]]:
-    """The ids of texts by a tokenizer that is made for them, and is in the folder as it is after some use."""
+    """The ids of texts by a tokenizer made for them, which is saved in the folder after some use."""
     made = Tokenizer(BPE())
     made.pre_tokenizer, made.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
     trainer = BpeTrainer(
@@ -89,7 +89,7 @@ def _tokenized(texts: list[str], folder: Path) -> list[list[int]]:
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>")
     tokenizer(texts, truncation=True, max_length=3, padding="max_length")
     tokenizer.save_pretrained(folder)
-    # Not AutoTokenizer, which makes a model type's own steps around the model whatever the file says (Qwen2's digits).
+    # Not AutoTokenizer, which uses a model type's own steps instead of the file's (Qwen2's digits).
     again = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     return [again(text)["input_ids"] for text in texts]
 
@@ -98,7 +98,7 @@ def _continued(
     model: Any, prompt: list[int], num_new: int, forced: list[int] | None = None
 ) -> tuple[list[int], np.ndarray]:
     """The greedy continuation (or the `forced` one), and the logits of the prompt and of each token but the last: each
-    from the whole of what stands before it, without a cache, since a longrope's factors depend on the length."""
+    computed from its whole prefix without a cache, since a longrope's factors depend on the length."""
     ids, rows = list(prompt), _logits(model, prompt)
     for at in range(num_new):
         if at:

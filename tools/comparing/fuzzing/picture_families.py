@@ -1,4 +1,4 @@
-"""Random configurations of models with Pixtral's tower or Qwen's, whose texts have fields of their own."""
+"""Random configurations of models with Pixtral's or Qwen's tower, whose text models have fields of their own."""
 
 from __future__ import annotations
 

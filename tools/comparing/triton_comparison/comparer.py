@@ -1,4 +1,5 @@
-"""Runs ours and Triton's on one emulated GPU, verifies each result, and counts what both did."""
+"""Runs our and Triton's kernels on one emulated GPU, verifies the results, and counts instructions and memory
+traffic."""
 
 from __future__ import annotations
 
@@ -38,12 +39,12 @@ _OPERATION_FLOPS = 2 * 16 * 8 * 16
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one kernel did for one piece of work.
+    """One kernel's counts for one piece of work.
 
     Attributes:
         name: of our tier, or "triton".
         tile: a block's tile: rows x columns x depth, or queries x keys.
-        bytes, sectors: of device memory: those asked for, and the 32-byte sectors that they touch; without tables.
+        bytes, sectors: of device memory: requested bytes, and the 32-byte sectors that they touch; without tables.
         table_sectors: those read by single 32-bit integers a lane, of block tables and lengths.
         conflicts: turns of shared memory's banks beyond the fewest.
         barriers: warp instructions that wait at barriers.
@@ -75,7 +76,7 @@ METRICS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One piece of work on one architecture: ours, the configuration of Triton's that stands beside it, and all."""
+    """One piece of work on one architecture: ours, Triton's nearest configuration, and all of Triton's."""
 
     work: str
     arch: str
@@ -117,7 +118,7 @@ class Comparer:
         )  # fmt: skip
 
     def product(self, m: int, n: int, k: int, tiers: Sequence[Tier] = GEMMS) -> Iterator[Row]:
-        """A row for each of our tiers that this architecture has. Raises AssertionError for a wrong result."""
+        """A row for each of our tiers on this architecture. Raises AssertionError for a wrong result."""
         random = np.random.default_rng(m + n + k)
         x, weight = (random.integers(-2, 3, (rows, k)).astype(BF16) for rows in (m, n))
         expected = (x.astype(np.float32) @ weight.astype(np.float32).T).astype(BF16)
@@ -140,11 +141,11 @@ class Comparer:
         yield from self._rows("matmul", f"{m} x {n} x {k}", run, fitting, launch_matmul)
 
     def mixture(self, num_experts: int, rows: int, n: int, k: int, tiers: Sequence[Tier] = EXPERTS) -> Iterator[Row]:
-        """So many rows of each of the experts, but for three more and three fewer of two, by shuffled draws of two a
-        token: a row for each of our tiers that this architecture has for as many. Raises AssertionError for a wrong
-        result."""
+        """A mixture with `rows` rows per expert, three more and three fewer for two of them, by shuffled draws of two a
+        token: a row for each of our tiers for as many on this architecture. Raises AssertionError for a wrong
+            result."""
         counts = [rows] * num_experts
-        counts[0], counts[-1] = rows + 3, rows - 3  # tiles that are not whole
+        counts[0], counts[-1] = rows + 3, rows - 3  # partial tiles
         starts = tuple(np.cumsum([0, *counts]).tolist())
         random = np.random.default_rng(sum(starts) + n + k)
         order = random.permutation(starts[-1]).astype(np.int32)
@@ -181,7 +182,7 @@ class Comparer:
         )
 
     def prefill(self, heads: int, length: int, head_dim: int, tiers: Sequence[Tier] = PREFILLS) -> Iterator[Row]:
-        """A row for each of our tiers that this architecture has. Raises AssertionError for a wrong result."""
+        """A row for each of our tiers on this architecture. Raises AssertionError for a wrong result."""
         random = np.random.default_rng(head_dim)
         q, k, v = (random.standard_normal((heads, length, head_dim), np.float32).astype(BF16) for _ in range(3))
         wide = [each.astype(np.float64) for each in (q, k, v)]

@@ -1,4 +1,4 @@
-"""What a kernel's main loop executes for each tensor-core operation."""
+"""Finds a kernel's main loop, and counts its instructions per tensor-core operation."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class MainLoop:
     """An innermost loop that holds tensor-core instructions.
 
     Attributes:
-        num_instructions: of its leanest turn, NOP left out: a branch forward is taken where that skips no tensor-core
-            instruction, so that what only some turns do (a mask on the diagonal, say) is not in it.
-        num_operations: tensor-core work of one turn for a warp, in products of 16 x 8 x 16. A wgmma of 64 x N x 16 is
-            N / 8 of them for each of its four warps.
+        num_instructions: of its shortest iteration, without NOP: a forward branch is taken if that skips no tensor-core
+            instruction, so that code of only some iterations (a mask on the diagonal, say) is not counted.
+        num_operations: tensor-core work of one iteration for a warp, in products of 16 x 8 x 16. A wgmma of 64 x N x 16
+            is N / 8 of them for each of its four warps.
         mix: number of instructions by opcode without modifiers, the most frequent first.
     """
 
@@ -39,7 +39,7 @@ class MainLoop:
 def operations_of(opcode: str) -> float:
     """Tensor-core work of one instruction for a warp, in products of 16 x 8 x 16; 0 for every other instruction.
 
-    Raises ValueError for a tensor-core instruction of a shape that is not known here.
+    Raises ValueError for a tensor-core instruction of an unknown shape.
     """
     if opcode.startswith("HMMA"):
         shape = _HMMA.match(opcode)
@@ -64,7 +64,7 @@ def main_loops(instructions: Sequence[MachineInstruction]) -> list[MainLoop]:
         first: last
         for first, last in spans.items()
         if any(operations_of(each.opcode) for each in instructions[first : last + 1])
-        and leanest_turn(instructions, first, last)  # else what waits out of line only comes back
+        and leanest_turn(instructions, first, last)  # else an out-of-line wait only jumps back
     }
     innermost = {
         first: last
@@ -80,12 +80,12 @@ def main_loops(instructions: Sequence[MachineInstruction]) -> list[MainLoop]:
 
 
 def leanest_turn(instructions: Sequence[MachineInstruction], first: int, last: int) -> list[str]:
-    """The opcodes of the shortest way from a loop's first instruction to its last that skips no tensor-core work; none
-    where no way leads there.
+    """The opcodes of the shortest path from a loop's first instruction to its last that skips no tensor-core work;
+    empty if there is no path.
 
-    Branches backwards, but for the last, are taken for not taken, and so are those out of the loop.
+    Backward branches, except the last, and branches out of the loop count as not taken.
     """
-    costs = {last: 1}  # of the way from an instruction to the end
+    costs = {last: 1}  # of the path from an instruction to the end
     follows: dict[int, int] = {}
     works = [bool(operations_of(each.opcode)) for each in instructions]
     for index in range(last - 1, first - 1, -1):
@@ -108,8 +108,8 @@ def leanest_turn(instructions: Sequence[MachineInstruction], first: int, last: i
 
 
 def main_loop(instructions: Sequence[MachineInstruction]) -> MainLoop:
-    """The leanest of the innermost loops with tensor-core instructions: what most turns go through, where a second loop
-    masks or drains. Raises ValueError where there is none."""
+    """The shortest of the innermost loops with tensor-core instructions: the one of most iterations, if a second loop
+    masks or drains. Raises ValueError if there is none."""
     loops = main_loops(instructions)
     if not loops:
         raise ValueError("no loop holds a tensor-core instruction")

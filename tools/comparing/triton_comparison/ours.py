@@ -1,4 +1,4 @@
-"""What does the work on our side: a tier a line, each with the launch that its plan makes."""
+"""Our side of the comparison: a tier per line, each with its plan's launch."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Run = Callable[[Bench, Any], tuple[Specialisation, tuple[int, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """One of our kernels. `run(bench, work)` launches it and returns what it launched, and a block's tile.
+    """One of our kernels. `run(bench, work)` launches it and returns the launch and a block's tile.
 
-    `least_rows`: of a product; no plan takes the kernel for fewer, which leave blocks of a cluster empty. Of experts:
-    the rows of one, with `most_rows`.
+    `least_rows`: of a product; no plan uses the kernel for fewer, which leave blocks of a cluster empty. For experts,
+        with `most_rows`: the rows of one.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Products of draws with the experts that they are of, bf16, with the addresses.
+    """Products of draws with their experts, bf16, with the addresses.
 
     x is [draws / top_k, k], weight [experts, n, k], y [draws, n]: for ours sorted by expert, for Triton by draw.
 
@@ -76,7 +76,7 @@ class Experts:
         return len(self.starts) - 1
 
     def tiles(self, tile_rows: int) -> list[tuple[int, int, int]]:
-        """(expert, first of its draws in `order`, how many) of each tile of rows."""
+        """(expert, first of its draws in `order`, number) of each tile of rows."""
         return [
             (expert, first, min(tile_rows, end - first))
             for expert, (start, end) in enumerate(zip(self.starts, self.starts[1:]))
@@ -102,7 +102,7 @@ class Prefill:
 
 
 def _tensor_core(bench: Bench, work: Product) -> tuple[Specialisation, tuple[int, ...]]:
-    """The tile that large products take: the shapes here are small only to be emulated."""
+    """The tile of large products: shapes are small here only for the emulator."""
     product = gemm.Product(work.m, work.n, work.k, "bf16")
     launch = gemm.plan(product, gemm.machine_of(num_multiprocessors=1), "tensor_core")
     assert launch is not None
@@ -120,7 +120,7 @@ def _hopper(tile: hopper_ring.Tile, bench: Bench, work: Product) -> tuple[Specia
 
 
 def _expert_arguments(bench: Bench, work: Experts, tile_rows: int) -> tuple[int, list[int]]:
-    """The number of tiles, and the arguments that all tiers have."""
+    """The number of tiles, and the common arguments of all tiers."""
     tiles = work.tiles(tile_rows)
     weights = [work.weight + expert * work.n * work.k * 2 for expert in range(work.num_experts)]
     table = np.array([weights, [0] * work.num_experts], np.int64)

@@ -1,4 +1,4 @@
-"""What does the work on Triton's side: recorded PTX, and how it is launched."""
+"""Triton's side of the comparison: recorded PTX, and its launch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def launch_matmul(name: str, facts: dict[str, Any], bench: Bench, work: Product)
 
 
 def launch_experts(name: str, facts: dict[str, Any], bench: Bench, work: Experts) -> None:
-    """Draws padded to whole tiles: `num_draws` stands where there is none."""
+    """Launches experts with draws padded to whole tiles: `num_draws` marks padding."""
     rows, columns, _ = tile_of(facts)
     assert facts["numbers"]["TOP_K"] == work.top_k
     num_draws, tiles = len(work.order), work.tiles(rows)
@@ -81,8 +81,8 @@ def launch_attention(name: str, facts: dict[str, Any], bench: Bench, work: Prefi
 
 
 def nearest(tile: Sequence[int], known: dict[str, dict[str, Any]], spill_bytes: Mapping[str, int]) -> str:
-    """The recorded kernel whose tile is nearest: by the ratios of its sizes, then by those of its depth; of equal ones
-    that which spills less, as a tuner would find."""
+    """The recorded kernel with the nearest tile: by the ratios of its sizes, then of its depth, then by the fewest
+    spills, as a tuner would."""
 
     def distance(name: str) -> tuple[float, float, int]:
         ratios = [abs(math.log2(a / b)) for a, b in zip(tile, tile_of(known[name]))]

@@ -1,11 +1,11 @@
-"""Which kernels a section of gpu_check launches, compiled.
+"""The compiled kernels that a section of gpu_check launches.
 
     python -m tools.gpu.checking.collect SECTION --part FILE ...
 
-The section's own code runs on a device that does nothing, at the sizes and on the paths of the real one, and every
-kernel that it asks for is noted. What a case finds is zeros, so that its comparisons fail behind its launches; those of
-tests are ignored (`lenient`). Then each kernel is compiled and goes into a bundle of the section's. The last line
-printed is JSON: {"kernels", "compiled", "refused": {kernel: why}, "odd": {case: error}}.
+The section's own code runs on a dummy device, at the sizes and on the paths of the real one, and every requested kernel
+is recorded. Results are zeros, so that a case's comparisons fail after its launches; those of tests are ignored
+(`lenient`). Then each kernel is compiled into the section's bundle. The last line printed is JSON: {"kernels",
+"compiled", "refused": {kernel: why}, "odd": {case: error}}.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def dry_device(name: str, arch: str) -> KernelList:
-    """Makes the device of that name one that does nothing, for the rest of the process; the kernels asked of it."""
+    """Replaces the device of that name by a dummy for the rest of the process; returns the kernels requested of it."""
     device = Device(name)
     driver = _DryDriver(DryDriver(arch), cuda_bindings("the kernels' compiler"), arch=device.arch)
     driver.call("cuInit", 0)
@@ -78,14 +78,14 @@ def dry_device(name: str, arch: str) -> KernelList:
 
 
 class _DryDriver(Driver):
-    """Takes C functions from the emulator, too, where it stands in for a real driver."""
+    """A dummy driver, with the emulator's C functions in place of a real driver's."""
 
     def c_function(self, name: str, prototype: Any) -> Any:
         return prototype(getattr(self.api, name))
 
 
 def run_dry(section: Section, options: Options) -> dict[str, str]:
-    """Goes through the cases; the errors that are not of comparisons, by case."""
+    """Runs the cases; returns errors other than failed comparisons, by case."""
     errors: dict[str, str] = {}
     if section.is_session:
         lenient.install()
@@ -104,7 +104,7 @@ def run_dry(section: Section, options: Options) -> dict[str, str]:
 
 
 def served(section: Section, options: Options, arch: str) -> list[Specialisation]:
-    """The kernels with which the section's models are served, in batches and prompts of all kinds."""
+    """The kernels for serving the section's models, in batches and prompts of all kinds."""
     from runtime.engine.config import EngineConfig
     from runtime.engine.model_kernels import kernels_of_model
     from tools.gpu.serving.models import config_of, quick_weights_of
@@ -120,7 +120,7 @@ def served(section: Section, options: Options, arch: str) -> list[Specialisation
 def compile_all(
     wanted: Sequence[Specialisation], arch: str, *, is_ptx: bool
 ) -> tuple[list[tuple[Specialisation, CompiledKernel]], dict[str, str], int]:
-    """Each kernel once; those that do not compile, and why; how many were not on disk yet."""
+    """Compiles each kernel once; returns the errors, and the number that was not on disk yet."""
     cache = KernelCache()
     unique = {kernel_index(each, arch, image_kind(is_ptx)): each for each in wanted if is_meant_for(each, arch)}
     kernels, refused = [], {}

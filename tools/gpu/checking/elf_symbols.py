@@ -1,4 +1,4 @@
-"""The symbols of a cubin, read from its ELF tables: what is undefined there would have to come from elsewhere."""
+"""The symbols of a cubin, read from its ELF tables; undefined ones would need another module."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _RESERVED = ".nv.reservedSmem."
 
 
 def undefined_symbols(cubin: bytes) -> list[str]:
-    """Names of symbols that are used and not defined, but for those that every driver has.
+    """Names of undefined symbols, except those that every driver defines.
 
-    Raises ValueError for what is no 64-bit ELF file.
+    Raises ValueError for a file that is not a 64-bit ELF.
     """
     if cubin[:6] != b"\x7fELF\x02\x01":
         raise ValueError("no 64-bit ELF file, so no cubin")

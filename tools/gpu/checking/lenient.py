@@ -1,8 +1,8 @@
-"""Tests that go on behind what fails, so that a device that does nothing sees everything that they would launch.
+"""Makes tests continue after failures, so that a dummy device sees all of their launches.
 
-Modules of `tests` that are imported from then on have their assertions evaluated and their outcome ignored; a call that
-stands alone may raise AssertionError, or the IndexError of a comparison of zeros. What `pytest.raises` waits for need
-not come. Divisors may be zero. Functions within functions stay as they are: kernels are among them.
+In modules of `tests` imported after `install`, assertions are evaluated and their outcome is ignored; a call statement
+may raise AssertionError, or the IndexError of a comparison of zeros. `pytest.raises` passes without an error. Divisors
+may be zero. Nested functions are unchanged: kernels are among them.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tools.gpu.sections import ROOT
 
 
 def install() -> None:
-    """Until the process ends."""
-    vars(arithmetic)["_refuse_zero"] = lambda op, left, right: None  # what is read back is zeros
+    """Makes tests lenient until the process ends."""
+    vars(arithmetic)["_refuse_zero"] = lambda op, left, right: None  # results are zeros
     sys.meta_path.insert(0, _Finder())
 
 
@@ -40,7 +40,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> types.CodeType:
-        """Always from the source: nothing of this may reach a cache of compiled files."""
+        """Always compiles from the source: the result must not reach a cache of compiled files."""
         path = self.get_filename(fullname)
         tree = _Ignoring().visit(ast.parse(self.get_data(path), path))
         code: types.CodeType = compile(ast.fix_missing_locations(tree), path, "exec")
@@ -66,7 +66,7 @@ class _Ignoring(ast.NodeTransformer):
         self.generic_visit(node)
         calls = [each.context_expr for each in node.items if isinstance(each.context_expr, ast.Call)]
         is_raises = any(isinstance(call.func, ast.Attribute) and call.func.attr == "raises" for call in calls)
-        return _tried(node, node, ["BaseException"]) if is_raises else node  # pytest's own is no Exception
+        return _tried(node, node, ["BaseException"]) if is_raises else node  # pytest's own are not Exceptions
 
     def visit_Expr(self, node: ast.Expr) -> Any:
         is_call = isinstance(node.value, ast.Call)

@@ -1,11 +1,11 @@
-"""The folder that gpu_check fills, and that a resumed check carries on from.
+"""The results folder of gpu_check, from which a resumed check continues.
 
     report.json    everything: {"device", "is_quick", "is_emulated", "sections": {name: Outcome}}
     summary.md     the same for a person
-    *.json         what a case found that is too large for the report, such as a timeline (`beside`)
+    *.json         large results of a case, such as a timeline (`beside`)
 
-Written anew after each case, so that whatever ends the check ends nothing that was known. At most MOST_FILES files of
-MOST_BYTES each: what a session on a lent machine gets back.
+Written again after each case, so that no result is lost when the check ends. At most MOST_FILES files of MOST_BYTES
+each, the limits of what comes back from a remote machine.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MOST_BYTES = 16 << 20
 
 
 class Report:
-    """What is known so far. `outcomes`: by section."""
+    """The results so far. `outcomes`: by section."""
 
     def __init__(self, folder: Path, options: Options, earlier: Path | None = None) -> None:
-        """`earlier`: a folder that a check before this one filled, of the same device and sizes; its files are copied.
+        """`earlier`: the results folder of a previous check, of the same device and sizes; its files are copied.
 
-        Raises ValueError where it is of another device or other sizes.
+        Raises ValueError if it has another device or other sizes.
         """
         self.folder = folder
         self._head = {"device": options.device, "is_quick": options.is_quick, "is_emulated": not options.is_real}
@@ -49,15 +49,15 @@ class Report:
 
     @property
     def data(self) -> dict[str, Any]:
-        """What report.json holds."""
+        """The content of report.json."""
         return {**self._head, "sections": self.outcomes}
 
     def is_done(self, name: str) -> bool:
-        """Whether nothing of a section is left to do."""
+        """Whether all cases of a section are done."""
         return self.outcomes.get(name, {}).get("status") in ("ok", "failed", "skipped")
 
     def forget_errors(self) -> None:
-        """Cases that failed are to be run again."""
+        """Drops failed cases, so that they run again."""
         for outcome in self.outcomes.values():
             for name in [name for name, case in outcome["cases"].items() if "error" in case]:
                 del outcome["cases"][name]
@@ -66,7 +66,7 @@ class Report:
                 outcome["status"] = "unfinished"
 
     def add(self, name: str, outcome: Outcome) -> None:
-        """Takes in what is known of a section, and writes everything."""
+        """Adds a section's results, and writes everything."""
         with self._lock:  # sections may run side by side, each in a thread
             for case in outcome["cases"].values():
                 self._move_beside(case.get("result"))
@@ -75,8 +75,8 @@ class Report:
             self._write("summary.md", summary(self.data))
 
     def _move_beside(self, result: Any) -> None:
-        """A result's "beside", {file name: value}, becomes files of those names; what does not fit is left out, and
-        that is said."""
+        """A result's "beside", {file name: value}, becomes files of those names; ones beyond the limits are left out,
+        with a note."""
         if not isinstance(result, dict) or not isinstance(result.get("beside"), dict):
             return
         written = []

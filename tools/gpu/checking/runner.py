@@ -1,5 +1,5 @@
-"""A section in a process of its own, which may hang, crash or lose the device: that costs the case at fault, not those
-that were reported before it. A process that went down is followed by another, which goes on behind that case."""
+"""Runs a section in a process of its own, which may hang, crash or lose the device: only the case at fault is lost.
+Another process then continues after that case."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LOG_CHARACTERS = 6000
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """How a worker is started: its command without arguments, and its environment."""
+    """A worker's command without arguments, and its environment."""
 
     environment: Mapping[str, str]
     command: tuple[str, ...] = (sys.executable, "-m", "tools.gpu.checking.worker")
@@ -44,8 +44,8 @@ def run_section(
     section: Section, options: Options, launcher: Launcher, left_s: float, earlier: Outcome | None,
     report: Callable[[Outcome], None],
 ) -> Outcome:  # fmt: skip
-    """Runs what is left of a section. `earlier`: what a run before this one found. `left_s`: seconds that the whole
-    check has left. `report` is given the outcome whenever it has grown."""
+    """Runs the rest of a section. `earlier`: results of a previous run. `left_s`: remaining seconds of the whole check.
+    `report` gets each new outcome."""
     found: Outcome = {"status": "unfinished", "seconds": 0.0, "cases": {}, **(earlier or {})}
     if section.needs_hardware and not options.is_real:
         return found | {"status": "skipped", "why": "needs a GPU"}
@@ -63,7 +63,7 @@ def run_section(
         if is_over:
             found["status"] = "ok"
             break
-        if len(found["cases"]) == num_known:  # the next one would not get further
+        if len(found["cases"]) == num_known:  # another process would get no further
             found["why"] = log.strip().splitlines()[-1]
             break
         report(found)
@@ -78,7 +78,7 @@ def run_section(
 def _run_process(
     section: Section, options: Options, launcher: Launcher, cases: dict[str, Any], deadline: float, patience: float
 ) -> tuple[bool, str]:
-    """Adds to `cases`. Returns whether the section is done, and, of a process that failed, the end of what it said."""
+    """Adds to `cases`. Returns whether the section is done, and the end of a failed process's output."""
     with tempfile.TemporaryDirectory() as folder:
         results, known, log = (Path(folder) / name for name in ("results", "known.json", "log"))
         results.touch()
@@ -122,7 +122,7 @@ class _Reader:
 
     Attributes:
         running: the case that has begun and not ended.
-        begun: when, by the monotonic clock; before the first case, when the process started.
+        begun: its start, by the monotonic clock; before the first case, the process's start.
         is_over: whether no case is left.
     """
 
@@ -133,7 +133,7 @@ class _Reader:
         self.is_over = False
 
     def read(self) -> None:
-        """Takes in what has been written since."""
+        """Reads the new lines."""
         while text := self._lines.readline():
             self._partial += text
             if not text.endswith("\n"):
@@ -148,7 +148,7 @@ class _Reader:
                 self.is_over = True
 
     def why_too_late(self, deadline: float, limit_s: float) -> str:
-        """Why the process must be ended now; "" if it must not."""
+        """The reason to kill the process now, or ""."""
         now = time.monotonic()
         if now > deadline:
             return _TIME_IS_UP

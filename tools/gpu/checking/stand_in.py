@@ -1,9 +1,8 @@
-"""The real device in the place of the emulated ones that tests name: what the emulator is given to run every day is run
-here by a GPU. A plugin of pytest.
+"""A pytest plugin that runs the emulator's tests on a real GPU, in place of the emulated devices.
 
-Whatever emulated device a test names, and one of a driver that it makes for itself, is the GPU, with the GPU's kernels.
-Of a test that is run on emulated devices of several architectures, the GPU's own is taken. Tests that ask the emulator
-itself, for what it counted or for a fault that only it names, are skipped where they ask.
+Every emulated device of a test, and of a driver that it makes, is the GPU, with the GPU's kernels. A test of several
+architectures runs for the GPU's own. Tests of the emulator itself, its counts or its error messages, are skipped at the
+point of use.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ MEMORY_BYTES = 6 << 30
 
 
 class StandIn:
-    """From when it is made until the process ends."""
+    """The replacement, until the process ends."""
 
     def __init__(self, options: Options) -> None:
         gpu = Gpu.of(options.device)
@@ -53,18 +52,18 @@ class StandIn:
             pytest.skip(f"{specialisation.name} is not in the bundle")
 
         Gpu.__init__ = make  # type: ignore[assignment]
-        if not options.is_dry:  # nor is it compiled while a GPU waits
+        if not options.is_dry:  # nor may it be compiled while a GPU waits
             KernelCache._compiled = compiled  # type: ignore[method-assign]
         for module in (device_module, gpu_module):
             vars(module)["open_driver"] = lambda arch=None: driver
-        vars(device_module)["best_device"] = lambda: CPU  # of tests that name none
+        vars(device_module)["best_device"] = lambda: CPU  # for tests that name no device
         from tests.runtime.device import emulated
 
         emulated.new_gpu = new_gpu
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Leaves out tests of the cpu alone, those of other architectures that are run on the GPU's, too, and those of
-        errors that only the emulator raises."""
+        """Deselects cpu-only tests, tests of other architectures that also run on the GPU's, and tests of the
+        emulator's own errors."""
         names = {item.nodeid for item in items}
         left_out = [
             item for item in items
@@ -82,7 +81,7 @@ class StandIn:
 
 
 class _Api:
-    """A real driver's functions, whose one device is all devices, and smaller."""
+    """A real driver's functions, with one device as all devices, and smaller limits."""
 
     def __init__(self, api: Any, index: int) -> None:
         self._api, self._index = api, index

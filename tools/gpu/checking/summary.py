@@ -1,4 +1,4 @@
-"""The check's report as a page that is read: what was run, what failed, and the tables. Needs nothing but Python."""
+"""The check's report as a page: cases run, failures, and tables. Needs only Python."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_NODES = 20
 
 
 def summary(report: dict[str, Any]) -> str:
-    """Markdown. An emulated device's times are left out: they say nothing of a GPU."""
+    """Markdown. An emulated device's times are left out: they are meaningless."""
     found = report["sections"]
     lines = [f"# GPU check: {_device(report)}", ""]
     if report["is_emulated"]:
@@ -28,7 +28,7 @@ def summary(report: dict[str, Any]) -> str:
 
 
 def results(found: dict[str, Any], section: str) -> dict[str, dict[str, Any]]:
-    """A section's results by case, those left out that failed or were skipped."""
+    """A section's results by case, without failed and skipped ones."""
     cases = found.get(section, {}).get("cases", {})
     return {
         name: case["result"] for name, case in cases.items() if "result" in case and "skipped" not in case["result"]
@@ -202,7 +202,7 @@ def _number(value: float | None) -> str:
 
 
 def _table(heads: tuple[str, ...], rows: Iterable[Row]) -> list[str]:
-    """The lines of a table; none without rows."""
+    """The lines of a table; empty without rows."""
     cells = [[str(cell).replace("|", "/").replace("\n", " ") for cell in row] for row in rows]
     marks = ["---"] * len(heads)
     return [f"| {' | '.join(row)} |" for row in (list(heads), marks, *cells)] if cells else []

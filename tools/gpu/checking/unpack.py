@@ -1,10 +1,10 @@
-"""What tools/gpu_bundle.py made, put to use on the machine that it was carried to. Needs nothing but Python.
+"""Installs the bundle of tools/gpu_bundle.py on its target machine. Needs only Python.
 
     FOLDER/*.bundle        compiled kernels (`runtime.device.kernel_bundle`), which go into the cache of kernels
-    FOLDER/packages.json   [{"name", "version", "file", "needs"}]: wheels, and which versions of each will do
+    FOLDER/packages.json   [{"name", "version", "file", "needs"}]: wheels, and the acceptable versions of each
     FOLDER/*.whl
 
-A wheel is used only where its package is missing, or of a version that will not do: what works there is not shadowed.
+A wheel is used only if its package is missing or has an unacceptable version: working packages are not shadowed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def prepare(bundle: Path | None, scratch: Path) -> dict[str, str]:
     """The environment for processes that import this project. Wheels are unpacked below `scratch`, kernels copied into
     the cache.
 
-    Raises FileNotFoundError where there is no such folder, ValueError where it holds neither kernels nor wheels.
+    Raises FileNotFoundError if there is no such folder, ValueError if it holds neither kernels nor wheels.
     """
     folders = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     if bundle is not None:
@@ -51,7 +51,7 @@ def prepare(bundle: Path | None, scratch: Path) -> dict[str, str]:
 
 
 def copy_kernels(bundle: Path) -> list[Path]:
-    """Copies the bundles of kernels into the cache; where each lies now. Raises FileNotFoundError."""
+    """Copies the bundles of kernels into the cache; returns their paths there. Raises FileNotFoundError."""
     if not bundle.is_dir():
         raise FileNotFoundError(f"{bundle} is no folder")
     cache = cache_root("kernels")
@@ -62,18 +62,18 @@ def copy_kernels(bundle: Path) -> list[Path]:
 
 
 def wanted_wheels(bundle: Path) -> list[Path]:
-    """The wheels whose packages this Python lacks, or has in a version that will not do."""
+    """The wheels whose packages this Python lacks, or has in an unacceptable version."""
     if not (bundle / PACKAGES).is_file():
         return []
     known: list[dict[str, str]] = json.loads((bundle / PACKAGES).read_text(encoding="utf-8"))
     for each in known:
         if each["name"] == "packaging":
-            sys.path.append(str(bundle / each["file"]))  # a wheel is a zip, which Python imports from
+            sys.path.append(str(bundle / each["file"]))  # a wheel is a zip, which Python can import from
     return [bundle / each["file"] for each in known if not does(installed(each["name"]), each)]
 
 
 def installed(name: str) -> str | None:
-    """The version of a package that is here, or None."""
+    """The installed version of a package, or None."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -81,7 +81,7 @@ def installed(name: str) -> str | None:
 
 
 def does(found: str | None, package: Mapping[str, str]) -> bool:
-    """Whether the version found will do."""
+    """Whether the version found is acceptable."""
     from packaging.specifiers import SpecifierSet
 
     return found is not None and SpecifierSet(package["needs"], prereleases=True).contains(found)

@@ -1,12 +1,12 @@
-"""The process that goes through a section's cases: `python -m tools.gpu.checking.worker SECTION --results FILE ...`.
+"""The process that runs a section's cases: `python -m tools.gpu.checking.worker SECTION --results FILE ...`.
 
-What it finds goes to FILE as it is known, a line of JSON each:
+Results go to FILE at once, a line of JSON each:
 
     {"begin": case}
     {"end": case, "seconds": 1.2, "result": {...}}     or "error": "AssertionError: ..." in place of the result
     {"over": true}                                     no case is left
 
-A case that leaves the device lost, as a kernel's fault does, is the process's last: it ends with status LOST.
+A case that loses the device, such as by a kernel's fault, is the process's last: it ends with status LOST.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Lines:
-    """The file of results, each line there at once."""
+    """The file of results; each line is flushed at once."""
 
     def __init__(self, path: Path, options: Options) -> None:
         self._file = path.open("a", encoding="utf-8")
         self._options = options
 
     def write(self, **line: Any) -> None:
-        """Ends the process behind an error that left the device lost."""
+        """Ends the process after an error that lost the device."""
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         if "error" in line and is_lost(self._options):
@@ -59,7 +59,7 @@ class Lines:
 
 
 def run(section: Section, options: Options, path: Path, known: Collection[str] = ()) -> int:
-    """Goes through the cases that are not in `known`. Returns the exit status."""
+    """Runs the cases that are not in `known`. Returns the exit status."""
     lines = Lines(path, options)
     if section.is_session:
         section.start(options, known, lines.write)
@@ -86,7 +86,7 @@ def outcome(case: Case) -> dict[str, Any]:
 
 
 def is_lost(options: Options) -> bool:
-    """Whether the device answers nothing any more."""
+    """Whether the device no longer responds."""
     from runtime.device.gpu import Gpu
     from runtime.errors import DeviceError
 

@@ -1,4 +1,4 @@
-"""Kernels against numpy at the shapes of serving, and at those where their tiles end raggedly. Nothing is timed."""
+"""Kernels against numpy at the shapes of serving, and at ragged ones. Nothing is timed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _checks(gpu: Gpu, found: Iterable[bench.Case]) -> Iterator[Case]:
 
 
 def hopper_gemm(options: Options) -> Iterator[Case]:
-    """Each tile, way out, split and gate; ragged edges; one block and many rounds of clusters."""
+    """Each tile, epilogue, split and gate; ragged edges; one block and many rounds of clusters."""
     gpu = Gpu.of(options.device)
     if gpu.arch != hopper.ARCH:
         yield Case("any", lambda: {"skipped": f"needs {hopper.ARCH}"})
@@ -77,7 +77,7 @@ def hopper_gemm(options: Options) -> Iterator[Case]:
 
 
 def gemm(options: Options) -> Iterator[Case]:
-    """The other tiers, as they are planned for few rows, for float32 and in exact mode."""
+    """The other tiers, as planned for few rows, for float32 and in exact mode."""
     gpu = Gpu.of(options.device)
     if options.is_quick:
         wanted = (1, 128, 256, "auto"), (20, 128, 256, "auto"), (33, 48, 64, "tensor_core")
@@ -115,7 +115,7 @@ def attention(options: Options) -> Iterator[Case]:
         )
     ))  # fmt: skip
     yield from _checks(gpu, (make("flash", "bf16", 1, 0, 777, *heads) for heads in (qwen3_8b, gpt2)))
-    towers = ((4, 1023, 128, 72), (2, 2000, 128, 64), (9, 63, 64, 80))  # blocks of a picture's patches, each one token
+    towers = ((4, 1023, 128, 72), (2, 2000, 128, 64), (9, 63, 64, 80))  # blocks of a picture's patches, each a token
     yield from _checks(gpu, (
         make("flash", "bf16", blocks, context, 1, 16 * queries, 16, head_dim)
         for blocks, context, queries, head_dim in towers
@@ -125,7 +125,7 @@ def attention(options: Options) -> Iterator[Case]:
 
 
 def rows(options: Options) -> Iterator[Case]:
-    """What works along rows."""
+    """Row-wise kernels."""
     gpu = Gpu.of(options.device)
     if options.is_quick:
         found = [

@@ -1,4 +1,4 @@
-"""Mixtures of experts against numpy, at sizes of serving: few tokens and many, in 16 bits and as they are stored."""
+"""Mixtures of experts against numpy, at sizes of serving: few tokens and many, in 16 bits and packed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class Mixture:
 
 
 def cases(options: Options) -> Iterator[Case]:
-    """Tokens that go straight over their experts, that stream them in tiles of 16 rows, and that fill large tiles."""
+    """Few tokens that read their experts directly, some that stream them in tiles of 16 rows, and many in large
+    tiles."""
     gpu = Gpu.of(options.device)
     if options.is_quick:
         found = [Mixture(2, 3, 2, 64, 32, "mxfp4", "clamped_silu"), Mixture(6, 3, 2, 64, 32)]
@@ -62,7 +63,7 @@ def cases(options: Options) -> Iterator[Case]:
 
 
 def check(gpu: Gpu, wanted: Mixture, seed: int = 0) -> Result:
-    """Runs a layer and compares rows from the first to the last. Raises AssertionError where it is wrong."""
+    """Runs a layer and compares rows from the first to the last. Raises AssertionError if it is wrong."""
     inputs, rng = Inputs(gpu, seed + 1), np.random.default_rng(seed)
     gate_up, down, matrices = _layer(gpu, wanted.num_experts, wanted.hidden, wanted.inner, wanted.weight)
     rule = RoutingRule(num_experts=wanted.num_experts, top_k=wanted.top_k)
@@ -103,7 +104,7 @@ def _put(gpu: Gpu, array: Array) -> Tensor:
 
 
 def _prepared(gpu: Gpu, matrix: Array, bias: Array, weight: str) -> tuple[LinearWeight, Array]:
-    """The map on the device, and what its matrix is, float32."""
+    """The map on the device, and its matrix, float32."""
     options = LoadOptions.parse(device=str(gpu.device), dtype="bfloat16")
     terms = Tensor.from_numpy(bias)
     if weight == "bf16":
@@ -114,7 +115,7 @@ def _prepared(gpu: Gpu, matrix: Array, bias: Array, weight: str) -> tuple[Linear
 
 
 def _expected(x: Array, ids: Array, shares: Array, matrices: list[list[Array]], activation: str) -> Array:
-    """A token's row, float32; what lies between the products is rounded as on the device."""
+    """A token's row, float32; intermediate results are rounded as on the device."""
     row, total = np.append(x.astype(np.float32), np.float32(1)), np.zeros(x.shape, np.float32)
     for expert, share in zip(ids, shares):
         gate, up = np.split(matrices[0][expert] @ row, 2)

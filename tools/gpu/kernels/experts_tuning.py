@@ -1,8 +1,7 @@
-"""Which tile is the fastest for so many rows of each expert: what `runtime.backends.cuda_experts` chooses by models.
+"""Finds the fastest tile by rows per expert, which `runtime.backends.cuda_experts` chooses by models.
 
-`mma.sync` stands beside each tile of `wgmma`. Quantised experts are written out in front of these, or unpacked by them.
-The layers are those of "experts speed", which says what they are and checks what comes out; here tiles are compared
-with each other.
+`mma.sync` is compared with each tile of `wgmma`. Quantised experts are dequantised before these, or unpacked by them.
+The layers are those of "experts speed", which defines and verifies them; here tiles are compared with each other.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ ROWS = {
 
 
 def cases(options: Options) -> Iterator[Case]:
-    """One for each number of rows."""
+    """One case for each number of rows."""
     stopwatch = stopwatch_of(options)
     if options.is_quick:
         tiny = Mixture("tiny", "mxfp4", 6, 3, 2, 64, 64)
@@ -48,9 +47,9 @@ def cases(options: Options) -> Iterator[Case]:
 
 
 def _times(options: Options, stopwatch: Stopwatch, mixture: Mixture) -> Result:
-    """Microseconds of both products with the order and the sum, by tile. Each expert has equally many rows.
+    """Microseconds of both products with sorting and sum, by tile. All experts have equally many rows.
 
-    Raises AssertionError where a tile's results are not near those of `mma.sync`.
+    Raises AssertionError if a tile's results are not near those of `mma.sync`.
     """
     gpu, tokens, top_k = stopwatch.gpu, mixture.tokens, mixture.top_k
     gate_up, down = mixture_weights(gpu, mixture.format, mixture.num_experts, mixture.hidden, mixture.inner)[0]

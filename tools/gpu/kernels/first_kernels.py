@@ -1,4 +1,4 @@
-"""Two of Hopper's features in the smallest kernels that show them: a copy by the TMA, and one to a whole cluster."""
+"""Minimal kernels for two of Hopper's features: a copy by the TMA, and a multicast to a cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ uint16, uint32 = types.uint16, types.uint32
 ROWS, COLUMNS = 64, 64
 TILE_BYTES = ROWS * COLUMNS * 2
 CLUSTER = 2
-_ALIGNMENT = 128  # of what the TMA writes to
+_ALIGNMENT = 128  # of the TMA's target
 
 
 def layout(num_tiles: int) -> TensorMapLayout:
@@ -25,8 +25,8 @@ def layout(num_tiles: int) -> TensorMapLayout:
 
 @functools.cache
 def copy_kernel(num_blocks: int) -> Specialisation:
-    """Each block stores the tile that the TMA brought it, to ``target[rank]``. In a cluster the first block's copy
-    brings it to all. Arguments: the maps of one tile and of `num_blocks` tiles. One warp."""
+    """Each block stores its tile, loaded by the TMA, to ``target[rank]``. In a cluster the first block's copy is
+    multicast to all. Arguments: the maps of one tile and of `num_blocks` tiles. One warp."""
     is_multicast = num_blocks > 1
     load, store, wait_read = tma.load(2, is_multicast=is_multicast), tma.store(2), tma.store_wait_read(0)
     blocks = (1 << num_blocks) - 1
@@ -55,7 +55,7 @@ def copy_kernel(num_blocks: int) -> Specialisation:
             store(tile, target, uint32(0), uint32(rank * uint32(ROWS)))
             tma.store_commit()
             wait_read()
-        if is_multicast:  # who asked stays until all have theirs
+        if is_multicast:  # the issuing block waits until all have received theirs
             cluster.arrive_relaxed()
             cluster.wait()
 

@@ -1,5 +1,5 @@
-"""One launch each of what no GPU has run yet: a copy by the TMA, a cluster with a multicast, a dependent pair inside a
-graph, and a product whose warps hand registers over."""
+"""One launch each of new features: a copy by the TMA, a cluster with a multicast, a dependent pair inside a graph, and
+a product whose warps reallocate registers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _copy(gpu: Gpu, num_blocks: int) -> Result:
 
 
 def _dependent_pair(gpu: Gpu, is_quick: bool) -> Result:
-    """y = W x and z = W y, of which the second may start before the first has ended."""
+    """y = W x and z = W y; the second may start before the first has ended."""
     size = 128 if is_quick else 2048
     inputs = Inputs(gpu, 3)
     x, weight = inputs.normal((1, size), "bf16"), inputs.normal((size, size), "bf16", size**-0.5)

@@ -1,7 +1,7 @@
-"""Quantised linear maps at sizes of serving that cost a host little: their rows are those of a small matrix, which is
-quantised and arranged as checkpoints' are, in a random order of tiles.
+"""Quantised linear maps at sizes of serving that are cheap to make: their rows are those of a small matrix, quantised
+and packed like a checkpoint's, in a random order of tiles.
 
-So every column of a product can be compared with numpy's: there are no more different ones than the small matrix has.
+So every column of a product can be compared with numpy's: only the small matrix's differ.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _SIZES = {"int4": 4.6, "int8": 74.0, "fp8": 120.0, "fp4": 2.9}
 
 
 def random_matrix(format: Format, rows: int, depth: int, seed: int) -> QuantizedMatrix:
-    """Any finite numbers, each scale its own."""
+    """A matrix of any finite numbers, with random scales."""
     rng, layout = np.random.default_rng(seed), format.layout(rows, depth)
     codes = np.frombuffer(rng.bytes(int(np.prod(layout.code_shape))), np.uint8).reshape(layout.code_shape).copy()
     if format.kind == "fp8":
@@ -97,8 +97,8 @@ class Layer:
     """A linear map on the device.
 
     Attributes:
-        matrix: float32, the different rows of what it was made of.
-        rows: for each of its outputs, which of them it is.
+        matrix: float32, the distinct rows.
+        rows: for each of its outputs, the index of its distinct row.
     """
 
     weight: GpuWeight
@@ -113,7 +113,7 @@ class Layer:
 
 @functools.lru_cache(maxsize=2)  # cases of one layer follow each other, of experts, of two
 def packed_layer(gpu: Gpu, name: str, width: int, depth: int, seed: int = 0) -> Layer:
-    """``[width, depth]`` in one of `FORMATS`, prepared as a checkpoint's matrix is."""
+    """``[width, depth]`` in one of `FORMATS`, prepared like a checkpoint's matrix."""
     options = LoadOptions.parse(device=str(gpu.device), dtype="bfloat16")
     height = min(width, MOST_ROWS)
     small = random_matrix(FORMATS[name], height, depth, seed)
@@ -127,7 +127,7 @@ def packed_layer(gpu: Gpu, name: str, width: int, depth: int, seed: int = 0) -> 
 
 
 def _repeated(small: PackedWeight, tiles: Array, shape: tuple[int, int]) -> PackedWeight:
-    """A weight whose tiles are those of a small one. Sections of a packed block are by tile."""
+    """A weight that repeats the tiles of a small one. Sections of a packed block are by tile."""
     block, dtype = small.memory.to("cpu").array, small.activations.ptx
     borders = (0, *small.packing.sections(*small.shape, dtype))
     sections = [block[first:end].reshape(small.shape[0] // TILE, -1) for first, end in itertools.pairwise(borders)]
@@ -154,7 +154,7 @@ def float_layer(gpu: Gpu, width: int, depth: int, seed: int = 0) -> Layer:
 
 
 def rounded_rows(x: Array, weight: GpuWeight) -> Array:
-    """Rows of x as the weight's author has them rounded, float32."""
+    """Rows of x rounded as the checkpoint prescribes, float32."""
     assert isinstance(weight, PackedWeight)
     is_fp8 = weight.packing.element == "e4m3"
     largest = np.float32(448 if is_fp8 else 127)

@@ -1,8 +1,8 @@
-"""Which kernel is the fastest for 2 to 256 rows of quantised weights: every way that a plan may take, timed by itself.
+"""Finds the fastest kernel for 2 to 256 rows of quantised weights: every candidate of a plan, timed by itself.
 
-The ways are `few_rows` in blocks of 16, 32 and 64 rows (up to 16 rows with either number of streams of K),
+The candidates are `few_rows` in blocks of 16, 32 and 64 rows (up to 16 rows with either number of streams of K),
 `packed_tiles`, `hopper_packed` with each tile and split of K, rows that are rounded to bytes first, and the weight
-written out in front of a 16-bit product. What plans believe of each stands beside it, in "modelled".
+dequantised before a 16-bit product. The plans' modelled time of each is in "modelled".
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def cases(options: Options) -> Iterator[Case]:
 
 
 def hopper_cases(options: Options) -> Iterator[Case]:
-    """The same of two formats and one shape, from a decode step's rows to a prompt's: what `hopper_packed` is chosen
-    by."""
+    """The same for two formats and one shape, from a decode step's rows to a prompt's, the basis of choosing
+    `hopper_packed`."""
     stopwatch = stopwatch_of(options)
     width, depth = (64, 128) if options.is_quick else SHAPES[0]
     for rows in HOPPER_ROWS[:1] if options.is_quick else HOPPER_ROWS:
@@ -94,7 +94,7 @@ def _measure(options: Options, stopwatch: Stopwatch, name: str, rows: int, width
 def _ways(
     weight: PackedWeight, product: gemm.Product, machine: gemm.Machine
 ) -> dict[str, tuple[Planned, float]]:
-    """What is launched, and how long the models take that for."""
+    """The launches of each candidate, and their modelled times."""
     found, best = dict[str, tuple[Planned, float]](), dict[tuple[int, int], few_rows_shape.Shape]()
     for shape in few_rows_shape.shapes(product, machine):
         kind = shape.row_tiles, shape.num_streams if product.m <= 16 else 0
@@ -130,7 +130,7 @@ def _ways(
 
 
 def _is_same(one: Planned, other: Planned) -> bool:
-    """Whether they launch the same."""
+    """Whether two candidates have the same launches."""
 
     def key(planned: Planned) -> tuple[Any, ...]:
         launch = planned.launch

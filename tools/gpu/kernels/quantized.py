@@ -1,7 +1,7 @@
-"""Linear maps whose weights are quantised, as they are served.
+"""Linear maps with quantised weights, as in serving.
 
-What a product is compared with is numpy's with the dequantised matrix, of sampled rows and all columns. Where the
-checkpoint has x rounded and the product was planned so, so is numpy's x.
+A product is compared with numpy's of the dequantised matrix, for sampled rows and all columns. If the checkpoint rounds
+x and the product was planned so, numpy's x is rounded, too.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ FORMATS = (
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A product of `rows` of bfloat16 with a matrix ``[width, depth]`` of a format. `use`: what is done with it in the
-    same launch, or in the one in front of it."""
+    """A product of `rows` of bfloat16 with a matrix ``[width, depth]`` of a format. `use`: the operation fused into the
+    same launch, or into the previous one."""
 
     format: str
     rows: int
@@ -72,7 +72,7 @@ def _all(is_quick: bool) -> Iterator[Wanted]:
 
 
 def check(gpu: Gpu, wanted: Wanted, seed: int = 0, *, is_dry: bool = False) -> Result:
-    """Multiplies and compares. Raises AssertionError where it is wrong."""
+    """Multiplies and compares. Raises AssertionError if it is wrong."""
     layer = packed_layer(gpu, wanted.format, wanted.width, wanted.depth, seed)
     inputs = Inputs(gpu, seed + 1)
     x = inputs.normal((wanted.rows, wanted.depth), "bf16")
@@ -120,8 +120,8 @@ def _expected(layer: Layer, wanted: Wanted, x: Array, norm: Array | None, residu
 
 
 def errors(found: Array, expected: Array) -> Result:
-    """The largest error as a share of the largest value, and the root of the mean square as a share of that of the
-    values. Raises AssertionError where either is too large, or NaN."""
+    """The largest error relative to the largest value, and the RMS error relative to the RMS value. Raises
+    AssertionError if either is too large, or NaN."""
     difference = np.abs(found - expected)
     largest = float(difference.max() / np.abs(expected).max())
     rms = float(np.sqrt(np.square(difference).mean() / np.square(expected).mean()))

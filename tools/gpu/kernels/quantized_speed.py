@@ -1,7 +1,7 @@
-"""How fast products with quantised weights and mixtures of experts are, beside bfloat16's at the same sizes.
+"""Speed of products with quantised weights and of mixtures of experts, compared with bfloat16's at the same sizes.
 
 Ours is verified just before it is timed, on the same input; bfloat16's products are in "kernels". The launches of an
-operation are taken down once and repeated, as a graph does in serving: the host's time to plan them does not count.
+operation are recorded once and repeated, like a graph in serving: the host's planning time does not count.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ ROWS_OF_EXPERT = 128
 
 
 class Recorded:
-    """The launches of an operation, to be repeated; what it allocated is kept for them.
+    """The launches of an operation, for repetition; its allocations are kept.
 
-    Raises AssertionError where it fills or copies memory, too, which would be missing.
+    Raises AssertionError if it also fills or copies memory, which is not recorded.
     """
 
     def __init__(self, gpu: Gpu, work: Callable[[], Any]) -> None:
@@ -70,7 +70,7 @@ class Recorded:
 
     @property
     def kernels(self) -> list[str]:
-        """Their names, in order."""
+        """The kernels' names, in order."""
         return [launch.specialisation.name for launch, _ in self._launches]
 
 
@@ -124,8 +124,8 @@ class Mixture:
 
 
 def experts(options: Options) -> Iterator[Case]:
-    """A token alone, few, and prompts with `ROWS_OF_EXPERT` rows of each expert and four times as many: beside dense
-    products of as many rows with bfloat16 matrices of these sizes."""
+    """One token, few, and prompts with `ROWS_OF_EXPERT` rows per expert and four times as many, compared with dense
+    bfloat16 products of as many rows of these sizes."""
     stopwatch = stopwatch_of(options)
     if options.is_quick:
         tiny = Mixture("tiny", "mxfp4", 2, 4, 2, 64, 64)
@@ -143,8 +143,8 @@ def experts(options: Options) -> Iterator[Case]:
 def mixture_weights(
     gpu: Gpu, format: str, num_experts: int, hidden: int, inner: int
 ) -> tuple[list[ExpertsWeight], list[list[Layer]]]:
-    """Gate and up, and down; and their layers, of which there are two: every second expert has the same numbers, and
-    memory of its own."""
+    """Gate and up, and down; and their two distinct layers: every second expert has the same numbers, in memory of its
+    own."""
     made, layers = [], []
     for width, depth in ((2 * inner, hidden), (hidden, inner)):
         pair = [_layer(gpu, format, width, depth, seed) for seed in (0, 1)]
@@ -161,7 +161,7 @@ def _layer(gpu: Gpu, name: str, width: int, depth: int, seed: int) -> Layer:
 def _experts(options: Options, stopwatch: Stopwatch, mixture: Mixture) -> Result:
     gpu, rng, tokens = stopwatch.gpu, np.random.default_rng(0), mixture.tokens
     sizes = mixture.num_experts, mixture.hidden, mixture.inner
-    (gate_up, down), layers = mixture_weights(gpu, mixture.format, *sizes)  # kept for all numbers of tokens
+    (gate_up, down), layers = mixture_weights(gpu, mixture.format, *sizes)  # kept for all token counts
     x = Inputs(gpu, 1).normal((tokens, mixture.hidden), "bf16")
     ids = np.argsort(rng.random((tokens, mixture.num_experts)), 1)[:, : mixture.top_k].astype(np.int32)
     if mixture.tokens * mixture.top_k % mixture.num_experts == 0:  # each as often
@@ -187,7 +187,7 @@ def _experts(options: Options, stopwatch: Stopwatch, mixture: Mixture) -> Result
 
 
 def _dense(gpu: Gpu, mixture: Mixture) -> Recorded:
-    """Gate and up, and down, of one expert's size over as many rows as all have."""
+    """Dense gate and up, and down, of one expert's size over as many rows as all experts have."""
     rows = mixture.tokens * mixture.top_k
     x = put(gpu, Inputs(gpu, 2).normal((rows, mixture.hidden), "bf16"))
     gate_up, down = _dense_layers(gpu, mixture.hidden, mixture.inner)
@@ -200,7 +200,7 @@ def _dense_layers(gpu: Gpu, hidden: int, inner: int) -> tuple[Layer, Layer]:
 
 
 def _expected(x: Any, ids: Any, shares: Any, layers: list[list[Layer]]) -> Any:
-    """Tokens' sums over the two kinds of experts, float32; what lies between the products is rounded."""
+    """Tokens' sums over the two kinds of experts, float32; intermediate results are rounded."""
     total = np.zeros(x.shape, np.float32)
     for kind in range(2):
         gate, up = np.split(layers[0][kind].expected(x), 2, 1)

@@ -1,4 +1,4 @@
-"""Draws on the device: the same tokens as on the cpu, and how long they take."""
+"""Sampling on the device: the same tokens as on the cpu, and its time."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _vocabulary(options: Options) -> int:
 
 
 def _inputs(vocabulary: int, rows: int, kind: Mapping[str, float]) -> tuple[Array, SamplingArrays]:
-    """Logits as a model's are, and parameters."""
+    """Logits like a model's, and parameters."""
     generator = np.random.default_rng(rows)
     logits = generator.standard_normal((rows, vocabulary), dtype=np.float32) * np.float32(3)
     params = SamplingArrays.neutral(rows)
@@ -44,7 +44,7 @@ def _inputs(vocabulary: int, rows: int, kind: Mapping[str, float]) -> tuple[Arra
 
 
 def correctness(options: Options) -> Iterator[Case]:
-    """A few rows of each kind against the cpu's draws."""
+    """A few rows of each kind against the cpu's sampled tokens."""
     for name, kind in KINDS.items():
         for rows in (3,) if options.is_quick else (1, 33):
             yield Case(f"{name}, {rows} rows", functools.partial(_check, options, rows, kind))
@@ -65,7 +65,7 @@ def _check(options: Options, rows: int, kind: Mapping[str, float]) -> Result:
 
 
 def speed(options: Options) -> Iterator[Case]:
-    """A draw as a decode step makes it, of parameters that lie on the device."""
+    """Times a decode step's sampling, with parameters on the device."""
     for rows in (2,) if options.is_quick else (1, 32, 256):
         for name, kind in KINDS.items():
             yield Case(f"{name}, {rows} rows", functools.partial(_time, options, rows, kind))

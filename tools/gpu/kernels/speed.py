@@ -1,6 +1,6 @@
-"""How fast: memory, the goals of `xserv bench kernels`, and kernels beside torch's cuBLAS and SDPA.
+"""Speed of memory, of the goals of `xserv bench kernels`, and of kernels compared with torch's cuBLAS and SDPA.
 
-Nothing is timed that was not verified just before, on the same input.
+Everything timed is verified just before, on the same input.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUM_RUNS = 30
 
 
 def stopwatch_of(options: Options) -> Stopwatch:
-    """Few runs where times mean nothing."""
+    """A stopwatch, with few runs if times are meaningless."""
     return Stopwatch(Gpu.of(options.device), NUM_RUNS if options.is_real and not options.is_dry else 2)
 
 
@@ -33,7 +33,7 @@ def bandwidth(options: Options) -> Iterator[Case]:
 
 
 def goals(options: Options) -> Iterator[Case]:
-    """`xserv bench kernels`, part by part: what fills the goals' table."""
+    """`xserv bench kernels`, part by part, for the goals' table."""
     stopwatch = stopwatch_of(options)
 
     @functools.cache
@@ -68,7 +68,7 @@ def _row(stopwatch: Stopwatch, case: bench.Case, seed: int, torch: Torch | None)
     if torch is not None:
         try:
             competitors["torch"], row["torch_error_share"] = bind(torch, case, ready)
-        except Exception as error:  # an older torch, or one without this kernel: ours is timed alone, and that is said
+        except Exception as error:  # an older torch, or one without this kernel: ours is timed alone, with a note
             row["torch_error"] = f"{type(error).__name__}: {error}"[:500]
     return timed(row, case, competitors, stopwatch)
 

@@ -1,4 +1,4 @@
-"""torch, where it is installed: what our kernels' times are held against."""
+"""torch, if installed: the peer of our kernels' times."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Torch:
 
     @staticmethod
     def find(gpu: Gpu) -> Torch | None:
-        """None where torch is not installed or sees no GPU; the environment's section says so."""
+        """torch, or None if it is not installed or sees no GPU, which the environment's section reports."""
         try:
             import torch
         except ImportError:
@@ -43,7 +43,7 @@ class Torch:
 
 
 def bind(torch: Torch, case: Case, ready: Prepared) -> tuple[Callable[[], Any], float]:
-    """What runs torch's call of a case, and the error of its result. Raises AssertionError where it is wrong."""
+    """A function that runs torch's call of a case, and its error. Raises AssertionError if it is wrong."""
     theirs = ready.torch(torch.module, torch.tensor)
     found = torch.array(theirs()).reshape(ready.shape)
     return theirs, error_share(found[ready.rows], ready, case.tolerance, "torch's")

@@ -1,5 +1,5 @@
-"""Which kernel is the fastest for the products of serving: what `tools/tune_kernels.py` writes into the table that
-plans read, measured beside everything else. Hopper's splits of K are measured one by one, too."""
+"""Finds the fastest kernel for the products of serving: the measurements of `tools/tune_kernels.py` for the plans'
+table. Hopper's splits of K are measured one by one, too."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = (16, 32, 64, 128, 256, 512, 1024, 48, 96, 192, 384)
 
 
 def cases(options: Options) -> Iterator[Case]:
-    """A product each."""
+    """A case per product."""
     gpu = Gpu.of(options.device)
     shapes, rows = (tune_kernels.QUICK_SHAPES, (1,)) if options.is_quick else (SHAPES, ROWS)
     for m in rows:
@@ -30,7 +30,7 @@ def cases(options: Options) -> Iterator[Case]:
 
 
 def _measure(gpu: Gpu, options: Options, m: int, n: int, k: int) -> Result:
-    """{"us": {"tier tile": median}}; of Hopper's splits "hopper tile/parts"."""
+    """{"us": {"tier tile": median}}; for Hopper's splits, "hopper tile/parts"."""
     inputs, ready = prepare(gpu, product_case("auto", m, n, k, "bf16"), m + n + k)
     product = gemm.Product(m, n, k, "bf16", epilogue=gemm.Epilogue(has_residual=False, is_aligned=True))
     machine = gemm.machine_of(gpu.arch, gpu.properties.num_sms, gpu.max_clusters)

@@ -1,5 +1,5 @@
-"""Requests to an engine, and the bundled models' prompts without the packages that their tokenizers need, which the
-machine may lack."""
+"""Requests to an engine, and the bundled models' prompts without their tokenizers' packages, which the machine may
+lack."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LIMIT_S = 60.0
 
 
 def ids_of(folder: Path, text: str) -> list[int]:
-    """Tokens of a byte-level vocabulary that spell an ASCII text, each the longest that fits. Its tokenizer may cut it
-    otherwise."""
+    """Tokens of a byte-level vocabulary that spell an ASCII text, each the longest match. The tokenizer may split it
+    differently."""
     stored: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     known: dict[str, int] = {word.replace("\u0120", " "): number for word, number in stored["model"]["vocab"].items()}
     known |= {each["content"]: each["id"] for each in stored["added_tokens"]}
@@ -35,8 +35,8 @@ def ids_of(folder: Path, text: str) -> list[int]:
 
 
 def ask(client: EngineClient, requests: Sequence[EngineRequest], *, limit_s: float = LIMIT_S) -> list[list[int]]:
-    """All at once; the tokens of their first choices. Raises AssertionError where one ends by an error, queue.Empty
-    where none says anything any more."""
+    """Runs all requests at once; returns their first choices' tokens. Raises AssertionError if one ends with an error,
+    queue.Empty if none makes progress."""
     from runtime.engine.messages import EngineOutput
 
     outputs: SimpleQueue[EngineOutput] = SimpleQueue()
@@ -55,7 +55,7 @@ def ask(client: EngineClient, requests: Sequence[EngineRequest], *, limit_s: flo
 
 
 def first_difference(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> str | None:
-    """Where answers differ first, in words; None: they are the same."""
+    """The first difference of answers, in words, or None."""
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         if list(one) != list(other):
             at = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))

@@ -1,7 +1,7 @@
-"""Where the time of a decode step goes, node by node of the graph that runs it.
+"""The time of a decode step, node by node of its graph.
 
-The kernels of a graph are seen one by one by CUPTI alone, which torch's profiler brings: it watches the whole process,
-whoever launches. Without torch, and on an emulated device, the nodes are named and not timed.
+Only CUPTI, which torch's profiler includes, sees a graph's kernels one by one; it traces the whole process. Without
+torch, and on an emulated device, the nodes are listed without times.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Node = tuple[str, float, float]
 
 
 def node_timeline(options: Options, name: str, run: Callable[[], Any], graphs: Iterable[Any]) -> Result:
-    """Profiles `run`, which replays graphs. `graphs`: those recorded.
+    """Profiles `run`, which replays graphs. `graphs`: the recorded ones.
 
     The result's "beside" has the median step's nodes; "kernels" sums them up: {name: [count, microseconds]}.
     """
@@ -80,15 +80,15 @@ def steps_of(trace: dict[str, Any]) -> list[list[Node]]:
 
 
 def median_step(steps: list[list[Node]]) -> list[Node]:
-    """The step of median length among those with as many nodes as most have."""
+    """The step of median length among those with the most common number of nodes."""
     usual = statistics.mode(len(step) for step in steps)
     alike = sorted((step for step in steps if len(step) == usual), key=lambda step: step[-1][1] + step[-1][2])
     return alike[len(alike) // 2]
 
 
 def gaps(step: list[Node]) -> dict[str, float]:
-    """Microseconds between a node's end and the next one's start: sum and median of those above 0, and the sum of what
-    overlaps, as dependent launches do."""
+    """Microseconds between a node's end and the next one's start: sum and median of those above 0, and the sum of
+    overlaps, as in dependent launches."""
     between = [after[1] - (before[1] + before[2]) for before, after in itertools.pairwise(step)]
     open_gaps = [gap for gap in between if gap > 0]
     return {

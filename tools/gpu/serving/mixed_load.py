@@ -1,5 +1,4 @@
-"""Requests of all lengths at once: how fast they are served, which kinds of steps that takes, and what a pass costs
-that is launched kernel by kernel."""
+"""Requests of all lengths at once: throughput, kinds of steps, and the cost of an eager pass."""
 
 from __future__ import annotations
 
@@ -40,12 +39,12 @@ def cases(options: Options, name: str) -> Iterator[Case]:
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """How a step was computed.
+    """The execution of a step.
 
     Attributes:
         kind: "decode graph", "recorded forward" (replayed), "recording" or "eager".
         launch_s: until the host had launched it.
-        begin, end: around it on the device, where that is timed.
+        begin, end: around it on the device, if timed.
     """
 
     kind: str
@@ -54,7 +53,7 @@ class Noted:
     end: Event | None
 
     def span_ms(self) -> float:
-        """On the device, from its first work to its last, the draw apart where that is not recorded."""
+        """Milliseconds on the device, from its first work to its last, without sampling unless that is recorded."""
         assert self.begin is not None, "it was timed"
         assert self.end is not None, "it was timed"
         self.end.synchronize()
@@ -118,7 +117,7 @@ class Probe:
 
 
 def _load(model: Model, seed: int) -> Result:
-    """64 requests that come at once. Their lengths are others each time, the graphs of decodes stay."""
+    """64 requests at once, of other lengths each time; the decode graphs stay."""
     from runtime.engine.messages import EngineRequest
     from runtime.engine.sampling_params import SamplingParams
 
@@ -172,8 +171,8 @@ def _row(steps: list[Any], probe: Probe) -> Result:
 
 
 def _passes(model: Model, length: int) -> Result:
-    """Prompts alone, each of a length that none had before, three times: launched kernel by kernel, recorded, and
-    replayed. The replay's time on the device is what the pass needs there."""
+    """Single prompts, each of a new length, three times: eager, recorded, and replayed. The replay's device time is the
+    pass's own."""
     found: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     timeline = model.engine.timeline
     for less in range(1 if model.options.is_quick else NUM_PASSES):

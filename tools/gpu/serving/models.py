@@ -1,4 +1,4 @@
-"""Whole models on dummy weights, as they are served: overlapped steps, decodes as graphs, the draw on the device."""
+"""Whole models on dummy weights, as in serving: overlapped steps, decode graphs, sampling on the device."""
 
 from __future__ import annotations
 
@@ -104,14 +104,14 @@ def config_of(options: Options, name: str) -> dict[str, Any]:
 
 
 def quick_weights_of(name: str) -> contextlib.AbstractContextManager[None]:
-    """While a model is loaded: its weights cost little, and are quantised as `STORED` says of this name."""
+    """A context in which models load with quick weights, quantised by `STORED` for this name."""
     from tools.gpu.serving.quick_weights import quick_weights
 
     return quick_weights(STORED.get(name, {}))
 
 
 class Model:
-    """An engine that is made when it is first asked for, in a thread of its own."""
+    """An engine that is made on first use, in a thread of its own."""
 
     def __init__(self, options: Options, name: str, *, max_num_seqs: int) -> None:
         self.options = options
@@ -146,8 +146,8 @@ class Model:
     def run(
         self, prompts: Sequence[Sequence[int]], output_len: int, predictions: Sequence[Sequence[int]] | None = None
     ) -> tuple[list[list[int]], list[StepRecord]]:
-        """Greedy answers, and the steps that they took; `predictions` are proposed as answers follow them. Raises
-        AssertionError where a request fails."""
+        """Greedy answers, and their steps; `predictions` are proposed while answers follow them. Raises AssertionError
+        if a request fails."""
         from runtime.engine.messages import EngineOutput, EngineRequest
         from runtime.engine.sampling_params import SamplingParams
 
@@ -178,7 +178,7 @@ class Model:
         return timeline[-1].number if timeline else -1
 
     def prompts(self, count: int, length: int) -> list[list[int]]:
-        """Seeded ones, all alike in length."""
+        """Seeded prompts of equal length."""
         vocabulary = self.engine.info.vocab_size
         found: list[list[int]] = np.random.default_rng(0).integers(0, vocabulary, (count, length)).tolist()
         return found
@@ -196,7 +196,7 @@ def _sizes(options: Options) -> tuple[int, int]:
 
 
 def batch_1(options: Options, name: str) -> Iterator[Case]:
-    """Loading, one sequence, and where the time of one of its steps goes."""
+    """Loading, one sequence, and the profile of one of its steps."""
     model = Model(options, name, max_num_seqs=2 if options.is_quick else 8)
     yield Case("load", lambda: _load(model))
     yield Case("batch 1", lambda: _decode(model, 1))
@@ -218,7 +218,7 @@ def batches(options: Options, name: str) -> Iterator[Case]:
 
 
 def verification(options: Options, name: str) -> Iterator[Case]:
-    """Steps that try a request's prediction, beside steps of one token."""
+    """Steps that verify a request's prediction, compared with steps of one token."""
     model = Model(options, name, max_num_seqs=2)
     yield Case("tokens of a step", lambda: _verification(model))
     yield Case("timeline of a step that tries", lambda: _timeline_of_tries(model))
@@ -226,8 +226,8 @@ def verification(options: Options, name: str) -> Iterator[Case]:
 
 
 def _verification(model: Model) -> Result:
-    """Steps by how many tokens they computed, once their launches are recorded; and how much of the answer is the same,
-    where bfloat16's rounding decides. Raises AssertionError where none tries several."""
+    """Steps by their number of tokens, once recorded; and the equal part of the answer, which depends on bfloat16's
+    rounding. Raises AssertionError if none verifies several."""
     prompt_len, output_len = (6, 24) if model.options.is_quick else (CONTEXT, OUTPUT)
     prompts = model.prompts(1, prompt_len)
     plain, _ = model.run(prompts, output_len)
@@ -260,8 +260,8 @@ def _verification(model: Model) -> Result:
 
 
 def _timeline_of_tries(model: Model) -> Result:
-    """Of steps that follow an answer which such steps gave before, so that nearly all of them try as much. Behind
-    `_verification`, by which all is tried."""
+    """The timeline of steps that repeat an earlier answer of such steps, so that nearly all verify as many tokens. Call
+    it after `_verification`, which records them."""
     prompt_len, output_len = (6, 24) if model.options.is_quick else (CONTEXT, OUTPUT)
     prompts = model.prompts(1, prompt_len)
     predicted, _ = model.run(prompts, output_len)
@@ -279,8 +279,7 @@ def _timeline_of_tries(model: Model) -> Result:
 
 
 def in_short(options: Options, name: str) -> Iterator[Case]:
-    """Loading, one sequence, several, a prompt, and where a step goes, of a model beside those that are looked at
-    closely."""
+    """Loading, one sequence, several, a prompt, and a step's profile, for the further models."""
     count = 2 if options.is_quick else 32
     model = Model(options, name, max_num_seqs=count)
     yield Case("load", lambda: _load(model))
@@ -305,15 +304,15 @@ def _load(model: Model) -> Result:
 
 
 def _decode(model: Model, count: int, *, prompt_len: int | None = None) -> Result:
-    """Steps that decode all sequences, after a run that records their graphs. Raises AssertionError where a request
-    alone gets other tokens the second time."""
+    """Steps that decode all sequences, after a run that records their graphs. Raises AssertionError if a single request
+    gets other tokens the second time."""
     usual, output_len = _sizes(model.options)
     prompt_len = prompt_len or usual
     prompts = model.prompts(count, prompt_len)
     expected, _ = model.run(prompts, output_len)
     answers, steps = model.run(prompts, output_len)
     different = sum(one != other for one, other in zip(answers, expected))
-    if different and count == 1:  # more may meet in other steps, and then have other bits
+    if different and count == 1:  # several may share other steps, and then have other bits
         raise AssertionError("a greedy request got other tokens the second time")
     decodes = [step for step in steps if all(chunk.kind == "decode" for chunk in step.chunks)]
     full = [step for step in decodes if len(step.chunks) == count]
@@ -331,12 +330,12 @@ def _decode(model: Model, count: int, *, prompt_len: int | None = None) -> Resul
 
 
 def _num_same(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """How many agree before the first that do not."""
+    """The length of the common prefix."""
     return next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), len(ours))
 
 
 def _prefill(model: Model, length: int) -> Result:
-    """A prompt alone: the time of the steps that compute it."""
+    """A single prompt: the time of its steps."""
     prompts = model.prompts(1, length)
     model.run(prompts, 1)
     values = []
@@ -347,7 +346,7 @@ def _prefill(model: Model, length: int) -> Result:
 
 
 def _graphs(model: Model) -> list[Any]:
-    """The decode graphs that were recorded."""
+    """The recorded decode graphs."""
     from runtime.bench.scheduling.engines import local
 
     graphs = local(model.engine).graphs

@@ -1,7 +1,7 @@
-"""Dummy weights that load in the time of copying them within the device: each matrix of a shape has the same random
-numbers, is made and arranged once, and copied for every other of its shape, to memory of its own.
+"""Dummy weights that load at the speed of device copies: matrices of one shape have the same random numbers, are made
+and packed once, and copied for each, to memory of its own.
 
-A step's time depends on where its weights lie and on how many bits of them are random, not on whether two are alike.
+A step's time depends on the weights' placement and randomness, not on whether two are equal.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Array = np.ndarray[Any, Any]
 
 class QuickWeights(DummyCheckpoint):
     """Attributes:
-    stored: which matrices are quantised, and how: a part of their names, and one of `FORMATS`.
+    stored: the quantised matrices: a part of their names, and one of `FORMATS`.
     """
 
     stored: Mapping[str, str]
@@ -44,7 +44,7 @@ class QuickWeights(DummyCheckpoint):
         shape = self._shapes[name]
         if len(shape) == 1:
             return super().array(name)
-        if not self.numbers:  # as many as the largest has, whose beginning all others are
+        if not self.numbers:  # as many as the largest has; others use the beginning
             count = max(math.prod(each) for name, each in self._shapes.items() if self.quantized(name) is None)
             drawn = np.random.default_rng(self._seed).standard_normal(min(count, MOST_DRAWN), np.float32)
             drawn *= np.float32(_STD)
@@ -69,7 +69,7 @@ class QuickWeights(DummyCheckpoint):
 
 @contextlib.contextmanager
 def quick_weights(stored: Mapping[str, str]) -> Iterator[None]:
-    """While a model is loaded: its dummy weights are these. `stored`: as `QuickWeights` has it."""
+    """A context in which models load with these dummy weights. `stored`: as in `QuickWeights`."""
     attributes: dict[str, Any] = {"stored": stored, "numbers": [], "matrices": {}}
     made: dict[Any, GpuWeight] = {}
     prepare_linear = ops.prepare_linear
@@ -96,13 +96,13 @@ def quick_weights(stored: Mapping[str, str]) -> Iterator[None]:
         patch.object(models.registry, "DummyCheckpoint", type("Weights", (QuickWeights,), attributes)),
         patch.object(models.makers.loading_maker, "prepare_packed", packed),
         patch.object(ops, "prepare_linear", rows),
-        patch.object(MatrixPart, "has_nan", False),  # there is none, and looking for it takes long
+        patch.object(MatrixPart, "has_nan", False),  # there is none, and the search is slow
     ):
         yield
 
 
 def copied(weight: GpuWeight) -> GpuWeight:
-    """The same in memory of its own."""
+    """A copy in memory of its own."""
     made, memory = copy.copy(weight), weight.memory
     made.memory = Tensor.empty(memory.shape, memory.dtype, memory.device)
     Gpu.of(memory.device).copy(made.memory.address, memory.address, memory.size_bytes)

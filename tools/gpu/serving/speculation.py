@@ -1,5 +1,5 @@
-"""Proposals on the device: the bundled model's answers with each kind of drafter, and what a step costs that holds
-eight positions of a sequence in place of one."""
+"""Speculation on the device: the bundled model's answers with each kind of drafter, and the cost of a step with eight
+positions of a sequence instead of one."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ MOST = 7
 
 
 def correctness(options: Options) -> Iterator[Case]:
-    """In exact mode answers must be those without proposals. Else sums of steps with more rows may differ in their last
-    bits: how many answers are the same is told."""
+    """In exact mode answers must be those without proposals. Otherwise sums of steps with more rows may differ in their
+    last bits: the number of equal answers is reported."""
     for exact in (True,) if options.is_quick else (True, False):
         plain = functools.cache(functools.partial(_answers, options, "off", exact=exact))
         for way in WAYS:
@@ -62,7 +62,7 @@ def _compare(options: Options, way: str, plain: Callable[[], tuple[Any, ...]], *
 
 
 def _answers(options: Options, way: str, *, exact: bool) -> tuple[dict[str, list[list[int]]], int, int]:
-    """By sampling; and the proposals that were tried and kept."""
+    """Answers by sampling parameters, and the numbers of drafted and accepted tokens."""
     from runtime.engine.make_engine import build_engine
     from runtime.engine.messages import EngineRequest
     from runtime.engine.process.client import ThreadEngineClient
@@ -77,12 +77,12 @@ def _answers(options: Options, way: str, *, exact: bool) -> tuple[dict[str, list
     speculator = engine.speculator
     if speculator is not None and way != "off":
         speculator.tries_all()
-        vars(speculator).update(_hang_s=math.inf, wants_tokens=lambda: True)  # a first proposal may load kernels
+        vars(speculator).update(_hang_s=math.inf, wants_tokens=lambda: True)  # the first proposal may load kernels
     client = ThreadEngineClient(engine)
     found: dict[str, list[list[int]]] = {}
     try:
         counts = [len(prompts)]
-        if options.is_dry:  # steps of all sizes come, as answers end at other times
+        if options.is_dry:  # steps of all sizes, as answers end at other times
             counts += [count for count in (1, 2, 3, 4, 5, 8, 12, 16) if count < len(prompts)]
         for count in counts:
             for name, sampling in SAMPLINGS.items():
@@ -100,7 +100,7 @@ def _answers(options: Options, way: str, *, exact: bool) -> tuple[dict[str, list
 
 
 class Known:
-    """Proposes what the answers to prompts were."""
+    """Proposes the known answers to prompts."""
 
     name = "known"
 
@@ -112,7 +112,7 @@ class Known:
         return np.array(known[sequence.num_output_tokens :][:most], np.int32), 0
 
     def end(self, sequence: Choice) -> None:
-        """Nothing is kept."""
+        """Does nothing: there is no state."""
 
 
 def speed(options: Options, name: str) -> Iterator[Case]:
@@ -124,7 +124,7 @@ def speed(options: Options, name: str) -> Iterator[Case]:
 
 
 def _steps(model: Model, batch: int) -> Result:
-    """Steps of plain decodes, and those that try seven proposals of each sequence, after runs that record both."""
+    """Plain decode steps, and steps that verify seven proposals of each sequence, after runs that record both."""
     from runtime.engine.speculation.speculator import Speculator
 
     engine, is_quick = model.engine, model.options.is_quick
@@ -160,7 +160,7 @@ def _steps(model: Model, batch: int) -> Result:
 
 
 def _full(steps: Sequence[StepRecord], prompt_len: int, batch: int, width: int) -> list[StepRecord]:
-    """Those that compute so many tokens of each of all answers, and nothing else."""
+    """Steps that compute exactly so many tokens of every answer."""
     return [
         step
         for step in steps

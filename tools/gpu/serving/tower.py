@@ -24,7 +24,7 @@ LAYERS, NUM_RUNS = 24, 10
 
 
 def cases(options: Options) -> Iterator[Case]:
-    """The time from a picture's patches on the host until its embeddings are there, and of the device alone."""
+    """The time from a picture's patches on the host to its embeddings, and the device's part."""
     for side in (4,) if options.is_quick else SIDES:
         yield Case(f"{16 * side} x {16 * side} pixels", functools.partial(_picture, options, side))
 
@@ -38,7 +38,7 @@ def _tower(options: Options) -> Any:
 
 
 def _picture(options: Options, side: int) -> Result:
-    """Raises AssertionError where an embedding is not finite, or another the second time."""
+    """Runs a picture. Raises AssertionError if an embedding is not finite, or differs the second time."""
     gpu, tower = Gpu.of(options.device), _tower(options)
     rng, config = np.random.default_rng(0), tower.config
     patches = rng.uniform(-1, 1, (side * side, 3 * config.num_frames * config.patch_size**2)).astype(np.float32)
@@ -72,7 +72,7 @@ def _picture(options: Options, side: int) -> Result:
 
 
 def product_flops(tower: Any, num_patches: int) -> int:
-    """Operations of every matrix of a tower, for a picture of so many patches."""
+    """FLOPs of all matrices of a tower, for a picture of so many patches."""
     linears = [(each, num_patches) for layer in tower.layers for each in (layer.qkv, layer.proj, layer.up, layer.down)]
     num_tokens = num_patches // tower.config.merge_size**2
     linears += [(each, num_tokens) for merger in (tower.merger, *tower.deepstack) for each in (merger.up, merger.down)]

@@ -1,8 +1,8 @@
-"""Pictures on the device: the bundled model that reads them says what it says on the cpu.
+"""Pictures on the device: the bundled model with a tower gives its cpu's answers.
 
     python -m tools.gpu.serving.vision       # writes vision_answers.json anew
 
-That file has the cpu's answers, so that a lent GPU does not wait for the cpu's kernels to be compiled.
+That file has the cpu's answers, so that a GPU does not wait for the cpu's kernels to be compiled.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def pictures() -> dict[str, Array]:
 
 
 def patches_of(picture: Array) -> bytes:
-    """As the model reads it: channels, lines, columns of each patch, those of a token together."""
+    """The model's patches: channels, lines, columns of each, those of a token together."""
     count = SIDE // PATCH // 2
     parts = picture.reshape(count, 2, PATCH, count, 2, PATCH, 3)
     return bytes(parts.transpose(0, 3, 1, 4, 6, 2, 5).tobytes())
@@ -101,7 +101,7 @@ def correctness(options: Options) -> Iterator[Case]:
 
 
 def _compare(options: Options, dtype: str) -> Result:
-    """In float32 they must be the same; in bfloat16, which rounds, how many are is told."""
+    """Compares answers: equal in float32; in bfloat16, which rounds, the number of equal ones is reported."""
     stored: dict[str, list[int]] = json.loads(ANSWERS.read_text(encoding="utf-8"))
     found = answers(options, dtype)
     expected = {name: stored[name][: len(answer)] for name, answer in found.items()}

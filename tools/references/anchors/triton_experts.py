@@ -1,9 +1,9 @@
 """A fused mixture of experts in Triton, to be counted beside ours (tools/comparing/compare_triton.py).
 
-It is written here, in the form that engines with Triton kernels share: the draws of all tokens lie sorted by expert,
-each expert's padded to whole tiles; a block takes a tile of them, finds its expert in a list, and multiplies rows of x
-that it gathers with that expert's rows of the weight. Its results go back to the draws' own places, so that the sum
-over a token's experts is another launch, and so are the activation and the sorting.
+It is written here, in the common form of engines with Triton kernels: the draws of all tokens are sorted by expert,
+each expert's padded to whole tiles; a block takes a tile of them, looks its expert up, and multiplies gathered rows of
+x with that expert's rows of the weight. Results are scattered to the draws' places; the sum over a token's experts, the
+activation and the sorting are other launches.
 """
 
 import triton
@@ -17,8 +17,8 @@ def experts(
 ):  # fmt: skip
     """y[draw, N] = x[draw // TOP_K, K] weight[expert of the draw, N, K]^T.
 
-    draws [num_sorted]: sorted by expert, `num_draws` where a place is padding; tile_experts: the expert of each BM of
-    them; num_sorted [1], a multiple of BM. The grid has a block for every tile that there could be. N and K are any
+    draws [num_sorted]: sorted by expert, `num_draws` for padding; tile_experts: the expert of each BM of
+    them; num_sorted [1], a multiple of BM. The grid has a block for every possible tile. N and K are any
     sizes; tiles go by in groups of GROUP for the second-level cache.
     """
     length = tl.load(num_sorted)

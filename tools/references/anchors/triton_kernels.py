@@ -2,7 +2,7 @@
 
 `tools/references/make_emulator_anchors.py` compiles them, test_anchors.py runs them.
 
-Plain Triton, no inline assembly: what instructions stand in the PTX is Triton's choice. Matrices are row-major.
+Plain Triton, no inline assembly: Triton chooses the instructions. Matrices are row-major.
 """
 
 import triton
@@ -57,7 +57,7 @@ def matmul_tma(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.cons
 
 @triton.jit
 def matmul_warp_specialised(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Producer and consumer warps of their own. The result goes through a descriptor: where rows of a plain store are
+    """The product with specialised producer and consumer warps. The result goes through a descriptor: for a plain store
     split between two consumers, Triton 3.9 adds the second one's offset twice."""
     dc = tl.make_tensor_descriptor(c, [M, N], [N, 1], [BM, BN])
     da = tl.make_tensor_descriptor(a, [M, K], [K, 1], [BM, BK])
@@ -147,7 +147,7 @@ def atomics(x, counts, extremes, sums, lock, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def scan_sort(x, scanned, ordered, best, n, BLOCK: tl.constexpr):
-    """Of each row of n: cumulative sums, the row sorted, the index of its largest."""
+    """For each row of n: cumulative sums, the row sorted, the index of its largest."""
     row, at = tl.program_id(0), tl.arange(0, BLOCK)
     inside = at < n
     values = tl.load(x + row * n + at, inside, 2**31 - 1)

@@ -1,6 +1,6 @@
 """Triton kernels that do the work of Triton's tutorials, to be counted beside ours (tools/comparing/compare_triton.py).
 
-They are written here. The tutorials give what they do, and the configurations that their tuners try
+They are written here. The tutorials define the functions, and the configurations of their tuners
 (tools/references/make_triton_peers.py).
 """
 

@@ -1,4 +1,4 @@
-"""`xserv serve` in a process of its own, and what it and its engine hold: for soaks and for tests of faults."""
+"""`xserv serve` in a process of its own, and its and its engine's resources: for soaks and for tests of faults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ START_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What the two processes hold. Sizes in bytes; blocks are those that a request uses."""
+    """The resources of the two processes. Sizes in bytes; blocks are those in use by requests."""
 
     server_rss: int
     server_fds: int
@@ -37,7 +37,7 @@ class Holdings:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is open and none left a block behind."""
+        """Whether no request is open and no block is leaked."""
         return self.used_blocks == self.num_running == self.num_waiting == 0
 
     def as_dict(self) -> dict[str, int]:
@@ -45,9 +45,8 @@ class Holdings:
 
 
 class ServerProcess:
-    """Starts `python -m MODULE serve --port 0 ARGUMENTS`; a context manager that ends it. `log` has what it wrote to
-    stderr; `baseline` is for whoever watches what grows. Raises `RuntimeError` with the log's end when it does not
-    start."""
+    """Starts `python -m MODULE serve --port 0 ARGUMENTS`; a context manager that ends it. `log` has its stderr;
+    `baseline` is for callers that watch growth. Raises `RuntimeError` with the log's end if it does not start."""
 
     def __init__(self, *arguments: str, module: str = "runtime.cli") -> None:
         self.baseline: Holdings | None = None
@@ -88,7 +87,7 @@ class ServerProcess:
         return values
 
     def holdings(self) -> Holdings:
-        """What the server and its engine hold now; the engine's own numbers are at most a second old."""
+        """The present resources of the server and its engine; the engine's own numbers are at most a second old."""
         metrics, engine = self.metrics(), self.engine
         return Holdings(
             server_rss=self.process.memory_info().rss,
@@ -109,7 +108,7 @@ class ServerProcess:
         return False
 
     def wait(self, condition: Callable[[], Any], what: str, timeout_s: float = 120.0) -> None:
-        """Until it holds; raises `TimeoutError` that says what did not happen, with the log's end."""
+        """Waits until the condition holds; raises `TimeoutError` with the condition and the log's end."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
@@ -117,7 +116,8 @@ class ServerProcess:
             time.sleep(0.05)
 
     def settle(self, most_server_fds: int | None = None, timeout_s: float = 120.0) -> Holdings:
-        """What is held when every request is over, and no more files are open than before; raises `TimeoutError`."""
+        """Waits until every request is over, and no more files are open than before; returns the resources. Raises
+        `TimeoutError`."""
         latest: list[Holdings] = []
 
         def is_settled() -> bool:
@@ -152,5 +152,5 @@ class ServerProcess:
 
 
 def growth(before: Holdings, after: Holdings, names: Sequence[str]) -> dict[str, int]:
-    """What grew, by how much."""
+    """The resources that grew, by how much."""
     return {name: grown for name in names if (grown := getattr(after, name) - getattr(before, name)) > 0}

@@ -59,7 +59,7 @@ WRONG: list[tuple[str, dict[str, Any] | bytes, int]] = [
 
 
 class Wrong(Exception):
-    """An answer is not what it should be."""
+    """An answer is not as expected."""
 
 
 def expect(condition: Any, *what: Any) -> None:
@@ -69,7 +69,7 @@ def expect(condition: Any, *what: Any) -> None:
 
 @dataclass
 class Record:
-    """What has happened so far."""
+    """The events so far."""
 
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Record:
 
 
 class Traffic:
-    """One client's requests; `generator` decides."""
+    """One client's requests, chosen by `generator`."""
 
     def __init__(self, http: httpx.AsyncClient, port: int, generator: random.Random, record: Record) -> None:
         self.http = http
@@ -104,7 +104,7 @@ class Traffic:
         }
 
     async def one(self, name: str | None = None) -> None:
-        """One request of this kind, or of one drawn by weight."""
+        """Sends one request of this kind, or of a random one by weight."""
         (kind,) = self.random.choices(list(self.kinds), list(self.kinds.values()))
         if name is not None:
             kind = getattr(self, name)
@@ -219,7 +219,7 @@ class Traffic:
         calls = choice["message"].get("tool_calls") or ()
         expect(not calls or tool_choice != "none", calls)
         if choice["finish_reason"] == "length" or tool_choice == "auto":
-            return  # cut short, or whatever the model makes of it
+            return  # truncated, or any output of the model
         expect(calls or tool_choice == "none", "no call", choice)
         for call in calls:
             expect(call["function"]["name"] == "get_weather", call)
@@ -301,7 +301,7 @@ class Traffic:
         writer.close()
 
     async def reads_slowly(self) -> None:
-        """A little at a time, then all; or never, until the server is fed up."""
+        """Reads a little at a time, then all; or nothing, until the server disconnects."""
         never = self.random.random() < 0.3
         payload = {"model": MODEL, "prompt": "Once", "stream": True, "ignore_eos": True, "logprobs": 5}
         reader, writer = await self.raw({**payload, "max_tokens": 1500 if never else 100})
