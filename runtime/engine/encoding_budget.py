@@ -14,7 +14,7 @@ from statistics import median
 from numba_kernels.cpu.running.pool import most_threads
 
 SHARE = 0.5
-"""As a share of the usual time of a decode step."""
+"""Fraction of the usual time of a decode step."""
 
 FIRST_S, IDLE_S, MOST_S = 0.02, 0.05, 0.1
 """Seconds: before a decode step was seen; while idle, until arrivals and cancellations are polled again; the upper

@@ -31,7 +31,7 @@ MAX_MAXIMUM = 1_000_000
 
 class Grammar(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """
-    kind  "json_schema": a value of the schema, without whitespace but for one blank that may follow "," and ":"
+    kind  "json_schema": a value of the schema, without whitespace except one blank that may follow "," and ":"
           "json_object": any JSON object, written the same way
           "regex": a text that the regular expression matches from end to end (the syntax of Rust's regex crate)
           "choice": one of some texts

@@ -52,7 +52,7 @@ class _Places:
     first_entries  [T] first entry of its row's blocks
     outputs        [T] output index of the sample after it, minus its position
     rotary         [T] rotary position minus position, or None
-    sampling       of the draws, but for their positions; None if they have to be gathered for each step
+    sampling       of the draws, except their positions; None if they have to be gathered for each step
     keeps_outputs  one of the rows has parameters that depend on its output
     """
 
