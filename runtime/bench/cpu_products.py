@@ -1,10 +1,9 @@
 """`bench products`: matrix products on the cpu, by the format of their weights and the number of rows.
 
-Each format keeps copies of one random matrix, so many that they do not stay in a cache, and a run goes over all of
-them, recorded as a decode step is. Nothing is timed that has not just been compared with numpy's product of the
-dequantised matrix. Formats take turns; beside the median stands the best run, which other work on the machine disturbed
-least. Of formats in blocks, how long arranging a file's rows takes when a model is loaded is measured beside copying
-them, each on all threads and into new memory.
+Each format keeps copies of one random matrix, so many that they do not fit in a cache, and a run goes over all of them,
+recorded like a decode step. Everything timed has just been compared with numpy's product of the dequantised matrix.
+Formats take turns; the best run, the least disturbed by other load, is shown beside the median. For block formats,
+repacking a file's rows at load time is compared with copying them, each on all threads and into new memory.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ MOST_ERROR = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A format's copies of the matrix, and their floats."""
+    """A format's copies of the matrix, and its floats."""
 
     weights: tuple[LinearWeight, ...]
     floats: NDArray
@@ -127,7 +126,7 @@ def as_lines(report: dict[str, Any]) -> list[str]:
 def _arranging(
     matrix: NDArray, formats: Sequence[str], num_rounds: int, size_bytes: int
 ) -> list[dict[str, Any]]:
-    """Medians of arranging as many rows of blocks as ``size_bytes`` hold, and of copying them, in turns."""
+    """Median times of repacking ``size_bytes`` of rows of blocks, and of copying them, in turns."""
     found = []
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         for name in formats:
@@ -194,7 +193,7 @@ def _verify(name: str, kept: Kept, x: Tensor) -> None:
 
 
 def _recorded(kept: Kept, x: Tensor) -> Recording:
-    """The products with all copies, each result in the memory of the one before."""
+    """The recorded products with all copies; all results share memory."""
     with record(Arena()) as recording:
         for weight in kept.weights:
             ops.linear(x, weight)

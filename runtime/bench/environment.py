@@ -1,4 +1,4 @@
-"""What a number was measured on and with, recorded in every report, and how much others used of the machine."""
+"""The environment of a measurement, recorded in every report, and other processes' use of the machine."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def describe_engine(info: EngineInfo) -> dict[str, Any]:
 
 
 def finished(report: Mapping[str, Any], info: EngineInfo | None = None) -> dict[str, Any]:
-    """The report with its environment, the engine's or the machine's alone. Raises `BenchmarkError` where a number is
-    not finite."""
+    """The report with its environment, of the engine or only the machine. Raises `BenchmarkError` if a number is not
+    finite."""
     whole = {**report, "environment": describe_machine() if info is None else describe_engine(info)}
     check_finite(whole)
     return whole
@@ -73,10 +73,10 @@ def processor_name() -> str:
 
 
 class Disturbance:
-    """Begins to watch when made; `share` ends it.
+    """Watches other processes' load from its creation until `share`.
 
-    Counts the processor time of the whole machine (Linux' `/proc/stat`, in ticks of 10 ms, so that it says little about
-    less than a fifth of a second) less the time of those who were meant to run.
+    Counts the processor time of the whole machine (Linux' `/proc/stat`, in ticks of 10 ms, so that less than a fifth of
+    a second is imprecise) less that of the measured processes.
     """
 
     def __init__(self) -> None:
@@ -85,9 +85,8 @@ class Disturbance:
         self._own_s = time.process_time()
 
     def share(self, peer_s: float) -> float | None:
-        """Processor time of others, as a share of all cores' time; `peer_s` is that of a helper process of ours.
-
-        None where the system does not tell.
+        """Processor time of others, as a share of all cores' time; `peer_s` is that of a helper process of ours. None
+        if the system does not report it.
         """
         wall = time.perf_counter() - self._start
         busy = _busy_s()
@@ -98,7 +97,7 @@ class Disturbance:
 
 
 def _busy_s() -> float | None:
-    """Seconds that all cores together have worked since the machine started."""
+    """Busy seconds of all cores together since boot."""
     if not _STAT.exists():
         return None
     user, nice, system, _idle, _iowait, irq, softirq, steal = map(

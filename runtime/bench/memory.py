@@ -1,10 +1,10 @@
-"""`bench memory`: what serving a model takes, over all processes, beside its weights and its KV cache.
+"""`bench memory`: memory of serving a model, over all processes, beyond its weights and KV cache.
 
-Our own server is started on a folder of GPT-2's shape (`own_server`: the server's process and the engine's, as `xserv
-serve` has them), and gets prompts that together fill most of the cache. From its start to the last token the whole
-process tree is sampled; the most that it held must stay below weights + KV cache + `ALLOWANCE_BYTES`.
+Our own server is started on a folder of GPT-2's shape (`own_server`: the processes of server and engine, as in `xserv
+serve`), and gets prompts that together fill most of the cache. From its start to the last token the whole process tree
+is sampled; its peak must stay below weights + KV cache + `ALLOWANCE_BYTES`.
 
-Counted is the proportional set size (Linux): a page that several processes share counts once over all of them, pages of
+It counts the proportional set size (Linux): a page that several processes share counts once over all of them, pages of
 mapped files included while they are resident.
 
 A cold start compiles the kernels first, which takes memory too: with `is_cold` the server gets an empty cache folder.
@@ -53,10 +53,10 @@ def bench_memory(
 ) -> dict[str, Any]:
     """Serves the model once for each type of weights, "float32", "bfloat16" or "int8".
 
-    `results[i]` has `weight_bytes` and `kv_cache_bytes` as the engine counts them, `limit_bytes`, `peak_bytes`,
+    `results[i]` has `weight_bytes` and `kv_cache_bytes` by the engine, `limit_bytes`, `peak_bytes`,
     `above_bytes` (of the peak, beside weights and cache), `is_within`, and of the peak each process' `total`,
-    `anonymous` and `file` bytes. `idle_bytes` is what remained after the load. Raises `BenchmarkError` where a request
-    fails or the system does not tell.
+    `anonymous` and `file` bytes. `idle_bytes` is the memory after the load. Raises `BenchmarkError` if a request fails
+    or the system does not report memory.
     """
     report: dict[str, Any] = {"is_cold": is_cold, "allowance_bytes": ALLOWANCE_BYTES, "results": []}
     for dtype in dtypes:
@@ -109,7 +109,7 @@ def _serve_once(
 
 
 def descendants(pid: int) -> list[int]:
-    """The process and all that it started, directly or not, as far as they live."""
+    """The process and all of its living descendants."""
     children: dict[int, list[int]] = {}
     for entry in _PROC.iterdir():
         if entry.name.isdigit():
@@ -124,8 +124,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def resident_bytes(pid: int) -> dict[str, int]:
-    """`total` (the proportional set size), and of it `anonymous` memory and `file` pages; empty for a process that has
-    ended."""
+    """`total` (the proportional set size), and of it `anonymous` memory and `file` pages; empty for an ended
+    process."""
     try:
         lines = (_PROC / str(pid) / "smaps_rollup").read_text(encoding="utf-8").splitlines()[1:]
     except OSError:
@@ -153,7 +153,7 @@ class MemoryWatch:
     """A thread that samples a process tree every `interval_s`, for the length of a `with`; `peak` is its largest
     sample.
 
-    Raises BenchmarkError where the system does not tell, and at the end when nothing was seen.
+    Raises BenchmarkError if the system does not report memory, and at the end without samples.
     """
 
     def __init__(self, pid: int, interval_s: float = INTERVAL_S) -> None:
@@ -167,7 +167,7 @@ class MemoryWatch:
         self._thread = threading.Thread(target=self._run, name="memory-watch", daemon=True)
 
     def sample(self) -> Sampled:
-        """As it is now; also taken into account for the peak."""
+        """A sample now, which also counts for the peak."""
         sampled = Sampled([found for pid in descendants(self._pid) if (found := resident_bytes(pid))])
         self.num_samples += bool(sampled.processes)
         if sampled.total > self.peak.total:

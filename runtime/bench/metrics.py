@@ -1,7 +1,7 @@
-"""Numbers made of measurements, and the checks that stand before them.
+"""Statistics of measurements, and their checks.
 
-A benchmark first verifies what it is about to time and raises `BenchmarkError` where the check fails; a
-number that is not finite never leaves this room.
+A benchmark first verifies the work that it times and raises `BenchmarkError` if the check fails; numbers that are not
+finite are never reported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ additions, changes."""
 
 
 class BenchmarkError(XservError):
-    """What was to be measured did not do what it should: nothing is reported."""
+    """A failed check: nothing is reported."""
 
 
 def percentiles_of(values: Sequence[float], percentiles: Iterable[float]) -> dict[str, float]:
@@ -34,7 +34,7 @@ def summarize(name: str, values_s: Sequence[float], percentiles: Iterable[float]
     """Seconds in, milliseconds out, under vLLM's keys: `mean_X_ms`, `median_X_ms`, `std_X_ms`, `p99_X_ms`.
 
     `std` is the population's. Without a single value (no request had a second token, say) every entry is 0.0,
-    as in vLLM's.
+    as in vLLM.
     """
     values = np.asarray(values_s if len(values_s) else [0.0], np.float64) * 1e3
     return {
@@ -46,7 +46,7 @@ def summarize(name: str, values_s: Sequence[float], percentiles: Iterable[float]
 
 
 def time_per_output_token_s(latency_s: float, ttft_s: float, output_len: int) -> float | None:
-    """(latency − TTFT) / (output_len − 1) in seconds; None for a single token, which has no next one."""
+    """(latency − TTFT) / (output_len − 1) in seconds; None for a single token."""
     return (latency_s - ttft_s) / (output_len - 1) if output_len > 1 else None
 
 
@@ -89,9 +89,8 @@ def check_same_greedy(
 ) -> int:
     """Raises `BenchmarkError` unless each output equals the expected one up to a tie; returns their count.
 
-    At the first token that differs, both tokens' logits must be within `tolerance` of the largest; after
-    it the outputs continue different texts and are compared no further. `logits_of(token_ids)` is float32
-    `[num_tokens, vocab]`, asked only where something differs.
+    At the first token that differs, both tokens' logits must be within `tolerance` of the largest; after it the outputs
+    diverge and are not compared. `logits_of(token_ids)` is float32 `[num_tokens, vocab]`, called only for a difference.
     """
     num_ties = 0
     for index, (prompt, tokens, wanted) in enumerate(zip(prompts, got, expected, strict=True)):

@@ -1,13 +1,12 @@
-"""How well a model foretells a text: perplexity over windows, computed through the engine's own prompt_logprobs.
+"""Perplexity of a text over windows, computed by the engine's own prompt_logprobs.
 
-The text's ids are cut into windows, each ``stride`` tokens after the one before. A window scores the tokens that the
-one before it did not hold, and has the rest as their context; the first scores all but its first token. So every token
-but the first is scored once, and
+The text's ids are cut into windows, each ``stride`` tokens after the previous one. A window scores its new tokens, with
+the rest as their context; the first scores all but its first token. So every token but the first is scored once, and
 
-    perplexity = exp(- sum of log p(token | what precedes it in its window) / number of scored tokens)
+    perplexity = exp(- sum of log p(token | its predecessors in its window) / number of scored tokens)
 
-Two runs are of the same windows when ``token_ids_sha256``, ``window`` and ``stride`` agree. The module imports nothing
-but the standard library, so that ``tools/perplexity.py`` can do the same in another Python.
+Two runs have the same windows if ``token_ids_sha256``, ``window`` and ``stride`` agree. The module imports only the
+standard library, so that ``tools/perplexity.py`` can do the same in another Python.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ LONGEST_WINDOW = 1024
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Tokens ``start : end`` of a text, of which those from ``first_scored`` on count."""
+    """Tokens ``start : end`` of a text, scored from ``first_scored`` on."""
 
     start: int
     end: int
@@ -39,7 +38,7 @@ def windows(num_tokens: int, window: int, stride: int) -> list[Window]:
     """Windows that score each token but the first once.
 
     Raises ``ValueError`` for fewer than two tokens, a window of fewer, and a stride outside ``1 … window``: tokens
-    between two windows would be scored by none.
+    between two windows would not be scored.
     """
     if num_tokens < 2 or window < 2:
         raise ValueError(f"the text has {num_tokens} tokens, the window {window}: both need at least 2")
@@ -57,7 +56,7 @@ def windows(num_tokens: int, window: int, stride: int) -> list[Window]:
 
 
 def log_probabilities(llm: LLM, token_ids: Sequence[int], cut: Sequence[Window]) -> Iterator[list[float]]:
-    """For each window the log probability of every token that it scores, by the engine, many windows a batch."""
+    """For each window the log probabilities of its scored tokens, by the engine, many windows per batch."""
     from runtime import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
@@ -87,7 +86,7 @@ def summary(scores: Iterator[list[float]], token_ids: Sequence[int], window: int
 
 
 def window_and_stride(window: int | None, stride: int | None, positions: int) -> tuple[int, int]:
-    """What was named, else ``LONGEST_WINDOW`` or all of a model's positions, and half a window."""
+    """The given ones, or ``LONGEST_WINDOW`` or all of a model's positions, and half a window."""
     chosen = window or min(LONGEST_WINDOW, positions)
     return chosen, stride or max(1, chosen // 2)
 
@@ -97,7 +96,7 @@ def measure(llm: LLM, text: str, window: int | None, stride: int | None, max_tok
     from runtime.errors import InvalidArgumentError
 
     token_ids = llm.get_tokenizer().encode(text)[:max_tokens]
-    window, stride = window_and_stride(window, stride, llm.client.info.max_model_len - 1)  # one more token is drawn
+    window, stride = window_and_stride(window, stride, llm.client.info.max_model_len - 1)  # one more token is sampled
     try:
         cut = windows(len(token_ids), window, stride)
     except ValueError as error:

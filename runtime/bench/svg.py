@@ -1,4 +1,4 @@
-"""A picture as SVG, whose parts are written by hand."""
+"""An SVG page of hand-written parts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ STYLE = "text{font:11px sans-serif;fill:#222}.title{font-weight:bold;font-size:1
 
 
 def page(parts: Sequence[str], width: float, height: float) -> str:
-    """The parts on a white page of so many pixels; texts are small, those of class "title" bold."""
+    """The parts on a white page of this size; text is small, and bold in class "title"."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}"><style>{STYLE}</style>'
         '<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"

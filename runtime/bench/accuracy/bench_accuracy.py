@@ -25,13 +25,13 @@ ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccuracyRun:
-    """What is asked, and how.
+    """The settings of an accuracy run.
 
     Attributes:
-        problems, shots: word problems, and the worked ones in front of each; no problems: none are asked.
+        problems, shots: word problems, and the worked examples before each; may be empty.
         text: to be scored, if any; `context` and `scored` are the characters of its pieces (`text_scores`).
-        concurrency: most requests that are open at once.
-        model: None means the first that the server lists.
+        concurrency: the most open requests.
+        model: the first that the server lists if None.
     """
 
     url: str
@@ -49,11 +49,11 @@ class AccuracyRun:
 
 
 class Records:
-    """What a run has found so far by key, a JSON line each in a file, so that one that was broken off goes on where it
-    ended; without a file they live as long as the run. The first line says what is measured."""
+    """A run's results so far by key, a JSON line each in a file, so that an interrupted run can be resumed; without a
+    file they are kept in memory. The first line has the run's settings."""
 
     def __init__(self, path: Path | None, settings: dict[str, Any]) -> None:
-        """Raises `InvalidArgumentError` for a file that other settings wrote, or that is no such file."""
+        """Raises `InvalidArgumentError` for a file of other settings, or of another format."""
         self.found: dict[str, dict[str, Any]] = {}
         self._path = path
         if path is None:
@@ -62,7 +62,7 @@ class Records:
             path.write_text(json.dumps({"settings": settings}) + "\n", encoding="utf-8")
             return
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        whole = [line for line in lines if line.endswith("\n")]  # the last may have been cut short
+        whole = [line for line in lines if line.endswith("\n")]  # the last line may be truncated
         try:
             first, *rest = (json.loads(line) for line in whole)
             before = first["settings"]
@@ -79,7 +79,7 @@ class Records:
             path.write_text("".join(whole), encoding="utf-8")
 
     def add(self, key: str, values: dict[str, Any]) -> None:
-        """Keeps one more result, on disk before the next is asked for."""
+        """Adds a result, on disk before the next request."""
         entry = {"key": key, **values}
         self.found[key] = entry
         if self._path is not None:
@@ -91,7 +91,7 @@ async def measure(run: AccuracyRun, records_path: Path | None, reporter: Reporte
     """The report. A request that fails is sent three times.
 
     Raises:
-        BenchmarkError: for a server that cannot be reached, refuses, or scores no prompt.
+        BenchmarkError: for a server that cannot be reached, refuses, or cannot score prompts.
         InvalidArgumentError: for a text that is too short, and for records of another run.
     """
     origin = Origin.parse(run.url)
@@ -177,7 +177,7 @@ async def _all(
     run: AccuracyRun, keys: Sequence[str], ask: Callable[[int], Awaitable[dict[str, Any]]], records: Records,
     show: Show,
 ) -> None:  # fmt: skip
-    """Asks for what the records lack, so many at once; what is found is kept before the next is asked for."""
+    """Requests the missing results, so many at once; each is stored before the next request."""
     missing = [number for number, key in enumerate(keys) if key not in records.found]
     done = len(keys) - len(missing)
     show(done, len(keys))

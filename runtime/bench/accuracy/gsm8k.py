@@ -1,9 +1,9 @@
 """Word problems in GSM8K's format: a file of them, the prompt with worked examples, and the number of an answer.
 
 A line of the file is `{"question": "...", "answer": "worked out in steps\n#### 42"}` (Cobbe et al. 2021,
-https://arxiv.org/abs/2110.14168). An answer is right by two rules, both of which are reported, as lm-eval does:
+https://arxiv.org/abs/2110.14168). An answer is scored by two rules, both reported, as in lm-eval:
 
-    strict      the number behind the first `####`
+    strict      the number after the first `####`
     flexible    the last number in the text
 """
 
@@ -39,14 +39,14 @@ class Problem:
 
     @property
     def number(self) -> Decimal:
-        """What is right."""
+        """The right answer."""
         number = strict_number(self.answer)
         assert number is not None
         return number
 
 
 def read_problems(path: Path, most: int | None = None) -> list[Problem]:
-    """The first so many problems of a file. Raises `InvalidArgumentError` by file and line."""
+    """The first problems of a file. Raises `InvalidArgumentError` with file and line."""
     found: list[Problem] = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -86,7 +86,7 @@ def as_messages(problem: Problem, shots: Sequence[Problem]) -> list[dict[str, st
 
 
 def strict_number(text: str) -> Decimal | None:
-    """The number behind the first `####`; None if there is none."""
+    """The number after the first `####`, or None."""
     found = _MARKED.search(text)
     return _value(found[1]) if found else None
 
@@ -98,7 +98,7 @@ def flexible_number(text: str) -> Decimal | None:
 
 
 def _value(text: str) -> Decimal | None:
-    """1,234.00 and $1234 are 1234; a full stop that ends the sentence is not the number's."""
+    """1,234.00 and $1234 are 1234; a full stop at the end of the sentence is not part of the number."""
     try:
         return Decimal(text.replace(",", "").replace("$", "").rstrip("."))
     except InvalidOperation:

@@ -1,13 +1,14 @@
-"""Perplexity of a text on any OpenAI server, without its tokenizer: the text goes in pieces, the server scores tokens.
+"""Perplexity of a text on any OpenAI server, without its tokenizer: the text is sent in pieces, and the server scores
+tokens.
 
-A piece is some context and some scored text behind it, cut where a space begins, so that every server gets the same
-characters and tokens are scored whose first character lies behind the context. Two servers with the same tokenizer
-score the same tokens; with different ones `nats_per_character` compares them.
+A piece is some context followed by scored text, cut before a space, so that every server gets the same characters;
+tokens are scored if their first character lies after the context. Two servers with the same tokenizer score the same
+tokens; with different ones `nats_per_character` compares them.
 
 A server gives scores of a prompt in one of two ways, tried in this order:
 
     echo              POST /v1/completions {"echo": true, "logprobs": 1}: OpenAI's legacy form
-    prompt_logprobs   the same with {"prompt_logprobs": 0}: vLLM's, of which each entry names its token's text
+    prompt_logprobs   the same with {"prompt_logprobs": 0}: vLLM's, with each token's text
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PATH = "/v1/completions"
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A prompt, of which the tokens that begin at `first_scored` (in characters) or later count."""
+    """A prompt; tokens that begin at `first_scored` (in characters) or later are scored."""
 
     text: str
     first_scored: int
@@ -40,21 +41,21 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Of one piece: the sum of its tokens' natural log probabilities, and how many tokens there are."""
+    """The scores of one piece: the sum of its tokens' natural log probabilities, and their number."""
 
     total: float
     num_tokens: int
 
 
 def pieces_of(text: str, context: int, scored: int) -> list[Piece]:
-    """The text in pieces of about `scored` characters, each behind about `context` others.
+    """The text in pieces of about `scored` characters, each after about `context` others.
 
     All but the first `context` characters are scored once. Raises `InvalidArgumentError` for a text that is shorter.
     """
     cuts = [found.start() for found in re.finditer(r"(?<=\S)\s", text)]
 
     def at_or_before(place: int) -> int:
-        """The last cut that is not behind the place, else the first; 0 if there is none."""
+        """The last cut at or before the place, else the first; 0 if there is none."""
         return cuts[max(0, bisect_right(cuts, place) - 1)] if cuts else 0
 
     if len(text) <= context or not cuts:
@@ -72,7 +73,7 @@ def pieces_of(text: str, context: int, scored: int) -> list[Piece]:
 
 
 async def way_of(origin: Origin, model: str, api_key: str | None) -> Way:
-    """How this server gives scores of a prompt. Raises `BenchmarkError` with what it said, where it does in no way."""
+    """The way in which this server scores prompts. Raises `BenchmarkError` with its answer if it cannot."""
     said = []
     for way in WAYS:
         try:
@@ -105,7 +106,7 @@ async def score(origin: Origin, model: str, api_key: str | None, piece: Piece, w
 
 
 def _echoed(choice: dict[str, Any], prompt: str) -> Iterator[tuple[int, float]]:
-    """First character and score of each of the prompt's tokens; the tokens drawn behind it are left out."""
+    """First character and score of each of the prompt's tokens; the tokens sampled after it are left out."""
     if not choice["text"].startswith(prompt):
         return
     found = choice["logprobs"]
@@ -116,14 +117,14 @@ def _echoed(choice: dict[str, Any], prompt: str) -> Iterator[tuple[int, float]]:
 
 
 def _prompted(choice: dict[str, Any], prompt: str) -> Iterator[tuple[int, float]]:
-    """The same of vLLM's entries, each an object by token id; the first, which has none, is null. The prompt's own
-    token comes first."""
+    """The same from vLLM's entries, each an object by token id; the first is null. The prompt's own token comes
+    first."""
     entries = choice["prompt_logprobs"]
     texts: list[tuple[str, float]] = []
     for entry in entries[1:]:
         first = next(iter(entry.values()))
         texts.append((str(first["decoded_token"]), float(first["logprob"])))
-    place = len(prompt) - sum(len(text) for text, _ in texts)  # the first token's length is not told
+    place = len(prompt) - sum(len(text) for text, _ in texts)  # the first token's length is not given
     for text, value in texts:
         yield place, value
         place += len(text)

@@ -1,4 +1,4 @@
-"""What the device's memory gives: reads by a kernel, copies by the driver, and both ways over the bus."""
+"""Measures the device's memory bandwidth: reads by a kernel, copies by the driver, and both ways over the bus."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORD = 0x5A5A5A5A
 
 
 def bandwidth(gpu: Gpu, stopwatch: Stopwatch, is_quick: bool) -> dict[str, Any]:
-    """Bytes a second by name, each verified first: {"read": {...}, "copy": {...}, ...}; a copy counts both ways."""
+    """Bytes a second by name, each verified first: {"read": {...}, "copy": {...}, ...}; copies count twice."""
     blocks = 2 if is_quick else 4 * gpu.properties.num_sms
     round_bytes = blocks * THREADS * 4 * 16
     size = max(1, ((256 << 10) if is_quick else (2 << 30)) // round_bytes) * round_bytes

@@ -52,8 +52,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 80.0, 960.0, 40.0, 520.0
 def roofline_svg(report: Mapping[str, Any], bytes_per_s: float, flops_per_s: float, source: str) -> str:
     """Operations a second over operations a byte, both logarithmic: the two roofs, and a point for each row.
 
-    A row that was timed stands at what it reached; one that was only counted stands on its roof as an open circle, at
-    its operations for each byte that it moved. `source` says where the roofs come from.
+    A timed row stands at its measured rate; a counted one is an open circle on its roof, at its operations per moved
+    byte. `source` is the roofs' origin.
     """
     points = []
     for row in report["rows"]:

@@ -1,6 +1,6 @@
-"""`bench kernels`: matrix products, attention, launches, a replayed graph and uploads, held against the goals.
+"""`bench kernels`: matrix products, attention, launches, a replayed graph and uploads, compared with the goals.
 
-Nothing is timed that has not just been verified on the same input: products and attention against numpy on a sample of
+Everything timed has just been verified on the same input: products and attention against numpy on a sample of
 rows, the graph against its eager run, uploads by reading back. Each run begins with a cold second-level cache, times
 are those of events on the device, medians with quartiles. An emulated device runs tiny shapes and counts.
 """
@@ -51,7 +51,7 @@ def cases(is_quick: bool) -> Iterator[tuple[str, Case]]:
 
 
 def parts_named(text: str) -> tuple[str, ...]:
-    """Of `PARTS`, comma-separated. Raises BenchmarkError for another."""
+    """Those of comma-separated `PARTS`. Raises BenchmarkError for an unknown one."""
     names = tuple(part.strip() for part in text.split(","))
     if unknown := [name for name in names if name not in PARTS]:
         raise BenchmarkError(f"--parts {unknown[0]!r} is none of {', '.join(PARTS)}")
@@ -59,8 +59,8 @@ def parts_named(text: str) -> tuple[str, ...]:
 
 
 def roofs(report: Mapping[str, Any]) -> tuple[float, float, str]:
-    """Bytes and operations a second, and where they come from: measured reads and the best product, cuBLAS's among
-    them, or what the product that is emulated is sold with."""
+    """Bytes and operations a second, and their origin: measured reads and the best product, including cuBLAS's, or the
+    emulated product's data sheet."""
     if report["is_emulated"]:
         model = model_of(report["arch"])
         return model.memory_bytes_per_s, model.bf16_flops, f"{model.name}'s data sheet"
@@ -82,10 +82,10 @@ def bench_kernels(
     device: str, *, parts: tuple[str, ...] = PARTS, num_runs: int = NUM_RUNS,
     report_progress: Callable[[str], None] = lambda line: None, rates: dict[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The report: {"device", "is_emulated", "bandwidth", "cublas", "rows", "environment"}. `rates`: what `bandwidth`
-    gave before, so that it is not measured again.
+    """The report: {"device", "is_emulated", "bandwidth", "cublas", "rows", "environment"}. `rates`: an earlier result
+    of `bandwidth`, to skip measuring it again.
 
-    Raises AssertionError naming the case where a result is wrong: then nothing more is timed.
+    Raises AssertionError naming the case if a result is wrong, and stops timing.
     """
     gpu = Gpu.of(device)
     is_quick = gpu.driver.is_emulated
@@ -152,7 +152,7 @@ def _peer_error(gpu: Gpu, case: Case, ready: Prepared, run: Callable[[], None]) 
 
 
 def _counted(counts: Counts, case: Case) -> dict[str, Any]:
-    """What the emulator counted, against the least that the work needs."""
+    """The emulator's counts, against the minimum of the work."""
     return {
         "kernels": list(counts.kernels), "warp_instructions": counts.warp_instructions,
         "moved_per_least_byte": round(counts.moved_bytes / case.least_bytes, 3),
@@ -162,7 +162,7 @@ def _counted(counts: Counts, case: Case) -> dict[str, Any]:
 
 
 def _judge(row: dict[str, Any], rates: Mapping[str, Any]) -> None:
-    """Adds what the row reaches of its goal, where it is known: "value" and "verdict"."""
+    """Adds the row's "value" and "verdict" against its goal, if known."""
     goal = GOALS[row["goal"]]
     row |= {"measure": goal.measure, "must": goal.must, "ahead": goal.ahead}
     read, bus = (rates[name].get("gb_per_s") for name in ("read", "host to device"))

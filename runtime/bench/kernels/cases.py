@@ -1,8 +1,8 @@
 """Operations to verify, to count and to time: inputs, our launch, numpy's result for a sample of its rows, and torch's
-call, all of the same arrays, with the least bytes and operations and the error that is allowed.
+call, all of the same arrays, with the minimum of bytes and operations and the tolerance.
 
-`bench kernels`, `gpu_check` and the kernel report take these, at sizes of their own. Nothing here imports torch: who
-has it hands the module in.
+`bench kernels`, `gpu_check` and the kernel report use these, at sizes of their own. Nothing here imports torch: callers
+pass the module.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Array = NDArray[Any]
 
 
 class Inputs:
-    """A case's arrays on the device, for as long as the case lasts."""
+    """A case's arrays on the device, kept for the case's lifetime."""
 
     def __init__(self, gpu: Gpu, seed: int) -> None:
         self.gpu = gpu
@@ -44,14 +44,14 @@ class Inputs:
         self._held: list[DeviceBlock] = []
 
     def normal(self, shape: tuple[int, ...], dtype: str, scale: float = 1.0) -> Array:
-        """Normal numbers; of more than `MOST_DRAWN` the first ones again and again, which no shape divides."""
+        """Normal numbers; beyond `MOST_DRAWN` the first ones repeat, with a period that divides no shape."""
         count = math.prod(shape)
         values = self._rng.standard_normal(min(count, MOST_DRAWN), dtype=np.float32)
         values *= np.float32(scale)
         return np.resize(values.astype(numpy_dtype(dtype)), shape)
 
     def keys(self, shape: tuple[int, ...], dtype: str, pages: str) -> Array:
-        """Normal numbers; or, for pages of a byte a number, such numbers, positive ones."""
+        """Normal numbers; for pages of one byte per number, positive ones of that type."""
         if not pages:
             return self.normal(shape, dtype)
         codes = self._rng.integers(0, 0x58, shape, np.uint8)
@@ -66,7 +66,7 @@ class Inputs:
         return address
 
     def put_weight(self, array: Array) -> int:
-        """As `put`, of what nothing writes again: dependent launches may read it early."""
+        """As `put`, for read-only arrays: dependent launches may read them early."""
         address = self.put(array)
         self.gpu.declare_immutable(self._held[-1])
         return address
@@ -76,11 +76,11 @@ class Inputs:
         return self._held[-1].address
 
     def result(self, size_bytes: int) -> int:
-        """As `empty`, with room after it that nothing may write to: `table.verify`."""
+        """As `empty`, with guard memory after it, which `table.verify` checks."""
         return self.empty(size_bytes + GUARD_BYTES)
 
     def bind(self, *launches: tuple[Launch | None, Sequence[int | float]]) -> Callable[[], None]:
-        """What launches all of them, in order."""
+        """A function that runs all of them, in order."""
         known = [(launch, arguments) for launch, arguments in launches if launch is not None]
 
         def run() -> None:
@@ -96,12 +96,11 @@ class Prepared:
 
     Attributes:
         run: queues our kernels.
-        out, shape, dtype: where (an address of `Inputs.result`) and what the result is; its first dimension is rows.
+        out, shape, dtype: the result's address (of `Inputs.result`), shape and type; its first dimension is rows.
         rows: those that `expected` has, ascending.
         expected: float32 [len(rows), ...], computed by numpy from the same arrays.
         torch: queues torch's, given the module and a function that makes tensors of arrays; returns its callable.
-        operands, sizes: of a matrix product, the addresses of x and of the weight, and m, n, k, for a library that
-            takes them; else ().
+        operands, sizes: of a matrix product, the addresses of x and of the weight, and m, n, k, for a library; else ().
     """
 
     run: Callable[[], None]
@@ -120,7 +119,7 @@ class Case:
     """One line of the table.
 
     Attributes:
-        least_bytes, flops: what any kernel must move and compute.
+        least_bytes, flops: the minimum of traffic and computation.
         tolerance: of the largest difference, as a share of the largest value.
     """
 
@@ -153,11 +152,11 @@ def product_case(
 
     Args:
         tier: of `gemm.TIERS`, or "auto".
-        tile: of the Hopper tier, instead of what it plans; with `parts`, into how many K is split.
-        num_sms: multiprocessors that are planned for; 0: the device's.
+        tile: of the Hopper tier, instead of its plan's; with `parts`, the split of K.
+        num_sms: multiprocessors to plan for; 0 for the device's.
         activation: "silu" or "gelu_tanh", by the Hopper tier: the weight has 2 n rows, gate and then up, and y is
             ``act(gate) * up``.
-        is_aligned: whether y and its terms begin on 16-byte bounds, as the plan is told.
+        is_aligned: whether y and its terms are 16-byte aligned, an argument of the plan.
     """
     out_type = out_dtype or dtype
     columns = 2 * n if activation else n
@@ -217,8 +216,8 @@ def attention_case(
     num_sms: int = 0, pages: str = "",
 ) -> Case:  # fmt: skip
     """Causal attention of each sequence's last `queries` tokens, with `context` tokens before them. `tier`: one of
-    `attention.TIERS`, or "auto" for the one that is planned. `num_sms`: multiprocessors that are planned for; 0: the
-    device's. `pages`: of `PAGES`, what the pages hold where that is a byte a number, with a scale of `PAGE_SCALE`.
+    `attention.TIERS`, or "auto" for the planned one. `num_sms`: multiprocessors to plan for; 0 for the device's.
+    `pages`: of `PAGES`, the format of pages of one byte per number, with a scale of `PAGE_SCALE`.
 
     Ours reads shuffled pages; torch's has the same keys and values in rows.
     """
@@ -282,7 +281,7 @@ def _paged(rows: Array, table: Array) -> Array:
 
 
 def _attention_expected(q: Array, k: Array, v: Array, scale: float, rows: Array) -> Array:
-    """[len(rows), heads, head_dim] float32, causal: of those tokens, counted over all sequences, one head at a time."""
+    """Causal attention [len(rows), heads, head_dim] float32 of those tokens, counted over all sequences."""
     _, queries, heads, head_dim = q.shape
     length, share = k.shape[2], heads // k.shape[1]
     out = np.empty((len(rows), heads, head_dim), np.float32)

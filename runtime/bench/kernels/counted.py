@@ -1,4 +1,4 @@
-"""What kernels do when they run, counted by the emulator: instructions, sectors, bank conflicts, tensor-core work."""
+"""Kernels' counts at run time, by the emulator: instructions, sectors, bank conflicts, tensor-core work."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ class Counts:
     Attributes:
         mix: warp instructions by `KINDS`.
         requests, sectors: warp instructions to device memory, 32-byte sectors that they touched; a TMA copy is one
-            request, whatever number of blocks it is multicast to.
-        global_bytes: of device memory that lanes asked for.
+            request, for any number of multicast targets.
+        global_bytes: of device memory requested by lanes.
         word_sectors, word_bytes: those of them that are loads of one 32-bit integer a lane: tables and lengths.
-        useful_sectors: the sectors that their bytes fill at best; a sector that lanes share counts once.
-        wavefronts, conflicts: of shared memory; conflicts of the kernel, and of its loops alone. What TMA writes and
-            wgmma reads there is not modelled.
+        useful_sectors: the fewest sectors for their bytes; a sector that lanes share counts once.
+        wavefronts, conflicts: of shared memory; conflicts of the kernel, and of its loops alone. TMA's writes and
+            wgmma's reads are not modelled.
         barriers: warp instructions at which a warp waits for other warps or for TMA: barriers of the block and of the
-            cluster, mbarriers. Arrivals that do not wait, and what synchronises lanes of one warp, are left out.
+            cluster, mbarriers. Arrivals that do not wait, and warp-level synchronisation, are left out.
         tensor_flops: done by tensor cores, padding included.
         scalar_flops: additions and multiplications of float32 done elsewhere, by 32 lanes each; a multiply-add is two.
-        wasted_by, conflicts_by: instruction ("kernel:index opcode"): sectors that need not have been, and conflicts.
+        wasted_by, conflicts_by: instruction ("kernel:index opcode"): wasted sectors, and conflicts.
     """
 
     case: str
@@ -79,7 +79,7 @@ class Counts:
 
     @property
     def data_bytes(self) -> int:
-        """What was moved but for tables and lengths."""
+        """The traffic without tables and lengths."""
         return (self.sectors - self.word_sectors) * SECTOR_BYTES
 
     @property
@@ -93,7 +93,7 @@ class Counts:
         return self.useful_sectors / self.sectors if self.sectors else 1.0
 
     def add(self, counters: Counters, kernel: Kernel) -> None:
-        """Adds what launches of one kernel counted; `kernel` is its PTX, parsed."""
+        """Adds the counts of one kernel's launches; `kernel` is its parsed PTX."""
         self.warp_instructions += counters.warp_instructions
         for opcode, number in counters.by_opcode.items():
             self.mix[_kind(opcode)] += number
@@ -127,8 +127,8 @@ class Counts:
 
 @contextmanager
 def counting(gpu: Gpu, by_kernel: dict[str, Counts] | None = None) -> Iterator[Counts]:
-    """Counts what an emulated device launches until the block ends, and then fills in what it gave, and `by_kernel`
-    with the counts of each. A real device counts nothing: all stays 0."""
+    """Counts an emulated device's launches until the block ends, then fills in the yielded counts, and `by_kernel` with
+    each kernel's. On a real device all stay 0."""
     found = Counts("", ())
     if not gpu.driver.is_emulated:
         yield found

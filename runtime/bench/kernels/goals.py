@@ -1,4 +1,4 @@
-"""What the GPU path is to reach: ratios in one run on one machine, and for one model milliseconds.
+"""Goals of the GPU path: ratios in one run on one machine, and milliseconds for one model.
 
 The milliseconds are for an H200 (4.3 TB/s of copies, 790 TFLOP/s of bf16 by cuBLAS, both measured).
 """
@@ -14,9 +14,9 @@ class Goal:
 
     Attributes:
         name: in reports.
-        work: what is done.
-        measure: what is measured, and against what.
-        must, ahead: what has to be reached, and what would be ahead of every peer.
+        work: the work, in words.
+        measure: the measured number, and its reference.
+        must, ahead: the required value, and one ahead of every peer.
         is_most: whether smaller is better.
     """
 
@@ -28,7 +28,7 @@ class Goal:
     is_most: bool = False
 
     def verdict(self, value: float) -> str:
-        """ "ahead", "met" or "missed"; what is not a number misses."""
+        """ "ahead", "met" or "missed"; NaN is "missed"."""
         for word, bound in (("ahead", self.ahead), ("met", self.must)):
             if value <= bound if self.is_most else value >= bound:
                 return word

@@ -1,4 +1,4 @@
-"""What the host costs on a GPU: a launch, a graph's replay, and bringing weights there. Rows of `bench kernels`."""
+"""Host costs on a GPU: a launch, a graph's replay, and the upload of weights. Rows of `bench kernels`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EMPTY_ARGUMENTS = (1, 1, 1, 1, 2, 2, 2, 2)
 
 def launch_row(gpu: Gpu, stopwatch: Stopwatch, is_quick: bool) -> dict[str, Any]:
     """Microseconds that the host takes to launch a kernel of eight arguments, ours and by Numba's dispatcher; without
-    the latter where Numba cannot compile here, which "numba_error" then says."""
+    the latter if Numba cannot compile here, with the reason in "numba_error"."""
     calls, rounds = (50, 3) if is_quick else (2000, 9)
     specialisation = empty_kernel()
     bound = gpu.bind(Launch(specialisation, (1, 1, 1), (32, 1, 1)))
@@ -36,7 +36,7 @@ def launch_row(gpu: Gpu, stopwatch: Stopwatch, is_quick: bool) -> dict[str, Any]
         try:
             configured(*_EMPTY_ARGUMENTS)
             competitors["numba"] = lambda: configured(*_EMPTY_ARGUMENTS)
-        except Exception as error:  # its compiler's libraries may be missing, where our kernels came compiled
+        except Exception as error:  # its compiler's libraries may be missing if our kernels are precompiled
             numba_error = f"{type(error).__name__}: {error}"
     found: dict[str, list[float]] = {name: [] for name in competitors}
     for number in range(-1, rounds):
@@ -64,7 +64,7 @@ def launch_row(gpu: Gpu, stopwatch: Stopwatch, is_quick: bool) -> dict[str, Any]
 def graph_row(gpu: Gpu, stopwatch: Stopwatch, is_quick: bool) -> dict[str, Any]:
     """A decode step's products, one row through all layers, as a replayed graph: wall time over the device's.
 
-    Raises AssertionError where the replay gives other bits than the eager run.
+    Raises AssertionError if the replay's bits differ from the eager run's.
     """
     inputs, layer = Inputs(gpu, 7), TINY_LAYER if is_quick else LAYER
     num_layers = 2 if is_quick else NUM_LAYERS
@@ -119,9 +119,9 @@ def graph_row(gpu: Gpu, stopwatch: Stopwatch, is_quick: bool) -> dict[str, Any]:
 
 
 def upload_row(gpu: Gpu, stopwatch: Stopwatch, is_quick: bool) -> dict[str, Any]:
-    """Bytes a second from an array on the host that is not pinned, as weights come.
+    """Bytes a second from unpinned host memory, as in loading weights.
 
-    Raises AssertionError where the device does not have what was sent.
+    Raises AssertionError if the device's copy differs.
     """
     size = (1 << 16) if is_quick else (1 << 30)
     source = np.random.default_rng(3).integers(0, 256, size, np.uint8)

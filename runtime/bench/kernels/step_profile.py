@@ -1,8 +1,8 @@
-"""`bench profile`: where a step's time goes, by kernel and by part of the host's work.
+"""`bench profile`: a step's time by kernel and by part of the host's work.
 
-Steps run eagerly, one after another. On a GPU an event stands before and behind each launch; on an emulated device
-each kernel's work is counted, and set against the product's rates; on the cpu each operation is clocked. The host's
-parts are those of the engine's timeline.
+Steps run eagerly, one after another. On a GPU events surround each launch; on an emulated device each kernel's work is
+counted, and compared with the product's rates; on the cpu each operation is clocked. The host's parts are those of the
+engine's timeline.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ISSUES_PER_CLOCK = 4
 
 @dataclass(slots=True)
 class Spent:
-    """What one kernel or operation cost over all its runs: seconds, or counted work."""
+    """The cost of one kernel or operation over all its runs: seconds, or counted work."""
 
     runs: int = 0
     seconds: float = 0.0
@@ -53,7 +53,7 @@ Ledger = dict[str, Spent]
 
 @contextmanager
 def _clocked(ledger: Ledger) -> Iterator[None]:
-    """Clocks the cpu's operations. One that calls another counts for both their times."""
+    """Clocks the cpu's operations. Nested operations count for both."""
     from runtime.backends import cpu, cpu_sampling
 
     modules = {"cpu": cpu, "cpu_sampling": cpu_sampling}
@@ -94,7 +94,7 @@ def _replaced(module: ModuleType, name: str, wrap: Callable[[str, Callable[..., 
 
 @contextmanager
 def _timed_launches(gpu: Gpu, ledger: Ledger) -> Iterator[None]:
-    """Puts a timed event before and behind each launch."""
+    """Puts timed events around each launch."""
     launch = gpu.launch
     taken: list[tuple[str, Any, Any]] = []
 
@@ -163,10 +163,9 @@ def bench_profile(engine: Engine, *, batch: int, prompt_len: int, num_steps: int
 
     The engine runs its plain loop, eagerly: overlap "off", decode_graphs "off". Returns {"phases": {"prefill": ...,
     "decode": ...}, ...}: of each phase its "steps", "host" (milliseconds a step by part), and "work": of each kernel
-    "runs" and either "ms", over all steps, or what was counted and "bound_ms", what the product that is emulated takes
-    at the least.
+    "runs" and either "ms", over all steps, or the counts and "bound_ms", the emulated product's lower bound.
 
-    Raises BenchmarkError for sizes below 1 or that the engine has no room for, another loop, or steps that are not all
+    Raises BenchmarkError for sizes below 1 or beyond the engine's limits, another loop, or steps that are not all
     decodes.
     """
     for name, value in (("batch", batch), ("prompt_len", prompt_len), ("num_steps", num_steps)):
@@ -183,7 +182,7 @@ def bench_profile(engine: Engine, *, batch: int, prompt_len: int, num_steps: int
         )
     stepper = Stepper(engine)
     vocab_size = engine.info.vocab_size
-    for prompt in random_prompts(batch, prompt_len, vocab_size, seed + 1):  # what is compiled, is compiled here
+    for prompt in random_prompts(batch, prompt_len, vocab_size, seed + 1):  # everything is compiled here
         stepper.add(prompt, 3)
     stepper.drain()
     phases = {}
@@ -243,8 +242,7 @@ def _phase(engine: Engine, ledger: Ledger, records: Sequence[StepRecord]) -> dic
 
 
 def _bound_ms(engine: Engine, counted: dict[str, int]) -> float:
-    """What the product that an emulated device poses as takes at the least: for the memory, the tensor cores, or to
-    issue the PTX's instructions."""
+    """The lower bound of the emulated product: by memory, tensor cores, or issued PTX instructions."""
     from runtime.emulator.driver.architectures import model_of
 
     device = local(engine).model.device

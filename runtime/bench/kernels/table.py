@@ -13,7 +13,7 @@ from runtime.device.gpu import Gpu
 
 
 def read_rows(gpu: Gpu, ready: Prepared) -> Array:
-    """The rows of a case's result that `Prepared.expected` has, from the device."""
+    """Reads the rows of `Prepared.expected` from the device's result."""
     found = np.empty((len(ready.rows), *ready.shape[1:]), numpy_dtype(ready.dtype))
     row_bytes = found[0].nbytes
     for place, row in enumerate(ready.rows):
@@ -22,8 +22,7 @@ def read_rows(gpu: Gpu, ready: Prepared) -> Array:
 
 
 def spoil(gpu: Gpu, ready: Prepared) -> None:
-    """Overwrites a case's result, and what is behind it, with NaN, so that nothing of an earlier run is taken for a new
-    one."""
+    """Overwrites a case's result, and its guard memory, with NaN, so that an earlier run's result cannot pass."""
     gpu.fill(ready.out, 0xFF, _size_bytes(ready) + GUARD_BYTES)
 
 
@@ -48,8 +47,8 @@ def error_share(found: Array, ready: Prepared, tolerance: float, whose: str) -> 
 
 
 def verify(gpu: Gpu, case: Case, ready: Prepared, run: Callable[[], Any], whose: str = "ours") -> float:
-    """Runs what writes to the case's own place and compares: `error_share`. Raises AssertionError, too, where something
-    was written behind it."""
+    """Runs the case and compares its result: `error_share`. Also raises AssertionError if the guard memory was
+    written."""
     spoil(gpu, ready)
     run()
     behind = np.empty(GUARD_BYTES, np.uint8)
@@ -60,19 +59,19 @@ def verify(gpu: Gpu, case: Case, ready: Prepared, run: Callable[[], Any], whose:
 
 
 def prepare(gpu: Gpu, case: Case, seed: int) -> tuple[Inputs, Prepared]:
-    """The case's arrays on the device, for as long as the first is kept, and what runs on them."""
+    """The case's arrays on the device, valid while the first result is kept, and the prepared case."""
     inputs = Inputs(gpu, seed)
     return inputs, case.prepare(inputs)
 
 
 def check(gpu: Gpu, case: Case, seed: int = 0) -> dict[str, Any]:
-    """{"error_share": ...} of a case that is right. Raises AssertionError."""
+    """{"error_share": ...} of a right case. Raises AssertionError for a wrong one."""
     _inputs, ready = prepare(gpu, case, seed)
     return {"error_share": verify(gpu, case, ready, ready.run)}
 
 
 def row_of(case: Case, error: float) -> dict[str, Any]:
-    """What is known of a case that is verified and not yet timed."""
+    """The row of a case that is verified and not yet timed."""
     return {
         "case": case.name, "shape": case.shape, "least_bytes": case.least_bytes, "flops": case.flops,
         "error_share": error,
@@ -82,7 +81,7 @@ def row_of(case: Case, error: float) -> dict[str, Any]:
 def timed(
     row: dict[str, Any], case: Case, competitors: Mapping[str, Callable[[], Any]], stopwatch: Stopwatch
 ) -> dict[str, Any]:
-    """The row with the times of all competitors, "ours" among them, and what ours makes of the device."""
+    """The row with the times of all competitors, including "ours", and our rates on the device."""
     times: dict[str, Times] = stopwatch.times(competitors)
     row["times"] = {name: value.as_json() for name, value in times.items()}
     if not stopwatch.is_emulated:

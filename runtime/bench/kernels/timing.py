@@ -1,9 +1,9 @@
 """Times on the device by events, the competitors taking turns, each run with a cold cache and a full queue.
 
-Before each run other data is read through the second-level cache, which then holds nothing that has to be written back
-(where it was overwritten instead, an H200 took up to 14 µs longer for what reads more than that cache holds). While the
-device is at that, the host queues the first event, the work and the second event, so that neither the host's time for a
-launch nor the other competitor's data counts. What is left of a launch is some 4 µs.
+Before each run other data is read through the second-level cache, which then holds no dirty lines (with writes instead,
+an H200 took up to 14 µs longer for work larger than that cache). Meanwhile the host queues the first event, the work
+and the second event, so that neither the host's launch time nor the other competitor's data counts. Some 4 µs of a
+launch remain.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Times:
 
 
 class _Flush:
-    """Reads so much that nothing else is left in the second-level cache."""
+    """Evicts everything else from the second-level cache by reads."""
 
     def __init__(self, gpu: Gpu) -> None:
         blocks = 4 * gpu.properties.num_sms
@@ -55,7 +55,7 @@ class _Flush:
 
 
 class Stopwatch:
-    """Times work on one device. An emulated one's times say nothing of a GPU; `is_emulated` goes with each of them."""
+    """Times work on one device. An emulated one's times are meaningless, and marked by `is_emulated`."""
 
     def __init__(self, gpu: Gpu, num_runs: int) -> None:
         self.gpu = gpu
@@ -65,7 +65,7 @@ class Stopwatch:
         self._events = [gpu.new_event(is_timed=True) for _ in range(2)]
 
     def times(self, competitors: Mapping[str, Callable[[], Any]]) -> dict[str, Times]:
-        """Each competitor's times, from `num_runs` rounds in which who begins alternates, after two of warm-up."""
+        """Each competitor's times, from `num_runs` rounds with alternating order, after two warm-up rounds."""
         found: dict[str, list[float]] = {name: [] for name in competitors}
         order = list(competitors)
         for number in range(-2 if not self.is_emulated else 0, self.num_runs):

@@ -1,8 +1,8 @@
-"""`bench latency`, `bench throughput`, `bench streaming`: batches of requests that an engine gets at once.
+"""`bench latency`, `bench throughput`, `bench streaming`: batches of requests submitted at once.
 
-Latency: how long one batch takes from prompt to last token, again and again. Throughput: requests and tokens a second,
-when all requests are there from the start. Streaming: a burst of short requests, as when many users press the key in
-the same moment. All are greedy and end by length alone.
+Latency: the time of one batch from prompt to last token, repeated. Throughput: requests and tokens a second, with all
+    requests at the start. Streaming: a burst of short requests, as of many simultaneous users. All are greedy and end
+    by length.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def bench_latency(
     prompts = random_prompts(batch_size, input_len, info.vocab_size, seed)
 
     def run() -> tuple[list[list[int]], float]:
-        burst = run_burst(llm.client, prompts, output_len)  # which finds nothing of an earlier run in the prefix cache
+        burst = run_burst(llm.client, prompts, output_len)  # with nothing of an earlier run in the prefix cache
         return burst.token_ids, burst.wall_s
 
     expected, _ = run()
@@ -128,9 +128,9 @@ def bench_streaming(
     second of the whole burst. Each round's tokens must equal the warm-up's, which is verified first. The
     median round is that of the median wall time; `wall_times_s` gives them all.
 
-    Before each burst one request of as many tokens as the burst's prompts together is timed alone, as far as the model
-    takes so many: `lone_ttft_ms` is the median, `ttft_ratio` that of the rounds' ratios of the median TTFT to it (1.0:
-    the burst shared one forward pass; None: not measured).
+    Before each burst one request of as many tokens as the burst's prompts together is timed alone, if the model takes
+    so many: `lone_ttft_ms` is the median, `ttft_ratio` that of the rounds' ratios of the median TTFT to it (1.0 if the
+    burst shared one forward pass, None if not measured).
     """
     if num_rounds < 1:
         raise BenchmarkError(f"--num-rounds {num_rounds} must be at least 1")

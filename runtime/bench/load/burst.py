@@ -1,4 +1,4 @@
-"""Hands requests to an engine client, all at once or at given times, and writes down when each of their tokens came."""
+"""Submits requests to an engine client, all at once or at given times, and records each token's arrival."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per token after the first; None when there is only one."""
+        """Seconds per token after the first; None if there is only one."""
         return time_per_output_token_s(self.latency_s, self.ttft_s, len(self.token_ids))
 
     @property
@@ -56,12 +56,12 @@ class Burst:
 
     @property
     def start_s(self) -> float:
-        """When the first request was handed in."""
+        """The time of the first submission."""
         return self.records[0].submit_s
 
     @property
     def end_s(self) -> float:
-        """When the last token of the last request came."""
+        """The time of the last request's last token."""
         return max(record.token_times_s[-1] for record in self.records)
 
     @property
@@ -85,13 +85,13 @@ def run_burst(
 ) -> Burst:
     """Submits every prompt (greedy, EOS ignored) and waits for the last token.
 
-    The prompts of a burst may share cached beginnings with each other, never with an earlier burst: it has a cache salt
+    The prompts of a burst may share cached prefixes with each other, never with an earlier burst: it has a cache salt
     of its own.
 
-    max_tokens  new tokens of all, or of each
-    arrivals_s  seconds from now at which each is submitted, ascending; None: all at once
+    max_tokens  new tokens, one number for all or one for each
+    arrivals_s  seconds from now at which each is submitted, ascending; None submits all at once
 
-    Raises `BenchmarkError` when a request ends otherwise than by its length, or `timeout_s` after the last submission.
+    Raises `BenchmarkError` if a request ends other than by length, or `timeout_s` after the last submission.
     """
     lengths = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
     params = {

@@ -1,8 +1,8 @@
-"""A small HTTP/1.1 client for measuring: one request a connection, the body handed out as it arrives.
+"""A small HTTP/1.1 client for measuring: one request per connection, the body passed on as it arrives.
 
 Made of asyncio's protocols and httptools (the server's own parser), so that the benchmark needs no dependency that
-serving does not need, and that two hundred streams cost little beside the server's own work. It knows no redirects, no
-proxies and no compression.
+serving does not need, and that two hundred streams cost little beside the server's own work. It does not support
+redirects, proxies or compression.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from runtime.bench.metrics import BenchmarkError
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a server is; `prefix` is the path before `/v1`."""
+    """A server's address; `prefix` is the path before `/v1`."""
 
     host: str
     port: int
@@ -47,7 +47,7 @@ class Origin:
 
 
 class Delta(msgspec.Struct):
-    """What a chunk of a chat adds to its choice."""
+    """A chat chunk's addition to its choice."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -63,7 +63,7 @@ class Choice(msgspec.Struct):
 
     @property
     def has_output(self) -> bool:
-        """Whether it carries something that the model said; a chat's first chunk, which names the role, does not."""
+        """Whether it has output of the model; a chat's first chunk, with the role, has none."""
         delta = self.delta
         if delta is None:
             return bool(self.text)
@@ -78,7 +78,7 @@ class Usage(msgspec.Struct):
 
 
 class Event(msgspec.Struct):
-    """A chunk of a stream, as far as measuring needs it."""
+    """A chunk of a stream, with the fields for measuring."""
 
     choices: list[Choice] = []
     usage: Usage | None = None
@@ -89,8 +89,8 @@ _decode_event = msgspec.json.Decoder(Event).decode
 
 
 class _Exchange(asyncio.Protocol):
-    """One request and its answer: `take` gets the body's bytes of a 200 as they come; `ended` gets a result at the
-    answer's end, and an exception when that does not come."""
+    """One request and its answer: `take` gets the body's bytes of a 200 as they arrive; `ended` gets a result at the
+    answer's end, or an exception."""
 
     def __init__(self, request: bytes, take: Callable[[bytes], None]) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -145,7 +145,7 @@ async def request(
     api_key: str | None,
     take: Callable[[bytes], None],
 ) -> None:
-    """Sends one request and gives `take` the body's bytes as they come; `take` may raise `BenchmarkError`.
+    """Sends one request and passes the body's bytes to `take` as they arrive; `take` may raise `BenchmarkError`.
 
     Raises `BenchmarkError` when the connection fails, ends early, or the status is not 200 (with the body's start).
     """
@@ -210,7 +210,7 @@ async def first_model(origin: Origin, api_key: str | None) -> str:
 async def stream_events(
     origin: Origin, path: str, payload: dict[str, Any], api_key: str | None, take: Callable[[Event], None]
 ) -> None:
-    """Gives `take` each `data:` event of a server-sent stream, at the moment that it arrives, until `[DONE]`.
+    """Passes each `data:` event of a server-sent stream to `take` as it arrives, until `[DONE]`.
 
     Raises `BenchmarkError` when the stream ends without `[DONE]` or carries an error.
     """

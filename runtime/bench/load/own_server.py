@@ -1,10 +1,10 @@
 """Our own server for `bench serve`, in a process of its own: `python -m runtime.bench.load.own_server`.
 
-In its own process so that the client's work does not take turns with the server's on one interpreter lock; the engine
-runs in a third, as `xserv serve` has it: what is measured is what users see. It speaks the protocol of `ChildProcess`:
-`start` with the arguments of `start_client` loads the model, listens on a free port of 127.0.0.1 and answers {port,
-model, vocab_size, max_model_len, weight_bytes, kv_cache_bytes, environment}; `cpu` answers {cpu_s}, what this process
-has used so far, without its engine's; when stdin ends, the server ends.
+The separate process keeps the client off the server's GIL; the engine runs in a third process, as in `xserv serve`, so
+the measurement is what users see. It speaks the protocol of `ChildProcess`: `start` with the arguments of
+`start_client` loads the model, listens on a free port of 127.0.0.1 and answers {port, model, vocab_size, max_model_len,
+weight_bytes, kv_cache_bytes, environment}; `cpu` answers {cpu_s}, this process's CPU time so far, without its engine's;
+when stdin ends, the server ends.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _serve(arguments: dict[str, Any], reply: Callable[[dict[str, Any]], None]) -
 
 
 def _answer(reply: Callable[[dict[str, Any]], None]) -> None:
-    """Until the parent is gone, and the engine with it."""
+    """Answers until the parent ends, then ends the engine."""
     while sys.stdin.buffer.readline():
         reply({"cpu_s": time.process_time()})
     os._exit(0)

@@ -10,7 +10,7 @@ from runtime.bench.metrics import BenchmarkError
 def random_prompts(num_prompts: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
     """`num_prompts` distinct lists of `length` ids in [0, vocab_size), the same for the same arguments.
 
-    Distinct so that no engine can serve one from another's cache. Raises `BenchmarkError` when there are not
+    They are distinct so that no engine can serve one from another's cache. Raises `BenchmarkError` if there are not
     that many distinct prompts.
     """
     if num_prompts < 1 or length < 1:
@@ -31,7 +31,7 @@ def random_prompts(num_prompts: int, length: int, vocab_size: int, seed: int) ->
 
 
 def varied_lengths(num_prompts: int, length: int, range_ratio: float, seed: int) -> list[int]:
-    """Lengths drawn evenly from [length·(1 − ratio), length·(1 + ratio)], at least 1, as vLLM's."""
+    """Lengths drawn evenly from [length·(1 − ratio), length·(1 + ratio)], at least 1, as in vLLM."""
     if not 0.0 <= range_ratio < 1.0:
         raise BenchmarkError(f"--random-range-ratio {range_ratio} must lie in [0, 1)")
     generator = random.Random(seed)

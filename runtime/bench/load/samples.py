@@ -1,8 +1,7 @@
-"""What `bench serve` asks: prompts of random tokens, from a file, or of a recorded trace, and how long answers may be.
+"""The requests of `bench serve`: prompts of random tokens, from a file, or of a recorded trace, with output lengths.
 
-Random prompts are token ids where the server takes ids (completions). A chat takes text: there, each id stands for a
-word of `WORDS`, so that lengths are about those asked for, and equal beginnings stay equal; how many tokens were
-really sent is what the server counts.
+Random prompts are token ids if the server takes ids (completions). For chats each id is replaced by a word of `WORDS`,
+so that lengths are approximate, and equal prefixes stay equal; the server counts the real tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Sample:
 
     prompt      text, or token ids
     output_len  most tokens of the answer
-    arrival_s   seconds after the start at which a trace has it sent; None: as the load says
+    arrival_s   seconds after the start, from a trace; None if the load decides
     """
 
     prompt: str | list[int]
@@ -77,8 +76,8 @@ def trace_samples(
     vocab_size: int,
     seed: int = 0,
 ) -> list[Sample]:
-    """The first requests of a recorded trace, at its moments (`rate` times as dense) and with its lengths (times
-    `length`, cut to `max_len` tokens of prompt and answer) and shared beginnings. Raises `TraceError`."""
+    """The first requests of a recorded trace, at its times (`rate` times as dense) and with its lengths (times
+    `length`, cut to `max_len` tokens of prompt and answer) and shared prefixes. Raises `TraceError`."""
     trace = read_trace(path).head(num_prompts).scaled(rate=rate, length=length, max_len=max_len)
     fill = random_tokens(vocab_size, seed)
     return [
@@ -88,8 +87,8 @@ def trace_samples(
 
 
 def file_samples(path: Path, num_prompts: int, output_len: int) -> list[Sample]:
-    """From a file of prompts, again from its start where they are too few: `.txt` has one a line; `.jsonl` objects with
-    `prompt` (text or token ids) and, where `output_len` shall not hold, `output_tokens`. Raises `BenchmarkError`."""
+    """Samples from a file of prompts, repeated if there are too few: `.txt` has one per line; `.jsonl` objects with
+    `prompt` (text or token ids) and optionally `output_tokens` instead of `output_len`. Raises `BenchmarkError`."""
     if path.suffix not in (".txt", ".jsonl"):
         raise BenchmarkError(f"{path}: prompts stand in a .txt or .jsonl file")
     try:

@@ -1,9 +1,9 @@
 """`bench serve`: an OpenAI-compatible server under load, seen from a client, with vLLM's fields.
 
 Requests are streaming completions or chats. They arrive at `request_rate` a second: gaps from a gamma distribution of
-shape `burstiness` (1: a Poisson process), all at once for an infinite rate; those of a trace at its own moments. Never
-more than `max_concurrency` are open. Times are the client's: TTFT until the first chunk in which the model says
-something, ITL between such chunks, E2EL until the last, TPOT = (E2EL − TTFT) / (output_len − 1).
+shape `burstiness` (1 is a Poisson process), all at once for an infinite rate; those of a trace at its own times. Never
+more than `max_concurrency` are open. Times are the client's: TTFT until the first chunk with output, ITL between such
+chunks, E2EL until the last, TPOT = (E2EL − TTFT) / (output_len − 1).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GOALS = ("ttft", "tpot", "e2el")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """How and when requests are sent. `request_rate` in requests a second, infinite for all at once, or for a trace's
-    own moments; `timeout_s` is how long one answer may take."""
+    own times; `timeout_s` is the limit of one answer."""
 
     endpoint: str = "completions"
     request_rate: float = math.inf
@@ -51,14 +51,14 @@ class Load:
             raise BenchmarkError(f"--max-concurrency {self.max_concurrency} must be at least 1")
 
     def check(self, samples: Sequence[Sample]) -> None:
-        """Raises `BenchmarkError` when they cannot be sent so."""
+        """Raises `BenchmarkError` for samples that cannot be sent with this load."""
         if self.endpoint == "chat" and any(isinstance(sample.prompt, list) for sample in samples):
             raise BenchmarkError("--endpoint chat takes prompts of text, not of token ids")
         if not math.isinf(self.request_rate) and any(sample.arrival_s is not None for sample in samples):
             raise BenchmarkError("--request-rate: a trace has its own arrivals; --trace-rate makes them denser")
 
     def arrivals(self, samples: Sequence[Sample]) -> list[float]:
-        """Seconds after the start at which each is sent; the gaps' mean is exactly 1 / request_rate."""
+        """Each request's seconds after the start; the gaps' mean is exactly 1 / request_rate."""
         if math.isinf(self.request_rate):
             return [sample.arrival_s or 0.0 for sample in samples]
         generator = random.Random(self.seed)
@@ -76,7 +76,7 @@ class Load:
 @dataclass(slots=True)
 class Answer:
     """One request as the client saw it; seconds. `start_s` is after the load's start; `itl_s` the gaps between chunks;
-    `error` is None when all of the answer came."""
+    `error` is None for a complete answer."""
 
     start_s: float
     ttft_s: float = 0.0
@@ -89,11 +89,11 @@ class Answer:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds for each token after the first; None where there is no second one."""
+        """Seconds for each token after the first; None if there is no second one."""
         return time_per_output_token_s(self.latency_s, self.ttft_s, self.output_len)
 
     def meets(self, goodput: Mapping[str, float]) -> bool:
-        """Whether no number is above its target, in milliseconds; what has no TPOT meets every TPOT."""
+        """Whether all numbers meet their targets, in milliseconds; without a TPOT, that target is met."""
         values = {"ttft": self.ttft_s, "tpot": self.tpot_s or 0.0, "e2el": self.latency_s}
         return all(values[name] * 1e3 <= most_ms for name, most_ms in goodput.items())
 
@@ -115,13 +115,13 @@ async def bench_serve(
     """Warms up and verifies, then applies the load; the report has vLLM's keys.
 
     warmups        sent before, one by one; they must succeed
-    model          None: the first that `/v1/models` lists
-    goodput        most milliseconds of `ttft`, `tpot`, `e2el`: `request_goodput` counts the requests that keep to all
+    model          by default the first that `/v1/models` lists
+    goodput        most milliseconds of `ttft`, `tpot`, `e2el`: `request_goodput` counts the requests that meet all
     save_detailed  every request's own numbers, too
     between        called after the warm-up, before the load
 
-    A request fails when it is refused, ends early, or (with `ignore_eos`) gives another number of tokens than was asked
-    for; it counts in `failed` and `error_counts`. Raises `BenchmarkError` when a warm-up fails, or every request.
+    A request fails if it is refused, ends early, or (with `ignore_eos`) has another number of tokens than requested; it
+    counts in `failed` and `error_counts`. Raises `BenchmarkError` if a warm-up fails, or every request.
     """
     goodput = dict(goodput or {})
     load.check([*samples, *warmups])
@@ -183,7 +183,7 @@ async def bench_serve(
 async def _ask(
     origin: Origin, model: str, sample: Sample, load: Load, api_key: str | None, begun: float
 ) -> Answer:
-    """One request, measured. What goes wrong stands in the answer's `error`."""
+    """Sends and measures one request. Its failure is in the answer's `error`."""
     start = last = time.perf_counter()
     answer = Answer(start - begun)
     usage: Usage | None = None
@@ -216,7 +216,7 @@ async def _ask(
         answer.error = str(error)
     if answer.error is not None:
         answer.latency_s = time.perf_counter() - start
-    elif not has_first:  # an answer of no text: its end is all that came
+    elif not has_first:  # an answer without text has only its end
         answer.ttft_s = answer.latency_s
     return answer
 
@@ -239,7 +239,7 @@ def _payload(model: str, sample: Sample, load: Load) -> dict[str, Any]:
 
 
 def _count(origin: Origin, answer: Answer, usage: Usage, sample: Sample, is_exact: bool) -> None:
-    """The server's counts, which must be possible. Raises `BenchmarkError`."""
+    """The server's counts, checked for plausibility. Raises `BenchmarkError`."""
     answer.input_len, answer.output_len = usage.prompt_tokens, usage.completion_tokens
     if isinstance(sample.prompt, list) and answer.input_len < len(sample.prompt):
         raise BenchmarkError(f"{origin} counted {answer.input_len} prompt tokens of {len(sample.prompt)} sent")
@@ -255,7 +255,7 @@ def summary(
     percentile_metrics: Sequence[str],
     metric_percentiles: Sequence[float],
 ) -> dict[str, Any]:
-    """Counts, throughputs and latencies; those of tokens and times are of completed requests alone.
+    """Counts, throughputs and latencies; tokens and times only of completed requests.
 
     Raises `BenchmarkError`, with the first error, when no request was completed.
     """
@@ -293,7 +293,7 @@ def summary(
 
 
 def details(answers: Sequence[Answer]) -> dict[str, list[Any]]:
-    """Every request's numbers, in the order of sending: seconds; an empty `errors` entry for what went well."""
+    """Every request's numbers, in the order of sending: seconds; an empty `errors` entry for a success."""
     return {
         "input_lens": [answer.input_len for answer in answers],
         "output_lens": [answer.output_len for answer in answers],
@@ -305,7 +305,7 @@ def details(answers: Sequence[Answer]) -> dict[str, list[Any]]:
 
 
 def _busiest_second(answers: Sequence[Answer]) -> float:
-    """Most chunks that came in one second of the run; a chunk is a token, or several that came together."""
+    """The most chunks in one second of the run; a chunk is a token, or several that came together."""
     seconds: Counter[int] = Counter()
     for answer in answers:
         now = answer.start_s + answer.ttft_s
@@ -317,7 +317,7 @@ def _busiest_second(answers: Sequence[Answer]) -> float:
 
 
 def _most_open(answers: Sequence[Answer]) -> int:
-    """Most requests that were open at once."""
+    """The most open requests."""
     begins = [(answer.start_s, 1) for answer in answers]
     ends = [(answer.start_s + answer.latency_s, -1) for answer in answers]
     num_open = most = 0
@@ -328,7 +328,7 @@ def _most_open(answers: Sequence[Answer]) -> int:
 
 
 def run_bench(measure: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
-    """Runs it on the event loop that costs least: uvloop's, where there is one."""
+    """Runs it on the cheapest event loop: uvloop's, if installed."""
     try:
         import uvloop
     except ImportError:

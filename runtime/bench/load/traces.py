@@ -1,9 +1,9 @@
-"""Request traces: who came when, how long each prompt and answer was, and which prompts begin alike.
+"""Request traces: arrivals, lengths of prompts and answers, and shared prefixes.
 
-Read are the two public formats that serving papers use: Azure's CSV (``TIMESTAMP,ContextTokens,GeneratedTokens``;
+It reads the two public formats of serving papers: Azure's CSV (``TIMESTAMP,ContextTokens,GeneratedTokens``;
 github.com/Azure/AzurePublicDataset) and Mooncake's JSON lines (``timestamp`` in ms, ``input_length``,
 ``output_length``, ``hash_ids``: one id for each 512 tokens of the prompt, equal exactly where prompts are equal up to
-there; github.com/kvcache-ai/Mooncake). They hold no text: ``Trace.prompt_ids`` makes up tokens of that structure.
+there; github.com/kvcache-ai/Mooncake). They hold no text: ``Trace.prompt_ids`` generates tokens of that structure.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TraceRequest:
 
     arrival_s             seconds after the trace's first request
     input_len, output_len tokens of prompt and answer, at least 1 each
-    hash_ids              one for each ``hash_block_len`` tokens of the prompt, the last perhaps shorter; empty: the
+    hash_ids              one for each ``hash_block_len`` tokens of the prompt, the last perhaps shorter; empty if the
                           prompt shares nothing with any other
     """
 
@@ -67,8 +67,8 @@ class Trace:
         return replace(self, requests=self.requests[:num_requests])
 
     def scaled(self, *, rate: float = 1.0, length: float = 1.0, max_len: int | None = None) -> Trace:
-        """Arrivals ``rate`` times as dense, lengths times ``length`` (at least 1 token each); prompts that would not
-        leave room for their answer in ``max_len`` tokens are cut, answers to at most half of it."""
+        """Arrivals ``rate`` times as dense, lengths times ``length`` (at least 1 token each); prompts that leave no
+        room for their answer in ``max_len`` tokens are cut, answers to at most half of it."""
         if not (0.0 < rate < np.inf and 0.0 < length < np.inf):
             raise TraceError(f"a trace is scaled by positive numbers, not by rate {rate} and length {length}")
         if max_len is not None and max_len < 2:
@@ -80,8 +80,8 @@ class Trace:
         )
 
     def multiplied(self, copies: int, spread_s: float = 60.0) -> Trace:
-        """So many times the same users side by side, none of whose prompts begin as those of another copy do; each copy
-        comes a little after the one before, the last within ``spread_s``."""
+        """So many copies of the trace in parallel, without shared prefixes between copies; each copy starts a little
+        after the previous one, the last within ``spread_s``."""
         if copies < 1 or not 0.0 <= spread_s < np.inf:
             raise TraceError(f"{copies} copies of a trace within {spread_s} s: at least 1 is needed, within a time")
         stride = 1 + max((hash_id for request in self.requests for hash_id in request.hash_ids), default=0)
@@ -109,14 +109,14 @@ class Trace:
             if len(block):
                 fill(hash_id, block)
         if request.hash_ids and (rest := len(request.hash_ids) * self.hash_block_len) < len(ids):
-            fill(_UNIQUE + index, ids[rest:])  # what rounding of scaled lengths left over
+            fill(_UNIQUE + index, ids[rest:])  # the rest of rounding scaled lengths
         return ids
 
 
 def numbered(hash_id: int, out: NDArray[np.int32]) -> None:
-    """Tokens that only say which block they belong to: enough for a scheduler, and made in no time.
+    """Tokens that only number their block: enough for a scheduler, and cheap.
 
-    Own text is numbered downwards from -1, a trace's blocks upwards from 0.
+    Unique text is numbered downwards from -1, a trace's blocks upwards from 0.
     """
     out[:] = _UNIQUE - 1 - hash_id if hash_id >= _UNIQUE else hash_id
 
@@ -158,7 +158,7 @@ def beside_decodes(
     gap_s: float,
 ) -> Trace:
     """``num_decodes`` answers of ``decode_len`` tokens from the start, beside which ``num_prompts`` prompts of
-    ``prompt_len`` tokens come one by one, the first at ``first_s`` seconds, ``gap_s`` seconds apart."""
+    ``prompt_len`` tokens arrive one by one, the first at ``first_s`` seconds, ``gap_s`` seconds apart."""
     decodes = [TraceRequest(0.0, context_len, decode_len)] * num_decodes
     prompts = [TraceRequest(first_s + index * gap_s, prompt_len, 1) for index in range(num_prompts)]
     for request in (*decodes, *prompts):
@@ -177,8 +177,8 @@ def shared_prefixes(
     hot_share: float = 0.0,
     seed: int = 0,
 ) -> Trace:
-    """Requests all at once, each with one of ``num_prefixes`` beginnings of ``prefix_len`` tokens, drawn evenly, and
-    ``own_len`` tokens of its own; but that ``hot_share`` of them have the first one."""
+    """Requests all at once, each with one of ``num_prefixes`` prefixes of ``prefix_len`` tokens, drawn evenly, and
+    ``own_len`` tokens of its own; a ``hot_share`` of them has the first prefix."""
     if min(num_requests, num_prefixes, prefix_len, own_len, output_len) < 1 or not 0.0 <= hot_share <= 1.0:
         raise TraceError("counts and lengths of a trace of shared prefixes are at least 1, the hot share is in [0, 1]")
     rng = np.random.default_rng(seed)
@@ -209,7 +209,7 @@ def _read_azure(path: Path, file: Any) -> Iterator[TraceRequest]:
     for row in reader:
         where = f"{path}:{reader.line_num}"
         try:
-            moment = datetime.fromisoformat(row["TIMESTAMP"][:26])  # seven decimals, of which Python knows six
+            moment = datetime.fromisoformat(row["TIMESTAMP"][:26])  # seven decimals, of which Python parses six
         except (TypeError, ValueError):
             raise TraceError(f"{where}: TIMESTAMP {row['TIMESTAMP']!r} is not a time") from None
         input_len, output_len = (_length(where, name, row[name]) for name in wanted[1:])

@@ -1,14 +1,14 @@
 """`bench peers`: this engine against llama.cpp and Hugging Face transformers, on the same weights, in turns.
 
 For each model and type of its weights, one folder of seeded random weights is written, and every side loads it; or a
-GGUF file is given. First
-they are compared: logits of one prompt, and the greedy tokens of every workload. Then each workload is timed in rounds,
-all sides in turns (who begins moves on), while the others are idle, which is measured too. A ratio above 1 means that
-ours is faster. The limits of the processor are measured in every round, beside the work; the best count.
+GGUF file is given. First they are compared: logits of one prompt, and the greedy tokens of every workload. Then each
+workload is timed in rounds, all sides in turns (the first one rotates), while the others are idle, which is measured,
+too. A ratio above 1 means that ours is faster. The processor's limits are also measured in every round; the best are
+used.
 
 Ours is timed through `EngineClient`, scheduler, paged cache and sampler included; a peer through its model's forward in
-the leanest loop (`peer_transformers`, `peer_llama`), with all cores, and with the fastest of its own settings, tried
-for each workload.
+the leanest loop (`peer_transformers`, `peer_llama`), with all cores, and with the fastest of its own settings for each
+workload.
 """
 
 from __future__ import annotations
@@ -56,14 +56,15 @@ def bench_peers(
     """Measures every workload of the groups, and the host's work named.
 
     pythons    each peer's Python, by the engine's name; a peer without one is reported as missing
-    tokenizer  the tokenizer.json of `host_work`'s "tokenizer"; None: the bundled model's, which tiktoken cannot express
+    tokenizer  the tokenizer.json of `host_work`'s "tokenizer"; by default the bundled model's, which tiktoken cannot
+               express
     shape      of GPT-2; by default that of the 124M model
-    meter      of the limits; None: one of its own
-    say        told what is being done
+    meter      of the limits; a new one if None
+    say        gets progress messages
 
-    `results[i]` is `measure_workload`'s report with `limit_tokens_per_second`, `share_of_limit`, `missing` (peers that
-    should have been there), and where there is a goal `goal`, `ratio` and `verdict`. What cannot be timed, because
-    sides disagree or a peer fails, stands in `refused` with the reason. `host_results[i]` has `value` and `verdict`.
+    `results[i]` is `measure_workload`'s report with `limit_tokens_per_second`, `share_of_limit`, `missing` (unavailable
+    peers), and, with a goal, `goal`, `ratio` and `verdict`. Workloads that cannot be timed, because sides disagree or a
+    peer fails, are in `refused` with the reason. `host_results[i]` has `value` and `verdict`.
     """
     if num_rounds < 1:
         raise BenchmarkError(f"--num-rounds {num_rounds} must be at least 1")
@@ -110,7 +111,7 @@ def bench_peers(
 
 
 def failures(report: Mapping[str, Any]) -> list[str]:
-    """What `--check` objects to: goals that were missed or could not be judged, workloads that were refused."""
+    """The failures of `--check`: missed or undecided goals, and refused workloads."""
     rows = [*report["results"], *report["host_results"]]
     words = [
         f"{row['name']} ({row['dtype']}): {row['verdict']}" if "dtype" in row else f"{row['name']}: {row['verdict']}"
@@ -130,7 +131,7 @@ def _host_rows(key: str, folder: Path, tokenizer: Path | None, num_rounds: int) 
 
 
 def tokenizer_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of `tokenizer_rows` beside its goal: the prompt's is a time, the others' a ratio to tiktoken."""
+    """A row of `tokenizer_rows` with its goal: the prompt's is a time, the others' a ratio to tiktoken."""
     medians = {name: row[name]["median"] for name in NAMES if name in row}
     said = ", ".join(f"{name} {median:.3g}" for name, median in medians.items()) + f" {row['unit']}"
     details = {"what": row["work"], "said": f"{row['work']}: {said}", "medians": medians, "unit": row["unit"]}
@@ -142,7 +143,7 @@ def tokenizer_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """A workload's report, which lacks what depends on the limits."""
+    """A workload's report without the parts that depend on the limits."""
 
     workload: Workload
     size: ModelSize
@@ -150,7 +151,7 @@ class _Measured:
 
 
 def _judged(measured: _Measured, meter: LimitMeter) -> dict[str, Any]:
-    """The report with its limit and verdict, when all is measured."""
+    """The report with its limit and verdict, after all measurements."""
     workload, result = measured.workload, measured.result
     limit = limit_rate(meter.best(), measured.size, result["dtype"], workload)
     rate = result["sides"][OURS]["median_tokens_per_second"]

@@ -1,4 +1,4 @@
-"""A helper in another process, asked by JSON lines, one at a time: a peer engine, or our own server."""
+"""A helper process driven by JSON lines, one request at a time: a peer engine, or our own server."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ for line in sys.stdin:
 
 
 def answering_program(functions: str) -> str:
-    """A program for `python -c` that answers requests by its functions `load` and `run`; what a library prints is no
-    answer. `json`, `os` and `sys` are there."""
+    """A program for `python -c` that answers requests by its functions `load` and `run`; libraries' prints are not
+    answers. `json`, `os` and `sys` are imported."""
     return _ANSWERING.format(functions=functions)
 
 
 class ChildProcess:
     """Starts `command` and speaks its protocol; a context manager that ends the process.
 
-    One JSON object a line goes to its stdin, one comes back on its stdout; what it writes to stderr is
-    kept, for the message of a failure. A child leaves when its stdin ends, hence also when this process
-    dies. `name` stands in error messages; `environment` replaces this process' own.
+    One JSON object a line goes to its stdin, one comes back on its stdout; its stderr is kept, for error messages. A
+    child exits when its stdin ends, hence also when this process dies. `name` is used in error messages; `environment`
+    replaces this process' own.
     """
 
     def __init__(self, command: Sequence[str], name: str, environment: Mapping[str, str] | None = None) -> None:
@@ -64,7 +64,7 @@ class ChildProcess:
         return self._process.pid
 
     def ask(self, op: str, timeout_s: float = 600.0, **fields: Any) -> dict[str, Any]:
-        """One request, one answer. Raises `BenchmarkError` with the child's words when it fails or dies."""
+        """One request, one answer. Raises `BenchmarkError` with the child's output if it fails or dies."""
         stdin, stdout = self._pipes()
         try:
             stdin.write(json.dumps({"op": op, **fields}).encode() + b"\n")
@@ -95,7 +95,7 @@ class ChildProcess:
         return BenchmarkError(f"{self.name} ended with status {self._process.returncode} at {op!r}: {last}")
 
     def close(self) -> None:
-        """Ends the process: closes its stdin, and kills it if it has not left ten seconds later."""
+        """Ends the process: closes its stdin, and kills it if it has not exited ten seconds later."""
         stdin, stdout = self._pipes()
         with contextlib.suppress(BrokenPipeError):
             stdin.close()

@@ -1,5 +1,5 @@
-"""What this processor allows: read bandwidth and arithmetic measured by `numba_kernels.cpu.peaks`, and the token rates
-that follow for a model.
+"""The processor's limits: read bandwidth and arithmetic measured by `numba_kernels.cpu.peaks`, and a model's token
+rates by them.
 
 A step reads every weight that it uses once and multiplies each with every token; it cannot take less time than the
 longer of both, nor a run less than the sum of its steps. Attention's keys and values, norms and sampling are left out,
@@ -29,13 +29,13 @@ READ_BUFFER_BYTES = 1 << 30
 WARM_UP_S = 0.3
 LOOP_S = 0.05
 NUM_READS = 3  # of the buffer in one measurement
-STEADY_SHARE = 0.9  # least part of the best that other measurements reach on a machine that is left alone
+STEADY_SHARE = 0.9  # least share of the best that other measurements reach on an idle machine
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class CpuLimits:
-    """Rates of all usable cores together; None: the processor lacks the instruction.
+    """Rates of all usable cores together; None if the processor lacks the instruction.
 
     read_bytes_per_s       memory that is read once, front to back
     float32_flops_per_s    fused multiply-adds, two operations each
@@ -50,7 +50,7 @@ class CpuLimits:
     int8_ops_per_s: float | None
 
     def operations_per_s(self, dtype: str) -> float:
-        """The rate of products with weights of `dtype`: by its own instruction, else widened to float32."""
+        """The rate of products with weights of `dtype`: by its own instruction, or widened to float32."""
         own = {"bfloat16": self.bfloat16_flops_per_s, "int8": self.int8_ops_per_s, GGUF: self.int8_ops_per_s}.get(dtype)
         return own or self.float32_flops_per_s
 
@@ -59,10 +59,10 @@ RATES = ("read_bytes_per_s", "float32_flops_per_s", "bfloat16_flops_per_s", "int
 
 
 class LimitMeter:
-    """Measures the limits again and again, since whoever else uses the machine in that moment lowers them: the best
-    that was seen is what the processor allows.
+    """Measures the limits repeatedly, since other load on the machine lowers them: the best measurement is the
+    processor's limit.
 
-    measure  what one measurement is; the first is made at once
+    measure  a measurement; the first is made at once
     """
 
     def __init__(self, measure: Callable[[], CpuLimits]) -> None:
@@ -70,7 +70,7 @@ class LimitMeter:
         self._seen = [measure()]
 
     def measure(self) -> None:
-        """Once more."""
+        """Measures once more."""
         self._seen.append(self._measure())
 
     def best(self) -> CpuLimits:
@@ -104,7 +104,7 @@ def open_meter(read_buffer_bytes: int = READ_BUFFER_BYTES, loop_s: float = LOOP_
     with ThreadPoolExecutor(count) as threads:
 
         def together(work: Callable[[int], Any]) -> float:
-            """Seconds until every thread has done its part."""
+            """Seconds until every thread has finished its part."""
             start = time.perf_counter()
             list(threads.map(work, range(count)))
             return time.perf_counter() - start
@@ -116,7 +116,7 @@ def open_meter(read_buffer_bytes: int = READ_BUFFER_BYTES, loop_s: float = LOOP_
             return count * part / seconds
 
         def arithmetic(loop: Callable[[int], Any], per_iteration: int) -> Callable[[], float]:
-            """What measures the loop's rate, warmed up."""
+            """A function that measures the loop's rate, warmed up."""
 
             def run(iterations: int) -> float:
                 return together(lambda _: loop(iterations))
@@ -152,13 +152,13 @@ def open_meter(read_buffer_bytes: int = READ_BUFFER_BYTES, loop_s: float = LOOP_
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Weights that are multiplied with: in the layers with every token, in the head with every one that draws.
+    """A model's multiplied weights: the layers' with every token, the head's with every sampled one.
 
     Attributes:
         layer_weights, head_weights: without experts.
-        size_bytes: of all of these; None: by their type.
+        size_bytes: of all of these, or None for that of their type.
         expert_weights, expert_bytes: of all experts.
-        expert_share: of its layer's experts a token goes to such a share.
+        expert_share: the share of its layer's experts that a token goes to.
     """
 
     layer_weights: int
@@ -197,11 +197,11 @@ class ModelSize:
 
 
 def limit_rate(limits: CpuLimits, size: ModelSize, dtype: str, workload: Workload) -> float:
-    """The token rate, as the workload counts it, of steps that take no longer than reading and arithmetic demand."""
+    """The workload's token rate if steps take exactly the time of reading and arithmetic."""
 
     def step_s(tokens: int, draws: int) -> float:
         size_bytes = size.size_bytes or (size.layer_weights + size.head_weights) * WEIGHT_BYTES[dtype]
-        touched = 1.0 - (1.0 - size.expert_share) ** tokens  # of the experts, if each token draws for itself
+        touched = 1.0 - (1.0 - size.expert_share) ** tokens  # of the experts, if tokens choose independently
         reading = (size_bytes + size.expert_bytes * touched) / limits.read_bytes_per_s
         of_layers = size.layer_weights + size.expert_weights * size.expert_share
         operations = 2 * (of_layers * tokens + size.head_weights * draws)

@@ -1,4 +1,4 @@
-"""What the cpu path is to reach: ratios to peers in one interleaved run on one machine, and a few times of the host."""
+"""Goals of the cpu path: ratios to peers in one interleaved run on one machine, and a few host times."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class PeerGoal:
     """A goal for one row of `bench peers`.
 
     goal            the bounds of the ratio
-    against         the peer that counts, or `BETTER`
-    least_share     least share of the measured limit, besides
-    or_share        share of the measured limit that is enough without the ratio
-    most_ttft_ms    most milliseconds to the first token (median), besides
+    against         the peer to compare with, or `BETTER`
+    least_share     least share of the measured limit, in addition
+    or_share        share of the measured limit that suffices without the ratio
+    most_ttft_ms    most milliseconds to the first token (median), in addition
     """
 
     goal: Goal
@@ -31,13 +31,13 @@ class PeerGoal:
     or_share: float | None = None
 
     def ratio(self, ratios: Mapping[str, float]) -> float | None:
-        """The ratio that counts; None where that peer was not there."""
+        """The ratio to the goal's peer; None if that peer is missing."""
         if self.against == BETTER:
             return min(ratios.values(), default=None)
         return ratios.get(self.against)
 
     def verdict(self, result: Mapping[str, Any]) -> str:
-        """ "ahead", "met", "missed", or "unknown" without a peer that counts."""
+        """ "ahead", "met", "missed", or "unknown" without the goal's peer."""
         ratio = self.ratio(result["ratios"])
         if ratio is None or (self.against == BETTER and result["missing"]):
             return "unknown"

@@ -1,4 +1,4 @@
-"""The host's rows of `bench peers`: how long a safetensors file takes to views, and packing beside copying."""
+"""The host's rows of `bench peers`: mapping a safetensors file, and packing compared with copying."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runtime.tensor.tensor import Tensor
 
 
 def bench_load(folder: Path, num_rounds: int) -> dict[str, Any]:
-    """Milliseconds until every tensor of the folder's checkpoint is a view, the file's pages being cached.
+    """Milliseconds until every tensor of the folder's checkpoint is a view, with the file's pages cached.
 
     Each round opens and checks the file anew and takes a view of each tensor; none of the data is touched.
     """
@@ -41,11 +41,11 @@ def bench_load(folder: Path, num_rounds: int) -> dict[str, Any]:
 
 
 def bench_pack(folder: Path, num_rounds: int) -> dict[str, Any]:
-    """The time of packing every matrix of the folder's checkpoint into panels, in times of copying the same bytes.
+    """The time of packing every matrix of the folder's checkpoint into panels, as a multiple of copying the same bytes.
 
-    Both read the mapped file, whose pages are cached but not mapped when they begin, and write memory that is new; a
-    tensor's source is released before the next begins, and so is what was made of it. `resident_mapped_bytes` is what
-    remains of the file in this process after packing.
+    Both read the mapped file, whose pages are cached but not mapped when they begin, and write new memory; a tensor's
+    source and result are released before the next. `resident_mapped_bytes` is the resident part of the file in this
+    process after packing.
     """
     _read_whole(folder / "model.safetensors")
     packing: list[float] = []
@@ -102,7 +102,7 @@ def _pack(array: np.ndarray[Any, Any]) -> Any:
 
 
 def _read_whole(path: Path) -> None:
-    """Have the system read the file, so that its pages are cached."""
+    """Reads the file once, so that its pages are cached."""
     with path.open("rb") as file:
         while os.read(file.fileno(), 16 << 20):
             pass

@@ -1,8 +1,8 @@
 """Writes model folders of GPT-2's and Qwen3's shapes with seeded random weights, in the form that any engine reads.
 
-The weights are drawn once and all sides of `bench peers` load the same file. Initialised as GPT-2 is
-(normal, 0.02; residual projections scaled by 1/sqrt(2 * layers)), but with biases and norms drawn too, so
-that a side that leaves one out is caught by the verification.
+The weights are drawn once and all sides of `bench peers` load the same file. Initialised like GPT-2 (normal, 0.02;
+residual projections scaled by 1/sqrt(2 * layers)), but with random biases and norms, so that verification catches a
+side that leaves one out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from runtime.bench.scheduling.roofline import PRESETS
 
 @dataclass(frozen=True, slots=True)
 class Gpt2Shape:
-    """The numbers that make a GPT-2; the defaults are those of the 124M model."""
+    """A GPT-2's dimensions; the defaults are those of the 124M model."""
 
     hidden_size: int = 768
     num_layers: int = 12
@@ -78,7 +78,7 @@ def write_gpt2_folder(folder: Path, shape: Gpt2Shape, seed: int = 0, dtype: str 
 
 
 def write_qwen3_folder(folder: Path, config: Mapping[str, Any] = PRESETS["qwen3-0.6b"], seed: int = 0) -> None:
-    """The same of Qwen3, in bfloat16; norms are drawn around one."""
+    """The same for Qwen3, in bfloat16; norms are drawn around one."""
     generator = np.random.default_rng(seed)
     hidden, inner, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     queries, keys = (config[name] * head_dim for name in ("num_attention_heads", "num_key_value_heads"))

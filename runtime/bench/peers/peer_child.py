@@ -1,15 +1,15 @@
-"""What the scripts of peers share: requests come in as JSON lines, answers go out so.
+"""The protocol shared by the peers' scripts: requests and answers are JSON lines.
 
-Imported by a script in another interpreter, which has none of ours beside it. One JSON object a line comes in on stdin,
-one goes out on stdout; whatever libraries print, in C too, goes to stderr. While no request is under way the process
-waits for a line, and the peer's threads sleep.
+Imported by a script in another interpreter, without this project. One JSON object a line comes in on stdin,
+one goes out on stdout; all prints of libraries, also in C, go to stderr. Without a request the process waits for a
+line, and the peer's threads sleep.
 
 Requests (`op`):
 
 - `load` {folder, threads, dtype} → {versions …, threads, num_parameters, variants}
 - `logits` {token_ids: [int], path} → {path}: float32 `[num_tokens, vocab]`, saved there with numpy
 - `generate` {prompts: [[int]], new_tokens, variant} → {token_ids, prefill_s, decode_s, total_s}; a variant is a setting
-  of the peer's, one of those that `load` names
+  of the peer, one of those in `load`'s answer
 - `clock` → {}
 - `quit`
 
@@ -25,10 +25,10 @@ from typing import Any
 
 
 def answer(peer: Any) -> None:
-    """Answers requests with the methods of `peer` until `quit`, or until stdin ends: when the parent dies."""
-    del sys.path[0]  # the script's folder, whose names must not hide anybody's modules
+    """Answers requests with the methods of `peer` until `quit`, or the end of stdin, when the parent dies."""
+    del sys.path[0]  # the script's folder, whose names must not shadow modules
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # libraries' prints are not answers
     answers: dict[str, Callable[..., dict[str, Any]]] = {
         "clock": dict,
         "load": peer.load,

@@ -1,13 +1,12 @@
-"""A peer of `bench peers`: llama.cpp behind JSON lines, a script for a Python with llama-cpp-python, gguf and numpy.
+"""A peer of `bench peers`: llama.cpp driven by JSON lines, a script for a Python with llama-cpp-python, gguf and numpy.
 
-The interpreter need not have this project's dependencies; the protocol is `peer_child`'s. `load` opens the GGUF file
-that it is given, or writes one beside a folder's safetensors, from the same weights; a `variant` is "flash" or "plain"
-(flash attention or not) and the tokens of one graph (`n_ubatch`), such as "flash-512".
+The interpreter need not have this project's dependencies; the protocol is `peer_child`'s. `load` opens the given GGUF
+file, or writes one beside a folder's safetensors, from the same weights; a `variant` is "flash" or "plain" (flash
+attention or not) and the tokens of one graph (`n_ubatch`), such as "flash-512".
 
-Batches go through the low-level API as llama.cpp's own batched benchmark makes them: every sequence has its own part of
-the cache, logits are asked for where a token is drawn, and drawn by numpy's argmax, which is faster than a greedy
-sampler. The cache holds float16, llama.cpp's default. Contexts are made, and a prompt's batch is filled, before the
-clock starts.
+Batches use the low-level API like llama.cpp's own batched benchmark: every sequence has its own part of the cache,
+logits are requested only for sampled tokens, and numpy's argmax is used, which is faster than a greedy sampler. The
+cache holds float16, llama.cpp's default. Contexts are made, and a prompt's batch is filled, before the clock starts.
 """
 
 import ctypes
@@ -79,7 +78,7 @@ def stored_tensors(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def gguf_name(name: str) -> str:
-    """What llama.cpp calls a tensor of Hugging Face's GPT-2 or Qwen3."""
+    """llama.cpp's name of a tensor of Hugging Face's GPT-2 or Qwen3."""
     if name in OTHER_NAMES:
         return OTHER_NAMES[name]
     for prefix, names in (("transformer.h.", GPT2_NAMES), ("model.layers.", QWEN3_NAMES)):
@@ -90,8 +89,8 @@ def gguf_name(name: str) -> str:
 
 
 def write_gguf(folder: Path, path: Path, dtype: str) -> None:
-    """The folder's model as GGUF, its matrices as `dtype`; vectors and positions stay float32. There is no tokenizer in
-    it: ids go in, ids come out."""
+    """The folder's model as GGUF, its matrices as `dtype`; vectors and positions stay float32. It has no tokenizer: ids
+    go in, ids come out."""
     import gguf
     import numpy as np
 
@@ -158,7 +157,7 @@ class Batch:
 
 
 class Peer:
-    """One loaded model and the requests that it answers."""
+    """One loaded model and its requests."""
 
     def __init__(self) -> None:
         self.api: Any = None

@@ -1,11 +1,11 @@
-"""The peer of `bench peers`: Hugging Face transformers behind JSON lines, a script for a Python with torch.
+"""The peer of `bench peers`: Hugging Face transformers driven by JSON lines, a script for a Python with torch.
 
 The interpreter has torch, transformers and numpy, and need not have this project's dependencies; the protocol is
 `peer_child`'s, the variants of `generate` are the KV caches "dynamic" and "static".
 
-Prompts of one request are equally long, so that the peer needs neither padding nor a mask. The loop is the
-leanest that the model's own forward allows: `logits_to_keep=1`, argmax on the tensor, tokens read back once
-at the end, no `generate()` machinery around it.
+Prompts of one request are equally long, so that the peer needs neither padding nor a mask. The loop is the leanest
+around the model's own forward: `logits_to_keep=1`, argmax on the tensor, tokens read back once at the end, no
+`generate()` machinery around it.
 """
 
 import time
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Peer:
-    """One loaded model and the requests that it answers."""
+    """One loaded model and its requests."""
 
     def __init__(self) -> None:
         self.model: Any = None

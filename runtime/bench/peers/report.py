@@ -1,4 +1,4 @@
-"""The report of `bench peers` as Markdown: a table of token rates, one of the host's work, and what was refused."""
+"""The report of `bench peers` as Markdown: a table of token rates, one of the host's work, and the refusals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEAD = ("workload", "weights", OURS, *(engine.name for engine in PEER_ENGINES),
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """The whole report. Rates are tokens per second, medians; a peer that should be there and is not is "missing"."""
+    """The whole report. Rates are tokens per second, medians; an unavailable peer is "missing"."""
     parts = []
     if report["results"]:
         parts.append(_table((*_HEAD, "verdict", "limit", "share"), [_row(result) for result in report["results"]]))

@@ -1,8 +1,7 @@
 """One workload of `bench peers`: the sides' answers are compared, then all are timed in turns.
 
-A round measures the processor's limits and is then one turn of each side; who begins moves on with every round. While
-one runs, the others have to be idle, which is measured, as is what strangers use of the machine; the calmest rounds
-count.
+A round measures the processor's limits, followed by one turn of each side; the first side rotates. While one runs, the
+others have to be idle, which is measured, as is other load on the machine; the calmest rounds are used.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ LOGITS_TOLERANCE = {"float32": 2e-3, "bfloat16": 4e-2, "int8": 8e-2, GGUF: 8e-2}
 bfloat16 weights transformers rounds every activation; int8 and q8_0 round weights and activations each in
 their way; with a GGUF file, activations alone."""
 
-IDLE_SHARE = 0.10  # most processor time, as a share of wall time, that those who wait may use
-QUIET_SHARE = 0.08  # most of the machine that other processes may use in a round that counts
-MOST_ATTEMPTS = 2  # times the wanted number of rounds are tried, in the hope of quiet ones
-SETTLE_S = 0.05  # between two measurements, for threads that spin a little before they sleep
+IDLE_SHARE = 0.10  # most CPU time, as a share of wall time, of idle sides
+QUIET_SHARE = 0.08  # most of the machine that other processes may use in a used round
+MOST_ATTEMPTS = 2  # times the wanted number of rounds, to find quiet ones
+SETTLE_S = 0.05  # between two measurements, for threads that spin before they sleep
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One measurement of one side, and the processor time that others used meanwhile.
+    """One measurement of one side, and other processes' CPU time meanwhile.
 
-    idle_share    of those who waited, the worst of them, in cores
-    others_share  of processes that are no part of this, as a share of the machine; None: unknown
+    idle_share    of the waiting sides, the worst of them, in cores
+    others_share  of unrelated processes, as a share of the machine; None if unknown
     """
 
     sample: Sample
@@ -47,7 +46,7 @@ class Turn:
 
     @property
     def disturbance(self) -> float:
-        """The larger of both, each in parts of its limit."""
+        """The larger of both, relative to their limits."""
         return max(self.idle_share / IDLE_SHARE, (self.others_share or 0.0) / QUIET_SHARE)
 
 
@@ -72,7 +71,7 @@ def measure_workload(
     seed: int,
     meter: LimitMeter,
 ) -> dict[str, Any]:
-    """Verifies and times one workload. Raises `BenchmarkError` when sides disagree or those who waited were busy.
+    """Verifies and times one workload. Raises `BenchmarkError` if sides disagree or a waiting side was busy.
 
     In the report `sides` has each side's rates; `ratios` ours to each peer's, of the medians; `round_ratios` round by
     round.
@@ -158,7 +157,7 @@ def _disturbance(turns: dict[str, Turn]) -> float:
 
 
 def _tie_tolerance(logits: np.ndarray[Any, Any], error: float) -> float:
-    """How far apart two logits may lie and still change places: each may be off by twice the error that was seen."""
+    """The largest difference of logits that counts as a tie: each may be off by twice the measured error."""
     return max(TIE_TOLERANCE, 4.0 * error * float(np.abs(logits).max()))
 
 

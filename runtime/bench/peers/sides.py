@@ -1,4 +1,4 @@
-"""The sides of `bench peers`: this engine in this process, and peers in processes of their own, measured alike."""
+"""The sides of `bench peers`: this engine in this process, and peers in processes of their own."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ OURS = "xserv"
 
 @dataclass(frozen=True, slots=True)
 class PeerEngine:
-    """An engine to compare with, and how to come by it.
+    """An engine to compare with, and its installation.
 
     venv      folder of its Python in a checkout
-    packages  what pip has to install there
-    dtypes    what its loader calls the weights' types; a type that it does not have is missing
+    packages  to install there by pip
+    dtypes    its loader's names of the weights' types; unsupported types are absent
     """
 
     name: str
@@ -37,7 +37,7 @@ class PeerEngine:
     dtypes: dict[str, str]
 
     def python(self, given: Path | None, root: Path) -> Path:
-        """The Python named, else that of `venv` in the checkout; `BenchmarkError` says what to install."""
+        """The given Python, or that of `venv` in the checkout; `BenchmarkError` names the packages to install."""
         python = given or root / self.venv / "bin" / "python"
         if python.exists():
             return python
@@ -67,9 +67,9 @@ PEER_ENGINES = (TRANSFORMERS, LLAMA)
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One run of a workload by one side; times in seconds, from the moment when the prompts were handed over.
+    """One run of a workload by one side; times in seconds since submission of the prompts.
 
-    decode_tokens, decode_s  tokens drawn after every prompt had its first, and the time that they took
+    decode_tokens, decode_s  tokens sampled after every prompt had its first, and their time
     ttft_s, latency_s        medians over the requests
     """
 
@@ -81,7 +81,7 @@ class Sample:
     latency_s: float
 
     def rate(self, workload: Workload) -> float:
-        """Tokens per second of what the workload measures."""
+        """Tokens per second of the workload's measured phase."""
         if workload.measure == "decode":
             return self.decode_tokens / self.decode_s
         per_prompt = workload.prompt_len if workload.measure == "prefill" else workload.new_tokens
@@ -89,7 +89,7 @@ class Sample:
 
 
 class Side(Protocol):
-    """What can run a workload and be asked how busy it was."""
+    """A side that can run a workload and report its CPU time."""
 
     name: str
 
@@ -97,7 +97,7 @@ class Side(Protocol):
         """Greedy tokens of every prompt, end of sequence ignored."""
 
     def processor_s(self) -> float:
-        """Processor time that the side's process has used so far."""
+        """The side's CPU time so far."""
 
 
 class OurSide:
@@ -128,8 +128,7 @@ class OurSide:
 class PeerSide:
     """A peer that has loaded the same folder, or GGUF file.
 
-    `variant` is the one of its settings that it runs with; `logits_error` how far its logits lay from ours,
-    max|a - b| / max|b|.
+    `variant` is its current setting; `logits_error` the error of its logits relative to ours, max|a - b| / max|b|.
     """
 
     def __init__(self, engine: PeerEngine, child: ChildProcess, folder: Path, model: Path, dtype: str) -> None:
@@ -160,9 +159,9 @@ class PeerSide:
         return float(self._child.ask("clock")["processor_s"])
 
     def choose_variant(self, prompts: list[list[int]], workload: Workload) -> None:
-        """Take the variant with which the peer is fastest here: of one run each, then of another of the best two.
+        """Chooses the peer's fastest variant: by one run each, then another of the best two.
 
-        These also warm it up.
+        The runs also warm it up.
         """
         best = dict.fromkeys(self.variants, 0.0)
 

@@ -1,9 +1,9 @@
-"""The tokenizer's rows of `bench peers`: encoding in one thread, beside `tokenizers` and `tiktoken` where installed.
+"""The tokenizer's rows of `bench peers`: encoding in one thread, compared with `tokenizers` and `tiktoken` if
+installed.
 
-Everything runs in one process, the sides in turns, all made of one `tokenizer.json`. tiktoken takes ids for ranks, so
-that its ids are right only where the order of the vocabulary is that of the merges. Each side's ids for a text are
-compared with ours right before it is timed: ids that differ stop the run, but for tiktoken, which is left out for that
-tokenizer and says so.
+Everything runs in one process, the sides in turns, all made of one `tokenizer.json`. tiktoken uses ids as ranks, so its
+ids are right only if the vocabulary has the order of the merges. Each side's ids for a text are compared with ours
+right before timing: differing ids stop the run, except tiktoken's, which is left out for that tokenizer with a note.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tokenizer.byte_level import from_byte_level
 from tokenizer.components.pre_tokenizers import GPT2_PATTERN
 
 PROMPT_CHARACTERS = 400
-_PROMPT_REPEATS = 200  # a prompt is timed so many times in a row, for the clock's sake
+_PROMPT_REPEATS = 200  # a prompt is timed so many times in a row, for the clock's resolution
 _MOST_CHARACTERS = 1_000_000  # of a text
 NAMES = ("ours", "tokenizers", "tiktoken")
 
@@ -34,8 +34,8 @@ NAMES = ("ours", "tokenizers", "tiktoken")
 class Side:
     """One implementation, loaded.
 
-    encode   a text in which no special token is sought → ids
-    prompt   a text in which special tokens are sought, to which none is added → ids
+    encode   text → ids, without special tokens
+    prompt   text → ids, with the special tokens in the text, without added ones
     """
 
     name: str
@@ -64,7 +64,7 @@ def load_tokenizers(file: Path) -> Side:
 
 
 def load_tiktoken(file: Path) -> Side | None:
-    """OpenAI's; None for a tokenizer that it cannot express: more than one pattern, or no byte-level words."""
+    """OpenAI's, or None for a tokenizer that it cannot express: more than one pattern, or no byte-level words."""
     import tiktoken
 
     content = json.loads(file.read_bytes())
@@ -91,7 +91,7 @@ def installed() -> list[str]:
 
 
 def _one_pattern(fields: Any) -> str | None:
-    """The pattern whose matches are the words, in the syntax that tokenizer.json and tiktoken share."""
+    """The pattern of the words, in the common syntax of tokenizer.json and tiktoken."""
     steps = fields["pretokenizers"] if fields and fields["type"] == "Sequence" else [fields]
     if steps[0] and steps[0]["type"] == "ByteLevel" and len(steps) == 1:
         is_plain = steps[0].get("use_regex", True) and not steps[0]["add_prefix_space"]
@@ -103,7 +103,7 @@ def _one_pattern(fields: Any) -> str | None:
 
 
 def default_texts() -> dict[str, str]:
-    """English prose and code, of the Python that runs this: its language reference and its standard library."""
+    """English prose and code of the running Python: its language reference and its standard library."""
     from pydoc_data.topics import topics
 
     sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -116,9 +116,9 @@ def tokenizer_rows(
 ) -> list[dict[str, Any]]:
     """One row for each text that a tokenizer.json encodes, and one for a short prompt.
 
-    A row: "tokenizer", "work", "unit" ("MB/s", or "us" for the prompt, where less is better), for each side that is
-    there "median", "min" and "max" under its name, and "ratio", ours against the better of the others, above 1 where
-    ours is faster. Raises `BenchmarkError` where ids differ.
+    A row: "tokenizer", "work", "unit" ("MB/s", or "us" for the prompt, where less is better), for each available side
+    "median", "min" and "max" under its name, and "ratio", ours against the better of the others, above 1 if ours is
+    faster. Raises `BenchmarkError` if ids differ.
     """
     if not file.is_file():
         raise BenchmarkError(f"there is no {file}")
@@ -131,7 +131,7 @@ def tokenizer_rows(
 
 
 def _load(file: Path) -> tuple[list[Side], dict[str, str]]:
-    """The sides that can read the file, ours first, and why others are left out."""
+    """The sides that can read the file, ours first, and the reasons for the others."""
     sides, left_out = [], {}
     for name in NAMES:
         side = LOADERS[name](file) if name in installed() else None
@@ -145,7 +145,7 @@ def _load(file: Path) -> tuple[list[Side], dict[str, str]]:
 def _verified(
     sides: list[Side], what: str, run: Callable[[Side], Sequence[int]], left_out: dict[str, str]
 ) -> dict[str, Callable[[], object]]:
-    """What each side does, after it has given our ids."""
+    """Each side's encode functions, verified against our ids."""
     expected = list(run(sides[0]))
     works: dict[str, Callable[[], object]] = {}
     for side in sides:
@@ -161,7 +161,7 @@ def _verified(
 
 
 def _in_turns(works: Mapping[str, Callable[[], object]], num_rounds: int, repeats: int = 1) -> dict[str, list[float]]:
-    """Seconds of each work, one a round; who begins changes from round to round."""
+    """Seconds of each work, one per round; the first one rotates."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
     names = list(works)
     for number in range(num_rounds):
@@ -195,7 +195,7 @@ def _prompt_row(
 
 
 def _row(work: str, unit: str, values: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Each side's spread, and ours against the best of the others: more is better, but of microseconds."""
+    """Each side's spread, and ours against the best of the others: more is better, except for microseconds."""
     medians = {name: statistics.median(each) for name, each in values.items()}
     spreads = {
         name: {"median": medians[name], "min": min(each), "max": max(each)} for name, each in values.items()
@@ -208,7 +208,7 @@ def _row(work: str, unit: str, values: Mapping[str, Sequence[float]]) -> dict[st
 
 
 def chat_like_prompt(file: Path, prose: str) -> str:
-    """400 characters: prose between two of the tokenizer's special tokens, where it has some."""
+    """400 characters: prose between two of the tokenizer's special tokens, if it has some."""
     added = [token["content"] for token in json.loads(file.read_bytes())["added_tokens"] if token["special"]]
     opening, closing = (added[1], added[2]) if len(added) > 2 else ("", "")
     before, after = f"{opening}user\n", f"{closing}\n{opening}assistant\n"

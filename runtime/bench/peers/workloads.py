@@ -1,4 +1,4 @@
-"""What `bench peers` runs: workloads, the models they run on, and the weights' types."""
+"""The workloads of `bench peers`, their models, and the weights' types."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ GGUF = "gguf"
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`num_prompts` prompts of `prompt_len` tokens, `new_tokens` each; what counts is `measure`.
+    """`num_prompts` prompts of `prompt_len` tokens, `new_tokens` each; `measure` is the metric.
 
     measure: "decode" (tokens after the first, per second), "prefill" (prompt tokens per second until the first
     new token) or "burst" (all new tokens per second of the whole). `key` is its name on the command line.
-    `is_also_sequential`: ours is measured once more with one request after another.
+    `is_also_sequential`: ours is also measured with one request after another.
     """
 
     key: str
@@ -61,9 +61,9 @@ HOST_WORK = ("load", "pack", "tokenizer")
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What shares a model folder and the processes that have loaded it: a model in one type of weights.
+    """A model in one type of weights: its workloads share a folder and the processes that have loaded it.
 
-    On disk the weights are float32, or bfloat16 where `dtype` is bfloat16; int8 is made of them when they are loaded.
+    On disk the weights are float32, or bfloat16 if `dtype` is bfloat16; int8 is made from them while loading.
     With `gguf` they are that file's, and `dtype` is GGUF.
     """
 
@@ -88,9 +88,9 @@ class Group:
 
 
 def named(option: str, given: str | None, known: Sequence[str], default: Sequence[str]) -> tuple[str, ...]:
-    """Those of `known` that comma-separated words name, in `known`'s order, or `default` without any words.
+    """Those of `known` in comma-separated words, in `known`'s order, or `default` without any words.
 
-    Raises `BenchmarkError` naming what is not there.
+    Raises `BenchmarkError` with the unknown word.
     """
     if given is None:
         return tuple(default)
@@ -101,7 +101,7 @@ def named(option: str, given: str | None, known: Sequence[str], default: Sequenc
 
 
 def gguf_groups(files: Sequence[Path], keys: Sequence[str]) -> list[Group]:
-    """Those of the workloads named that run on a GGUF file, for each file; the model is its name."""
+    """The given workloads that run on a GGUF file, for each file; the model is its name."""
     found = []
     for file in files:
         if not file.is_file():

@@ -1,4 +1,4 @@
-"""Engines to measure: several with other limits on one loaded model, stepped by hand or behind a client."""
+"""Engines to measure: several with different limits on one loaded model, stepped by hand or run by a client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from runtime.engine.steps.local_executor import LocalExecutor
 
 @contextmanager
 def model_arguments(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """`build_engine`'s arguments as given; where they name no model, random weights of Qwen3-0.6B's shapes."""
+    """`build_engine`'s arguments; without a model, random weights of Qwen3-0.6B's shapes."""
     if "model" in arguments:
         yield dict(arguments)
         return
@@ -49,7 +49,7 @@ def like(engine: Engine, **settings: Any) -> Engine:
 
 
 def local(engine: Engine) -> LocalExecutor:
-    """The engine's executor. Raises BenchmarkError where it is not of this process."""
+    """The engine's executor. Raises BenchmarkError if it is not of this process."""
     if not isinstance(engine.executor, LocalExecutor):
         raise BenchmarkError(f"the engine's steps run in {type(engine.executor).__name__}, must run in LocalExecutor")
     return engine.executor
@@ -57,7 +57,7 @@ def local(engine: Engine) -> LocalExecutor:
 
 @contextmanager
 def served(engine: Engine) -> Iterator[EngineClient]:
-    """A client to the engine in a thread of its own, closed at the end."""
+    """A context with a client to the engine in a thread of its own."""
     client = ThreadEngineClient(engine)
     try:
         yield client

@@ -1,10 +1,10 @@
 """`bench exact`: scheduling must not change an answer. The same requests under many schedules, compared to the bit.
 
 Every schedule serves the same seeded requests: shared prompt beginnings, one to three choices, greedy and sampled, with
-penalties, logprobs and prompt logprobs. The first one serves them one after another, each alone. The others differ in
-all that a scheduler may do: batch, chunks, batching style, policy, pool size (so that requests are preempted by either
-way), prefix cache, overlap, block size, threads. Token ids, finish reasons and the bits of every log probability must
-be those of the first.
+penalties, logprobs and prompt logprobs. The first one serves them one after another, each alone. The others vary
+everything that a scheduler may change: batch, chunks, batching style, policy, pool size (so that requests are preempted
+in either way), prefix cache, overlap, block size, threads. Token ids, finish reasons and the bits of every log
+probability must be those of the first.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Schedule:
     """A way to serve.
 
     Attributes:
-        name: what it is about.
-        settings: `EngineSettings`. `num_blocks` is a factor here: of the blocks of the longest request.
+        name: its purpose.
+        settings: `EngineSettings`. `num_blocks` is a multiple of the longest request's blocks here.
         arrivals: all at once, a few at each step, or each after the last has ended.
-        num_workers: threads on the cpu; None: all.
+        num_workers: threads on the cpu, or None for all.
     """
 
     name: str
@@ -81,7 +81,7 @@ SCHEDULES = (
 
 @dataclass(slots=True)
 class Answer:
-    """What one choice of a request gave."""
+    """The answer of one choice of a request."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -124,7 +124,7 @@ def make_requests(count: int, max_model_len: int, vocab_size: int, seed: int = 0
 
 
 def serve(engine: Engine, requests: Sequence[EngineRequest], arrivals: str, seed: int = 0) -> dict[_Key, Answer]:
-    """Every choice's answer. The engine is stepped here, on this thread."""
+    """Every choice's answer. The engine is stepped on this thread."""
     rng = random.Random(seed)
     answers = {(request.request_id, index): Answer() for request in requests for index in range(request.params.n)}
     waiting = list(reversed(requests))
@@ -172,7 +172,7 @@ def _first_difference(ours: Sequence[object], theirs: Sequence[object]) -> int |
 
 
 def _bits(entries: Sequence[TokenLogprobs | None] | None) -> list[tuple[int, int, bytes, tuple[int, ...]] | None]:
-    """For each entry what is equal exactly when every number is, NaN and the sign of zero included."""
+    """Each entry in a form that compares by bits, including NaN and the sign of zero."""
     return [None if entry is None else _bits_of(entry) for entry in entries or ()]
 
 
@@ -182,7 +182,7 @@ def _bits_of(entry: TokenLogprobs) -> tuple[int, int, bytes, tuple[int, ...]]:
 
 
 def engine_maker(arguments: Mapping[str, Any], *, exact: bool) -> MakeEngine:
-    """Engines over one loading of the model; `arguments` are `build_engine`'s. Raises as it does."""
+    """Engines over one loading of the model; `arguments` are `build_engine`'s. Raises its errors."""
     given = {name: value for name, value in arguments.items() if name in EngineConfig.__dataclass_fields__}
     folder = resolve_model(arguments.get("model"))
     loaded = loaded_model(folder, EngineConfig(**{**given, "exact": exact}))
@@ -213,7 +213,7 @@ def bench_exact(
         report_progress: gets a line a schedule.
 
     Returns `schedules` (name, seconds, preemptions, different choices), `num_choices`, `num_different`, `is_exact`,
-    `cost`, `environment`. Raises BenchmarkError where a request fails or no request was preempted at all.
+    `cost`, `environment`. Raises BenchmarkError if a request fails or none was preempted.
     """
     if not 2 <= num_schedules <= len(SCHEDULES):
         raise BenchmarkError(f"--num-schedules {num_schedules} must be 2 to {len(SCHEDULES)}")
@@ -270,7 +270,7 @@ def _engine_for(make_engine: MakeEngine, schedule: Schedule, max_model_len: int)
 
 @contextmanager
 def _workers(count: int | None) -> Iterator[None]:
-    """The cpu's operations on so many threads, for the time of a with statement; None changes nothing."""
+    """A context in which cpu operations use so many threads; None changes nothing."""
     if count is not None:
         cpu.set_num_workers(count)
     try:

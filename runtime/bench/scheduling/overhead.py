@@ -1,10 +1,11 @@
-"""`bench overhead`: what a step costs the host beside the computation: schedule, prepare (lay out its arrays), commit.
+"""`bench overhead`: a step's host overhead beside the computation: schedule, prepare (lay out its arrays), commit.
 
 A hollow model computes nothing, so that every step is a decode of all sequences; the times are the medians of
-`Engine.timeline`'s records. Flat in the context's length means that nothing is done again for tokens of earlier steps.
+`Engine.timeline`'s records. If they do not grow with the context's length, no work is repeated for tokens of earlier
+steps.
 
-With decode graphs the loop has no other work than these parts and a few calls of the driver. So on a GPU that does
-nothing (`DryDriver`) the whole wall time of a step is the host's, and a real GPU's step must be longer to hide it.
+With decode graphs the loop only does these parts and a few driver calls. So on a dummy GPU (`DryDriver`) a step's wall
+time is all host time.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ DRY_ARCH = "sm_90a"
 
 
 class HollowModel:
-    """Computes next to nothing: a zero for each token, from which a product of depth 1 makes logits of zero, but for
-    token 1. On a GPU, which should do nothing, not even that."""
+    """Computes next to nothing: a zero for each token, from which a product of depth 1 makes logits of zero, except for
+    token 1. On a GPU it launches nothing."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -78,7 +79,7 @@ def hollow_engine(
     executor_of: Callable[[HollowModel, KVCache, EngineLimits], Executor] | None = None,
 ) -> Engine:  # fmt: skip
     """An engine around a hollow model with room for `num_seqs` whole contexts: with the plain loop on the cpu, with the
-    overlapped loop and decode graphs on a GPU. `executor_of` makes what runs its steps; None: this process does."""
+    overlapped loop and decode graphs on a GPU. `executor_of` makes its executor, by default in this process."""
     model = HollowModel(Device.parse(device))
     spec = model.kv_cache_spec(BLOCK_SIZE)
     config = EngineConfig(
@@ -154,8 +155,8 @@ def measure_overhead(num_seqs: int, context_len: int, num_steps: int, seed: int 
 
 
 def measure_graphs(num_seqs: int, context_len: int, num_steps: int, seed: int = 0) -> dict[str, float]:
-    """The same decodes as graphs of a GPU that does nothing: the medians `graph_host_ms` and `graph_host_p90_ms` of a
-    step's wall time. The process's device of that architecture does nothing from then on."""
+    """The same decodes as graphs of a dummy GPU: the medians `graph_host_ms` and `graph_host_p90_ms` of a
+    step's wall time. The process's device of that architecture is a dummy from then on."""
     device = _dry_device()
     engine = loaded_engine(num_seqs, context_len, num_steps + 8, seed, device)
     walls = []
@@ -166,15 +167,15 @@ def measure_graphs(num_seqs: int, context_len: int, num_steps: int, seed: int = 
         if engine.stats().num_graph_steps == before + 1 and len(engine.scheduler.running) == num_seqs:
             walls.append(1e3 * wall)
     engine.close()
-    walls = sorted(walls[4:][-num_steps:])  # not those that begin while graphs are recorded
+    walls = sorted(walls[4:][-num_steps:])  # without those that start while graphs are recorded
     if len(walls) < num_steps:
         raise BenchmarkError(f"{len(walls)} of {num_steps} steps were graphs of all {num_seqs} sequences")
     return {"graph_host_ms": statistics.median(walls), "graph_host_p90_ms": walls[len(walls) * 9 // 10]}
 
 
 def _dry_device() -> str:
-    """A GPU that does nothing."""
-    from cuda.bindings import driver as bindings  # with what follows, of the libraries of GPUs, which may be missing
+    """A dummy GPU."""
+    from cuda.bindings import driver as bindings  # these and the next need the GPU libraries, which may be missing
 
     from runtime.device.driver import Driver
     from runtime.device.gpu import Gpu
@@ -191,7 +192,7 @@ def _dry_device() -> str:
 def bench_overhead(
     *, batch_sizes: Sequence[int] = (32, 256), context_lens: Sequence[int] = (64, 4096), num_steps: int = 200
 ) -> dict[str, Any]:
-    """`measure_overhead` of every batch size and context length, and `measure_graphs` where the libraries of GPUs are
+    """`measure_overhead` of every batch size and context length, and `measure_graphs` if the GPU libraries are
     installed, as `results`."""
     if num_steps < 1 or min(batch_sizes, default=0) < 1 or min(context_lens, default=0) < 1:
         raise BenchmarkError("--batch-sizes, --context-lens and --num-steps must be positive")

@@ -1,7 +1,7 @@
-"""`bench simulation`: does the simulator say what the engine does? Pairs of a real run and its prediction.
+"""`bench simulation`: the simulator's accuracy, in pairs of a real run and its prediction.
 
-The step-time model is fitted to the steps of a first stretch of the trace; then, pair by pair, a stretch that the fit
-has not seen goes through the simulator and through the engine. The prediction is made before the run.
+The step-time model is fitted to the steps of a first stretch of the trace; then, pair by pair, a held-out stretch goes
+through the simulator and then through the engine.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def poisson_trace(num_requests: int, *, prompt_len: int, output_len: int, max_le
 def step_times(
     records: Sequence[StepRecord], windows: WindowShares = ()
 ) -> tuple[list[StepFeatures], list[float]]:
-    """Features and seconds of each step. Where the next step goes on with a sequence of this one there was no pause,
-    and a step lasts until the next begins: handing out its tokens is part of it."""
+    """Features and seconds of each step. If the next step continues a sequence of this one, there was no pause, and the
+    step lasts until the next one: delivering its tokens is part of it."""
     features, seconds = [], []
     for record, after in zip(records, [*records[1:], None]):
         end_s = record.end_s
@@ -71,7 +71,7 @@ def bench_simulation(
 ) -> dict[str, Any]:
     """Median TTFT and throughput of `num_pairs` stretches of `num_requests`, predicted and measured.
 
-    rate  arrivals this many times as dense; None: so that the simulator is busy for `BUSY_SHARE` of the time
+    rate  arrivals this many times as dense; None keeps the simulator busy for `BUSY_SHARE` of the time
 
     `ttft_error` and `throughput_error` are the medians over the pairs of |predicted / measured - 1|; `step_model` is
     the fit, with `layer_windows` for `tools/simulate.py --step-model`.
@@ -117,7 +117,7 @@ def bench_simulation(
 
 
 def _run(engine: Engine, trace: Trace, seed: int) -> tuple[Burst, list[StepRecord]]:
-    """Serve the trace with an empty prefix cache: its requests, and its steps."""
+    """Serves the trace with an empty prefix cache; returns its requests, and its steps."""
     other = like(engine)
     prompts = prompts_of(trace, engine.info.vocab_size, seed)
     lengths = [request.output_len for request in trace.requests]
@@ -162,7 +162,7 @@ def _figures(ttfts: Sequence[float], tpots: Sequence[float], throughput: float) 
 
 
 def _rate_for(busy_share: float, engine: Engine, trace: Trace, fitted: Fit) -> float:
-    """The rate at which the simulated engine steps for this share of the time, by halving an interval of powers."""
+    """The rate at which the simulated engine is busy for this share of the time, by bisection in the exponent."""
     low, high = -20.0, 20.0
     for _ in range(20):
         middle = (low + high) / 2

@@ -1,12 +1,12 @@
-"""An engine as its scheduler sees it, without a model: it moves a clock by what a step-time model says.
+"""A simulated engine: a real scheduler without a model, with a clock driven by a step-time model.
 
-It admits requests between steps, runs what ``schedule`` chose by letting the time pass, commits, appends a token to
-each sequence whose chunk was its last, and finishes those that have all theirs. Which token is drawn plays no part, so
-it is always the same one; every answer has exactly the trace's length. Blocks that move between device and host take
-their time before the step.
+It admits requests between steps, runs ``schedule``'s choice by advancing the clock, commits, appends a token to each
+sequence whose chunk was its last, and finishes complete ones. The sampled token does not matter, so it is always the
+same one; every answer has exactly the trace's length. Blocks that move between device and host take time before the
+step.
 
-Of a model in stages as many steps are open as there are stages, as in the engine: it starts steps until so many are
-open, waits for the oldest, and commits it. A stage does one step at a time, in their order.
+With pipeline stages as many steps are open as there are stages, as in the engine: it starts steps until so many are
+open, waits for the oldest, and commits it. A stage computes one step at a time, in order.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from runtime.engine.scheduling.scheduler import Scheduler
 from runtime.engine.scheduling.sequence import Request, Sequence
 from runtime.engine.scheduling.step import Step
 
-_TOKEN = -(1 << 31)  # what every step "draws": a number that no prompt has
+_TOKEN = -(1 << 31)  # the "sampled" token of every step: no prompt has it
 
 
 class Replica:
     """A scheduler with its blocks and a clock (seconds since the trace's first request).
 
-    digest    under which it publishes what its blocks hold; None: it does not
-    on_token  told of each token that a request got, and whether it was the last, when its step is over
-    stage_s   that each stage has computed
-    worked_s  in which there was a step to compute, in any stage
+    digest    under which it publishes its blocks' contents; None if it does not
+    on_token  called with each token of a request, and whether it was the last, at its step's end
+    stage_s   busy seconds of each stage
+    worked_s  seconds with a step to compute, in any stage
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class Replica:
         self.worst_gaps_s: dict[int, float] = {}
         self._open: deque[_Open] = deque()
         self._free_at_s = [0.0] * depth  # by stage
-        self._ended_s = 0.0  # the step that ended last
+        self._ended_s = 0.0  # the end of the latest step
         self._windows = windows
         self._block_transfer_s = block_transfer_s
         self._wake_s = wake_s
 
     def add(self, request: Request) -> None:
-        """Queue a request that arrives now: the step that its arrival fell into has been run."""
+        """Queues a request that arrives now, after the step during its arrival has run."""
         if not self.has_work:
             self.clock_s = max(self.clock_s, request.arrival_s + self._wake_s)
         sequence = Sequence(request, 0)
@@ -84,12 +84,12 @@ class Replica:
         return bool(self._open) or self.scheduler.has_work
 
     def take_block_changes(self) -> BlockChanges | None:
-        """What its blocks hold otherwise than the last time; None: nothing, or nobody wants to know."""
+        """Changes of its blocks' contents since the last call, or None without changes or publishing."""
         return None if self.events is None else self.events.take()
 
     def step(self) -> None:
-        """Start steps until as many are open as there are stages, let the time pass until the oldest is over, and
-        commit it."""
+        """Start steps until as many are open as there are stages, advances the clock to the oldest's end, and commits
+        it."""
         scheduler = self.scheduler
         while len(self._open) < len(self.stage_s):
             step = scheduler.schedule()
@@ -117,7 +117,7 @@ class Replica:
                 self._append(chunk.sequence, ended_s)
 
     def _started(self, step: Step) -> _Open:
-        """When the step is over that begins now, behind those that are open."""
+        """The end of a step that starts now, after the open ones."""
         moved_s = 0.0
         if step.has_transfers:
             num_blocks = len(step.swap_out) + len(step.swap_in)
@@ -153,7 +153,7 @@ class Replica:
 
 
 class _Open(NamedTuple):
-    """A step under way: when it was begun, how long its blocks moved first, and when it will be over."""
+    """An open step: its start, the time of its block transfers, and its end."""
 
     step: Step
     begun_s: float
@@ -162,9 +162,9 @@ class _Open(NamedTuple):
 
 
 def _at_once(features: StepFeatures) -> float:
-    """A single stage sends nothing."""
+    """No transfer time: there is a single stage."""
     return 0.0
 
 
 def _ignore(request: Request, has_ended: bool) -> None:
-    """Nobody counts tokens."""
+    """Ignores tokens."""

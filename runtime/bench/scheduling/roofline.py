@@ -1,15 +1,14 @@
-"""How long a step takes on GPUs, by what it reads and computes: a roofline, split over ranks and stages.
+"""A step's time on GPUs by a roofline of its traffic and computation, split over ranks and stages.
 
-A rank reads and multiplies its part of the weights, of the keys and of the queries; where there are fewer KV heads than
-ranks, several have the same ones. Two sums over a stage's ranks end each layer's halves, and the ranks gather the
-logits. Stages have neighbouring layers, balanced as the engine does it, and hand hidden states on.
+A rank reads and multiplies its part of the weights, of the keys and of the queries; with fewer KV heads than ranks,
+several have the same ones. Two all-reduces over a stage's ranks end each layer's halves, and the ranks gather the
+logits. Stages have neighbouring layers, balanced as in the engine, and pass hidden states on.
 
 A link has a latency and a bandwidth. A ring of n ranks sends `2 (n - 1) / n` of what they reduce over each link, and
-`(n - 1) / n` of what they gather, as NCCL's own tests count; so a link's bandwidth is what these call the bus
-bandwidth. A collective's latency is taken to be the same for 2 ranks and for 8.
+`(n - 1) / n` of what they gather, as in NCCL's own tests; so a link's bandwidth is their bus bandwidth. A collective's
+latency is assumed to be the same for 2 ranks and for 8.
 
-``PRESETS`` has the shapes of published models, for rooflines without their files: the fields of ``config.json`` that
-say them.
+``PRESETS`` has the shapes of published models, for rooflines without their files, as fields of ``config.json``.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ takes a sum of 4 KB on H100s to need (NVIDIA/nccl, issue 1453), and 96 % of the 
 
 
 def link_of(text: str) -> Link:
-    """One of ``LINKS`` by its name, or `MICROSECONDS,GB_PER_S`. Raises ``BenchmarkError``."""
+    """A link of ``LINKS`` by its name, or `MICROSECONDS,GB_PER_S`. Raises ``BenchmarkError``."""
     if text in LINKS:
         return LINKS[text]
     latency, comma, rate = text.partition(",")
@@ -96,11 +95,11 @@ GPUS = {
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """What the ranks of a stage tell each other in a step.
+    """The communication of a stage's ranks in a step.
 
     num_sums        all-reduces of the hidden states
     hidden_bytes    of one token's
-    logits_bytes    of one row, gathered; 0: the stage has no head
+    logits_bytes    of one row, gathered; 0 if the stage has no head
     """
 
     link: Link
@@ -118,7 +117,7 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class RooflineStepModel:
-    """The larger of moving a step's bytes and computing its operations on one rank, what its ranks tell each other, and
+    """A step's time: the larger of moving its bytes and computing its operations on one rank, plus communication, plus
     a constant for the host and launches.
 
     Attributes:
@@ -152,7 +151,7 @@ class RooflineStepModel:
         return computed_s + told_s + self.overhead_s
 
     def num_blocks(self, block_size: int, memory_share: float) -> int:
-        """Blocks that this share of the GPU's memory holds beside the weights."""
+        """Blocks that fit beside the weights in this share of the GPU's memory."""
         free = memory_share * self.rates.memory_bytes - self.weight_bytes
         return max(0, int(free // (self.kv_bytes_per_block_token * block_size)))
 
@@ -174,7 +173,7 @@ def rooflines(
     num_stages: int = 1, link: Link | None = None,
 ) -> list[RooflineStepModel]:  # fmt: skip
     """One of each of ``num_stages`` stages of ``num_ranks`` ranks. Raises ``ConfigError`` for more stages than layers,
-    ``BenchmarkError`` for heads that ranks do not divide."""
+    ``BenchmarkError`` for heads that the ranks cannot divide."""
     if config.num_heads % num_ranks or (config.num_kv_heads % num_ranks and num_ranks % config.num_kv_heads):
         shown = f"{config.num_heads} heads, {config.num_kv_heads} of keys"
         raise BenchmarkError(f"{config.architecture}: {shown}, are not divided by {num_ranks} ranks")
@@ -218,7 +217,7 @@ def rooflines(
 
 
 def pipeline_of(config: ModelConfig, stages: list[RooflineStepModel], link: Link, bytes_per_value: int = 2) -> Pipeline:
-    """Stages that hand hidden states on over a link."""
+    """Stages that pass hidden states on over a link."""
     per_token = bytes_per_value * config.hidden_size
     return Pipeline(tuple(stages), lambda features: link.send_s(per_token * features.tokens))
 
@@ -264,7 +263,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 def find_config(name: str) -> ModelConfig:
     """The configuration of a preset, in any case of letters, or of a folder. Raises ``InvalidArgumentError`` with the
-    names of the presets for what is neither, and what ``load_config`` raises."""
+    names of the presets for anything else, and the errors of ``load_config``."""
     if name.lower() in PRESETS and not Path(name).is_dir():
         return parse_config(PRESETS[name.lower()], name)
     if not Path(name).exists():

@@ -1,7 +1,7 @@
 """`bench schedule`: one trace through the real engine under each way of batching.
 
-Each style serves the same requests at the same times, in turns, round by round; what counts is the median round's.
-Stalls are the gaps between two tokens of a request: a prompt that is computed whole beside decodes makes them wait.
+Each style serves the same requests at the same times, in turns, round by round; the median round is reported.
+Stalls are the gaps between two tokens of a request: a whole prompt computed beside decodes stalls them.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ STAGE_LENGTH_SHARE = 2  # staged chunks reach their smallest after the longest p
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """A way of batching: its name on the command line, and the settings that make it."""
+    """A way of batching: its name on the command line, and its settings."""
 
     name: str
     settings: Mapping[str, Any]
 
 
 def styles_named(names: str, *, budget: int, longest_prompt: int) -> tuple[Style, ...]:
-    """The styles of comma-separated names, in that order; `BenchmarkError` for one that is unknown or named twice.
+    """The styles of comma-separated names, in that order; `BenchmarkError` for an unknown or duplicate one.
 
     "staged" is stall-free with chunks that shrink from `budget` to a quarter of it while a prompt proceeds.
     """
@@ -93,8 +93,8 @@ def bench_schedule(
     """The report, and each style's last round as a Chrome trace.
 
     `results[i]` has the `style`, its `settings`, the median of each figure over the rounds, and `rounds`, and
-    `same_tokens`, the share of requests whose greedy tokens are those of the first style (floats added in another order
-    may break a tie; in exact mode it must be 1, or `BenchmarkError` is raised).
+    `same_tokens`, the share of requests whose greedy tokens are those of the first style (floats summed in another
+    order may break a tie; in exact mode it must be 1, or `BenchmarkError` is raised).
     """
     if num_rounds < 1:
         raise BenchmarkError(f"--num-rounds {num_rounds} must be at least 1")
@@ -134,7 +134,7 @@ def bench_schedule(
 
 
 def prompts_of(trace: Trace, vocab_size: int, seed: int) -> list[list[int]]:
-    """Random prompts with the trace's lengths and common beginnings."""
+    """Random prompts with the trace's lengths and shared prefixes."""
     fill = random_tokens(vocab_size, seed)
     return [trace.prompt_ids(index, fill).tolist() for index in range(len(trace.requests))]
 

@@ -1,7 +1,7 @@
-"""The real scheduler in virtual time: requests come from a trace, a step takes what a step-time model says.
+"""The real scheduler in virtual time: requests from a trace, step times from a step-time model.
 
-One ``Replica`` or several, behind the very ``Router`` that a fleet of engines has: it is told of blocks and tokens when
-the step is over that brought them, and chooses at a request's arrival.
+One ``Replica`` or several, with the ``Router`` of a fleet of engines: it gets blocks and tokens at the end of their
+step, and chooses at a request's arrival.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Simulation:
 
     @property
     def tpots_s(self) -> list[float]:
-        """Seconds per token after the first, of each request that has more than one."""
+        """Seconds per token after the first, of each request with more than one."""
         lives = [request.sequences[0] for request in self.requests if request.max_tokens > 1]
         return [(_time(life.last_token_s) - _time(life.first_token_s)) / (life.num_output_tokens - 1) for life in lives]
 
     def report(self) -> dict[str, Any]:
         """Seconds, tokens and counts; percentiles over the requests. TPOT and the worst gap are of requests with
-        more than one output token; the hit rate is of prompt tokens. A stage's idle share is of the time in which its
-        replica had a step to compute."""
+        more than one output token; the hit rate is of prompt tokens. A stage's idle share is relative to the time in
+        which its replica had a step to compute."""
         gaps = [gap for replica in self.replicas for gap in replica.worst_gaps_s.values()]
         arrivals = np.array([request.arrival_s for request in self.requests])
         lasts = np.array([request.sequences[0].last_token_s for request in self.requests], np.float64)
@@ -104,10 +104,9 @@ def simulate(
     """Run the whole trace.
 
     windows           of the model's layers; those of its cache groups are in ``limits``
-    max_concurrency   requests that are open at once: the next arrives when one has ended, if not later; None: no matter
-                      how many
+    max_concurrency   most open requests: the next arrives when one has ended, if not later; None for no limit
     block_transfer_s  of one block between device and host
-    wake_s            that an idle replica waits for more after a request came (the engine's ``BURST_PAUSE_S``)
+    wake_s            that an idle replica waits for more after a request's arrival (the engine's ``BURST_PAUSE_S``)
 
     Raises ``BenchmarkError`` for a request that is longer than ``limits.max_model_len``.
     """
@@ -139,7 +138,7 @@ def simulate(
 
 
 class _Run:
-    """Replicas and their router. Whichever is behind steps next; what a step brought is told at its end."""
+    """Replicas and their router. The earliest clock steps next; a step's results are delivered at its end."""
 
     def __init__(self, replicas: list[Replica], router: Router) -> None:
         self.router = router
@@ -166,14 +165,14 @@ class _Run:
             heapq.heappush(self._working, (replica.clock_s, route.engine))
 
     def advance(self, until_s: float) -> None:
-        """Run every step that begins before this time, and tell of those that end by then."""
+        """Runs every step that starts before this time, and delivers the results of those that end by then."""
         while self._next_s() < until_s:
             self.go_on()
         while self._news and self._news[0][0] <= until_s:
             self._tell()
 
     def go_on(self) -> float:
-        """Run one step, or tell of one that has ended, whichever comes first; the time of that."""
+        """Runs one step, or delivers the results of one, whichever is earlier; returns its time."""
         if self._news and (not self._working or self._news[0][0] <= self._working[0][0]):
             return self._tell()
         begun_s, number = self._working[0]
@@ -219,7 +218,7 @@ def _time(seconds: float | None) -> float:
 
 
 def _summary(values: Sequences[float] | NDArray[np.float64]) -> dict[str, float]:
-    """Mean, percentiles and the largest; all zero where there are no values."""
+    """Mean, percentiles and the largest; all zero without values."""
     numbers = np.asarray(values if len(values) else [0.0], np.float64)
     return {
         "mean": float(numbers.mean()),

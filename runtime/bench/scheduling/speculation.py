@@ -1,8 +1,8 @@
-"""`bench speculation`: what proposals are worth, by how often they are right and how many sequences decode.
+"""`bench speculation`: the speedup of speculation, by acceptance rate and number of decoding sequences.
 
-Others may use the machine, and two engines differ by some percent in where their memory lies. So one engine does it
-all, with and without proposals in turns and in random order, and what is reported are medians of ratios, each between
-stretches of the same turn.
+Other load disturbs, and two engines differ by some percent by memory placement. So one engine does it all, with and
+without proposals in turns and in random order, and medians of ratios are reported, each between stretches of the same
+turn.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ PROMPT_LEN = 16
 
 
 class Scripted:
-    """Knows the answers, and is wrong as often as it is told to: at each place of an answer it is right with
-    probability ``rate``, in the same round at the same places, whoever asks and however often."""
+    """A drafter that knows the answers, with a scripted acceptance rate: at each place of an answer it is right with
+    probability ``rate``, deterministically per round and place."""
 
     name = "scripted"
 
@@ -60,7 +60,7 @@ class Scripted:
             self._is_wrong[request_id] = np.array([rng.random() >= self._rate for _ in answer], np.bool_)
 
     def propose(self, sequence: Choice, most: int) -> tuple[Ids, int]:
-        """``most`` tokens; behind the first wrong one nothing matters."""
+        """``most`` tokens; tokens after the first wrong one do not matter."""
         request_id, first = sequence.request.request_id, sequence.num_output_tokens
         drafts = np.array(self.answers[request_id][first : first + most], np.int32)
         places = self._is_wrong[request_id][first : first + most].nonzero()[0]
@@ -69,7 +69,7 @@ class Scripted:
         return drafts, 0
 
     def end(self, sequence: Choice) -> None:
-        """Nothing is kept."""
+        """Does nothing: there is no state."""
 
 
 def bench_speculation(
@@ -83,15 +83,15 @@ def bench_speculation(
     fixed: Sequence[int] = FIXED,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Tokens per second of decodes without proposals, with as many as the engine chooses, and with fixed numbers, in
-    turns, each while all sequences decode: none has ended. ``rows`` has one for each number of sequences and each
-    rate. Medians of the rounds' ratios: `speedup`, the engine's choice against none; `of_best_fixed`, against the best
-    of the ``fixed`` numbers, none included; `of_curve`, against what the best of ``CURVE``, or none, would give by the
-    times of steps alone, taken just before (`step_times`, by proposals a sequence, as multiples of `plain_step_s`);
-    `off_of_itself`, none against none. `from_start` is the choice's speed over all rounds, the warm ones included, in
-    which it knows nothing at first, against none in the others.
+    """Tokens per second of decodes without proposals, with the engine's draft length, and with fixed ones, in turns,
+    each while all sequences decode. ``rows`` has one for each number of sequences and each rate. Medians of the rounds'
+    ratios: `speedup`, the engine's choice against none; `of_best_fixed`, against the best of the ``fixed`` numbers,
+        none included; `of_curve`, against the best of ``CURVE``, or none, predicted by step times alone, measured just
+        before (`step_times`, by proposals a sequence, as multiples of `plain_step_s`);
+    `off_of_itself`, none against none. `from_start` is the choice's speed over all rounds, including warm-up rounds,
+    where it has learnt nothing at first, against none in the others.
 
-    On a cpu, and with `exact`, all have to give the same tokens. Raises `BenchmarkError`.
+    On a cpu, and with `exact`, all must give the same tokens. Raises `BenchmarkError`.
     """
     limits, vocab_size = engine.limits, engine.info.vocab_size
     if not batches or min(batches) < 1 or max(batches) > limits.max_num_seqs:
@@ -124,7 +124,7 @@ def bench_speculation(
             spent_tokens, spent_s = 0, 0.0
             for number in range(num_warm_rounds + num_rounds):
                 drafter.begin(number)
-                learns_alone = number < num_warm_rounds - 1  # the others have nothing to learn but their shapes
+                learns_alone = number < num_warm_rounds - 1  # others have only shapes to learn
                 for mode in ("chosen",) if learns_alone else rng.sample(list(modes), len(modes)):
                     timed.use(modes[mode])
                     said, num_tokens, seconds = _run(timed, prompts, output_len)
@@ -167,10 +167,10 @@ def _median_ratio(speeds: list[float], others: list[float]) -> float:
 def _step_times(
     engine: Engine, prompts: list[list[int]], answers: dict[str, list[int]], output_len: int, rate: float
 ) -> tuple[dict[int, float], float]:
-    """How many times as long as one without proposals a step takes, by proposals a sequence, from the end of the one
-    before it to its own; and seconds of one without. Medians of answers taken in turns, each a median over the answer's
-    steps, but for its first `COLD_STEPS` and for its end, where fewer proposals are possible. The first answers of each
-    number record their shapes, and are not timed. Numbers that answers are too short for are left out."""
+    """The relative time of a step with proposals, by proposals per sequence, from the previous step's end to its own;
+    and seconds of a step without. Medians of answers in turns, each a median over the answer's steps, except its first
+    `COLD_STEPS` and its end, where fewer proposals are possible. The first answers of each number record their shapes,
+    and are not timed. Numbers for which answers are too short are left out."""
     found: dict[int, list[float]] = {}
     drafter = Scripted(answers, rate, engine.info.vocab_size)
     for is_timed in (False, *[True] * CURVE_ROUNDS):
@@ -178,7 +178,7 @@ def _step_times(
             engine.use(Speculator(drafter, most, engine.info.vocab_size, fixed=True) if most else None)
             times: list[float] = []
             _run(engine, prompts, output_len, times)
-            # No sequence has less than `most` tokens left before this step, whatever was kept.
+            # Every sequence has at least `most` tokens left before this step, for any acceptance.
             num_whole = (output_len - 1) // (1 + most)
             whole = times[min(COLD_STEPS, num_whole // 2) : num_whole]
             if is_timed and whole:
@@ -191,9 +191,9 @@ def _step_times(
 def _run(
     engine: Engine, prompts: list[list[int]], output_len: int, times: list[float] | None = None
 ) -> tuple[dict[str, list[int]], int, float]:
-    """The answers, and how many tokens came in which time from when all had their first to when one had its last: with
-    proposals some end sooner than others, and then fewer decode. ``times`` takes the seconds of each step from the
-    same time on, to the end."""
+    """The answers, and the tokens and seconds from when all had their first token to when one had its last: with
+    proposals some end earlier, and then fewer decode. ``times`` gets the seconds of each step from the same start to
+    the end."""
     params = SamplingParams(max_tokens=output_len, temperature=0.0, ignore_eos=True)
     answers: dict[str, list[int]] = {}
     for number, prompt in enumerate(prompts):

@@ -1,8 +1,8 @@
-"""`bench stalls`: how long decodes wait while a long prompt is computed beside them.
+"""`bench stalls`: stalls of decodes while a long prompt is computed beside them.
 
-Decodes run alone until their usual time per token is known; then a long prompt comes, and every gap between two of
-their tokens counts until it has its first token. Measured twice: stall-free with a budget (measured
-unless one is named), and prefill-first, which computes the prompt whole.
+Decodes run alone until their usual time per token is known; then a long prompt arrives, and every gap between two of
+their tokens counts until its first token. Measured twice: stall-free with a budget (measured unless given), and
+prefill-first, which computes the prompt whole.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def bench_stalls(
 ) -> dict[str, Any]:
     """Usual TPOT, and the median, 99th percentile and largest gap while the prompt is computed, for both styles.
 
-    budget      `max_num_batched_tokens` of the stall-free style; None: measured for `tpot_ratio` times a bare decode
-                step, which leaves room for the noise of single steps below the ratio that is wanted
+    budget      `max_num_batched_tokens` of the stall-free style; None measures it for `tpot_ratio` times a bare decode
+                step, which leaves room for the noise of single steps below the target
     num_rounds  how often the measurement of the budget is repeated for each size
 
-    The gap that counts is `p99_ratio`, of the 99th percentile to the usual TPOT of the same run.
+    The metric is `p99_ratio`, the 99th percentile over the usual TPOT of the same run.
     """
     if min(num_decodes, context_len, prompt_len, num_usual_steps) < 1:
         raise BenchmarkError("decodes, contexts, the prompt and the usual steps must each be at least 1")
@@ -87,7 +87,7 @@ def bench_stalls(
 
 
 def _gaps(engine: Engine, contexts: list[list[int]], prompt: list[int], num_usual_steps: int) -> dict[str, Any]:
-    """Milliseconds; a step's time is the gap of every decode in it, and of those that had to sit it out."""
+    """Gaps in milliseconds; a step's time is the gap of every decode in it, and of those left out of it."""
     limits = engine.limits
     decode_len = limits.max_model_len - len(contexts[0])
     stepper = Stepper(engine)
@@ -136,13 +136,13 @@ def measure_budget(
     """The largest `max_num_batched_tokens` whose steps take at most `tpot_ratio` times a step of the decodes alone.
 
     Decodes run at a given context; beside them come prompt chunks of growing size, and each step is timed. A chunk is
-    taken from the end of a long prompt, where its attention is dearest: the prompt's beginning is in the prefix cache,
-    so that a single step computes just the chunk. After the first size that is too slow, the sizes between it and the
-    last good one are tried in halves.
+    taken from the end of a long prompt, where its attention is most expensive: the prompt's beginning is in the prefix
+    cache, so that a single step computes just the chunk. After the first size that is too slow, bisection between it
+    and the last good one follows.
 
     `sizes[i]` has `chunk`, `step_ms` (median over the rounds) and `steps_ms`; `max_num_batched_tokens` is
-    `num_decodes` and the largest chunk whose median keeps the target. Raises `BenchmarkError` when the bare decode
-    step, or one beside the smallest chunk, is slower than that.
+    `num_decodes` and the largest chunk whose median keeps the target. Raises `BenchmarkError` if the bare decode step,
+    or one with the smallest chunk, is slower than that.
     """
     if min(num_decodes, context_len, num_rounds) < 1:
         raise BenchmarkError("decodes, their context and rounds must each be at least 1")
@@ -238,7 +238,7 @@ class _Measurement:
         kept = (len(self._prompt) - chunk) // self._block_size * self._block_size
         self._num_fresh += 1
         [fresh] = random_prompts(1, chunk, self._vocab_size, self._num_fresh)
-        # No cached block may match even the first token.
+        # No cached block may match, not even the first token.
         fresh[0] = (self._prompt[kept] + 1 + self._num_fresh % (self._vocab_size - 1)) % self._vocab_size
         request_id = self._stepper.add([*self._prompt[:kept], *fresh], 1)
         seconds = self._step()
@@ -258,7 +258,7 @@ class _Measurement:
         return self._stepper.engine.timeline[-1].chunks
 
     def _start_decodes(self) -> None:
-        """Start the decodes, or start them anew when they are about to end, and warm up."""
+        """Starts the decodes, or restarts them when they are about to end, and warms up."""
         if self._num_left > 1:
             return
         self._stepper.cancel_all()

@@ -1,14 +1,14 @@
-"""How long a step takes, from what is in it, fitted to measured steps; ``roofline`` has a GPU's.
+"""A step's time from its features, fitted to measured steps; ``roofline`` has a GPU's.
 
 Models map ``StepFeatures`` to seconds. The fitted one is linear in non-negative terms,
 
     t = c₀ + c₁·sequences + c₂·tokens + Σₖ cₖ·min(tokens, k) + c₃·pairs + c₄·context,
 
-whose ``min`` terms let the first tokens of a step be dearer than the next: a product with one row reads all weights,
+whose ``min`` terms make the first tokens of a step more expensive: a product with one row reads all weights,
 one with 64 rows reads them once, too. Non-negative least squares (Lawson and Hanson, "Solving Least Squares Problems",
 1974, chapter 23) keeps a term that the measurements do not support at zero instead of letting two cancel.
 
-Pairs and context are those of a layer: where some layers see a window, the mean over all of them.
+Pairs and context are those of a layer: with windows in some layers, the mean over all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEAST_STEPS = 2 * len(TERMS)
 
 
 class StepFeatures(NamedTuple):
-    """What a step computes.
+    """The features of a step.
 
     tokens          in all chunks
     sequences       chunks
@@ -48,7 +48,7 @@ WindowShares = tuple[tuple[int, float], ...]
 
 
 def window_shares(layer_windows: Sequence[int | None]) -> WindowShares:
-    """The shares of layers with these windows; None: all tokens."""
+    """The shares of layers with these windows; None for full attention."""
     counts = Counter(window for window in layer_windows if window is not None)
     return tuple((window, count / len(layer_windows)) for window, count in sorted(counts.items()))
 
@@ -65,10 +65,10 @@ def features_of(chunks: Sequence[tuple[int, int]], windows: WindowShares = ()) -
             pairs += count * start + count * (count + 1) // 2
     for window, share in windows:
         for start, count in chunks:
-            furthest = start + count - window  # keys that the chunk's last query does not see
+            furthest = start + count - window  # keys outside the window of the chunk's last query
             if furthest <= 0:
                 continue
-            nearest = max(start + 1 - window, 1)  # the fewest, of those queries that miss any
+            nearest = max(start + 1 - window, 1)  # the fewest, of queries with keys outside their window
             hidden = (nearest + furthest) * (furthest - nearest + 1) // 2
             if count == 1:
                 context -= share * hidden
@@ -85,8 +85,8 @@ class StepModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A model in stages: what a step takes in each of them, and the seconds that it is on its way between two, in which
-    the stage that sends it can do the next."""
+    """A model in stages: a step's time in each of them, and of the transfer between two, during which the sending stage
+    can compute the next step."""
 
     stages: tuple[StepModel, ...]
     sent_s: Callable[[StepFeatures], float]
@@ -118,7 +118,7 @@ class LinearStepModel:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> LinearStepModel:
-        """The inverse of ``as_json``; raises ``BenchmarkError`` naming a term that is missing or no time."""
+        """The inverse of ``as_json``; raises ``BenchmarkError`` naming a term that is missing or invalid."""
         if set(values) != set(TERMS):
             raise BenchmarkError(f"a step model has exactly the terms {', '.join(TERMS)}, not {', '.join(values)}")
         for name, value in values.items():
@@ -143,9 +143,9 @@ class Fit:
 
 
 def fit(features: Sequence[StepFeatures], seconds: Sequence[float]) -> Fit:
-    """The model that minimises Σ (t̂ - t)² / t̂, which counts a step of a millisecond as much as its share of the time.
+    """The model that minimises Σ (t̂ - t)² / t̂, which weighs steps by their share of the time.
 
-    The weights come from a first fit: those of the noisy times themselves would draw the whole down.
+    The weights come from a first fit: weights by the noisy times themselves would bias the fit down.
 
     Raises ``BenchmarkError`` for fewer than ``LEAST_STEPS`` steps or a time that is not positive.
     """

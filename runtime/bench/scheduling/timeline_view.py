@@ -1,9 +1,9 @@
-"""An engine's step records as what each request went through, and as Chrome's trace format.
+"""Converts an engine's step records to the phases of each request, and to Chrome's trace format.
 
-A request is queued from its arrival to its first chunk, then in prefill until its prompt is computed, then decodes; one
-that is preempted waits again until its next chunk. ``chrome_trace`` writes these spans, the steps with their host
-times, and the counters of queue and blocks; load the file in Perfetto (ui.perfetto.dev) or chrome://tracing.
-Format: "Trace Event Format", Google, 2016.
+A request is queued from its arrival to its first chunk, then in prefill until its prompt is computed, then decodes; a
+preempted one waits again until its next chunk. ``chrome_trace`` writes these spans, the steps with their host times,
+and the counters of queue and blocks; load the file in Perfetto (ui.perfetto.dev) or chrome://tracing. Format: "Trace
+Event Format", Google, 2016.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SpanKind = Literal["queued", "prefill", "decode", "preempted"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A part of a request's life; times in seconds of the records' clock, ``num_tokens`` computed in it."""
+    """A part of a request's life; times in seconds of the records' clock, with ``num_tokens`` computed."""
 
     request_id: str
     index: int
@@ -30,8 +30,8 @@ class Span:
 
 
 def spans_of(records: Iterable[StepRecord], arrivals_s: Mapping[str, float]) -> list[Span]:
-    """Every request's spans in the order of their ends; ``arrivals_s`` has each request's arrival where it is known,
-    without which it has no "queued" span."""
+    """Every request's spans in the order of their ends; ``arrivals_s`` has known arrivals; a request without one has no
+    "queued" span."""
     spans: list[Span] = []
     waiting_since: dict[tuple[str, int], float] = {}
     seen: set[tuple[str, int]] = set()
