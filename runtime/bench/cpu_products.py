@@ -56,7 +56,7 @@ class Kept:
 
     @property
     def size_bytes(self) -> int:
-        """Of all copies."""
+        """Bytes of all copies."""
         return sum(weight.size_bytes for weight in self.weights)
 
 

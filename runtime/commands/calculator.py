@@ -1,4 +1,4 @@
-"""The tool of `xserv chat --calculator`: sums, products, quotients and powers of numbers, no more of Python."""
+"""The tool of `xserv chat --calculator`: sums, products, quotients and powers of numbers, and no other Python."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOOL: dict[str, Any] = {
     },
 }
 _MOST_CHARACTERS = 200
-_LARGEST = 1e15  # of a number, so that powers and products stay small
+_LARGEST = 1e15  # of any number, to keep powers and products small
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -32,7 +32,7 @@ _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos,
 
 
 def answer(name: str, arguments: str) -> str:
-    """What a call gives: a number, or what is wrong with it, in words that a model can read."""
+    """A call's result: a number, or an error message for the model."""
     if name != NAME:
         return f"error: there is no tool {name!r}, only {NAME!r}"
     try:
@@ -67,5 +67,5 @@ def _value(node: ast.expr) -> int | float:
 
 
 def _shown(value: int | float) -> str:
-    """Whole numbers as such, others to four digits."""
+    """Formats whole numbers exactly, others to four digits."""
     return str(round(value)) if value == round(value) else f"{value:.4g}"

@@ -1,6 +1,6 @@
 """`xserv chat`: the loop around a chat session, on a terminal or on a pipe.
 
-Answers go to stdout and nothing else does; all other words go to stderr. On a pipe each line is a message
+Only answers go to stdout; all other text goes to stderr. On a pipe each line is a message
 (also one that begins with a slash), and each answer ends with a newline.
 """
 
@@ -33,9 +33,9 @@ def chat(
         typer.Option(help="Picture for the first message, of a model that reads them; may be repeated."),
     ] = None,
 ) -> None:
-    """Talk with a model. On a pipe each line is a message, and only answers go to stdout.
+    """Chat with a model. On a pipe each line is a message, and only answers go to stdout.
 
-    A model without a chat template goes on with the text. On a terminal: Ctrl-C stops an answer, Ctrl-D leaves, /help
+    A model without a chat template continues the text. On a terminal: Ctrl-C stops an answer, Ctrl-D leaves, /help
     lists the commands.
     """
     from runtime import collector
@@ -63,26 +63,26 @@ def chat(
 
 
 def say(text: str) -> None:
-    """Words that are not the model's."""
+    """Prints text that is not the model's."""
     print(text, file=sys.stderr, flush=True)
 
 
 def show_reasoning(text: str) -> None:
-    """Thoughts, dimmed, where a person looks on."""
+    """Shows reasoning, dimmed, on a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\x1b[2m{text}\x1b[0m")
         sys.stderr.flush()
 
 
 def show_call(text: str) -> None:
-    """A call of a tool and its result, where a person looks on."""
+    """Shows a tool call and its result on a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\x1b[2m\n{text}\n\x1b[0m")
         sys.stderr.flush()
 
 
 def show_answer(session: ChatSession, message: str) -> bool:
-    """Streams one answer to stdout, and a newline; False when it failed, for a reason said on stderr."""
+    """Streams one answer to stdout, and a newline; False if it failed, with the reason on stderr."""
     from runtime.commands.group import one_line
     from runtime.errors import XservError
 
@@ -107,7 +107,7 @@ def show_answer(session: ChatSession, message: str) -> bool:
 
 
 def read_pipe(session: ChatSession) -> bool:
-    """Each line of stdin is a message, empty ones are skipped; False when an answer failed."""
+    """Sends each line of stdin as a message, without empty ones; False if an answer failed."""
     sys.stdin.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
     all_answered = True
     for line in sys.stdin:
@@ -117,7 +117,7 @@ def read_pipe(session: ChatSession) -> bool:
 
 
 def talk(session: ChatSession, read: Callable[[], str]) -> None:
-    """Reads until /exit or the end of input. Ctrl-C clears the line or stops the answer, no more."""
+    """Reads until /exit or the end of input. Ctrl-C only clears the line or stops the answer."""
     from runtime.commands.group import one_line
     from runtime.commands.slash import run_slash
     from runtime.errors import XservError
@@ -145,7 +145,7 @@ def talk(session: ChatSession, read: Callable[[], str]) -> None:
 
 
 def terminal_reader() -> Callable[[], str]:
-    """Reads messages with line editing and a history that is kept between sessions."""
+    """Reads messages with line editing and a persistent history."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.history import FileHistory

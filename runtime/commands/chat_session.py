@@ -1,4 +1,4 @@
-"""One chat with a model: a message in, the answer's text out piece by piece. Knows no terminal."""
+"""One chat with a model: a message in, the answer's text out piece by piece. Does not depend on a terminal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MOST_CONTINUED_TOKENS = 128
 
 @dataclass(slots=True)
 class AnswerStats:
-    """The last answer; times in seconds."""
+    """Statistics of the last answer; times in seconds."""
 
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -47,7 +47,7 @@ class AnswerStats:
     finish_reason: str | None = None
 
     def line(self) -> str:
-        """One line for a person."""
+        """The statistics as one line."""
         later = self.num_output_tokens - 1
         decode_s = self.latency_s - self.ttft_s
         rate = f", {later / decode_s:.1f} tokens/s after it" if later > 0 and decode_s > 0 else ""
@@ -60,13 +60,13 @@ class AnswerStats:
 class ChatSession:
     """A conversation with `llm`.
 
-    Without a chat template (`has_template`) the model goes on with the text: its prompt is all that was said so far,
-    each message on a line of its own.
+    Without a chat template (`has_template`) the model continues the text: its prompt is the conversation so far, each
+    message on a line of its own.
 
     given         fields of `SamplingParams` that override the model's defaults
     calculates    the model may call a calculator, whose results it then reads
-    on_call       is shown each call and its result
-    on_reasoning  is shown what the model thinks before it answers, as it comes; the conversation forgets it
+    on_call       called with each tool call and its result
+    on_reasoning  called with the model's reasoning as it streams; the conversation does not keep it
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ChatSession:
         self.given: dict[str, Any] = {}
         self.stats = AnswerStats()
         self.set_sampling(given or {})
-        self.encode([{"role": "user", "content": "?"}])  # a model that cannot chat says so at once
+        self.encode([{"role": "user", "content": "?"}])  # raises at once if the model cannot chat
 
     def set_sampling(self, given: dict[str, Any]) -> None:
         """Replaces the overriding fields; raises `RequestError`, and changes nothing, when one is wrong."""
@@ -100,11 +100,12 @@ class ChatSession:
         self.given = given
 
     def params(self, given: dict[str, Any]) -> SamplingParams:
-        """`given` over the model's defaults. A text that is gone on with has no end of its own, and gets one."""
+        """`given` over the model's defaults. A continued text gets an end of its own."""
         return sampling_params(self.llm, given, max_tokens=None if self.has_template else MOST_CONTINUED_TOKENS)
 
     def attach(self, path: str | Path) -> None:
-        """A picture for the next message. Raises `ImageError`, or `InvalidArgumentError` where the model reads none."""
+        """Attaches a picture to the next message. Raises `ImageError`, or `InvalidArgumentError` without a vision
+        model."""
         support = self.llm.client.info.images
         if support is None or not self.has_template:
             why = "the model reads no images" if support is None else "the model has no chat template"
@@ -112,7 +113,7 @@ class ChatSession:
         self.attached.append(prepare_image(pixels_of(Path(path).expanduser()), support.rule))
 
     def take_back(self) -> str | None:
-        """Removes the last turn and returns its text; its pictures are attached again. None: there is no turn."""
+        """Removes the last turn and returns its text; its pictures are attached again. None if there is no turn."""
         content: str | list[dict[str, Any]] | None = self.conversation.take_back()
         if not isinstance(content, list):
             return content
@@ -120,14 +121,14 @@ class ChatSession:
         return "".join(part["text"] for part in content if part["type"] == "text")
 
     def encode(self, messages: list[Message]) -> list[int]:
-        """The prompt's token ids, with all those of its pictures."""
+        """The prompt's token ids, including its pictures'."""
         plain, images = take_images(messages)
         ids = self._encode(plain)
         support = self.llm.client.info.images
         return ids if support is None or not images else place_images(ids, images, support)[0]
 
     def _prompt(self, messages: list[Message], ids: list[int]) -> Any:
-        """The prompt as `LLM.stream` takes it; `ids`: what `encode` made of it."""
+        """The prompt for `LLM.stream`; `ids`: the result of `encode`."""
         plain, images = take_images(messages)
         return {"prompt_token_ids": self._encode(plain), "images": images} if images else ids
 
@@ -146,13 +147,13 @@ class ChatSession:
         return self.llm.get_tokenizer().encode(text.removeprefix("\n"))
 
     def answer(self, text: str) -> Generator[str, None, None]:
-        """Asks, and yields the answer's text as it comes.
+        """Sends the message, and yields the answer's text as it streams.
 
-        Turns that no longer fit the context are forgotten, oldest first (`stats.num_dropped_turns`). An
-        answer that the caller stops (by closing the iterator, or by an exception such as KeyboardInterrupt)
-        stays in the conversation as far as it got; one without any text takes its question with it.
+        Turns that no longer fit the context are dropped, oldest first (`stats.num_dropped_turns`). If the caller stops
+        an answer (by closing the iterator, or by an exception such as KeyboardInterrupt), its text so far stays in the
+        conversation; without any text its question is removed, too.
         """
-        if self.conversation.is_open:  # an interrupt came at an awkward moment
+        if self.conversation.is_open:  # an interrupt came between two states
             self.conversation.take_back()
         params = self.params(self.given)
         context = self.llm.client.info.max_model_len
@@ -187,7 +188,7 @@ class ChatSession:
     def _say(
         self, prompt: Any, params: SamplingParams, start: float, thoughts: list[str], calls: list[dict[str, Any]]
     ) -> Generator[str, None, None]:
-        """One reply of the model, as it comes; what it thinks and calls is put into ``thoughts`` and ``calls``."""
+        """Streams one reply of the model; its reasoning and calls are added to ``thoughts`` and ``calls``."""
         with closing(self.llm.stream(prompt, params, answer_format=self.answer_format)) as deltas:
             for delta in deltas:
                 now = time.perf_counter() - start

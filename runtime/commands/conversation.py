@@ -1,4 +1,4 @@
-"""A conversation that is kept within the model's context. Knows messages and counts, not the engine."""
+"""A conversation that is kept within the model's context. Does not depend on the engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Encoder = Callable[[list[Message]], list[int]]
 
 
 class Conversation:
-    """The system message and the turns since; each turn is a user's message and, once given, its answer."""
+    """The system message and the turns since; each turn is a user's message and its answer, if complete."""
 
     def __init__(self, system: str | None = None) -> None:
         self.system = system
@@ -32,11 +32,11 @@ class Conversation:
         self.turns[-1].append({"role": "assistant", "content": text})
 
     def take_back(self) -> Any:
-        """Removes the last turn and returns its question, as it was asked; None when there is none."""
+        """Removes the last turn and returns its question, or None."""
         return self.turns.pop()[0]["content"] if self.turns else None
 
     def reset(self) -> None:
-        """Forgets every turn; the system message stays."""
+        """Drops every turn; the system message stays."""
         self.turns.clear()
 
     def messages(self, first_turn: int = 0) -> list[Message]:
@@ -45,10 +45,8 @@ class Conversation:
         return [*system, *(message for turn in self.turns[first_turn:] for message in turn)]
 
     def fit(self, encode: Encoder, most_tokens: int) -> tuple[list[int], int]:
-        """The prompt's ids, at most `most_tokens`, and how many of the oldest turns were dropped for it.
-
-        Dropped turns are forgotten. Raises `InvalidArgumentError` when the last turn alone is too long;
-        that turn is then taken back and no other is forgotten.
+        """The prompt's ids, at most `most_tokens`, and how many of the oldest turns were dropped for it. Raises
+        `InvalidArgumentError` if the last turn alone is too long; only that turn is then removed.
         """
         for first_turn in range(len(self.turns)):
             ids = encode(self.messages(first_turn))

@@ -102,8 +102,8 @@ def _logprobs(token_id: int, entry: dict[int, Logprob]) -> dict[str, Any]:
 
 
 def read_prompts(path: Path) -> list[str | list[int]]:
-    """The prompts of a file; `OSError` when it cannot be read, a usage error for a malformed line or another encoding
-    than UTF-8."""
+    """The prompts of a file. Raises `OSError` if it cannot be read, a usage error for a malformed line or invalid
+    UTF-8."""
     name = str(path)
     text = read_text_file(path, "prompt_file")
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]

@@ -1,6 +1,5 @@
-"""How every command ends: status 0; or one line on stderr, and status 2 (usage, model, request) or 1. And how its help
-is set: options and commands under the headings that they belong to (``rich_help_panel``), without rich, which would
-take longer to import than all the rest."""
+"""The exit of every command: status 0; or one line on stderr, and status 2 (usage, model, request) or 1. And the layout
+of its help: options and commands under headings (``rich_help_panel``), without rich, which is slow to import."""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ class CommandGroup(TyperGroup):
             if is_debug:
                 raise
             streams.give_up_output()
-            with suppress(OSError):  # nobody reads stderr, either
+            with suppress(OSError):  # stderr may be closed, too
                 print(f"xserv: error: {one_line(error)}{_about_names(arguments)}", file=sys.stderr, flush=True)
             status = exit_status(error)
         if not standalone_mode:
@@ -84,7 +83,7 @@ class CommandGroup(TyperGroup):
 
 
 def _about_names(arguments: list[str]) -> str:
-    """vLLM's command takes names one after the other; here the second is an argument of the command's."""
+    """A hint for vLLM's syntax of several names after the option; here the second is an argument of the command."""
     option = "--served-model-name"
     first, second = [*arguments, "", "", ""][arguments.index(option) + 1 :][:2] if option in arguments else ("", "")
     if not second or second.startswith("-"):
@@ -93,7 +92,7 @@ def _about_names(arguments: list[str]) -> str:
 
 
 def exit_status(error: Exception) -> int:
-    """2 for what the user can mend by asking for something else, 1 for what went wrong in doing it."""
+    """2 for a wrong request of the user, 1 for a failure."""
     from models.errors import ModelLoadError
     from runtime.errors import DeviceError, InvalidArgumentError, UnsupportedError
     from tokenizer.errors import TokenizerError
@@ -105,7 +104,7 @@ def exit_status(error: Exception) -> int:
 
 
 def one_line(error: Exception) -> str:
-    """What is wrong, on one line. Errors that nobody foresaw are named by their class, as bugs."""
+    """The error on one line. Unexpected errors are named by their class, as bugs."""
     from runtime.errors import XservError
     from tokenizer.errors import TokenizerError
 

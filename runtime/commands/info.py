@@ -1,4 +1,4 @@
-"""`xserv info`: devices, the model, and where the memory goes."""
+"""`xserv info`: devices, the model, and its memory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def info(
     engine: EngineOptions,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Show the devices, the model, and the memory table: weights, KV blocks, how many tokens fit.
+    """Show the devices, the model, and the memory table: weights, KV blocks, and tokens that fit.
 
-    The numbers are those that `serve` would have with the given flags; of the model's files only headers are read.
+    The numbers are those of `serve` with the given flags; only headers of the model's files are read.
     """
     import msgspec
 
@@ -57,9 +57,9 @@ def info(
 
 
 def memory(facts: EngineInfo) -> dict[str, Any]:
-    """Bytes of weights and KV cache, and what a sequence takes: by kind of layers, and of ``max_model_len`` tokens in
-    all. While a prompt is computed, layers with a window hold the tokens of a step besides; without windows a sequence
-    would take ``full_bytes``."""
+    """Bytes of weights and KV cache, and of a sequence: by kind of layers, and for ``max_model_len`` tokens in all.
+    During prefill, layers with a window also hold a step's tokens; without windows a sequence would take
+    ``full_bytes``."""
     from runtime.kv.kinds import FULL, CacheKind, blocks_of_sequence, kind_of_window
 
     size, length, block_bytes = facts.block_size, facts.max_model_len, facts.kv_cache_bytes // facts.num_blocks
@@ -100,9 +100,9 @@ def memory(facts: EngineInfo) -> dict[str, Any]:
 
 
 def devices(chosen: str) -> list[dict[str, Any]]:
-    """Every device that there is, and the kinds that there are not with the reason; `chosen` is the engine's.
+    """Every available device, and the unavailable kinds with the reason; `chosen` is the engine's.
 
-    Of an emulated device the properties are those of the product that it stands for, and shown where it is chosen.
+    An emulated device has the emulated product's properties, and is shown if chosen.
     """
     from runtime.bench.environment import processor_name, usable_cores
     from runtime.device.device import Device
@@ -120,7 +120,7 @@ def devices(chosen: str) -> list[dict[str, Any]]:
         }
     ]
     device = Device.parse(chosen)
-    for arch in dict.fromkeys((None, device.arch)):  # the real driver's devices; the emulated one that is chosen
+    for arch in dict.fromkeys((None, device.arch)):  # the real driver's devices, and a chosen emulated one
         try:
             driver = open_driver(arch)
             indices = range(driver.call("cuDeviceGetCount")) if arch is None else [device.index]
@@ -208,7 +208,7 @@ def as_text(report: dict[str, Any]) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """Bytes in the unit that leaves a readable number: 512 B, 4.9 MiB."""
+    """Bytes in a readable unit: 512 B, 4.9 MiB."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024 or unit == "GiB":

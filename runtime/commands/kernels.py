@@ -34,10 +34,10 @@ def build(
         typer.Option(metavar="FILE", help="Also write them as one file, for a machine without the compiler."),
     ] = None,
 ) -> None:
-    """Compile kernels ahead of time, so that no start does: all that there are, or those of a model."""
+    """Compile kernels ahead of time: all, or those of a model."""
     from runtime.device.driver import cuda_bindings
 
-    cuda_bindings("the kernels' compiler")  # before anything is imported that needs it
+    cuda_bindings("the kernels' compiler")  # before any import that needs it
     from models.checkpoints.hub import resolve_model
     from runtime.device.kernel_bundle import write_bundle
     from runtime.device.kernel_cache import KernelCache
@@ -67,7 +67,7 @@ def build(
 
 @kernels.command("list")
 def list_() -> None:
-    """Show what is there: name, architecture, bytes, registers."""
+    """Show the kernels: name, architecture, bytes, registers."""
     from runtime.device.kernel_cache import KernelCache
 
     cache = KernelCache()

@@ -1,4 +1,4 @@
-"""`xserv perplexity`: how well a model foretells a text."""
+"""`xserv perplexity`: the perplexity of a text."""
 
 from __future__ import annotations
 

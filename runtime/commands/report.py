@@ -1,4 +1,4 @@
-"""The flags that every benchmark has, and how its report is delivered."""
+"""The common flags of benchmarks, and the output of their reports."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import typer
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """Where a report goes."""
+    """The targets of a report."""
 
     as_json: Annotated[bool, typer.Option("--json", help="The whole report as one JSON object on stdout.")] = False
     output_json: Annotated[Path | None, typer.Option(help="Write the whole report to this file, too.")] = None
 
     def deliver(self, report: dict[str, Any], text: str) -> None:
-        """Print the report as JSON, or `text` for a person; and write it to a file when one is named."""
+        """Print the report as JSON, or `text` for a person; and write it to a file if given."""
         if self.output_json is not None:
             self.output_json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(json.dumps(report) if self.as_json else text)

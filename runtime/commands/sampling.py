@@ -1,4 +1,4 @@
-"""The sampling parameters of a command: what the user named, over what the model's authors meant."""
+"""The sampling parameters of a command: the user's, over the model's generation config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def sampling_params(llm: LLM, given: dict[str, Any], max_tokens: int | None) -> SamplingParams:
-    """`given` over the model's generation config; `max_tokens` where neither says how long.
+    """`given` over the model's generation config; `max_tokens` if neither has a limit.
 
     Raises `RequestError` naming the field that is wrong.
     """

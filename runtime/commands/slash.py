@@ -1,6 +1,6 @@
-"""The /commands of the chat: each takes the session and the rest of the line, and returns what to say.
+"""The /commands of the chat: each takes the session and the rest of the line, and returns a reply.
 
-The table at the end is what `/help` prints. Knows no terminal.
+`/help` prints the table at the end. Does not depend on a terminal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from runtime.errors import InvalidArgumentError
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a /command leads to: a text for the user, leaving, or a message to send to the model."""
+    """The result of a /command: a text for the user, an exit, or a message for the model."""
 
     text: str = ""
     is_exit: bool = False

@@ -33,9 +33,9 @@ _WITHOUT_EFFECT = {
 
 
 def options_of(text: str) -> dict[str, Any]:
-    """The engine's options that it stands for. Keys that have nothing to set are logged.
+    """The equivalent engine options. Keys without effect are logged.
 
-    Raises RequestError for what is no such object, an unknown key, and a method that is not built."""
+    Raises RequestError for another type, an unknown key, and an unsupported method."""
     param = "speculative_config"
     try:
         given = json.loads(text)
@@ -61,8 +61,8 @@ def options_of(text: str) -> dict[str, Any]:
 
 
 def _acceptance_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Takes the keys that say how proposals are drawn and kept. Drawn from their distribution, they are kept by
-    rejection sampling; the most probable are certain, and then both ways of keeping them are the same."""
+    """Checks the keys of draft sampling and acceptance. Sampled drafts are accepted by rejection sampling; for greedy
+    drafts both acceptance methods are the same."""
     values = {}
     for name, known in _SAMPLE_METHODS.items():
         values[name] = value = given.pop(name, None)
@@ -78,7 +78,7 @@ def _acceptance_of(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_most(options: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """With the number of proposals, and without what is left in ``given``."""
+    """Adds the number of proposals; logs or refuses the rest of ``given``."""
     param = "speculative_config"
     options |= _acceptance_of(given)
     most = given.pop("num_speculative_tokens", None)

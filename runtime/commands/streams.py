@@ -1,4 +1,4 @@
-"""A command's stdin, stdout and stderr: closed, in another encoding than UTF-8, or closed meanwhile."""
+"""Handles a command's stdin, stdout and stderr that are closed, not UTF-8, or closed during the run."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from contextlib import suppress
 
 
 class ClosedOutput(io.TextIOBase):
-    """stdout of a process that was started without one (`>&-`): what is written is lost, which is an error."""
+    """The stdout of a process started without one (`>&-`): writing to it is an error."""
 
     def write(self, text: str) -> int:
         raise OSError("stdout is closed: nothing can be written")
 
 
 def prepare() -> None:
-    """Text of any language can be read and written. In a locale that knows ASCII alone (`LC_ALL=POSIX`) it is UTF-8, as
-    Python itself has it; what another encoding lacks is written as `\\xe9`. The numbers 0 to 2 are never those of
-    another file."""
+    """Prepares the streams for any language. In an ASCII locale (`LC_ALL=POSIX`) they are UTF-8, as in Python itself;
+    characters that another encoding lacks are written as `\\xe9`. File descriptors 0 to 2 never belong to another
+    file."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
     if sys.stdout is None:
         sys.stdout = ClosedOutput()
     if sys.stderr is None:
@@ -37,12 +37,12 @@ def prepare() -> None:
 
 
 def flush() -> None:
-    """Raises `OSError` where what was printed cannot be written: nobody reads it any more, the disk is full."""
+    """Flushes stdout. Raises `OSError` if it cannot be written: a closed pipe, or a full disk."""
     sys.stdout.flush()
 
 
 def give_up_output() -> None:
-    """After such an error: what is still to be written is dropped, so that the interpreter's end does not try again."""
+    """Drops pending output after such an error, so that the interpreter's exit does not retry."""
     try:
         sys.stdout.flush()
     except (OSError, ValueError):

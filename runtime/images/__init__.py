@@ -1,4 +1,4 @@
-"""Pictures on their way to a model: decoded, resized as the model was trained on them, cut into patches.
+"""Preprocessing of pictures for a model: decoding, resizing as in training, and cutting into patches.
 
-Knows no tensors and no engine. Needs Pillow, the extra ``vision``.
+Does not depend on tensors or the engine. Needs Pillow, the extra ``vision``.
 """

@@ -1,4 +1,4 @@
-"""A picture's columns resized: Pillow's horizontal pass to the bit (`Resample.c`, 8 bits a channel).
+"""Resizes a picture's columns: Pillow's horizontal pass to the bit (`Resample.c`, 8 bits a channel).
 
 A pixel is four bytes, and two neighbours are one vector of eight sums. So four lines share each load of taps, nothing
 is transposed, and each new pixel is written once.
@@ -34,7 +34,7 @@ def resized_columns(
     """Pixels of four bytes, flat, line by line. Column x becomes the sum of columns from `first[x]` on, each times
     `taps[x]`, which are 0 beyond the picture."""
     num_taps = taps.shape[1] + taps.shape[1] % 2
-    if width < num_taps:  # the last line's taps would be read beyond its end
+    if width < num_taps:  # the last line's taps would be read past its end
         pixels = np.concatenate([pixels, np.zeros(4 * num_taps, np.uint8)])
     begin = np.minimum(first, max(width - num_taps, 0))
     columns, places = np.nonzero(taps)
@@ -47,7 +47,7 @@ def resized_columns(
 
 @njit
 def _resize(pixels: Array, height: int, pitch: int, begin: Array, taps: Array, num_pairs: int, out: Array) -> None:
-    """`pitch`: bytes of a line; `begin`: of each new column; `taps`: of each, as often as a pixel has bytes."""
+    """`pitch`: bytes of a line; `begin`: of each new column; `taps`: of each, repeated for each byte of a pixel."""
     new_pitch = 4 * begin.shape[0]
     whole = height - height % _LINES
     for top in range(0, whole, _LINES):
@@ -62,8 +62,8 @@ def _resize(pixels: Array, height: int, pitch: int, begin: Array, taps: Array, n
 
 @intrinsic
 def _sum_four(typingctx, pixels, at, pitch, taps, tap, num_pairs, out, target, new_pitch):
-    """Of `2 * num_pairs` pixels from byte `at` on, in each of four lines, the sum by taps from `tap` on, to byte
-    `target` and the same places of the lines behind."""
+    """Sums `2 * num_pairs` pixels from byte `at` on, in each of four lines, by taps from `tap` on, into byte `target`
+    and the same places of the next lines."""
     byte, word, size = ir.IntType(8), ir.IntType(32), ir.IntType(64)
     eight, all_sums, four = ir.VectorType(word, 8), ir.VectorType(word, 16), ir.VectorType(word, 4)
 
@@ -89,7 +89,7 @@ def _sum_four(typingctx, pixels, at, pitch, taps, tap, num_pairs, out, target, n
                 product = builder.mul(builder.zext(builder.load(pair, align=1), eight), weight)
                 builder.store(builder.add(builder.load(total), product), total)
         a, b, c, d = (builder.load(total) for total in sums)
-        halves = (0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)  # even taps' sums of two lines, and odd ones'
+        halves = (0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)  # even taps' sums of two lines, odd ones'
         above, below = (builder.add(*(lanes(x, y, half) for half in halves)) for x, y in ((a, b), (c, d)))
         whole = builder.add(lanes(above, below, range(16)), every(1 << (BITS - 1)))
         whole = builder.ashr(whole, every(BITS))

@@ -34,7 +34,7 @@ _SUPPORT = 2.0
 
 def cut(image: Image, height: int, width: int, patch_size: int, merge_size: int, out: NDArray[np.uint8]) -> None:
     """Resizes an RGB picture bicubically to so many lines and columns, and writes its patches to `out`, flat, as
-    `Patches.pixels` has them. What is left of a patch at the right and below is dropped."""
+    `Patches.pixels` has them. Partial patches at the right and bottom are dropped."""
     if image.width != width and not columns_come_first(image.height, image.width, height, width):
         image = image.resize((width, height), _BICUBIC)
     resized, channels, owner = _columns_resized(image, width)
@@ -44,25 +44,25 @@ def cut(image: Image, height: int, width: int, patch_size: int, merge_size: int,
         first, taps = line_taps(image.height, height)
     rows, columns = height // patch_size, width // patch_size
     _cut(resized, width, channels, first, taps, rows, columns, patch_size, merge_size, out)
-    del owner  # until here it kept the pixels
+    del owner  # it kept the pixels alive until here
 
 
 def prepare() -> None:
-    """Compiles, or reads from disk, what `cut` needs, before a process may write no files."""
+    """Compiles the kernels of `cut`, or reads them from disk, before a process loses write access to files."""
     out = np.zeros(12, np.uint8)
     _cut(out, 2, 3, np.arange(2), np.zeros((2, 1), np.int32), 1, 1, 2, 1, out)
     is_known_pillow()
 
 
 def columns_come_first(old_height: int, old_width: int, height: int, width: int) -> bool:
-    """Whether the Pillow that is installed resizes a picture's columns before its lines. From 13 on it does not where
-    the height shrinks by more than twice as many pixels as the width; what later ones do is found out."""
+    """Whether the installed Pillow resizes a picture's columns before its lines. From 13 on it does not if the height
+    shrinks by more than twice as many pixels as the width; later versions are probed."""
     return not old_height - height > max(0, 2 * (old_width - width)) and is_known_pillow()
 
 
 @cache
 def is_known_pillow() -> bool:
-    """Whether Pillow resizes a picture, of which both sides shrink alike, as we do."""
+    """Whether Pillow resizes a picture as we do, if both sides shrink alike."""
     from PIL import Image
 
     pixels = np.random.RandomState(0).randint(0, 2, (23, 37, 3)).astype(np.uint8) * 255
@@ -76,7 +76,7 @@ def is_known_pillow() -> bool:
 
 
 def _columns_resized(image: Image, width: int) -> tuple[NDArray[np.uint8], int, Any]:
-    """The picture's pixels with so many columns: see `_pixels_of`."""
+    """The picture's pixels, resized to so many columns; see `_pixels_of`."""
     pixels, channels, owner = _pixels_of(image)
     if image.width == width:
         return pixels, channels, owner
@@ -90,8 +90,8 @@ def _columns_resized(image: Image, width: int) -> tuple[NDArray[np.uint8], int, 
 
 
 def line_taps(size: int, new_size: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """For each of `new_size` lines: the first line of `size` that it is made of, `[new_size]`, and how much of this and
-    the next lines, `[new_size, most taps]`, in fixed point; 0 where a line has fewer taps."""
+    """For each of `new_size` lines: the first of its lines of `size`, `[new_size]`, and the weights of this and the
+    next lines, `[new_size, most taps]`, in fixed point; 0 for absent taps."""
     scale = size / new_size
     stretch = max(scale, 1.0)
     support = _SUPPORT * stretch
@@ -115,8 +115,8 @@ def _bicubic(x: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _pixels_of(image: Image) -> tuple[NDArray[np.uint8], int, Any]:
-    """Its pixels, flat, bytes a pixel, and what keeps them. Pillow has four bytes a pixel, which are read where they
-    lie, if they lie in one block."""
+    """A picture's pixels, flat, bytes a pixel, and their owner. Pillow has four bytes a pixel, which are read in place
+    if they are one block."""
     try:
         _, capsule = image.__arrow_c_array__()
     except ValueError:  # in several blocks
@@ -181,7 +181,7 @@ def _cut(
 
 @njit
 def _spread(plane: Array, targets: Array, offset: int, size: int, width: int, out: Array) -> None:
-    """A line of a channel, its part in each patch: `size` elements of `width` bytes."""
+    """Writes a line of a channel to the patches: to each, `size` elements of `width` bytes."""
     for column in range(targets.shape[0]):
         source, target = plane[column * size :], out[(targets[column] + offset) // width :]
         for x in range(size):
@@ -199,13 +199,13 @@ def _spread_seven(plane: Array, targets: Array, offset: int, out: Array) -> None
 
 @njit
 def _blend(lines: Array, stride: int, taps: Array, line: Array) -> None:
-    """One line of those from the first of `lines` on."""
+    """Blends the lines from the first of `lines` on into one."""
     count = line.shape[0]
     if taps.shape[0] == 1:
         line[:] = lines[:count]
         return
     num_taps = taps.shape[0]
-    while taps[num_taps - 1] == 0:  # the lines of taps that are not there may not be there, either
+    while taps[num_taps - 1] == 0:  # lines of absent taps may not exist
         num_taps -= 1
     sums = np.empty(1024, np.int32)
     for begin in range(0, count, 1024):

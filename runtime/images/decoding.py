@@ -1,8 +1,8 @@
-"""From a file's bytes to RGB pixels, within limits.
+"""Decodes a file's bytes to RGB pixels, within limits.
 
-A header's size is checked before anything is decoded. Rotation by EXIF and transparency are treated as transformers
-treats them: the picture is turned upright, and what is transparent shows white. Greys of more than 8 bits are scaled
-(Pillow and transformers cut them off, which makes such pictures white).
+A header's size is checked before anything is decoded. EXIF rotation and transparency are handled as in transformers:
+the picture is turned upright, and transparent pixels become white. Greys of more than 8 bits are scaled (Pillow and
+transformers clip them, which makes such pictures white).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DecodingLimits:
 
 
 def decode(data: bytes, limits: DecodingLimits | None = None) -> NDArray[np.uint8]:
-    """The RGB pixels ``[height, width, 3]`` of an image file's bytes. Of several frames it takes the first.
+    """The RGB pixels ``[height, width, 3]`` of an image file's bytes. It uses the first of several frames.
 
     Raises ImageError.
     """
@@ -51,7 +51,7 @@ def decoded_image(data: bytes, limits: DecodingLimits | None = None) -> Image:
     if len(data) > limits.max_bytes:
         raise ImageError(f"the image has {len(data):,} bytes, limit {limits.max_bytes:,}")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow's own warning of many pixels; the limit below is ours
+        warnings.simplefilter("ignore")  # Pillow's own warning of many pixels: our limit is below
         try:
             with image_module.open(io.BytesIO(data), formats=formats()) as image:
                 check_pixels(image, limits)
@@ -66,14 +66,14 @@ def decoded_image(data: bytes, limits: DecodingLimits | None = None) -> Image:
 
 
 def formats() -> tuple[str, ...]:
-    """Those of `FORMATS` that this Pillow reads."""
+    """The formats of `FORMATS` that this Pillow supports."""
     from PIL import features
 
     return FORMATS if features.check("avif") else FORMATS[1:]
 
 
 def is_cut(data: bytes) -> bool:
-    """Whether a file of one of the formats, which cannot be decoded, lacks its end."""
+    """Whether an undecodable file of one of the formats is truncated."""
     size = len(data)
     if data.startswith(b"\x89PNG\r\n\x1a\n"):
         return b"IEND" not in data[-64:]
@@ -124,7 +124,7 @@ def _directory_end(data: bytes) -> int:
         size = _TIFF_SIZES.get(kind, 1)
         at = entry + 8 if size * count <= 4 else number(entry + 8, 4)
         end = max(end, at + size * count)
-        if tag in (273, 279, 324, 325) and count < 1 << 16:  # where strips and tiles lie, and their sizes
+        if tag in (273, 279, 324, 325) and count < 1 << 16:  # offsets and sizes of strips and tiles
             found[tag] = [number(at + size * i, size) for i in range(count)]
     for offsets, sizes in ((273, 279), (324, 325)):
         end = max([end, *map(sum, zip(found.get(offsets, ()), found.get(sizes, ())))])
@@ -139,7 +139,7 @@ def check_pixels(image: Any, limits: DecodingLimits) -> None:
 
 
 def rgb_of(image: Image, *, is_unsigned: bool = False) -> Image:
-    """A picture upright, on white, in RGB: this one itself, or another."""
+    """The picture upright, on white, in RGB; perhaps the same object."""
     from PIL import ImageOps
 
     image.load()
@@ -160,9 +160,9 @@ def _is_unsigned(image: Image) -> bool:
 
 
 def _scaled(image: Image, *, is_unsigned: bool) -> Image:
-    """A picture of greys with more than 8 bits, as one with 8. 16 bits are a format's own and lose the lower half, as
-    they do in other decoders. Of 32 bits a file does not say how many are used: a picture is scaled by the first of 1
-    (floats), 8, 16 and 32 bits that holds its values, and by its own range where some are negative or larger."""
+    """Scales greys of more than 8 bits to 8. 16 bits lose the lower half, as in other decoders. For 32 bits a file does
+    not give the used ones: a picture is scaled by the first of 1 (floats), 8, 16 and 32 bits that holds its values, or
+    by its own range if some are negative or larger."""
     values = np.asarray(image)
     if is_unsigned:
         values = values.view(np.uint32)
@@ -188,7 +188,7 @@ def _scaled(image: Image, *, is_unsigned: bool) -> Image:
 
 
 def pixels_of(image: Any, limits: DecodingLimits | None = None) -> NDArray[np.uint8]:
-    """RGB pixels ``[height, width, 3]`` of what a script may hold: a ``PIL.Image.Image``, a file's path, its bytes, or
+    """RGB pixels ``[height, width, 3]`` of a script's picture: a ``PIL.Image.Image``, a file's path, its bytes, or
     an array ``[height, width, 3]`` or ``[height, width]`` of uint8.
 
     Raises ImageError.

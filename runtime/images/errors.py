@@ -1,4 +1,4 @@
-"""What is wrong with a picture."""
+"""The errors of pictures."""
 
 from __future__ import annotations
 
@@ -6,5 +6,4 @@ from runtime.errors import XservError
 
 
 class ImageError(XservError):
-    """A picture that cannot be read or is beyond a limit. The message is one line that may be shown to whoever sent
-    the picture."""
+    """A picture that cannot be read or is beyond a limit. The message is one line, safe to show to the client."""

@@ -1,9 +1,9 @@
-"""A picture becomes a grid of square patches, by the rule that a model was trained with.
+"""Cuts a picture into a grid of square patches, by the rule of the model's training.
 
 ``PatchRule`` (Qwen2-VL, 2.5-VL, 3-VL) and ``SideRule`` (Pixtral) keep its shape; ``FixedRule`` (CLIP, SigLIP, Gemma 3)
 gives all pictures one size. Equal to transformers' ``Qwen2VLImageProcessorPil``, ``PixtralImageProcessorPil``,
 ``CLIPImageProcessorPil``, ``SiglipImageProcessorPil`` and ``Gemma3ImageProcessorPil`` to the byte, before their
-normalisation. Patches are uint8 and stand once: the two frames that Qwen's tower has of a still picture are the same.
+normalisation. Patches are uint8 and stored once: the two frames of a still picture in Qwen's tower are equal.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class PatchRule(msgspec.Struct, frozen=True, tag=True):
 
     patch_size   pixels of a patch's side
     merge_size   patches of a token's side
-    num_frames   frames that a patch of the tower has
+    num_frames   frames of a patch in the tower
     min_pixels, max_pixels  of a resized picture
-    mean, std    of each channel, by which pixels in 0 … 1 are normalised
+    mean, std    of each channel, for normalising pixels in 0 … 1
     """
 
     patch_size: int = 14
@@ -83,28 +83,26 @@ class PatchRule(msgspec.Struct, frozen=True, tag=True):
         return max(self.min_pixels, self.max_pixels)
 
     def fitted(self, image: Image) -> tuple[Image, tuple[int, int]]:
-        """An RGB picture, and the height and width that it is still to get, bicubically. Raises ImageError."""
+        """An RGB picture, and the height and width to resize it to, bicubically. Raises ImageError."""
         return image, self.resized(image.height, image.width)
 
     def token_grid(self, rows: int, columns: int) -> tuple[int, int]:
-        """Lines and columns of tokens of a picture of so many patches. Raises ImageError for a grid that no picture
-        has."""
+        """Lines and columns of tokens of a picture of so many patches. Raises ImageError for an impossible grid."""
         return _merged(rows, columns, self.merge_size)
 
     def at_most(self, side: int) -> PatchRule:
-        """For pictures of at most ``side * side`` pixels, or of one token."""
+        """The rule for pictures of at most ``side * side`` pixels, or of one token."""
         most = max(min(self.max_pixels, side * side), self.factor**2)
         return replace(self, min_pixels=min(self.min_pixels, most), max_pixels=most)
 
 
 class SideRule(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Pictures keep their shape, and are made smaller where a side is too long; never larger, but for what is wanting
-    to a token.
+    """Pictures keep their shape, and are shrunk if a side is too long; enlarged only to fill a token.
 
-    most_height, most_width  pixels of a picture's sides, before what is wanting to a token
+    most_height, most_width  pixels of a picture's sides, before filling a token
     patch_size   pixels of a patch's side
     merge_size   patches of a token's side
-    mean, std    of each channel, by which pixels in 0 … 1 are normalised
+    mean, std    of each channel, for normalising pixels in 0 … 1
     """
 
     most_height: int
@@ -116,7 +114,7 @@ class SideRule(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     @property
     def num_frames(self) -> int:
-        """1: the towers know no films."""
+        """1: the towers do not support videos."""
         return 1
 
     @property
@@ -142,29 +140,29 @@ class SideRule(msgspec.Struct, frozen=True, tag=True, kw_only=True):
         return -(-tall // self.factor) * self.factor, -(-wide // self.factor) * self.factor
 
     def fitted(self, image: Image) -> tuple[Image, tuple[int, int]]:
-        """An RGB picture, and the height and width that it is still to get, bicubically. Raises ImageError."""
+        """An RGB picture, and the height and width to resize it to, bicubically. Raises ImageError."""
         return image, self.resized(image.height, image.width)
 
     def token_grid(self, rows: int, columns: int) -> tuple[int, int]:
-        """Lines and columns of tokens of a picture of so many patches, and a column more: the token that ends a line.
-        Raises ImageError for a grid that no picture has."""
+        """Lines and columns of tokens of a picture of so many patches, with an additional column for the token that
+        ends a line. Raises ImageError for an impossible grid."""
         lines, across = _merged(rows, columns, self.merge_size)
         return lines, across + 1
 
     def at_most(self, side: int) -> SideRule:
-        """For pictures whose sides have at most so many pixels."""
+        """The rule for pictures whose sides have at most so many pixels."""
         return replace(self, most_height=min(self.most_height, side), most_width=min(self.most_width, side))
 
 
 class FixedRule(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """All pictures get one size.
 
-    height, width   of the picture that is cut into patches; what is left of a patch at the right and below is dropped
+    height, width   of the picture that is cut into patches; partial patches at the right and bottom are dropped
     patch_size      pixels of a patch's side
-    num_tokens      that each picture becomes
-    shortest_edge   the shorter side is resized to this, and the middle cut out; None: both sides are resized
+    num_tokens      of each picture
+    shortest_edge   the shorter side is resized to this, and the middle cut out; None resizes both sides
     resample        Pillow's filter
-    mean, std       of each channel, by which pixels in 0 … 1 are normalised
+    mean, std       of each channel, for normalising pixels in 0 … 1
     """
 
     height: int
@@ -183,7 +181,7 @@ class FixedRule(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     @property
     def num_frames(self) -> int:
-        """1: towers of fixed pictures know no films."""
+        """1: towers of fixed pictures do not support videos."""
         return 1
 
     @property
@@ -225,7 +223,7 @@ Rule = PatchRule | SideRule | FixedRule
 
 
 def _merged(rows: int, columns: int, merge: int) -> tuple[int, int]:
-    """Lines and columns of tokens of so many patches, `merge` a side. Raises ImageError."""
+    """Lines and columns of tokens of so many patches, `merge` patches a side. Raises ImageError."""
     if min(rows, columns) < merge or rows % merge or columns % merge:
         raise ImageError(f"{rows} x {columns} patches are no multiples of {merge}")
     return rows // merge, columns // merge
@@ -259,8 +257,8 @@ class Patches:
 
 
 def make_patches(image: NDArray[np.uint8] | Image, rule: Rule, out: memoryview | None = None) -> Patches:
-    """The patches of an RGB picture, or of its pixels ``[height, width, 3]``, resized as the rule says; at the
-    front of ``out`` where it is given. Raises ImageError."""
+    """The patches of an RGB picture, or of its pixels ``[height, width, 3]``, resized by the rule; written to the
+    beginning of ``out`` if given. Raises ImageError."""
     from PIL import Image
 
     from runtime.images.cutting import cut
@@ -288,7 +286,7 @@ def normalised(pixels: NDArray[np.uint8], rule: Rule) -> NDArray[np.float32]:
 
 
 class NormalisedPatches:
-    """`normalised`, of the rows that are asked for."""
+    """Lazily applies `normalised` to the requested rows."""
 
     def __init__(self, pixels: NDArray[np.uint8], rule: Rule) -> None:
         self._pixels, self._rule = pixels, rule

@@ -1,7 +1,7 @@
 """Positions in three axes (M-RoPE, Qwen2-VL, arXiv 2409.12191).
 
-A text token stands at the same place on all axes. A picture's tokens share one time, and have a line and a column each;
-the text behind it goes on behind the largest of them. So rotary positions fall behind places in the sequence.
+A text token has the same position on all axes. A picture's tokens share one time, and have a line and a column each;
+the text after it continues after the largest of them. So rotary positions lag places in the sequence.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ Array = np.ndarray[Any, Any]
 
 
 def token_positions(num_tokens: int, images: Sequence[tuple[int, int, int]]) -> tuple[Array, int]:
-    """The positions of a prompt's tokens, `[3, num_tokens]` int32 by time, line and column; and by how much the
-    positions of all tokens behind it differ from their places.
+    """The positions of a prompt's tokens, `[3, num_tokens]` int32 by time, line and column; and the offset of later
+    tokens' positions from their places.
 
     `images`: the first token, the lines and the columns of tokens of each picture, in order.
     """

@@ -79,7 +79,7 @@ def link_of(text: str) -> Link:
 
 @dataclass(frozen=True, slots=True)
 class GpuRates:
-    """What a GPU sustains in good kernels, below its data sheet: bytes and bf16 operations a second; its memory."""
+    """Sustained rates of a GPU, below its data sheet: bytes and bf16 operations a second; its memory."""
 
     bytes_per_s: float
     flops_per_s: float

@@ -1,1 +1,1 @@
-"""The commands behind `xserv bench`: their flags, and their reports on stdout; `program` puts them together."""
+"""The commands of `xserv bench`: their flags, and their reports on stdout; `program` combines them."""

@@ -1,4 +1,4 @@
-"""`xserv bench accuracy`: how good a running server's answers are."""
+"""`xserv bench accuracy`: the quality of a running server's answers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def accuracy(
         Path | None, typer.Option(help="Keep each answer here, a JSON line each; a run that broke off goes on.")
     ] = None,
 ) -> None:
-    """Word problems in GSM8K's format, and perplexity, on any OpenAI server. Exit status 1: it cannot be measured."""
+    """Word problems in GSM8K's format, and perplexity, on any OpenAI server. Exit status 1: the measurement failed."""
     from runtime.bench.accuracy.bench_accuracy import AccuracyRun, measure
     from runtime.bench.accuracy.gsm8k import SAMPLE, SHOTS, read_problems
     from runtime.bench.load.serving import run_bench

@@ -1,4 +1,4 @@
-"""`xserv bench latency | throughput | streaming | exact | overhead | products`: an engine, and what its steps cost."""
+"""`xserv bench latency | throughput | streaming | exact | overhead | products`: an engine and its steps' costs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def latency(
     num_iters_warmup: Annotated[int, typer.Option(help="Runs before the timed ones.")] = 3,
     num_iters: Annotated[int, typer.Option(help="Timed runs.")] = 10,
 ) -> None:
-    """How long one batch takes."""
+    """Measure the latency of one batch."""
     from runtime.bench.load.batches import bench_latency
     from runtime.llm import LLM
 
@@ -46,7 +46,7 @@ def throughput(
     output_len: Annotated[int, typer.Option(help="New tokens of each.")] = 128,
     num_prompts: Annotated[int, typer.Option(help="How many prompts.")] = 64,
 ) -> None:
-    """How much comes out when all requests are there from the start."""
+    """Measure the throughput with all requests submitted at the start."""
     from runtime.bench.load.batches import bench_throughput
     from runtime.llm import LLM
 
@@ -72,7 +72,7 @@ def streaming(
     num_warmup_rounds: Annotated[int, typer.Option(help="Bursts before the timed ones.")] = 2,
     num_rounds: Annotated[int, typer.Option(help="Timed bursts; the median one is reported.")] = 5,
 ) -> None:
-    """A burst: many short requests in the same moment."""
+    """Measure a burst of many short requests."""
     from runtime.bench.load.batches import bench_streaming
     from runtime.llm import LLM
 
@@ -102,7 +102,7 @@ def exact(
     num_schedules: Annotated[int, typer.Option(help="How many ways to serve them; the first serves each alone.")] = 13,
     num_rounds: Annotated[int, typer.Option(help="Timed runs of the exact and of the default mode, in turns.")] = 5,
 ) -> None:
-    """Whether answers are equal to the bit under every schedule, and what that costs. Exit status 1: they are not."""
+    """Check that answers are equal to the bit under every schedule, and time that mode. Exit status 1: they differ."""
     from runtime.bench.scheduling.exact import bench_exact, engine_maker
 
     arguments = engine.arguments()
@@ -132,7 +132,7 @@ def overhead(
     context_lens: Annotated[str, typer.Option(help="Tokens of each, comma-separated.")] = "64,4096",
     num_steps: Annotated[int, typer.Option(help="Timed steps of each.")] = 200,
 ) -> None:
-    """What a decode step costs the host beside the computation."""
+    """Measure a decode step's host overhead beside the computation."""
     from runtime.bench.scheduling.overhead import bench_overhead
 
     sizes, lens = integers("batch_sizes", batch_sizes), integers("context_lens", context_lens)
@@ -155,7 +155,7 @@ def products(
     shape: Annotated[str, typer.Option(help="N and K of the matrix.")] = "3072,1024",
     num_rounds: Annotated[int, typer.Option(help="Rounds of each, in turns.")] = 7,
 ) -> None:
-    """Matrix products on the cpu by the format of their weights, beside what the processor reads."""
+    """Matrix products on the cpu by the format of their weights, compared with the read bandwidth."""
     from runtime.bench.cpu_products import as_lines, bench_products
 
     sizes = integers("shape", shape)

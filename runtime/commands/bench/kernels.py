@@ -1,4 +1,4 @@
-"""`xserv bench kernels|profile`: what the kernels reach, and where a step's time goes."""
+"""`xserv bench kernels|profile`: the kernels' rates, and the profile of a step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def kernels(
     num_runs: Annotated[int, typer.Option(help="Timed runs of each, each with a cold cache.")] = 30,
     plot: Annotated[Path | None, typer.Option(help="Draw the roofline to this SVG.")] = None,
 ) -> None:
-    """Each kernel against its goal: verified, then timed. cuBLAS takes turns with ours where it is installed."""
+    """Each kernel against its goal: verified, then timed. cuBLAS takes turns with ours if installed."""
     from runtime.bench.kernels.bars import roofline_svg
     from runtime.bench.kernels.bench_kernels import as_lines, bench_kernels, parts_named, roofs
 
@@ -44,7 +44,7 @@ def profile(
     num_steps: Annotated[int, typer.Option(help="Decode steps.")] = 8,
     plot: Annotated[Path | None, typer.Option(help="Draw the shares to this SVG.")] = None,
 ) -> None:
-    """Where a step's time goes, by kernel (events on cuda, counts when emulated, clocks on the cpu) and host part."""
+    """Profile a step's time by kernel (events on cuda, counts when emulated, clocks on the cpu) and host part."""
     from runtime.bench.kernels.bars import profile_svg
     from runtime.bench.kernels.step_profile import as_lines, bench_profile
     from runtime.engine.make_engine import build_engine

@@ -1,4 +1,4 @@
-"""`xserv bench peers` and `bench memory`: beside other engines on one machine, and how much memory serving takes."""
+"""`xserv bench peers` and `bench memory`: comparisons with other engines on one machine, and the memory of serving."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def peers(
     num_rounds: Annotated[int, typer.Option(help="Rounds of each workload, in turns.")] = 5,
     check: CheckFlag = False,
 ) -> None:
-    """Ours, llama.cpp and Hugging Face transformers in turns on GPT-2 124M's shape, and what the host does.
+    """Ours, llama.cpp and Hugging Face transformers in turns on GPT-2 124M's shape, and the host's work.
 
-    A peer without its Python is said to be missing. Status 1 where sides disagree.
+    A peer without its Python is reported as missing. Status 1 if sides disagree.
     """
     from runtime.bench.metrics import BenchmarkError
     from runtime.bench.peers.bench_peers import bench_peers, failures
@@ -95,7 +95,7 @@ def memory(
     cold: Annotated[bool, typer.Option("--cold", help="With an empty cache of compiled code.")] = False,
     check: CheckFlag = False,
 ) -> None:
-    """Most memory that serving GPT-2 124M's shape takes over all processes, beside weights + KV cache + 400 MB."""
+    """Measure the peak memory of serving GPT-2 124M's shape over all processes, against weights + KV cache + 400 MB."""
     from runtime.bench.memory import bench_memory
     from runtime.bench.peers.workloads import DTYPES, named
 

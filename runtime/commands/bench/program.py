@@ -1,5 +1,4 @@
-"""`xserv bench` with all its commands; imported when one of them is asked for, since most of the program's flags are
-theirs."""
+"""`xserv bench` with all its commands; imported only for one of them, since they have most of the program's flags."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ GONE = {
 
 
 class BenchGroup(TyperGroup):
-    """The benchmarks; one of an earlier version says what took its place."""
+    """The benchmarks; a removed one names its replacement."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name in GONE:
@@ -54,7 +53,7 @@ bench = typer.Typer(
 
 @bench.callback()
 def _bench() -> None:
-    """Measure what the commands below name. What is timed has been verified first."""
+    """Run a benchmark. Everything timed is verified first."""
 
 
 for _command in (

@@ -1,4 +1,4 @@
-"""`xserv bench schedule|stalls|simulation|speculation`: what scheduling does to latency, measured."""
+"""`xserv bench schedule|stalls|simulation|speculation`: the effect of scheduling on latency."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def stalls(
     num_usual_steps: Annotated[int, typer.Option(help="Steps before it comes, for the usual TPOT.")] = 30,
     num_rounds: Annotated[int, typer.Option(help="Steps timed for each size of the budget's measurement.")] = 5,
 ) -> None:
-    """How long decodes wait while a long prompt is computed beside them, with a budget and prefill-first.
+    """Measure how long decodes wait while a long prompt is computed beside them, with a budget and prefill-first.
 
     Without --model, on Qwen3-0.6B's shapes.
     """
@@ -175,7 +175,7 @@ def speculation(
         str, typer.Option(metavar="K,K,...", help="Fixed numbers of proposals that run beside; empty: none.")
     ] = "1,3,7",
 ) -> None:
-    """What proposals are worth, by scripted rates of acceptance; without --model, on Qwen3-0.6B's shapes."""
+    """Measure speculation by scripted acceptance rates; without --model, on Qwen3-0.6B's shapes."""
     from runtime.bench.scheduling.engines import model_arguments
     from runtime.bench.scheduling.speculation import bench_speculation
     from runtime.engine.make_engine import build_engine

@@ -1,4 +1,4 @@
-"""`xserv bench serve`: load on a server, as its clients see it."""
+"""`xserv bench serve`: load on a server, measured by its clients."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def serve(
 ) -> None:
     """Load on a server: TTFT, TPOT, ITL, end-to-end latency. Exit status 1: a request failed.
 
-    With --base-url, --model is the name to ask for (default: the first that the server lists). Without it our own
-    server is started with the engine's flags, in a process of its own; the report then has what it costs that process.
+    With --base-url, --model is the model's name in requests (default: the first that the server lists). Without it our
+    own server is started with the engine's flags, in a process of its own; the report then has that process's costs.
     """
     from runtime.bench.load.samples import WORDS, as_text, file_samples, random_samples, trace_samples
     from runtime.bench.load.serving import Load, bench_serve, run_bench
@@ -171,7 +171,7 @@ def _percentiles(text: str) -> tuple[float, ...]:
 
 
 def _targets(texts: list[str]) -> dict[str, float]:
-    """From "ttft:500 tpot:50", in one value or several."""
+    """Parses "ttft:500 tpot:50", in one value or several."""
     targets = {}
     for pair in re.split(r"[\s,]+", " ".join(texts).strip()) if texts else []:
         name, _, most_ms = pair.partition(":")
@@ -183,7 +183,7 @@ def _targets(texts: list[str]) -> dict[str, float]:
 
 
 def _lines(report: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's lines."""
+    """The report in vLLM's lines."""
     titles = {
         "completed": "Successful requests",
         "failed": "Failed requests",
