@@ -25,7 +25,7 @@ _MOST_TABLE_BYTES = 4 << 30
 
 
 def make_rope_table(rope: RopeConfig, num_positions: int, device: Device = CPU) -> RopeTable:
-    """cos and sin `[num_rows, rotary_dim / 2]` on a device: a row for each position. Where there is a `rope.switch`,
+    """cos and sin `[num_rows, rotary_dim / 2]` on a device: a row for each position. With a `rope.switch`,
     longer sequences have rows of their own: their position p is row `switch + p`.
 
     Raises `ModelLoadError` for a table of more than 4 GiB.

@@ -53,7 +53,7 @@ class GenerationConfig:
 def load_generation_config(model: str | Path) -> GenerationConfig:
     """The typed form of the model's generation config.
 
-    Where that or its ids are absent, the ids are those of `config.json`, which older models have instead. A file that
+    If that or its ids are absent, the ids are those of `config.json`, which older models have instead. A file that
     is not JSON, and a value that makes no sense, are warnings that name file, field and value. They count as absent:
     users can set all of these.
 
@@ -90,7 +90,7 @@ def load_end_ids(model: str | Path, overrides: str = "") -> tuple[int, ...]:
     """The ids that end an answer: those that the generation config, `config.json`, its `text_config` and the tokenizer
     name, and the tokenizer's known ends of a turn.
 
-    Where the generation config names some, `config.json` adds no id whose token is ordinary text: config classes have
+    If the generation config names some, `config.json` adds no id whose token is ordinary text: config classes have
     default ids that belong to another vocabulary. Raises `ConfigError` for a `config.json` that is wrong.
     """
     files = open_model(model, overrides)

@@ -280,8 +280,8 @@ def load_dflash(
     folder: Path, target: Model, *, max_model_len: int | None = None, load_format: str = "auto", seed: int = 0,
     declares: bool = False, **settings: Unpack[LoadSettings],
 ) -> DFlashDrafter:  # fmt: skip
-    """The drafter in a folder, for a model that it shares the device and the types with. Of a declared model it may be
-    declared, too: then it cannot run.
+    """The drafter in a folder, for a model that it shares the device and the types with. With `declares` it is only
+    declared, and cannot run.
 
     Raises `ModelLoadError`, naming file, field or tensor, and value.
     """

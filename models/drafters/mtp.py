@@ -97,7 +97,7 @@ def load_mtp(
     folder: str | Path, target: Model, *, max_model_len: int | None = None, load_format: str = "auto", seed: int = 0,
     declares: bool = False, **settings: Unpack[LoadSettings],
 ) -> MtpDrafter:  # fmt: skip
-    """The prediction layer that the model's folder has. Of a declared model it may be declared, too, and cannot run.
+    """The prediction layer that the model's folder has. With `declares` it is only declared, and cannot run.
 
     Raises `ModelLoadError`, naming file, tensor or field, and value.
     """

@@ -1,8 +1,8 @@
 """Cohere's Command R and Aya (one class of transformers, `Cohere`), and Command R7B and A (`Cohere2`).
 
 Attention and MLP read one LayerNorm without bias, side by side; neighbouring elements of a head are rotated together,
-and logits are scaled. Some of the first have LayerNorms over each head of queries and keys, with weights of each. Of
-the second three of four layers have a sliding window, and the others no rotary positions.
+and logits are scaled. Some of the first have LayerNorms over each head of queries and keys, with weights of each. In
+the second, three of four layers have a sliding window, and the others no rotary positions.
 
     h = norm(x);   x = x + attention(h) + mlp(h)
 """

@@ -31,7 +31,7 @@ class GgmlFormat:
         name: as ggml calls it, such as "Q4_K".
         block: elements of a row that lie together.
         layout: of such a block's bytes.
-        dtype: what elements become: the stored float type, or float32.
+        dtype: of decoded elements: the stored float type, or float32.
         decode: blocks `[n]` of the layout to elements `[n, block]` float32; None for plain floats.
     """
 

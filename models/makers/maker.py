@@ -303,8 +303,8 @@ class Maker(ABC):
         `has_bias` and `head.bias [rows]`, which a tied one cannot have.
 
         With `is_tied` they are one matrix, kept once, and a checkpoint may store either or both. Ranks share out the
-        columns of the one and the rows of the other, but one matrix lies whole in each. Of several stages the first has
-        the table and the last the head; the other is None.
+        columns of the one and the rows of the other, but one matrix lies whole in each. With several stages the first
+        has the table and the last the head; the other is None.
         """
         nothing: Any = None
         self.tables |= {f"{self._prefix}{each}.weight" for each in (name, head)}

@@ -2,7 +2,7 @@
 
 This is Pillow's resizing to the bit (`Resample.c`, 8 bits a channel): taps in fixed point, one sum, one shift, and
 bytes between the two passes; in a fraction of its time. Lines are resized, split into channels and cut in one pass over
-the picture. Where Pillow's lines come before its columns (`columns_come_first`), Pillow resizes and the picture is only
+the picture. If Pillow's lines come before its columns (`columns_come_first`), Pillow resizes and the picture is only
 cut.
 """
 

@@ -131,7 +131,7 @@ def close_log(writer: LogWriter) -> None:
     if writer._stream is not sys.stderr:
         try:
             writer._stream.close()
-        except OSError:  # a full disk: what was left in the buffer is lost
+        except OSError:  # a full disk: the rest of the buffer is lost
             writer.num_lost += 1
 
 

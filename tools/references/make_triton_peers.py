@@ -7,7 +7,7 @@ tools/comparing/triton_comparison/ptx/; both are committed, so that the comparis
 
 The configurations are those of Triton 3's tutorials: of 03-matrix-multiplication all for 16-bit
 factors; of 06-fused-attention (tiles of 64 or 128 queries by 32 to 128 keys, 2 to 4 stages, 4 or 8 warps; not 8 warps
-on Hopper below 128 x 128) a choice of the large tiles. Of experts they are the tiles of ours, with the stages and warps
+on Hopper below 128 x 128) a choice of the large tiles. For experts they are our tiles, with the stages and warps
 of the tutorial's nearest tile.
 """
 
