@@ -34,5 +34,6 @@ def test_the_examples_run(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    said = [line for line in done.stderr.splitlines() if not line.startswith("compiling for this processor")]
+    assert (done.returncode, said) == (0, []), done.stderr  # an empty cache of kernels shows how far it is
     assert [bool(part.strip()) for part in done.stdout.split("--\n")] == [True, True, True, False]

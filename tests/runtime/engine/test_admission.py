@@ -16,7 +16,7 @@ from tests.runtime.engine.scheduler_cases import make_driver
 
 def prepared(policy: str, **fields: object) -> Request:
     request = EngineRequest(request_id="x", prompt_token_ids=[1, 2], params=SamplingParams(), **fields)  # type: ignore[arg-type]
-    return prepare(request, make_driver(policy=policy).info)
+    return prepare(request, make_driver(scheduling_policy=policy).info)
 
 
 def test_fields_reach_the_scheduler() -> None:
